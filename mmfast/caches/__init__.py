@@ -1,0 +1,1 @@
+"""KV-cache policies: one per file, one import line each. None has landed yet."""

@@ -1,0 +1,1 @@
+"""The currency of the toolkit: tokens, reductions, the registry, spec strings and the trace."""

@@ -1,0 +1,34 @@
+"""Errors a caller can cause: one line that names the value, the choices and the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MmfastError(ValueError):
+    """Base of every error that bad input or bad usage can raise; the CLI exits 2 on it."""
+
+
+class SpecError(MmfastError):
+    """A spec string such as ``"divprune:0.25"`` has a wrong name, site, knob or budget."""
+
+
+class MediaError(MmfastError):
+    """An image, video or audio input is missing, broken, too large or of the wrong kind."""
+
+
+class ModelError(MmfastError):
+    """A model is of an unknown family, lacks a signal, or its files cannot be loaded."""
+
+
+def unknown(what: str, value: object, choices: Iterable[str]) -> str:
+    """Say that `value` is not one of `choices`, and which one is nearest.
+
+    Returns:
+        One line: ``unknown method 'divprun'; did you mean 'divprune'? choices: …``.
+    """
+    names = sorted(choices)
+    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    return f"unknown {what} {value!r}{hint} choices: {', '.join(names)}"

@@ -1,0 +1,219 @@
+"""Reduction: a map from N source tokens onto M output tokens, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Triplets (output, source, weight), each `[..., K]`: output = sum of weight * source."""
+
+    output: Tensor  # [..., K] in [0, M)
+    source: Tensor  # [..., K] in [0, N)
+    weight: Tensor  # [..., K]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Which sources each output stands for, and how they are combined.
+
+    Pruning, merging, pooling, frame sampling and KV eviction are all this. It is data, not a
+    closure, so it can be stored, composed, drawn and handed to a kernel.
+
+    Attributes:
+        keep: `[..., M]` ascending; the source whose position each output inherits.
+        owner: `[..., N]` in `[-1, M)`; the output each source joins, -1 where it is dropped.
+        weight: `[..., N]` share of a source in its output; None means a plain mean.
+        mix: Triplets that alone define `apply`, where one source feeds several outputs.
+        order: `[..., M]` permutation from ascending to emission order, where a method has one.
+        pure: Every output is one untouched source, so `apply` is a gather.
+    """
+
+    keep: Tensor
+    owner: Tensor
+    weight: Tensor | None = None
+    mix: Mix | None = None
+    order: Tensor | None = None
+    pure: bool = False
+
+    @property
+    def n(self) -> int:
+        """Number of source tokens N."""
+        return self.owner.shape[-1]
+
+    @property
+    def m(self) -> int:
+        """Number of output tokens M."""
+        return self.keep.shape[-1]
+
+    @staticmethod
+    def identity(
+        n: int, lead: tuple[int, ...] = (), device: torch.device | None = None
+    ) -> Reduction:
+        """Keep all `n` tokens, for leading dims `lead`."""
+        index = torch.arange(n, device=device).expand(*lead, n).contiguous()
+        return Reduction(index, index.clone(), pure=True)
+
+    @staticmethod
+    def prune(keep: Tensor, n: int) -> Reduction:
+        """Keep the sources `keep` `[..., M]` (any order, no duplicates) of `n`, drop the rest."""
+        keep = keep.sort(dim=-1).values
+        owner = torch.full((*keep.shape[:-1], n), -1, dtype=torch.int64, device=keep.device)
+        slots = torch.arange(keep.shape[-1], device=keep.device).expand_as(keep)
+        return Reduction(keep, owner.scatter_(-1, keep, slots), pure=True)
+
+    @staticmethod
+    def merge(keep: Tensor, target: Tensor, weight: Tensor | None = None) -> Reduction:
+        """Fold sources into the kept ones.
+
+        Args:
+            keep: `[..., M]` kept sources, any order, no duplicates.
+            target: `[..., N]` the kept SOURCE that each source joins, -1 where it is dropped;
+                a kept source must join itself.
+            weight: `[..., N]` share of a source in its output; None means a plain mean.
+        """
+        pruned = Reduction.prune(keep, target.shape[-1])
+        slot = pruned.owner.gather(-1, target.clamp_min(0))
+        return Reduction(pruned.keep, slot.masked_fill(target < 0, -1), weight)
+
+    def sizes(self) -> Tensor:
+        """How many sources each output holds, `[..., M]` int64."""
+        ones = (self.owner >= 0).to(torch.int64)
+        zeros = torch.zeros_like(self.keep)
+        return zeros.scatter_add_(-1, self.owner.clamp_min(0), ones)
+
+    def share(self) -> Tensor:
+        """Weight of each source in its output, `[..., N]`; 0 where it is dropped."""
+        if self.weight is not None:
+            return self.weight.masked_fill(self.owner < 0, 0)
+        size = self.sizes().gather(-1, self.owner.clamp_min(0)).clamp_min(1)
+        return size.to(torch.get_default_dtype()).reciprocal().masked_fill(self.owner < 0, 0)
+
+    def apply(self, x: Tensor, *, emit: bool = False) -> Tensor:
+        """Combine sources `[..., N, D]` into outputs `[..., M, D]`.
+
+        Args:
+            x: Sources; the leading dims are those of `keep`.
+            emit: Return the outputs in the method's emission order instead of ascending.
+        """
+        if x.ndim < 2 or x.shape[-2] != self.n or x.shape[:-2] != self.keep.shape[:-1]:
+            raise MmfastError(
+                f"Reduction.apply got shape {list(x.shape)}; "
+                f"give [{', '.join(map(str, self.owner.shape))}, D]"
+            )
+        out = self._gather(x) if self.pure else self._combine(x)
+        if emit and self.order is not None:
+            out = out.gather(-2, self.order[..., None].expand(*self.order.shape, x.shape[-1]))
+        return out
+
+    def _gather(self, x: Tensor) -> Tensor:
+        if x.ndim == 2:
+            return x.index_select(0, self.keep)  # 15 times faster than an expanded gather on CPU
+        return x.gather(-2, self.keep[..., None].expand(*self.keep.shape, x.shape[-1]))
+
+    def _combine(self, x: Tensor) -> Tensor:
+        if self.mix is not None:
+            return _scatter_rows(x, self.mix.output, self.mix.source, self.mix.weight, self.m)
+        source = torch.arange(self.n, device=x.device).expand_as(self.owner)
+        if self.weight is not None:
+            return _scatter_rows(x, self.owner, source, self.weight, self.m)
+        # A mean is a sum and one division: the share of a lone token stays exactly 1.
+        total = _scatter_rows(x, self.owner, source, None, self.m)
+        return total / self.sizes().clamp_min(1)[..., None].to(total.dtype)
+
+    def expand(self, y: Tensor) -> Tensor:
+        """Copy outputs `[..., M, D]` back to all their sources `[..., N, D]`; dropped ones get 0."""
+        index = self.owner.clamp_min(0)[..., None].expand(*self.owner.shape, y.shape[-1])
+        return y.gather(-2, index).masked_fill((self.owner < 0)[..., None], 0)
+
+    def then(self, other: Reduction) -> Reduction:
+        """This reduction (N to M) followed by `other` (M to K), as one (N to K).
+
+        Raises:
+            MmfastError: `other` does not start from M tokens, or either has a `mix`.
+        """
+        if other.n != self.m:
+            raise MmfastError(
+                f"cannot compose: the first leaves {self.m} tokens, the second takes {other.n}"
+            )
+        if self.mix is not None or other.mix is not None:
+            raise MmfastError(
+                "cannot compose reductions with a mix: apply them one after the other"
+            )
+        slot = self.owner.clamp_min(0)
+        owner = other.owner.gather(-1, slot).masked_fill(self.owner < 0, -1)
+        plain = other.pure and self.weight is None or self.pure and other.weight is None
+        weight = None if plain else self.share() * other.share().gather(-1, slot)
+        return Reduction(
+            keep=self.keep.gather(-1, other.keep),
+            owner=owner,
+            weight=None if weight is None else weight.masked_fill(owner < 0, 0),
+            order=other.order,
+            pure=self.pure and other.pure,
+        )
+
+    def select(self, index: int) -> Reduction:
+        """Item `index` along the first leading dimension."""
+
+        def take(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value[index]
+
+        mix = self.mix and Mix(
+            *(t[index] for t in (self.mix.output, self.mix.source, self.mix.weight))
+        )
+        return replace(
+            self,
+            keep=self.keep[index],
+            owner=self.owner[index],
+            weight=take(self.weight),
+            mix=mix,
+            order=take(self.order),
+        )
+
+    def check(self) -> None:
+        """Verify the invariants: ascending unique keeps in range, owners in range and consistent.
+
+        Raises:
+            MmfastError: Names the broken invariant.
+        """
+        keep, owner = self.keep, self.owner
+        slots = torch.arange(self.m, device=keep.device).expand_as(keep)
+        rules = {
+            "keep is not strictly ascending": bool((keep.diff(dim=-1) <= 0).any()),
+            "keep is out of range": bool(((keep < 0) | (keep >= self.n)).any()),
+            "owner is out of range": bool(((owner < -1) | (owner >= self.m)).any()),
+            "a kept source does not own its slot": bool(
+                (owner.gather(-1, keep.clamp(0, self.n - 1)) != slots).any()
+            ),
+        }
+        for rule, broken in rules.items():
+            if broken:
+                raise MmfastError(f"invalid Reduction of {self.n} onto {self.m} tokens: {rule}")
+
+
+def _scatter_rows(
+    x: Tensor, output: Tensor, source: Tensor, weight: Tensor | None, m: int
+) -> Tensor:
+    """Sum `weight * x[source]` into rows `output`, accumulating in at least float32."""
+    lead, width = x.shape[:-2], x.shape[-1]
+    count = lead.numel()
+    flat = x.reshape(count, x.shape[-2], width)
+    out_row, src_row = output.reshape(count, -1), source.reshape(count, -1)
+    base = torch.arange(count, device=x.device)[:, None]
+    valid = (out_row >= 0).reshape(-1)
+    dest = (out_row + base * m).reshape(-1)[valid]
+    rows = flat.reshape(-1, width).index_select(
+        0, (src_row + base * x.shape[-2]).reshape(-1)[valid]
+    )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows = rows.to(wide)
+    if weight is not None:
+        rows = rows * weight.reshape(-1)[valid][:, None].to(wide)
+    total = torch.zeros(count * m, width, dtype=wide, device=x.device).index_add_(0, dest, rows)
+    return total.to(x.dtype).reshape(*lead, m, width)

@@ -1,0 +1,124 @@
+"""Registry: registering a name is what enrols a method in the CLI, tests, benchmark and README."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from mmfast.core.errors import SpecError, unknown
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Importing the package of a kind registers its methods (one import line each).
+PACKAGES = {"reducer": "mmfast.reducers", "cache": "mmfast.caches"}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One registered method.
+
+    Attributes:
+        name: The name in spec strings.
+        kind: `reducer` or `cache`.
+        paper: arXiv id, or "" for a baseline.
+        needs: Signals it reads from `Tokens` (`x`, `attn`, `query`, `grid`, `keys` …).
+        summary: First line of its docstring.
+        fn: The callable itself.
+        sites: Where it may run, the default first: `pre`, `vit`, `llm` (needs a layer), `kv`.
+        adaptive: It can choose its own budget (spec without a budget).
+        layer: Default decoder layer K for a spec that names no site, methods of site `llm` only.
+        knobs: Keyword-only parameters of `fn` with their defaults.
+    """
+
+    name: str
+    kind: str
+    paper: str
+    needs: tuple[str, ...]
+    summary: str
+    fn: Callable[..., Any] = field(repr=False)
+    sites: tuple[str, ...] = ("pre",)
+    adaptive: bool = False
+    layer: int = 2
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The public columns: name, kind, paper, needs, summary."""
+        row = {key: getattr(self, key) for key in ("name", "kind", "paper", "needs", "summary")}
+        return {**row, "needs": list(self.needs)}
+
+
+_METHODS: dict[tuple[str, str], Method] = {}
+
+
+def register(
+    name: str,
+    *,
+    kind: str = "reducer",
+    paper: str = "",
+    needs: tuple[str, ...] = ("x",),
+    sites: tuple[str, ...] = ("pre",),
+    adaptive: bool = False,
+    layer: int = 2,
+) -> Callable[[F], F]:
+    """Enrol a method under `name`; its docstring's first line becomes the summary.
+
+    Raises:
+        SpecError: The name is taken by another function, or the docstring is missing.
+    """
+
+    def enrol(fn: F) -> F:
+        old = _METHODS.get((kind, name))
+        if old is not None and old.fn.__qualname__ != fn.__qualname__:
+            raise SpecError(f"{kind} {name!r} is already registered; choose another name")
+        doc = inspect.getdoc(fn)
+        if not doc:
+            raise SpecError(f"{kind} {name!r} has no docstring; its first line is the summary")
+        knobs = {
+            p.name: p.default
+            for p in inspect.signature(fn).parameters.values()
+            if p.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        _METHODS[kind, name] = Method(
+            name, kind, paper, needs, doc.splitlines()[0], fn, sites, adaptive, layer, knobs
+        )
+        return fn
+
+    return enrol
+
+
+def get(name: str, kind: str = "reducer") -> Method:
+    """The method called `name`.
+
+    Raises:
+        SpecError: There is none; names the choices and the nearest match.
+    """
+    _load(kind)
+    found = _METHODS.get((kind, name))
+    if found is None:
+        raise SpecError(unknown(kind, name, (n for k, n in _METHODS if k == kind)))
+    return found
+
+
+def methods(kind: str | None = None) -> list[Method]:
+    """All registered methods, by kind and name."""
+    if kind is not None and kind not in PACKAGES:
+        raise SpecError(unknown("kind", kind, PACKAGES))
+    for each in PACKAGES if kind is None else (kind,):
+        _load(each)
+    return [m for key, m in sorted(_METHODS.items()) if kind in (None, key[0])]
+
+
+def unregister(name: str, kind: str = "reducer") -> None:
+    """Take a method out again, for tests and notebooks that re-define one."""
+    _METHODS.pop((kind, name), None)
+
+
+def _load(kind: str) -> None:
+    if kind in PACKAGES:
+        importlib.import_module(PACKAGES[kind])

@@ -1,0 +1,265 @@
+"""Spec strings: ``name[@site][:budget][?knob=value&…]`` joined by ``+``, and running them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mmfast.core.errors import MmfastError, SpecError, unknown
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import Method, get
+from mmfast.core.tokens import Tokens
+
+Budget = int | float | None
+
+_STAGE = re.compile(
+    r"(?P<name>[^@:?+]*)(@(?P<site>[^@:?+]*))?(:(?P<budget>[^@:?]*))?(\?(?P<knobs>.*))?"
+)
+_EXAMPLE = (
+    "write name[@site][:budget][?knob=value], for example 'divprune:0.25' or 'fastv@llm3:0.5'"
+)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parsed stage.
+
+    Attributes:
+        method: The registered method.
+        site: `pre`, `vit`, `kv` or `llm`.
+        layer: Decoder layer K before which it runs, where `site` is `llm`, else None.
+        budget: int = tokens per item, float = share in (0, 1], None = the method decides.
+        knobs: Keyword arguments for the method.
+    """
+
+    method: Method
+    site: str
+    layer: int | None
+    budget: Budget
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """The site as written: `pre`, `vit`, `llm3` …"""
+        return self.site if self.layer is None else f"{self.site}{self.layer}"
+
+    def __str__(self) -> str:
+        budget = "" if self.budget is None else f":{self.budget}"
+        knobs = "&".join(f"{k}={v}" for k, v in self.knobs.items())
+        return f"{self.method.name}@{self.where}{budget}" + (f"?{knobs}" if knobs else "")
+
+
+def parse(text: str | None, kind: str = "reducer") -> tuple[Spec, ...]:
+    """Parse a spec string; None or "" is no stage at all.
+
+    Raises:
+        SpecError: Names the offending value, the choices and the nearest match.
+    """
+    if text is None or (isinstance(text, str) and not text.strip()):
+        return ()
+    if not isinstance(text, str):
+        raise SpecError(f"spec is a {type(text).__name__}: {text!r}; {_EXAMPLE}")
+    return tuple(_parse_stage(part.strip(), kind) for part in _split(text))
+
+
+def _split(text: str) -> list[str]:
+    # A knob value may hold a '+' exponent (1e+3); a stage never starts with a digit.
+    return re.split(r"\+(?!\d)", text)
+
+
+def _parse_stage(text: str, kind: str) -> Spec:
+    match = _STAGE.fullmatch(text)
+    if match is None or not match["name"]:
+        raise SpecError(f"cannot read spec {text!r}; {_EXAMPLE}")
+    method = get(match["name"], kind)
+    site, layer = _parse_site(method, match["site"])
+    budget = None if match["budget"] is None else _parse_budget(match["budget"], text)
+    if budget is None and not method.adaptive:
+        raise SpecError(
+            f"{method.name!r} needs a budget; write '{method.name}:0.25' for a share "
+            f"or '{method.name}:64' for a number of tokens"
+        )
+    return Spec(method, site, layer, budget, _parse_knobs(method, match["knobs"]))
+
+
+def _parse_site(method: Method, text: str | None) -> tuple[str, int | None]:
+    if text is None:
+        site = method.sites[0]
+        return site, method.layer if site == "llm" else None
+    match = re.fullmatch(r"(vit|pre|kv|pixel|llm)(\d*)", text)
+    if match is None or match[1] not in method.sites or (match[1] == "llm") != bool(match[2]):
+        choices = ["llm<K>" if s == "llm" else s for s in method.sites]
+        raise SpecError(
+            f"{method.name!r} cannot run at site {text!r}; choices: {', '.join(choices)} "
+            "(llm3 = before decoder layer 3)"
+        )
+    return match[1], int(match[2]) if match[2] else None
+
+
+def _parse_budget(text: str, spec: str) -> Budget:
+    try:
+        return check_budget(int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text))
+    except SpecError:
+        raise
+    except ValueError:
+        raise SpecError(f"budget {text!r} in {spec!r} is no number; {_BUDGETS}") from None
+
+
+_BUDGETS = "a share with a dot in (0, 1] such as 0.25, or a whole number of tokens such as 64"
+
+
+def check_budget(budget: Budget) -> Budget:
+    """Refuse a budget that can never be met: 0, negative, a share above 1, NaN.
+
+    Raises:
+        SpecError: Names the budget and what is allowed.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise SpecError(f"budget {budget!r} is a {type(budget).__name__}; {_BUDGETS}")
+    if isinstance(budget, int):
+        if budget < 1:
+            raise SpecError(f"budget {budget} keeps nothing; {_BUDGETS}")
+    elif not 0.0 < budget <= 1.0:
+        raise SpecError(f"budget {budget} is no share; {_BUDGETS}")
+    return budget
+
+
+def count(budget: Budget, n: int) -> int | None:
+    """Tokens to keep of `n`: a share is rounded half to even and keeps at least one.
+
+    Raises:
+        SpecError: A whole-number budget above `n`.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, float):
+        return max(1, round(budget * n))
+    if budget > n:
+        raise SpecError(
+            f"budget {budget} is more than the {n} tokens there are; choose at most {n}"
+        )
+    return budget
+
+
+def _parse_knobs(method: Method, text: str | None) -> dict[str, Any]:
+    knobs: dict[str, Any] = {}
+    for pair in text.split("&") if text else ():
+        name, equals, value = pair.partition("=")
+        if name not in method.knobs:
+            what = f"knob of {method.name!r}"
+            raise SpecError(
+                unknown(what, name, method.knobs)
+                if method.knobs
+                else f"{what}: it has none, got {name!r}"
+            )
+        if not equals or not value:
+            raise SpecError(
+                f"knob {name!r} of {method.name!r} has no value; write {name}={method.knobs[name]}"
+            )
+        knobs[name] = _convert(method, name, value)
+    return knobs
+
+
+def _convert(method: Method, name: str, value: str) -> Any:
+    default = method.knobs[name]
+    kind = type(default)
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+        if default is None:
+            return float(value) if "." in value or "e" in value else int(value)
+        return kind(value)
+    except (ValueError, KeyError):
+        want = "an int or float" if default is None else f"a {kind.__name__}"
+        raise SpecError(
+            f"knob {name}={value!r} of {method.name!r} is not {want}, such as {default}"
+        ) from None
+
+
+def run(spec: Spec, tokens: Tokens) -> Reduction | list[Reduction]:
+    """Run one stage on `tokens`.
+
+    Returns:
+        One Reduction with the leading dims of `tokens`; for a method that picks its own budget
+        on batched tokens a list, one per item, since the lengths differ.
+
+    Raises:
+        SpecError: The budget does not fit, or a signal the method needs is missing.
+    """
+    method = spec.method
+    budget = count(spec.budget, tokens.n)
+    lead = tuple(tokens.x.shape[:-2])
+    if budget == tokens.n:
+        return Reduction.identity(tokens.n, lead, tokens.x.device)
+    missing = [need for need in method.needs if not tokens.has(need)]
+    if missing:
+        raise SpecError(
+            f"{method.name!r} needs {', '.join(map(repr, missing))}, which these tokens do not carry; "
+            "pass it to Tokens (fields x, attn, query, grid, or signals by name)"
+        )
+    if budget is None and lead:
+        items: list[Reduction] = []
+        for index in range(lead[0]):
+            one = run(spec, tokens.select(index))
+            items.extend(one if isinstance(one, list) else [one])
+        return items
+    with torch.no_grad():
+        reduction: Reduction = method.fn(tokens, budget, **spec.knobs)
+    if budget is not None and reduction.m != budget:
+        raise MmfastError(
+            f"{method.name!r} kept {reduction.m} tokens instead of {budget}; report this as a bug"
+        )
+    return reduction
+
+
+def reduce(tokens: Tokens, spec: str) -> Reduction | list[Reduction]:
+    """Reduce tokens by a spec string, stages composed with `Reduction.then`.
+
+    Args:
+        tokens: Features and signals, `x` of shape `[..., N, D]`.
+        spec: For example `"divprune:0.25"` or `"evs:0.5+random:16"`.
+
+    Returns:
+        A Reduction with `keep` `[..., M]`; a list of them for an adaptive method on a batch.
+
+    Raises:
+        SpecError: The spec is wrong, or a signal is missing.
+        MmfastError: The tokens hold NaN or infinity.
+
+    Example:
+        >>> reduce(Tokens(torch.randn(288, 64), grid=(8, 6, 6)), "evs:0.25").m
+        72
+    """
+    stages = parse(spec)
+    if not stages:
+        raise SpecError(f"spec {spec!r} is empty; {_EXAMPLE}")
+    tokens.check_finite()
+    result = run(stages[0], tokens)
+    for stage in stages[1:]:
+        if isinstance(result, list):
+            raise SpecError(
+                f"{stage.method.name!r} cannot follow an adaptive stage on a batch; reduce items one by one"
+            )
+        result = result.then(_follow(stage, tokens, result))
+    return result
+
+
+def _follow(stage: Spec, tokens: Tokens, so_far: Reduction) -> Reduction:
+    """Run `stage` on what `so_far` leaves of `tokens`: signals follow the kept sources."""
+    kept = Tokens(
+        x=so_far.apply(tokens.x),
+        attn=None if tokens.attn is None else tokens.attn.gather(-1, so_far.keep),
+        query=tokens.query,
+        grid=None,  # a pruned set has no raster any more
+        signals={name: so_far.apply(value) for name, value in tokens.signals.items()},
+    )
+    result = run(stage, kept)
+    if isinstance(result, list):
+        raise SpecError(f"{stage.method.name!r} needs a budget to follow another stage on a batch")
+    return result

@@ -1,0 +1,107 @@
+"""Tokens: what a reducer may look at.
+
+Shape glossary of the project: B batch, N tokens in, M tokens out, T text, D width, H heads,
+L layers, Q codebooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Features of one item, or of several with equal shapes, and the signals around them.
+
+    Attributes:
+        x: Features or keys, floating point, `[..., N, D]`.
+        attn: Attention each token received, `[..., N]`.
+        query: Embedded question, `[..., T, D]`.
+        grid: `(frames, rows, columns)` with `N = frames * rows * columns`, raster order.
+        signals: Further tensors by name (`keys`, `pixels` …), leading dims as in `x`.
+
+    Raises:
+        MmfastError: A shape or dtype does not fit; the message names both.
+    """
+
+    x: Tensor  # [..., N, D]
+    attn: Tensor | None = None  # [..., N]
+    query: Tensor | None = None  # [..., T, D]
+    grid: tuple[int, int, int] | None = None
+    signals: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        x = self.x
+        if not isinstance(x, Tensor):
+            raise MmfastError(
+                f"Tokens.x is a {type(x).__name__}; give a torch tensor [..., N, D], "
+                "for example torch.as_tensor(x)"
+            )
+        if x.ndim < 2 or not x.is_floating_point():
+            raise MmfastError(
+                f"Tokens.x has shape {list(x.shape)} and dtype {x.dtype}; "
+                "give a floating-point tensor [..., N, D]"
+            )
+        if 0 in x.shape:
+            raise MmfastError(
+                f"Tokens.x has shape {list(x.shape)}: no token to reduce; give N >= 1"
+            )
+        if self.attn is not None and self.attn.shape != x.shape[:-1]:
+            raise MmfastError(
+                f"Tokens.attn has shape {list(self.attn.shape)}; x asks for {list(x.shape[:-1])}"
+            )
+        if self.grid is not None:
+            self._check_grid(self.grid)
+
+    def _check_grid(self, grid: tuple[int, int, int]) -> None:
+        if len(grid) != 3 or min(grid) < 1 or grid[0] * grid[1] * grid[2] != self.n:
+            raise MmfastError(
+                f"Tokens.grid is {tuple(grid)} but x holds {self.n} tokens; "
+                "give (frames, rows, columns) with frames * rows * columns = N"
+            )
+
+    @property
+    def n(self) -> int:
+        """Number of tokens N."""
+        return self.x.shape[-2]
+
+    def signal(self, name: str) -> Tensor | None:
+        """The signal called `name` (a field or an entry of `signals`), or None."""
+        if name in {f.name for f in fields(self)} - {"signals", "grid"}:
+            value = getattr(self, name)
+            return value if isinstance(value, Tensor) else None
+        return self.signals.get(name)
+
+    def has(self, name: str) -> bool:
+        """Whether the signal called `name` is there (`grid` counts as one)."""
+        return self.grid is not None if name == "grid" else self.signal(name) is not None
+
+    def check_finite(self) -> None:
+        """Refuse NaN and infinity in `x` and `attn`: every ranking would be meaningless.
+
+        Raises:
+            MmfastError: Names the first broken token.
+        """
+        for name, values in (("x", self.x), ("attn", self.attn)):
+            if values is not None and not bool(torch.isfinite(values).all()):
+                where = (~torch.isfinite(values)).nonzero()[0].tolist()
+                raise MmfastError(
+                    f"Tokens.{name} is not finite at {where}; replace NaN and infinity first, "
+                    "for example with torch.nan_to_num"
+                )
+
+    def select(self, index: int) -> Tokens:
+        """Item `index` along the first leading dimension."""
+        return Tokens(
+            x=self.x[index],
+            attn=None if self.attn is None else self.attn[index],
+            query=None if self.query is None else self.query[index],
+            grid=self.grid,
+            signals={name: value[index] for name, value in self.signals.items()},
+        )
