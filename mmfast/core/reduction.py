@@ -128,7 +128,7 @@ class Reduction:
         return total / self.sizes().clamp_min(1)[..., None].to(total.dtype)
 
     def expand(self, y: Tensor) -> Tensor:
-        """Copy outputs `[..., M, D]` back to all their sources `[..., N, D]`; dropped ones get 0."""
+        """Copy outputs `[..., M, D]` to all their sources `[..., N, D]`; dropped ones get 0."""
         index = self.owner.clamp_min(0)[..., None].expand(*self.owner.shape, y.shape[-1])
         return y.gather(-2, index).masked_fill((self.owner < 0)[..., None], 0)
 
@@ -148,7 +148,7 @@ class Reduction:
             )
         slot = self.owner.clamp_min(0)
         owner = other.owner.gather(-1, slot).masked_fill(self.owner < 0, -1)
-        plain = other.pure and self.weight is None or self.pure and other.weight is None
+        plain = (other.pure and self.weight is None) or (self.pure and other.weight is None)
         weight = None if plain else self.share() * other.share().gather(-1, slot)
         return Reduction(
             keep=self.keep.gather(-1, other.keep),

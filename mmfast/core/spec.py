@@ -44,7 +44,7 @@ class Spec:
 
     @property
     def where(self) -> str:
-        """The site as written: `pre`, `vit`, `llm3` …"""
+        """The site as written: `pre`, `vit`, `llm3`."""
         return self.site if self.layer is None else f"{self.site}{self.layer}"
 
     def __str__(self) -> str:
@@ -200,7 +200,7 @@ def run(spec: Spec, tokens: Tokens) -> Reduction | list[Reduction]:
     missing = [need for need in method.needs if not tokens.has(need)]
     if missing:
         raise SpecError(
-            f"{method.name!r} needs {', '.join(map(repr, missing))}, which these tokens do not carry; "
+            f"{method.name!r} needs {', '.join(map(repr, missing))}, which these tokens lack; "
             "pass it to Tokens (fields x, attn, query, grid, or signals by name)"
         )
     if budget is None and lead:
@@ -244,7 +244,8 @@ def reduce(tokens: Tokens, spec: str) -> Reduction | list[Reduction]:
     for stage in stages[1:]:
         if isinstance(result, list):
             raise SpecError(
-                f"{stage.method.name!r} cannot follow an adaptive stage on a batch; reduce items one by one"
+                f"{stage.method.name!r} cannot follow an adaptive stage on a batch; "
+                "reduce items one by one"
             )
         result = result.then(_follow(stage, tokens, result))
     return result

@@ -83,10 +83,9 @@ class Trace:
 
     def __str__(self) -> str:
         lines = [f"{'stage':<12}{'tokens in':>10}{'out':>8}{'ms':>10}{'peak MB':>10}"]
-        lines += [
-            f"{r.stage:<12}{r.tokens_in:>10}{r.tokens_out:>8}{r.ms:>10.1f}{r.peak_bytes / 1e6:>10.0f}"
-            for r in self.rows
-        ]
+        for r in self.rows:
+            counts = f"{r.stage:<12}{r.tokens_in:>10}{r.tokens_out:>8}"
+            lines.append(f"{counts}{r.ms:>10.1f}{r.peak_bytes / 1e6:>10.0f}")
         return "\n".join(lines)
 
 

@@ -1,0 +1,164 @@
+"""What the commands print: rich tables for people, one JSON document for programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+_err = Console(stderr=True)
+
+Tick = Callable[[int, int], None]
+
+
+def quiet() -> None:
+    """Keep library chatter off the terminal: the user sees answers, errors and progress."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Tick]:
+    """A bar on standard error; yields `tick(done, total)`."""
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_err, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def print_json(document: Any) -> None:
+    """One document on standard output; NaN is not JSON, so it is refused."""
+    print(json.dumps(document, ensure_ascii=False, allow_nan=False))
+
+
+def _table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float) and abs(value) < 100
+        else (f"{value:.0f}" if isinstance(value, float) else str(value))
+    )
+
+
+def print_answer(answer: Any, as_json: bool) -> None:
+    """The text on standard output, its trace on standard error; or the JSON document."""
+    if as_json:
+        return print_json(answer.to_dict())
+    print(answer.text)
+    _err.print(
+        f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens, "
+        f"first token after {answer.ttft_ms:.0f} ms",
+        style="dim",
+    )
+    rows = [
+        (r.stage, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows
+    ]
+    _table(_err, ("stage", "tokens in", "out", "ms", "peak MB"), rows)
+
+
+def print_methods(rows: Sequence[Any], as_json: bool) -> None:
+    """One line a method."""
+    if as_json:
+        return print_json([row.to_dict() for row in rows])
+    columns = ("name", "kind", "sites", "paper", "needs", "summary")
+    cells = [
+        (r.name, r.kind, " ".join(r.sites), r.paper, " ".join(r.needs), r.summary) for r in rows
+    ]
+    _table(Console(), columns, cells)
+
+
+def print_checks(rows: Sequence[Any], as_json: bool) -> None:
+    """One line a check of `mmfast doctor`."""
+    if as_json:
+        return print_json([asdict(row) for row in rows])
+    mark = {True: "ok", False: "missing"}
+    _table(
+        Console(),
+        ("what", "", "found", "fix"),
+        [(r.what, mark[r.ok], r.found, r.fix) for r in rows],
+    )
+
+
+def print_verify(rows: Sequence[Any], as_json: bool) -> bool:
+    """One line a golden file; returns whether none failed."""
+    ok = not any(row.ok is False for row in rows)
+    if as_json:
+        print_json({"ok": ok, "rows": [asdict(row) for row in rows]})
+        return ok
+    mark = {True: "ok", False: "FAILED", None: "skipped"}
+    _table(
+        Console(),
+        ("file", "method", "", "detail"),
+        [(r.file, r.method, mark[r.ok], r.detail) for r in rows],
+    )
+    return ok
+
+
+def print_eval(document: dict[str, Any], as_json: bool) -> None:
+    """One line a spec, accuracy per question kind in columns."""
+    if as_json:
+        return print_json(document)
+    kinds = list(document["rows"][0]["by_kind"])
+    rows = [
+        (
+            r["reduce"] or "all tokens",
+            r["accuracy"],
+            r["kept"],
+            r["ttft_ms"],
+            *(r["by_kind"][k] for k in kinds),
+        )
+        for r in document["rows"]
+    ]
+    _table(Console(), ("reduce", "accuracy", "kept", "ttft ms", *kinds), rows)
+
+
+def print_bench(document: dict[str, Any], as_json: bool) -> None:
+    """One line a spec and stage."""
+    if as_json:
+        return print_json(document)
+    keys = (
+        "reduce",
+        "stage",
+        "median_ms",
+        "speedup",
+        "ideal",
+        "of_ideal",
+        "of_oracle",
+        "selection_ms",
+        "peak_mb",
+    )
+    names = (
+        "reduce",
+        "stage",
+        "median ms",
+        "speed-up",
+        "ideal",
+        "of ideal",
+        "of oracle",
+        "selection ms",
+        "peak MB",
+    )
+    rows = [[row.get(key) for key in keys] for row in document["rows"]]
+    for row in rows:
+        row[0] = row[0] or "stock"
+    _table(Console(), names, rows)

@@ -1,0 +1,75 @@
+"""What this machine has, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+from dataclasses import dataclass
+
+import mmfast
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of `mmfast doctor`; only a missing `required` one makes it exit 1."""
+
+    what: str
+    ok: bool
+    found: str
+    fix: str = ""
+    required: bool = True
+
+
+def checks() -> list[Check]:
+    """Look at the interpreter, packages, devices, attention backends and embedded models."""
+    return [
+        Check("mmfast", True, mmfast.__version__),
+        Check("python", sys.version_info >= (3, 11), platform.python_version(), "use Python 3.11+"),
+        *(
+            _package(name)
+            for name in ("torch", "torchvision", "transformers", "timm", "av", "rich")
+        ),
+        _package("decord", required=False, fix="none needed: PyAV reads video instead"),
+        _package("triton", required=False, fix="only used on CUDA devices"),
+        *_devices(),
+        _embedded(),
+    ]
+
+
+def _package(name: str, required: bool = True, fix: str = "") -> Check:
+    try:
+        importlib.import_module(name)
+        return Check(name, True, importlib.metadata.version(name), required=required)
+    except (ImportError, OSError) as error:  # OSError: a shared library behind it is missing
+        reason = " ".join(str(error).split())[:80]
+        return Check(name, False, reason, fix or f"pip install {name}", required)
+
+
+def _devices() -> list[Check]:
+    import torch
+
+    rows = [Check("cpu", True, f"{torch.get_num_threads()} threads of {os.cpu_count()} cores")]
+    for index in range(torch.cuda.device_count()):
+        props = torch.cuda.get_device_properties(index)
+        rows.append(
+            Check(f"cuda:{index}", True, f"{props.name}, {props.total_memory / 2**30:.0f} GiB")
+        )
+    if len(rows) == 1:
+        rows.append(
+            Check("cuda", False, "no device", "optional: a CUDA GPU and driver", required=False)
+        )
+    return rows
+
+
+def _embedded() -> Check:
+    from mmfast.pipelines.loading import EMBEDDED, embedded_path
+
+    try:
+        path = embedded_path()
+    except mmfast.ModelError as error:
+        return Check(f"model {EMBEDDED}", False, str(error), "reinstall mmfast")
+    size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return Check(f"model {EMBEDDED}", True, f"{size / 1e6:.1f} MB")

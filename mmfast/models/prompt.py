@@ -1,0 +1,89 @@
+"""From decoded media and questions to the inputs of a stock model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmfast.core.errors import MmfastError, ModelError
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One image or clip, decoded.
+
+    Attributes:
+        kind: `image` or `video`.
+        pixels: uint8 RGB, `[H, W, 3]` for an image, `[T, H, W, 3]` for a clip.
+        metadata: Fields of transformers' `VideoMetadata` for a clip, so that the processor keeps
+            the true timestamps and never samples a second time.
+    """
+
+    kind: str
+    pixels: np.ndarray[Any, Any]
+    metadata: Mapping[str, Any] | None = None
+
+
+def check_question(question: object) -> str:
+    """Refuse an empty question.
+
+    Raises:
+        MmfastError: It is not text, or blank.
+    """
+    if not isinstance(question, str):
+        raise MmfastError(f"question is a {type(question).__name__}; give a string")
+    if not question.strip():
+        raise MmfastError(f"question {question!r} is empty; ask something about the media")
+    return question.strip()
+
+
+def build_inputs(
+    processor: Any, shots: Sequence[Shot], questions: Sequence[str], device: torch.device
+) -> dict[str, Any]:
+    """Prompts and pixels of a batch, left-padded.
+
+    Args:
+        processor: The checkpoint's processor; its chat template writes the prompt.
+        shots: One image or clip per question; all of one kind.
+        questions: The questions.
+        device: Where the tensors go.
+
+    Returns:
+        Keyword arguments for the model's `forward` and `generate`.
+
+    Raises:
+        ModelError: The processor has no chat template.
+    """
+    if getattr(processor, "chat_template", None) is None:
+        raise ModelError(f"{type(processor).__name__} has no chat template; give one that has")
+    texts = [
+        processor.apply_chat_template(
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": shot.kind}, {"type": "text", "text": question}],
+                }
+            ],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        for shot, question in zip(shots, questions, strict=True)
+    ]
+    batch = processor(text=texts, padding=True, return_tensors="pt", **_media(shots))
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def _media(shots: Sequence[Shot]) -> dict[str, Any]:
+    from transformers.video_utils import VideoMetadata
+
+    if shots[0].kind == "image":
+        return {"images": [shot.pixels for shot in shots]}
+    return {
+        "videos": [shot.pixels for shot in shots],
+        "video_metadata": [VideoMetadata(**(shot.metadata or {})) for shot in shots],
+        "do_sample_frames": False,
+    }

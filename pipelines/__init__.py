@@ -1,0 +1,46 @@
+"""One line per task: `mmfast.pipeline("video-qa")`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from mmfast.core.errors import MmfastError, unknown
+from mmfast.pipelines.answer import Answer
+
+# Task -> (module, class); the module is imported when the task is asked for.
+TASKS = {
+    "image-qa": ("mmfast.pipelines.image_qa", "ImageQA"),
+    "video-qa": ("mmfast.pipelines.video_qa", "VideoQA"),
+}
+ALIASES = {"image-text-to-text": "image-qa", "video-text-to-text": "video-qa"}
+
+__all__ = ["ALIASES", "TASKS", "Answer", "pipeline"]
+
+
+def pipeline(task: str, model: Any = None, **options: Any) -> Any:
+    """Build the pipeline of a task.
+
+    Args:
+        task: `video-qa` or `image-qa`, or their transformers names `video-text-to-text` and
+            `image-text-to-text`.
+        model: Directory or hub id of a checkpoint, a `(model, processor)` pair, or None for the
+            embedded model, which works offline on a CPU.
+        **options: `reduce`, `cache`, `device`, `dtype`, `frames`, `fps`, `max_new_tokens`; see
+            `mmfast.pipelines.visual_qa.VisualQA`.
+
+    Raises:
+        MmfastError: Unknown task; names the choices.
+        SpecError: Wrong `reduce` or `cache`, before any weight is read.
+        ModelError: The checkpoint cannot be loaded.
+
+    Example:
+        >>> pipe = pipeline("video-qa", reduce="evs:0.25")
+        >>> pipe("clip.mp4", "Which way does the red circle move?").text
+        'left'
+    """
+    name = ALIASES.get(task, task)
+    if name not in TASKS:
+        raise MmfastError(unknown("task", task, [*TASKS, *ALIASES]))
+    module, cls = TASKS[name]
+    return getattr(importlib.import_module(module), cls)(model, **options)
