@@ -1,0 +1,124 @@
+"""Importance of keys: softmax rows recomputed from q and k in float32, never L x L at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+_HIDDEN = torch.finfo(torch.float32).min  # not -inf: a row that sees nothing must not become NaN
+
+# Logits held at a time: 16 MB of float32, about the size of a last-level cache.
+_CHUNK = 1 << 22
+
+
+def last_query_scores(
+    query: Tensor, key: Tensor, mask: Any = None, scaling: float | None = None
+) -> Tensor:
+    """Attention of the last query to every key, averaged over heads.
+
+    Args:
+        query: `[B, H, L, d]`; only the last of the L queries is read.
+        key: `[B, Hkv, S, d]`, H a multiple of Hkv.
+        mask: None, bool (True = visible) or additive `[B or 1, H or 1, L, S or more]`, a padding
+            mask `[B, S]` (non-zero = visible), or a flex BlockMask. Without one every key is seen.
+        scaling: Factor of the logits; None means `d ** -0.5`.
+
+    Returns:
+        `[B, S]` float32, each row sums to 1.
+    """
+    last = query.shape[2] - 1
+    bias = _bias(mask, query, key, last, last + 1, is_causal=False)
+    return _softmax(query[:, :, last:], key, bias, scaling).mean(dim=(1, 2))
+
+
+def received(
+    query: Tensor,
+    key: Tensor,
+    scaling: float | None = None,
+    is_causal: bool = False,
+    mask: Any = None,
+) -> Tensor:
+    """Attention every key receives, averaged over queries and heads.
+
+    The queries are taken a chunk at a time, so memory does not grow with L x S. Queries that may
+    see no key at all (padding) do not count in the mean.
+
+    Args:
+        query: `[B, H, L, d]`.
+        key: `[B, Hkv, S, d]`, H a multiple of Hkv.
+        scaling: Factor of the logits; None means `d ** -0.5`.
+        is_causal: Without a mask, query i sees the keys up to `S - L + i`.
+        mask: As for `last_query_scores`.
+
+    Returns:
+        `[B, S]` float32, each row sums to 1.
+    """
+    batch, heads, length, _ = query.shape
+    size = key.shape[2]
+    step = max(1, _CHUNK // max(1, batch * heads * size))
+    total = torch.zeros(batch, size, dtype=torch.float32, device=query.device)
+    count = torch.zeros(batch, 1, dtype=torch.float32, device=query.device)
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        bias = _bias(mask, query, key, start, stop, is_causal)
+        weights = _softmax(query[:, :, start:stop], key, bias, scaling)  # [B, H, c, S]
+        if bias is None:
+            count += stop - start
+        else:
+            live = (bias.amax(dim=-1, keepdim=True) > _HIDDEN / 2).float()  # [B or 1, 1 or H, c, 1]
+            weights = weights * live
+            count += live.mean(dim=1).sum(dim=1)  # [B or 1, 1]
+        total += weights.sum(dim=2).mean(dim=1)
+    return total / count.clamp_min(1)
+
+
+def _bias(
+    mask: Any, query: Tensor, key: Tensor, start: int, stop: int, is_causal: bool
+) -> Tensor | None:
+    """Addend to the logits of queries `start` to `stop`: `[B or 1, 1 or H, c, S]` or None."""
+    size = key.shape[2]
+    offset = size - query.shape[2]
+    if isinstance(mask, BlockMask):
+        return _hide(_evaluate(mask, query.shape[0], start, stop, size, query.device))
+    if mask is not None and mask.ndim == 4:
+        rows = mask[:, :, start:stop, :size]
+        return _hide(rows) if rows.dtype == torch.bool else rows.float().clamp_min(_HIDDEN)
+    visible = None
+    if is_causal:
+        last = torch.arange(start, stop, device=key.device)[:, None] + offset
+        visible = (torch.arange(size, device=key.device)[None] <= last)[None, None]
+    if mask is not None:  # a padding query is blind, so that it does not count in a mean
+        real = mask[:, -size:] != 0
+        pairs = (real[:, None, :] & real[:, start + offset : stop + offset, None])[:, None]
+        visible = pairs if visible is None else visible & pairs
+    return None if visible is None else _hide(visible)
+
+
+def _evaluate(
+    mask: BlockMask, batch: int, start: int, stop: int, size: int, device: torch.device
+) -> Tensor:
+    """Rows of a flex mask, whose rule takes indices: `[B, 1, c, S]` bool."""
+    b = torch.arange(batch, device=device)[:, None, None]
+    q = torch.arange(start, stop, device=device)[None, :, None]
+    k = torch.arange(size, device=device)[None, None, :]
+    rule: Tensor = mask.mask_mod(b, torch.zeros_like(b), q, k)
+    return rule.expand(batch, stop - start, size)[:, None]
+
+
+def _hide(visible: Tensor) -> Tensor:
+    zeros = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device)
+    return zeros.masked_fill_(~visible, _HIDDEN)
+
+
+def _softmax(query: Tensor, key: Tensor, bias: Tensor | None, scaling: float | None) -> Tensor:
+    """Softmax rows `[B, H, c, S]`; grouped heads share their keys without a copy per head."""
+    batch, heads, count, width = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.float().reshape(batch, kv_heads, heads // kv_heads * count, width)
+    logits = grouped @ key.float().transpose(2, 3)
+    logits = logits.mul_(width**-0.5 if scaling is None else scaling)
+    logits = logits.reshape(batch, heads, count, key.shape[2])
+    return (logits if bias is None else logits.add_(bias)).softmax(dim=-1)
