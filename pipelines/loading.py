@@ -20,7 +20,7 @@ def embedded_path(name: str = EMBEDDED) -> Path:
     Raises:
         ModelError: The package was installed without it.
     """
-    path = Path(str(files("mmfast.assets").joinpath("models", name)))
+    path = Path(str(files("mmfast.assets").joinpath(f"models/{name}")))
     if not (path / "config.json").is_file():
         raise ModelError(f"embedded model {name!r} is missing at {path}; reinstall mmfast")
     return path

@@ -1,0 +1,140 @@
+"""The layout that design and packaging rely on: packages, import rules, public names, sizes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MEDIA = {"av", "decord", "PIL", "numpy", "soundfile"}
+EVERY = {"core", "ops", "reducers", "caches", "decoding", "heads", "frontends", "models", "attach"}
+# folder -> (parts of mmfast it may import, third-party packages it must not)
+RULES: dict[str, tuple[set[str], set[str]]] = {
+    "core": ({"core"}, {"transformers", "timm", "triton"} | MEDIA),
+    "kernels": (set(), {"transformers", "timm"} | MEDIA),
+    "ops": ({"core", "ops", "kernels"}, {"transformers", "timm", "triton"} | MEDIA),
+    "reducers": ({"core", "ops"}, {"transformers", "timm", "triton"} | MEDIA),
+    "caches": ({"core", "ops"}, {"transformers", "timm", "triton"} | MEDIA),
+    "frontends": ({"core", "ops", "frontends"}, {"transformers", "timm", "triton"}),
+    "models": (EVERY, set()),
+    "attach": (EVERY, set()),
+    "tiny": (EVERY | {"tiny"}, set()),
+    "pipelines": (EVERY | {"pipelines"}, set()),
+}
+
+
+def _sources(folder: str) -> list[Path]:
+    for base in (ROOT / "mmfast" / folder, ROOT / folder):
+        if base.is_dir():
+            return sorted(base.rglob("*.py"))
+    return [ROOT / "mmfast" / f"{folder}.py"]
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def _violations(folder: str, imports: set[str]) -> list[str]:
+    allowed, banned = RULES[folder]
+    parts = {name: name.split(".") for name in imports}
+    inside = [n for n, p in parts.items() if p[0] == "mmfast" and len(p) > 1]
+    return [n for n in inside if parts[n][1] not in allowed] + [
+        n for n, p in parts.items() if p[0] in banned
+    ]
+
+
+@pytest.mark.parametrize("folder", RULES)
+def test_import_rules(folder: str) -> None:
+    for path in _sources(folder):
+        bad = _violations(folder, _imports(path))
+        own = folder in ("reducers", "caches") and path.name == "__init__.py"
+        assert not [b for b in bad if not (own and b.startswith(f"mmfast.{folder}"))], (path, bad)
+
+
+def test_import_rules_catch_a_violation() -> None:
+    assert _violations("reducers", {"transformers.cache_utils", "mmfast.core.tokens"})
+    assert _violations("reducers", {"mmfast.reducers.evs"})
+    assert _violations("core", {"mmfast.ops.topk"})
+
+
+def test_demos_use_public_names_only() -> None:
+    for path in (ROOT / "demos").rglob("*.py"):
+        assert not [n for n in _imports(path) if n.startswith("mmfast.")], path
+
+
+def test_packages_listed_are_packages_on_disk() -> None:
+    top = {"kernels": ROOT / "kernels", "pipelines": ROOT / "pipelines", "assets": ROOT / "assets"}
+    disk = {"mmfast"} | {f"mmfast.{name}" for name, path in top.items() if path.is_dir()}
+    for path in (ROOT / "mmfast").rglob("*.py"):
+        disk.add(".".join(path.parent.relative_to(ROOT).parts))
+    for name in ("kernels", "pipelines"):
+        for path in top[name].rglob("*.py"):
+            disk.add("mmfast." + ".".join(path.parent.relative_to(ROOT).parts))
+    assert set(CONFIG["tool"]["setuptools"]["packages"]) == disk
+
+
+def test_kernels_stays_a_namespace() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()  # it would shadow Hugging Face's kernels
+
+
+def test_version_is_stated_once_and_for_all() -> None:
+    import mmfast
+
+    assert CONFIG["project"]["version"] == mmfast.__version__
+
+
+def test_public_names() -> None:
+    import mmfast
+
+    assert mmfast.__all__ == sorted(mmfast.__all__)
+    for name in mmfast.__all__:
+        assert getattr(mmfast, name) is not None
+    assert callable(mmfast.attach) and mmfast.attach.__name__ == "attach"
+    with pytest.raises(AttributeError, match="choices"):
+        mmfast.no_such_name  # noqa: B018
+
+
+def test_importing_the_submodule_does_not_hide_the_function() -> None:
+    code = "import mmfast.attach, mmfast; from mmfast.attach import attach; assert mmfast.attach is attach"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_import_is_instant_and_loads_no_torch() -> None:
+    code = (
+        "import time; t = time.process_time(); import mmfast; ms = (time.process_time() - t) * 1e3\n"
+        "import sys; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "print(ms)"
+    )
+    runs = [
+        float(subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(runs) < 50, runs
+
+
+def _functions(path: Path) -> list[tuple[str, int]]:
+    tree = ast.parse(path.read_text())
+    defs = [d for d in ast.walk(tree) if isinstance(d, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [(f"{path.name}:{d.name}", (d.end_lineno or d.lineno) - d.lineno + 1) for d in defs]
+
+
+def test_files_and_functions_stay_small() -> None:
+    files = [p for top in ("mmfast", "pipelines", "kernels", "demos") for p in (ROOT / top).rglob("*.py")]
+    long_files = [(p.name, n) for p in files if (n := p.read_text().count("\n")) > (300 if "kernels" in p.parts else 250)]
+    lengths = [item for p in files for item in _functions(p)]
+    assert not long_files
+    assert not [item for item in lengths if item[1] > 60]
+    assert sum(n <= 40 for _, n in lengths) >= 0.9 * len(lengths)

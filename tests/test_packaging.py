@@ -1,0 +1,82 @@
+"""The wheel: built, unpacked elsewhere and used from there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+USE = """
+import importlib, json, pathlib, sys
+import mmfast
+assert pathlib.Path(mmfast.__file__).is_relative_to(sys.argv[1]), mmfast.__file__
+for name in json.loads(sys.argv[2]):
+    importlib.import_module(name)
+from mmfast.pipelines.loading import embedded_path
+assert embedded_path().is_relative_to(sys.argv[1])
+print(mmfast.reduce(mmfast.Tokens(importlib.import_module("torch").eye(8)), "uniform:0.5").m)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    # Sources are copied first: setuptools leaves build/ and egg-info behind, which would shadow edits.
+    copy = tmp_path_factory.mktemp("source")
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.splitlines()
+    for name in files:
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    command[-1] = str(copy)
+    subprocess.run(command, check=True, capture_output=True)
+    return next(out.glob("*.whl"))
+
+
+def _modules() -> list[str]:
+    names = []
+    for top, prefix in (("mmfast", "mmfast"), ("pipelines", "mmfast.pipelines"), ("kernels", "mmfast.kernels")):
+        for path in (ROOT / top).rglob("*.py"):
+            parts = path.relative_to(ROOT / top).with_suffix("").parts
+            names.append(".".join([prefix, *(p for p in parts if p != "__init__")]))
+    return [n for n in names if not n.endswith("__main__") and ".kernels." not in n]
+
+
+def test_wheel_holds_everything(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert "mmfast/py.typed" in names
+    for path in (ROOT / "assets" / "models").rglob("*"):
+        if path.is_file():
+            assert f"mmfast/{path.relative_to(ROOT)}" in names
+    for top in ("mmfast", "kernels", "pipelines"):
+        for path in (ROOT / top).rglob("*.py"):
+            inside = str(path.relative_to(ROOT))
+            assert inside if top == "mmfast" else f"mmfast/{inside}" in names
+
+
+def test_wheel_works_from_another_directory(wheel: Path, tmp_path: Path) -> None:
+    import json
+
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n{USE}",
+         str(tmp_path / "site"), json.dumps(_modules())],
+        cwd=tmp_path, capture_output=True, text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split()[-1] == "4"
+
+
+def test_bare_checkout_finds_kernels_and_pipelines() -> None:
+    code = "import mmfast.pipelines, mmfast.kernels; print(mmfast.pipelines.__file__)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert Path(run.stdout.strip()).parent == ROOT / "pipelines"
