@@ -59,7 +59,7 @@ def test_wheel_holds_everything(wheel: Path) -> None:
     for top in ("mmfast", "kernels", "pipelines"):
         for path in (ROOT / top).rglob("*.py"):
             inside = str(path.relative_to(ROOT))
-            assert inside if top == "mmfast" else f"mmfast/{inside}" in names
+            assert (inside if top == "mmfast" else f"mmfast/{inside}") in names
 
 
 def test_wheel_works_from_another_directory(wheel: Path, tmp_path: Path) -> None:
