@@ -1,0 +1,101 @@
+"""What is particular to one model family: the layout of its visual tokens, and a few flags.
+
+A family is one file that builds an `Adapter` and calls `add_adapter`, and one line in `_FILES`.
+Nothing about a method may enter it, so methods and families add up instead of multiplying.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+
+# Arguments of the call of `get_image_features` or `get_video_features`, by name.
+Call = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The placeholder tokens of one image or one video, in the order the LLM gets them.
+
+    Attributes:
+        length: How many there are, separators included.
+        grid: `(frames, rows, columns)` of the others in raster order; None where they are no
+            single raster (tiles of several resolutions).
+        separators: Offsets of newline tokens; no method sees them, so none can drop them.
+    """
+
+    length: int
+    grid: tuple[int, int, int] | None
+    separators: tuple[int, ...] = ()
+
+    def content(self) -> Tensor:
+        """Offsets of the tokens that a method may reduce, `[N]` ascending."""
+        keep = torch.ones(self.length, dtype=torch.bool)
+        keep[list(self.separators)] = False
+        return keep.nonzero()[:, 0]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One model family.
+
+    Attributes:
+        family: `model_type` of its config.
+        layout: `(base model, "image" or "video", call) -> list[Layout]`, one per image or video
+            in the order of the features.
+        fold: `(base model, kind, values [P, C], call) -> list of [N, C]`: brings values of the
+            vision tower's patches (in the tower's own order, without class token) to the content
+            tokens of each image or video, the way the family brings the features there.
+        recover: `(base model, kind, embeddings [length, D], positions [3, length] or None) ->
+            Layout` of one image or video, for features that were encoded before `attach` and come
+            without their call; None where the tensors do not tell.
+        deepstack: The text model adds further visual features after its first layers.
+        mrope: Positions have three axes, and the base model remembers `rope_deltas`.
+    """
+
+    family: str
+    layout: Callable[[Any, str, Call], list[Layout]]
+    fold: Callable[[Any, str, Tensor, Call], list[Tensor]]
+    recover: Callable[[Any, str, Tensor, Tensor | None], Layout | None] = lambda *_: None
+    deepstack: bool = False
+    mrope: bool = False
+
+
+# A new family of ours is one line here and one file.
+_FILES = {
+    "llava_onevision": "mmfast.models.llava_onevision",
+    "qwen2_5_vl": "mmfast.models.qwen2_5_vl",
+    "qwen3_vl": "mmfast.models.qwen3_vl",
+}
+_ADAPTERS: dict[str, Adapter] = {}
+
+
+def add_adapter(adapter: Adapter) -> None:
+    """Make a family known; one of the same name is replaced."""
+    _ADAPTERS[adapter.family] = adapter
+
+
+def adapter_for(model: Any) -> Adapter:
+    """The adapter of a model, found by `model.config.model_type`.
+
+    Raises:
+        ModelError: There is none; names the class and says how to write one.
+    """
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if family in _FILES and family not in _ADAPTERS:
+        importlib.import_module(_FILES[family])
+    if family not in _ADAPTERS:
+        known = ", ".join(sorted({*_FILES, *_ADAPTERS}))
+        raise ModelError(
+            f"{type(model).__name__} (model_type {family!r}) has no adapter; families: {known}; "
+            "write one: mmfast.models.adapter.add_adapter(Adapter(model_type, layout, fold)), "
+            "as mmfast/models/llava_onevision.py does in about 60 lines"
+        )
+    return _ADAPTERS[family]
