@@ -1,4 +1,4 @@
-"""What the Qwen vision families share: grids in the call, 2 x 2 patches to a token, 3-D positions."""
+"""What the Qwen vision families share: grids in the call, merge units, 3-D positions."""
 
 from __future__ import annotations
 
