@@ -82,6 +82,17 @@ class Tokens:
         """Whether the signal called `name` is there (`grid` counts as one)."""
         return self.grid is not None if name == "grid" else self.signal(name) is not None
 
+    def need(self, name: str) -> Tensor:
+        """The signal called `name`.
+
+        Raises:
+            MmfastError: These tokens do not carry it.
+        """
+        value = self.signal(name)
+        if value is None:
+            raise MmfastError(f"Tokens carry no {name!r}; pass it (x, attn, query, or in signals)")
+        return value
+
     def check_finite(self) -> None:
         """Refuse NaN and infinity in `x` and `attn`: every ranking would be meaningless.
 

@@ -1,0 +1,1 @@
+"""One tensor operation per file, each with a torch reference; kernels are chosen inside."""

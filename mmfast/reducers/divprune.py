@@ -1,0 +1,33 @@
+"""DivPrune: keep the most diverse tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register
+from mmfast.core.tokens import Tokens
+from mmfast.ops.max_min import max_min
+from mmfast.ops.max_min_reference import max_min_reference
+
+
+@register("divprune", paper="2503.02175", sites=("pre", "llm"))
+def divprune(tokens: Tokens, budget: int, *, parity: bool = False) -> Reduction:
+    """Keep the subset whose closest two tokens are as far apart as greedy search gets them.
+
+    Cosine distance; the first token is the one whose nearest neighbour is farthest away, every
+    later one is the farthest from all before it (Alvar et al., CVPR 2025).
+
+    Args:
+        tokens: `x` of shape `[..., N, D]`.
+        budget: Tokens to keep; ties go to the lowest index, a zero token is at distance 1.
+        parity: Pick again what was picked, as the reference does when fewer than `budget` tokens
+            differ: repeats count, so fewer tokens may be left. One item, N >= 2.
+    """
+    x = tokens.x
+    if parity:
+        picks = max_min_reference(x, budget)
+        return Reduction.prune(picks.unique(), tokens.n)
+    items: list[Tensor] = [max_min(item, budget) for item in x.reshape(-1, *x.shape[-2:])]
+    return Reduction.prune(torch.stack(items).reshape(*x.shape[:-2], budget), tokens.n)

@@ -1,0 +1,78 @@
+"""EVS, efficient video sampling: drop the tokens that repeat the previous frame."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register
+from mmfast.core.tokens import Tokens
+from mmfast.ops.paired_cosine import paired_cosine, squared_norms, temporal_cosine
+from mmfast.ops.ranking import stable_topk
+
+
+@register("evs", paper="2510.14624", adaptive=True)
+def evs(
+    tokens: Tokens,
+    budget: int | None,
+    *,
+    threshold: float = 0.1,
+    parity: bool = False,
+    q: float | None = None,
+) -> Reduction:
+    """Keep the first frame and the tokens that changed most since the previous frame.
+
+    Change is one minus the cosine with the token at the same place in the previous frame
+    (Bagrov et al., 2025). A budget below one frame cannot hold the first frame: then half of it
+    (rounded up) goes to the first frame, to the tokens least like both the token on their left
+    and the one above, and the other half to the changes of the later frames.
+
+    Args:
+        tokens: `x` of shape `[..., N, D]`; without a `grid` it is one frame of one row.
+        budget: Tokens to keep; None keeps the first frame and every change above `threshold`.
+        threshold: Smallest change that counts, 0 to 2, without a budget.
+        parity: Count as the reference does: the first frame is always whole, and with `q` the
+            budget is `int(N * (1 - q))` in double precision.
+        q: Pruning rate of the reference; needs `parity=true` and no budget.
+    """
+    frames, rows, columns = tokens.grid or (1, 1, tokens.n)
+    n = rows * columns
+    change = 1.0 - temporal_cosine(tokens.x, frames).flatten(-2)  # [..., (T - 1) * n]
+    if parity:
+        budget = max(n, _literal_count(tokens.n, budget, q))
+    elif q is not None:
+        raise SpecError(f"knob q={q} of 'evs' is the reference's count; add parity=true")
+    if budget is None:
+        budget = n + int((change > threshold).sum())  # run() hands over one item at a time
+    first = torch.arange(n, device=change.device).expand(*change.shape[:-1], n)
+    if budget < n:
+        half = budget if frames == 1 else (budget + 1) // 2
+        half = max(half, budget - (frames - 1) * n)
+        first = stable_topk(_novelty(tokens.x[..., :n, :], rows, columns), half)
+    later = n + stable_topk(change, budget - first.shape[-1])
+    return Reduction.prune(torch.cat([first, later], dim=-1), tokens.n)
+
+
+def _literal_count(total: int, budget: int | None, q: float | None) -> int:
+    """The reference's count; the product is cut in double precision, so 0.9 of 20 leaves 1."""
+    if budget is not None and q is None:
+        return budget
+    if budget is None and q is not None and 0.0 <= q < 1.0:
+        return int(total * (1 - q))
+    raise SpecError(f"'evs' with parity=true got q={q}; give either a budget or a q in [0, 1)")
+
+
+def _novelty(frame: Tensor, rows: int, columns: int) -> Tensor:
+    """How little each token of a frame `[..., n, D]` resembles its left and upper neighbour."""
+    norms = squared_norms(frame).unflatten(-1, (rows, columns))
+    image = frame.unflatten(-2, (rows, columns))
+    alike = torch.full_like(norms, -torch.inf, dtype=torch.float64)  # [..., rows, columns]
+    left = paired_cosine(image[..., 1:, :], image[..., :-1, :], norms[..., 1:], norms[..., :-1])
+    alike[..., 1:] = left
+    above = paired_cosine(
+        image[..., 1:, :, :], image[..., :-1, :, :], norms[..., 1:, :], norms[..., :-1, :]
+    )
+    alike[..., 1:, :] = torch.maximum(alike[..., 1:, :], above)
+    return 1.0 - alike.flatten(-2)
