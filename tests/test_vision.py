@@ -1,0 +1,369 @@
+"""Tower signals against attention computed by hand and sent down the model's own feature path."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+from mmfast.core.errors import ModelError
+from mmfast.models.adapter import adapter_for
+from mmfast.models.towers import tiles_per_image, tower_of
+from mmfast.models.vision import tower_signals
+
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QWEN_VISION = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 32,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+GRIDS = torch.tensor([[2, 6, 10], [1, 4, 8]])
+
+
+def _spread(model):
+    """Weights large enough that attention is not flat."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.normal_(0, 0.25)
+    return model.eval()
+
+
+def onevision(layer=-1, aspect="anyres_max_9"):
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": 20,
+        "patch_size": 4,
+        "vision_use_head": False,
+    }
+    config = LlavaOnevisionConfig(
+        vision_config=vision,
+        text_config={"model_type": "qwen2", **TEXT},
+        image_grid_pinpoints=[[20, 40], [40, 20], [40, 40], [20, 60]],
+        vision_feature_layer=layer,
+        vision_aspect_ratio=aspect,
+        image_token_id=60,
+        video_token_id=61,
+    )
+    return _spread(LlavaOnevisionForConditionalGeneration(config))
+
+
+def qwen(name):
+    if name == "qwen2_5_vl":
+        vision = {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [2]}
+        text = {**TEXT, "rope_parameters": MROPE}
+        config = Qwen2_5_VLConfig(vision_config=vision, text_config=text)
+        return _spread(Qwen2_5_VLForConditionalGeneration(config))
+    vision = {**QWEN_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+    text = {**TEXT, "head_dim": 8, "rope_parameters": {**MROPE, "mrope_interleaved": True}}
+    config = Qwen3VLConfig(vision_config=vision, text_config=text)
+    return _spread(Qwen3VLForConditionalGeneration(config))
+
+
+def pixels(grids, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(int(grids.prod(-1).sum()), 3 * 2 * 4 * 4, generator=generator)
+
+
+def _eager_siglip(model, frames, layer):
+    """Attention received `[B, N, 1]` and keys `[B, N, d]` of one layer, from eager weights."""
+    tower = model.model.vision_tower
+    tower.set_attn_implementation("eager")
+    output = tower(frames, output_attentions=True, output_hidden_states=True)
+    tower.set_attn_implementation("sdpa")
+    block = tower.encoder.layers[layer]
+    keys = block.self_attn.k_proj(block.layer_norm1(output.hidden_states[layer - 1]))
+    return output.attentions[layer].mean((1, 2))[..., None], keys.unflatten(-1, (4, 8)).mean(2)
+
+
+class _Replace(nn.Module):
+    """Stands in for a projector and lets known values travel the model's feature path."""
+
+    def __init__(self, values, width):
+        super().__init__()
+        self.values, self.width = values, width
+
+    def forward(self, _):
+        return torch.nn.functional.pad(self.values, (0, self.width - self.values.shape[-1]))
+
+
+def _travel(model, owner, name, values, call):
+    """What the model's features are when the projector gives `values`; newlines are 777."""
+    stock = getattr(owner, name)
+    setattr(owner, name, _Replace(values, 32))
+    try:
+        with torch.no_grad():
+            if hasattr(model.model, "image_newline"):
+                model.model.image_newline.fill_(777.0)
+            features = call().pooler_output
+    finally:
+        setattr(owner, name, stock)
+    rows = [item[item[:, 0] != 777.0] for item in features]
+    return [item[:, : values.shape[-1]] for item in rows]
+
+
+@pytest.mark.parametrize("layer", [-1, -2])
+def test_onevision_video_is_pooled_like_the_features(layer):
+    model = onevision(layer)
+    video = torch.randn(2, 3, 3, 20, 20)
+    with tower_signals(model, adapter_for(model), {"attn", "keys"}) as signals, torch.no_grad():
+        stock = model.model.get_video_features(video).pooler_output
+    with torch.no_grad():
+        assert torch.equal(model.model.get_video_features(video).pooler_output, stock)
+        attn, keys = _eager_siglip(model, video.flatten(0, 1), layer)
+    call = lambda: model.model.get_video_features(video)
+    for name, values, got in (("attn", attn, signals.attn), ("keys", keys, signals.keys)):
+        want = _travel(model, model.model, "multi_modal_projector", values, call)
+        assert len(want) == signals.count("video") == 2
+        for item in range(2):
+            value = got(item)[:, None] if name == "attn" else got(("video", item))
+            assert value.shape[0] == 3 * 9
+            torch.testing.assert_close(value, want[item], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("aspect", ["anyres_max_9", "anyres_max_1"])
+def test_onevision_image_rows_are_the_packed_rows(aspect):
+    model = onevision(aspect=aspect)
+    sizes = torch.tensor([[33, 21], [20, 58], [13, 17]])
+    base = model.model
+    tiles = tiles_per_image(base, {"image_sizes": sizes})
+    assert len(set(tiles)) > 1
+    tensor = torch.randn(3, max(tiles), 3, 20, 20)
+    frames = torch.cat([tensor[i, :n] for i, n in enumerate(tiles)])
+    call = lambda: base.get_image_features(tensor, sizes)
+    with tower_signals(model, adapter_for(model), {"attn", "keys"}) as signals, torch.no_grad():
+        call()
+    with torch.no_grad():
+        attn, keys = _eager_siglip(model, frames, -1)
+    for name, values in (("attn", attn), ("keys", keys)):
+        want = _travel(model, base, "multi_modal_projector", values, call)
+        for item in range(3):
+            got = signals.attn(item)[:, None] if name == "attn" else signals.keys(item)
+            torch.testing.assert_close(got, want[item], atol=1e-6, rtol=1e-5)
+
+
+def test_onevision_several_images_in_a_prompt_have_one_tile():
+    model = onevision()
+    sizes, tensor = torch.tensor([[33, 21], [20, 58]]), torch.randn(2, 1, 3, 20, 20)
+    with tower_signals(model, adapter_for(model), ("attn",)) as signals, torch.no_grad():
+        model.model.get_image_features(tensor, sizes, batch_num_images=torch.tensor([2]))
+    attn, _ = _eager_siglip(model, tensor[:, 0], -1)
+    torch.testing.assert_close(signals.attn(1), attn[1, :, 0], atol=1e-6, rtol=1e-5)
+
+
+def _qwen_by_hand(model, pixel_values, grid):
+    """Attention received and keys of the last block in tower order, in plain loops."""
+    tower, seen = model.model.visual, {}
+    block = tower.blocks[-1]
+    hook = block.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(kwargs, x=args[0]), with_kwargs=True
+    )
+    with torch.no_grad():
+        tower(pixel_values, grid_thw=grid)
+        hook.remove()
+        q, k, _ = block.attn.qkv(block.norm1(seen["x"])).unflatten(-1, (3, 4, 8)).unbind(1)
+        q, k = apply_rotary_pos_emb_vision(q, k, *seen["position_embeddings"])
+    frames = [int(h * w) for t, h, w in grid for _ in range(t)]
+    assert seen["cu_seqlens"].diff().tolist() == frames
+    attn, start = torch.zeros(len(q), 1), 0
+    for size in frames:
+        part = slice(start, start + size)
+        for head in range(4):
+            weights = (q[part, head] @ k[part, head].T * 8**-0.5).softmax(-1)
+            attn[part, 0] += weights.mean(0) / 4
+        start += size
+    return attn, k.mean(1)
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_qwen_units_are_in_raster_order(name, kind):
+    model = qwen(name)
+    values = pixels(GRIDS)
+    encode = lambda *args: getattr(model.model, f"get_{kind}_features")(*args)
+    with tower_signals(model, adapter_for(model), {"attn", "keys"}) as signals, torch.no_grad():
+        stock = encode(values, GRIDS).pooler_output
+    with torch.no_grad():
+        assert all(map(torch.equal, encode(values, GRIDS).pooler_output, stock))
+    attn, keys = _qwen_by_hand(model, values, GRIDS)
+    call = lambda: encode(values, GRIDS)
+    for signal, by_hand in (("attn", attn), ("keys", keys)):
+        units = by_hand.reshape(-1, 4, by_hand.shape[-1]).mean(1)
+        want = _travel(model, model.model.visual, "merger", units, call)
+        for item in range(2):
+            got = signals.attn(item)[:, None] if signal == "attn" else signals.keys(item)
+            torch.testing.assert_close(got, want[item], atol=1e-6, rtol=1e-5)
+    assert signals.count(kind) == 2
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_qwen_a_changed_patch_moves_its_own_token(name):
+    model = qwen(name)
+    frame, row, column = 1, 3, 8  # of the first video, 2 x 6 x 10 patches
+    block = (row // 2) * 5 + column // 2
+    place = frame * 60 + block * 4 + (row % 2) * 2 + column % 2
+    results = []
+    for shift in (0.0, 9.0):
+        values = pixels(GRIDS)
+        values[place] += shift
+        with tower_signals(model, adapter_for(model), ("keys",)) as signals, torch.no_grad():
+            model.model.get_video_features(values, GRIDS)
+        results.append(signals.keys(0))
+    moved = (results[1] - results[0]).norm(dim=-1)
+    assert int(moved.argmax()) == frame * 15 + block
+    assert moved[:15].max() == 0  # the other frame does not see it
+
+
+def test_flash_gets_all_segments_in_one_call():
+    """A registered function whose name says flash, and which honours cu_seq_lens."""
+    from transformers.modeling_utils import AttentionInterface
+
+    def fake(module, q, k, v, attention_mask, scaling=None, cu_seq_lens_q=None, **_):
+        lengths = cu_seq_lens_q.diff().tolist()
+        parts = zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True)
+        outs = [
+            nn.functional.scaled_dot_product_attention(*part, scale=scaling).transpose(1, 2)
+            for part in parts
+        ]
+        return torch.cat(outs, dim=1), None
+
+    model, values = qwen("qwen2_5_vl"), pixels(GRIDS)
+    attn, _ = _qwen_by_hand(model, values, GRIDS)
+    with tower_signals(model, adapter_for(model), ("attn",)) as want, torch.no_grad():
+        model.model.get_image_features(values, GRIDS)
+    AttentionInterface.register("flash_fake", fake)
+    try:
+        model.model.visual.config._attn_implementation = "flash_fake"
+        with tower_signals(model, adapter_for(model), ("attn",)) as got, torch.no_grad():
+            model.model.get_image_features(values, GRIDS)
+    finally:
+        del AttentionInterface._global_mapping["flash_fake"]
+    torch.testing.assert_close(got.attn(1), want.attn(1), atol=1e-6, rtol=1e-5)
+    assert attn.shape[0] == GRIDS.prod(-1).sum()
+
+
+def test_class_token_row_is_used_where_there_is_one():
+    config = LlavaOnevisionConfig(
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "image_size": 20,
+            "patch_size": 4,
+        },
+        text_config={"model_type": "qwen2", **TEXT},
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    )
+    model = _spread(LlavaOnevisionForConditionalGeneration(config))
+    video = torch.randn(1, 2, 3, 20, 20)
+    assert tower_of(model).class_token
+    with tower_signals(model, adapter_for(model), ("attn",)) as signals, torch.no_grad():
+        model.model.get_video_features(video)
+        tower = model.model.vision_tower
+        tower.set_attn_implementation("eager")
+        weights = tower(video[0], output_attentions=True).attentions[-2]
+    row = weights[:, :, 0, 1:].mean(1)
+    want = model.model.apply_pooling(row[..., None]).flatten()
+    torch.testing.assert_close(signals.attn(0), want, atol=1e-6, rtol=1e-5)
+
+
+def test_nothing_stays_behind_and_nothing_is_hooked_without_need():
+    model = onevision()
+    base = model.model
+    video = torch.randn(1, 1, 3, 20, 20)
+    with tower_signals(model, adapter_for(model), ("x", "grid")):
+        assert "get_video_features" not in base.__dict__
+    boom = pytest.raises(RuntimeError, match="boom")
+    with boom, tower_signals(model, adapter_for(model), ("attn",)) as signals:
+        base.get_video_features(video)
+        raise RuntimeError("boom")
+    assert "get_video_features" not in base.__dict__
+    assert "get_image_features" not in base.__dict__
+    assert not any("_mmfast_gate" in module.__dict__ for module in model.modules())
+    signals.clear()
+    with pytest.raises(ModelError, match="no signal 'attn'"):
+        signals.attn(0)
+    with pytest.raises(ModelError, match="no signal 'keys'"):
+        signals.keys(0)
+
+
+def test_two_collectors_may_leave_in_any_order():
+    model = onevision()
+    first = tower_signals(model, adapter_for(model), ("attn",))
+    second = tower_signals(model, adapter_for(model), ("keys",))
+    one, two = first.__enter__(), second.__enter__()
+    video = torch.randn(1, 1, 3, 20, 20)
+    model.model.get_video_features(video)
+    first.__exit__(None, None, None)
+    assert one.attn(0).shape == (9,)
+    assert two.keys(0).shape == (9, 8)
+    two.clear()
+    model.model.get_video_features(video)
+    assert two.count("video") == 1
+    second.__exit__(None, None, None)
+    assert "get_video_features" not in model.model.__dict__
+
+
+def test_threads_keep_their_own_items():
+    model, wrong = onevision(), []
+    adapter = adapter_for(model)
+    videos = [torch.randn(1, n, 3, 20, 20) for n in (1, 2, 3, 4)]
+    want = []
+    for video in videos:
+        with tower_signals(model, adapter, ("attn",)) as signals, torch.no_grad():
+            model.model.get_video_features(video)
+        want.append(signals.attn(0))
+    with tower_signals(model, adapter, ("attn",)) as shared:
+
+        def work(index):
+            for _ in range(8):
+                with torch.no_grad():
+                    model.model.get_video_features(videos[index])
+                if not torch.equal(shared.attn(0), want[index]):
+                    wrong.append(index)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_unknown_family_is_refused():
+    model = SimpleNamespace(config=SimpleNamespace(model_type="blip"))
+    with pytest.raises(ModelError, match="'blip' is unknown; choices: llava_onevision"):
+        tower_of(model)
