@@ -1,0 +1,1 @@
+"""Embedded models: data generators, training recipes, evaluation."""

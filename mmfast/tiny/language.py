@@ -1,0 +1,189 @@
+"""Stage 2: teach the decoder to answer, from visual tokens computed once."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import LlavaOnevisionForConditionalGeneration
+
+from mmfast.tiny.augment import WAYS, choose
+from mmfast.tiny.build import USER
+from mmfast.tiny.decoder import run_decoder
+from mmfast.tiny.labels import IGNORE, MOTION
+from mmfast.tiny.lessons import Lesson, School, Weights, even_weights
+from mmfast.tiny.optim import Mixed, schedule, split_parameters
+from mmfast.tiny.questions import KINDS
+from mmfast.tiny.scene import SAMPLED
+
+DEEP = (1, 2)  # decoder layers whose visual states must know how things move
+KEEPS = (0.6, 0.4, 0.25, 0.15, 0.08)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Length and make-up of the stage."""
+
+    minutes: float
+    batch: int = 24
+    questions: int = 10
+    lr: float = 2e-3
+    whole: float = 0.5  # share of batches that see all tokens
+    warm: int = 150  # steps before tokens are dropped
+    held: int = 256  # clips at the end of the bank that are never trained on
+    watch: float = 4.0  # minutes between looks at those
+
+
+class MotionHead(nn.Module):
+    """Read-outs of a visual token's state inside the decoder; thrown away after training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.parts = [SAMPLED, *MOTION.values(), 5]
+        self.read = nn.Linear(width, sum(self.parts))
+
+    def loss(self, x: Tensor, lesson: Lesson, kept: Tensor) -> Tensor:
+        """Loss on states of the kept tokens and the newline behind them: x [B, M + 1, D]."""
+        outs = self.read(x).split(self.parts, -1)
+        batch, patches = len(x), lesson.tokens.shape[2]
+        frame = kept // patches  # [B, M]
+        total = 0.2 * cross_entropy(outs[0][:, :-1].flatten(0, 1), frame.flatten())
+        for out, name in zip(outs[1:-1], MOTION, strict=True):
+            label = lesson.motion[name].flatten(1).gather(1, kept)
+            if (label != IGNORE).any():
+                total = total + cross_entropy(out[:, :-1].flatten(0, 1), label.flatten())
+        # A token may not have seen the rest of its own frame: it owes the count up to the last.
+        before = torch.cat([lesson.count.new_zeros(batch, 1), lesson.count], 1)
+        owed = torch.cat([before.gather(1, frame), lesson.count[:, -1:]], 1)
+        total = total + 0.3 * cross_entropy(outs[-1].flatten(0, 1), owed.flatten())
+        return total + 0.5 * cross_entropy(outs[-1][:, -1], owed[:, -1])
+
+
+def forward(
+    model: LlavaOnevisionForConditionalGeneration, lesson: Lesson, kept: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """States of the packed questions and of the prefix after each layer: kept [B, M]."""
+    lm, packed = model.model.language_model, lesson.packed
+    shown = lesson.tokens.flatten(1, 2)  # [B, N, D]
+    batch, total, width = shown.shape
+    visual = shown.gather(1, kept[..., None].expand(-1, -1, width))
+    user = lm.embed_tokens(torch.full((batch, 1), USER))
+    newline = model.model.image_newline.expand(batch, 1, width)
+    prefix = torch.cat([user, visual, newline], 1)
+    ends = torch.tensor([0, total + 1]).expand(batch, 2)
+    prefix_at = torch.cat([ends[:, :1], kept + 1, ends[:, 1:]], 1)
+    text_at = total + 2 + packed.within
+    mask = packed.mask(prefix.shape[1])
+    return run_decoder(lm, prefix, prefix_at, lm.embed_tokens(packed.ids), text_at, mask)
+
+
+def answer_loss(
+    model: LlavaOnevisionForConditionalGeneration, states: Tensor, labels: Tensor
+) -> Tensor:
+    """Mean over answer tokens: states [B, L, D], labels [B, L]."""
+    asked = labels != IGNORE
+    return cross_entropy(model.lm_head(states[asked]), labels[asked])
+
+
+def every_token(lesson: Lesson) -> Tensor:
+    """Indices that keep all visual tokens: [B, N]."""
+    return torch.arange(lesson.tokens[0, ..., 0].numel()).expand(len(lesson.tokens), -1)
+
+
+@torch.no_grad()
+def score(
+    model: LlavaOnevisionForConditionalGeneration, lessons: list[Lesson], keep: float, way: str
+) -> dict[str, float]:
+    """Share of questions right per kind, every answer token counted."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    rng = torch.Generator().manual_seed(0)
+    for lesson in lessons:
+        kept = every_token(lesson)
+        if keep < 1:
+            kept = choose(lesson.tokens, round(keep * kept.shape[1]), way, rng)
+        states, _ = forward(model, lesson, kept)
+        guesses = model.lm_head(states).argmax(-1)
+        for kinds, marks in zip(lesson.kinds, lesson.packed.correct(guesses), strict=True):
+            for kind, mark in zip(kinds, marks, strict=True):
+                right[kind].append(mark)
+    return {kind: sum(right[kind]) / len(right[kind]) for kind in KINDS if right[kind]}
+
+
+def train_language(
+    model: LlavaOnevisionForConditionalGeneration,
+    school: School,
+    plan: Plan,
+    seed: int,
+    report: Callable[[dict[str, object]], None],
+    save: Callable[[], None],
+) -> dict[str, float]:
+    """Train the decoder for a time; returns the last scores on held-out clips."""
+    lm = model.model.language_model
+    heads = nn.ModuleList([MotionHead(lm.config.hidden_size) for _ in DEEP])
+    matrices, rest = split_parameters(lm)
+    rest = [*rest, model.model.image_newline, *heads.parameters()]
+    optimiser = Mixed(matrices, rest, plan.lr)
+    rng = torch.Generator().manual_seed(seed)
+    clips = len(school.bank.tables) - plan.held
+    exam = [
+        school.lesson(list(range(clips + i, clips + i + 32)), 12, even_weights())
+        for i in range(0, plan.held, 32)
+    ]
+    weights, scores = even_weights(), dict.fromkeys(KINDS, 0.0)
+    start = looked = time.monotonic()
+    step, order = 0, torch.empty(0, dtype=torch.long)
+    while (done := (time.monotonic() - start) / (60 * plan.minutes)) < 1:
+        if len(order) < plan.batch:
+            order = torch.randperm(clips, generator=rng)
+        batch, order = order[: plan.batch].tolist(), order[plan.batch :]
+        lesson = school.lesson(batch, plan.questions, weights)
+        kept = _keep(lesson, plan, step, rng)
+        states, prefix = forward(model, lesson, kept)
+        loss = answer_loss(model, states, lesson.packed.labels)
+        dense = sum(
+            (h.loss(prefix[k][:, 1:], lesson, kept) for h, k in zip(heads, DEEP, strict=True)),
+            torch.zeros(()),
+        )
+        (loss + 0.3 * dense).backward()
+        optimiser.step(schedule(done))
+        step += 1
+        if step % 20 == 0:
+            row = {"stage": "language", "step": step, "loss": loss.item(), "dense": dense.item()}
+            report(row | {"kept": kept.shape[1], "seconds": time.monotonic() - start})
+        if time.monotonic() - looked > 60 * plan.watch:
+            looked = time.monotonic()
+            scores = _look(model, exam, step, report)
+            weights = _weigh(scores)
+            save()
+    save()
+    return _look(model, exam, step, report)
+
+
+def _keep(lesson: Lesson, plan: Plan, step: int, rng: torch.Generator) -> Tensor:
+    whole = every_token(lesson)
+    if step < plan.warm or float(torch.rand((), generator=rng)) < plan.whole:
+        return whole
+    share = KEEPS[int(torch.randint(len(KEEPS), (), generator=rng))]
+    way = WAYS[int(torch.randint(len(WAYS), (), generator=rng))]
+    return choose(lesson.tokens, round(share * whole.shape[1]), way, rng)
+
+
+def _look(
+    model: LlavaOnevisionForConditionalGeneration,
+    exam: list[Lesson],
+    step: int,
+    report: Callable[[dict[str, object]], None],
+) -> dict[str, float]:
+    scores = score(model, exam, 1.0, "")
+    part = score(model, exam, 0.25, "diverse")
+    mean = sum(scores.values()) / len(scores)
+    report({"stage": "held-out", "step": step, "mean": mean, "kinds": scores, "quarter": part})
+    return scores
+
+
+def _weigh(scores: dict[str, float]) -> Weights:
+    """More questions of the kinds that lag."""
+    return {kind: 0.4 + 4 * min(1 - scores.get(kind, 0.0), 0.4) for kind in KINDS}
