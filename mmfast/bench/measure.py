@@ -1,0 +1,127 @@
+"""Timing that can be trusted on a shared machine: interleaved rounds, medians, an A/A pair."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from mmfast.core.trace import peak_bytes
+
+T = TypeVar("T")
+Sample = Mapping[str, float]  # milliseconds by stage, of one run
+Clock = Callable[[], float]
+
+WARM_UPS = 10
+WARM_SECONDS = 4.0  # a job that takes longer than this is warm after one run
+
+
+def timed(fn: Callable[[], T], clock: Clock = time.perf_counter) -> tuple[T, float]:
+    """Run `fn` and return its result and milliseconds, the device's queue drained on both ends."""
+    _drain()
+    start = clock()
+    result = fn()
+    _drain()
+    return result, (clock() - start) * 1e3
+
+
+def _drain() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def warm_up(job: Callable[[], object], clock: Clock = time.perf_counter) -> int:
+    """Run `job` ten times, or for four seconds, but once at least; returns how often."""
+    start, count = clock(), 0
+    while count < WARM_UPS and (count == 0 or clock() - start < WARM_SECONDS):
+        job()
+        count += 1
+    return count
+
+
+def interleave(
+    jobs: Mapping[str, Callable[[], Sample]],
+    rounds: int,
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, list[Sample]]:
+    """Run every job once a round.
+
+    The order starts one job later each round and runs backwards in every other one: drift of a
+    shared machine then meets all jobs alike, and neighbours (a method and its fixed-index twin)
+    stay neighbours.
+    """
+    names = list(jobs)
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    for number in range(rounds):
+        turn = number % len(names)
+        order = names[turn:] + names[:turn]
+        gc.collect()
+        gc.disable()
+        try:
+            for name in order if number % 2 == 0 else reversed(order):
+                samples[name].append(jobs[name]())
+                tick()
+        finally:
+            gc.enable()
+    return samples
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Linear-interpolated quantile, as numpy's default."""
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def paired(above: Sequence[float], below: Sequence[float]) -> float:
+    """Median over rounds of above / below: what both suffered in a round cancels."""
+    return median(a / b for a, b in zip(above, below, strict=True))
+
+
+def noise(first: Sequence[float], second: Sequence[float]) -> float:
+    """Noise floor from two runs of the same thing per round, as a share.
+
+    The larger of how far the median ratio is from 1 and how far a typical round is.
+    """
+    ratios = [a / b for a, b in zip(first, second, strict=True)]
+    return max(abs(median(ratios) - 1.0), median(abs(r - 1.0) for r in ratios))
+
+
+def peak_during(job: Callable[[], object]) -> float:
+    """Peak megabytes while `job` runs, in a pass of its own: weights and activations.
+
+    CUDA: the allocator's peak. Linux: the peak resident set, reset before the run. Elsewhere
+    the process's peak so far, which is only an upper bound.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        job()
+        return peak_bytes() / 1e6
+    _reset_resident_peak()
+    job()
+    return _resident_peak() / 1e6
+
+
+def _reset_resident_peak() -> None:
+    gc.collect()
+    if sys.platform == "linux":
+        # Hand freed memory back first: it would count as resident.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _resident_peak() -> int:
+    if sys.platform != "linux":
+        return peak_bytes()
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024

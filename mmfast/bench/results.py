@@ -1,0 +1,142 @@
+"""Result rows: one JSON line per measurement, with everything needed to repeat it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mmfast
+from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.spec import parse
+
+Row = dict[str, Any]
+
+
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Versions, commit, date and kind of processor; no name or path of this machine."""
+    names = ("torch", "transformers", "numpy")
+    return {
+        "versions": {
+            "mmfast": mmfast.__version__,
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in names},
+        },
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "processor": _processor(device or torch.device("cpu")),
+    }
+
+
+def _commit() -> str | None:
+    """Short hash of the checkout, with a `+` where it has changes; None when installed."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*args: str) -> str:
+        run = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False)
+        return run.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "mmfast", "kernels")
+    return (git("rev-parse", "--short", "HEAD") + ("+" if changed else "")) or None
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def append(path: str | Path, rows: Iterable[Row]) -> None:
+    """Append rows to a .jsonl file, folders made as needed.
+
+    Raises:
+        MmfastError: The path is a directory or cannot be written.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("a", encoding="utf-8") as file:
+            file.writelines(
+                json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows
+            )
+    except OSError as error:
+        raise MmfastError(
+            f"cannot write rows to {str(path)!r}: {error.strerror}; give a .jsonl file"
+        ) from None
+
+
+def load(path: str | Path) -> list[Row]:
+    """The rows of a .jsonl file, in order.
+
+    Raises:
+        MmfastError: The file is missing or a line is no JSON object.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise MmfastError(f"cannot read rows from {str(path)!r}: {error}") from None
+    if not all(isinstance(row, dict) for row in rows):
+        raise MmfastError(f"a line of {str(path)!r} is no JSON object; every row is one")
+    return rows
+
+
+def bench_rows(document: Row) -> list[Row]:
+    """Rows of the document that `run_bench` returns."""
+    keys = ("preset", "device", "dtype", "threads", "frames")
+    shared = {
+        "suite": "bench",
+        **{key: document[key] for key in keys},
+        **document["environment"],
+        "n": document["iters"],
+    }
+    return [{**shared, **_method(row["reduce"]), "score": None, **row} for row in document["rows"]]
+
+
+def eval_rows(document: Row, environ: Row | None = None) -> list[Row]:
+    """Rows of the document that `mmfast eval` prints; the score is the accuracy."""
+    shared = {
+        "suite": document["suite"],
+        **{key: document[key] for key in ("n", "seed", "model")},
+        **{key: document[key] for key in ("device", "dtype", "threads") if key in document},
+        **(environ or document.get("environment") or environment()),
+    }
+    return [
+        {**shared, **_method(row["reduce"]), "score": row["accuracy"], **row}
+        for row in document["rows"]
+    ]
+
+
+def _method(reduce: str | None) -> Row:
+    """Method names and knobs of a spec; a spec of methods that left keeps its text alone."""
+    try:
+        stages = parse(reduce)
+    except SpecError:
+        return {"method": reduce, "knobs": {}}
+    knobs = {s.method.name: dict(s.knobs) for s in stages if s.knobs}
+    return {"method": "+".join(s.method.name for s in stages) or None, "knobs": knobs}
+
+
+def share(reduce: str | None, kept: float, total: float) -> float | None:
+    """Kept share of a spec: what a single stage says, else what was counted."""
+    try:
+        stages: Sequence[Any] = parse(reduce)
+    except SpecError:
+        return None
+    if not stages:
+        return 1.0
+    if len(stages) == 1 and isinstance(stages[0].budget, float):
+        return stages[0].budget
+    return kept / total if total else None

@@ -1,0 +1,210 @@
+"""Which specs a benchmark runs, and the private twins of a spec that it measures beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import get, register, unregister
+from mmfast.core.spec import Spec, check_budget, count, parse
+from mmfast.core.tokens import Tokens
+
+STAGES = ("vit", "llm", "decode", "ttft")
+DEFAULT = ("evs", "fastv", "uniform", "divprune", "holitom")
+DEFAULT_KEEP = (0.25, 0.1)
+TOWER_SIGNALS = frozenset({"attn", "keys"})
+
+
+def parse_stages(text: str | Sequence[str]) -> tuple[str, ...]:
+    """`"vit,llm"` to a tuple in the order of `STAGES`.
+
+    Raises:
+        MmfastError: An unknown stage, or none.
+    """
+    asked = [s.strip() for s in (text.split(",") if isinstance(text, str) else text)]
+    for name in asked:
+        if name not in STAGES:
+            raise MmfastError(f"unknown stage {name!r}; choices: {', '.join(STAGES)}")
+    if not asked:
+        raise MmfastError(f"no stage to measure; choices: {', '.join(STAGES)}")
+    return tuple(s for s in STAGES if s in asked)
+
+
+def parse_keep(text: str | Sequence[float] | None) -> tuple[float | int, ...]:
+    """`"0.25,0.1"` to budgets; None is none.
+
+    Raises:
+        MmfastError: Something that is no budget.
+    """
+    if text is None:
+        return ()
+    parts = text.split(",") if isinstance(text, str) else list(text)
+    budgets: list[float | int] = []
+    for part in parts:
+        try:
+            whole = isinstance(part, int) or bool(re.fullmatch(r"\s*[+-]?\d+\s*", str(part)))
+            budget = check_budget(int(part) if whole else float(part))
+        except MmfastError:
+            raise
+        except ValueError:
+            raise MmfastError(
+                f"--keep {part!r} is no number; write shares such as 0.25,0.1 or tokens such as 64"
+            ) from None
+        budgets += [] if budget is None else [budget]
+    return tuple(budgets)
+
+
+def expand(reduce: Sequence[str], keep: Sequence[float | int]) -> list[str]:
+    """Give every spec without a budget each budget of `keep`.
+
+    A method that chooses its own budget is left alone unless `keep` names some.
+
+    Raises:
+        SpecError: A spec cannot be read.
+    """
+    specs: list[str] = []
+    for text in reduce or DEFAULT:
+        bare = re.fullmatch(r"([^+:?]+)(\?[^+]*)?", text.strip())
+        method = get(bare[1].partition("@")[0]) if bare else None
+        if bare is None or method is None or (method.adaptive and not keep and reduce):
+            specs.append(text.strip())
+            continue
+        specs += [f"{bare[1]}:{b}{bare[2] or ''}" for b in keep or DEFAULT_KEEP]
+    for spec in specs:
+        parse(spec)
+    return list(dict.fromkeys(specs))
+
+
+@dataclass
+class Recording:
+    """What one stage of a spec was given and decided, in order of its calls."""
+
+    spec: Spec
+    calls: list[tuple[Tokens, int | None]] = field(default_factory=list)
+    results: list[Reduction] = field(default_factory=list)
+
+    def wrong(self) -> str | None:
+        """A sentence where a call did not keep what was asked for."""
+        for (tokens, _), result in zip(self.calls, self.results, strict=True):
+            asked = count(self.spec.budget, tokens.n)
+            if asked is not None and result.m != asked:
+                return (
+                    f"{self.spec.method.name} kept {result.m} of {tokens.n} tokens, asked {asked}"
+                )
+            try:
+                result.check()
+            except MmfastError as error:
+                return f"{self.spec.method.name}: {error}"
+        return None
+
+
+class Twins:
+    """Private copies of the methods of one spec, registered under names of their own.
+
+    All run through `attach` like any other method, so hooks, gathers and masks are the same:
+    `plain` is the spec itself, with made-up tower signals where no tower runs; `recorded` also
+    keeps what each stage saw and chose; `fixed` looks nothing up and returns that choice.
+    """
+
+    def __init__(self, text: str, key: str, towerless: bool) -> None:
+        self.text = text
+        self.stages = parse(text)
+        self.recordings = [Recording(stage) for stage in self.stages]
+        self.towerless = towerless
+        self._names = {
+            role: [f"bench-{role}-{key}-{i}" for i in range(len(self.stages))]
+            for role in ("plain", "recorded", "fixed")
+        }
+
+    def spec(self, role: str = "plain", keep: float | None = None) -> str:
+        """The spec string of a role, every budget replaced by `keep` where it is given."""
+        stages = [s if keep is None else replace(s, budget=keep) for s in self.stages]
+        if role == "plain" and not any(map(self._made_up, self.stages)):
+            return "+".join(map(str, stages))
+        names = self._names[role]
+        return "+".join(
+            str(replace(s, method=replace(s.method, name=n), knobs={}))
+            for s, n in zip(stages, names, strict=True)
+        )
+
+    @contextmanager
+    def registered(self) -> Iterator[None]:
+        """Enrol the copies; they leave the registry at the end, whatever happened."""
+        makers: dict[str, Callable[[Recording], Callable[..., Reduction]]] = {
+            "plain": self._plain,
+            "recorded": self._recorded,
+            "fixed": _fixed,
+        }
+        try:
+            for role, make in makers.items():
+                for name, recording in zip(self._names[role], self.recordings, strict=True):
+                    needs = ("x",) if role == "fixed" else self._needs(recording.spec)
+                    site = recording.spec.site
+                    register(name, needs=needs, sites=(site,), adaptive=True)(make(recording))
+            yield
+        finally:
+            for name in (n for names in self._names.values() for n in names):
+                unregister(name)
+
+    def _made_up(self, spec: Spec) -> frozenset[str]:
+        """Tower signals that `spec` needs where no tower runs."""
+        absent = self.towerless and spec.site == "pre"
+        return TOWER_SIGNALS & set(spec.method.needs) if absent else frozenset()
+
+    def _needs(self, spec: Spec) -> tuple[str, ...]:
+        made_up = self._made_up(spec)
+        return tuple(need for need in spec.method.needs if need not in made_up)
+
+    def _plain(self, recording: Recording) -> Callable[..., Reduction]:
+        spec, made_up = recording.spec, self._made_up(recording.spec)
+
+        def plain(tokens: Tokens, budget: int | None) -> Reduction:
+            """Run the method as it is."""
+            seen = _with_signals(tokens, made_up) if made_up else tokens
+            result: Reduction = spec.method.fn(seen, budget, **spec.knobs)
+            return result
+
+        return plain
+
+    def _recorded(self, recording: Recording) -> Callable[..., Reduction]:
+        plain = self._plain(recording)
+
+        def recorded(tokens: Tokens, budget: int | None) -> Reduction:
+            """Run the method and remember what it saw and chose."""
+            result = plain(tokens, budget)
+            recording.calls.append((tokens, budget))
+            recording.results.append(result)
+            return result
+
+        return recorded
+
+    def selection(self) -> list[Callable[[], Any]]:
+        """The calls of one forward pass again, outside the model, to be timed."""
+        calls: list[Callable[[], Any]] = []
+        for recording in self.recordings:
+            fn = self._plain(recording)
+            calls += [lambda fn=fn, c=c: fn(*c) for c in recording.calls]
+        return calls
+
+
+def _fixed(recording: Recording) -> Callable[..., Reduction]:
+    def fixed(tokens: Tokens, budget: int | None) -> Reduction:
+        """Return the recorded choice as a plain gather: what a free selection would cost."""
+        chosen = next(r for r in recording.results if r.n == tokens.n)
+        return Reduction(chosen.keep, chosen.owner, pure=True)
+
+    return fixed
+
+
+def _with_signals(tokens: Tokens, names: frozenset[str]) -> Tokens:
+    """Stand-ins for tower signals: a softmax row and low-rank keys, both made from the features."""
+    attn = tokens.x[..., 0].float().softmax(-1) if "attn" in names else tokens.attn
+    keys: dict[str, Tensor] = {"keys": tokens.x[..., :64]} if "keys" in names else {}
+    return replace(tokens, attn=attn, signals={**tokens.signals, **keys})
