@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,6 +82,26 @@ class Reduction:
         pruned = Reduction.prune(keep, target.shape[-1])
         slot = pruned.owner.gather(-1, target.clamp_min(0))
         return Reduction(pruned.keep, slot.masked_fill(target < 0, -1), weight)
+
+    @staticmethod
+    def stack(items: Sequence[Reduction], lead: tuple[int, ...]) -> Reduction:
+        """Items of equal N and M, without a mix, as one Reduction with leading dims `lead`."""
+        if len(items) == 1 and not lead:
+            return items[0]
+        orders = [item.order for item in items if item.order is not None]
+        pure = all(item.pure for item in items)
+        plain = all(item.weight is None for item in items)
+
+        def join(parts: list[Tensor]) -> Tensor:
+            return torch.stack(parts).reshape(*lead, -1)
+
+        return Reduction(
+            keep=join([item.keep for item in items]),
+            owner=join([item.owner for item in items]),
+            weight=None if plain else join([item.share() for item in items]),
+            order=join(orders) if orders else None,
+            pure=pure,
+        )
 
     def sizes(self) -> Tensor:
         """How many sources each output holds, `[..., M]` int64."""

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
+from mmfast.core.budget import BUDGETS, Budget, check_budget, count
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import Method, get
 from mmfast.core.tokens import Tokens
-
-Budget = int | float | None
 
 _STAGE = re.compile(
     r"(?P<name>[^@:?+]*)(@(?P<site>[^@:?+]*))?(:(?P<budget>[^@:?]*))?(\?(?P<knobs>.*))?"
@@ -106,45 +105,7 @@ def _parse_budget(text: str, spec: str) -> Budget:
     except SpecError:
         raise
     except ValueError:
-        raise SpecError(f"budget {text!r} in {spec!r} is no number; {_BUDGETS}") from None
-
-
-_BUDGETS = "a share with a dot in (0, 1] such as 0.25, or a whole number of tokens such as 64"
-
-
-def check_budget(budget: Budget) -> Budget:
-    """Refuse a budget that can never be met: 0, negative, a share above 1, NaN.
-
-    Raises:
-        SpecError: Names the budget and what is allowed.
-    """
-    if budget is None:
-        return None
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise SpecError(f"budget {budget!r} is a {type(budget).__name__}; {_BUDGETS}")
-    if isinstance(budget, int):
-        if budget < 1:
-            raise SpecError(f"budget {budget} keeps nothing; {_BUDGETS}")
-    elif not 0.0 < budget <= 1.0:
-        raise SpecError(f"budget {budget} is no share; {_BUDGETS}")
-    return budget
-
-
-def count(budget: Budget, n: int) -> int | None:
-    """Tokens to keep of `n`: a share is rounded half to even and keeps at least one.
-
-    Raises:
-        SpecError: A whole-number budget above `n`.
-    """
-    if budget is None:
-        return None
-    if isinstance(budget, float):
-        return max(1, round(budget * n))
-    if budget > n:
-        raise SpecError(
-            f"budget {budget} is more than the {n} tokens there are; choose at most {n}"
-        )
-    return budget
+        raise SpecError(f"budget {text!r} in {spec!r} is no number; {BUDGETS}") from None
 
 
 def _parse_knobs(method: Method, text: str | None) -> dict[str, Any]:
