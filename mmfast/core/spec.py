@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-from mmfast.core.budget import BUDGETS, Budget, check_budget, count
+from mmfast.core.budget import BUDGETS
+from mmfast.core.budget import Budget as Budget
+from mmfast.core.budget import check_budget as check_budget
+from mmfast.core.budget import count as count
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import Method, get
