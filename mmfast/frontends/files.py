@@ -1,0 +1,122 @@
+"""Read a video file: header, index, choice of frames, then the decoder that can do it exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends import decord_reader, pyav_reader
+from mmfast.frontends.clip import Clip, make_clip
+from mmfast.frontends.container import Header, open_video, read_header
+from mmfast.frontends.guard import Mismatch
+from mmfast.frontends.headers import check_header
+from mmfast.frontends.index import Index, packet_index
+from mmfast.frontends.limits import Limits
+from mmfast.frontends.picture import Frame, Frames, Orientation
+from mmfast.frontends.sampling import Ask, Indices
+from mmfast.frontends.source import Source
+
+BACKENDS = ("auto", "decord", "pyav")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is known about a file once its packets are listed and its first frame is decoded."""
+
+    source: Source
+    ask: Ask
+    limits: Limits
+    header: Header
+    turn: Orientation
+    size: tuple[int, int]  # width, height after rotation
+
+    def choose(self, index: Index) -> tuple[Indices, Indices, Frames]:
+        """Frame numbers asked for [m], the distinct ones ascending [u], and room for these."""
+        times, end = self.header.seconds(index.ticks), float(self.header.seconds(index.end))
+        half_tick = float(self.header.time_base) / 2 + 1e-9
+        asked = self.ask.choose(self.source.name, times, end, half_tick)
+        rows = np.unique(asked)
+        self.limits.check_decoded(self.source.name, len(asked), *self.size)
+        width, height = self.size
+        return asked, rows, np.empty((len(rows), height, width, 3), np.uint8)
+
+    def clip(self, index: Index, asked: Indices, rows: Indices, out: Frames, backend: str) -> Clip:
+        """Put the decoded frames [u] into the order asked for."""
+        frames = out if len(asked) == len(rows) and (asked == rows).all() else None
+        return make_clip(
+            frames=out[np.searchsorted(rows, asked)] if frames is None else frames,
+            rows=asked,
+            times=self.header.seconds(index.ticks),
+            end=float(self.header.seconds(index.end)),
+            rate=float(self.header.rate),
+            source=self.source.name,
+            backend=backend,
+        )
+
+
+def read_file(source: Source, ask: Ask, limits: Limits, backend: str) -> Clip:
+    """Read the frames asked for; both decoders give the same ones.
+
+    Raises:
+        MediaError: The file is broken, empty, too large, or not one that `backend` can read.
+    """
+    check_header(source)
+    with open_video(source, limits) as (container, stream):
+        header = read_header(source, container, stream, limits)
+        index = packet_index(source, container, stream, header, limits)
+    first: Any = pyav_reader.first_frame(source, limits)
+    turn = Orientation.of(first)
+    plan = _Plan(source, ask, limits, header, turn, turn.size(first.width, first.height))
+    reason = decord_reader.why_not(source, header, index, bool(first.interlaced_frame), turn)
+    if backend == "decord" and reason:
+        raise MediaError(f"decord cannot read {source.name} ({reason}): use backend='auto'")
+    if backend != "pyav" and not reason:
+        clip = _with_decord(plan, index)
+        if clip is not None:
+            return clip
+        if backend == "decord":
+            raise MediaError(f"decord failed on {source.name}: use backend='auto'")
+    return _with_pyav(plan, index)
+
+
+def _with_decord(plan: _Plan, index: Index) -> Clip | None:
+    asked, rows, out = plan.choose(index)
+    try:
+        decord_reader.read(plan.source, plan.header, index, rows, out)
+    except Mismatch:
+        return None
+    return plan.clip(index, asked, rows, out, "decord")
+
+
+def _with_pyav(plan: _Plan, index: Index) -> Clip:
+    if index.trusted:
+        asked, rows, out = plan.choose(index)
+        try:
+            pyav_reader.read_exact(plan.source, plan.limits, index, rows, plan.turn, out)
+            return plan.clip(index, asked, rows, out, "pyav")
+        except Mismatch:
+            del out
+    index, threads = pyav_reader.count_frames(plan.source, plan.limits, plan.header, index)
+    asked, rows, out = plan.choose(index)
+    pyav_reader.read_counted(plan.source, plan.limits, rows, plan.turn, out, threads)
+    return plan.clip(index, asked, rows, out, "pyav")
+
+
+def iter_file(source: Source, limits: Limits) -> tuple[Iterator[tuple[Frame, float]], float]:
+    """Yield every frame of a file in turn; damaged packets are skipped.
+
+    Returns:
+        The frames with their times, and half a tick of the file's clock.
+
+    Raises:
+        MediaError: Now for a bad header, later when the budget is spent.
+    """
+    check_header(source)
+    with open_video(source, limits) as (container, stream):
+        header = read_header(source, container, stream, limits)
+    turn = Orientation.of(pyav_reader.first_frame(source, limits))
+    return pyav_reader.read_all(source, limits, header, turn), float(header.time_base) / 2 + 1e-9

@@ -1,0 +1,165 @@
+"""List the frames of a video from its packets alone, without decoding one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.container import Header
+from mmfast.frontends.guard import refusing
+from mmfast.frontends.limits import Limits
+from mmfast.frontends.sampling import Indices
+from mmfast.frontends.source import Source
+
+# Where one packet is one frame. Elsewhere a packet may hold no frame (VP8 alternate references,
+# MPEG-4 "not coded" frames) or half of one (interlaced fields); those are counted by decoding.
+_ONE_PACKET_ONE_FRAME = frozenset(
+    ("h264", "hevc", "av1", "vp9", "prores", "mjpeg", "ffv1", "rawvideo", "wrapped_avframe")
+)
+_SEEKABLE_KINDS = frozenset(("mp4", "mkv", "avi", "y4m"))
+# NAL unit types after which decoding needs nothing from before, and those that change parameters.
+_FRESH_START = {"h264": {5}, "hevc": {19, 20}}
+_PARAMETERS = {"h264": {7, 15}, "hevc": {33}}
+
+
+class Packet(NamedTuple):
+    """One packet of the video stream, times in ticks."""
+
+    pts: int | None
+    dts: int | None
+    key: bool
+    discard: bool  # decoded for others' sake, cut away by an edit list
+    corrupt: bool
+    duration: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """The frames of a video in presentation order."""
+
+    ticks: Indices  # [n] presentation time of each frame in units of the time base
+    end: int  # the tick at which the last frame leaves the screen
+    keys: Indices  # [k] presentation ticks of the key frames, ascending
+    seeks: Indices  # [k] where to seek to begin decoding at that key frame
+    trusted: bool  # every packet is one frame with its own time, so that seeking is exact
+    plain: bool  # decord may read it: fresh starts only, nothing cut away, fixed parameters
+
+
+def packet_index(
+    source: Source, container: Any, stream: Any, header: Header, limits: Limits
+) -> Index:
+    """List the frames by reading every packet.
+
+    Raises:
+        MediaError: There are no packets, or more than the limits allow.
+    """
+    fits_decord = _decord_scanner(header)
+    packets: list[Packet] = []
+    plain = True
+    with refusing(source.name, "read"):
+        for p in container.demux(stream):
+            if p.size:
+                packets.append(
+                    Packet(p.pts, p.dts, p.is_keyframe, p.is_discard, p.is_corrupt, p.duration or 0)
+                )
+                plain = plain and fits_decord(p)
+                limits.check_frames(source.name, len(packets))
+    shown = [p for p in packets if not p.discard]
+    if not shown:
+        raise MediaError(
+            f"{source.name} holds no frame: its video stream is empty, record it again"
+        )
+    plain = plain and len(shown) == len(packets) and not _leading(packets)
+    return _build(source, header, packets, shown, plain)
+
+
+def _build(
+    source: Source, header: Header, packets: list[Packet], shown: list[Packet], plain: bool
+) -> Index:
+    # AVI stores no presentation times: its frames are shown at the decoding times in turn.
+    avi = source.kind == "avi"
+    ticks = np.array(sorted(t for p in shown if (t := p.dts if avi else p.pts) is not None))
+    keys = sorted(
+        (p.pts, p.pts if p.dts is None else p.dts) for p in packets if p.key and p.pts is not None
+    )
+    trusted = (
+        header.codec in _ONE_PACKET_ONE_FRAME
+        and header.progressive
+        and source.kind in _SEEKABLE_KINDS
+        and not any(p.corrupt or p.pts is None for p in packets)
+        and (not avi or all(p.pts == p.dts for p in packets))
+        and len(ticks) == len(shown)
+        and bool((np.diff(ticks) > 0).all())
+        and bool(keys)
+        and keys[0][0] <= int(ticks[0])
+    )
+    return Index(
+        ticks=ticks.astype(np.int64),
+        end=_end(header, shown, ticks),
+        keys=np.array([pts for pts, _ in keys], dtype=np.int64),
+        # Matroska seeks by presentation time, mp4 by decoding time; the smaller is always early
+        # enough, but a whole group of pictures too early in Matroska.
+        seeks=np.array([pts if source.kind == "mkv" else min(pts, dts) for pts, dts in keys]),
+        trusted=trusted,
+        plain=plain,
+    )
+
+
+def _end(header: Header, shown: list[Packet], ticks: Indices) -> int:
+    """When the last frame leaves: its own duration, else the usual distance, else the rate."""
+    if not len(ticks):
+        return 0
+    last = max(shown, key=lambda p: p.pts if p.pts is not None else -(1 << 62))
+    stay = last.duration
+    if stay <= 0 and len(ticks) > 1:
+        stay = int(np.median(np.diff(ticks)))
+    if stay <= 0 and header.rate:
+        stay = round(1 / (header.rate * header.time_base))
+    return int(ticks[-1]) + max(stay, 1)
+
+
+def _decord_scanner(header: Header) -> Callable[[Any], bool]:
+    """Give a test of a packet: may a plain reader seek to it and decode on from there?
+
+    decord takes any key frame for a fresh start and numbers on from it, so one that is not (open
+    groups of pictures, gradual refresh) makes it return other frames than asked. And sequence
+    parameters inside the stream can change the picture size after all checks are done, which
+    only PyAV can be told to refuse.
+    """
+    extra, codec = header.extradata, header.codec
+    if codec == "h264" and extra[:1] == b"\1" and len(extra) > 4:
+        width, shift, mask = (extra[4] & 3) + 1, 0, 31
+    elif codec == "hevc" and extra[:1] == b"\1" and len(extra) > 21:
+        width, shift, mask = (extra[21] & 3) + 1, 1, 63
+    else:
+        return lambda packet: False
+    fresh, parameters = _FRESH_START[codec], _PARAMETERS[codec]
+
+    def plain(packet: Any) -> bool:
+        units = {byte >> shift & mask for byte in _unit_heads(packet, width)}
+        return not units & parameters and not (packet.is_keyframe and not units & fresh)
+
+    return plain
+
+
+def _unit_heads(packet: Any, width: int) -> Iterator[int]:
+    """Yield the first byte of each length-prefixed NAL unit of a packet."""
+    data, position = memoryview(packet), 0
+    while position + width < len(data):
+        yield data[position + width]
+        position += width + int.from_bytes(data[position : position + width], "big")
+
+
+def _leading(packets: list[Packet]) -> bool:
+    """Say whether a frame is decoded after a key frame but shown before it."""
+    newest = None
+    for p in packets:
+        if p.key:
+            newest = p.pts
+        elif newest is not None and p.pts is not None and p.pts < newest:
+            return True
+    return False

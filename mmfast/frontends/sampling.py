@@ -1,0 +1,150 @@
+"""Which frames to read: a count, a rate, or explicit times, over the frames' true times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mmfast.core.errors import MediaError
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The frames a caller wants; exactly one field is set."""
+
+    frames: int | None = None
+    fps: float | None = None
+    times: tuple[float, ...] | None = None
+
+    @classmethod
+    def parse(cls, frames: object, fps: object, times: object) -> Ask:
+        """Check the three arguments of `read_video`.
+
+        Raises:
+            MediaError: None or several are given, or the one given is not a positive count, a
+                positive rate, or a list of finite times.
+        """
+        given = {"frames": frames, "fps": fps, "times": times}
+        named = [f"{key}={value!r}" for key, value in given.items() if value is not None]
+        if len(named) != 1:
+            raise MediaError(
+                f"give exactly one of frames, fps and times, got {_short(', '.join(named))}: "
+                f"frames=8 spreads 8 over the clip, fps=2 takes 2 per second, times=[0.5, 2.0]"
+            )
+        if frames is not None:
+            return cls(frames=_count(frames))
+        if fps is not None:
+            return cls(fps=positive_rate("fps", fps))
+        return cls(times=_times(times))
+
+    def choose(self, name: str, times: Floats, end: float, tolerance: float) -> Indices:
+        """Choose among frames shown from `times[i]` until the next one (the last until `end`).
+
+        * ``frames=k``: ``round(linspace(0, n - 1, k))``, all n frames if the clip has no more.
+        * ``fps=r``: the frame on screen at 0, 1/r, 2/r, ... seconds after the first frame; one
+          that is on screen for several of these instants is taken once.
+        * ``times=[...]``: for each, the frame on screen then, in the order asked for.
+
+        Args:
+            name: The source, for messages.
+            times: Ascending presentation times in seconds, [n].
+            end: When the last frame leaves the screen.
+            tolerance: Rounding of the source's clock in seconds: half a tick.
+
+        Returns:
+            Frame numbers, [m].
+
+        Raises:
+            MediaError: A time lies outside the clip.
+        """
+        if self.frames is not None:
+            count = min(self.frames, len(times))
+            return np.round(np.linspace(0, len(times) - 1, count)).astype(np.int64)
+        if self.fps is not None:
+            edges = np.append(times, max(end, times[-1] + 2 * tolerance))
+            ticks = _ticks(edges - times[0], self.fps, tolerance)
+            return np.flatnonzero(ticks[1:] > ticks[:-1]).astype(np.int64)
+        wanted = np.asarray(self.times, dtype=np.float64)
+        outside = wanted[(wanted < -tolerance) | (wanted > end + tolerance)]
+        if len(outside):
+            raise MediaError(
+                f"time {outside[0]:g} s is outside {name}, which runs from 0 to {end:.3f} s: "
+                f"give times within it"
+            )
+        found = np.searchsorted(times - tolerance, wanted, side="right") - 1
+        return np.maximum(found, 0).astype(np.int64)  # before the first frame it is on screen
+
+
+def _ticks(since_start: Any, fps: float, tolerance: float) -> Any:
+    """Number of sampling instants before a time: instant k lies at k / fps."""
+    return np.ceil((since_start - tolerance) * fps)
+
+
+def sample_stream(
+    pairs: Iterable[tuple[T, float]], fps: float | None, tolerance: float
+) -> Iterator[tuple[T, float]]:
+    """Apply ``fps=r`` to a stream, one item behind; None passes everything through."""
+    if fps is None:
+        yield from pairs
+        return
+    held: tuple[T, float] | None = None
+    start = taken = gap = 0.0
+    for pair in pairs:
+        if held is None:
+            start = pair[1]
+        else:
+            gap = pair[1] - held[1]
+            upto = float(_ticks(pair[1] - start, fps, tolerance))
+            if upto > taken:
+                yield held
+            taken = upto
+        held = pair
+    # Nothing tells how long the last frame stays: as long as the one before it.
+    if held and _ticks(held[1] - start + max(gap, 2 * tolerance), fps, tolerance) > taken:
+        yield held
+
+
+def positive_rate(what: str, value: object) -> float:
+    """Check a rate in frames per second."""
+    if isinstance(value, Real) and type(value) is not bool:
+        rate = float(value)
+        if math.isfinite(rate) and rate > 0:
+            return rate
+    raise MediaError(
+        f"{what}={_short(repr(value))} is not a rate: give a positive number such as 2"
+    )
+
+
+def _count(value: object) -> int:
+    if isinstance(value, Integral) and type(value) is not bool and int(value) > 0:
+        return int(value)
+    raise MediaError(
+        f"frames={_short(repr(value))} is not a count: give a positive whole number such as 8"
+    )
+
+
+def _times(value: object) -> tuple[float, ...]:
+    try:
+        array = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        array = np.empty(0)
+    if array.ndim != 1 or not len(array) or not np.isfinite(array).all():
+        raise MediaError(
+            f"times={_short(repr(value))} is not a list of seconds: give times such as [0.5, 2.0]"
+        )
+    return tuple(array.tolist())
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return (line if len(line) <= 80 else line[:77] + "...") or "none"

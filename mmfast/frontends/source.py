@@ -1,0 +1,198 @@
+"""Turn a path, bytes or a file object into one checked, sniffed `Source`."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.guard import first_line, quote
+from mmfast.frontends.limits import Limits
+
+_HEAD = 512  # bytes read to tell what a file is; two transport stream packets fit
+_URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://|^data:", re.ASCII)
+
+# kind -> offset and magic. The kind comes from the bytes, never from the file's suffix.
+_MAGIC: tuple[tuple[str, int, bytes], ...] = (
+    ("png", 0, b"\x89PNG\r\n\x1a\n"),
+    ("jpeg", 0, b"\xff\xd8\xff"),
+    ("gif", 0, b"GIF8"),
+    ("webp", 8, b"WEBP"),
+    ("bmp", 0, b"BM"),
+    ("tiff", 0, b"II*\0"),
+    ("tiff", 0, b"MM\0*"),
+    ("avif", 4, b"ftypavif"),
+    ("avif", 4, b"ftypavis"),
+    ("heic", 4, b"ftyphei"),
+    ("heic", 4, b"ftypmif1"),
+    ("heic", 4, b"ftypmsf1"),
+    *(("mp4", 4, box) for box in (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")),
+    ("mkv", 0, b"\x1aE\xdf\xa3"),
+    ("avi", 8, b"AVI "),
+    ("flv", 0, b"FLV\x01"),
+    ("asf", 0, b"0&\xb2u\x8ef\xcf\x11"),
+    ("ogg", 0, b"OggS"),
+    ("mpeg", 0, b"\0\0\x01\xba"),
+    ("y4m", 0, b"YUV4MPEG2 "),
+    ("wav", 8, b"WAVE"),
+    ("flac", 0, b"fLaC"),
+    ("mp3", 0, b"ID3"),
+)
+IMAGE_KINDS = {
+    "png": "PNG",
+    "jpeg": "JPEG",
+    "gif": "GIF",
+    "webp": "WEBP",
+    "bmp": "BMP",
+    "tiff": "TIFF",
+    "avif": "AVIF",
+}  # kind -> Pillow's name
+VIDEO_KINDS = {
+    "mp4": "mp4",
+    "mkv": "matroska",
+    "avi": "avi",
+    "flv": "flv",
+    "asf": "asf",
+    "ogg": "ogg",
+    "mpeg": "mpeg",
+    "mpegts": "mpegts",
+    "y4m": "yuv4mpegpipe",
+}  # kind -> FFmpeg's demuxer, the only one the file is given to
+_AUDIO_KINDS = ("wav", "flac", "mp3", "aac")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One encoded input: where its bytes are, how many, and what they are."""
+
+    name: str  # quoted, on one line, for messages
+    data: Path | bytes
+    size: int
+    kind: str  # a key of IMAGE_KINDS or VIDEO_KINDS
+
+    def open(self) -> IO[bytes]:
+        """Open a fresh binary file at position 0."""
+        if isinstance(self.data, bytes):
+            return io.BytesIO(self.data)
+        return self.data.open("rb")
+
+
+def is_encoded(media: object) -> bool:
+    """Say whether `media` is a path, bytes or a file object, in other words a `Source`."""
+    return isinstance(media, str | Path | bytes | bytearray | memoryview) or (
+        hasattr(media, "__fspath__") or hasattr(media, "read")
+    )
+
+
+def open_source(media: object, limits: Limits) -> Source:
+    """Check an encoded input's size and kind without decoding anything.
+
+    Raises:
+        MediaError: It is missing, empty, too large, unreadable, a network address, or neither
+            an image nor a video.
+    """
+    if isinstance(media, bytes | bytearray | memoryview):
+        data, name = bytes(media), f"a {type(media).__name__} of {len(media):,} bytes"
+    elif hasattr(media, "read"):
+        data, name = _drain(media, limits)
+    else:
+        return _from_path(media, limits)
+    limits.check_file(name, len(data))
+    if not data:
+        raise MediaError(f"{name} is empty: read the file again from its start")
+    return Source(name, data, len(data), _kind(name, data[:_HEAD]))
+
+
+def _from_path(media: Any, limits: Limits) -> Source:
+    text, name = str(media), quote(media)
+    if _URL.match(text):
+        raise _network(text, name)
+    path = Path(text)
+    try:
+        if not text:
+            raise MediaError("the media path is empty: give the name of an image or video file")
+        if path.is_dir():
+            raise MediaError(f"{name} is a directory: give one image or video file")
+        size = path.stat().st_size
+        if not path.is_file():
+            raise MediaError(f"{name} is not a regular file: copy the media to a file first")
+        limits.check_file(name, size)
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except FileNotFoundError:
+        raise MediaError(
+            f"{name} does not exist: check the path (relative ones start at {quote(Path.cwd())})"
+        ) from None
+    except OSError as error:
+        raise MediaError(
+            f"{name} cannot be read ({error.strerror}): check the path and its permissions"
+        ) from None
+    except MediaError:
+        raise
+    except ValueError as error:  # an embedded null byte
+        raise MediaError(f"{name} is not a path ({error}): give a file name") from None
+    if not size:
+        raise MediaError(f"{name} is empty (0 bytes): copy or download it again")
+    return Source(name, path.absolute(), size, _kind(name, head))
+
+
+def _network(text: str, name: str) -> MediaError:
+    scheme = text.split(":", 1)[0].lower()
+    if scheme == "file":
+        return MediaError(f"{name}: file:// addresses are refused; give the plain path")
+    if scheme == "data":
+        return MediaError(f"{name}: data: addresses are refused; decode it and give the bytes")
+    return MediaError(f"{name}: network sources are off; download the file first")
+
+
+def _drain(file: Any, limits: Limits) -> tuple[bytes, str]:
+    """Read a file object to its end and put its position back."""
+    given = getattr(file, "name", None)
+    name = quote(given) if isinstance(given, str) else f"a {type(file).__name__}"
+    parts, total = [], 0
+    try:
+        start = file.tell() if hasattr(file, "seek") and _seekable(file) else None
+        while total <= limits.bytes and (part := file.read(min(1 << 24, limits.bytes + 1))):
+            if not isinstance(part, bytes | bytearray | memoryview):
+                raise MediaError(f"{name} gives text, not bytes: open it with mode 'rb'")
+            parts.append(part)
+            total += len(part)
+        if start is not None:
+            file.seek(start)
+    except (OSError, ValueError, EOFError) as error:
+        if isinstance(error, MediaError):
+            raise
+        raise MediaError(f"{name} cannot be read ({first_line(error)}): open it again") from None
+    return b"".join(parts), name
+
+
+def _seekable(file: Any) -> bool:
+    return bool(file.seekable()) if hasattr(file, "seekable") else False
+
+
+def _kind(name: str, head: bytes) -> str:
+    kind = next((k for k, at, magic in _MAGIC if head[at : at + len(magic)] == magic), "")
+    kind = kind or _sync_kind(head)
+    if kind in _AUDIO_KINDS:
+        raise MediaError(f"{name} is audio only ({kind}): give a file with a video stream")
+    if kind == "heic":
+        raise MediaError(f"{name} is a HEIC image, which Pillow does not read: convert it to JPEG")
+    if kind not in IMAGE_KINDS and kind not in VIDEO_KINDS:
+        raise MediaError(
+            f"{name} is neither an image nor a video, it starts with {head[:12]!r}: "
+            f"give one of {', '.join((*IMAGE_KINDS, *VIDEO_KINDS))}"
+        )
+    return kind
+
+
+def _sync_kind(head: bytes) -> str:
+    """Formats without a magic number: transport streams and bare audio frames repeat a sync."""
+    for start, packet in ((0, 188), (4, 192)):
+        if len(head) > start + packet and head[start] == head[start + packet] == 0x47:
+            return "mpegts"
+    if len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0:
+        return "aac" if head[1] & 0x06 == 0 else "mp3"
+    return ""
