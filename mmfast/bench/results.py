@@ -107,9 +107,11 @@ def bench_rows(document: Row) -> list[Row]:
 
 def eval_rows(document: Row, environ: Row | None = None) -> list[Row]:
     """Rows of the document that `mmfast eval` prints; the score is the accuracy."""
+    model = str(document["model"])
     shared = {
         "suite": document["suite"],
-        **{key: document[key] for key in ("n", "seed", "model")},
+        **{key: document[key] for key in ("n", "seed")},
+        "model": Path(model).name if Path(model).is_dir() else model,  # no paths in rows
         **{key: document[key] for key in ("device", "dtype", "threads") if key in document},
         **(environ or document.get("environment") or environment()),
     }

@@ -84,7 +84,10 @@ def run_bench(
         groups = [Group(case, name, wanted, specs) for name in GROUPS]
         groups = [g for g in groups if g.stage.stages]
         ticks = _Ticks(progress, sum(g.work(rounds) for g in groups))
-        faults, rows, floors, warm = [], [], {}, []
+        faults: list[str] = []
+        rows: list[dict[str, Any]] = []
+        floors: dict[str, float] = {}
+        warm: list[int] = []
         for group in groups:
             faults += group.prepare(ticks)
             if not faults:

@@ -6,14 +6,16 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from mmfast.core.budget import check_budget, count
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import get, register, unregister
-from mmfast.core.spec import Spec, check_budget, count, parse
+from mmfast.core.spec import Spec, parse
 from mmfast.core.tokens import Tokens
 
 STAGES = ("vit", "llm", "decode", "ttft")
@@ -189,8 +191,7 @@ class Twins:
         """The calls of one forward pass again, outside the model, to be timed."""
         calls: list[Callable[[], Any]] = []
         for recording in self.recordings:
-            fn = self._plain(recording)
-            calls += [lambda fn=fn, c=c: fn(*c) for c in recording.calls]
+            calls += [partial(self._plain(recording), *call) for call in recording.calls]
         return calls
 
 

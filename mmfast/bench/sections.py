@@ -1,0 +1,162 @@
+"""Result rows as Markdown tables; what no row says reads "not measured"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmfast.bench.results import Row, share
+from mmfast.core.errors import SpecError
+from mmfast.core.registry import methods
+from mmfast.core.spec import parse
+
+NOT_MEASURED = "not measured"
+SHARES = (0.5, 0.25, 0.1, 0.05)
+Points = dict[str, list[tuple[float, float]]]  # method: (kept share, accuracy)
+
+
+def label(reduce: str | None) -> str:
+    """A spec without its budgets: what it is called across budgets."""
+    if not reduce:
+        return "all tokens"
+    try:
+        stages = parse(reduce)
+    except SpecError:
+        return reduce
+    parts = []
+    for stage in stages:
+        default = stage.method.sites[0]
+        usual = stage.site == default and stage.layer in (None, stage.method.layer)
+        knobs = "&".join(f"{key}={value}" for key, value in stage.knobs.items())
+        name = stage.method.name if usual else f"{stage.method.name}@{stage.where}"
+        parts.append(name + (f"?{knobs}" if knobs else ""))
+    return "+".join(parts)
+
+
+def points(rows: Sequence[Row]) -> Points:
+    """(kept share, accuracy) by method, the latest row of each share, ascending."""
+    total = next((row["kept"] for row in rows if not row["reduce"]), 0.0)
+    found: dict[str, dict[float, float]] = {}
+    for row in rows:
+        kept = share(row["reduce"], row["kept"], total)
+        if kept is not None:
+            found.setdefault(label(row["reduce"]), {})[round(kept, 4)] = row["score"]
+    return {name: sorted(values.items()) for name, values in found.items()}
+
+
+def _basis(rows: Sequence[Row]) -> str:
+    last = rows[-1]
+    return (
+        f"{last['n']} questions about unseen clips, seed {last['seed']}, model `{last['model']}`, "
+        f"{last['date']}, commit `{last['commit'] or 'none'}`."
+    )
+
+
+def accuracy(rows: Sequence[Row]) -> list[str]:
+    """Reducers by kept share; every registered one has a line."""
+    found = points(rows)
+    names = {label(f"{m.name}:0.5"): None for m in methods("reducer")} | dict.fromkeys(found)
+    head = " | ".join(f"{share:.0%}" for share in SHARES)
+    lines = [f"| reducer | {head} |", "|---|" + "---|" * len(SHARES)]
+    whole = dict(found.get("all tokens", [])).get(1.0)
+    lines.insert(0, f"All tokens: {_percent(whole)}.\n")
+    for name in names:
+        values = dict(found.get(name, []))
+        if name != "all tokens":
+            cells = " | ".join(_percent(values.get(s)) for s in SHARES)
+            lines.append(f"| `{name}` | {cells} |")
+    if rows:
+        lines += [
+            "",
+            _basis(rows),
+            "",
+            "![Accuracy against kept tokens](assets/images/accuracy.svg)",
+        ]
+    return lines
+
+
+def kinds(rows: Sequence[Row]) -> list[str]:
+    """Accuracy by kind of question: all tokens, and the best reducer at 25 and 10 %."""
+    whole = next((row for row in reversed(rows) if not row["reduce"]), None)
+    if whole is None:
+        return [f"By kind of question: {NOT_MEASURED}."]
+    columns = [("all tokens", whole)]
+    for kept in (0.25, 0.1):
+        at = [row for row in rows if row["reduce"] and share(row["reduce"], 0, 0) == kept]
+        if at:
+            best = max(at, key=lambda row: float(row["score"]))
+            columns.append((f"`{best['reduce']}`", best))
+    lines = [
+        "| kind of question | " + " | ".join(name for name, _ in columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for kind in whole["by_kind"]:
+        cells = " | ".join(_percent(row["by_kind"].get(kind)) for _, row in columns)
+        lines.append(f"| {kind.replace('_', ' ')} | {cells} |")
+    return lines
+
+
+def bench(rows: Sequence[Row]) -> list[str]:
+    """One table per shape, device and stage; the latest row of each spec."""
+    groups: dict[tuple[object, ...], dict[str | None, Row]] = {}
+    for row in rows:
+        key = tuple(row[k] for k in ("preset", "processor", "dtype", "threads", "frames", "stage"))
+        groups.setdefault(key, {})[row["reduce"]] = row
+    lines: list[str] = []
+    for group in groups.values():
+        lines += [*_bench_group(list(group.values())), ""]
+    return lines[:-1] or [f"Speed: {NOT_MEASURED}."]
+
+
+def _bench_group(rows: Sequence[Row]) -> list[str]:
+    one = rows[-1]
+    where = one["processor"] + (f", {one['threads']} threads" if one["device"] == "cpu" else "")
+    lines = [
+        f"**{one['preset']}, {STAGE_NAMES[one['stage']]}**: {one['frames']} frames, "
+        f"{one['tokens']} visual tokens, {where}, {one['dtype']}, {one['n']} rounds, "
+        f"noise {one['noise']:.1%}, torch {one['versions']['torch']}, {one['date']}, "
+        f"commit `{one['commit'] or 'none'}`.",
+        "",
+        "| reduce | kept | ms (p20 to p80) | speed-up | ideal | of ideal | of oracle "
+        "| selection ms | peak MB |",
+        "|---|" + "---|" * 8,
+    ]
+    for row in rows:
+        gain = "=" if row["equal"] else f"{row['speedup']:.2f}x"
+        oracle = "" if row["of_oracle"] is None else f"{row['of_oracle']:.2f}"
+        cells = [
+            f"`{row['reduce']}`" if row["reduce"] else "stock",
+            str(row["kept"]),
+            f"{row['median_ms']:.0f} ({row['p20_ms']:.0f} to {row['p80_ms']:.0f})",
+            gain if row["reduce"] else "1",
+            f"{row['ideal']:.2f}x" if row["reduce"] else "1",
+            f"{row['of_ideal']:.2f}" if row["reduce"] else "",
+            oracle if row["reduce"] else "",
+            f"{row['selection_ms']:.1f}" if row["reduce"] else "",
+            f"{row['peak_mb']:.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+STAGE_NAMES = {
+    "vit": "vision tower",
+    "llm": "prefill behind the encoder",
+    "decode": "one decoding step",
+    "ttft": "time to first token",
+}
+
+
+def selection(rows: Sequence[Row]) -> list[str]:
+    """The cost of choosing tokens, against the textbook formulation."""
+    if not rows:
+        return [f"Cost of selection: {NOT_MEASURED}."]
+    lines = ["| selection | textbook ms | mmfast ms | faster |", "|---|---|---|---|"]
+    latest = {row["case"]: row for row in rows}
+    for name, row in latest.items():
+        times = f"{row['textbook_ms']:.1f} | {row['median_ms']:.1f}"
+        lines.append(f"| {name} | {times} | {row['speedup']:.1f}x |")
+    return lines
+
+
+def _percent(value: float | None) -> str:
+    return NOT_MEASURED if value is None else f"{100 * value:.1f} %"

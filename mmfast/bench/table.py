@@ -1,0 +1,107 @@
+"""Write the README's tables and its chart from the registry and assets/results/*.jsonl.
+
+python -m mmfast.bench.table            rewrites README.md and assets/images/accuracy.svg
+python -m mmfast.bench.table --check    exits 1 where they are stale
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmfast.bench.charts import accuracy_svg
+from mmfast.bench.results import Row, load
+from mmfast.bench.sections import accuracy, bench, kinds, points, selection
+from mmfast.core.errors import MmfastError
+from mmfast.core.registry import methods as registered
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+CHART = Path("assets/images/accuracy.svg")
+_MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.DOTALL)
+
+
+def methods(_: Sequence[Row]) -> list[str]:
+    """One line a registered method; parity counts the golden vectors it is checked against."""
+    lines = ["| method | paper | sites | needs | parity | what it does |", "|---|" + "---|" * 5]
+    for m in registered("reducer"):
+        vectors = len(list(GOLDEN.glob(f"{m.name}-*.safetensors")))
+        parity = f"{vectors} vectors" if vectors else ""
+        paper = f"[{m.paper}](https://arxiv.org/abs/{m.paper})" if m.paper else "baseline"
+        sites = " ".join("llm&lt;K&gt;" if site == "llm" else site for site in m.sites)
+        needs = " ".join(m.needs)
+        summary = m.summary.replace("|", "\\|")
+        lines.append(f"| `{m.name}` | {paper} | {sites} | {needs} | {parity} | {summary} |")
+    return lines
+
+
+SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
+    "methods": ("", methods),
+    "accuracy": ("eval", accuracy),
+    "kinds": ("eval", kinds),
+    "bench": ("bench", bench),
+    "selection": ("selection", selection),
+}
+
+
+def read_rows(folder: Path, suite: str) -> list[Row]:
+    """Rows of all files `SUITE*.jsonl` of a folder, in the order of the file names."""
+    files = sorted(folder.glob(f"{suite}*.jsonl")) if suite else []
+    return [row for file in files for row in load(file)]
+
+
+def render(text: str, folder: Path) -> str:
+    """`text` with everything between its table markers written anew.
+
+    Raises:
+        MmfastError: A marker names no known table.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in SECTIONS:
+            raise MmfastError(f"unknown table {name!r}; choices: {', '.join(SECTIONS)}")
+        suite, build = SECTIONS[name]
+        body = "\n".join(build(read_rows(folder, suite)))
+        return f"{match[1]}{body}\n{match[3]}"
+
+    return _MARKER.sub(fill, text)
+
+
+def outputs(root: Path) -> dict[Path, str]:
+    """Every generated file under `root` and what it should hold."""
+    readme, folder = root / "README.md", root / "assets" / "results"
+    if not readme.is_file():
+        raise MmfastError(f"no README.md in {root.name!r}: run this from a checkout")
+    chart = accuracy_svg(points(read_rows(folder, "eval")))
+    files = {readme: render(readme.read_text(encoding="utf-8"), folder)}
+    return {**files, root / CHART: chart} if chart else files
+
+
+def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Rewrite what is stale, or only say so with `--check`; returns the exit code."""
+    asked = list(sys.argv[1:] if args is None else args)
+    if asked not in ([], ["--check"]):
+        print(f"unknown arguments {asked}; the only one is --check", file=sys.stderr)
+        return 2
+    stale = {
+        path: text
+        for path, text in outputs(root).items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    }
+    for path, text in stale.items():
+        name: Any = path.relative_to(root)
+        if asked:
+            print(f"{name} is stale; run python -m mmfast.bench.table", file=sys.stderr)
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {name}")
+    return 1 if asked and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

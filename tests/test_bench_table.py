@@ -1,0 +1,173 @@
+"""Result rows and the README tables made from them."""
+
+from __future__ import annotations
+
+import json
+import xml.dom.minidom
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmfast.bench import sections, table
+from mmfast.bench.charts import accuracy_svg
+from mmfast.bench.results import append, bench_rows, environment, eval_rows, load
+from mmfast.core.errors import MmfastError
+from mmfast.core.registry import methods
+
+ENVIRONMENT = {
+    "versions": {"torch": "2.11.0"},
+    "commit": "abc1234",
+    "date": "2026-01-02",
+    "processor": "Some CPU",
+}
+README = "\n".join(
+    f"<!-- table:{name} -->\nstale text\n<!-- /table:{name} -->" for name in table.SECTIONS
+)
+
+
+def eval_document() -> dict[str, Any]:
+    def row(reduce: str | None, accuracy: float, kept: float) -> dict[str, Any]:
+        by_kind = {"colour": accuracy, "which_first": accuracy - 0.1}
+        return {
+            "reduce": reduce,
+            "accuracy": accuracy,
+            "by_kind": by_kind,
+            "kept": kept,
+            "ttft_ms": 9.0,
+        }
+
+    rows = [row(None, 0.97, 288), row("evs:0.25", 0.965, 72), row("evs:0.1", 0.9, 28.8)]
+    rows.append(row("fastv@llm3:0.5", 0.8, 144))
+    return {"suite": "tiny-video", "n": 40, "seed": 7, "model": "tiny-video", "rows": rows}
+
+
+def bench_document() -> dict[str, Any]:
+    def row(reduce: str | None, ms: float, equal: bool) -> dict[str, Any]:
+        return {
+            "reduce": reduce,
+            "stage": "llm",
+            "tokens": 1568,
+            "kept": 392,
+            "noise": 0.012,
+            "median_ms": ms,
+            "p20_ms": ms * 0.9,
+            "p80_ms": ms * 1.1,
+            "speedup": 400 / ms,
+            "ideal": 4.2,
+            "of_ideal": 400 / ms / 4.2,
+            "of_oracle": 0.98,
+            "selection_ms": 1.5,
+            "peak_mb": 2000.0,
+            "equal": equal,
+        }
+
+    rows = [row(None, 400, True), row("evs:0.25", 100, False), row("evs:1.0", 399, True)]
+    shared = {"preset": "tiny", "device": "cpu", "dtype": "float32", "threads": 2, "frames": 8}
+    return {**shared, "iters": 10, "environment": ENVIRONMENT, "rows": rows}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "README.md").write_text(README)
+    results = tmp_path / "assets" / "results"
+    append(results / "eval-video.jsonl", eval_rows(eval_document(), ENVIRONMENT))
+    append(results / "bench-cpu.jsonl", bench_rows(bench_document()))
+    return tmp_path
+
+
+def test_round_trip(checkout: Path) -> None:
+    assert table.main(["--check"], checkout) == 1
+    assert table.main([], checkout) == 0
+    assert table.main(["--check"], checkout) == 0
+    text = (checkout / "README.md").read_text()
+    assert "stale text" not in text
+    for method in methods("reducer"):
+        assert f"| `{method.name}` |" in text
+    (checkout / "README.md").write_text(text.replace("96.5 %", "99.9 %"))
+    assert table.main(["--check"], checkout) == 1
+
+
+def test_a_new_row_makes_the_readme_stale(checkout: Path) -> None:
+    table.main([], checkout)
+    append(checkout / "assets/results/bench-later.jsonl", bench_rows(bench_document()))
+    assert table.main(["--check"], checkout) == 0  # the same figures again
+    document = bench_document()
+    document["rows"][1]["median_ms"] = 50.0
+    append(checkout / "assets/results/bench-later.jsonl", bench_rows(document))
+    assert table.main(["--check"], checkout) == 1
+
+
+def test_accuracy_table_says_what_was_not_measured() -> None:
+    lines = sections.accuracy(eval_rows(eval_document(), ENVIRONMENT))
+    assert "All tokens: 97.0 %." in lines[0]
+    assert "| `evs` | not measured | 96.5 % | 90.0 % | not measured |" in lines
+    assert "| `fastv@llm3` | 80.0 % | not measured | not measured | not measured |" in lines
+    assert "| `uniform` | not measured | not measured | not measured | not measured |" in lines
+    assert sum(line.startswith("| `fastv`") for line in lines) == 1
+    assert sections.accuracy([])[0].startswith("All tokens: not measured")
+
+
+def test_kinds_take_the_best_reducer_of_each_share() -> None:
+    lines = sections.kinds(eval_rows(eval_document(), ENVIRONMENT))
+    assert lines[0] == "| kind of question | all tokens | `evs:0.25` | `evs:0.1` |"
+    assert lines[3] == "| which first | 87.0 % | 86.5 % | 80.0 % |"
+
+
+def test_bench_prints_equal_below_the_noise() -> None:
+    lines = sections.bench(bench_rows(bench_document()))
+    assert "noise 1.2%" in lines[0] and "commit `abc1234`" in lines[0]
+    rows = {line.split("|")[1].strip(): line.split("|")[2:] for line in lines[4:]}
+    assert rows["`evs:0.25`"][2].strip() == "4.00x"
+    assert rows["`evs:1.0`"][2].strip() == "="
+    assert rows["stock"][2].strip() == "1"
+    assert sections.bench([]) == ["Speed: not measured."]
+
+
+def test_later_rows_replace_earlier_ones() -> None:
+    old, new = bench_rows(bench_document()), bench_rows(bench_document())
+    for row in new:
+        row["median_ms"] = 7.0
+    assert sections.bench([*old, *new]) == sections.bench(new)
+
+
+def test_rows_survive_the_file_and_need_no_machine_name(tmp_path: Path) -> None:
+    rows = bench_rows(bench_document())
+    append(tmp_path / "deep" / "r.jsonl", rows)
+    assert load(tmp_path / "deep" / "r.jsonl") == rows
+    wanted = {"method", "knobs", "preset", "device", "dtype", "versions", "commit", "date", "n"}
+    assert wanted | {"score", "p20_ms", "median_ms", "p80_ms", "peak_mb"} <= set(rows[0])
+    text = json.dumps(environment())
+    assert str(Path.home()) not in text and str(Path.cwd()) not in text
+    document = eval_document() | {"model": str(tmp_path)}
+    assert eval_rows(document, ENVIRONMENT)[0]["model"] == tmp_path.name
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\x00"], ids=["cut", "list", "binary"])
+def test_bad_rows_are_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    with pytest.raises(MmfastError) as caught:
+        load(path)
+    assert "\n" not in str(caught.value) and "r.jsonl" in str(caught.value)
+
+
+def test_a_folder_is_no_row_file(tmp_path: Path) -> None:
+    with pytest.raises(MmfastError, match="cannot write rows"):
+        append(tmp_path, [{}])
+
+
+def test_unknown_marker_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MmfastError, match="unknown table 'speed'"):
+        table.render("<!-- table:speed -->\n<!-- /table:speed -->", tmp_path)
+
+
+def test_chart_is_well_formed_and_complete() -> None:
+    points = sections.points(eval_rows(eval_document(), ENVIRONMENT))
+    assert points["evs"] == [(0.1, 0.9), (0.25, 0.965)]
+    chart = accuracy_svg(points | {"a<b&c": [(0.05, 0.5)]})
+    document = xml.dom.minidom.parseString(chart)
+    assert len(document.getElementsByTagName("circle")) == 4
+    texts = {node.firstChild.data for node in document.getElementsByTagName("text")}
+    assert {"evs", "fastv@llm3", "a<b&c", "all tokens", "25%"} <= texts
+    assert accuracy_svg({}) == accuracy_svg({"all tokens": [(1.0, 0.9)]}) == ""
