@@ -1,0 +1,97 @@
+"""`with attach(model, …)`: token reduction for a stock transformers model, hooks in and hooks out."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.spec import Spec, parse
+from mmfast.core.trace import Trace
+
+_LOCK = threading.Lock()
+_attached: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@contextmanager
+def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> Iterator[Trace]:
+    """Reduce the visual tokens of a model for as long as the `with` lasts.
+
+    Everything else stays stock: `generate` with beams, chunked prefill, static or dynamic caches,
+    batches, later turns with further images. Tokens keep their original positions; separators are
+    never dropped. A share refers to the tokens that enter its stage, a whole number is per image
+    or video, and a share of 1.0 leaves the model bit-identical.
+
+    Args:
+        model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
+        reduce: Spec string, `name[@site][:budget]` joined by `+`; sites `vit`, `pre` (before the
+            language model) and `llm<K>` (before decoder layer K). None reduces nothing.
+        cache: Spec string of a KV policy. None keeps every key and value.
+
+    Yields:
+        The trace: a row per stage and call, and every Reduction.
+
+    Raises:
+        SpecError: Wrong name, site, knob or budget, or a K that the model does not have.
+        ModelError: Unknown family, or the model is attached already.
+
+    Example:
+        >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:
+        ...     model.generate(**inputs)
+    """
+    specs = parse(reduce)
+    parse(cache, kind="cache")
+    trace = Trace()
+    if not specs:
+        yield trace
+        return
+    from mmfast.models.adapter import adapter_for
+
+    adapter = adapter_for(model)
+    _check_sites(specs, model)
+    with ExitStack() as stack:
+        stack.enter_context(_only_once(model))
+        for spec in specs:
+            if spec.site == "vit" and spec.budget != 1.0:
+                from mmfast.models.vit import vit_stage
+
+                stack.enter_context(vit_stage(model, adapter, spec, trace))
+        from mmfast.models.hooks import Hooks
+        from mmfast.models.stages import sites_of
+
+        sites = sites_of(specs)
+        if sites:
+            stack.enter_context(Hooks(model, adapter, sites, trace).installed())
+        yield trace
+
+
+def _check_sites(specs: tuple[Spec, ...], model: Any) -> None:
+    layers = len(model.get_decoder().layers)
+    for spec in specs:
+        if spec.site not in ("vit", "pre", "llm"):
+            raise SpecError(f"site {spec.where!r} of {str(spec)!r} is not one of vit, pre, llm<K>")
+        if spec.layer is not None and spec.layer >= layers:
+            raise SpecError(
+                f"{str(spec)!r} asks for decoder layer {spec.layer}, but {type(model).__name__} "
+                f"has {layers} layers; choose llm0 to llm{layers - 1}"
+            )
+
+
+@contextmanager
+def _only_once(model: Any) -> Iterator[None]:
+    base = model.base_model
+    with _LOCK:
+        if base in _attached:
+            raise ModelError(
+                f"this {type(model).__name__} is attached already; leave the outer attach() first, "
+                "or join both specs with '+'"
+            )
+        _attached.add(base)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _attached.discard(base)

@@ -1,0 +1,192 @@
+"""The hooks of one attached model: base model, decoder layers, DeepStack."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import StaticLayer
+
+from mmfast.core.trace import Trace
+from mmfast.models.adapter import Adapter
+from mmfast.models.lengths import held, is_short, padding_mask
+from mmfast.models.locate import locate
+from mmfast.models.patching import override
+from mmfast.models.records import Recorder, features_given, recording
+from mmfast.models.sequence import Sequences
+from mmfast.models.stages import Site
+from mmfast.models.step import Step, stock_mask
+
+
+class _Call:
+    """One call of the base model that brings visual tokens, or several tokens to a short cache."""
+
+    def __init__(self, kwargs: Mapping[str, Any]) -> None:
+        self.kwargs: Mapping[str, Any] | None = kwargs
+        self.step: Step | None = None
+        self.stack = ExitStack()
+
+
+class _Local(threading.local):
+    call: _Call | None = None
+
+
+class Hooks:
+    """State and hooks of one attached model.
+
+    Args:
+        model: Model of a known family.
+        adapter: Its adapter.
+        sites: Where stages run.
+        trace: Gets rows and reductions.
+    """
+
+    def __init__(self, model: Any, adapter: Adapter, sites: Sequence[Site], trace: Trace) -> None:
+        self.base = model.base_model
+        self.text = model.get_decoder()
+        self.adapter = adapter
+        self.sites = sites
+        self.trace = trace
+        self.recorder: Recorder
+        self._local = _Local()
+        self._names = list(inspect.signature(self.base.forward).parameters)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Hooks in, hooks out."""
+        needs = {need for site in self.sites if not site.deep for need in site.needs}
+        reads = [site.layer - 1 for site in self.sites if site.deep and "attn" in site.needs]
+        first = max(0, min([site.layer for site in self.sites] + reads))
+        with ExitStack() as stack:
+            self.recorder = stack.enter_context(recording(self.base, self.adapter, needs))
+            handles = [
+                self.base.register_forward_pre_hook(self._enter, with_kwargs=True),
+                self.base.register_forward_hook(self._leave, always_call=True),
+            ]
+            for index in range(first, len(self.text.layers)):
+                hook = partial(self._layer, index)
+                layer = self.text.layers[index]
+                handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            for handle in handles:
+                stack.callback(handle.remove)
+            if self.adapter.deepstack:
+                around = self._deepstack
+                stack.enter_context(override(self.text, "_deepstack_process", around))
+            yield
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return  # only decode steps are compiled, and they need no call state
+        if args:
+            kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        cache = kwargs.get("past_key_values")
+        short = cache is not None and any(is_short(layer) for layer in cache.layers)
+        wanted = features_given(kwargs) or (short and _length(kwargs) > 1)
+        self._local.call = _Call(kwargs) if wanted else None
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        call = self._local.call
+        if call is not None:
+            self._local.call = None
+            call.stack.close()
+
+    def _layer(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        call = None if torch.compiler.is_compiling() else self._local.call
+        if call is None:
+            return self._decode(index, args, kwargs)
+        if call.step is None:
+            call.step = self._step(call)
+        step = call.step
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        hidden = step.before_layer(index, hidden, kwargs, self.text.config)
+        if step.wants_scores(index):
+            self._probe(call, step, index, module, kwargs.get("past_key_values"))
+        return (hidden, *args[1:]), kwargs
+
+    def _decode(
+        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A step without new visual tokens: at most the mask differs from the stock one."""
+        cache = kwargs.get("past_key_values")
+        if cache is None or len(cache.layers) <= index:
+            return None
+        layer = cache.layers[index]
+        if not getattr(layer, "uneven", False):
+            return None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.shape[1] == 1 and layer.valid is None and not isinstance(layer, StaticLayer):
+            kwargs["attention_mask"] = None
+        elif layer.group.leader == index or torch.compiler.is_compiling():
+            seen = padding_mask(layer, hidden.shape[1])
+            kwargs["attention_mask"] = stock_mask(self.text.config, hidden, seen, cache, index)
+            layer.group.mask = kwargs["attention_mask"]
+        else:
+            kwargs["attention_mask"] = layer.group.mask
+        return args, kwargs
+
+    def _step(self, call: _Call) -> Step:
+        kwargs = call.kwargs
+        assert kwargs is not None
+        call.kwargs = None
+        length, cache = _length(kwargs), kwargs.get("past_key_values")
+        past, ok = _padding(kwargs.get("attention_mask"), length, cache)
+        if features_given(kwargs):
+            sequences = locate(self.base, self.adapter, kwargs, self.recorder, ok)
+        else:
+            sequences = Sequences(length, [], [], [], ok)
+        return Step(self.sites, sequences, past, self.trace)
+
+    def _probe(self, call: _Call, step: Step, index: int, module: Any, cache: Any) -> None:
+        """Watch the attention of this layer once, for the site before the next one."""
+        from mmfast.models.probe import last_query_scores, probing
+
+        filled = cache is not None and len(cache.layers) > index
+        start = held(cache.layers[index]) if filled else 0
+
+        def look(
+            _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, __: bool
+        ) -> None:
+            if self._local.call is call:  # else another thread's pass
+                scores = last_query_scores(q, k, mask, scale)
+                step.scores[index] = scores[:, start : start + q.shape[2]]
+
+        call.stack.enter_context(probing({module.self_attn: look}))
+
+    def _deepstack(self, stock: Any, hidden: Tensor, places: Tensor, planes: Tensor) -> Any:
+        call = self._local.call
+        step = None if call is None else call.step
+        if step is None or step.sequences.index is None:
+            return stock(hidden, places, planes)
+        return step.add_planes(hidden, planes.to(hidden.device, hidden.dtype))
+
+
+def _length(kwargs: Mapping[str, Any]) -> int:
+    ids = kwargs.get("input_ids")
+    return int((kwargs["inputs_embeds"] if ids is None else ids).shape[1])
+
+
+def _padding(mask: Any, length: int, cache: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Padding among the tokens of earlier calls `[B, P]` and among the new ones `[B, L]`."""
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention", next(iter(mask.values())))
+    if mask is None:
+        return None, None
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if mask.ndim == 4:
+        # Made by `generate` for a static cache: the last query sees all that is no padding.
+        past -= getattr(cache.layers[0], "dropped", 0) if cache is not None else 0
+        seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0, -1, : past + length]
+    else:
+        seen = mask[:, -(past + length) :].bool()
+    new, old = seen[:, -length:], seen[:, :-length]
+    return None if bool(old.all()) else old, None if bool(new.all()) else new

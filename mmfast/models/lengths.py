@@ -1,0 +1,147 @@
+"""Cache layers that hold fewer tokens than the conversation had.
+
+A reduced layer reports the logical length (as if nothing had been dropped), so positions, crops,
+chunked prefill and later turns come out right in stock code, and the physical sizes for masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from mmfast.core.errors import ModelError
+
+
+@dataclass(eq=False)
+class Group:
+    """Layers of one cache that hold the same tokens.
+
+    Attributes:
+        leader: The first of them.
+        mask: The leader's mask in the current decode step.
+    """
+
+    leader: int
+    mask: Any = None
+
+
+class _Shorter:
+    """Mixed into the class of the layers of one cache; other caches never see it.
+
+    Attributes:
+        dropped: Logical minus physical length.
+        valid: `[B, n]` False at padding among the first n tokens; None where there is none.
+        uneven: The mask that the model makes, for its first layer, does not fit this layer.
+        group: The layers that hold the same tokens, and so share a mask.
+    """
+
+    dropped = 0
+    valid: Tensor | None = None
+    uneven = False
+    group: Group | None = None
+
+    def get_seq_length(self) -> Any:
+        return super().get_seq_length() + self.dropped  # type: ignore[misc]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
+        held: Any = super()
+        if isinstance(self, StaticLayer):
+            return held.get_mask_sizes(query_length)[0], self.dropped
+        return held.get_seq_length() + query_length, self.dropped
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._rows(lambda valid: valid.index_select(0, beam_idx.to(valid.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self._rows(lambda valid: valid.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._rows(lambda valid: valid[indices])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        length = int(super().get_seq_length())  # type: ignore[misc]
+        self._rows(lambda valid: valid[:, :length])
+
+    def _rows(self, change: Any) -> None:
+        if self.valid is not None:
+            self.valid = change(self.valid)
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def shorten(cache: Any, index: int) -> Any:
+    """Layer `index` of `cache`, made able to be shorter than its logical length.
+
+    Raises:
+        ModelError: The layer is of a kind that cannot (sliding window, linear attention).
+    """
+    while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    if isinstance(layer, _Shorter):
+        return layer
+    kind = type(layer)
+    if not isinstance(layer, (DynamicLayer, StaticLayer)) or layer.is_sliding:
+        raise ModelError(
+            f"cache layer {index} is a {kind.__name__}, which cannot hold reduced tokens; "
+            "use a cache of full-attention layers, such as the default DynamicCache"
+        )
+    if kind not in _CLASSES:
+        # `_layer_type` = None: a subclass must not register itself with transformers.
+        _CLASSES[kind] = type(f"Shorter{kind.__name__}", (_Shorter, kind), {"_layer_type": None})
+    shorter = _CLASSES[kind].__new__(_CLASSES[kind])
+    shorter.__dict__ = layer.__dict__  # the same tensors, now and later
+    cache.layers[index] = shorter
+    return shorter
+
+
+def is_short(layer: Any) -> bool:
+    """Whether this cache layer was adopted by `shorten`."""
+    return isinstance(layer, _Shorter)
+
+
+def held(layer: Any) -> int:
+    """Physical length of a layer."""
+    return int(layer.get_seq_length()) - getattr(layer, "dropped", 0)
+
+
+def extend(layer: Any, past: Tensor | None, new: Tensor | None) -> None:
+    """Note the padding among the tokens that are about to be stored.
+
+    Args:
+        layer: A shortened layer.
+        past: `[B, held]` padding of what it holds, where it was not shortened before.
+        new: `[B, n]` False at padding of the new tokens; None where there is none.
+    """
+    before = past if layer.group is None else layer.valid
+    if before is None and new is None:
+        return
+    length = held(layer)
+    if before is None:
+        assert new is not None
+        before = torch.ones(len(new), length, dtype=torch.bool, device=new.device)
+    before = F.pad(before, (0, length - before.shape[1]), value=True)
+    layer.valid = before if new is None else torch.cat([before, new], dim=1)
+
+
+def padding_mask(layer: Any, queries: int) -> Tensor | None:
+    """The 2-D mask that makes the stock mask functions see this layer's padding."""
+    if layer.valid is None:
+        return None
+    length, offset = layer.get_mask_sizes(queries)
+    valid = F.pad(layer.valid, (0, max(0, length - layer.valid.shape[1])), value=True)
+    return F.pad(valid, (offset, 0), value=False)

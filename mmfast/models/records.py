@@ -1,0 +1,135 @@
+"""Remembering how features were encoded: their layout and the vision tower's signals.
+
+`generate` encodes images and videos long before the forward pass that uses them, and drops the
+grids on the way. So the encoding methods of the one attached model are watched, and what they
+knew is stored with the output object they returned.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.models.adapter import Adapter, Layout
+from mmfast.models.patching import override
+
+KINDS = ("image", "video")
+_FIELD = "_mmfast_record"
+
+
+@dataclass
+class Record:
+    """What is known about the features of all images, or all videos, of one call.
+
+    Attributes:
+        kind: `image` or `video`.
+        layouts: One per image or video, in the order of the features.
+        signals: `attn` `[N]` and `keys` `[N, d]` of each, those that a stage needs.
+        output: The features, as long as somebody else holds them.
+        progress: Tokens of each batch row that earlier chunks of a chunked prefill took.
+        plans: What a site decided for whole items when their first chunk came.
+    """
+
+    kind: str
+    layouts: list[Layout]
+    signals: list[dict[str, Tensor]]
+    output: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
+    progress: dict[int, int] = field(default_factory=dict)
+    plans: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Placeholder tokens of all items."""
+        return sum(each.length for each in self.layouts)
+
+    def features(self, item: int, plane: int | None = None) -> Tensor:
+        """Features of a whole item's content tokens `[N, D]`, of the DeepStack plane if given."""
+        output = self.output()
+        planes = output.pooler_output if plane is None else output.deepstack_features[plane]
+        rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in planes])
+        start = sum(each.length for each in self.layouts[:item])
+        return rows[start + self.layouts[item].content().to(rows.device)]
+
+
+class Recorder:
+    """Watches the encoding methods of one base model; knows the last features of each thread."""
+
+    def __init__(self, base: Any, adapter: Adapter, needs: Collection[str], collector: Any) -> None:
+        self._base = base
+        self._adapter = adapter
+        self._needs = [need for need in ("attn", "keys") if need in needs]
+        self._collector = collector
+        self._local = threading.local()
+
+    def around(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand around `get_image_features` or `get_video_features`."""
+        if getattr(self._local, "busy", False):
+            return call(*args, **kwargs)  # Qwen3-VL's video method calls its image method
+        self._local.busy = True
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self._local.busy = False
+        stock = inspect.signature(getattr(type(self._base), f"get_{kind}_features"))
+        bound = stock.bind(self._base, *args, **kwargs).arguments
+        layouts = self._adapter.layout(self._base, kind, {**bound.get("kwargs", {}), **bound})
+        record = Record(kind, layouts, [self._signals(kind, i) for i in range(len(layouts))])
+        if hasattr(output, "pooler_output"):
+            record.output = weakref.ref(output)
+            output.__dict__[_FIELD] = record
+        self.last[kind] = record
+        return output
+
+    @property
+    def last(self) -> dict[str, Record]:
+        """The latest record of each kind in this thread."""
+        if not hasattr(self._local, "last"):
+            self._local.last = {}
+        last: dict[str, Record] = self._local.last
+        return last
+
+    def _signals(self, kind: str, item: int) -> dict[str, Tensor]:
+        return {need: getattr(self._collector, need)((kind, item)) for need in self._needs}
+
+
+def record_of(output: Any) -> Record | None:
+    """The record of an encoder output, if it was encoded while attached."""
+    record: Record | None = getattr(output, _FIELD, None)
+    return record
+
+
+@contextmanager
+def recording(base: Any, adapter: Adapter, needs: Collection[str]) -> Iterator[Recorder]:
+    """Watch the encoding methods of `base`, which get back their stock selves at the end."""
+    with ExitStack() as stack:
+        collector = None
+        if {"attn", "keys"} & set(needs):
+            from mmfast.models.vision import tower_signals
+
+            collector = stack.enter_context(tower_signals(base, adapter, needs))
+        recorder = Recorder(base, adapter, needs, collector)
+        for kind in KINDS:
+            if hasattr(base, f"get_{kind}_features"):
+                around = partial(recorder.around, kind)
+                stack.enter_context(override(base, f"get_{kind}_features", around))
+        yield recorder
+
+
+def features_given(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Encoder outputs handed to a forward call, by kind; None where it is yet to encode pixels."""
+    outputs = kwargs.get("mm_encoder_outputs") or {}
+    names = {"image": "pixel_values", "video": "pixel_values_videos"}
+    return {
+        kind: outputs.get(kind)
+        for kind in KINDS
+        if outputs.get(kind) is not None or kwargs.get(names[kind]) is not None
+    }

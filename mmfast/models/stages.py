@@ -1,0 +1,177 @@
+"""Running the stages of one site on one image or video."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import Spec, count, run
+from mmfast.core.tokens import Tokens
+
+# A chunk of a chunked prefill holds tokens part[0]:part[1] of the part[2] tokens of an item.
+Part = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Site:
+    """The stages that run before one decoder layer, in the order written.
+
+    A share refers to the tokens that enter its stage, so `"evs:0.5+divprune:0.5"` leaves a
+    quarter; a whole number is what the stage leaves of each image or video.
+
+    Attributes:
+        layer: Decoder layer before which they run; `pre` is layer 0.
+        specs: The stages.
+    """
+
+    layer: int
+    specs: tuple[Spec, ...]
+
+    @property
+    def name(self) -> str:
+        """The site as written in a spec, such as `pre` or `llm3`."""
+        return self.specs[0].where
+
+    @property
+    def deep(self) -> bool:
+        """Whether it works on hidden states inside the LLM."""
+        return self.specs[0].site == "llm"
+
+    @property
+    def needs(self) -> set[str]:
+        """Signals some stage reads."""
+        return {need for spec in self.specs for need in spec.method.needs}
+
+    def left(self, n: int) -> int | None:
+        """Tokens the site leaves of `n`; None where a stage decides itself.
+
+        Raises:
+            SpecError: A whole-number budget above the tokens that enter its stage.
+        """
+        for spec in self.specs:
+            wanted = count(spec.budget, n)
+            if wanted is None:
+                return None
+            n = wanted
+        return n
+
+
+def sites_of(specs: Sequence[Spec]) -> list[Site]:
+    """Group stages by the decoder layer before which they run, in layer order."""
+    layers: dict[tuple[int, str], list[Spec]] = {}
+    for spec in specs:
+        if spec.site in ("pre", "llm"):
+            layers.setdefault((spec.layer or 0, spec.site), []).append(spec)
+    order = sorted(layers, key=lambda key: (key[0], key[1] != "pre"))
+    return [Site(layer, tuple(layers[layer, name])) for layer, name in order]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What the stages of a site did to one item, one Reduction after the other."""
+
+    reductions: tuple[Reduction, ...]
+
+    @property
+    def keep(self) -> Tensor:
+        """`[M]` ascending: the token that each output stands for."""
+        keep = self.reductions[0].keep
+        for reduction in self.reductions[1:]:
+            keep = keep.index_select(0, reduction.keep)
+        return keep
+
+    @property
+    def trivial(self) -> bool:
+        """Nothing changes."""
+        return self.pure and all(reduction.m == reduction.n for reduction in self.reductions)
+
+    @property
+    def pure(self) -> bool:
+        """Every output is one untouched token."""
+        return all(reduction.pure for reduction in self.reductions)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[N, D]` to `[M, D]`."""
+        for reduction in self.reductions:
+            x = reduction.apply(x)
+        return x
+
+
+def run_site(site: Site, tokens: Tokens) -> Chain:
+    """Run all stages of a site on one item, `tokens.x` `[N, D]`.
+
+    Raises:
+        ModelError: The model could not supply a signal that a stage needs.
+        SpecError: A budget does not fit.
+    """
+    reductions = []
+    for spec in site.specs:
+        if reductions:
+            tokens = _follow(tokens, reductions[-1])
+        if count(spec.budget, tokens.n) != tokens.n:
+            _check(spec, tokens)
+        one = run(spec, tokens)
+        assert isinstance(one, Reduction)
+        reductions.append(one)
+    return Chain(tuple(reductions))
+
+
+def run_part(site: Site, tokens: Tokens, part: Part) -> tuple[Chain, Part]:
+    """Run the stages on the part of an item that a chunk of a chunked prefill brings.
+
+    The budget is split so that all parts together keep what the item would.
+
+    Returns:
+        The reductions, and the part as it stands after them.
+    """
+    reductions = []
+    for spec in site.specs:
+        if reductions:
+            tokens = _follow(tokens, reductions[-1])
+        wanted = count(spec.budget, part[2])
+        if wanted is not None:
+            part = (*(round(end * wanted / part[2]) for end in part[:2]), wanted)
+            spec = replace(spec, budget=part[1] - part[0])
+        one = _none_left(tokens) if spec.budget == 0 else run(spec, tokens)
+        assert isinstance(one, Reduction)
+        reductions.append(one)
+        if spec.budget == 0:
+            break
+    return Chain(tuple(reductions)), part
+
+
+def _none_left(tokens: Tokens) -> Reduction:
+    return Reduction.prune(torch.empty(0, dtype=torch.int64, device=tokens.x.device), tokens.n)
+
+
+def _follow(tokens: Tokens, reduction: Reduction) -> Tokens:
+    """What is left of `tokens`: attention follows the kept sources, features are combined."""
+    return Tokens(
+        x=reduction.apply(tokens.x),
+        attn=None if tokens.attn is None else tokens.attn.index_select(0, reduction.keep),
+        query=tokens.query,
+        grid=tokens.grid if reduction.m == tokens.n else None,
+        signals={name: reduction.apply(value) for name, value in tokens.signals.items()},
+    )
+
+
+# What to do about a signal the model side did not supply.
+_ADVICE = {
+    "grid": "the tokens are no full raster (image tiles, a chunk, or reduced before): "
+    "use it alone, without prefill_chunk_size, on videos or on images of one tile",
+    "attn": "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
+    "keys": "it exists at 'pre' only: encode the media inside attach()",
+    "query": "the prompt has no text",
+}
+
+
+def _check(spec: Spec, tokens: Tokens) -> None:
+    for need in spec.method.needs:
+        if not tokens.has(need):
+            why = _ADVICE.get(need, "the model side does not supply it")
+            raise ModelError(f"{str(spec)!r} needs {need!r}, which is missing here; {why}")

@@ -1,0 +1,173 @@
+"""One forward pass under `attach`: reductions before decoder layers, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask
+
+from mmfast.core.tokens import Tokens
+from mmfast.core.trace import Trace
+from mmfast.models.lengths import Group, extend, is_short, padding_mask, shorten
+from mmfast.models.sequence import Item, Sequences, take
+from mmfast.models.stages import Chain, Site, run_site
+
+
+class Step:
+    """State of one forward pass, in one thread, that brings more than one token.
+
+    Args:
+        sites: Where stages run, in layer order.
+        sequences: The new tokens; without items nothing is reduced.
+        past: `[B, P]` False at padding among the tokens of earlier calls, or None.
+        trace: Gets a row per site and every Reduction.
+    """
+
+    def __init__(
+        self, sites: Seq[Site], sequences: Sequences, past: Tensor | None, trace: Trace
+    ) -> None:
+        self.sequences = sequences
+        self.full = sequences.length
+        self.past = past
+        self.trace = trace
+        self.scores: dict[int, Tensor] = {}  # decoder layer -> [B, new tokens]
+        self._segments = sorted({site.layer for site in sites})
+        self._sites = _acting(sites, sequences)
+        self._groups: dict[tuple[int, int], Group] = {}
+        self._embeddings: tuple[Tensor, ...] | None = None
+        self._masks: dict[int, Any] = {}
+
+    def wants_scores(self, layer: int) -> bool:
+        """Whether a site that acts reads the attention of this decoder layer."""
+        return any(s.layer == layer + 1 and "attn" in s.needs for s in self._sites if s.deep)
+
+    def before_layer(
+        self, layer: int, hidden: Tensor, kwargs: dict[str, Any], config: Any
+    ) -> Tensor:
+        """Reduce where a site stands; give the layer positions, mask and cache that fit.
+
+        Args:
+            layer: Decoder layer.
+            hidden: Its input `[B, n, D]`.
+            kwargs: Its keyword arguments, changed in place.
+            config: Config of the text model.
+
+        Returns:
+            The input, reduced `[B, m, D]`.
+        """
+        for site in self._sites:
+            if site.layer == layer:
+                hidden = self._reduce(site, hidden)
+        cache = kwargs.get("past_key_values")
+        if self.sequences.index is not None:
+            if self._embeddings is None:
+                given = kwargs["position_embeddings"]
+                self._embeddings = tuple(take(each, self.sequences.index) for each in given)
+            kwargs["position_embeddings"] = self._embeddings
+        elif cache is None or len(cache.layers) <= layer or not is_short(cache.layers[layer]):
+            return hidden
+        kwargs["position_ids"] = None  # flash attention takes a gap for the end of a sequence
+        kwargs["attention_mask"] = self._mask(layer, hidden, cache, config)
+        return hidden
+
+    def _mask(self, layer: int, hidden: Tensor, cache: Any, config: Any) -> Any:
+        """The stock mask for this layer's tokens, and the cache layer's bookkeeping."""
+        segment = sum(start <= layer for start in self._segments)
+        if cache is None:
+            if segment not in self._masks:
+                self._masks[segment] = stock_mask(config, hidden, self.sequences.ok, None, layer)
+            return self._masks[segment]
+        held = shorten(cache, layer)
+        group = self._groups.setdefault((id(held.group), segment), Group(layer))
+        extend(held, self.past, self.sequences.ok)
+        held.group = group
+        if group.leader == layer:
+            seen = padding_mask(held, hidden.shape[1])
+            group.mask = stock_mask(config, hidden, seen, cache, layer)
+        held.dropped += self.full - self.sequences.length
+        first = getattr(cache.layers[0], "dropped", 0)
+        held.uneven = held.valid is not None or held.dropped != first
+        return group.mask
+
+    def _reduce(self, site: Site, hidden: Tensor) -> Tensor:
+        sequences = self.sequences
+        with self.trace.stage(site.name, sum(item.n for item in sequences.items)) as row:
+            chains = [self._run(site, item, hidden) for item in sequences.items]
+            row.tokens_out = sum(len(chain.keep) for chain, _ in chains)
+            for item, (chain, _) in zip(sequences.items, chains, strict=True):
+                for reduction in chain.reductions:
+                    self.trace.record(site.name, item.number, reduction)
+            if all(chain.trivial for chain, _ in chains):
+                return hidden
+            return self._apply(hidden, chains)
+
+    def _apply(self, hidden: Tensor, chains: Seq[tuple[Chain, Tensor | None]]) -> Tensor:
+        """Gather what is kept, and put merged features in the place of their keepers."""
+        sequences = self.sequences
+        merged = [
+            (item, merged if merged is not None else chain.apply(hidden[item.row, item.where]))
+            for item, (chain, merged) in zip(sequences.items, chains, strict=True)
+            if not chain.pure
+        ]
+        order = sequences.compact([chain.keep for chain, _ in chains])
+        self._embeddings = None
+        hidden = take(hidden, order)
+        for item, rows in merged:
+            hidden[item.row].index_copy_(0, item.where, rows)
+        for item, (chain, _) in zip(sequences.items, chains, strict=True):
+            item.chain.extend(chain.reductions)
+        return hidden
+
+    def add_planes(self, hidden: Tensor, planes: Tensor) -> Tensor:
+        """Add DeepStack features `[visual tokens, D]`, reduced like the tokens they belong to."""
+        hidden = hidden.clone()
+        for item in self.sequences.items:
+            rows = planes.index_select(0, item.planes)
+            for reduction in item.chain:
+                rows = reduction.apply(rows)
+            target = hidden[item.row]
+            target.index_copy_(0, item.where, target.index_select(0, item.where) + rows)
+        return hidden
+
+    def _run(self, site: Site, item: Item, hidden: Tensor) -> tuple[Chain, Tensor | None]:
+        """Run the stages on an item; merged features come along where `hidden` lacks sources."""
+        row = hidden[item.row]
+        signals = {} if site.deep else dict(item.signals)
+        if site.layer - 1 in self.scores and site.deep:
+            signals["attn"] = self.scores[site.layer - 1][item.row].index_select(0, item.where)
+        query = None
+        if "query" in site.needs and len(self.sequences.text[item.row]):
+            query = row.index_select(0, self.sequences.text[item.row])
+        tokens = Tokens(
+            row.index_select(0, item.where),
+            attn=signals.pop("attn", None),
+            query=query,
+            grid=item.grid,
+            signals=signals,
+        )
+        return run_site(site, tokens), None
+
+
+def stock_mask(config: Any, hidden: Tensor, padding: Tensor | None, cache: Any, layer: int) -> Any:
+    """The mask transformers makes for one layer, from its own cache lengths."""
+    return create_causal_mask(
+        config=config,
+        inputs_embeds=hidden,
+        attention_mask=padding,
+        past_key_values=cache,
+        layer_idx=layer,
+    )
+
+
+def _acting(sites: Seq[Site], sequences: Sequences) -> list[Site]:
+    """The sites that change anything: a share of 1.0 must leave the stock path alone."""
+    lengths: list[int | None] = [item.n for item in sequences.items]
+    acting = []
+    for site in sites:
+        after = [None if n is None else site.left(n) for n in lengths]
+        if any(m is None or m != n for n, m in zip(lengths, after, strict=True)):
+            acting.append(site)
+        lengths = after
+    return acting
