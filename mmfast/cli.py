@@ -22,8 +22,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-PRESETS = ["tiny", "llava-onevision-0.5b", "llava-onevision-7b", "qwen2.5-vl-7b", "qwen3-vl-8b"]
-
 
 def _complete_spec(incomplete: str) -> list[str]:
     from mmfast.core.registry import methods
@@ -34,6 +32,8 @@ def _complete_spec(incomplete: str) -> list[str]:
 
 
 def _complete_preset(incomplete: str) -> list[str]:
+    from mmfast.bench.presets import PRESETS
+
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 

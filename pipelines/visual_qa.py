@@ -12,7 +12,7 @@ import torch
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
-from mmfast.core.trace import Trace
+from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.models.prompt import Shot, build_inputs, check_question
 from mmfast.pipelines.accounting import FirstToken, encoder_timer, token_counts
 from mmfast.pipelines.answer import Answer
@@ -108,9 +108,8 @@ class VisualQA:
             return build_inputs(self.processor, shots, [q for _, q in pairs], self.model.device)
 
     def _answer(self, pairs: list[tuple[Any, str]]) -> list[Answer]:
-        start, reading = time.perf_counter(), Trace()
+        start, reading, first = time.perf_counter(), Trace(), FirstToken()
         inputs = self._inputs(pairs, reading)
-        first = FirstToken()
         begin = time.perf_counter()
         with (
             encoder_timer(self.model) as encode,
@@ -118,15 +117,15 @@ class VisualQA:
         ):
             output = self.run(inputs, streamer=first)
         end = time.perf_counter()
-        counts = token_counts(self.model, inputs, trace)
-        trace.rows[:0] = reading.rows
-        trace.add("encode", 0, sum(n for n, _ in counts), encode.ms)
-        trace.add("prefill", inputs["input_ids"].shape[1], 1, (first.at - begin) * 1e3 - encode.ms)
-        length = output.shape[1] - inputs["input_ids"].shape[1]
-        trace.add("generate", 1, length, (end - first.at) * 1e3)
-        texts = self.processor.batch_decode(
-            output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-        )
+        kind = "video" if "pixel_values_videos" in inputs else "image"
+        counts = token_counts(self.model, kind, inputs, trace)
+        prompt = inputs["input_ids"].shape[1]
+        inside = sum(row.ms for row in trace.rows if row.stage != "vit")  # vit is part of encode
+        trace.add("prefill", prompt, 1, (first.at - begin) * 1e3 - encode.ms - inside)
+        trace.add("generate", 1, output.shape[1] - prompt, (end - first.at) * 1e3)
+        visual = sum(n for n, _ in counts)
+        trace.rows[:0] = [*reading.rows, Row("encode", visual, visual, encode.ms, peak_bytes())]
+        texts = self.processor.batch_decode(output[:, prompt:], skip_special_tokens=True)
         ttft = (first.at - start) * 1e3
         return [
             Answer(text.strip(), trace, ttft, n, m)
