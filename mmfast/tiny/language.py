@@ -27,7 +27,8 @@ KEEPS = (0.6, 0.4, 0.25, 0.15, 0.08)
 class Plan:
     """Length and make-up of the stage."""
 
-    minutes: float
+    steps: int = 1500
+    minutes: float | None = None  # instead of steps: as many as fit
     batch: int = 24
     questions: int = 10
     lr: float = 2e-3
@@ -35,6 +36,10 @@ class Plan:
     warm: int = 150  # steps before tokens are dropped
     held: int = 256  # clips at the end of the bank that are never trained on
     watch: float = 4.0  # minutes between looks at those
+
+    def done(self, step: int, seconds: float) -> float:
+        """Share of the stage that is over."""
+        return step / self.steps if self.minutes is None else seconds / (60 * self.minutes)
 
 
 class MotionHead(nn.Module):
@@ -135,7 +140,7 @@ def train_language(
     weights, scores = even_weights(), dict.fromkeys(KINDS, 0.0)
     start = looked = time.monotonic()
     step, order = 0, torch.empty(0, dtype=torch.long)
-    while (done := (time.monotonic() - start) / (60 * plan.minutes)) < 1:
+    while (done := plan.done(step, time.monotonic() - start)) < 1:
         if len(order) < plan.batch:
             order = torch.randperm(clips, generator=rng)
         batch, order = order[: plan.batch].tolist(), order[plan.batch :]
