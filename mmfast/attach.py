@@ -1,4 +1,4 @@
-"""`with attach(model, …)`: token reduction for a stock transformers model, hooks in and hooks out."""
+"""`with attach(model, …)`: token reduction for a stock model, hooks in and hooks out."""
 
 from __future__ import annotations
 

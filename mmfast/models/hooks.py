@@ -19,6 +19,7 @@ from mmfast.models.lengths import held, is_short, padding_mask
 from mmfast.models.locate import locate
 from mmfast.models.patching import override
 from mmfast.models.records import Recorder, features_given, recording
+from mmfast.models.rope import Offsets
 from mmfast.models.sequence import Sequences
 from mmfast.models.stages import Site
 from mmfast.models.step import Step, stock_mask
@@ -54,6 +55,7 @@ class Hooks:
         self.sites = sites
         self.trace = trace
         self.recorder: Recorder
+        self.offsets = Offsets(model, self.base) if adapter.mrope else None
         self._local = _Local()
         self._names = list(inspect.signature(self.base.forward).parameters)
 
@@ -75,6 +77,8 @@ class Hooks:
                 handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
             for handle in handles:
                 stack.callback(handle.remove)
+            if self.offsets is not None:
+                stack.enter_context(self.offsets.installed())
             if self.adapter.deepstack:
                 around = self._deepstack
                 stack.enter_context(override(self.text, "_deepstack_process", around))
@@ -86,13 +90,17 @@ class Hooks:
         if args:
             kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
         cache = kwargs.get("past_key_values")
-        short = cache is not None and any(is_short(layer) for layer in cache.layers)
-        wanted = features_given(kwargs) or (short and _length(kwargs) > 1)
+        if self.offsets is not None:
+            self.offsets.store(cache)
+        wanted = features_given(kwargs) or (_length(kwargs) > 1 and _is_shortened(cache))
         self._local.call = _Call(kwargs) if wanted else None
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if self.offsets is not None:
+            self.offsets.store(getattr(output, "past_key_values", None))
+            self.offsets.forget()
         call = self._local.call
         if call is not None:
             self._local.call = None
@@ -168,6 +176,10 @@ class Hooks:
         if step is None or step.sequences.index is None:
             return stock(hidden, places, planes)
         return step.add_planes(hidden, planes.to(hidden.device, hidden.dtype))
+
+
+def _is_shortened(cache: Any) -> bool:
+    return cache is not None and any(is_short(layer) for layer in cache.layers)
 
 
 def _length(kwargs: Mapping[str, Any]) -> int:

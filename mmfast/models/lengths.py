@@ -103,7 +103,7 @@ def shorten(cache: Any, index: int) -> Any:
     if kind not in _CLASSES:
         # `_layer_type` = None: a subclass must not register itself with transformers.
         _CLASSES[kind] = type(f"Shorter{kind.__name__}", (_Shorter, kind), {"_layer_type": None})
-    shorter = _CLASSES[kind].__new__(_CLASSES[kind])
+    shorter: Any = object.__new__(_CLASSES[kind])
     shorter.__dict__ = layer.__dict__  # the same tensors, now and later
     cache.layers[index] = shorter
     return shorter

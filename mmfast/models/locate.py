@@ -10,11 +10,9 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.models.adapter import Adapter, Layout
+from mmfast.models.pieces import is_chunk, pieces
 from mmfast.models.records import Record, Recorder, features_given, record_of
 from mmfast.models.sequence import Item, Sequences
-
-# (item of the record, first and last + 1 of its tokens) in the order of the placeholders.
-Piece = tuple[int, int, int]
 
 
 def locate(
@@ -89,7 +87,7 @@ def _items(record: Record, mask: Tensor, rank: Tensor) -> Iterator[tuple[Item, T
     """Every item, or part of one, with the places of its separators."""
     places = mask.nonzero()  # [n, 2] in reading order
     at = 0
-    for index, start, stop in _pieces(record, mask.sum(1).tolist()):
+    for index, start, stop in pieces(record, mask.sum(1).tolist()):
         layout = record.layouts[index]
         here = places[at : at + stop - start]
         at += stop - start
@@ -107,7 +105,7 @@ def _items(record: Record, mask: Tensor, rank: Tensor) -> Iterator[tuple[Item, T
             where,
             rank[row, where],
             layout.grid if whole else None,
-            dict(record.signals[index]) if whole else {},
+            record.signals[index],
             record=record,
             index=index,
             part=part,
@@ -115,49 +113,6 @@ def _items(record: Record, mask: Tensor, rank: Tensor) -> Iterator[tuple[Item, T
         rest = torch.ones(len(here), dtype=torch.bool)
         rest[local] = False
         yield item, here[rest, 1]
-
-
-def _pieces(record: Record, counts: list[int]) -> Iterator[Piece]:
-    """Which tokens of which item the placeholders are, row by row.
-
-    Beams repeat the items of a sample, and a chunk of a chunked prefill brings a part of them.
-    """
-    found, total = sum(counts), record.total
-    if found > total:
-        yield from _repeated(record, counts, found // total)
-    elif found == total:
-        yield from ((i, 0, each.length) for i, each in enumerate(record.layouts))
-    else:
-        yield from _chunk(record, counts)
-
-
-def _repeated(record: Record, counts: list[int], times: int) -> Iterator[Piece]:
-    index = 0
-    for row in range(0, len(counts), times):
-        start, left = index, counts[row]
-        while left > 0 and index < len(record.layouts):
-            left -= record.layouts[index].length
-            index += 1
-        for _ in range(times):
-            yield from ((i, 0, record.layouts[i].length) for i in range(start, index))
-
-
-def _chunk(record: Record, counts: list[int]) -> Iterator[Piece]:
-    items = len(record.layouts)
-    per_row = max(1, items // len(counts))  # several beams of a sample share its items
-    for row, count in enumerate(counts):
-        first = (
-            row * items // len(counts) if items >= len(counts) else row // (len(counts) // items)
-        )
-        done, left = record.progress.get(row, 0), count
-        record.progress[row] = done + count
-        for index in range(first, first + per_row):
-            length = record.layouts[index].length
-            start, done = min(done, length), max(0, done - length)
-            stop = min(length, start + left)
-            left -= stop - start
-            if stop > start:
-                yield index, start, stop
 
 
 def _record(
@@ -175,37 +130,13 @@ def _record(
     if record is not None:
         return record
     last = recorder.last.get(kind)
-    if last is not None and _is_chunk(last, output, mask):
+    if last is not None and is_chunk(last, output, mask.sum(1).tolist()):
         return last
     return Record(kind, _recover(base, adapter, kind, output, kwargs, mask), _none(output))
 
 
 def _none(output: Any) -> list[dict[str, Tensor]]:
     return [{} for _ in output.pooler_output]
-
-
-def _is_chunk(record: Record, output: Any, mask: Tensor) -> bool:
-    """Whether `output` is the next slice of the recorded features: chunked prefill."""
-    if record.output() is None:
-        return False
-    counts = mask.sum(1).tolist()
-    if sum(counts) >= record.total:
-        return False
-    before = dict(record.progress)
-    pieces = list(_chunk(record, counts))
-    record.progress.clear()
-    record.progress.update(before)
-    mine = torch.cat([_rows(record, *piece) for piece in pieces])
-    theirs = torch.cat([f.reshape(-1, f.shape[-1]) for f in output.pooler_output])
-    return mine.shape == theirs.shape and torch.equal(mine, theirs)
-
-
-def _rows(record: Record, index: int, start: int, stop: int) -> Tensor:
-    output: Any = record.output()
-    features = torch.cat([f.reshape(-1, f.shape[-1]) for f in output.pooler_output])
-    at = sum(each.length for each in record.layouts[:index])
-    rows: Tensor = features[at + start : at + stop]
-    return rows
 
 
 def _recover(

@@ -36,13 +36,13 @@ class Record:
         signals: `attn` `[N]` and `keys` `[N, d]` of each, those that a stage needs.
         output: The features, as long as somebody else holds them.
         progress: Tokens of each batch row that earlier chunks of a chunked prefill took.
-        plans: What a site decided for whole items when their first chunk came.
+        plans: What the stages at `pre` decided for whole items when their first chunk came.
     """
 
     kind: str
     layouts: list[Layout]
     signals: list[dict[str, Tensor]]
-    output: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
+    output: Callable[[], Any] = lambda: None
     progress: dict[int, int] = field(default_factory=dict)
     plans: dict[int, Any] = field(default_factory=dict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Item:
         record: Where the features came from, and which item they are there.
         index: Item number in `record`.
         part: Under chunked prefill: this chunk holds tokens `part[0]:part[1]` of `part[2]`.
+        source: Under chunked prefill: the plan for the whole item, and the outputs that are here.
     """
 
     row: int
@@ -40,6 +42,7 @@ class Item:
     record: Record | None = None
     index: int = 0
     part: tuple[int, int, int] | None = None
+    source: tuple[Any, Tensor] | None = None
 
     @property
     def n(self) -> int:

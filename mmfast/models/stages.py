@@ -109,12 +109,11 @@ def run_site(site: Site, tokens: Tokens) -> Chain:
         ModelError: The model could not supply a signal that a stage needs.
         SpecError: A budget does not fit.
     """
-    reductions = []
+    reductions: list[Reduction] = []
     for spec in site.specs:
         if reductions:
             tokens = _follow(tokens, reductions[-1])
-        if count(spec.budget, tokens.n) != tokens.n:
-            _check(spec, tokens)
+        _check(spec, tokens)
         one = run(spec, tokens)
         assert isinstance(one, Reduction)
         reductions.append(one)
@@ -129,24 +128,23 @@ def run_part(site: Site, tokens: Tokens, part: Part) -> tuple[Chain, Part]:
     Returns:
         The reductions, and the part as it stands after them.
     """
-    reductions = []
+    reductions: list[Reduction] = []
     for spec in site.specs:
         if reductions:
             tokens = _follow(tokens, reductions[-1])
         wanted = count(spec.budget, part[2])
         if wanted is not None:
-            part = (*(round(end * wanted / part[2]) for end in part[:2]), wanted)
-            spec = replace(spec, budget=part[1] - part[0])
-        one = _none_left(tokens) if spec.budget == 0 else run(spec, tokens)
+            start, stop = (round(end * wanted / part[2]) for end in part[:2])
+            part, spec = (start, stop, wanted), replace(spec, budget=stop - start)
+        if spec.budget == 0:
+            nothing = torch.empty(0, dtype=torch.int64, device=tokens.x.device)
+            reductions.append(Reduction.prune(nothing, tokens.n))
+            break
+        _check(spec, tokens)
+        one = run(spec, tokens)
         assert isinstance(one, Reduction)
         reductions.append(one)
-        if spec.budget == 0:
-            break
     return Chain(tuple(reductions)), part
-
-
-def _none_left(tokens: Tokens) -> Reduction:
-    return Reduction.prune(torch.empty(0, dtype=torch.int64, device=tokens.x.device), tokens.n)
 
 
 def _follow(tokens: Tokens, reduction: Reduction) -> Tokens:
@@ -171,6 +169,8 @@ _ADVICE = {
 
 
 def _check(spec: Spec, tokens: Tokens) -> None:
+    if count(spec.budget, tokens.n) == tokens.n:
+        return  # the identity needs nothing
     for need in spec.method.needs:
         if not tokens.has(need):
             why = _ADVICE.get(need, "the model side does not supply it")

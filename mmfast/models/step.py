@@ -12,7 +12,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
 from mmfast.models.lengths import Group, extend, is_short, padding_mask, shorten
 from mmfast.models.sequence import Item, Sequences, take
-from mmfast.models.stages import Chain, Site, run_site
+from mmfast.models.stages import Chain, Site, run_part, run_site
 
 
 class Step:
@@ -38,6 +38,7 @@ class Step:
         self._groups: dict[tuple[int, int], Group] = {}
         self._embeddings: tuple[Tensor, ...] | None = None
         self._masks: dict[int, Any] = {}
+        self._plane = 0
 
     def wants_scores(self, layer: int) -> bool:
         """Whether a site that acts reads the attention of this decoder layer."""
@@ -92,62 +93,93 @@ class Step:
         return group.mask
 
     def _reduce(self, site: Site, hidden: Tensor) -> Tensor:
-        sequences = self.sequences
-        with self.trace.stage(site.name, sum(item.n for item in sequences.items)) as row:
-            chains = [self._run(site, item, hidden) for item in sequences.items]
-            row.tokens_out = sum(len(chain.keep) for chain, _ in chains)
-            for item, (chain, _) in zip(sequences.items, chains, strict=True):
-                for reduction in chain.reductions:
-                    self.trace.record(site.name, item.number, reduction)
-            if all(chain.trivial for chain, _ in chains):
+        items = self.sequences.items
+        with self.trace.stage(site.name, sum(item.n for item in items)) as row:
+            kept = [self._run(site, item, hidden) for item in items]
+            row.tokens_out = sum(len(keep) for keep, _ in kept)
+            same = [
+                len(k) == item.n and x is None for item, (k, x) in zip(items, kept, strict=True)
+            ]
+            if all(same):
                 return hidden
-            return self._apply(hidden, chains)
-
-    def _apply(self, hidden: Tensor, chains: Seq[tuple[Chain, Tensor | None]]) -> Tensor:
-        """Gather what is kept, and put merged features in the place of their keepers."""
-        sequences = self.sequences
-        merged = [
-            (item, merged if merged is not None else chain.apply(hidden[item.row, item.where]))
-            for item, (chain, merged) in zip(sequences.items, chains, strict=True)
-            if not chain.pure
-        ]
-        order = sequences.compact([chain.keep for chain, _ in chains])
-        self._embeddings = None
-        hidden = take(hidden, order)
-        for item, rows in merged:
-            hidden[item.row].index_copy_(0, item.where, rows)
-        for item, (chain, _) in zip(sequences.items, chains, strict=True):
-            item.chain.extend(chain.reductions)
-        return hidden
+            order = self.sequences.compact([keep for keep, _ in kept])
+            self._embeddings = None
+            hidden = take(hidden, order)
+            for item, (_, merged) in zip(items, kept, strict=True):
+                if merged is not None:
+                    hidden[item.row].index_copy_(0, item.where, merged)
+            return hidden
 
     def add_planes(self, hidden: Tensor, planes: Tensor) -> Tensor:
         """Add DeepStack features `[visual tokens, D]`, reduced like the tokens they belong to."""
         hidden = hidden.clone()
         for item in self.sequences.items:
-            rows = planes.index_select(0, item.planes)
+            if item.source is None:
+                rows = planes.index_select(0, item.planes)
+            else:
+                plan, here = item.source
+                rows = plan.apply(plane_of(item, self._plane).to(planes)).index_select(0, here)
             for reduction in item.chain:
                 rows = reduction.apply(rows)
             target = hidden[item.row]
             target.index_copy_(0, item.where, target.index_select(0, item.where) + rows)
+        self._plane += 1
         return hidden
 
-    def _run(self, site: Site, item: Item, hidden: Tensor) -> tuple[Chain, Tensor | None]:
-        """Run the stages on an item; merged features come along where `hidden` lacks sources."""
-        row = hidden[item.row]
+    def _run(self, site: Site, item: Item, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Which tokens of an item a site keeps, and their features where it merges."""
+        if item.n == 0:
+            return item.where, None  # a chunk that ends in a separator
+        if item.part is not None and not site.deep:
+            return self._run_planned(site, item, hidden)
+        x = hidden[item.row].index_select(0, item.where)
+        tokens = self._tokens(site, item, x, hidden)
+        if item.part is None:
+            chain = run_site(site, tokens)
+        else:
+            chain, item.part = run_part(site, tokens, item.part)
+        self._note(site, item, chain)
+        item.chain.extend(chain.reductions)
+        return chain.keep, None if chain.pure else chain.apply(x)
+
+    def _run_planned(self, site: Site, item: Item, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The part of a whole item's plan that belongs to this chunk of a chunked prefill."""
+        assert item.record is not None and item.part is not None
+        plans, whole = item.record.plans, item.record.features(item.index).to(hidden)
+        if item.index not in plans:
+            tokens = self._tokens(site, item, whole, hidden)
+            plans[item.index] = run_site(site, tokens)
+            self._note(site, item, plans[item.index])
+        plan: Chain = plans[item.index]
+        start, stop, _ = item.part
+        here = ((plan.keep >= start) & (plan.keep < stop)).nonzero()[:, 0]
+        first = int((plan.keep < start).sum())
+        item.part, item.source = (first, first + len(here), len(plan.keep)), (plan, here)
+        merged = None if plan.pure else plan.apply(whole).index_select(0, here)
+        return plan.keep.index_select(0, here) - start, merged
+
+    def _tokens(self, site: Site, item: Item, x: Tensor, hidden: Tensor) -> Tokens:
+        """What the stages may look at: `x` `[n, D]` and the signals of this site."""
+        row, text = hidden[item.row], self.sequences.text[item.row]
         signals = {} if site.deep else dict(item.signals)
-        if site.layer - 1 in self.scores and site.deep:
+        if site.deep and site.layer - 1 in self.scores:
             signals["attn"] = self.scores[site.layer - 1][item.row].index_select(0, item.where)
-        query = None
-        if "query" in site.needs and len(self.sequences.text[item.row]):
-            query = row.index_select(0, self.sequences.text[item.row])
-        tokens = Tokens(
-            row.index_select(0, item.where),
-            attn=signals.pop("attn", None),
-            query=query,
-            grid=item.grid,
-            signals=signals,
-        )
-        return run_site(site, tokens), None
+        grid = item.grid
+        if item.part is not None and item.record is not None and not site.deep:
+            grid = item.record.layouts[item.index].grid
+        query = row.index_select(0, text) if "query" in site.needs and len(text) else None
+        attn = signals.pop("attn", None)
+        return Tokens(x, attn=attn, query=query, grid=grid, signals=signals)
+
+    def _note(self, site: Site, item: Item, chain: Chain) -> None:
+        for reduction in chain.reductions:
+            self.trace.record(site.name, item.number, reduction)
+
+
+def plane_of(item: Item, plane: int) -> Tensor:
+    """A DeepStack plane of the whole item of which `item` is a part, `[N, D]`."""
+    assert item.record is not None
+    return item.record.features(item.index, plane)
 
 
 def stock_mask(config: Any, hidden: Tensor, padding: Tensor | None, cache: Any, layer: int) -> Any:
@@ -163,8 +195,8 @@ def stock_mask(config: Any, hidden: Tensor, padding: Tensor | None, cache: Any, 
 
 def _acting(sites: Seq[Site], sequences: Sequences) -> list[Site]:
     """The sites that change anything: a share of 1.0 must leave the stock path alone."""
-    lengths: list[int | None] = [item.n for item in sequences.items]
-    acting = []
+    lengths: list[int | None] = [item.part[2] if item.part else item.n for item in sequences.items]
+    acting: list[Site] = []
     for site in sites:
         after = [None if n is None else site.left(n) for n in lengths]
         if any(m is None or m != n for n, m in zip(lengths, after, strict=True)):
