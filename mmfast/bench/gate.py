@@ -40,7 +40,7 @@ def check(stage: Stage, twins: Twins, stock: Outcome) -> Checked:
     except (SpecError, ModelError):
         raise
     except MmfastError as error:
-        return Checked(twins, None, [f"{twins.text}: {error}"])
+        return Checked(twins, None, [f"{twins.asked}: {error}"])
 
 
 def _check(stage: Stage, twins: Twins, stock: Outcome) -> Checked:
@@ -54,7 +54,7 @@ def _check(stage: Stage, twins: Twins, stock: Outcome) -> Checked:
         faults.append("the result is not finite")
     if stage.group != "vit":
         faults += _check_lengths(stage, twins, stock, seen)
-    return Checked(twins, seen, [f"{twins.text}: {fault}" for fault in faults])
+    return Checked(twins, seen, [f"{twins.asked}: {fault}" for fault in faults])
 
 
 def _check_lengths(stage: Stage, twins: Twins, stock: Outcome, seen: Outcome) -> list[str]:

@@ -6,7 +6,8 @@ import ctypes
 import gc
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -35,6 +36,17 @@ def timed(fn: Callable[[], T], clock: Clock = time.perf_counter) -> tuple[T, flo
 def _drain() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Put what exists already out of the garbage collector's sight: a pass takes 1 s otherwise."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def warm_up(job: Callable[[], object], clock: Clock = time.perf_counter) -> int:

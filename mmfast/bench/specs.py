@@ -94,8 +94,10 @@ class Recording:
 
     def wrong(self) -> str | None:
         """A sentence where a call did not keep what was asked for."""
-        for (tokens, _), result in zip(self.calls, self.results, strict=True):
-            asked = count(self.spec.budget, tokens.n)
+        for (tokens, given), result in zip(self.calls, self.results, strict=True):
+            # In the tower each block gets its part of the budget; elsewhere one call gets it all.
+            inside = self.spec.site == "vit"
+            asked = given if inside else count(self.spec.budget, tokens.n)
             if asked is not None and result.m != asked:
                 return (
                     f"{self.spec.method.name} kept {result.m} of {tokens.n} tokens, asked {asked}"
@@ -113,10 +115,16 @@ class Twins:
     All run through `attach` like any other method, so hooks, gathers and masks are the same:
     `plain` is the spec itself, with made-up tower signals where no tower runs; `recorded` also
     keeps what each stage saw and chose; `fixed` looks nothing up and returns that choice.
+
+    Args:
+        text: The spec that runs.
+        key: Makes the private names unique within one benchmark.
+        towerless: No tower runs in front, so its signals have to be made up.
+        asked: What the user wrote, where `text` is only the part of it that runs here.
     """
 
-    def __init__(self, text: str, key: str, towerless: bool) -> None:
-        self.text = text
+    def __init__(self, text: str, key: str, towerless: bool, asked: str | None = None) -> None:
+        self.asked = asked or text
         self.stages = parse(text)
         self.recordings = [Recording(stage) for stage in self.stages]
         self.towerless = towerless
