@@ -150,6 +150,16 @@ def test_mask_kinds_agree():
         assert got[1, :4].abs().max() == 0
 
 
+def test_a_mask_that_broadcasts_over_queries():
+    q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8)
+    bias = torch.randn(2, 1, 1, 9)
+    wide = bias.expand(2, 1, 9, 9)
+    assert torch.equal(last_query_scores(q, k, bias), last_query_scores(q, k, wide))
+    got = received(q, k, mask=bias)
+    torch.testing.assert_close(got, received(q, k, mask=wide))
+    assert torch.allclose(got.sum(-1), torch.ones(2))
+
+
 def test_half_precision_scores_are_float32():
     q, k = torch.randn(1, 4, 5, 8).bfloat16(), torch.randn(1, 4, 30, 8).bfloat16()
     got = last_query_scores(q, k)

@@ -51,17 +51,19 @@ def probing(hooks: Mapping[nn.Module, Hook]) -> Iterator[None]:
     Raises:
         ModelError: A module does not go through transformers' attention interface.
     """
-    with intercepting({module: partial(_observe, hook) for module, hook in hooks.items()}):
+    arounds = {module: partial(_observe, hook) for module, hook in hooks.items()}
+    with intercepting(arounds, innermost=True):
         yield
 
 
 @contextmanager
-def intercepting(arounds: Mapping[nn.Module, Around]) -> Iterator[None]:
+def intercepting(arounds: Mapping[nn.Module, Around], innermost: bool = False) -> Iterator[None]:
     """Run a function around the attention of these modules; it may change every argument.
 
     Args:
         arounds: Attention module to `around(next, module, q, k, v, mask, *args, **kwargs)`; the
             one that entered last is outermost.
+        innermost: Stand inside all others instead, to see what is really computed.
 
     Raises:
         ModelError: A module does not go through transformers' attention interface.
@@ -70,7 +72,8 @@ def intercepting(arounds: Mapping[nn.Module, Around]) -> Iterator[None]:
     with _LOCK:
         _enter(spaces)
         for module, around in arounds.items():
-            module.__dict__[_GATE] = (*module.__dict__.get(_GATE, ()), around)
+            gate = module.__dict__.get(_GATE, ())
+            module.__dict__[_GATE] = (around, *gate) if innermost else (*gate, around)
     try:
         yield
     finally:

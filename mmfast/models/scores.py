@@ -22,7 +22,7 @@ def last_query_scores(
     Args:
         query: `[B, H, L, d]`; only the last of the L queries is read.
         key: `[B, Hkv, S, d]`, H a multiple of Hkv.
-        mask: None, bool (True = visible) or additive `[B or 1, H or 1, L, S or more]`, a padding
+        mask: None, bool (True = visible) or additive `[B | 1, H | 1, L | 1, S or more]`, a padding
             mask `[B, S]` (non-zero = visible), or a flex BlockMask. Without one every key is seen.
         scaling: Factor of the logits; None means `d ** -0.5`.
 
@@ -68,7 +68,8 @@ def received(
         if bias is None:
             count += stop - start
         else:
-            live = (bias.amax(dim=-1, keepdim=True) > _HIDDEN / 2).float()  # [B or 1, 1 or H, c, 1]
+            live = (bias.amax(dim=-1, keepdim=True) > _HIDDEN / 2).float()
+            live = live.expand(-1, -1, stop - start, -1)  # [B or 1, 1 or H, c, 1]
             weights = weights * live
             count += live.mean(dim=1).sum(dim=1)  # [B or 1, 1]
         total += weights.sum(dim=2).mean(dim=1)
@@ -84,7 +85,7 @@ def _bias(
     if isinstance(mask, BlockMask):
         return _hide(_evaluate(mask, query.shape[0], start, stop, size, query.device))
     if mask is not None and mask.ndim == 4:
-        rows = mask[:, :, start:stop, :size]
+        rows = mask[..., :size] if mask.shape[2] == 1 else mask[:, :, start:stop, :size]
         return _hide(rows) if rows.dtype == torch.bool else rows.float().clamp_min(_HIDDEN)
     visible = None
     if is_causal:

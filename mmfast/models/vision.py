@@ -109,7 +109,8 @@ class Collector:
         block = self._tower.blocks[self._tower.last_used(arguments)]
         recording = self._local.recording = _Recording()
         try:
-            with intercepting({attention_of(block): partial(self._record, recording)}):
+            around = {attention_of(block): partial(self._record, recording)}
+            with intercepting(around, innermost=True):
                 output = call(*args, **kwargs)
         finally:
             self._local.recording = None
@@ -141,22 +142,23 @@ class Collector:
             ends = kwargs.get("cu_seq_lens_q")  # flash takes all segments in one call
             lengths = [query.shape[2]] if ends is None else ends.diff().tolist()
             recording.merged = module.__dict__.get(MERGED, _nothing)()
-            for q, k in zip(query.split(lengths, 2), key.split(lengths, 2), strict=True):
+            parts = zip(query.split(lengths, 2), key.split(lengths, 2), strict=True)
+            for q, k in parts if "attn" in self._needs else ():
                 self._add(recording, q, k, mask, kwargs.get("scaling"))
+            width = getattr(module, "head_dim", key.shape[-1])  # more where sizes ride along
+            if "keys" in self._needs:
+                recording.calls.setdefault("keys", []).append(key[..., :width].mean(dim=1))
         return call(module, *args, **kwargs)
 
     def _add(
         self, recording: _Recording, q: Tensor, k: Tensor, mask: Any, scaling: float | None
     ) -> None:
-        if "attn" in self._needs:
-            if self._tower.class_token:
-                row = mask[:, :, :1] if isinstance(mask, Tensor) and mask.ndim == 4 else mask
-                attn = last_query_scores(q[:, :, :1], k, row, scaling)
-            else:
-                attn = received(q, k, scaling, is_causal=False, mask=mask)
-            recording.calls.setdefault("attn", []).append(attn[..., None])  # [B, S, 1]
-        if "keys" in self._needs:
-            recording.calls.setdefault("keys", []).append(k.mean(dim=1))  # [B, S, d]
+        if self._tower.class_token:
+            row = mask[:, :, :1] if isinstance(mask, Tensor) and mask.ndim == 4 else mask
+            attn = last_query_scores(q[:, :, :1], k, row, scaling)
+        else:
+            attn = received(q, k, scaling, is_causal=False, mask=mask)
+        recording.calls.setdefault("attn", []).append(attn[..., None])  # [B, S, 1]
 
 
 def _nothing() -> None:
@@ -196,10 +198,8 @@ def _patches(tower: Tower, call: Call, name: str, recording: _Recording) -> Tens
 
 
 def _unmerge(values: Tensor, merged: Reduction, shared: bool) -> Tensor:
-    """Values of merged tokens for every patch; attention is shared out, keys are copied."""
-    packed = merged.keep.ndim == 1
-    values = values[0] if packed else values
+    """Values `[B, S, d]` of merged tokens for every patch; attention is shared out, keys copied."""
+    flat = values.flatten(0, 1)  # the Reduction spans all frames of the pass
     if shared:
-        values = values / merged.sizes()[..., None]
-    full = merged.expand(values)
-    return full[None] if packed else full
+        flat = flat / merged.sizes()[:, None]
+    return merged.expand(flat).reshape(len(values), -1, values.shape[-1])

@@ -1,0 +1,192 @@
+"""State of one pass of a vision tower whose tokens are merged on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import Spec, run
+from mmfast.core.tokens import Tokens
+from mmfast.models.vit_plan import Plan
+
+
+class Pass:
+    """What is merged so far; all frames lie in one sequence, whatever layout the tower has.
+
+    Attributes:
+        merged: Patches `[S]` onto the tokens that are left; None before the first merge.
+        keys: Keys of the block at work, per call `[B, n, d]`.
+    """
+
+    def __init__(self, plan: Plan, spec: Spec) -> None:
+        self.plan = plan
+        self.spec = spec
+        self.merged: Reduction | None = None
+        self.keys: list[Tensor] = []
+        self.lengths = plan.start
+        self.over = False  # the last used block is done: what follows sees all patches
+        self._bias: Tensor | None = None
+        self._cursor = 0
+
+    def enter(self) -> None:
+        """Begin a block."""
+        self.keys, self._cursor = [], 0
+
+    def bias(self, batch: int, length: int, like: Tensor) -> Tensor | None:
+        """Log of the sizes of the next `batch * length` tokens, `[batch, 1, 1, length]`.
+
+        Proportional attention: a token that holds s patches weighs as s keys would.
+        """
+        if self._bias is None:
+            return None
+        part = self._bias[self._cursor : self._cursor + batch * length]
+        self._cursor += batch * length
+        return part.to(like.dtype).reshape(batch, 1, 1, length)
+
+    def merge(self, block: int, hidden: Tensor) -> Tensor:
+        """Merge after a block's attention: `[B, n, D]` to `[B, m, D]`, `[S, D]` to `[M, D]`."""
+        targets = self.plan.after(block)
+        if targets == self.lengths:
+            return hidden
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        keys = torch.cat([k.flatten(0, 1) for k in self.keys])  # [S, d]
+        sizes = self._sizes(flat)
+        step = self._step(flat.detach(), keys, sizes, targets)
+        out = step.apply(flat)
+        self._advance(step, targets)
+        return out if hidden.ndim == 2 else out.unflatten(0, (hidden.shape[0], -1))
+
+    def _sizes(self, flat: Tensor) -> Tensor:
+        if self.merged is None:
+            return torch.ones(len(flat), device=flat.device)
+        return self.merged.sizes().float()
+
+    def _step(
+        self, flat: Tensor, keys: Tensor, sizes: Tensor, targets: tuple[int, ...]
+    ) -> Reduction:
+        """Reduce every segment; segments of equal length go through the method together."""
+        keep = torch.empty(sum(targets), dtype=torch.int64, device=flat.device)
+        owner = torch.empty(len(flat), dtype=torch.int64, device=flat.device)
+        weight = torch.empty(len(flat), device=flat.device)
+        begins = torch.tensor([0, *accumulate(self.lengths)], device=flat.device)
+        places = torch.tensor([0, *accumulate(targets)], device=flat.device)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, pair in enumerate(zip(self.lengths, targets, strict=True)):
+            groups.setdefault(pair, []).append(index)
+        for (n, m), members in groups.items():
+            which = torch.tensor(members, device=flat.device)
+            old, new = begins[which][:, None], places[which][:, None]  # [G, 1]
+            rows = old + torch.arange(n, device=flat.device)  # [G, n]
+            x = flat[rows] if len(groups) > 1 else flat.unflatten(0, (len(members), n))
+            found = self._reduce(x, keys[rows], sizes[rows], m)
+            keep[new + torch.arange(m, device=flat.device)] = old + found.keep
+            owner[rows] = new + found.owner
+            weight[rows] = _shares(found, sizes[rows])
+        return Reduction(keep, owner, weight)
+
+    def _reduce(self, x: Tensor, keys: Tensor, sizes: Tensor, budget: int) -> Reduction:
+        tokens = Tokens(x, signals={"keys": keys, "sizes": sizes})
+        found = run(replace(self.spec, budget=budget), tokens)
+        if isinstance(found, list) or found.mix is not None or (found.pure and found.m < found.n):
+            raise SpecError(
+                f"{self.spec.method.name!r} cannot run at site 'vit': it drops tokens, and the "
+                "tower's output needs every patch; use a method that merges, such as 'tome@vit:0.5'"
+            )
+        return found
+
+    def _advance(self, step: Reduction, targets: tuple[int, ...]) -> None:
+        before = self.merged
+        keep = step.keep if before is None else before.keep[step.keep]
+        owner = step.owner if before is None else step.owner[before.owner]
+        # Size-weighted merging of merged tokens is the plain mean over the patches.
+        self.merged = Reduction(keep, owner)
+        self.lengths = targets
+        self._bias = self.merged.sizes().float().log()
+
+    def ends(self, boundaries: Tensor) -> Tensor:
+        """Where boundaries `[K]` between whole segments of patches lie now."""
+        old = torch.tensor([0, *accumulate(self.plan.start)], device=boundaries.device)
+        new = torch.tensor([0, *accumulate(self.lengths)], device=boundaries.device)
+        return new[torch.searchsorted(old, boundaries.long())].to(boundaries.dtype)
+
+    def rows(self, table: Tensor) -> Tensor:
+        """Rows `[S, d]` of a table per patch, for the tokens that are left."""
+        return table if self.merged is None else table[self.merged.keep]
+
+    def expand(self, hidden: Tensor) -> Tensor:
+        """Back to all patches: every patch takes the value of its token."""
+        if self.merged is None or hidden.shape[-2] == len(self.merged.owner):
+            return hidden
+        if hidden.ndim == 2:
+            return self.merged.expand(hidden)
+        full = self.merged.expand(hidden.flatten(0, 1))
+        return full.reshape(hidden.shape[0], -1, hidden.shape[-1])
+
+    def per_item(self) -> list[Reduction]:
+        """What happened to each image or video, in raster order of its patches."""
+        if self.merged is None:
+            return [Reduction.identity(n) for n in self.plan.items]
+        parts: list[Reduction] = []
+        start = slot = 0
+        for size in self.plan.items:
+            owner = self.merged.owner[start : start + size]
+            tokens = int(owner.max()) + 1 - slot
+            keep = self.merged.keep[slot : slot + tokens] - start
+            raster = None if self.plan.raster is None else self.plan.raster[start : start + size]
+            parts.append(_in_raster(Reduction(keep, owner - slot), raster))
+            start, slot = start + size, slot + tokens
+        return parts
+
+
+def _shares(found: Reduction, sizes: Tensor) -> Tensor:
+    """Weight of each source: the method's own, else its share of the patches in its output."""
+    if found.weight is not None:
+        return found.weight
+    total = torch.zeros(found.keep.shape, device=sizes.device)
+    total.scatter_add_(-1, found.owner, sizes)
+    return sizes / total.gather(-1, found.owner)
+
+
+def _in_raster(found: Reduction, raster: Tensor | None) -> Reduction:
+    """The same map with patches numbered by `raster` `[N]`; outputs ascend by their new place."""
+    if raster is None:
+        return found
+    raster = raster.to(found.owner.device)
+    keep, order = raster[found.keep].sort()
+    owner = torch.empty_like(found.owner)
+    owner[raster] = order.argsort()[found.owner]
+    return Reduction(keep, owner)
+
+
+def add_bias(module: Any, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor) -> Any:
+    """What brings `bias` `[B, 1, 1, S]` into the logits: `(q, k, mask)`.
+
+    sdpa and eager take an additive mask that broadcasts. Flash takes none, so the bias rides in
+    eight extra channels of q and k, which leave the scaled product larger by exactly that much.
+    """
+    name = str(module.config._attn_implementation)
+    if "flash" in name:
+        return (*_widen(q, k, bias, module), mask)
+    if "flex" in name:
+        bias = bias.expand(-1, -1, q.shape[2], -1)
+    return q, k, bias if mask is None else mask + bias
+
+
+def _widen(q: Tensor, k: Tensor, bias: Tensor, module: Any) -> tuple[Tensor, Tensor]:
+    scaling = module.scaling if hasattr(module, "scaling") else module.scale
+    # Two channels, value and rounding error, against a power of two: exact enough in bf16.
+    lift = 2.0 ** torch.tensor(1 / scaling).log2().ceil()
+    value = (bias.double() / (scaling * lift)).transpose(2, 3)  # [B, 1, S, 1]
+    high = value.to(k.dtype)
+    low = (value - high.double()).to(k.dtype)
+    extra_k = torch.cat([high, low, high.new_zeros(*high.shape[:-1], 6)], dim=-1)
+    extra_q = torch.zeros_like(extra_k[..., :1, :])
+    extra_q[..., :2] = lift
+    wide_q = extra_q.expand(-1, q.shape[1], q.shape[2], -1)
+    return torch.cat([q, wide_q], -1), torch.cat([k, extra_k.expand(-1, k.shape[1], -1, -1)], -1)

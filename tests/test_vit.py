@@ -1,0 +1,404 @@
+"""Merging inside the tower against plain loops, one frame and one token at a time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from test_vision import GRIDS, onevision, pixels, qwen
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+from mmfast.core.errors import SpecError
+from mmfast.core.spec import parse
+from mmfast.core.trace import Trace
+from mmfast.models.adapter import adapter_for
+from mmfast.models.towers import tower_of
+from mmfast.models.vision import tower_signals
+from mmfast.models.vit import vit_stage
+from mmfast.models.vit_plan import Plan, _share_out, plan_pass
+
+
+def stage(model, text, trace=None):
+    trace = Trace() if trace is None else trace
+    return vit_stage(model, adapter_for(model), parse(text)[0], trace)
+
+
+# The naive version. A frame is a list of windows, a window a list of tokens, a token a dict.
+
+
+def _pairs(window, r):
+    """Tokens to merge: even ones into their most similar odd one, the `r` best."""
+    best = []
+    for i in range(0, len(window), 2):
+        scores = [
+            (torch.cosine_similarity(window[i]["key"], window[j]["key"], dim=0).item(), -j)
+            for j in range(1, len(window), 2)
+        ]
+        score, j = max(scores)
+        best.append((score, -i, -j))
+    return [(-i, j) for _, i, j in sorted(best, reverse=True)[:r]]
+
+
+def _merge(window, target):
+    """One round; a merged token stands where the odd one stood."""
+    pairs = _pairs(window, len(window) - target)
+    for i, j in pairs:
+        window[j].setdefault("joined", []).append(window[i])
+    gone = {i for i, _ in pairs}
+    out = []
+    for token in (t for n, t in enumerate(window) if n not in gone):
+        group = [token, *token.pop("joined", [])]
+        size = sum(t["size"] for t in group)
+        x = sum(t["x"] * t["size"] for t in group) / size
+        patches = [p for t in group for p in t["patches"]]
+        share = {p: value for t in group for p, value in t["share"].items()}
+        out.append({**token, "x": x, "size": size, "patches": patches, "share": share})
+    return out
+
+
+def _attend(tokens, heads):
+    """Attention in which a token of size s weighs as s keys; notes what each token receives."""
+    mixed = []
+    for token in tokens:
+        token["received"] = 0.0
+    for token in tokens:
+        parts = []
+        for h in range(heads):
+            logits = torch.stack([token["q"][h] @ other["k"][h] for other in tokens])
+            sizes = torch.tensor([float(other["size"]) for other in tokens])
+            weights = sizes * (logits * token["q"].shape[-1] ** -0.5).exp()
+            values = torch.stack([other["v"][h] for other in tokens])
+            weights = weights / weights.sum()
+            parts.append(weights @ values)
+            for other, weight in zip(tokens, weights.tolist(), strict=True):
+                other["received"] += weight / heads / len(tokens)
+        mixed.append(torch.cat(parts))
+    return mixed
+
+
+def _naive_block(block, norms, project, out, windows, targets, full, tables):
+    """One block on one frame; attention per window, or over all windows where `full`."""
+    for token in (t for w in windows for t in w):
+        q, k, v = project(norms[0](token["x"][None]))
+        if tables is not None:
+            place = token["place"]
+            q, k = apply_rotary_pos_emb_vision(q[None], k[None], *(t[place][None] for t in tables))
+            q, k = q[0], k[0]
+        token.update(q=q, k=k, v=v, key=k.mean(0))
+    scopes = [[t for w in windows for t in w]] if full else windows
+    for scope in scopes:
+        mixed = _attend(scope, 4)
+        for token, value in zip(scope, mixed, strict=True):
+            token["x"] = token["x"] + out(value[None])[0]
+    for token in (t for w in windows for t in w):
+        token["share"] = dict.fromkeys(token["patches"], token["received"] / token["size"])
+    windows = [_merge(w, n) if n < len(w) else w for w, n in zip(windows, targets, strict=True)]
+    for token in (t for w in windows for t in w):
+        token["x"] = token["x"] + block.mlp(norms[1](token["x"][None]))[0]
+    return windows
+
+
+def _spread_back(windows, count, width):
+    full = torch.zeros(count, width)
+    for token in (t for w in windows for t in w):
+        full[token["patches"]] = token["x"]
+    return full
+
+
+def _steps(n, budget, blocks):
+    return [n - (n - budget) * (i + 1) // blocks for i in range(blocks)]
+
+
+def _naive_siglip(model, frames, budget, blocks):
+    """Hidden states `[B, N, D]` after `blocks` blocks that leave `budget` of the N patches.
+
+    Also the attention each patch's token received in the last block, per patch, `[B, N]`.
+    """
+    tower, done, received = model.model.vision_tower, [], []
+    for start in tower.embeddings(frames):
+        windows = [[{"x": x, "size": 1, "patches": [p]} for p, x in enumerate(start)]]
+        for block, target in zip(
+            tower.encoder.layers, _steps(len(start), budget, blocks), strict=False
+        ):
+            attn = block.self_attn
+            project = lambda x, a=attn: [
+                f(x)[0].unflatten(0, (4, 8)) for f in (a.q_proj, a.k_proj, a.v_proj)
+            ]
+            norms = (block.layer_norm1, block.layer_norm2)
+            windows = _naive_block(
+                block, norms, project, attn.out_proj, windows, [target], True, None
+            )
+        done.append(_spread_back(windows, *start.shape))
+        shares = {p: value for t in windows[0] for p, value in t["share"].items()}
+        received.append(torch.tensor([shares[p] for p in range(len(start))]))
+    return torch.stack(done), torch.stack(received)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("layer", "share", "left"), [(-1, 0.52, 13), (-2, 0.4, 10), (-1, 0.96, 24)]
+)
+def test_siglip_equals_plain_loops(layer, share, left, implementation):
+    model = onevision(layer)
+    model.model.vision_tower.set_attn_implementation(implementation)
+    video, trace = torch.randn(2, 2, 3, 20, 20), Trace()
+    states = []
+    hook = model.model.multi_modal_projector.register_forward_pre_hook(
+        lambda _, args: states.append(args[0])
+    )
+    signals = tower_signals(model, adapter_for(model), ("attn",))
+    with stage(model, f"tome@vit:{share}", trace), signals as collector, torch.no_grad():
+        merged = model.model.get_video_features(video).pooler_output
+    hook.remove()
+    with torch.no_grad():
+        want, attn = _naive_siglip(model, video.flatten(0, 1), left, 4 + layer)
+        attn = model.model.apply_pooling(attn[..., None]).reshape(2, -1)
+        stock = model.model.get_video_features(video).pooler_output
+    torch.testing.assert_close(states[0], want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(collector.attn(0), attn[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(collector.attn(1), attn[1], atol=1e-6, rtol=1e-5)
+    assert merged.shape == stock.shape
+    assert (merged - stock).abs().max() > 1e-3
+    assert [(row.stage, row.tokens_in, row.tokens_out) for row in trace.rows] == [
+        ("vit", 50, 2 * left)
+    ] * 2
+    assert all(row.ms > 0 for row in trace.rows)
+
+
+def _naive_qwen(model, values, grid, plan):
+    """Hidden states `[S, D]` in the tower's order, per frame and window, unpacked."""
+    tower, seen, done = model.model.visual, {}, []
+    hooks = [
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs, i=i: seen.update({i: (args[0], kwargs)}), with_kwargs=True
+        )
+        for i, block in enumerate(tower.blocks)
+    ]
+    tower(values, grid_thw=grid)
+    for hook in hooks:
+        hook.remove()
+    x, first = seen[0]
+    full = getattr(tower, "fullatt_block_indexes", range(len(tower.blocks)))
+    frame_ends = seen[len(tower.blocks) - 1][1]["cu_seqlens"].tolist()
+    assert first["cu_seqlens"].diff().tolist() == list(plan.start)  # windows, where there are any
+    place, segment, deep = 0, 0, []
+    for begin, end in pairwise(frame_ends):
+        windows, chosen = [], []
+        while place < end:
+            size = plan.start[segment]
+            rows = range(place, place + size)
+            windows.append([{"x": x[p], "size": 1, "patches": [p], "place": p} for p in rows])
+            chosen.append(segment)
+            place, segment = place + size, segment + 1
+        taps = []
+        for i, block in enumerate(tower.blocks):
+            project = lambda y, a=block.attn: a.qkv(y)[0].unflatten(0, (3, 4, 8)).unbind(0)
+            targets = [plan.after(i)[s] for s in chosen]
+            windows = _naive_block(
+                block,
+                (block.norm1, block.norm2),
+                project,
+                block.attn.proj,
+                windows,
+                targets,
+                i in full,
+                first["position_embeddings"],
+            )
+            taps.append(_spread_back(windows, len(x), 32)[begin:end])
+        deep.append(taps)
+        done.append(_spread_back(windows, len(x), 32)[begin:end])
+    return torch.cat(done), [torch.cat(rows) for rows in zip(*deep, strict=True)]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("budget", ["0.6", "40"])
+def test_qwen_equals_an_unpacked_version(name, budget, implementation):
+    grid = torch.tensor([[2, 6, 10], [1, 6, 8]])
+    if budget == "40":
+        grid = torch.tensor([[1, 6, 10], [1, 6, 8]])
+    model, values = qwen(name), pixels(grid)
+    model.model.visual.set_attn_implementation(implementation)
+    spec = parse(f"tome@vit:{budget}")[0]
+    plan = plan_pass(tower_of(model), "image", {"image_grid_thw": grid}, spec)
+    merger, states = model.model.visual.merger, []
+    hook = merger.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    with vit_stage(model, adapter_for(model), spec, Trace()), torch.no_grad():
+        output = model.model.get_image_features(values, grid)
+    hook.remove()
+    with torch.no_grad():
+        want, taps = _naive_qwen(model, values, grid, plan)
+        torch.testing.assert_close(states[0], want, atol=1e-5, rtol=1e-5)
+        if name == "qwen3_vl":
+            for layer, merge in enumerate(model.model.visual.deepstack_merger_list):
+                got = torch.cat(output.deepstack_features[layer])
+                torch.testing.assert_close(got, merge(taps[layer]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_qwen_merges_stay_inside_their_window_and_frame(name):
+    model, trace = qwen(name), Trace()
+    with stage(model, "tome@vit:0.5", trace), torch.no_grad():
+        model.model.get_video_features(pixels(GRIDS), GRIDS)
+    side = 4 if name == "qwen2_5_vl" else 99  # window of 16 pixels, patches of 4
+    for (_, item, found), row in zip(trace.reductions, trace.rows, strict=True):
+        found.check()
+        t, h, w = GRIDS[item].tolist()
+        assert (row.tokens_in, row.tokens_out) == (found.n, found.m) == (t * h * w, t * h * w // 2)
+        place = torch.arange(found.n)
+        frame, y, x = place // (h * w), place // w % h, place % w
+        scope = (frame * 100 + y // side) * 100 + x // side
+        assert torch.equal(scope[found.keep][found.owner], scope)
+        per_frame = (found.keep // (h * w)).bincount()
+        assert per_frame.tolist() == [h * w // 2] * t
+
+
+def test_trace_reduction_is_what_the_features_show():
+    """Patches of one token end up with equal features, those of two tokens do not."""
+    for name in ("qwen2_5_vl", "qwen3_vl"):
+        model, trace, states = qwen(name), Trace(), []
+        hook = model.model.visual.merger.register_forward_pre_hook(
+            lambda _, args, states=states: states.append(args[0])
+        )
+        with stage(model, "tome@vit:0.5", trace), torch.no_grad():
+            model.model.get_image_features(pixels(GRIDS[:1]), GRIDS[:1])
+        hook.remove()
+        call = {"image_grid_thw": GRIDS[:1]}
+        plan = plan_pass(tower_of(model), "image", call, parse("tome@vit:0.5")[0])
+        found = trace.reductions[0][2]
+        raster = torch.empty_like(states[0])
+        raster[plan.raster] = states[0]
+        torch.testing.assert_close(raster, raster[found.keep][found.owner])
+        assert len(raster.unique(dim=0)) == found.m == 60
+
+
+@pytest.mark.parametrize("name", ["llava_onevision", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("budget", ["1.0", "0.999"])
+def test_full_budget_is_bit_identical(name, budget):
+    model, trace = (onevision() if name == "llava_onevision" else qwen(name)), Trace()
+    base = model.model
+    args = (torch.randn(1, 2, 3, 20, 20),) if name == "llava_onevision" else (pixels(GRIDS), GRIDS)
+    with torch.no_grad():
+        stock = base.get_video_features(*args)
+        with stage(model, f"tome@vit:{budget}", trace):
+            same = base.get_video_features(*args)
+    assert all(map(torch.equal, stock.pooler_output, same.pooler_output))
+    assert not trace.rows
+
+
+@pytest.mark.parametrize("budget", ["0.5", "0.2", "0.08", "26"])
+def test_siglip_counts_are_exact(budget):
+    model, trace = onevision(), Trace()
+    lengths = []
+    for block in model.model.vision_tower.encoder.layers:
+        block.mlp.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    with stage(model, f"tome@vit:{budget}", trace), torch.no_grad():
+        model.model.get_video_features(torch.randn(1, 2, 3, 20, 20))
+    left = 13 if budget == "26" else round(float(budget) * 25)
+    assert lengths == _steps(25, left, 3)
+    (_, item, found) = trace.reductions[0]
+    found.check()
+    assert (item, found.n, found.m) == (0, 50, 2 * left)
+    assert (found.keep < 25).sum() == left
+    assert (found.owner[:25] < left).all() and (found.owner[25:] >= left).all()
+
+
+def test_siglip_image_tiles():
+    model, trace = onevision(), Trace()
+    sizes = torch.tensor([[33, 21], [20, 58]])
+    with torch.no_grad():
+        pixel_values = torch.randn(2, 5, 3, 20, 20)
+        stock = model.model.get_image_features(pixel_values, sizes).pooler_output
+        with stage(model, "tome@vit:0.6", trace):
+            merged = model.model.get_image_features(pixel_values, sizes).pooler_output
+    assert [m.shape for m in merged] == [s.shape for s in stock]
+    assert [row.tokens_out * 25 for row in trace.rows] == [row.tokens_in * 15 for row in trace.rows]
+    with pytest.raises(SpecError, match="a multiple of 4 and 5"), stage(model, "tome@vit:20"):
+        model.model.get_image_features(pixel_values, sizes)
+
+
+def test_signals_of_a_merged_tower_cover_all_patches():
+    for model, args in (
+        (onevision(), (torch.randn(2, 2, 3, 20, 20),)),
+        (qwen("qwen2_5_vl"), (pixels(GRIDS), GRIDS)),
+    ):
+        adapter = adapter_for(model)
+        with tower_signals(model, adapter, ("attn", "keys")) as alone, torch.no_grad():
+            model.model.get_video_features(*args)
+        both = stage(model, "tome@vit:0.6"), tower_signals(model, adapter, ("attn", "keys"))
+        with both[0], both[1] as signals, torch.no_grad():
+            model.model.get_video_features(*args)
+        for item in range(2):
+            assert signals.attn(item).shape == alone.attn(item).shape
+            assert signals.keys(item).shape == alone.keys(item).shape
+            ratio = signals.attn(item).sum() / alone.attn(item).sum()
+            assert 0.8 < ratio < 1.25  # attention is shared out, not copied
+
+
+def test_everything_is_restored_after_an_exception():
+    model = onevision()
+    before = {name: AttentionInterface()[name] for name in AttentionInterface()}
+    keys = [set(module.__dict__) for module in model.modules()]
+    boom = pytest.raises(RuntimeError, match="boom")
+    with boom, stage(model, "tome@vit:0.5"):
+        model.model.get_video_features(torch.randn(1, 1, 3, 20, 20))
+        raise RuntimeError("boom")
+    model_keys = [set(module.__dict__) for module in model.modules()]
+    installed = {"_output_capturing_hooks_installed"}  # by the model itself, at its first call
+    assert all(
+        now - installed == old - installed for now, old in zip(model_keys, keys, strict=True)
+    )
+    assert {name: AttentionInterface()[name] for name in AttentionInterface()} == before
+
+
+def test_flash_counts_sizes_in_extra_channels():
+    def fake(module, q, k, v, attention_mask, scaling=None, **_):
+        assert attention_mask is None
+        v = nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling)
+        return out[..., :8].transpose(1, 2).contiguous(), None
+
+    model, video = onevision(), torch.randn(1, 2, 3, 20, 20)
+    with stage(model, "tome@vit:0.5"), torch.no_grad():
+        want = model.model.get_video_features(video).pooler_output
+    AttentionInterface.register("flash_fake", fake)
+    try:
+        model.model.vision_tower.config._attn_implementation = "flash_fake"
+        with stage(model, "tome@vit:0.5"), torch.no_grad():
+            got = model.model.get_video_features(video).pooler_output
+    finally:
+        del AttentionInterface._global_mapping["flash_fake"]
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_budgets_that_do_not_fit_are_refused():
+    model = qwen("qwen2_5_vl")
+    few = pytest.raises(SpecError, match="keep at least one each; choose 6 or more of 60")
+    with few, stage(model, "tome@vit:0.01"):
+        model.model.get_video_features(pixels(GRIDS), GRIDS)
+    with pytest.raises(SpecError, match="more than the 32 tokens"), stage(model, "tome@vit:33"):
+        model.model.get_video_features(pixels(GRIDS), GRIDS)
+    clip = onevision()
+    clip.config.vision_feature_layer = [-1, -2]
+    with pytest.raises(SpecError, match="several layers"), stage(clip, "tome@vit:0.5"):
+        pass
+    twice = pytest.raises(SpecError, match="second stage")
+    with stage(model, "tome@vit:0.5"), twice, stage(model, "tome@vit:0.4"):
+        pass
+
+
+def test_shares_and_schedule_are_exact():
+    spec = parse("tome@vit:0.5")[0]
+    for parts in ([64, 64, 32, 16], [1, 1, 1], [5, 1, 1, 9], [16] * 7):
+        for budget in range(len(parts), sum(parts) + 1):
+            shares = _share_out(budget, parts, spec)
+            assert sum(shares) == budget
+            assert all(1 <= s <= n for s, n in zip(shares, parts, strict=True))
+    plan = Plan((729,), (200,), (729,), 27)
+    counts = [729, *(plan.after(i)[0] for i in range(27))]
+    steps = [a - b for a, b in pairwise(counts)]
+    assert counts[-1] == 200
+    assert max(steps) - min(steps) <= 1
