@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import av
+import numpy as np
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends.guard import refusing
@@ -33,7 +34,8 @@ class Header:
 
     def seconds(self, ticks: Any) -> Any:
         """Convert ticks of the stream to seconds of presentation time."""
-        return (ticks - self.origin) * self.time_base.numerator / self.time_base.denominator
+        since = np.asarray(ticks, dtype=np.float64) - self.origin
+        return since * self.time_base.numerator / self.time_base.denominator
 
 
 @contextmanager
@@ -58,12 +60,14 @@ def open_video(source: Source, limits: Limits, threads: str = "AUTO") -> Iterato
 
 def _main_stream(source: Source, container: Any) -> Any:
     attached = av.stream.Disposition.attached_pic  # the cover picture of a song
-    videos = [s for s in container.streams.video if not s.disposition & attached]
+    videos = [
+        s for s in container.streams.video if s.codec_context and not s.disposition & attached
+    ]
     if not videos:
         kinds = sorted({s.type for s in container.streams if s.type})
         raise MediaError(
-            f"{source.name} has no video stream, only {', '.join(kinds) or 'nothing'}: "
-            f"give a file with a picture"
+            f"{source.name} has no video stream that can be decoded, only "
+            f"{', '.join(kinds) or 'nothing'}: give a file with a picture"
         )
     best = container.streams.best("video")
     return best if best in videos else videos[0]

@@ -38,6 +38,7 @@ class _Plan:
         """Frame numbers asked for [m], the distinct ones ascending [u], and room for these."""
         times, end = self.header.seconds(index.ticks), float(self.header.seconds(index.end))
         half_tick = float(self.header.time_base) / 2 + 1e-9
+        self.limits.check_duration(self.source.name, end - float(times[0]))
         asked = self.ask.choose(self.source.name, times, end, half_tick)
         rows = np.unique(asked)
         self.limits.check_decoded(self.source.name, len(asked), *self.size)

@@ -17,6 +17,7 @@ from mmfast.core.errors import MediaError
 from mmfast.frontends.source import Source
 
 _INDEX_BYTES = 64 << 20  # largest mp4 index parsed: FFmpeg itself checks larger ones
+_MAX_BOXES = 100_000  # a day of one-second fragments; a hostile file could hold 2**29 empty ones
 _NO_SIZE = 0xFFFFFFFF  # RIFF written to a pipe
 
 
@@ -71,7 +72,9 @@ def _check_mp4(source: Source, file: IO[bytes]) -> None:
 def _boxes(file: IO[bytes], size: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield (kind, first byte of the body, end) of the boxes at the top level."""
     position = 0
-    while position + 8 <= size:
+    for _ in range(_MAX_BOXES):
+        if position + 8 > size:
+            return
         file.seek(position)
         head = file.read(16).ljust(16, b"\0")
         length, kind = struct.unpack(">I4s", head[:8])
@@ -105,19 +108,25 @@ def _descend(data: bytes, *path: bytes) -> bytes:
 
 
 def _check_tracks(source: Source, moov: bytes) -> None:
+    if _time_scale(_descend(moov, b"mvhd")) == 0:
+        raise _zero_rate(source, "mp4 movie time scale 0")
     for track in _children(moov, b"trak"):
         media = _descend(track, b"mdia")
         if _descend(media, b"hdlr")[8:12] != b"vide":
             continue
-        header = _descend(media, b"mdhd")
-        offset = 20 if header[:1] == b"\1" else 12  # version 1 has 64-bit dates before it
-        scale = header[offset : offset + 4]
-        if scale == b"\0\0\0\0":
+        if _time_scale(_descend(media, b"mdhd")) == 0:
             raise _zero_rate(source, "mp4 time scale 0")
         table = _descend(media, b"minf", b"stbl", b"stts")[8:]
         runs = np.frombuffer(table[: len(table) // 8 * 8], dtype=">u4").reshape(-1, 2)
         if runs[:, 0].sum() > 1 and not runs[:, 1].any():
             raise _zero_rate(source, "every mp4 sample lasts 0")
+
+
+def _time_scale(header: bytes) -> int | None:
+    """Read the ticks per second of an mvhd or mdhd box; None where the box is cut short."""
+    offset = 20 if header[:1] == b"\1" else 12  # version 1 has 64-bit dates before it
+    scale = header[offset : offset + 4]
+    return int.from_bytes(scale, "big") if len(scale) == 4 else None
 
 
 def _check_riff(source: Source, head: bytes) -> None:

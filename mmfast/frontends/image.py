@@ -56,7 +56,7 @@ def picture(media: object, name: str, limits: Limits) -> Frame:
             return to_rgb(upright(media), name)
     if not is_encoded(media):
         raise MediaError(
-            f"{name} cannot be a {type(media).__name__}: give a path, bytes, a file object, "
+            f"{name} cannot be of type {type(media).__name__}: give a path, bytes, a file object, "
             f"a PIL image, a numpy array or a torch tensor"
         )
     source = open_source(media, limits)

@@ -11,14 +11,14 @@ import numpy as np
 from mmfast.core.errors import MediaError
 from mmfast.frontends.container import Header
 from mmfast.frontends.guard import refusing
-from mmfast.frontends.limits import Limits
+from mmfast.frontends.limits import Budget, Limits
 from mmfast.frontends.sampling import Indices
 from mmfast.frontends.source import Source
 
 # Where one packet is one frame. Elsewhere a packet may hold no frame (VP8 alternate references,
 # MPEG-4 "not coded" frames) or half of one (interlaced fields); those are counted by decoding.
 _ONE_PACKET_ONE_FRAME = frozenset(
-    ("h264", "hevc", "av1", "vp9", "prores", "mjpeg", "ffv1", "rawvideo", "wrapped_avframe")
+    ("h264", "hevc", "av1", "libdav1d", "vp9", "prores", "mjpeg", "ffv1", "rawvideo")
 )
 _SEEKABLE_KINDS = frozenset(("mp4", "mkv", "avi", "y4m"))
 # NAL unit types after which decoding needs nothing from before, and those that change parameters.
@@ -60,6 +60,7 @@ def packet_index(
     fits_decord = _decord_scanner(header)
     packets: list[Packet] = []
     plain = True
+    budget = Budget(limits, source.name)
     with refusing(source.name, "read"):
         for p in container.demux(stream):
             if p.size:
@@ -68,6 +69,7 @@ def packet_index(
                 )
                 plain = plain and fits_decord(p)
                 limits.check_frames(source.name, len(packets))
+                budget.clock()
     shown = [p for p in packets if not p.discard]
     if not shown:
         raise MediaError(
@@ -119,6 +121,8 @@ def _end(header: Header, shown: list[Packet], ticks: Indices) -> int:
         stay = int(np.median(np.diff(ticks)))
     if stay <= 0 and header.rate:
         stay = round(1 / (header.rate * header.time_base))
+    if stay <= 0:
+        stay = round(1 / header.time_base)  # a single frame of no rate is a still: a second
     return int(ticks[-1]) + max(stay, 1)
 
 

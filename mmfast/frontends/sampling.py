@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -116,17 +117,18 @@ def sample_stream(
 
 def positive_rate(what: str, value: object) -> float:
     """Check a rate in frames per second."""
-    if isinstance(value, Real) and type(value) is not bool:
-        rate = float(value)
-        if math.isfinite(rate) and rate > 0:
-            return rate
+    if not isinstance(value, bool) and isinstance(value, Real):
+        with suppress(OverflowError):
+            rate = float(value)
+            if math.isfinite(rate) and rate > 0:
+                return rate
     raise MediaError(
         f"{what}={_short(repr(value))} is not a rate: give a positive number such as 2"
     )
 
 
 def _count(value: object) -> int:
-    if isinstance(value, Integral) and type(value) is not bool and int(value) > 0:
+    if not isinstance(value, bool) and isinstance(value, Integral) and int(value) > 0:
         return int(value)
     raise MediaError(
         f"frames={_short(repr(value))} is not a count: give a positive whole number such as 8"
@@ -136,7 +138,7 @@ def _count(value: object) -> int:
 def _times(value: object) -> tuple[float, ...]:
     try:
         array = np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         array = np.empty(0)
     if array.ndim != 1 or not len(array) or not np.isfinite(array).all():
         raise MediaError(

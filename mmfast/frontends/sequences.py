@@ -77,8 +77,8 @@ def _given(media: object) -> _Given:
     if is_sequence(media):
         return _Given("the frame iterator", media, counted=False)  # type: ignore[arg-type]
     raise MediaError(
-        f"a video cannot be a {type(media).__name__} ({quote(media)}): give a path, bytes, a file "
-        f"object, a PIL animation, an array, or a list or iterator of frames"
+        f"a video cannot be of type {type(media).__name__}, {quote(media)}: give a path, bytes, "
+        f"a file object, a PIL animation, an array, or a list or iterator of frames"
     )
 
 
@@ -107,7 +107,7 @@ def _convert(given: _Given, limits: Limits) -> Iterator[tuple[Frame, float | Non
     first: tuple[int, ...] = ()
     for i, item in enumerate(given.items):
         raw, time = _split(item)
-        name = f"frame {i} of {given.name.removeprefix('the ')}"
+        name = f"frame {i} of {given.name}"
         if given.axis is None:
             frame = picture(raw, name, limits)
         else:

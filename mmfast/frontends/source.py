@@ -95,7 +95,8 @@ def open_source(media: object, limits: Limits) -> Source:
             an image nor a video.
     """
     if isinstance(media, bytes | bytearray | memoryview):
-        data, name = bytes(media), f"a {type(media).__name__} of {len(media):,} bytes"
+        data = bytes(media)
+        name = f"the input of {len(data):,} bytes"
     elif hasattr(media, "read"):
         data, name = _drain(media, limits)
     else:
