@@ -176,7 +176,7 @@ def bench(
     keep: Annotated[
         str | None, typer.Option(help="Shares for specs without budget: 0.25,0.1.")
     ] = None,
-    stages: Annotated[str, typer.Option(help="Of vit, llm, decode.")] = "llm",
+    stages: Annotated[str, typer.Option(help="Of vit, llm, decode, ttft.")] = "llm",
     device: Device = None,
     dtype: Dtype = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
@@ -207,6 +207,8 @@ def bench(
 
         append(out, bench_rows(document))
     print_bench(document, as_json)
+    if not document["ok"]:
+        raise typer.Exit(1)
 
 
 def main(args: list[str] | None = None) -> None:

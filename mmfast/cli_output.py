@@ -158,7 +158,13 @@ def print_bench(document: dict[str, Any], as_json: bool) -> None:
         "selection ms",
         "peak MB",
     )
+    for fault in document["faults"]:
+        _err.print(f"gate: {fault}; no speed is printed", style="red")
     rows = [[row.get(key) for key in keys] for row in document["rows"]]
-    for row in rows:
+    for row, source in zip(rows, document["rows"], strict=True):
         row[0] = row[0] or "stock"
+        if source["equal"]:  # the difference drowns in the noise
+            row[3] = "="
     _table(Console(), names, rows)
+    for stage, floor in document["noise"].items():
+        _err.print(f"{stage}: noise {floor:.1%} (stock against stock)", style="dim")

@@ -67,9 +67,11 @@ class Group:
         self.stock = self.stage.observe(None)
         self.stock_peak = peak_during(partial(self.stage.run, None))
         tick()
+        seen: set[str] = set()
         for twins in self.twins:
             with twins.registered():
-                checked = check(self.stage, twins, self.stock)
+                checked = check(self.stage, twins, self.stock, whole=twins.whole not in seen)
+                seen.add(twins.whole)
                 faults += checked.faults
                 if not faults:
                     peak = peak_during(partial(self.stage.run, twins.spec()))

@@ -144,6 +144,11 @@ class Twins:
             for s, n in zip(stages, names, strict=True)
         )
 
+    @property
+    def whole(self) -> str:
+        """The spec at keep 1.0, the same for all its budgets."""
+        return "+".join(str(replace(stage, budget=1.0)) for stage in self.stages)
+
     @contextmanager
     def registered(self) -> Iterator[None]:
         """Enrol the copies; they leave the registry at the end, whatever happened."""
