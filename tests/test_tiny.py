@@ -1,0 +1,209 @@
+"""The generator of the embedded video model: deterministic, and its labels are true."""
+
+import numpy as np
+import pytest
+import torch
+
+from mmfast.tiny.augment import WAYS, choose
+from mmfast.tiny.bank import make_row
+from mmfast.tiny.build import ASSISTANT, make_model, make_processor, make_tokenizer
+from mmfast.tiny.decoder import run_decoder
+from mmfast.tiny.evaluate import suite
+from mmfast.tiny.labels import look_labels, motion_labels
+from mmfast.tiny.optim import orthogonalise
+from mmfast.tiny.packing import pack
+from mmfast.tiny.questions import KINDS, WORDINGS, facts
+from mmfast.tiny.render import DIGITS, PIXELS, draw
+from mmfast.tiny.scene import (
+    COLOURS,
+    EVAL,
+    FRAMES,
+    SAMPLED,
+    TRAIN,
+    make_scene,
+    reversed_scene,
+    sampled_indices,
+)
+from mmfast.tiny.table import make_table
+from mmfast.tiny.video_io import decode, encode
+
+SCENES = [make_scene(EVAL, 77, i) for i in range(12)]
+
+
+def test_same_seed_same_clip_and_purposes_never_meet() -> None:
+    first, again = make_scene(TRAIN, 3, 5), make_scene(TRAIN, 3, 5)
+    assert first.things == again.things and first.panel == again.panel
+    assert encode(draw(first).frames) == encode(draw(again).frames)
+    assert make_scene(EVAL, 3, 5).things != first.things
+
+
+def test_suite_is_stable_and_even() -> None:
+    cases = suite(16, seed=4)
+    assert [c.kind for c in cases] == [*KINDS, *KINDS]
+    assert cases[:8] == suite(8, seed=4)
+    assert cases[:8] != suite(8, seed=5)
+
+
+def test_colour_at_the_true_centre_after_h264() -> None:
+    checked = 0
+    for scene in SCENES:
+        drawing = draw(scene)
+        frames, table = decode(encode(drawing.frames)), make_table(scene, drawing)
+        for i, thing in enumerate(scene.things):
+            for t, frame in enumerate(sampled_indices(FRAMES)):
+                # Where it is drawn is computed here from the scene, not from the table.
+                at = np.asarray(thing.start) + frame * np.asarray(thing.velocity)
+                x, y = ((at + scene.shake[frame]) * PIXELS / 96).round().astype(int)
+                if not thing.born <= frame < thing.gone or table.seen[i, t] < 0.99:
+                    continue
+                seen = frames[t, y - 3 : y + 4, x - 3 : x + 4].reshape(-1, 3).mean(0)
+                gap = np.abs(seen - np.asarray(COLOURS[thing.colour])).max()
+                assert gap < 30, (scene, thing, frame, seen)
+                checked += 1
+    assert checked > 100
+
+
+def test_number_is_readable_from_the_decoded_file() -> None:
+    patterns = np.array([[[r >> b & 1 for b in (4, 3, 2, 1, 0)] for r in d] for d in DIGITS])
+    scene = next(s for s in SCENES if s.panel)
+    panel = scene.panel
+    assert panel is not None
+    frame = decode(encode(draw(scene).frames), FRAMES)[panel.born + 1].mean(-1)
+    left, top = (2 * c for c in panel.corner)
+    digits = []
+    for place in range(2):
+        glyph = frame[top + 6 : top + 41, left + 3 + 32 * place : left + 28 + 32 * place]
+        dots = glyph.reshape(7, 5, 5, 5).mean((1, 3)) > 120
+        digits.append(int((patterns == dots).mean((1, 2)).argmax()))
+    assert digits[0] * 10 + digits[1] == panel.number
+
+
+def test_answers_follow_from_the_trajectories() -> None:
+    kinds = set()
+    for scene in SCENES:
+        by_name = {t.name: t for t in scene.things}
+        for fact in facts(make_table(scene, draw(scene))):
+            kinds.add(fact.kind)
+            named = [by_name[slot] for slot in fact.slots if slot in by_name]
+            if fact.kind == "direction":
+                vx, vy = named[0].velocity
+                sides = ("left", "right") if abs(vx) > abs(vy) else ("up", "down")
+                assert fact.answer == sides[(vx if abs(vx) > abs(vy) else vy) > 0]
+            elif fact.kind == "speed":
+                assert fact.answer == max(named, key=lambda t: np.hypot(*t.velocity)).name
+            elif fact.kind == "first":
+                assert fact.answer == min(named, key=lambda t: t.born).name
+            elif fact.kind == "position":
+                frame = 0 if fact.slots[1] == "start" else FRAMES - 1
+                x, y = named[0].path()[frame] + scene.shake[frame]
+                assert fact.answer == f"{'top' if y < 48 else 'bottom'} " + (
+                    "left" if x < 48 else "right"
+                )
+                assert named[0].alive()[frame]
+            elif fact.kind == "count":
+                assert fact.answer == str(len(scene.things))
+            elif fact.kind == "number":
+                assert scene.panel is not None and fact.answer == str(scene.panel.number)
+            else:
+                same = [t for t in scene.things if fact.slots[0] in (t.shape, t.colour)]
+                assert [fact.answer] == [getattr(t, fact.kind) for t in same]
+    assert kinds == set(KINDS)
+
+
+def test_backwards_facts_are_the_facts_of_the_reversed_scene() -> None:
+    for scene in SCENES[:6]:
+        back = reversed_scene(scene)
+        direct = make_table(back, draw(back))
+        assert np.allclose(back.things[0].path(), scene.things[0].path()[::-1])
+        turned = make_table(scene, draw(scene)).backwards()
+        # Sampling is symmetric in time, so both ways to turn a clip agree.
+        assert np.array_equal(sampled_indices(FRAMES), FRAMES - 1 - sampled_indices(FRAMES)[::-1])
+        assert np.array_equal(direct.alive, turned.alive)
+        assert set(facts(direct)) == set(facts(turned))
+
+
+def test_dense_labels_name_what_the_patch_shows() -> None:
+    for scene in SCENES[:4]:
+        row = make_row(scene)
+        dense = look_labels(torch.from_numpy(row.patches), row.table)
+        motion = motion_labels(torch.from_numpy(row.patches), row.table)
+        for t in range(SAMPLED):
+            for patch in np.flatnonzero(row.patches[t] > 0):
+                owner = row.patches[t, patch]
+                if owner > 4:
+                    assert scene.panel is not None
+                    digit = divmod(scene.panel.number, 10)[owner - 5]
+                    assert dense.classes["digit"][t, patch] == 1 + digit + 10 * (owner - 5)
+                    continue
+                thing = scene.things[owner - 1]
+                assert dense.classes["colour"][t, patch] == 1 + list(COLOURS).index(thing.colour)
+                spot = np.array([patch % 12 + 0.5, patch // 12 + 0.5]) + np.asarray(
+                    dense.offset[t, patch]
+                )
+                place = row.table.place[owner - 1, t] / 8
+                assert np.allclose(spot, place, atol=1e-3)
+                way = int(motion["way"][t, patch])
+                if way >= 0:
+                    main = int(np.abs(thing.velocity).argmax())
+                    assert way == 2 * main + (thing.velocity[main] > 0)
+
+
+def test_packed_questions_equal_single_questions() -> None:
+    torch.manual_seed(0)
+    model = make_model(440, 0)
+    lm = model.model.language_model.eval()
+    for parameter in lm.parameters():
+        if parameter.ndim == 2:  # the small initial weights make attention flat and tests blind
+            torch.nn.init.normal_(parameter, 0, 0.08)
+    packed = pack([[([7, 8, 9], [11]), ([12, 13], [14, 15])], [([7, 9], [11]), ([20], [21])]])
+    prefix = torch.randn(2, 17, 192) * 0.3
+    at = torch.cat([torch.arange(16), torch.tensor([40])]).expand(2, -1)  # tokens were dropped
+    text_at = 41 + packed.within
+    embed = lm.embed_tokens
+    with torch.no_grad():
+        out, _ = run_decoder(lm, prefix, at, embed(packed.ids), text_at, packed.mask(17))
+        for row in range(2):
+            for number in range(2):
+                mine = packed.block[row] == number
+                alone = torch.cat([prefix[row], embed(packed.ids[row, mine])])[None]
+                places = torch.cat([at[row], text_at[row, mine]])[None]
+                mask = torch.ones(1, alone.shape[1], alone.shape[1], dtype=torch.bool).tril()[None]
+                stock = lm(inputs_embeds=alone, position_ids=places, attention_mask=mask)
+                assert torch.allclose(stock.last_hidden_state[0, 17:], out[row, mine], atol=2e-5)
+    assert (packed.labels[0] >= 0).sum() == 5  # answers and their ends
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_augmentation_keeps_exactly_what_was_asked(way: str) -> None:
+    tokens = torch.randn(3, 8, 36, 16)
+    for keep in (1, 29, 287):
+        kept = choose(tokens, keep, way, torch.Generator().manual_seed(0))
+        assert kept.shape == (3, keep)
+        assert keep == 1 or bool((kept.diff(dim=1) > 0).all())
+
+
+def test_orthogonalise_evens_out_singular_values() -> None:
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(2, 24, 60)))
+    assert values.min() > 0.5 and values.max() < 1.4
+
+
+def test_tokenizer_is_robust_to_case_and_unknown_words() -> None:
+    tokenizer = make_tokenizer()
+    asked = tokenizer("Which WAY does the red circle move?").input_ids
+    assert asked == tokenizer("which way does the red circle move?").input_ids
+    assert len(asked) == 8
+    assert tokenizer.decode(tokenizer("Wo ist der Kreis? 数").input_ids) == "wo ist der kreis? 数"
+    number = tokenizer("47").input_ids
+    assert len(number) == 2 and tokenizer.decode(number) == "47"
+    longest = max(len(tokenizer(w).input_ids) for ws in WORDINGS.values() for w in ws)
+    assert longest < 24
+
+
+def test_chat_template_puts_the_video_first() -> None:
+    processor = make_processor()
+    content = [{"type": "text", "text": "What?"}, {"type": "video"}]
+    chat = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True)
+    assert text == "<|user|><video>What?<|assistant|>"
+    assert processor.tokenizer.convert_tokens_to_ids("<|assistant|>") == ASSISTANT
