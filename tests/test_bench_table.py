@@ -116,7 +116,7 @@ def test_kinds_take_the_best_reducer_of_each_share() -> None:
 
 def test_bench_prints_equal_below_the_noise() -> None:
     lines = sections.bench(bench_rows(bench_document()))
-    assert "noise 1.2%" in lines[0] and "commit `abc1234`" in lines[0]
+    assert "noise 1.2 %" in lines[0] and "commit `abc1234`" in lines[0]
     rows = {line.split("|")[1].strip(): line.split("|")[2:] for line in lines[4:]}
     assert rows["`evs:0.25`"][2].strip() == "4.00x"
     assert rows["`evs:1.0`"][2].strip() == "="

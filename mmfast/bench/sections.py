@@ -55,7 +55,7 @@ def accuracy(rows: Sequence[Row]) -> list[str]:
     """Reducers by kept share; every registered one has a line."""
     found = points(rows)
     names = {label(f"{m.name}:0.5"): None for m in methods("reducer")} | dict.fromkeys(found)
-    head = " | ".join(f"{share:.0%}" for share in SHARES)
+    head = " | ".join(f"{100 * each:.0f} %" for each in SHARES)
     lines = [f"| reducer | {head} |", "|---|" + "---|" * len(SHARES)]
     whole = dict(found.get("all tokens", [])).get(1.0)
     lines.insert(0, f"All tokens: {_percent(whole)}.\n")
@@ -113,7 +113,7 @@ def _bench_group(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"**{one['preset']}, {STAGE_NAMES[one['stage']]}**: {one['frames']} frames, "
         f"{one['tokens']} visual tokens, {where}, {one['dtype']}, {one['n']} rounds, "
-        f"noise {one['noise']:.1%}, torch {one['versions']['torch']}, {one['date']}, "
+        f"noise {_percent(one['noise'])}, torch {one['versions']['torch']}, {one['date']}, "
         f"commit `{one['commit'] or 'none'}`.",
         "",
         "| reduce | kept | ms (p20 to p80) | speed-up | ideal | of ideal | of oracle "
