@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mmfast.ops.most_isolated import most_isolated
 from mmfast.ops.row_groups import first_of_equal
 from mmfast.ops.unit import unit_rows
 
 # Cosines this close to 1 differ by rounding only: such rows count as equal.
 _SAME = 1.0 - 2.0**-20
-_BLOCK = 128
+_ACTIVE, _BLOCK = 512, 64
+
+Floats = NDArray[np.floating[Any]]
+Integers = NDArray[np.int64]
+Key = tuple[float, int]  # bound and index: the order in which rows are picked
 
 
 def max_min(x: Tensor, count: int) -> Tensor:
@@ -35,7 +43,8 @@ def max_min(x: Tensor, count: int) -> Tensor:
     twins = torch.bincount(first, minlength=n)[distinct] > 1
     if len(distinct) < n:
         rows = rows[distinct]
-    picks = distinct[_select(rows, twins, count)]
+    start = most_isolated(rows, twins)
+    picks = distinct[_Search(rows.cpu(), min(count, len(rows))).run(start).to(x.device)]
     if len(picks) < count:
         free = torch.ones(n, dtype=torch.bool, device=x.device)
         free[picks] = False
@@ -43,114 +52,84 @@ def max_min(x: Tensor, count: int) -> Tensor:
     return picks
 
 
-def _select(rows: Tensor, twins: Tensor, count: int) -> Tensor:
-    """Picks among distinct unit rows `[U, D]`; stops early when all others equal a pick."""
-    start = most_isolated(rows, twins)
-    return _lazy(rows, start, min(count, len(rows)))
+@dataclass
+class _Search:
+    """Exact greedy picks without comparing every row with every pick.
 
-
-def most_isolated(rows: Tensor, twins: Tensor) -> int:
-    """The unit row `[U, D]` with the smallest cosine to its nearest other row.
-
-    Exact without the whole U x U product: a row is out as soon as it has met one other row that
-    is nearer than the nearest of the best row so far. `twins` `[U]` marks rows that have an equal.
+    The bound of a row is its largest cosine with the first `seen` picks. Bounds only grow, so a
+    stale one is a lower bound. The rows of smallest bound (`_ACTIVE`) are kept up to date; of
+    these the smallest (`_BLOCK`) are picked among themselves as long as no other row can come
+    first. Rows near a pick are not looked at again.
     """
-    alive = (~twins).nonzero()[:, 0]
-    if not len(alive) or len(rows) < 2:
-        return 0
-    nearest = torch.full((len(rows),), -torch.inf, dtype=rows.dtype, device=rows.device)
-    best = torch.inf
-    order = _spread(len(rows)).to(rows.device)
-    done = 0
-    width = 64
-    while done < len(order) and len(alive) > 32:
-        columns = order[done : done + width]
-        nearest[alive] = torch.maximum(nearest[alive], _nearest(rows, alive, columns))
-        done, width = done + width, width * 2
-        few = alive[nearest[alive].topk(min(16, len(alive)), largest=False).indices]
-        best = min(best, float(_nearest(rows, few, None).min()))
-        alive = alive[nearest[alive] <= best + 1e-6]  # margin: another product rounds otherwise
-    exact = _nearest(rows, alive, None)
-    return int(alive[exact.argmin()])
 
+    rows: Tensor  # [U, D], distinct unit rows
+    count: int
+    picks: list[int] = field(default_factory=list)
 
-def _nearest(rows: Tensor, left: Tensor, columns: Tensor | None) -> Tensor:
-    """Largest cosine of each row `left` with the rows `columns` (None: all), itself left out."""
-    right = rows if columns is None else rows[columns]
-    cosine = rows[left] @ right.T
-    if columns is None:
-        cosine[torch.arange(len(left), device=left.device), left] = -torch.inf
-    else:
-        cosine.masked_fill_(left[:, None] == columns, -torch.inf)
-    return cosine.max(-1).values
+    def __post_init__(self) -> None:
+        self.chosen = self.rows.new_empty(self.count, self.rows.shape[-1])
+        self.bound = np.full(len(self.rows), -np.inf, dtype=self.rows.numpy().dtype)
+        self.seen = np.zeros(len(self.rows), dtype=np.int64)
 
+    def run(self, start: int) -> Tensor:
+        """Picks in order, from row `start`; fewer than `count` if all others equal a pick."""
+        self._take([start])
+        self.bound[start] = np.inf
+        self._refresh(np.arange(len(self.rows)), self.rows)
+        while len(self.picks) < self.count and self.bound.min() < _SAME:
+            active, outside = _lowest(self.bound, _ACTIVE)
+            own = self.rows[torch.from_numpy(active)]
+            self._refresh(active, own)
+            while len(self.picks) < self.count and self._pick_block(active, own, outside):
+                self._refresh(active, own)
+        return torch.tensor(self.picks)
 
-def _spread(n: int) -> Tensor:
-    """All indices below `n`, the first ones far apart: any prefix covers the whole sequence."""
-    golden = torch.arange(n, dtype=torch.float64) * 0.6180339887498949
-    return (golden % 1.0).argsort(stable=True).argsort(stable=True)
-
-
-def _lazy(rows: Tensor, start: int, count: int) -> Tensor:
-    """Exact greedy picks in blocks.
-
-    Bounds only grow, so the stale bound of a row is a lower bound. The rows with the smallest
-    bounds are brought up to date and picked among themselves as long as the best of them stays
-    below every bound outside; rows near a pick are never looked at again.
-    """
-    total = len(rows)
-    bound = np.full(total, -np.inf, dtype=np.float64)  # largest cosine with picks[:seen]
-    seen = np.zeros(total, dtype=np.int64)
-    picks = [start]
-    bound[start] = np.inf
-    chosen = rows.new_empty(count, rows.shape[-1])
-    chosen[0] = rows[start]
-    while len(picks) < count:
-        block, outside = _lowest(bound, min(_BLOCK, total))
-        index = torch.from_numpy(block)
-        own = rows[index]
-        _refresh(own, chosen, bound, seen, block, len(picks))
-        local = bound[block]
-        gram = (own @ own.T).double().numpy()
-        if local.min() >= _SAME and outside >= _SAME:
-            break
-        before = len(picks)
-        while len(picks) < count:
+    def _pick_block(self, active: Integers, own: Tensor, outside: Key) -> int:
+        """Pick among the lowest of `active` (fresh bounds, rows `own`); returns how many."""
+        places, (bound, place) = _lowest(self.bound[active], _BLOCK)
+        limit = min(outside, (bound, int(active[place])), (_SAME, -1))
+        part = own[torch.from_numpy(places)]
+        gram = (part @ part.T).numpy()
+        index = active[places]
+        local = self.bound[index]
+        new: list[int] = []
+        while len(self.picks) + len(new) < self.count:
             at = int(local.argmin())
-            if not local[at] < min(outside, _SAME):
+            if (float(local[at]), int(index[at])) >= limit:
                 break
-            picks.append(int(block[at]))
+            new.append(int(index[at]))
             np.maximum(local, gram[at], out=local)
             local[at] = np.inf
-        new = len(picks) - before
-        bound[block], seen[block] = local, len(picks)
-        if new:
-            chosen[before : before + new] = rows[torch.tensor(picks[before:])]
-    return torch.tensor(picks)
+        self.bound[new] = np.inf
+        self._take(new)
+        return len(new)
+
+    def _take(self, new: list[int]) -> None:
+        before = len(self.picks)
+        self.picks.extend(new)
+        self.chosen[before : len(self.picks)] = self.rows[torch.tensor(new, dtype=torch.int64)]
+
+    def _refresh(self, index: Integers, own: Tensor) -> None:
+        """Bring the bounds of `index` (rows `own`) up to date with the picks each has missed."""
+        stale = self.seen[index]
+        now = len(self.picks)
+        for since in np.unique(stale):
+            if since == now:
+                continue
+            mask = stale == since
+            part = own if mask.all() else own[torch.from_numpy(mask)]
+            nearest = (part @ self.chosen[since:now].T).amax(-1).numpy()
+            behind = index[mask]
+            self.bound[behind] = np.maximum(self.bound[behind], nearest)
+        self.seen[index] = now
 
 
-def _lowest(bound: NDArray[np.float64], size: int) -> tuple[NDArray[np.int64], float]:
-    """The `size` rows of smallest bound, ascending, and the smallest bound of the others."""
-    if size == len(bound):
-        return np.arange(size), np.inf
-    order = np.argpartition(bound, size)
-    return np.sort(order[:size]), float(bound[order[size]])
-
-
-def _refresh(
-    own: Tensor,
-    chosen: Tensor,
-    bound: NDArray[np.float64],
-    seen: NDArray[np.int64],
-    block: NDArray[np.int64],
-    now: int,
-) -> None:
-    """Bring the bounds of `block` up to date with the picks each of its rows has missed."""
-    stale = seen[block]
-    for since in np.unique(stale):
-        if since == now:
-            continue
-        mask = stale == since
-        cosine = own[torch.from_numpy(mask)] @ chosen[since:now].T
-        nearest = cosine.max(-1).values.double().numpy()
-        bound[block[mask]] = np.maximum(bound[block[mask]], nearest)
+def _lowest(bound: Floats, size: int) -> tuple[Integers, Key]:
+    """The `size` lowest entries by (value, index), ascending index, and the lowest of the others."""
+    if size >= len(bound):
+        return np.arange(len(bound)), (np.inf, 0)
+    edge = np.partition(bound, size)[size]
+    lower = np.flatnonzero(bound < edge)
+    ties = np.flatnonzero(bound == edge)
+    inside = size - len(lower)
+    return np.sort(np.concatenate([lower, ties[:inside]])), (float(edge), int(ties[inside]))

@@ -9,7 +9,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.paired_cosine import paired_cosine, squared_norms, temporal_cosine
+from mmfast.ops.paired_cosine import paired_cosine, temporal_cosine
 from mmfast.ops.ranking import stable_topk
 
 
@@ -66,13 +66,9 @@ def _literal_count(total: int, budget: int | None, q: float | None) -> int:
 
 def _novelty(frame: Tensor, rows: int, columns: int) -> Tensor:
     """How little each token of a frame `[..., n, D]` resembles its left and upper neighbour."""
-    norms = squared_norms(frame).unflatten(-1, (rows, columns))
     image = frame.unflatten(-2, (rows, columns))
-    alike = torch.full_like(norms, -torch.inf, dtype=torch.float64)  # [..., rows, columns]
-    left = paired_cosine(image[..., 1:, :], image[..., :-1, :], norms[..., 1:], norms[..., :-1])
-    alike[..., 1:] = left
-    above = paired_cosine(
-        image[..., 1:, :, :], image[..., :-1, :, :], norms[..., 1:, :], norms[..., :-1, :]
-    )
+    alike = torch.full(image.shape[:-1], -torch.inf, dtype=torch.float64, device=image.device)
+    alike[..., 1:] = paired_cosine(image[..., 1:, :], image[..., :-1, :])
+    above = paired_cosine(image[..., 1:, :, :], image[..., :-1, :, :])
     alike[..., 1:, :] = torch.maximum(alike[..., 1:, :], above)
     return 1.0 - alike.flatten(-2)
