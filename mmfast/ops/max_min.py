@@ -125,7 +125,7 @@ class _Search:
 
 
 def _lowest(bound: Floats, size: int) -> tuple[Integers, Key]:
-    """The `size` lowest entries by (value, index), ascending index, and the lowest of the others."""
+    """The `size` lowest by (value, index), in order of index, and the lowest of the others."""
     if size >= len(bound):
         return np.arange(len(bound)), (np.inf, 0)
     edge = np.partition(bound, size)[size]
