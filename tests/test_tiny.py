@@ -88,7 +88,7 @@ def test_answers_follow_from_the_trajectories() -> None:
             if fact.kind == "direction":
                 vx, vy = named[0].velocity
                 sides = ("left", "right") if abs(vx) > abs(vy) else ("up", "down")
-                assert fact.answer == sides[(vx if abs(vx) > abs(vy) else vy) > 0]
+                assert fact.answer == sides[int((vx if abs(vx) > abs(vy) else vy) > 0)]
             elif fact.kind == "speed":
                 assert fact.answer == max(named, key=lambda t: np.hypot(*t.velocity)).name
             elif fact.kind == "first":

@@ -37,12 +37,17 @@ class Bank:
     cells: torch.Tensor  # int8 [n, T, CELLS ** 2]
     tables: list[Table]
 
+    def first(self, count: int) -> "Bank":
+        """The first clips alone."""
+        part = slice(count)
+        return Bank(self.frames[part], self.patches[part], self.cells[part], self.tables[part])
+
 
 def shrink(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Resize as the model's processor does: [T, H, W, 3] -> [T, 3, INPUT, INPUT]."""
     pictures = torch.from_numpy(frames).permute(0, 3, 1, 2)
     small = vision.resize(pictures, [INPUT, INPUT], InterpolationMode.BICUBIC, antialias=True)
-    return small.numpy()
+    return np.asarray(small.numpy())
 
 
 def make_row(scene: Scene) -> Row:

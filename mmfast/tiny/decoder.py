@@ -31,13 +31,14 @@ def _layer(
     v = attention.v_proj(h).view(heads).transpose(1, 2)
     parts = [scaled_dot_product_attention(q[:, :, split - start :], k, v, attn_mask=bias)]
     if start < split:
-        front = [t[:, :, :split] for t in (q, k, v)]
-        parts.insert(0, scaled_dot_product_attention(*front, is_causal=True))
+        q1, k1, v1 = (t[:, :, :split] for t in (q, k, v))
+        parts.insert(0, scaled_dot_product_attention(q1, k1, v1, is_causal=True))
     mixed = torch.cat(parts, 2).transpose(1, 2).flatten(2)
     x = x[:, start:] + attention.o_proj(mixed)
     norm = layer.post_attention_layernorm
     h = rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
-    return x + mlp.down_proj(silu(mlp.gate_proj(h)) * mlp.up_proj(h))
+    change: Tensor = mlp.down_proj(silu(mlp.gate_proj(h)) * mlp.up_proj(h))
+    return x + change
 
 
 def run_decoder(

@@ -18,6 +18,7 @@ from mmfast.tiny.lessons import Lesson, School, Weights, even_weights
 from mmfast.tiny.optim import Mixed, schedule, split_parameters
 from mmfast.tiny.questions import KINDS
 from mmfast.tiny.scene import SAMPLED
+from mmfast.tiny.stills import Gallery
 
 DEEP = (1, 2)  # decoder layers whose visual states must know how things move
 KEEPS = (0.6, 0.4, 0.25, 0.15, 0.08)
@@ -27,11 +28,15 @@ KEEPS = (0.6, 0.4, 0.25, 0.15, 0.08)
 class Plan:
     """Length and make-up of the stage."""
 
-    steps: int = 1500
+    name: str = "language"
+    steps: int = 1200
     minutes: float | None = None  # instead of steps: as many as fit
     batch: int = 24
     questions: int = 10
     lr: float = 2e-3
+    hold: float = 0.5  # share of the stage after which the rate falls
+    dense: float = 0.3  # weight of the read-outs inside the decoder
+    stills: float = 0.0  # share of batches that are single pictures
     whole: float = 0.5  # share of batches that see all tokens
     warm: int = 150  # steps before tokens are dropped
     held: int = 256  # clips at the end of the bank that are never trained on
@@ -40,6 +45,9 @@ class Plan:
     def done(self, step: int, seconds: float) -> float:
         """Share of the stage that is over."""
         return step / self.steps if self.minutes is None else seconds / (60 * self.minutes)
+
+
+POLISH = Plan("polish", 400, lr=8e-4, hold=0.1, dense=0.1, stills=0.2, warm=0)
 
 
 class MotionHead(nn.Module):
@@ -117,54 +125,77 @@ def score(
     return {kind: sum(right[kind]) / len(right[kind]) for kind in KINDS if right[kind]}
 
 
-def train_language(
-    model: LlavaOnevisionForConditionalGeneration,
-    school: School,
-    plan: Plan,
-    seed: int,
-    report: Callable[[dict[str, object]], None],
-    save: Callable[[], None],
-) -> dict[str, float]:
-    """Train the decoder for a time; returns the last scores on held-out clips."""
-    lm = model.model.language_model
-    heads = nn.ModuleList([MotionHead(lm.config.hidden_size) for _ in DEEP])
-    matrices, rest = split_parameters(lm)
-    rest = [*rest, model.model.image_newline, *heads.parameters()]
-    optimiser = Mixed(matrices, rest, plan.lr)
-    rng = torch.Generator().manual_seed(seed)
-    clips = len(school.bank.tables) - plan.held
-    exam = [
-        school.lesson(list(range(clips + i, clips + i + 32)), 12, even_weights())
-        for i in range(0, plan.held, 32)
-    ]
-    weights, scores = even_weights(), dict.fromkeys(KINDS, 0.0)
-    start = looked = time.monotonic()
-    step, order = 0, torch.empty(0, dtype=torch.long)
-    while (done := plan.done(step, time.monotonic() - start)) < 1:
-        if len(order) < plan.batch:
-            order = torch.randperm(clips, generator=rng)
-        batch, order = order[: plan.batch].tolist(), order[plan.batch :]
-        lesson = school.lesson(batch, plan.questions, weights)
-        kept = _keep(lesson, plan, step, rng)
-        states, prefix = forward(model, lesson, kept)
-        loss = answer_loss(model, states, lesson.packed.labels)
-        dense = sum(
-            (h.loss(prefix[k][:, 1:], lesson, kept) for h, k in zip(heads, DEEP, strict=True)),
-            torch.zeros(()),
-        )
-        (loss + 0.3 * dense).backward()
-        optimiser.step(schedule(done))
-        step += 1
-        if step % 20 == 0:
-            row = {"stage": "language", "step": step, "loss": loss.item(), "dense": dense.item()}
-            report(row | {"kept": kept.shape[1], "seconds": time.monotonic() - start})
-        if time.monotonic() - looked > 60 * plan.watch:
-            looked = time.monotonic()
-            scores = _look(model, exam, step, report)
-            weights = _weigh(scores)
-            save()
-    save()
-    return _look(model, exam, step, report)
+class Trainer:
+    """The stage's loop; a second one with another plan continues where the first ended."""
+
+    def __init__(
+        self,
+        model: LlavaOnevisionForConditionalGeneration,
+        school: School,
+        plan: Plan,
+        seed: int,
+        gallery: Gallery | None = None,
+    ) -> None:
+        self.model, self.school, self.plan, self.gallery = model, school, plan, gallery
+        lm = model.model.language_model
+        self.heads = [MotionHead(lm.config.hidden_size) for _ in DEEP]
+        matrices, rest = split_parameters(lm)
+        rest = [*rest, model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
+        self.optimiser = Mixed(matrices, rest, plan.lr)
+        self.rng = torch.Generator().manual_seed(seed)
+        self.clips = len(school.bank.tables) - plan.held
+        self.order = torch.empty(0, dtype=torch.long)
+        self.weights = even_weights()
+
+    def train(self, report: Callable[[dict[str, object]], None], save: Callable[[], None]) -> None:
+        """Train as long as the plan says, looking at held-out clips now and then."""
+        exam = self._exam()
+        start = looked = time.monotonic()
+        step = 0
+        while (done := self.plan.done(step, time.monotonic() - start)) < 1:
+            row = self.step(step, done)
+            step += 1
+            if step % 20 == 0:
+                report({**row, "step": step, "seconds": time.monotonic() - start})
+            if time.monotonic() - looked > 60 * self.plan.watch:
+                looked = time.monotonic()
+                self.weights = _weigh(_look(self.model, exam, step, report))
+                save()
+        save()
+        _look(self.model, exam, step, report)
+
+    def step(self, step: int, done: float) -> dict[str, object]:
+        """One update; returns its figures."""
+        still = self.gallery is not None and self._chance() < self.plan.stills
+        lesson = self._next(still)
+        kept = _keep(lesson, self.plan, step, self.rng)
+        states, prefix = forward(self.model, lesson, kept)
+        loss = answer_loss(self.model, states, lesson.packed.labels)
+        dense = loss.new_zeros(())
+        if not still:
+            for head, layer in zip(self.heads, DEEP, strict=True):
+                dense = dense + head.loss(prefix[layer][:, 1:], lesson, kept)
+        (loss + self.plan.dense * dense).backward()
+        self.optimiser.step(schedule(done, hold=self.plan.hold))
+        figures = {"loss": loss.item(), "dense": dense.item(), "kept": kept.shape[1]}
+        return {"stage": self.plan.name, **figures}
+
+    def _next(self, still: bool) -> Lesson:
+        size = self.plan.batch
+        if still and self.gallery is not None:
+            return self.gallery.lesson(size, 6)
+        if len(self.order) < size:
+            self.order = torch.randperm(self.clips, generator=self.rng)
+        clips, self.order = self.order[:size].tolist(), self.order[size:]
+        return self.school.lesson(clips, self.plan.questions, self.weights)
+
+    def _chance(self) -> float:
+        return float(torch.rand((), generator=self.rng))
+
+    def _exam(self) -> list[Lesson]:
+        """Lessons about the clips that are never trained on."""
+        starts = range(self.clips, self.clips + self.plan.held, 32)
+        return [self.school.lesson(list(range(i, i + 32)), 12, even_weights()) for i in starts]
 
 
 def _keep(lesson: Lesson, plan: Plan, step: int, rng: torch.Generator) -> Tensor:

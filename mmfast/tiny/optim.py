@@ -22,7 +22,8 @@ def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
     for _ in range(rounds):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    even: Tensor = x.mT if tall else x
+    return even
 
 
 class Mixed:
@@ -47,8 +48,8 @@ class Mixed:
     def step(self, factor: float, clip: float = 1.0) -> float:
         """One update at `factor` times the peak rate; returns the gradient's norm."""
         norm = nn.utils.clip_grad_norm_(self.parameters(), clip)
-        for group in self.adam.param_groups:
-            group["lr"] = self.lr * factor
+        for options in self.adam.param_groups:
+            options["lr"] = self.lr * factor
         self.adam.step()
         for shape, group in self.groups.items():
             grads = torch.stack([p.grad if p.grad is not None else p * 0 for p in group])
@@ -65,7 +66,8 @@ class Mixed:
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Hidden matrices of transformer layers, and everything else."""
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         hidden = parameter.ndim == 2 and "layers." in name
         (matrices if hidden else rest).append(parameter)

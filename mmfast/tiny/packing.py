@@ -44,7 +44,10 @@ def pack(rows: Sequence[Sequence[tuple[list[int], list[int]]]]) -> Packed:
     """Pack rows of (question ids, answer ids)."""
     columns: list[list[list[int]]] = [[], [], [], []]
     for row in rows:
-        ids, block, within, labels = ([] for _ in range(4))
+        ids: list[int] = []
+        block: list[int] = []
+        within: list[int] = []
+        labels: list[int] = []
         for number, (question, answer) in enumerate(row):
             text = [*question, ASSISTANT, *answer]
             ids += text

@@ -79,7 +79,7 @@ def _ground(rng: np.random.Generator) -> Floats:
         soft = 0.7 * soft + 0.3 * (np.sin(wave) > 0)
     grain = rng.normal(0, 6, (side // 2, side // 2)).repeat(2, 0).repeat(2, 1)
     mixed = tints[0] + soft[..., None] * (tints[1] - tints[0]) + grain[..., None]
-    return np.clip(mixed, 0, 255)
+    return np.asarray(np.clip(mixed, 0, 255))
 
 
 def _distance(shape: str, x: Floats, y: Floats, r: float) -> Floats:

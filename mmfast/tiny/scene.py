@@ -60,7 +60,7 @@ class Thing:
     def path(self) -> Floats:
         """Centres without camera shake, also for frames in which it is not there: [F, 2]."""
         time = np.arange(FRAMES, dtype=np.float64)[:, None]
-        return np.asarray(self.start) + time * np.asarray(self.velocity)
+        return np.asarray(np.asarray(self.start) + time * np.asarray(self.velocity))
 
     def alive(self) -> NDArray[np.bool_]:
         """Whether it is in the scene (perhaps hidden) in each frame: [F]."""

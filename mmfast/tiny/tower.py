@@ -51,12 +51,14 @@ def scale_pixels(frames: Tensor) -> Tensor:
 def tower_features(model: LlavaOnevisionForConditionalGeneration, pixels: Tensor) -> Tensor:
     """Features before the projector: [n, 3, S, S] -> [n, P, D]."""
     out = model.model.vision_tower(pixels, output_hidden_states=True)
-    return out.hidden_states[model.config.vision_feature_layer]
+    features: Tensor = out.hidden_states[model.config.vision_feature_layer]
+    return features
 
 
 def pooled_tokens(model: LlavaOnevisionForConditionalGeneration, features: Tensor) -> Tensor:
     """Projector and 2 x 2 pooling: [n, P, D] -> [n, P / 4, H]."""
-    return model.model.apply_pooling(model.model.multi_modal_projector(features))
+    tokens: Tensor = model.model.apply_pooling(model.model.multi_modal_projector(features))
+    return tokens
 
 
 def _stack(parts: list[Dense]) -> Dense:
@@ -68,7 +70,8 @@ def _stack(parts: list[Dense]) -> Dense:
 def _draw(bank: Bank, size: int, rng: torch.Generator) -> tuple[Tensor, Dense, Dense]:
     clips = torch.randint(len(bank.tables), (size,), generator=rng).tolist()
     times = torch.randint(bank.frames.shape[1], (size,), generator=rng).tolist()
-    fine, coarse = [], []
+    fine: list[Dense] = []
+    coarse: list[Dense] = []
     for clip, time_ in zip(clips, times, strict=True):
         for owners, found in ((bank.patches, fine), (bank.cells, coarse)):
             dense = look_labels(owners[clip], bank.tables[clip])

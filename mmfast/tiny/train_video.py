@@ -24,27 +24,42 @@ from mmfast.tiny.bank import Bank, make_bank
 from mmfast.tiny.build import make_model, make_processor
 from mmfast.tiny.card import write_card
 from mmfast.tiny.evaluate import run_eval
-from mmfast.tiny.language import Plan, train_language
+from mmfast.tiny.language import POLISH, Plan, Trainer
 from mmfast.tiny.lessons import School
+from mmfast.tiny.stills import Gallery
 from mmfast.tiny.tower import encode_bank, settle_scale, train_tower
 
 Report = Callable[[dict[str, object]], None]
 
 
-def train(out: Path, seed: int, clips: int, tower_steps: int, plan: Plan, report: Report) -> None:
+def train(out: Path, options: argparse.Namespace, report: Report) -> None:
     """Run all stages and leave a loadable checkpoint in `out`, also while still training."""
+    seed = options.seed
     processor = make_processor()
     model = make_model(len(processor.tokenizer), seed)
-    bank = _bank(clips, seed, report)
-    train_tower(model, bank, tower_steps, seed, report)
+    bank = _bank(options.clips, seed, report)
+    train_tower(model, bank, options.tower_steps, seed, report)
     settle_scale(model, bank, 0.5)
+    bank = bank.first(options.decoder_clips)
     tokens = encode_bank(model, bank, report)
-    school = School(bank, tokens, processor.tokenizer, seed)
+    gallery = Gallery(model, bank, min(len(bank.tables), 4000), processor.tokenizer, seed)
+    for number, plan in enumerate(plans(options)):
+        school = School(bank, tokens, processor.tokenizer, seed + number)
+        trainer = Trainer(model, school, plan, seed + number, gallery)
+        trainer.train(report, lambda: save_checkpoint(model, processor, out))
 
-    def save() -> None:
-        save_checkpoint(model, processor, out)
 
-    train_language(model, school, plan, seed, report, save)
+def plans(options: argparse.Namespace) -> list[Plan]:
+    """The decoder's two stages: clips, then clips and pictures at a lower rate."""
+    share = options.polish / (options.steps + options.polish)
+    minutes = options.minutes
+    main = replace(
+        Plan(), steps=options.steps, minutes=None if minutes is None else minutes * (1 - share)
+    )
+    polish = replace(
+        POLISH, steps=options.polish, minutes=None if minutes is None else minutes * share
+    )
+    return [main, polish]
 
 
 def save_checkpoint(
@@ -85,11 +100,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("tiny-video"), help="checkpoint folder")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clips", type=int, default=6000, help="training clips")
+    parser.add_argument("--clips", type=int, default=10000, help="clips that the tower learns from")
+    parser.add_argument("--decoder-clips", type=int, default=6000, help="of them for the decoder")
     parser.add_argument("--tower-steps", type=int, default=520)
-    parser.add_argument("--steps", type=int, default=Plan.steps, help="decoder steps")
+    parser.add_argument("--steps", type=int, default=Plan.steps, help="decoder steps on clips")
     parser.add_argument(
-        "--minutes", type=float, help="fit the decoder's stage into this time instead of --steps"
+        "--polish", type=int, default=POLISH.steps, help="with pictures, after that"
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="fit the decoder's stages into this time instead"
     )
     parser.add_argument("--questions", type=int, default=400, help="of the final evaluation")
     return parser.parse_args(argv)
@@ -107,8 +126,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     start = time.monotonic()
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     report({"stage": "start", "seed": options.seed, "machine": machine, "torch": torch.__version__})
-    plan = replace(Plan(), steps=options.steps, minutes=options.minutes)
-    train(options.out, options.seed, options.clips, options.tower_steps, plan, report)
+    train(options.out, options, report)
     result = run_eval([], options.questions, options.seed, options.out)
     report({"stage": "evaluation", **result, "model": "this checkpoint"})
     report({"stage": "end", "seconds": time.monotonic() - start})

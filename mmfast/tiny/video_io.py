@@ -31,6 +31,6 @@ def encode(frames: NDArray[np.uint8], fps: int = FPS) -> bytes:
 
 def decode(clip: bytes, frames: int = SAMPLED) -> NDArray[np.uint8]:
     """Frames of a small clip, uniformly sampled: uint8 [frames, H, W, 3]."""
-    with av.open(io.BytesIO(clip)) as box:
+    with av.open(io.BytesIO(clip), "r") as box:
         pictures = [frame.to_ndarray(format="rgb24") for frame in box.decode(video=0)]
     return np.stack([pictures[i] for i in sampled_indices(len(pictures), frames)])
