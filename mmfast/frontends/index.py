@@ -44,7 +44,6 @@ class Index:
     ticks: Indices  # [n] presentation time of each frame in units of the time base
     end: int  # the tick at which the last frame leaves the screen
     keys: Indices  # [k] presentation ticks of the key frames, ascending
-    seeks: Indices  # [k] where to seek to begin decoding at that key frame
     trusted: bool  # every packet is one frame with its own time, so that seeking is exact
     plain: bool  # decord may read it: fresh starts only, nothing cut away, fixed parameters
 
@@ -85,9 +84,7 @@ def _build(
     # AVI stores no presentation times: its frames are shown at the decoding times in turn.
     avi = source.kind == "avi"
     ticks = np.array(sorted(t for p in shown if (t := p.dts if avi else p.pts) is not None))
-    keys = sorted(
-        (p.pts, p.pts if p.dts is None else p.dts) for p in packets if p.key and p.pts is not None
-    )
+    keys = sorted(p.pts for p in packets if p.key and p.pts is not None)
     trusted = (
         header.codec in _ONE_PACKET_ONE_FRAME
         and header.progressive
@@ -97,15 +94,12 @@ def _build(
         and len(ticks) == len(shown)
         and bool((np.diff(ticks) > 0).all())
         and bool(keys)
-        and keys[0][0] <= int(ticks[0])
+        and keys[0] <= int(ticks[0])
     )
     return Index(
         ticks=ticks.astype(np.int64),
         end=_end(header, shown, ticks),
-        keys=np.array([pts for pts, _ in keys], dtype=np.int64),
-        # Matroska seeks by presentation time, mp4 by decoding time; the smaller is always early
-        # enough, but a whole group of pictures too early in Matroska.
-        seeks=np.array([pts if source.kind == "mkv" else min(pts, dts) for pts, dts in keys]),
+        keys=np.array(keys, dtype=np.int64),
         trusted=trusted,
         plain=plain,
     )

@@ -86,7 +86,7 @@ def read_exact(
             group = int(np.searchsorted(index.keys, tick, side="right")) - 1
             start = int(np.searchsorted(index.ticks, index.keys[group]))
             if start - reached > _WORTH_SEEKING:
-                container.seek(int(index.seeks[group]), stream=stream)
+                container.seek(int(index.keys[group]), stream=stream)
                 frames = iter(decoder)
             to_rgb(_advance(frames, int(tick), decoder), out[place], turn, source.name)
             reached = row
