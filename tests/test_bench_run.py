@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from mmfast.bench import measure
 from mmfast.bench import stages as stage_module
+from mmfast.bench.presets import PRESETS
 from mmfast.bench.results import bench_rows
 from mmfast.bench.run import run_bench
 from mmfast.bench.sections import bench as bench_table
@@ -74,6 +76,38 @@ def test_merging_in_the_tower_lowers_its_flops() -> None:
     document = run_bench(reduce=["tome@vit:0.5"], stages="vit", iters=1)
     assert document["ok"], document["faults"]
     assert document["rows"][1]["ideal"] > 1.05
+
+
+_TOKENS = {
+    "image_token_id": 500,
+    "video_token_id": 501,
+    "vision_start_token_id": 502,
+    "vision_end_token_id": 503,
+}
+_TOWER = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "qwen3-vl-8b"])
+def test_qwen_shapes_scaled_down(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same families, layouts and inputs as the real presets, small enough for a test."""
+    real = PRESETS[name]
+    vision = {**real.vision, **_TOWER, "out_hidden_size": 64}
+    vision |= {k: [0, 1, 2] for k in ("deepstack_visual_indexes",) if k in vision}
+    vision |= {k: [2] for k in ("fullatt_block_indexes",) if k in vision}
+    tiny = {**PRESETS["tiny"].text, "head_dim": 16, "num_hidden_layers": 4}
+    rope = {**real.text["rope_parameters"], "mrope_section": [4, 2, 2]}
+    text = {**real.text, **{k: v for k, v in tiny.items() if k != "model_type"}}
+    text = {k: v for k, v in text.items() if k in real.text} | {"rope_parameters": rope}
+    small = replace(real, vision=vision, text=text, special=_TOKENS, grid=(12, 20), half=False)
+    monkeypatch.setitem(PRESETS, name, small)
+    document = run_bench(
+        preset=name, reduce=["evs:0.25", "fastv:0.5"], stages="vit,llm,decode,ttft", iters=1
+    )
+    assert document["ok"], document["faults"]
+    kept = {(row["stage"], row["reduce"]): row["kept"] for row in document["rows"]}
+    assert document["tokens"] == 4 * 6 * 10
+    assert kept["llm", "evs:0.25"] == kept["ttft", "evs:0.25"] == 60
+    assert kept["llm", "fastv:0.5"] == kept["decode", "fastv:0.5"] == 120
 
 
 @pytest.fixture
