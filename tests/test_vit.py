@@ -7,10 +7,12 @@ from itertools import pairwise
 import pytest
 import torch
 from test_vision import GRIDS, onevision, pixels, qwen
+from tiny_models import FAMILIES, build
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
+from mmfast.attach import attach
 from mmfast.core.errors import SpecError
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
@@ -405,3 +407,19 @@ def test_shares_and_schedule_are_exact():
     steps = [a - b for a, b in pairwise(counts)]
     assert counts[-1] == 200
     assert max(steps) - min(steps) <= 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_with_a_merged_tower_and_a_later_stage(family):
+    """The tower's stage stands beside the other sites of `attach`, and leaves nothing behind."""
+    tiny = build(family)
+    inputs = tiny.inputs(["look {video} now"], videos=tiny.videos(1))
+    kwargs = {"max_new_tokens": 3, "do_sample": False, "suppress_tokens": tiny.blocked()}
+    stock = tiny.model.generate(**inputs, **kwargs)
+    with attach(tiny.model, "tome@vit:0.5+visionzip:0.5") as trace:
+        merged = tiny.model.generate(**inputs, **kwargs)
+    assert merged.shape == stock.shape
+    rows = {row.stage: row for row in trace.rows}
+    assert rows["vit"].tokens_out * 2 == rows["vit"].tokens_in
+    assert {site for site, _, _ in trace.reductions} >= {"vit", "pre"}
+    assert torch.equal(tiny.model.generate(**inputs, **kwargs), stock)
