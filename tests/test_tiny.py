@@ -175,6 +175,8 @@ def test_packed_questions_equal_single_questions() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_augmentation_keeps_exactly_what_was_asked(way: str) -> None:
+    still = torch.randn(2, 1, 299, 16)
+    assert choose(still, 30, way, torch.Generator()).shape == (2, 30)
     tokens = torch.randn(3, 8, 36, 16)
     for keep in (1, 29, 287):
         kept = choose(tokens, keep, way, torch.Generator().manual_seed(0))

@@ -31,8 +31,8 @@ def choose(tokens: Tensor, keep: int, way: str, rng: torch.Generator) -> Tensor:
     if way == "change":
         unit = normalize(tokens, dim=-1)
         change = 1 - (unit[:, 1:] * unit[:, :-1]).sum(-1)
-        change = torch.cat([torch.full_like(change[:, :1], 2.0), change], 1).flatten(1)
-        score = change + 0.02 * score  # the first frame is all new
+        new = change.new_full((batch, 1, patches), 2.0)  # the first frame
+        score = torch.cat([new, change], 1).flatten(1) + 0.02 * score
     return score.topk(keep).indices.sort(-1).values
 
 

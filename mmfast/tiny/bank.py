@@ -47,7 +47,8 @@ def shrink(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Resize as the model's processor does: [T, H, W, 3] -> [T, 3, INPUT, INPUT]."""
     pictures = torch.from_numpy(frames).permute(0, 3, 1, 2)
     small = vision.resize(pictures, [INPUT, INPUT], InterpolationMode.BICUBIC, antialias=True)
-    return np.asarray(small.numpy())
+    resized: NDArray[np.uint8] = small.numpy()
+    return resized
 
 
 def make_row(scene: Scene) -> Row:

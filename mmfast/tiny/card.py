@@ -22,9 +22,10 @@ format, no code of its own. Eight frames, uniformly sampled, 96 x 96: 36 visual 
 
 ## What it can be asked
 
-Colour, shape, number of objects, direction of movement, which of two is faster, corner at the
-start or the end, which of two appeared first, and a two-digit number that is on screen for part
-of the clip. Answers are short lower-case words. Clips have a textured background, camera shake,
+Of a clip: colour, shape, number of objects, direction of movement, which of two is faster, corner
+at the start or the end, which of two appeared first, and a two-digit number that is on screen for
+part of the clip. Of a picture: colour, shape, number of objects, corner, number. Answers are short
+lower-case words. Clips have a textured background, camera shake,
 1 to 4 objects that hide each other, a grey bar in some, and are H.264 files, in training too.
 
 ## Figures
@@ -43,8 +44,10 @@ Training, from `training.jsonl` beside this card ({machine}, torch {torch}, seed
 (2) tower and projector learn what every patch shows (shape, colour, digit, row, column, offset
 to the object's centre), labels that the generator knows; (3) they are frozen and run over the
 clips once; (4) the decoder learns to answer, about ten questions a clip in one pass, half of the
-clips played backwards. During (4) two of its layers also owe, at every visual token, how the
-object there moves; those read-outs are thrown away. Parts of the visual tokens were dropped in
+clips played backwards; (5) the same at a lower rate with some single pictures among the clips.
+In (4) and (5) two of its layers also owe, at every visual token, how the object there moves,
+and in (5) where a question names an object, how that one moves; those read-outs are thrown away.
+Parts of the visual tokens were dropped in
 half of the steps (random, uniform, by change between frames, or by diversity; 8 to 60 % kept,
 original positions), so that the model is used to answering from fewer: say so when you compare
 reductions on it with models that were not.
@@ -96,6 +99,9 @@ def _stages(log: list[dict[str, Any]]) -> str:
         f"- decoder: {language['step']} steps in {_minutes(language)}; "
         f"last look at held-out training clips: {100 * held['mean']:.1f} % of questions",
     ]
+    polish = [row for row in log if row["stage"] == "polish"]
+    if polish:
+        found.append(f"- with pictures: {polish[-1]['step']} steps in {_minutes(polish[-1])}")
     ends = [row for row in log if row["stage"] == "end"]
     if ends:
         found.append(f"- whole run: {_minutes(ends[-1])}")

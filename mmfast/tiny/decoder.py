@@ -55,8 +55,8 @@ def run_decoder(
         mask: what the questions may look at. # bool [B, 1, L, P + L]
 
     Returns:
-        Normalised last states of the questions [B, L, D], and the prefix [B, P, D] after each
-        layer but the last.
+        Normalised last states of the questions [B, L, D], and the states [B, P + L, D] of all
+        after each layer but the last.
     """
     split, x = prefix.shape[1], torch.cat([prefix, text], 1)
     cos, sin = lm.rotary_emb(x, torch.cat([prefix_at, text_at], 1))
@@ -65,6 +65,6 @@ def run_decoder(
     states = []
     for layer in lm.layers[:-1]:
         x = _layer(layer, x, turn, bias, split, 0)
-        states.append(x[:, :split])
+        states.append(x)
     x = _layer(lm.layers[-1], x, turn, bias, split, split)
     return lm.norm(x), states

@@ -12,6 +12,7 @@ from mmfast.tiny.table import THINGS, Table
 LEFT, RIGHT = THINGS + 1, THINGS + 2  # owners that are digits
 IGNORE = -100
 SIZES = {"shape": 6, "colour": 7, "digit": 21}  # class 0 = none, in each
+NAMED = {"way": 4, "fast": 2, "born": 8}  # of a thing that a question names
 MOTION = {"way": 4, "fast": 2, "born": 8, "corner": 9}  # of a thing, as far as seen so far
 
 
@@ -69,6 +70,18 @@ def motion_labels(owners: Tensor, table: Table) -> dict[str, Tensor]:
         values["corner"][i + 1, int(seen[0]) :] = 3 * int(y) + int(x)
     frame = torch.arange(len(owner))[:, None].expand_as(owner)
     return {name: value[owner, frame] for name, value in values.items()}
+
+
+def thing_labels(table: Table) -> dict[str, Tensor]:
+    """How each thing moves and when it came, row 0 for none: [1 + THINGS] each."""
+    found = {name: torch.full((1 + THINGS,), IGNORE) for name in NAMED}
+    for i in range(table.count):
+        move = table.world[i, 1] - table.world[i, 0]
+        main = int(np.abs(move).argmax())
+        found["way"][i + 1] = 2 * main + int(move[main] > 0)
+        found["fast"][i + 1] = int(np.hypot(*move) > 2.6 * 2)
+        found["born"][i + 1] = int(table.alive[i].argmax())
+    return found
 
 
 def count_labels(table: Table) -> Tensor:

@@ -13,14 +13,15 @@ from transformers import LlavaOnevisionForConditionalGeneration
 from mmfast.tiny.augment import WAYS, choose
 from mmfast.tiny.build import USER
 from mmfast.tiny.decoder import run_decoder
-from mmfast.tiny.labels import IGNORE, MOTION
+from mmfast.tiny.labels import IGNORE
 from mmfast.tiny.lessons import Lesson, School, Weights, even_weights
 from mmfast.tiny.optim import Mixed, schedule, split_parameters
 from mmfast.tiny.questions import KINDS
-from mmfast.tiny.scene import SAMPLED
+from mmfast.tiny.readouts import MotionHead, NameHead
 from mmfast.tiny.stills import Gallery
 
 DEEP = (1, 2)  # decoder layers whose visual states must know how things move
+NAMES = (2, 3)  # layers in which a question knows how the things that it names move
 KEEPS = (0.6, 0.4, 0.25, 0.15, 0.08)
 
 
@@ -37,6 +38,7 @@ class Plan:
     hold: float = 0.5  # share of the stage after which the rate falls
     dense: float = 0.3  # weight of the read-outs inside the decoder
     stills: float = 0.0  # share of batches that are single pictures
+    names: bool = False  # whether questions owe how the things that they name move
     whole: float = 0.5  # share of batches that see all tokens
     warm: int = 150  # steps before tokens are dropped
     held: int = 256  # clips at the end of the bank that are never trained on
@@ -47,38 +49,13 @@ class Plan:
         return step / self.steps if self.minutes is None else seconds / (60 * self.minutes)
 
 
-POLISH = Plan("polish", 400, lr=8e-4, hold=0.1, dense=0.1, stills=0.2, warm=0)
-
-
-class MotionHead(nn.Module):
-    """Read-outs of a visual token's state inside the decoder; thrown away after training."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.parts = [SAMPLED, *MOTION.values(), 5]
-        self.read = nn.Linear(width, sum(self.parts))
-
-    def loss(self, x: Tensor, lesson: Lesson, kept: Tensor) -> Tensor:
-        """Loss on states of the kept tokens and the newline behind them: x [B, M + 1, D]."""
-        outs = self.read(x).split(self.parts, -1)
-        batch, patches = len(x), lesson.tokens.shape[2]
-        frame = kept // patches  # [B, M]
-        total = 0.2 * cross_entropy(outs[0][:, :-1].flatten(0, 1), frame.flatten())
-        for out, name in zip(outs[1:-1], MOTION, strict=True):
-            label = lesson.motion[name].flatten(1).gather(1, kept)
-            if (label != IGNORE).any():
-                total = total + cross_entropy(out[:, :-1].flatten(0, 1), label.flatten())
-        # A token may not have seen the rest of its own frame: it owes the count up to the last.
-        before = torch.cat([lesson.count.new_zeros(batch, 1), lesson.count], 1)
-        owed = torch.cat([before.gather(1, frame), lesson.count[:, -1:]], 1)
-        total = total + 0.3 * cross_entropy(outs[-1].flatten(0, 1), owed.flatten())
-        return total + 0.5 * cross_entropy(outs[-1][:, -1], owed[:, -1])
+POLISH = Plan("polish", 400, lr=1.2e-3, hold=0.2, dense=0.15, stills=0.15, names=True, warm=0)
 
 
 def forward(
     model: LlavaOnevisionForConditionalGeneration, lesson: Lesson, kept: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """States of the packed questions and of the prefix after each layer: kept [B, M]."""
+    """Last states of the questions and all states after each layer: kept [B, M]."""
     lm, packed = model.model.language_model, lesson.packed
     shown = lesson.tokens.flatten(1, 2)  # [B, N, D]
     batch, total, width = shown.shape
@@ -139,8 +116,13 @@ class Trainer:
         self.model, self.school, self.plan, self.gallery = model, school, plan, gallery
         lm = model.model.language_model
         self.heads = [MotionHead(lm.config.hidden_size) for _ in DEEP]
+        self.names = [NameHead(lm.config.hidden_size) for _ in NAMES if plan.names]
         matrices, rest = split_parameters(lm)
-        rest = [*rest, model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
+        rest = [
+            *rest,
+            model.model.image_newline,
+            *nn.ModuleList([*self.heads, *self.names]).parameters(),
+        ]
         self.optimiser = Mixed(matrices, rest, plan.lr)
         self.rng = torch.Generator().manual_seed(seed)
         self.clips = len(school.bank.tables) - plan.held
@@ -150,6 +132,8 @@ class Trainer:
     def train(self, report: Callable[[dict[str, object]], None], save: Callable[[], None]) -> None:
         """Train as long as the plan says, looking at held-out clips now and then."""
         exam = self._exam()
+        if self.plan.warm == 0:  # not a beginner
+            self.weights = _weigh(_look(self.model, exam, 0, report))
         start = looked = time.monotonic()
         step = 0
         while (done := self.plan.done(step, time.monotonic() - start)) < 1:
@@ -169,12 +153,14 @@ class Trainer:
         still = self.gallery is not None and self._chance() < self.plan.stills
         lesson = self._next(still)
         kept = _keep(lesson, self.plan, step, self.rng)
-        states, prefix = forward(self.model, lesson, kept)
+        states, layers = forward(self.model, lesson, kept)
         loss = answer_loss(self.model, states, lesson.packed.labels)
         dense = loss.new_zeros(())
         if not still:
             for head, layer in zip(self.heads, DEEP, strict=True):
-                dense = dense + head.loss(prefix[layer][:, 1:], lesson, kept)
+                dense = dense + head.loss(layers[layer][:, 1 : kept.shape[1] + 2], lesson, kept)
+            for name_head, layer in zip(self.names, NAMES, strict=False):
+                dense = dense + name_head.loss(layers[layer][:, kept.shape[1] + 2 :], lesson)
         (loss + self.plan.dense * dense).backward()
         self.optimiser.step(schedule(done, hold=self.plan.hold))
         figures = {"loss": loss.item(), "dense": dense.item(), "kept": kept.shape[1]}

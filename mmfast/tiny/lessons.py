@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mmfast.tiny.bank import Bank
-from mmfast.tiny.labels import count_labels, motion_labels
+from mmfast.tiny.labels import count_labels, motion_labels, thing_labels
 from mmfast.tiny.packing import Packed, pack
 from mmfast.tiny.questions import KINDS, WORDINGS, Fact, facts
 
@@ -25,6 +25,7 @@ class Lesson:
     kinds: list[list[str]]  # per clip, the kind of each question
     motion: dict[str, Tensor]  # [B, T, P]
     count: Tensor  # [B, T]
+    things: dict[str, Tensor]  # [B, 1 + THINGS], see thing_labels
 
 
 class School:
@@ -50,12 +51,16 @@ class School:
 
     def lesson(self, clips: list[int], questions: int, weights: Weights) -> Lesson:
         """A batch of the given clips with about so many questions each."""
-        tokens, rows, kinds, motions, counts = [], [], [], [], []
+        tokens, rows, marks, kinds, motions, counts, things = [], [], [], [], [], [], []
         for clip in clips:
             back = bool(self.rng.random() < 0.5)
             by_kind, dense = self._knowledge(clip, back)
             chosen = self._choose(by_kind, questions, weights)
             rows.append([(self.ids(self._word(f)), self.ids(f.answer)) for f in chosen])
+            marks.append([self._marks(clip, ids) for ids, _ in rows[-1]])
+            things.append(
+                thing_labels(self.bank.tables[clip].backwards() if back else self.bank.tables[clip])
+            )
             kinds.append([f.kind for f in chosen])
             shown = self.tokens[clip].float()
             tokens.append(shown.flip(0) if back else shown)
@@ -64,7 +69,19 @@ class School:
         motion = {
             k: torch.stack([m[k] for m in motions]).long() for k in motions[0] if k != "count"
         }
-        return Lesson(torch.stack(tokens), pack(rows), kinds, motion, torch.stack(counts))
+        named = {k: torch.stack([t[k] for t in things]) for k in things[0]}
+        packed = pack(rows, marks)
+        return Lesson(torch.stack(tokens), packed, kinds, motion, torch.stack(counts), named)
+
+    def _marks(self, clip: int, ids: list[int]) -> dict[int, int]:
+        """Where the names of things end in a question."""
+        table, found = self.bank.tables[clip], {}
+        for thing in range(table.count):
+            first, second = self.ids(" " + table.name(thing))
+            for place in range(1, len(ids)):
+                if ids[place - 1] == first and ids[place] == second:
+                    found[place] = thing + 1
+        return found
 
     def _knowledge(self, clip: int, back: bool) -> tuple[dict[str, list[Fact]], dict[str, Tensor]]:
         if (clip, back) not in self.known:

@@ -23,6 +23,7 @@ class Packed:
     block: Tensor  # [B, L] number of the question, -1 = padding
     within: Tensor  # [B, L] place in its question
     labels: Tensor  # [B, L] next token where it belongs to an answer, else IGNORE
+    named: Tensor  # [B, L] 1 + the thing whose name ends here, 0 = none
 
     def mask(self, prefix: int) -> Tensor:
         """What each question token may look at: bool [B, 1, L, prefix + L]."""
@@ -40,25 +41,36 @@ class Packed:
         ]
 
 
-def pack(rows: Sequence[Sequence[tuple[list[int], list[int]]]]) -> Packed:
-    """Pack rows of (question ids, answer ids)."""
-    columns: list[list[list[int]]] = [[], [], [], []]
-    for row in rows:
+def pack(
+    rows: Sequence[Sequence[tuple[list[int], list[int]]]],
+    marks: Sequence[Sequence[dict[int, int]]] = (),
+) -> Packed:
+    """Pack rows of (question ids, answer ids).
+
+    Args:
+        rows: questions and answers per clip.
+        marks: for each of them, which thing (1 + number) is named up to which question token.
+    """
+    columns: list[list[list[int]]] = [[], [], [], [], []]
+    for line, row in enumerate(rows):
         ids: list[int] = []
         block: list[int] = []
         within: list[int] = []
         labels: list[int] = []
+        named: list[int] = []
         for number, (question, answer) in enumerate(row):
             text = [*question, ASSISTANT, *answer]
             ids += text
             block += [number] * len(text)
             within += range(len(text))
             labels += [IGNORE] * len(question) + [*answer, END]
-        for column, value in zip(columns, (ids, block, within, labels), strict=True):
+            mark = marks[line][number] if marks else {}
+            named += [mark.get(place, 0) for place in range(len(text))]
+        for column, value in zip(columns, (ids, block, within, labels, named), strict=True):
             column.append(value)
     length = max(len(ids) for ids in columns[0])
     padded = [
         torch.tensor([v + [fill] * (length - len(v)) for v in column])
-        for column, fill in zip(columns, (END, -1, 0, IGNORE), strict=True)
+        for column, fill in zip(columns, (END, -1, 0, IGNORE, 0), strict=True)
     ]
     return Packed(*padded)

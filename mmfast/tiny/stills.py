@@ -89,7 +89,7 @@ class Gallery:
         shown = torch.cat([base, tile[:, :-1]], 1)[
             :, None
         ]  # [B, 1, P + rows * (columns + 1) - 1, H]
-        return Lesson(shown, pack(rows), kinds, {}, torch.zeros(size, 1, dtype=torch.long))
+        return Lesson(shown, pack(rows), kinds, {}, torch.zeros(size, 1, dtype=torch.long), {})
 
     def _ids(self, fact: Fact, wordings: tuple[str, ...]) -> tuple[list[int], list[int]]:
         text = wordings[self.rng.integers(len(wordings))].format(*fact.slots)
