@@ -96,7 +96,7 @@ def test_a_sparse_read_gives_the_same_frames(written, name: str) -> None:
     """Seeking must not change a frame; open GOPs are where decoders get it wrong."""
     path = written(name)
     whole = read_video(path, frames=10_000, backend="pyav")
-    for frames in (1, 2, 5, 7, 11):
+    for frames in (1, 5, 11):
         for backend in ("auto", "pyav"):
             clip = read_video(path, frames=frames, backend=backend)
             assert numbers_of(clip.frames) == list(clip.indices)
@@ -237,8 +237,9 @@ def test_reads_in_threads_agree(clip_path: Path) -> None:
 
 
 def test_a_sparse_read_does_not_hold_the_video(tmp_path: Path) -> None:
-    """300 frames of 640x480 are 276 MB of RGB; four of them must not cost a fraction of that."""
-    path = write_video(tmp_path / "long.mp4", count=300, size=(640, 480), gop=100)
+    """200 frames of 640x480 are 184 MB of RGB; reading four must not cost a fraction of that."""
+    fast = {"preset": "ultrafast"}
+    path = write_video(tmp_path / "l.mp4", count=200, size=(640, 480), gop=100, options=fast)
     code = (
         "import resource, sys\n"
         "from mmfast.frontends import read_video\n"
@@ -250,7 +251,7 @@ def test_a_sparse_read_does_not_hold_the_video(tmp_path: Path) -> None:
     for backend in ("decord", "pyav"):
         run = [sys.executable, "-c", code, str(path), backend]
         kib = int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
-        assert kib < 80_000, f"{backend} grew by {kib} KiB"
+        assert kib < 60_000, f"{backend} grew by {kib} KiB"
 
 
 def test_the_front_end_imports_neither_torch_nor_transformers() -> None:

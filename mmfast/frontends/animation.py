@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from PIL import Image
@@ -29,8 +30,7 @@ def read_animation(source: Source, ask: Ask, limits: Limits) -> Clip:
 def image_clip(image: Image.Image, ask: Ask, limits: Limits, name: str) -> Clip:
     """Read the frames asked for from an open PIL image and put its position back."""
     limits.check_picture(name, *image.size)
-    start = image.tell() if is_animated(image) else 0
-    with refusing(name):
+    with refusing(name), _position_kept(image):
         times = frame_times(image, limits, name)  # [n + 1]
         end = float(times[-1])
         limits.check_duration(name, end)
@@ -38,8 +38,6 @@ def image_clip(image: Image.Image, ask: Ask, limits: Limits, name: str) -> Clip:
         limits.check_decoded(name, len(asked), *image.size)
         wanted = set(asked.tolist())
         found = {i: _rgb(image, name) for i in _walk(image, limits, name) if i in wanted}
-        if start != image.tell():
-            image.seek(start)
     frames = np.stack([found[i] for i in asked.tolist()])  # [m, H, W, 3]
     return make_clip(frames, asked, times[:-1], end, 0.0, name, "pillow")
 
@@ -57,12 +55,25 @@ def frame_times(image: Image.Image, limits: Limits, name: str) -> Floats:
 
 def iter_animation(image: Image.Image, limits: Limits, name: str) -> Iterator[tuple[Frame, float]]:
     """Yield the frames of an open image one by one, with their times."""
-    with refusing(name):
-        times = frame_times(image, limits, name)
-    for i in _walk(image, limits, name):
+    with _position_kept(image):
         with refusing(name):
-            rgb = _rgb(image, name)
-        yield rgb, float(times[i])
+            times = frame_times(image, limits, name)
+        for i in _walk(image, limits, name):
+            with refusing(name):
+                rgb = _rgb(image, name)
+            yield rgb, float(times[i])
+
+
+@contextmanager
+def _position_kept(image: Image.Image) -> Iterator[None]:
+    """Put an animation back to the frame at which the caller left it."""
+    start = image.tell()
+    try:
+        yield
+    finally:
+        if image.tell() != start:
+            with suppress(Exception):  # a broken file has said so already
+                image.seek(start)
 
 
 def _rgb(image: Image.Image, name: str) -> Frame:

@@ -35,7 +35,8 @@ def read_image(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Frame:
 
     Takes a path, bytes, a binary file object, a PIL image, or a numpy array or torch tensor
     [H, W], [H, W, C] or [C, H, W] with 1, 3 or 4 channels, uint8 or float in [0, 1]. The EXIF
-    orientation is applied, alpha is composited over white, an animation gives its first frame.
+    orientation is applied, alpha is composited over white; of an animation comes the first frame,
+    or the current one of an open PIL image.
 
     Returns:
         uint8 [H, W, 3].

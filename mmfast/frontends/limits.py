@@ -57,7 +57,7 @@ class Limits:
         """Refuse a source that lasts too long."""
         if seconds > self.duration:
             raise MediaError(
-                f"{name} lasts {seconds:,.0f} s, the limit is {self.duration:,.0f} s: "
+                f"{name} lasts {seconds:,.1f} s, the limit is {self.duration:,.1f} s: "
                 f"cut it into parts, or raise Limits(duration=...)"
             )
 
