@@ -5,6 +5,7 @@ The initialisation is large: with the default one attention is flat, and tests w
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,3 +295,22 @@ def _qwen3(tokenizer: Any, text: Any, ids: Any, vision: Any, deepstack: int) -> 
     media = _qwen_media(vision, Qwen3VLVideoProcessor)
     processor = Qwen3VLProcessor(tokenizer=tokenizer, **media)
     return Qwen3VLForConditionalGeneration(config), processor
+
+
+@functools.cache
+def tiny(family: str, attention: str = "sdpa", **kwargs: Any) -> Tiny:
+    """A model that several tests share; do not change it."""
+    return build(family, attention=attention, **kwargs)
+
+
+def generate(this: Tiny, inputs: dict[str, Any], tokens: int = 8, **kwargs: Any) -> Any:
+    """Stock greedy `generate` that cannot write placeholder ids; with logits per step."""
+    options = {
+        "max_new_tokens": tokens,
+        "do_sample": False,
+        "suppress_tokens": this.blocked(),
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    with torch.no_grad():
+        return this.model.generate(**inputs, **{**options, **kwargs})

@@ -83,7 +83,8 @@ class Sequences:
         for b, fixed in enumerate(self.fixed):
             mine = [k for item, k in zip(self.items, kept, strict=True) if item.row == b]
             rows.append(torch.cat([fixed, *mine]).sort().values)
-        self.length = max(len(row) for row in rows)
+        # A chunk of which nothing is left becomes one padding token: layers refuse empty input.
+        self.length = max(1, *(len(row) for row in rows))
         gaps = [self.length - len(row) for row in rows]
         for item, places in zip(self.items, kept, strict=True):
             item.grid = item.grid if len(places) == item.n else None

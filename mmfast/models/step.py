@@ -23,6 +23,11 @@ class Step:
         sequences: The new tokens; without items nothing is reduced.
         past: `[B, P]` False at padding among the tokens of earlier calls, or None.
         trace: Gets a row per site and every Reduction.
+
+    Attributes:
+        sites: Those that change anything.
+        sequences: The new tokens as they stand.
+        scores: Last-query attention `[B, new tokens]` of the decoder layers that were watched.
     """
 
     def __init__(
@@ -32,9 +37,9 @@ class Step:
         self.full = sequences.length
         self.past = past
         self.trace = trace
-        self.scores: dict[int, Tensor] = {}  # decoder layer -> [B, new tokens]
+        self.scores: dict[int, Tensor] = {}
         self._segments = sorted({site.layer for site in sites})
-        self._sites = _acting(sites, sequences)
+        self.sites = _acting(sites, sequences, trace)
         self._groups: dict[tuple[int, int], Group] = {}
         self._embeddings: tuple[Tensor, ...] | None = None
         self._masks: dict[int, Any] = {}
@@ -42,7 +47,7 @@ class Step:
 
     def wants_scores(self, layer: int) -> bool:
         """Whether a site that acts reads the attention of this decoder layer."""
-        return any(s.layer == layer + 1 and "attn" in s.needs for s in self._sites if s.deep)
+        return any(s.layer == layer + 1 and "attn" in s.needs for s in self.sites if s.deep)
 
     def before_layer(
         self, layer: int, hidden: Tensor, kwargs: dict[str, Any], config: Any
@@ -58,9 +63,9 @@ class Step:
         Returns:
             The input, reduced `[B, m, D]`.
         """
-        for site in self._sites:
+        for site in self.sites:
             if site.layer == layer:
-                hidden = self._reduce(site, hidden)
+                hidden = self.reduce(site, hidden)
         cache = kwargs.get("past_key_values")
         if self.sequences.index is not None:
             if self._embeddings is None:
@@ -92,7 +97,8 @@ class Step:
         held.uneven = held.valid is not None or held.dropped != first
         return group.mask
 
-    def _reduce(self, site: Site, hidden: Tensor) -> Tensor:
+    def reduce(self, site: Site, hidden: Tensor) -> Tensor:
+        """Run a site on every item; `hidden` `[B, n, D]` to `[B, m, D]`, left-padded."""
         items = self.sequences.items
         with self.trace.stage(site.name, sum(item.n for item in items)) as row:
             kept = [self._run(site, item, hidden) for item in items]
@@ -193,13 +199,16 @@ def stock_mask(config: Any, hidden: Tensor, padding: Tensor | None, cache: Any, 
     )
 
 
-def _acting(sites: Seq[Site], sequences: Sequences) -> list[Site]:
+def _acting(sites: Seq[Site], sequences: Sequences, trace: Trace) -> list[Site]:
     """The sites that change anything: a share of 1.0 must leave the stock path alone."""
     lengths: list[int | None] = [item.part[2] if item.part else item.n for item in sequences.items]
     acting: list[Site] = []
-    for site in sites:
+    for site in sites if lengths else ():
         after = [None if n is None else site.left(n) for n in lengths]
         if any(m is None or m != n for n, m in zip(lengths, after, strict=True)):
             acting.append(site)
+        else:
+            total = sum(n for n in lengths if n is not None)
+            trace.add(site.name, total, total, 0.0)
         lengths = after
     return acting

@@ -1,0 +1,176 @@
+"""What a reduced forward pass must equal, computed without the code under test.
+
+`embed` builds the prompt by hand, `removed` runs the stock text model on hand-shortened inputs,
+`masked` drops nothing: it walks the decoder layers and hides what is dropped as keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.reduction import Reduction
+
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+CALL = {
+    "llava_onevision": {
+        "image": ("pixel_values", "image_sizes", "batch_num_images"),
+        "video": ("pixel_values_videos",),
+    },
+    "qwen2_5_vl": {
+        "image": ("pixel_values", "image_grid_thw"),
+        "video": ("pixel_values_videos", "video_grid_thw"),
+    },
+}
+CALL["qwen3_vl"] = CALL["qwen2_5_vl"]
+
+
+@dataclass
+class Prompt:
+    """One prompt without padding: embeddings `[L, D]`, positions `[L]` or `[3, L]`, items."""
+
+    embeds: Tensor
+    positions: Tensor
+    items: list[Tensor]  # places of the tokens a method may reduce, per image or video
+    planes: list[Tensor] = field(default_factory=list)  # [L, D], zero at text
+
+
+def encode(tiny: Any, inputs: dict[str, Any], kind: str) -> Any:
+    """Stock encoder output of all images or videos."""
+    call = {name: inputs[name] for name in CALL[tiny.family][kind] if name in inputs}
+    method = getattr(tiny.model.model, f"get_{kind}_features")
+    return method(**call, return_dict=True)
+
+
+def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
+    """The prompt of a batch of one, every feature put in its place by hand."""
+    model, ids = tiny.model, inputs["input_ids"][0]
+    embeds = model.get_input_embeddings()(ids).clone()
+    items: list[tuple[int, Tensor]] = []
+    planes: list[Tensor] = []
+    for kind in ("image", "video"):
+        if PIXELS[kind] not in inputs:
+            continue
+        output = encode(tiny, inputs, kind)
+        places = (ids == getattr(model.config, f"{kind}_token_id")).nonzero()[:, 0]
+        features = list(output.pooler_output)
+        embeds[places] = torch.cat(features)
+        split = places.split([len(f) for f in features])
+        items += [(int(mine[0]), mine[_content(tiny, embeds[mine])]) for mine in split]
+        for index, plane in enumerate(getattr(output, "deepstack_features", None) or ()):
+            if len(planes) <= index:
+                planes.append(torch.zeros_like(embeds))
+            planes[index][places] = torch.cat(list(plane))
+    items.sort(key=lambda pair: pair[0])
+    return Prompt(embeds, positions_of(tiny, inputs), [places for _, places in items], planes)
+
+
+def _content(tiny: Any, features: Tensor) -> Tensor:
+    """Newline tokens are exactly those equal to the parameter."""
+    if tiny.family != "llava_onevision":
+        return torch.ones(len(features), dtype=torch.bool)
+    return ~(features == tiny.model.model.image_newline).all(-1)
+
+
+def positions_of(tiny: Any, inputs: dict[str, Any]) -> Tensor:
+    """Stock positions of a prompt, `[L]` or `[3, L]`."""
+    ids = inputs["input_ids"]
+    if tiny.family == "llava_onevision":
+        return torch.arange(ids.shape[1])
+    names = ("image_grid_thw", "video_grid_thw", "mm_token_type_ids", "second_per_grid_ts")
+    grids = {name: inputs[name] for name in names if name in inputs}
+    return tiny.model.model.get_rope_index(ids, **grids)[0][:, 0]
+
+
+def append(tiny: Any, prompt: Prompt, ids: Tensor) -> Prompt:
+    """The prompt followed by generated tokens `[n]`, counted on from the last position."""
+    embeds = torch.cat([prompt.embeds, tiny.model.get_input_embeddings()(ids)])
+    # Stock generate counts on from the last position of every axis, which is text.
+    after = torch.arange(1, len(ids) + 1) + prompt.positions[..., -1:]
+    zeros = torch.zeros(len(ids), embeds.shape[1])
+    planes = [torch.cat([plane, zeros]) for plane in prompt.planes]
+    return Prompt(embeds, torch.cat([prompt.positions, after], -1), prompt.items, planes)
+
+
+def kept_places(prompt: Prompt, reductions: list[tuple[str, int, Reduction]]) -> Tensor:
+    """Places left after pruning, `[M]` ascending."""
+    alive = torch.ones(len(prompt.embeds), dtype=torch.bool)
+    items = [item.clone() for item in prompt.items]
+    for _, number, reduction in reductions:
+        alive[items[number]] = False
+        items[number] = items[number][reduction.keep]
+        alive[items[number]] = True
+    return alive.nonzero()[:, 0]
+
+
+def removed(tiny: Any, prompt: Prompt, keep: Tensor, contiguous: bool = False) -> Tensor:
+    """Stock text model on the kept tokens with their original positions; logits `[M, V]`."""
+    text = tiny.model.get_decoder()
+    positions = prompt.positions[..., keep]
+    if contiguous:  # the fault that the oracle must see
+        positions = torch.arange(len(keep)).expand_as(positions)
+    extra = {}
+    if prompt.planes:
+        visual = torch.zeros(len(prompt.embeds), dtype=torch.bool)
+        visual[torch.cat(prompt.items)] = True
+        extra = {
+            "visual_pos_masks": visual[keep][None],
+            "deepstack_visual_embeds": [plane[keep][visual[keep]] for plane in prompt.planes],
+        }
+    out = text(
+        inputs_embeds=prompt.embeds[keep][None],
+        position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
+        attention_mask=torch.ones(1, len(keep), dtype=torch.int64),  # no packing at the gaps
+        use_cache=False,
+        **extra,
+    )
+    return tiny.model.lm_head(out.last_hidden_state[0])
+
+
+def masked(tiny: Any, prompt: Prompt, reductions: list[tuple[str, int, Reduction]]) -> Tensor:
+    """Logits `[L, V]` of a pass that hides dropped tokens as keys instead of dropping them.
+
+    Merged tokens are averaged by a plain loop, features and DeepStack planes alike.
+    """
+    text = tiny.model.get_decoder()
+    hidden = prompt.embeds.clone()
+    planes = [plane.clone() for plane in prompt.planes]
+    items = [item.clone() for item in prompt.items]
+    alive = torch.ones(len(hidden), dtype=torch.bool)
+    causal = torch.ones(len(hidden), len(hidden)).tril().bool()
+    positions = prompt.positions
+    cos_sin = text.rotary_emb(
+        hidden[None], positions[None] if positions.ndim == 1 else positions[:, None]
+    )
+    for index, layer in enumerate(text.layers):
+        for site, number, reduction in reductions:
+            if (0 if site == "pre" else int(site[3:])) == index:
+                for values in (hidden, *planes[index:]):
+                    merge(values, items[number], reduction)
+                alive[items[number]] = False
+                items[number] = items[number][reduction.keep]
+                alive[items[number]] = True
+        mask = causal & (alive[None, :] | torch.eye(len(hidden), dtype=torch.bool))
+        mask = mask[None, None]
+        if text.config._attn_implementation == "eager":
+            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+        hidden = layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin)[0]
+        if index < len(planes):
+            hidden = hidden + planes[index]
+    return tiny.model.lm_head(text.norm(hidden))
+
+
+def merge(values: Tensor, where: Tensor, reduction: Reduction) -> None:
+    """Put the weighted mean of its sources in the place of every kept token, in place."""
+    before = values[where].clone()
+    owner = reduction.owner.tolist()
+    for slot, source in enumerate(reduction.keep.tolist()):
+        mine = [i for i, o in enumerate(owner) if o == slot]
+        if reduction.weight is None:
+            values[where[source]] = before[mine].mean(0)
+        else:
+            weight = reduction.weight[mine].float()
+            values[where[source]] = (weight[:, None] * before[mine]).sum(0)

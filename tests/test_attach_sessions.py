@@ -1,0 +1,260 @@
+"""Nothing is left behind, and nothing mixes: exits, exceptions, threads, conversations."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import model_oracle as oracle
+import pytest
+import torch
+from tiny_models import FAMILIES, Tiny, build, generate, tiny
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
+
+from mmfast.attach import attach
+from mmfast.core.errors import ModelError
+
+SPEC = "visionzip:0.5+fastv@llm2:0.5"
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def snapshot(this: Tiny) -> dict[str, Any]:
+    """Everything an attach could leave behind."""
+    skip = {"rope_deltas"}  # stock state of M-RoPE models
+    state: dict[str, Any] = {"config": copy.deepcopy(this.model.config.to_dict())}
+    for name, module in this.model.named_modules():
+        own = {k: v for k, v in module.__dict__.items() if k not in skip}
+        state[name] = {k: len(v) if k.endswith("_hooks") else id(v) for k, v in own.items()}
+    state["attention"] = dict(AttentionInterface())
+    state["masks"] = dict(AttentionMaskInterface())
+    state["layers"] = (dict(DYNAMIC_LAYER_TYPE_MAPPING), dict(STATIC_LAYER_TYPE_MAPPING))
+    names = ("cache_utils", "masking_utils", "modeling_utils", "generation.utils")
+    code = {sys.modules[type(module).__module__] for module in this.model.modules()}
+    for module in {*code, *(sys.modules[f"transformers.{name}"] for name in names)}:
+        if module.__name__.startswith("transformers"):
+            state[module.__name__] = {k: id(v) for k, v in vars(module).items()}
+    for kind in {type(module) for module in this.model.modules()} | {DynamicCache}:
+        state[str(kind)] = {k: id(v) for k, v in vars(kind).items() if not k.startswith("_abc")}
+    return state
+
+
+def warm(this: Tiny, inputs: dict[str, Any]) -> None:
+    """Stock code caches things on first use; those are not ours."""
+    generate(this, inputs, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_leaving_restores_everything(family: str) -> None:
+    this = build(family)
+    inputs = this.inputs(["{image} {video}?"], images=this.images(1), videos=this.videos(1))
+    warm(this, inputs)
+    before = snapshot(this)
+    with attach(this.model, SPEC):
+        generate(this, inputs, 2)
+        assert snapshot(this) != before
+    assert snapshot(this) == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exception_restores_everything(family: str) -> None:
+    this = build(family)
+    inputs = this.inputs(["{video}?"], videos=this.videos(1))
+    stock = generate(this, inputs, 2)
+    before = snapshot(this)
+
+    def explode(*_: Any) -> None:
+        raise RuntimeError("boom")
+
+    layers = this.model.get_decoder().layers
+    for layer in (0, 1, 2, 3):  # before, inside and after the probed layer
+        handle = layers[layer].mlp.register_forward_pre_hook(explode)
+        try:
+            with pytest.raises(RuntimeError, match="boom"), attach(this.model, SPEC):
+                generate(this, inputs, 2)
+        finally:
+            handle.remove()
+        assert snapshot(this) == before
+    assert torch.equal(generate(this, inputs, 2).sequences, stock.sequences)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_failed_call_inside_does_not_harm_the_next(family: str) -> None:
+    this = build(family)
+    inputs = this.inputs(["{video}?"], videos=this.videos(1))
+    with attach(this.model, SPEC):
+        expected = generate(this, inputs)
+        layer = this.model.get_decoder().layers[1].mlp
+        handle = layer.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(this, inputs)
+        handle.remove()
+        assert torch.equal(generate(this, inputs).sequences, expected.sequences)
+
+
+def test_attached_twice_is_refused() -> None:
+    this = tiny("llava_onevision")
+    with attach(this.model, "random:0.5"):
+        with (
+            pytest.raises(ModelError, match="attached already"),
+            attach(this.model, "random:0.5"),
+        ):
+            pass
+        with attach(this.model, None):  # nothing to attach
+            pass
+    with attach(this.model, "random:0.5"):
+        pass
+
+
+def test_two_models_at_once() -> None:
+    a, b = tiny("llava_onevision"), tiny("qwen3_vl")
+    asks = [this.inputs(["{video}?"], videos=this.videos(1)) for this in (a, b)]
+    alone = []
+    for this, inputs in zip((a, b), asks, strict=True):
+        with attach(this.model, SPEC):
+            alone.append(generate(this, inputs).sequences)
+    with attach(a.model, SPEC), attach(b.model, SPEC):
+        both = [generate(this, i).sequences for this, i in zip((a, b), asks, strict=True)]
+    assert all(map(torch.equal, both, alone))
+
+
+def conversation(this: Tiny, seed: int, prompt: str) -> Callable[[], Any]:
+    """A step-by-step greedy conversation that can be interleaved with others."""
+    inputs = this.inputs([prompt], videos=this.videos(1, seed))
+    given = {k: v for k, v in inputs.items() if k != "attention_mask"}
+    tokens: list[int] = []
+    state: dict[str, Any] = {}
+
+    def step() -> list[int]:
+        if state:
+            last = torch.tensor([[tokens[-1]]])
+            out = this.model(input_ids=last, past_key_values=state["cache"], use_cache=True)
+        else:
+            out = this.model(**given, use_cache=True)
+        state["cache"] = out.past_key_values
+        logits = out.logits[0, -1].clone()
+        logits[this.blocked()] = -torch.inf
+        tokens.append(int(logits.argmax()))
+        return tokens
+
+    return step
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_interleaved_conversations_do_not_mix(family: str) -> None:
+    this = tiny(family)
+    asks = [(3, "{video} a?"), (4, "much longer, {video} b?"), (5, "{video}")]
+    with attach(this.model, SPEC):
+        alone = []
+        for ask in asks:
+            step = conversation(this, *ask)
+            alone.append([step() for _ in range(6)][-1])
+        steps = [conversation(this, *ask) for ask in asks]
+        for _ in range(6):
+            mixed = [step() for step in steps]
+    assert mixed == alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_threads_do_not_mix(family: str) -> None:
+    this = tiny(family)
+    asks = [
+        this.inputs([p], videos=this.videos(1, i))
+        for i, p in enumerate(("{video}?", "a {video} b"))
+    ]
+    with attach(this.model, SPEC):
+        alone = [generate(this, inputs).sequences for inputs in asks]
+        results: dict[tuple[int, int], Any] = {}
+
+        def work(which: int) -> None:
+            for turn in range(4):
+                results[which, turn] = generate(this, asks[which]).sequences
+
+        threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(results) == 8
+    assert all(torch.equal(alone[which], out) for (which, _), out in results.items())
+
+
+def second_turn(this: Tiny, first: dict[str, Any], sequence: torch.Tensor, seed: int) -> Any:
+    """Inputs of the whole conversation with a second video, and of the new part alone."""
+    part = this.inputs([" then {video} and?"], videos=this.videos(1, seed))
+    whole: dict[str, Any] = {"input_ids": torch.cat([sequence, part["input_ids"]], 1)}
+    whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+    for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"):
+        if name in part:
+            whole[name] = torch.cat([first[name], part[name]])
+    if "mm_token_type_ids" in part:
+        old = first["mm_token_type_ids"]
+        answer = torch.zeros(1, sequence.shape[1] - old.shape[1], dtype=old.dtype)
+        whole["mm_token_type_ids"] = torch.cat([old, answer, part["mm_token_type_ids"]], 1)
+    return whole, part
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("style", ["features", "positions"])
+@pytest.mark.parametrize("spec", ["random:0.4", "fastv@llm2:0.5", "tome:0.4+random@llm2:0.5"])
+def test_a_second_video_in_a_later_turn(family: str, style: str, spec: str) -> None:
+    """Equal to one pass over the whole conversation in which the same tokens are hidden."""
+    this, model = tiny(family), tiny(family).model
+    first = this.inputs(["on {video} what?"], videos=this.videos(1))
+    with attach(model, spec) as trace:
+        one = generate(this, first, 5)
+        cache, turn = one.past_key_values, len(trace.reductions)
+        whole, part = second_turn(this, first, one.sequences, seed=9)
+        positions = oracle.positions_of(this, whole)
+        if style == "features":  # all ids and grids, features of the new video only
+            given = {k: v for k, v in whole.items() if k != "pixel_values_videos"}
+            given["mm_encoder_outputs"] = {"video": oracle.encode(this, part, "video")}
+            if family == "llava_onevision":
+                given.pop("mm_token_type_ids", None)
+        else:  # the last token is not in the cache yet: feed it again with the new ones
+            ids = torch.cat([one.sequences[:, -1:], part["input_ids"]], 1)
+            now = positions[..., -ids.shape[1] :]
+            text = torch.arange(len(whole["input_ids"][0]))[-ids.shape[1] :]
+            given = {k: v for k, v in part.items() if k not in ("attention_mask",)}
+            given |= {"input_ids": ids, "attention_mask": whole["attention_mask"]}
+            given["position_ids"] = (
+                now[None] if now.ndim == 1 else torch.cat([text[None], now])[:, None]
+            )
+            given.pop("mm_token_type_ids", None)
+        two = generate(this, given, 5, past_key_values=cache)
+    prompt = oracle.embed(this, whole)
+    second = [(site, number + 1, r) for site, number, r in trace.reductions[turn:]]
+    new = two.sequences[0, given["input_ids"].shape[1] :]
+    reductions = [*trace.reductions[:turn], *second]
+    logits = oracle.masked(this, oracle.append(this, prompt, new[:-1]), reductions)
+    expected = logits[whole["input_ids"].shape[1] - 1 :]
+    torch.testing.assert_close(torch.cat(two.logits), expected, atol=1e-4, rtol=0)
+    length = whole["input_ids"].shape[1] + 4
+    assert all(int(layer.get_seq_length()) == length for layer in cache.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_text_turns_after_another_conversation_keep_their_positions(family: str) -> None:
+    """Stock models would give the first conversation the second one's M-RoPE offset."""
+    this = tiny(family)
+    asks = [this.inputs(["{video}?"], videos=this.videos(1, frames=n)) for n in (8, 2)]
+    more = this.inputs([" and now?"])["input_ids"]
+
+    def turn(out: Any) -> Any:
+        ids = torch.cat([out.sequences, more], 1)
+        return generate(this, {"input_ids": ids}, 4, past_key_values=out.past_key_values)
+
+    with attach(this.model, "random:0.5"):
+        alone = turn(generate(this, asks[0], 4)).sequences
+        first = generate(this, asks[0], 4)
+        turn(generate(this, asks[1], 4))
+        mixed = turn(first).sequences
+    assert torch.equal(mixed, alone)
