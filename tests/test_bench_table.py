@@ -64,6 +64,7 @@ def bench_document() -> dict[str, Any]:
 
     rows = [row(None, 400, True), row("evs:0.25", 100, False), row("evs:1.0", 399, True)]
     shared = {"preset": "tiny", "device": "cpu", "dtype": "float32", "threads": 2, "frames": 8}
+    shared |= {"warm_ups": 10}
     return {**shared, "iters": 10, "environment": ENVIRONMENT, "rows": rows}
 
 

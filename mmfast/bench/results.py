@@ -95,7 +95,7 @@ def load(path: str | Path) -> list[Row]:
 
 def bench_rows(document: Row) -> list[Row]:
     """Rows of the document that `run_bench` returns."""
-    keys = ("preset", "device", "dtype", "threads", "frames")
+    keys = ("preset", "device", "dtype", "threads", "frames", "warm_ups")
     shared = {
         "suite": "bench",
         **{key: document[key] for key in keys},
