@@ -140,13 +140,14 @@ class Reduction:
 
     def _combine(self, x: Tensor) -> Tensor:
         if self.mix is not None:
-            return _scatter_rows(x, self.mix.output, self.mix.source, self.mix.weight, self.m)
+            mixed = _scatter_rows(x, self.mix.output, self.mix.source, self.mix.weight, self.m)
+            return mixed.to(x.dtype)
         source = torch.arange(self.n, device=x.device).expand_as(self.owner)
         if self.weight is not None:
-            return _scatter_rows(x, self.owner, source, self.weight, self.m)
+            return _scatter_rows(x, self.owner, source, self.weight, self.m).to(x.dtype)
         # A mean is a sum and one division: the share of a lone token stays exactly 1.
         total = _scatter_rows(x, self.owner, source, None, self.m)
-        return total / self.sizes().clamp_min(1)[..., None].to(total.dtype)
+        return (total / self.sizes().clamp_min(1)[..., None]).to(x.dtype)
 
     def expand(self, y: Tensor) -> Tensor:
         """Copy outputs `[..., M, D]` to all their sources `[..., N, D]`; dropped ones get 0."""
@@ -221,7 +222,7 @@ class Reduction:
 def _scatter_rows(
     x: Tensor, output: Tensor, source: Tensor, weight: Tensor | None, m: int
 ) -> Tensor:
-    """Sum `weight * x[source]` into rows `output`, accumulating in at least float32."""
+    """Sum `weight * x[source]` into rows `output`, in at least float32."""
     lead, width = x.shape[:-2], x.shape[-1]
     count = lead.numel()
     flat = x.reshape(count, x.shape[-2], width)
@@ -237,4 +238,4 @@ def _scatter_rows(
     if weight is not None:
         rows = rows * weight.reshape(-1)[valid][:, None].to(wide)
     total = torch.zeros(count * m, width, dtype=wide, device=x.device).index_add_(0, dest, rows)
-    return total.to(x.dtype).reshape(*lead, m, width)
+    return total.reshape(*lead, m, width)

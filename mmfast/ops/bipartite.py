@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmfast.ops.nearest import nearest
 from mmfast.ops.ranking import stable_topk
 from mmfast.ops.unit import unit_rows
 
@@ -42,15 +43,21 @@ def match(
         distill_token: Nothing is merged into token 1.
     """
     rows = unit_rows(metric)
-    cosine = rows[..., ::2, :] @ rows[..., 1::2, :].transpose(-1, -2)  # [..., a, b]
-    cosine.clamp_(max=_SAME)
-    if class_token:
-        cosine[..., 0, :] = -torch.inf
+    even, odd = rows[..., ::2, :], rows[..., 1::2, :]
+    cosine = even @ odd.transpose(-1, -2)  # [..., a, b]
     if distill_token:
         cosine[..., :, 0] = -torch.inf
-    best = cosine.max(dim=-1)
-    rank = stable_topk(best.values, cosine.shape[-2])
+    partner = nearest(cosine)  # [..., a]
+    # Once more, row by row: equal pairs then have equal bits, and the lowest index wins.
+    best = torch.linalg.vecdot(even, _take(odd, partner)).clamp(max=_SAME)
+    if class_token:
+        best[..., 0] = -torch.inf
+    rank = stable_topk(best, best.shape[-1])
     source, unmerged = rank[..., :count], rank[..., count:]
     if class_token:
         unmerged = unmerged.sort(dim=-1).values
-    return Matching(unmerged, source, best.indices.gather(-1, source))
+    return Matching(unmerged, source, partner.gather(-1, source))
+
+
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    return rows.gather(-2, index[..., None].expand(*index.shape, rows.shape[-1]))

@@ -49,7 +49,6 @@ def evs(
     first = torch.arange(n, device=change.device).expand(*change.shape[:-1], n)
     if budget < n:
         half = budget if frames == 1 else (budget + 1) // 2
-        half = max(half, budget - (frames - 1) * n)
         first = stable_topk(_novelty(tokens.x[..., :n, :], rows, columns), half)
     later = n + stable_topk(change, budget - first.shape[-1])
     return Reduction.prune(torch.cat([first, later], dim=-1), tokens.n)

@@ -11,6 +11,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
+from mmfast.ops.nearest import nearest
 from mmfast.ops.ranking import stable_topk
 from mmfast.ops.unit import unit_rows
 
@@ -43,7 +44,7 @@ def visionzip(
     targets = rest[..., spots]  # [..., c]
     target = torch.arange(n, device=rest.device).expand(attn.shape).contiguous()
     if context:
-        joined = targets.gather(-1, _nearest(tokens.need("keys"), rest, targets))
+        joined = targets.gather(-1, _assign(tokens.need("keys"), rest, targets))
         joined[..., spots] = targets
         target.scatter_(-1, rest, joined)
     else:
@@ -72,14 +73,14 @@ def _spots(rest: int, context: int, parity: bool) -> Tensor:
     return (2 * step + 1) * rest // (2 * max(1, context))  # the middle of equal runs
 
 
-def _nearest(keys: Tensor, rest: Tensor, targets: Tensor) -> Tensor:
+def _assign(keys: Tensor, rest: Tensor, targets: Tensor) -> Tensor:
     """For every remaining token the number of the target with the most similar key, `[..., R]`."""
     rows = unit_rows(keys)
 
     def take(index: Tensor) -> Tensor:
         return rows.gather(-2, index[..., None].expand(*index.shape, rows.shape[-1]))
 
-    return (take(rest) @ take(targets).transpose(-1, -2)).argmax(dim=-1)
+    return nearest(take(rest) @ take(targets).transpose(-1, -2))
 
 
 def _weights(merged: Reduction, target: Tensor, half: float) -> Tensor:

@@ -1,0 +1,332 @@
+"""Slow, obvious versions of every reducer: loops over the written rule, in float64.
+
+An oracle says which sources stand for the outputs (`keep`, ascending) and how each output is
+combined (`matrix` `[M, N]`, so that outputs = matrix @ x). It shares no code with the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+# Rows whose cosine is this close to 1 count as equal; see the docstring of `max_min`.
+SAME = 1 - 2.0**-20
+
+
+@dataclass
+class Item:
+    """One item in float64; `attn`, `keys` and `sizes` may be missing."""
+
+    x: np.ndarray  # [N, D]
+    attn: np.ndarray | None = None  # [N]
+    keys: np.ndarray | None = None  # [N, d]
+    sizes: np.ndarray | None = None  # [N]
+    grid: tuple[int, int, int] | None = None
+
+    @property
+    def n(self) -> int:
+        return len(self.x)
+
+
+@dataclass
+class Answer:
+    """Outputs as a mapping from the standing source to the weights of its sources."""
+
+    n: int
+    groups: dict[int, dict[int, float]] = field(default_factory=dict)
+
+    @property
+    def keep(self) -> list[int]:
+        return sorted(self.groups)
+
+    @property
+    def matrix(self) -> np.ndarray:
+        matrix = np.zeros((len(self.groups), self.n))
+        for slot, standing in enumerate(self.keep):
+            for source, weight in self.groups[standing].items():
+                matrix[slot, source] = weight
+        return matrix
+
+
+def pruned(n: int, keep: list[int]) -> Answer:
+    return Answer(n, {token: {token: 1.0} for token in keep})
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    scale = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / scale if scale else 0.0
+
+
+def ranked(score: list[float], candidates: list[int] | None = None) -> list[int]:
+    """Candidates by descending score, the lower index first on ties."""
+    pool = range(len(score)) if candidates is None else candidates
+    return sorted(pool, key=lambda i: (-score[i], i))
+
+
+def random(item: Item, budget: int, seed: int = 0) -> Answer:
+    order = torch.randperm(item.n, generator=torch.Generator().manual_seed(seed)).tolist()
+    return pruned(item.n, order[:budget])
+
+
+def uniform(item: Item, budget: int) -> Answer:
+    run = Fraction(item.n, budget)
+    return pruned(item.n, [math.floor(run * i + run / 2) for i in range(budget)])
+
+
+def pool(item: Item, budget: int) -> Answer:
+    _, rows, columns = grid = item.grid or (1, 1, item.n)
+    groups: dict[int, dict[int, float]] = {}
+
+    def cut(box: list[range], cells: int) -> None:
+        if cells == 1:
+            tokens = [(t * rows + y) * columns + x for t in box[0] for y in box[1] for x in box[2]]
+            t, y, x = (side[(len(side) - 1) // 2] for side in box)
+            groups[(t * rows + y) * columns + x] = {token: 1 / len(tokens) for token in tokens}
+            return
+        sides = [len(side) for side in box]
+        axis = 1 if sides[1] == max(sides) else 2 if sides[2] == max(sides) else 0
+        first = cells // 2
+        at = min(max(round(sides[axis] * first / cells), 1), sides[axis] - 1)
+        left, right = list(box), list(box)
+        left[axis], right[axis] = box[axis][:at], box[axis][at:]
+        room_left = math.prod(len(side) for side in left)
+        room_right = math.prod(len(side) for side in right)
+        first = round(cells * at / sides[axis])
+        first = max(first, 1, cells - room_right)
+        first = min(first, cells - 1, room_left)
+        cut(left, first)
+        cut(right, cells - first)
+
+    cut([range(side) for side in grid], budget)
+    return Answer(item.n, groups)
+
+
+def evs(item: Item, budget: int | None, threshold: float = 0.1) -> Answer:
+    frames, rows, columns = item.grid or (1, 1, item.n)
+    n = rows * columns
+    change = [math.inf] * n
+    change += [1 - cosine(item.x[i], item.x[i - n]) for i in range(n, item.n)]
+    if budget is None:
+        return pruned(item.n, [i for i in range(item.n) if change[i] > threshold])
+    if budget >= n:
+        return pruned(item.n, ranked(change)[:budget])
+    # Less than a frame: half for the first frame, by difference from the left and upper token.
+    novelty = []
+    for i in range(n):
+        neighbours = ([i - 1] if i % columns else []) + ([i - columns] if i >= columns else [])
+        alike = [cosine(item.x[i], item.x[j]) for j in neighbours]
+        novelty.append(1 - max(alike, default=-math.inf))
+    half = budget if frames == 1 else math.ceil(budget / 2)
+    first = ranked(novelty)[:half]
+    later = ranked(change, list(range(n, item.n)))[: budget - half]
+    return pruned(item.n, first + later)
+
+
+def divprune(item: Item, budget: int) -> Answer:
+    n = item.n
+    alike = [[cosine(item.x[i], item.x[j]) for j in range(n)] for i in range(n)]
+    if n == 1:
+        return pruned(1, [0])
+    nearest = [max(alike[i][j] for j in range(n) if j != i) for i in range(n)]
+    picks = [min(range(n), key=lambda i: (min(nearest[i], SAME), i))]
+    while len(picks) < budget:
+        free = [i for i in range(n) if i not in picks]
+        closest = {i: min(max(alike[i][j] for j in picks), SAME) for i in free}
+        picks.append(min(free, key=lambda i: (closest[i], i)))
+    return pruned(n, picks)
+
+
+def fastv(item: Item, budget: int) -> Answer:
+    return pruned(item.n, ranked(item.attn.tolist())[:budget])
+
+
+def visionzip(item: Item, budget: int, contextual: float = 10 / 64) -> Answer:
+    context = int(contextual) if contextual >= 1 else round(contextual * budget)
+    dominant = ranked(item.attn.tolist())[: budget - context]
+    answer = pruned(item.n, dominant)
+    rest = [i for i in range(item.n) if i not in dominant]
+    if not context:
+        return answer
+    targets = [rest[(2 * i + 1) * len(rest) // (2 * context)] for i in range(context)]
+    joined: dict[int, list[int]] = {target: [] for target in targets}
+    for i in rest:
+        if i not in joined:
+            joined[max(targets, key=lambda t: cosine(item.keys[i], item.keys[t]))].append(i)
+    for target, others in joined.items():
+        answer.groups[target] = {target: 0.5 if others else 1.0}
+        answer.groups[target] |= {other: 0.5 / len(others) for other in others}
+    return answer
+
+
+def tome(item: Item, budget: int) -> Answer:
+    metric = item.x if item.keys is None else item.keys
+    mass = [1.0] * item.n if item.sizes is None else item.sizes.tolist()
+    clusters = [(i, [i]) for i in range(item.n)]  # standing source, members
+
+    def middle(members: list[int]) -> np.ndarray:
+        return sum(mass[i] * metric[i] for i in members) / sum(mass[i] for i in members)
+
+    while len(clusters) > budget:
+        merges = min(len(clusters) // 2, len(clusters) - budget)
+        points = [middle(members) for _, members in clusters]
+        even, odd = range(0, len(clusters), 2), range(1, len(clusters), 2)
+        best: dict[int, tuple[float, int]] = {}
+        for a in even:
+            alike = [(min(cosine(points[a], points[b]), SAME), -b) for b in odd]
+            best[a] = max(alike)
+        order = sorted(even, key=lambda a: (-best[a][0], a))
+        for a in order[:merges]:
+            b = -best[a][1]
+            clusters[b][1].extend(clusters[a][1])
+        clusters = [c for i, c in enumerate(clusters) if i not in order[:merges]]
+    answer = Answer(item.n)
+    for standing, members in clusters:
+        total = sum(mass[i] for i in members)
+        answer.groups[standing] = {i: mass[i] / total for i in members}
+    return answer
+
+
+def segments(alike: np.ndarray, longest: int) -> tuple[list[tuple[int, int]], int]:
+    """Windows with the greatest gain; `alike` is bool `[T - 1, n]`."""
+    frames = len(alike) + 1
+    best: list[tuple[int, list[tuple[int, int]]]] = [(0, [])]
+    for end in range(frames):
+        gain, chosen = best[end][0], [*best[end][1], (end, end)]
+        for width in range(2, min(end + 1, longest) + 1):
+            start = end - width + 1
+            static = sum(all(alike[f, p] for f in range(start, end)) for p in range(alike.shape[1]))
+            if best[start][0] + static * (width - 1) > gain:
+                gain = best[start][0] + static * (width - 1)
+                chosen = [*best[start][1], (start, end)]
+        best.append((gain, chosen))
+    return best[-1][1], best[-1][0]
+
+
+def dpc(points: list[np.ndarray], count: int, neighbours: int) -> dict[int, list[int]]:
+    """Centre -> members (centre included), by place in `points`."""
+    n = len(points)
+    far = [
+        [math.sqrt(float(((a - b) ** 2).sum())) / math.sqrt(len(a)) for b in points] for a in points
+    ]
+    near = min(neighbours, count)
+    density = [math.exp(-sum(d * d for d in sorted(row)[:near]) / near) for row in far]
+    # Equal points have equal density; a sum in another order must not make one denser.
+    density = [round(d, 12) for d in density]
+    widest = max(max(row) for row in far)
+    reach = [
+        min((far[i][j] for j in range(n) if density[j] > density[i]), default=widest)
+        for i in range(n)
+    ]
+    centres = sorted(ranked([d * r for d, r in zip(density, reach, strict=True)])[:count])
+    members: dict[int, list[int]] = {c: [c] for c in centres}
+    for i in range(n):
+        if i not in members:
+            members[min(centres, key=lambda c: (far[i][c], c))].append(i)
+    return members
+
+
+def holitom(
+    item: Item,
+    budget: int | None,
+    tau: float | None = None,
+    beta: float = 0.6,
+    neighbours: int = 7,
+    window: int = 1024,
+    ratio: float = 1.0,
+) -> Answer:
+    frames = item.grid[0] if item.grid else 1
+    n = item.n // frames
+    share = ratio if budget is None else budget / item.n
+    if tau is None:
+        tau = 0.65 if share <= 0.125 else 0.80
+    alike = np.array(
+        [
+            [cosine(item.x[f * n + p], item.x[(f + 1) * n + p]) > tau for p in range(n)]
+            for f in range(frames - 1)
+        ]
+    ).reshape(frames - 1, n)
+    parts, saved = segments(alike, window)
+    share = min(share / ((item.n - saved) / item.n), 1)
+    static = {
+        (a, b): [p for p in range(n) if a < b and all(alike[f, p] for f in range(a, b))]
+        for a, b in parts
+    }
+    clusters = {part: round(len(places) * share) for part, places in static.items()}
+    chosen: list[int] = []
+    left_out: list[int] = []
+    for (a, b), places in static.items():
+        for f in range(a, b + 1):
+            dynamic = ranked(item.attn.tolist(), [f * n + p for p in range(n) if p not in places])
+            quota = math.ceil(len(dynamic) * share)
+            chosen += dynamic[:quota]
+            left_out += dynamic[quota:]
+    released: list[int] = []
+    if budget is not None:
+        score = item.attn.tolist()
+        chosen, left_out = ranked(score, chosen), ranked(score, left_out)
+        late = [f * n + p for (a, b), ps in static.items() for f in range(a + 1, b + 1) for p in ps]
+        late = ranked(score, late)
+        while len(chosen) + sum(clusters.values()) > budget and chosen:
+            left_out.insert(0, chosen.pop())
+        while len(chosen) + sum(clusters.values()) > budget:
+            clusters[max(parts, key=lambda part: (clusters[part], -part[0]))] -= 1
+        while len(chosen) + sum(clusters.values()) < budget and left_out:
+            chosen.append(left_out.pop(0))
+        while len(chosen) + sum(clusters.values()) < budget and any(
+            clusters[part] < len(static[part]) for part in parts
+        ):
+            room = {part: len(static[part]) - clusters[part] for part in parts}
+            clusters[max(parts, key=lambda part: (room[part], -part[0]))] += 1
+        while len(chosen) + sum(clusters.values()) + len(released) < budget:
+            released.append(late.pop(0))
+    answer = pruned(item.n, chosen + released)
+    for (a, b), places in static.items():
+        if not clusters[a, b]:
+            continue
+        points = [sum(item.x[f * n + p] for f in range(a, b + 1)) / (b - a + 1) for p in places]
+        if clusters[a, b] == len(places):
+            members = {i: [i] for i in range(len(places))}
+        else:
+            members = dpc(points, clusters[a, b], neighbours)
+        for centre, group in members.items():
+            weights: dict[int, float] = {}
+            for i in group:
+                part = 1.0 if len(group) == 1 else beta if i == centre else None
+                part = (1 - beta) / (len(group) - 1) if part is None else part
+                sources = [f * n + places[i] for f in range(a, b + 1)]
+                sources = [s for s in sources if s not in released]
+                weights |= {s: part / len(sources) for s in sources}
+            answer.groups[a * n + places[centre]] = weights
+    return answer
+
+
+def holitom_inner(item: Item, budget: int) -> Answer:
+    keep = ranked(item.attn.tolist())[:budget]
+    answer = pruned(item.n, keep)
+    for i in range(item.n):
+        if i not in keep:
+            alike = [cosine(item.x[i], item.x[k]) for k in keep]
+            # Cosines of equal rows may differ in the last bit; the first kept one wins.
+            target = keep[next(s for s, a in enumerate(alike) if a >= max(alike) - 1e-12)]
+            group = {source: weight / 2 for source, weight in answer.groups[target].items()}
+            answer.groups[target] = group | {i: 0.5}
+    return answer
+
+
+ORACLES: Mapping[str, Callable[..., Answer]] = {
+    "divprune": divprune,
+    "evs": evs,
+    "fastv": fastv,
+    "holitom": holitom,
+    "holitom_inner": holitom_inner,
+    "pool": pool,
+    "random": random,
+    "tome": tome,
+    "uniform": uniform,
+    "visionzip": visionzip,
+}

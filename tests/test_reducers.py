@@ -1,0 +1,419 @@
+"""Every registered reducer against its oracle, and the promises all of them make."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from token_factory import KINDS, item, make, stacked
+
+import mmfast
+from mmfast import Reduction, SpecError, Tokens
+from mmfast.core.registry import Method
+from mmfast.core.spec import parse
+
+METHODS = mmfast.methods("reducer")
+GRIDS = [(1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 1, 13), (1, 4, 5), (4, 3, 3), (6, 2, 4), (7, 3, 2)]
+by_name = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+
+
+def spec_of(method: Method, budget: object, knobs: str = "") -> str:
+    site = "llm2" if method.sites[0] == "llm" else method.sites[0]
+    return f"{method.name}@{site}:{budget}" + (f"?{knobs}" if knobs else "")
+
+
+def reduce(tokens: Tokens, spec: str) -> Reduction:
+    reduction = mmfast.reduce(tokens, spec)
+    assert isinstance(reduction, Reduction)
+    reduction.check()
+    return reduction
+
+
+def matrix(reduction: Reduction) -> np.ndarray:
+    return reduction.apply(torch.eye(reduction.n, dtype=torch.float64)).numpy()
+
+
+def disagreement(tokens: Tokens, name: str, budget: int, **knobs: float) -> str:
+    """How the reducer differs from its oracle, "" if it does not."""
+    answer = oracles.ORACLES[name](item(tokens), budget, **knobs)
+    method = next(m for m in METHODS if m.name == name)
+    text = "&".join(f"{k}={v}" for k, v in knobs.items())
+    try:
+        found = reduce(tokens, spec_of(method, budget, text))
+    except mmfast.MmfastError as error:
+        return str(error)
+    if found.keep.tolist() != answer.keep:
+        return f"keeps {found.keep.tolist()} instead of {answer.keep}"
+    if not np.allclose(matrix(found), answer.matrix, rtol=1e-5, atol=1e-6):
+        return "combines other sources or weights"
+    return ""
+
+
+def budgets(n: int) -> list[int]:
+    return sorted({1, 2, n // 7, n // 4, n // 3, n // 2, 3 * n // 4, n - 1} & set(range(1, n + 1)))
+
+
+def test_every_method_has_an_oracle() -> None:
+    assert {m.name for m in METHODS} == set(oracles.ORACLES)
+
+
+@by_name
+@pytest.mark.parametrize("kind", KINDS)
+def test_oracle(method: Method, kind: str) -> None:
+    for seed, grid in enumerate(GRIDS):
+        tokens = make(kind, grid, seed=seed)
+        for budget in budgets(tokens.n):
+            assert not disagreement(tokens, method.name, budget), (grid, budget)
+
+
+@by_name
+def test_oracle_without_grid(method: Method) -> None:
+    for n in (1, 2, 3, 17, 31):
+        tokens = make("random", (1, 1, n), with_grid=False, seed=n)
+        for budget in budgets(n):
+            assert not disagreement(tokens, method.name, budget), (n, budget)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("random", {"seed": 7}),
+        ("visionzip", {"contextual": 0.5}),
+        ("visionzip", {"contextual": 3}),
+        ("visionzip", {"contextual": 0.0}),
+        ("holitom", {"tau": 0.9, "beta": 0.8, "neighbours": 2, "window": 3}),
+        ("holitom", {"tau": 0.1}),
+    ],
+)
+def test_oracle_with_knobs(name: str, knobs: dict[str, float]) -> None:
+    for seed in range(4):
+        tokens = make("video", (6, 3, 4), seed=seed)
+        for budget in (4, 9, 30, 60, 71):
+            assert not disagreement(tokens, name, budget, **knobs), (seed, budget)
+
+
+def test_oracle_tome_with_sizes() -> None:
+    for seed in range(4):
+        tokens = make("video", (1, 5, 7), seed=seed, sizes=True)
+        for budget in (1, 2, 5, 17, 18, 30, 34):
+            assert not disagreement(tokens, "tome", budget), (seed, budget)
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.1, 0.6])
+def test_oracle_evs_adaptive(threshold: float) -> None:
+    tokens = make("video", (6, 3, 4), seed=3)
+    found = reduce(tokens, f"evs?threshold={threshold}")
+    assert found.keep.tolist() == oracles.evs(item(tokens), None, threshold).keep
+    assert 12 < found.m < 72
+
+
+def test_oracle_holitom_adaptive() -> None:
+    tokens = make("video", (6, 3, 4), seed=3)
+    for ratio in (1.0, 0.4, 0.1):
+        found = reduce(tokens, f"holitom?ratio={ratio}")
+        answer = oracles.holitom(item(tokens), None, ratio=ratio)
+        assert found.keep.tolist() == answer.keep and found.m < 72
+        assert np.allclose(matrix(found), answer.matrix, atol=1e-6)
+
+
+def test_holitom_windows_are_optimal() -> None:
+    """The dynamic program finds what trying every segmentation finds."""
+    from mmfast.ops.static_windows import static_windows
+
+    rng = random.Random(0)
+    for _ in range(30):
+        alike = torch.tensor([[rng.random() < 0.7 for _ in range(5)] for _ in range(6)])
+        best = 0
+        for cuts in range(2**6):
+            gain, start = 0, 0
+            for end in range(7):
+                if end == 6 or cuts >> end & 1:
+                    gain += int(alike[start:end].all(0).sum()) * (end - start)
+                    start = end + 1
+            best = max(best, gain)
+        assert static_windows(alike, 1024)[1] == best
+
+
+@by_name
+def test_exact_budget_for_any_number_of_tokens(method: Method) -> None:
+    for n in range(1, 71):
+        tokens = make("random", (1, 1, n), width=4, seed=n, with_grid=bool(n % 2))
+        for budget in {1, n // 4, n // 2, n - 1, n} - {0}:
+            assert reduce(tokens, spec_of(method, budget)).m == budget
+
+
+@by_name
+@pytest.mark.parametrize("kind", ["random", "frozen", "video"])
+def test_exact_budget_up_to_6272(method: Method, kind: str) -> None:
+    rng = random.Random(f"{method.name} {kind}")
+    n = rng.randrange(71, 6272)
+    grids = [(1, 1, n), (32, 14, 14), (8, 14, 14)] if kind == "frozen" else [(8, n // 8, 1)]
+    for grid in grids:
+        tokens = make(kind, grid, width=8)
+        for budget in (rng.randrange(1, tokens.n), tokens.n // 4):
+            found = reduce(tokens, spec_of(method, budget))
+            assert found.m == budget == len(set(found.keep.tolist()))
+            assert torch.isfinite(found.apply(tokens.x)).all()
+
+
+@by_name
+def test_full_budget_is_the_identity(method: Method) -> None:
+    tokens = make("video", (4, 3, 3))
+    for budget in (tokens.n, "1.0"):
+        found = reduce(tokens, spec_of(method, budget))
+        assert found.apply(tokens.x).equal(tokens.x) and found.pure
+
+
+@by_name
+@pytest.mark.parametrize("kind", ["random", "video", "frozen", "equal"])
+def test_batch_equals_one_by_one(method: Method, kind: str) -> None:
+    items = [make(kind, (4, 3, 4), seed=seed) for seed in (0, 1, 2, 3, 4, 5)]
+    batch = stacked(items)
+    nested = Tokens(
+        batch.x.unflatten(0, (2, 3)),
+        attn=batch.attn.unflatten(0, (2, 3)),
+        query=batch.query.unflatten(0, (2, 3)),
+        grid=batch.grid,
+        signals={name: value.unflatten(0, (2, 3)) for name, value in batch.signals.items()},
+    )
+    for budget in (1, 5, 12, 20, 47):
+        spec = spec_of(method, budget)
+        together, deep = reduce(batch, spec), reduce(nested, spec)
+        assert deep.keep.flatten(0, 1).equal(together.keep)
+        outputs = together.apply(batch.x)
+        for index, one in enumerate(items):
+            alone = reduce(one, spec)
+            assert together.select(index).keep.equal(alone.keep)
+            assert together.select(index).owner.equal(alone.owner)
+            torch.testing.assert_close(outputs[index], alone.apply(one.x))
+
+
+@by_name
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_input(method: Method, dtype: torch.dtype) -> None:
+    """The choice is made in float32: the same as for the rounded values in float32."""
+    tokens = make("video", (4, 3, 4))
+
+    def cast(to: torch.dtype) -> Tokens:
+        return Tokens(
+            tokens.x.to(dtype).to(to),
+            attn=tokens.attn.to(dtype).to(to),
+            grid=tokens.grid,
+            signals={name: value.to(dtype).to(to) for name, value in tokens.signals.items()},
+        )
+
+    for budget in (5, 24):
+        half = reduce(cast(dtype), spec_of(method, budget))
+        full = reduce(cast(torch.float32), spec_of(method, budget))
+        assert half.keep.equal(full.keep) and half.owner.equal(full.owner)
+        assert half.apply(cast(dtype).x).dtype == dtype
+
+
+@by_name
+def test_deterministic_and_without_side_effects(method: Method) -> None:
+    tokens = make("video", (4, 3, 4))
+    before = {name: value.clone() for name, value in tokens.signals.items()}
+    x, attn = tokens.x.clone(), tokens.attn.clone()
+    first, again = (reduce(tokens, spec_of(method, 11)) for _ in range(2))
+    assert first.keep.equal(again.keep) and first.owner.equal(again.owner)
+    assert tokens.x.equal(x) and tokens.attn.equal(attn)
+    assert all(tokens.signals[name].equal(value) for name, value in before.items())
+
+
+@by_name
+def test_weights_sum_to_one(method: Method) -> None:
+    """A merged token has the length of an ordinary one: an average, never a sum."""
+    for kind in ("random", "video", "frozen"):
+        tokens = make(kind, (4, 3, 4))
+        for budget in (1, 7, 30):
+            rows = matrix(reduce(tokens, spec_of(method, budget))).sum(-1)
+            assert np.allclose(rows, 1, atol=1e-6)
+
+
+@by_name
+def test_missing_signals_are_named(method: Method) -> None:
+    bare = Tokens(torch.randn(12, 4))
+    absent = [need for need in method.needs if need != "x"]
+    if absent:
+        with pytest.raises(SpecError, match=f"{method.name}.*needs '{absent[0]}'"):
+            reduce(bare, spec_of(method, 4))
+    else:
+        reduce(bare, spec_of(method, 4))
+
+
+def test_divprune_on_still_video_picks_every_place_once() -> None:
+    tokens = make("frozen", (6, 4, 4))
+    distinct = len(torch.unique(tokens.x, dim=0))
+    found = reduce(tokens, f"divprune:{distinct}")
+    assert len(torch.unique(tokens.x[found.keep], dim=0)) == distinct
+    fewer = reduce(tokens, f"divprune:{distinct + 20}?parity=true")
+    assert fewer.m == distinct  # the reference spends the rest on repeats
+
+
+def test_divprune_in_float32_matches_the_textbook_loop() -> None:
+    from mmfast.ops.max_min import max_min
+    from mmfast.ops.max_min_reference import max_min_reference
+
+    for kind, grid in (("random", (1, 1, 1200)), ("video", (6, 14, 14))):
+        x = make(kind, grid, width=96).x
+        picks = max_min(x, 400)
+        assert set(picks.tolist()) == set(max_min_reference(x, 400).tolist())
+
+
+def test_evs_keeps_the_first_frame_once_it_fits() -> None:
+    tokens = make("video", (5, 3, 4))
+    assert reduce(tokens, "evs:12").keep.tolist() == list(range(12))
+    below = reduce(tokens, "evs:11").keep
+    assert int((below < 12).sum()) == 6  # half of a smaller budget, the rest are changes
+    assert reduce(tokens, "evs:3?parity=true").m == 12
+    with pytest.raises(SpecError, match="parity"):
+        reduce(tokens, "evs?q=0.5")
+    with pytest.raises(SpecError, match=r"q=1\.5"):
+        reduce(tokens, "evs?q=1.5&parity=true")
+
+
+def test_evs_on_still_video_keeps_the_earliest() -> None:
+    tokens = make("equal", (5, 3, 4))
+    assert reduce(tokens, "evs:20").keep.tolist() == list(range(20))
+
+
+def test_tome_protects_special_tokens() -> None:
+    tokens = make("equal", (1, 1, 21))
+    for budget in range(3, 21):
+        found = reduce(tokens, f"tome:{budget}?class_token=true&distill_token=true")
+        assert found.keep[:2].tolist() == [0, 1] and found.sizes()[:2].tolist() == [1, 1]
+    with pytest.raises(SpecError, match="choose at least 3"):
+        reduce(tokens, "tome:2?class_token=true&distill_token=true")
+
+
+def test_visionzip_refuses_more_contextual_tokens_than_budget() -> None:
+    with pytest.raises(SpecError, match="contextual=9"):
+        reduce(make("random", (1, 1, 20)), "visionzip:5?contextual=9")
+
+
+def test_x_only_methods_run_inside_the_llm() -> None:
+    tokens = Tokens(torch.randn(40, 8))
+    for name in ("random", "uniform", "divprune"):
+        assert reduce(tokens, f"{name}@llm3:10").m == 10
+
+
+# Plausible bugs, each of which has to be seen: (method, module, name, replacement).
+Fault = tuple[str, str, str, Callable[..., object]]
+
+
+def _faults() -> list[Fault]:
+    from mmfast.ops import bipartite, dpc_knn, paired_cosine, ranking
+    from mmfast.ops import window_budget as quotas
+
+    topk, cosine = ranking.stable_topk, paired_cosine.temporal_cosine
+    prune, merge = Reduction.prune, Reduction.merge
+
+    def least(score: torch.Tensor, count: int) -> torch.Tensor:
+        return topk(-score, count)
+
+    def late(x: torch.Tensor, frames: int) -> torch.Tensor:
+        return cosine(x, frames).roll(1, -2)  # compares with the wrong frame
+
+    def wrong_partner(metric: torch.Tensor, count: int, **kw: bool) -> bipartite.Matching:
+        found = bipartite.match(metric, count, **kw)
+        return replace(found, target=(found.target + 1) % (metric.shape[-2] // 2))
+
+    def most_similar(metric: torch.Tensor, count: int, **kw: bool) -> bipartite.Matching:
+        found = bipartite.match(metric, metric.shape[-2] // 2, **kw)
+        return replace(  # merges the least similar pairs
+            found,
+            unmerged=torch.cat([found.unmerged, found.source[..., :-count]], -1),
+            source=found.source[..., -count:],
+            target=found.target[..., -count:],
+        )
+
+    def shifted(keep: torch.Tensor, n: int) -> Reduction:
+        return prune((keep + 1) % n, n)
+
+    def summed(keep: torch.Tensor, target: torch.Tensor, weight: object = None) -> Reduction:
+        return merge(keep, target, torch.ones(target.shape))
+
+    def unsorted(keep: torch.Tensor, n: int) -> Reduction:
+        good = prune(keep, n)
+        return replace(good, keep=good.keep.flip(-1))
+
+    def drifted(keep: torch.Tensor, n: int) -> Reduction:
+        return prune(keep[..., :-1], n)
+
+    def all_dynamic(alike: torch.Tensor, longest: int) -> object:
+        return [(f, f) for f in range(len(alike) + 1)], 0
+
+    def ignored(places: list[int], dynamic: torch.Tensor, attn: torch.Tensor, r: float) -> object:
+        return quotas.paper_quota(places, dynamic, -attn, r)
+
+    def no_merge(x: torch.Tensor, count: int, neighbours: int) -> object:
+        centres, member = dpc_knn.dpc_knn(x, count, neighbours)
+        return centres, (member + 1) % count
+
+    def all_half(owner: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        return torch.full(owner.shape, 0.5)
+
+    faults: list[Fault] = [
+        ("fastv", "fastv", "stable_topk", least),
+        ("visionzip", "visionzip", "stable_topk", least),
+        ("visionzip", "visionzip", "_assign", lambda k, r, t: torch.zeros_like(r)),
+        ("visionzip", "visionzip", "_weights", lambda m, t, half: torch.ones(t.shape)),
+        ("holitom_inner", "holitom_inner", "stable_topk", least),
+        ("holitom_inner", "holitom_inner", "_halvings", all_half),
+        ("evs", "evs", "temporal_cosine", late),
+        ("evs", "evs", "stable_topk", least),
+        ("divprune", "divprune", "max_min", lambda x, k: topk(x.norm(dim=-1), k)),
+        ("divprune", "max_min", "most_isolated", lambda rows, twins: 0),
+        ("tome", "tome", "match", wrong_partner),
+        ("tome", "tome", "match", most_similar),
+        ("holitom", "holitom", "temporal_cosine", late),
+        ("holitom", "holitom", "static_windows", all_dynamic),
+        ("holitom", "holitom", "paper_quota", ignored),
+        ("holitom", "holitom", "dpc_knn", no_merge),
+        ("holitom", "holitom", "_weights", lambda c, m, beta: torch.ones(m.shape)),
+        ("holitom", "holitom", "exact_quota", lambda quota, *rest: quota),
+        ("pool", "pool", "split_box", lambda g, k: _slabs(g, k)),
+    ]
+    for name in ("random", "uniform", "fastv", "evs", "divprune"):
+        faults += [(name, "", "prune", bug) for bug in (shifted, unsorted, drifted)]
+    faults += [(name, "", "merge", summed) for name in ("pool", "tome")]
+    return faults
+
+
+def _slabs(grid: tuple[int, int, int], count: int) -> list[tuple[int, ...]]:
+    """Every token alone or nowhere: nothing is averaged."""
+    places = [(t, y, x) for t in range(grid[0]) for y in range(grid[1]) for x in range(grid[2])]
+    return [(t, t + 1, y, y + 1, x, x + 1) for t, y, x in places[:count]]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "attribute", "bug"),
+    _faults(),
+    ids=[f"{f[0]}-{f[2]}-{getattr(f[3], '__name__', '')}" for f in _faults()],
+)
+def test_oracle_sees_planted_faults(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: str, attribute: str, bug: Callable
+) -> None:
+    tokens = make("video", (6, 3, 4), seed=5)
+    wide = (6, 2, 6)
+    assert not disagreement(tokens, name, 20) and not disagreement(tokens, name, 5)
+    if module:
+        folder = "ops" if module == "max_min" else "reducers"
+        monkeypatch.setattr(f"mmfast.{folder}.{module}.{attribute}", bug)
+    else:
+        monkeypatch.setattr(Reduction, attribute, staticmethod(bug))
+    others = [make("video", wide, seed=seed) for seed in (6, 7)]
+    assert any(disagreement(t, name, budget) for t in (tokens, *others) for budget in (20, 5, 40))
+
+
+def test_parse_lists_every_method() -> None:
+    for method in METHODS:
+        (spec,) = parse(spec_of(method, 0.5))
+        assert spec.method is method
+        with pytest.raises(SpecError, match="did you mean"):
+            parse(method.name + "x:0.5")

@@ -1,0 +1,92 @@
+"""Tokens of several kinds for tests of reducers."""
+
+from __future__ import annotations
+
+import torch
+from oracles import Item
+from torch import Tensor
+
+from mmfast import Tokens
+
+KINDS = ("random", "video", "frozen", "equal", "zero", "holes")
+
+
+def features(kind: str, grid: tuple[int, int, int], width: int, seed: int) -> Tensor:
+    """Features `[N, width]`: noise, a moving patch, repeated frames, equal, zero or some zero."""
+    g = torch.Generator().manual_seed(seed)
+    frames, rows, columns = grid
+    if kind == "equal":
+        return torch.randn(width, generator=g).expand(frames * rows * columns, width).clone()
+    if kind == "zero":
+        return torch.zeros(frames * rows * columns, width)
+    if kind in ("random", "holes"):
+        x = torch.randn(frames * rows * columns, width, generator=g)
+        if kind == "holes":
+            x[torch.rand(len(x), generator=g) < 0.3] = 0
+        return x
+    scene = torch.randn(rows, columns, width, generator=g)
+    video = scene.expand(frames, rows, columns, width).clone()
+    patch = 2 * torch.randn(width, generator=g)
+    for frame in range(frames):
+        if frame == frames // 2 and frames > 3:
+            scene = torch.randn(rows, columns, width, generator=g)
+        video[frame] = scene
+        video[frame, rows // 2, (2 * frame) % columns] = patch
+    if kind == "video":
+        video += 0.25 * torch.randn(video.shape, generator=g)
+    return video.reshape(-1, width)
+
+
+def make(
+    kind: str,
+    grid: tuple[int, int, int],
+    width: int = 12,
+    seed: int = 0,
+    *,
+    with_grid: bool = True,
+    sizes: bool = False,
+) -> Tokens:
+    """One item with every signal a reducer may ask for."""
+    g = torch.Generator().manual_seed(seed + 1)
+    x = features(kind, grid, width, seed)
+    attn = torch.rand(len(x), generator=g)
+    if kind in ("frozen", "equal"):
+        attn = (attn * 4).floor() / 4  # exact ties
+    signals = {"keys": x @ torch.randn(width, 8, generator=g)}
+    if kind in ("frozen", "equal"):
+        # A product may round equal rows differently; equal keys must be equal.
+        signals["keys"] = x[:, :8].contiguous()
+    if sizes:
+        signals["sizes"] = torch.randint(1, 5, (len(x),), generator=g).float()
+    query = torch.randn(3, width, generator=g)
+    return Tokens(x, attn=attn, query=query, grid=grid if with_grid else None, signals=signals)
+
+
+def item(tokens: Tokens) -> Item:
+    """The same tokens for an oracle."""
+
+    def wide(value: Tensor | None) -> object:
+        return None if value is None else value.double().numpy()
+
+    return Item(
+        x=wide(tokens.x),
+        attn=wide(tokens.attn),
+        keys=wide(tokens.signal("keys")),
+        sizes=wide(tokens.signal("sizes")),
+        grid=tokens.grid,
+    )
+
+
+def stacked(items: list[Tokens]) -> Tokens:
+    """Items of equal shape as a batch."""
+
+    def stack(values: list[Tensor | None]) -> Tensor | None:
+        return None if values[0] is None else torch.stack(values)
+
+    return Tokens(
+        x=torch.stack([t.x for t in items]),
+        attn=stack([t.attn for t in items]),
+        query=stack([t.query for t in items]),
+        grid=items[0].grid,
+        signals={n: torch.stack([t.signals[n] for t in items]) for n in items[0].signals},
+    )
