@@ -7,14 +7,17 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
+import pytest
 from PIL import Image
+
+from mmfast.core.errors import MediaError
 
 BITS = 10
 STRIP = 16  # height of the bar code
@@ -159,3 +162,13 @@ def jpeg_of_size(width: int, height: int) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (16, 16)).save(file, "JPEG")
     return patched(file.getvalue(), b"\xff\xc0", 5, struct.pack(">HH", height, width))
+
+
+def refused(call: Callable[[], Any], *parts: str) -> None:
+    """Check that `call` raises a MediaError of one line that holds every part."""
+    with pytest.raises(MediaError) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 500
+    for part in parts:
+        assert part in text, f"{part!r} is not in {text!r}"
