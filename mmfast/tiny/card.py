@@ -25,8 +25,12 @@ format, no code of its own. Eight frames, uniformly sampled, 96 x 96: 36 visual 
 Of a clip: colour, shape, number of objects, direction of movement, which of two is faster, corner
 at the start or the end, which of two appeared first, and a two-digit number that is on screen for
 part of the clip. Of a picture: colour, shape, number of objects, corner, number. Answers are short
-lower-case words. Clips have a textured background, camera shake,
-1 to 4 objects that hide each other, a grey bar in some, and are H.264 files, in training too.
+lower-case words. Clips have a textured background, camera shake, 1 to 4 objects that hide each
+other, a grey bar in some, and are H.264 files, in training too.
+
+Comparisons are only asked, in evaluation, where they are clear: speeds that differ by 1.6 times or
+more, of things in sight together in 5 of the 8 frames; first appearances 3 or more of the 8 frames
+apart. Training has closer ones too.
 
 ## Figures
 
@@ -47,10 +51,10 @@ clips once; (4) the decoder learns to answer, about ten questions a clip in one 
 clips played backwards; (5) the same at a lower rate with some single pictures among the clips.
 In (4) and (5) two of its layers also owe, at every visual token, how the object there moves,
 and in (5) where a question names an object, how that one moves; those read-outs are thrown away.
-Parts of the visual tokens were dropped in
-half of the steps (random, uniform, by change between frames, or by diversity; 8 to 60 % kept,
-original positions), so that the model is used to answering from fewer: say so when you compare
-reductions on it with models that were not.
+
+Parts of the visual tokens were dropped in half of the steps (random, uniform, by change between
+frames, or by diversity; 8 to 60 % kept, original positions), so that the model is used to
+answering from fewer: say so when you compare reductions on it with models that were not.
 """
 
 
@@ -96,12 +100,18 @@ def _stages(log: list[dict[str, Any]]) -> str:
         f"{_last(log, 'encode')['clips']} of them used for the decoder",
         f"- tower and projector: {tower['step'] + 1} steps in {_minutes(tower)}; "
         f"right on pooled tokens that show something: {cells}",
-        f"- decoder: {language['step']} steps in {_minutes(language)}; "
-        f"last look at held-out training clips: {100 * held['mean']:.1f} % of questions",
+        f"- decoder: {language['step']} steps in {_minutes(language)}",
     ]
     polish = [row for row in log if row["stage"] == "polish"]
     if polish:
         found.append(f"- with pictures: {polish[-1]['step']} steps in {_minutes(polish[-1])}")
+    mean, worst = held["mean"], min(held["kinds"], key=held["kinds"].get)
+    found.append(
+        f"- at the end, on clips of the bank kept back, close comparisons included: {100 * mean:.1f} "
+        f"% of questions, lowest {worst} with {100 * held['kinds'][worst]:.1f} %"
+    )
+    if "note" in log[0]:
+        found.append(f"- {log[0]['note']}")
     ends = [row for row in log if row["stage"] == "end"]
     if ends:
         found.append(f"- whole run: {_minutes(ends[-1])}")

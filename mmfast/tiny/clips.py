@@ -45,7 +45,7 @@ def _find(wish: Wish, seed: int) -> tuple[Scene, list[Fact]]:
     index = 0
     while True:
         scene = make_scene(CLIPS, seed, index)
-        known = facts(make_table(scene, draw(scene)))
+        known = facts(make_table(scene, draw(scene)), margin=True)
         if wish(scene, known):
             return scene, known
         index += 1

@@ -48,7 +48,7 @@ def _cases(seed: int) -> Iterator[Case]:
         for index in clips:
             scene = make_scene(EVAL, seed, index)
             drawing = draw(scene)
-            known = [f for f in facts(make_table(scene, drawing)) if f.kind == kind]
+            known = [f for f in facts(make_table(scene, drawing), margin=True) if f.kind == kind]
             if not known:  # such as a number where none is on screen
                 continue
             fact = known[(7 * number) % len(known)]

@@ -30,7 +30,7 @@ class Plan:
     """Length and make-up of the stage."""
 
     name: str = "language"
-    steps: int = 1200
+    steps: int = 1290
     minutes: float | None = None  # instead of steps: as many as fit
     batch: int = 24
     questions: int = 10
@@ -49,7 +49,7 @@ class Plan:
         return step / self.steps if self.minutes is None else seconds / (60 * self.minutes)
 
 
-POLISH = Plan("polish", 400, lr=1.2e-3, hold=0.2, dense=0.15, stills=0.15, names=True, warm=0)
+POLISH = Plan("polish", 450, lr=1.2e-3, hold=0.2, dense=0.15, stills=0.15, names=True, warm=0)
 
 
 def forward(

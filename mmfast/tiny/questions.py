@@ -68,10 +68,16 @@ class Fact:
         return WORDINGS[self.kind][wording].format(*self.slots)
 
 
-def facts(table: Table) -> list[Fact]:
-    """Everything that can be asked about a clip without ambiguity."""
+def facts(table: Table, margin: bool = False) -> list[Fact]:
+    """Everything that can be asked about a clip without ambiguity.
+
+    Args:
+        table: what is true of the clip.
+        margin: leave out comparisons that are true but close, as evaluation does: speeds of
+            things that are hardly in sight together, appearances less than 3 samples apart.
+    """
     things = [i for i in range(table.count) if table.clear(i).sum() >= 3]
-    found = [*_looks(table, things), *_places(table, things), *_orders(table, things)]
+    found = [*_looks(table, things), *_places(table, things), *_orders(table, things, margin)]
     if len(things) == table.count:
         found.append(Fact("count", (), str(table.count)))
     if table.number >= 0 and table.shown.sum() >= 2:
@@ -103,13 +109,15 @@ def _places(table: Table, things: list[int]) -> Iterator[Fact]:
                 yield Fact("position", (table.name(i), end), corner)
 
 
-def _orders(table: Table, things: list[int]) -> Iterator[Fact]:
+def _orders(table: Table, things: list[int], margin: bool) -> Iterator[Fact]:
+    together, apart = (5, 3) if margin else (0, 2)  # sampled frames
     for i, j in permutations(things, 2):
         names = (table.name(i), table.name(j))
         pace = [float(np.hypot(*(table.world[k, 1] - table.world[k, 0]))) for k in (i, j)]
-        if max(pace) >= 1.6 * min(pace):
+        both = int((table.clear(i) & table.clear(j)).sum())
+        if both >= together and max(pace) >= 1.6 * min(pace):
             yield Fact("speed", names, names[int(pace[1] > pace[0])])
         born = [int(table.alive[k].argmax()) for k in (i, j)]
         seen = [bool(table.clear(k)[b]) for k, b in zip((i, j), born, strict=True)]
-        if abs(born[0] - born[1]) >= 2 and all(seen):
+        if abs(born[0] - born[1]) >= apart and all(seen):
             yield Fact("first", names, names[int(born[1] < born[0])])
