@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,8 @@ def test_arguments(clip_path: Path) -> None:
             refused(lambda fps=fps: iter_video(clip_path, fps=fps), "fps=", "positive number")
     for times in ([], "x", 1.0, [[1.0]], [float("nan")], ["a"], [None]):
         refused(read(times=times), "times=", "[0.5, 2.0]")
-    for time in (-0.1, 1.7, 1e9):
-        refused(read(times=[0.5, time]), f"time {time:g} s", "from 0 to 1.600 s")
+    for late in (-0.1, 1.7, 1e9):
+        refused(read(times=[0.5, late]), f"time {late:g} s", "from 0 to 1.600 s")
     refused(read(), "exactly one of frames, fps and times", "got none")
     refused(read(frames=2, fps=1), "exactly one", "frames=2, fps=1")
     refused(read(frames=2, backend="ffmpeg"), "'ffmpeg'", "auto, decord, pyav")
@@ -62,8 +63,14 @@ def test_limits_are_spent_while_decoding(clip_path: Path) -> None:
     assert len(read_video(clip_path, frames=10, limits=tight)) == 10
     refused(lambda: read_video(endless(), frames=2, limits=tight), "decoded_bytes")
     refused(lambda: read_video(clip_path, frames=2, limits=Limits(seconds=-1)), "took over -1 s")
-    fewer = iter_video(clip_path, limits=Limits(frames=48))
-    assert len(list(fewer)) == 48
+
+
+def test_a_stream_waits_for_its_consumer(clip_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = iter_video(clip_path, limits=Limits(frames=48, seconds=50))
+    next(pairs)
+    later = time.monotonic() + 3600
+    monkeypatch.setattr("mmfast.frontends.limits.time.monotonic", lambda: later)
+    assert len(list(pairs)) == 47
 
 
 def test_arrays_of_the_wrong_kind() -> None:

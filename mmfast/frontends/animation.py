@@ -58,7 +58,7 @@ def iter_animation(image: Image.Image, limits: Limits, name: str) -> Iterator[tu
     with _position_kept(image):
         with refusing(name):
             times = frame_times(image, limits, name)
-        for i in _walk(image, limits, name):
+        for i in _walk(image, limits.untimed(), name):
             with refusing(name):
                 rgb = _rgb(image, name)
             yield rgb, float(times[i])

@@ -120,4 +120,5 @@ def iter_file(source: Source, limits: Limits) -> tuple[Iterator[tuple[Frame, flo
     with open_video(source, limits) as (container, stream):
         header = read_header(source, container, stream, limits)
     turn = Orientation.of(pyav_reader.first_frame(source, limits))
-    return pyav_reader.read_all(source, limits, header, turn), float(header.time_base) / 2 + 1e-9
+    half_tick = float(header.time_base) / 2 + 1e-9
+    return pyav_reader.read_all(source, limits.untimed(), header, turn), half_tick

@@ -70,7 +70,8 @@ def picture(media: object, name: str, limits: Limits) -> Frame:
 def kind_of(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Literal["image", "video"]:
     """Say what `media` is, from its content and never from the file's suffix.
 
-    Animations, arrays of four axes, lists and iterators are videos.
+    Animations, arrays of four axes, lists and iterators are videos. A file object keeps its
+    position; one that cannot seek is used up.
 
     Raises:
         MediaError: It is neither, or cannot be opened.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmfast.core.errors import MediaError
 
@@ -23,6 +24,10 @@ class Limits:
     duration: float = 6 * 3600.0  # seconds of video
     seconds: float = 300.0  # wall clock that decoding one input may take
     min_side: int = 2  # a 1x1 picture has nothing to look at and no model takes it
+
+    def untimed(self) -> Limits:
+        """Drop the wall clock, for streams whose consumer sets the pace."""
+        return replace(self, seconds=math.inf)
 
     def check_file(self, name: str, size: int) -> None:
         """Refuse an input of more encoded bytes than allowed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +83,8 @@ class Source:
 
 def is_encoded(media: object) -> bool:
     """Say whether `media` is a path, bytes or a file object, in other words a `Source`."""
-    return isinstance(media, str | Path | bytes | bytearray | memoryview) or (
-        hasattr(media, "__fspath__") or hasattr(media, "read")
+    return isinstance(media, str | os.PathLike | bytes | bytearray | memoryview) or hasattr(
+        media, "read"
     )
 
 
@@ -108,7 +109,8 @@ def open_source(media: object, limits: Limits) -> Source:
 
 
 def _from_path(media: Any, limits: Limits) -> Source:
-    text, name = str(media), quote(media)
+    text = os.fsdecode(media)
+    name = quote(text)
     if _URL.match(text):
         raise _network(text, name)
     path = Path(text)

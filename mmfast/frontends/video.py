@@ -86,7 +86,7 @@ def iter_video(
 
     With `fps` it yields the frames that ``read_video(media, fps=...)`` gives, one frame behind
     the source; without, every frame. A file is decoded from its start and nothing is held; an
-    endless iterator of frames stays endless.
+    endless iterator of frames stays endless, and a slow consumer runs into no time limit.
 
     Args:
         media: As for `read_video`.
