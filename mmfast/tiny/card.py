@@ -107,8 +107,8 @@ def _stages(log: list[dict[str, Any]]) -> str:
         found.append(f"- with pictures: {polish[-1]['step']} steps in {_minutes(polish[-1])}")
     mean, worst = held["mean"], min(held["kinds"], key=held["kinds"].get)
     found.append(
-        f"- at the end, on clips of the bank kept back, close comparisons included: {100 * mean:.1f} "
-        f"% of questions, lowest {worst} with {100 * held['kinds'][worst]:.1f} %"
+        f"- at the end, on clips of the bank kept back, close comparisons included: "
+        f"{100 * mean:.1f} % of questions, lowest {worst} with {100 * held['kinds'][worst]:.1f} %"
     )
     if "note" in log[0]:
         found.append(f"- {log[0]['note']}")
