@@ -213,13 +213,14 @@ def bench(
 
 def main(args: list[str] | None = None) -> None:
     """Entry point: 0 fine, 1 a check failed, 2 bad usage or input, 130 interrupted."""
-    usage_error = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
+    # click's UsageError, wherever this typer keeps it
+    usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]  # type: ignore[assignment]
     try:
         code = app(args=args, prog_name="mmfast", standalone_mode=False)
     except MmfastError as error:
         code = _fail(str(error))
     except usage_error as error:
-        code = _fail(f"{error.format_message()} (see mmfast --help)")  # type: ignore[attr-defined]
+        code = _fail(f"{error.format_message()} (see mmfast --help)")
     except typer.Abort:
         code = 130
     sys.exit(code if isinstance(code, int) else 0)

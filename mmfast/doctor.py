@@ -65,7 +65,7 @@ def _devices() -> list[Check]:
 
 
 def _embedded() -> Check:
-    from mmfast.pipelines.loading import EMBEDDED, embedded_path
+    from mmfast.models.loading import EMBEDDED, embedded_path
 
     try:
         path = embedded_path()

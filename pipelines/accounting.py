@@ -1,17 +1,14 @@
-"""When the first token came, what the encoder took, how many visual tokens were left."""
+"""When the first token came, and what the encoder took."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from mmfast.core.trace import Trace
-from mmfast.models.adapter import adapter_for
 
 
 class FirstToken:
@@ -58,19 +55,3 @@ def encoder_timer(model: Any) -> Iterator[Stopwatch]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def token_counts(
-    model: Any, kind: str, inputs: Mapping[str, Any], trace: Trace
-) -> list[tuple[int, int]]:
-    """Visual tokens of every image or clip of a batch: before, and after the last stage.
-
-    Separators are not counted: no method may drop them.
-    """
-    layouts = adapter_for(model).layout(model.base_model, kind, inputs)
-    full = [len(layout.content()) for layout in layouts]
-    left = dict(enumerate(full))
-    for site, item, reduction in trace.reductions:
-        if site != "vit":  # inside the encoder patches are counted, and its output is restored
-            left[item] = reduction.m
-    return [(n, left[item]) for item, n in enumerate(full)]

@@ -1,4 +1,4 @@
-"""The command line: documents, exit codes, and one-line errors for everything a user can get wrong."""
+"""The command line: documents, exit codes, one-line errors for what a user can get wrong."""
 
 from __future__ import annotations
 

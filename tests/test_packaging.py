@@ -16,7 +16,7 @@ import mmfast
 assert pathlib.Path(mmfast.__file__).is_relative_to(sys.argv[1]), mmfast.__file__
 for name in json.loads(sys.argv[2]):
     importlib.import_module(name)
-from mmfast.pipelines.loading import embedded_path
+from mmfast.models.loading import embedded_path
 assert embedded_path().is_relative_to(sys.argv[1])
 print(mmfast.reduce(mmfast.Tokens(importlib.import_module("torch").eye(8)), "uniform:0.5").m)
 """
@@ -25,25 +25,28 @@ print(mmfast.reduce(mmfast.Tokens(importlib.import_module("torch").eye(8)), "uni
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    # Sources are copied first: setuptools leaves build/ and egg-info behind, which would shadow edits.
+    # Sources are copied first: setuptools leaves build/ behind, which would shadow later edits.
     copy = tmp_path_factory.mktemp("source")
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.splitlines()
     for name in files:
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
-    command[-1] = str(copy)
-    subprocess.run(command, check=True, capture_output=True)
+    options = ["--wheel", "--no-isolation", "--outdir", str(out), str(copy)]
+    subprocess.run([sys.executable, "-m", "build", *options], check=True, capture_output=True)
     return next(out.glob("*.whl"))
 
 
 def _modules() -> list[str]:
     names = []
-    for top, prefix in (("mmfast", "mmfast"), ("pipelines", "mmfast.pipelines"), ("kernels", "mmfast.kernels")):
+    prefixes = {"mmfast": "mmfast", "pipelines": "mmfast.pipelines", "kernels": "mmfast.kernels"}
+    for top, prefix in prefixes.items():
         for path in (ROOT / top).rglob("*.py"):
             parts = path.relative_to(ROOT / top).with_suffix("").parts
             names.append(".".join([prefix, *(p for p in parts if p != "__init__")]))
@@ -67,9 +70,16 @@ def test_wheel_works_from_another_directory(wheel: Path, tmp_path: Path) -> None
 
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     run = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n{USE}",
-         str(tmp_path / "site"), json.dumps(_modules())],
-        cwd=tmp_path, capture_output=True, text=True,
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n{USE}",
+            str(tmp_path / "site"),
+            json.dumps(_modules()),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split()[-1] == "4"

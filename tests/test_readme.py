@@ -32,9 +32,8 @@ def test_snippet_runs() -> None:
 
 
 def test_tables_are_what_the_generator_writes() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "mmfast.bench.table", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "mmfast.bench.table", "--check"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

@@ -55,7 +55,7 @@ def pick_dtype(dtype: str | torch.dtype) -> torch.dtype | str:
         return dtype
     if dtype not in DTYPES:
         raise ModelError(unknown("dtype", dtype, DTYPES))
-    return dtype if dtype == "auto" else getattr(torch, dtype)  # type: ignore[no-any-return]
+    return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
 def load(

@@ -1,0 +1,25 @@
+"""How many visual tokens a prompt has, and how many were left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmfast.core.trace import Trace
+from mmfast.models.adapter import adapter_for
+
+
+def token_counts(
+    model: Any, kind: str, inputs: Mapping[str, Any], trace: Trace
+) -> list[tuple[int, int]]:
+    """Visual tokens of every image or clip of a batch: before, and after the last stage.
+
+    Separators are not counted: no method may drop them.
+    """
+    layouts = adapter_for(model).layout(model.base_model, kind, inputs)
+    full = [len(layout.content()) for layout in layouts]
+    left = dict(enumerate(full))
+    for site, item, reduction in trace.reductions:
+        if site != "vit":  # inside the encoder patches are counted, and its output is restored
+            left[item] = reduction.m
+    return [(n, left[item]) for item, n in enumerate(full)]
