@@ -139,7 +139,7 @@ class Trainer:
         while (done := self.plan.done(step, time.monotonic() - start)) < 1:
             row = self.step(step, done)
             step += 1
-            if step % 20 == 0:
+            if step % 20 == 0 or step == 1:
                 report({**row, "step": step, "seconds": time.monotonic() - start})
             if time.monotonic() - looked > 60 * self.plan.watch:
                 looked = time.monotonic()

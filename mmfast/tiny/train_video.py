@@ -111,7 +111,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--minutes", type=float, help="fit the decoder's stages into this time instead"
     )
     parser.add_argument("--questions", type=int, default=400, help="of the final evaluation")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if not Plan.held + Plan.batch <= options.decoder_clips <= options.clips:
+        least = Plan.held + Plan.batch
+        parser.error(
+            f"--decoder-clips {options.decoder_clips} must be {least} to --clips {options.clips}"
+        )
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
