@@ -34,7 +34,7 @@ def test_arguments(clip_path: Path) -> None:
 
 def test_decord_says_what_it_cannot_read(tmp_path: Path, clip_path: Path) -> None:
     path = write_video(tmp_path / "ten.mp4", pix_fmt="yuv420p10le")
-    for media, why in ((path, "yuv420p10le"), (clip_path.read_bytes(), "bytes")):
+    for media, why in ((path, "yuv420p10le"), (clip_path.read_bytes(), "past the end")):
         call = lambda media=media: read_video(media, frames=2, backend="decord")
         refused(call, why, "use backend='auto'")
 
