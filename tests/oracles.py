@@ -129,7 +129,10 @@ def evs(item: Item, budget: int | None, threshold: float = 0.1) -> Answer:
 
 def divprune(item: Item, budget: int) -> Answer:
     n = item.n
-    alike = [[cosine(item.x[i], item.x[j]) for j in range(n)] for i in range(n)]
+    alike = [
+        [1.0 if (item.x[i] == item.x[j]).all() else cosine(item.x[i], item.x[j]) for j in range(n)]
+        for i in range(n)
+    ]
     if n == 1:
         return pruned(1, [0])
     nearest = [max(alike[i][j] for j in range(n) if j != i) for i in range(n)]

@@ -17,6 +17,7 @@ from mmfast.ops.unit import unit_rows
 # Cosines this close to 1 differ by rounding only: such rows count as equal.
 _SAME = 1.0 - 2.0**-20
 _ACTIVE, _BLOCK = 512, 64
+_LARGEST = 16_384  # tokens whose similarities, 1 GB, are computed at once on a GPU
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
@@ -27,7 +28,8 @@ def max_min(x: Tensor, count: int) -> Tensor:
     """Pick `count` rows by greatest cosine distance to the rows already picked.
 
     The first pick is the row whose nearest other row is farthest away. Ties go to the lowest
-    index; a row is picked once, and rows equal to a pick come last, lowest index first.
+    index; a row is picked once, and rows equal to a pick come last, lowest index first. A zero row
+    is at distance 1 from all but other zero rows, which equal it.
 
     Args:
         x: `[N, D]`.
@@ -38,6 +40,8 @@ def max_min(x: Tensor, count: int) -> Tensor:
     """
     n = x.shape[0]
     rows = unit_rows(x)
+    if x.is_cuda and n <= _LARGEST:
+        return _on_device(rows, count)
     first = first_of_equal(rows)
     distinct = (first == torch.arange(n, device=x.device)).nonzero()[:, 0]
     twins = torch.bincount(first, minlength=n)[distinct] > 1
@@ -50,6 +54,18 @@ def max_min(x: Tensor, count: int) -> Tensor:
         free[picks] = False
         picks = torch.cat([picks, free.nonzero()[: count - len(picks), 0]])
     return picks
+
+
+def _on_device(rows: Tensor, count: int) -> Tensor:
+    """The same picks from the full matrix of similarities, without waiting for the device."""
+    from mmfast.kernels.max_min_select import max_min_select
+
+    similarity = (rows.float() @ rows.float().T).clamp_(max=_SAME)
+    zero = (rows == 0).all(-1)
+    similarity.masked_fill_(zero[:, None] & zero, _SAME)
+    nearest = similarity.fill_diagonal_(-torch.inf).amax(-1)
+    picks: Tensor = max_min_select(similarity[None], nearest.argmin()[None], count)
+    return picks[0]
 
 
 @dataclass
