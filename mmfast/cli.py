@@ -158,7 +158,13 @@ def evaluate(
     from mmfast.tiny.evaluate import run_eval
 
     with progress("eval") as tick:
-        document = run_eval(list(reduce or []), n=n, seed=seed, model=model, progress=tick)
+        document = run_eval(
+            list(reduce or []),
+            n=n,
+            seed=seed,
+            model=model,
+            progress=lambda spec, done, total: tick(done, total, spec),
+        )
     if out is not None:
         from mmfast.bench.results import append, eval_rows
 
@@ -214,7 +220,7 @@ def bench(
 def main(args: list[str] | None = None) -> None:
     """Entry point: 0 fine, 1 a check failed, 2 bad usage or input, 130 interrupted."""
     # click's UsageError, wherever this typer keeps it
-    usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]  # type: ignore[assignment]
+    usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
     try:
         code = app(args=args, prog_name="mmfast", standalone_mode=False)
     except MmfastError as error:

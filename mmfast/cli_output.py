@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,7 +17,12 @@ from rich.table import Table
 
 _err = Console(stderr=True)
 
-Tick = Callable[[int, int], None]
+
+class Tick(Protocol):
+    """Moves a progress bar, and renames it where `label` is given."""
+
+    def __call__(self, done: int, total: int, label: str | None = None) -> None:
+        """Say that `done` of `total` steps are behind."""
 
 
 def quiet() -> None:
@@ -30,15 +36,29 @@ def quiet() -> None:
 @contextmanager
 def progress(label: str) -> Iterator[Tick]:
     """A bar on standard error; yields `tick(done, total)`."""
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=_err, transient=True) as bar:
         task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def tick(done: int, total: int, label: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, description=label)
+
+        yield tick
 
 
 def print_json(document: Any) -> None:
     """One document on standard output; NaN is not JSON, so it is refused."""
     print(json.dumps(document, ensure_ascii=False, allow_nan=False))
+
+
+def _out() -> Console:
+    """Standard output; a pipe has no width to fold to."""
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def _table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -84,7 +104,7 @@ def print_methods(rows: Sequence[Any], as_json: bool) -> None:
     cells = [
         (r.name, r.kind, " ".join(r.sites), r.paper, " ".join(r.needs), r.summary) for r in rows
     ]
-    _table(Console(), columns, cells)
+    _table(_out(), columns, cells)
 
 
 def print_checks(rows: Sequence[Any], as_json: bool) -> None:
@@ -115,21 +135,15 @@ def print_verify(rows: Sequence[Any], as_json: bool) -> bool:
 
 
 def print_eval(document: dict[str, Any], as_json: bool) -> None:
-    """One line a spec, accuracy per question kind in columns."""
+    """One line a spec; accuracy by kind of question is in the JSON document."""
     if as_json:
         return print_json(document)
-    kinds = list(document["rows"][0]["by_kind"])
-    rows = [
-        (
-            r["reduce"] or "all tokens",
-            r["accuracy"],
-            r["kept"],
-            r["ttft_ms"],
-            *(r["by_kind"][k] for k in kinds),
-        )
-        for r in document["rows"]
-    ]
-    _table(Console(), ("reduce", "accuracy", "kept", "ttft ms", *kinds), rows)
+    rows = []
+    for row in document["rows"]:
+        kind, worst = min(row["by_kind"].items(), key=lambda item: float(item[1]))
+        name = row["reduce"] or "all tokens"
+        rows.append((name, row["accuracy"], f"{kind} {worst:.3g}", row["kept"], row["ttft_ms"]))
+    _table(_out(), ("reduce", "accuracy", "weakest kind", "kept", "ttft ms"), rows)
 
 
 def print_bench(document: dict[str, Any], as_json: bool) -> None:
@@ -165,6 +179,6 @@ def print_bench(document: dict[str, Any], as_json: bool) -> None:
         row[0] = row[0] or "stock"
         if source["equal"]:  # the difference drowns in the noise
             row[3] = "="
-    _table(Console(), names, rows)
+    _table(_out(), names, rows)
     for stage, floor in document["noise"].items():
         _err.print(f"{stage}: noise {floor:.1%} (stock against stock)", style="dim")

@@ -16,7 +16,7 @@ from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.models.counts import token_counts
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, build_inputs, check_question
-from mmfast.pipelines.accounting import FirstToken, encoder_timer
+from mmfast.models.timing import FirstToken, encoder_timer
 from mmfast.pipelines.answer import Answer
 from mmfast.pipelines.streaming import stream_text
 

@@ -7,16 +7,18 @@ import pytest
 import torch
 from transformers import AutoProcessor, LlavaOnevisionForConditionalGeneration
 
+from mmfast.models.loading import embedded_path
 from mmfast.tiny.bank import Bank, make_row
 from mmfast.tiny.build import make_model, make_processor, make_tokenizer
 from mmfast.tiny.card import write_card
-from mmfast.tiny.evaluate import HOME, Case, Subject, run_eval, suite
+from mmfast.tiny.evaluate import Case, Subject, run_eval, suite
 from mmfast.tiny.language import Plan, Trainer
 from mmfast.tiny.lessons import School
 from mmfast.tiny.scene import TRAIN, make_scene
 from mmfast.tiny.stills import Gallery, still_facts
 from mmfast.tiny.tower import encode_bank, train_tower
 
+HOME = embedded_path()
 CLIPS = HOME.parents[1] / "clips"
 
 

@@ -3,7 +3,6 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -11,7 +10,12 @@ from typing import Any
 
 import torch
 
+from mmfast.attach import attach
 from mmfast.frontends.video import read_video
+from mmfast.models.counts import token_counts
+from mmfast.models.loading import load
+from mmfast.models.prompt import Shot, build_inputs
+from mmfast.models.timing import FirstToken
 from mmfast.tiny.questions import KINDS, WORDINGS, facts
 from mmfast.tiny.render import draw
 from mmfast.tiny.scene import EVAL, SAMPLED, make_scene
@@ -19,7 +23,6 @@ from mmfast.tiny.table import make_table
 from mmfast.tiny.video_io import encode
 
 SUITE = "tiny-video"
-HOME = Path(__file__).resolve().parents[2] / "assets" / "models" / "tiny-video"
 BATCH = 20
 
 
@@ -58,52 +61,40 @@ def _cases(seed: int) -> Iterator[Case]:
 
 
 class Subject:
-    """A model under test with its processor."""
+    """A model under test with its processor.
+
+    Args:
+        model: A checkpoint directory or hub id, the embedded one by default.
+        device: Where it runs.
+
+    Raises:
+        ModelError: It cannot be loaded.
+    """
 
     def __init__(self, model: str | Path | None = None, device: str = "cpu") -> None:
-        from transformers import AutoProcessor, LlavaOnevisionForConditionalGeneration
-
         self.name = SUITE if model is None else str(model)
-        path = str(HOME if model is None else model)
-        self.model = LlavaOnevisionForConditionalGeneration.from_pretrained(path).to(device).eval()
-        self.processor = AutoProcessor.from_pretrained(path)
-        self.device = device
+        self.model, self.processor = load(model, device, "auto")
 
-    def inputs(self, cases: Sequence[Case]) -> Any:
+    def inputs(self, cases: Sequence[Case]) -> dict[str, Any]:
         """Processor output for a batch of cases, padded on the left."""
-        videos = [list(read_video(case.clip, frames=SAMPLED).frames) for case in cases]
-        texts = [
-            self.processor.apply_chat_template(
-                [
-                    {
-                        "role": "user",
-                        "content": [{"type": "video"}, {"type": "text", "text": case.question}],
-                    }
-                ],
-                add_generation_prompt=True,
-            )
-            for case in cases
-        ]
-        batch = self.processor(text=texts, videos=videos, return_tensors="pt", padding=True)
-        return batch.to(self.device)
+        clips = [read_video(case.clip, frames=SAMPLED) for case in cases]
+        shots = [Shot("video", clip.frames, clip.metadata()) for clip in clips]
+        return build_inputs(
+            self.processor, shots, [case.question for case in cases], self.model.device
+        )
 
-    @torch.inference_mode()
-    def answers(self, inputs: Any) -> list[str]:
+    def answers(self, inputs: dict[str, Any]) -> list[str]:
         """Greedy answers as plain text."""
-        out = self.model.generate(**inputs, do_sample=False, max_new_tokens=8)
-        new = out[:, inputs["input_ids"].shape[1] :]
-        return [
-            t.strip().lower() for t in self.processor.batch_decode(new, skip_special_tokens=True)
-        ]
+        return self.timed_answers(inputs)[0]
 
     @torch.inference_mode()
-    def first_token_ms(self, inputs: Any) -> float:
-        """Wall time of one batch's prefill and first token, per question."""
-        start = time.perf_counter()
-        self.model.generate(**inputs, do_sample=False, max_new_tokens=1)
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e3 / len(inputs["input_ids"])
+    def timed_answers(self, inputs: dict[str, Any]) -> tuple[list[str], float]:
+        """Greedy answers, and the milliseconds to the batch's first token per question."""
+        first, start = FirstToken(), time.perf_counter()
+        prompt = inputs["input_ids"]
+        out = self.model.generate(**inputs, do_sample=False, max_new_tokens=8, streamer=first)
+        texts = self.processor.batch_decode(out[:, prompt.shape[1] :], skip_special_tokens=True)
+        return [t.strip().lower() for t in texts], (first.at - start) * 1e3 / len(prompt)
 
 
 def run_eval(
@@ -131,6 +122,8 @@ def run_eval(
     """
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
     subject = Subject(model, device)
+    if progress is not None:
+        progress("making clips", 0, n)
     cases = suite(n, seed)
     batches = [cases[i : i + BATCH] for i in range(0, n, BATCH)]
     prepared = [(batch, subject.inputs(batch)) for batch in batches]
@@ -140,20 +133,19 @@ def run_eval(
 
 def _row(
     subject: Subject,
-    prepared: Sequence[tuple[Sequence[Case], Any]],
+    prepared: Sequence[tuple[Sequence[Case], dict[str, Any]]],
     spec: str | None,
     progress: Callable[[str, int, int], None] | None,
 ) -> dict[str, Any]:
     right: dict[str, list[bool]] = defaultdict(list)
-    kept: list[float] = []
+    kept: list[int] = []
     times: list[float] = []
     total = sum(len(batch) for batch, _ in prepared)
     for batch, inputs in prepared:
-        with _attached(subject.model, spec) as trace:
-            answers = subject.answers(inputs)
-            kept.append(_visual_tokens(subject, inputs, trace))
-        with _attached(subject.model, spec):
-            times.append(subject.first_token_ms(inputs))
+        with attach(subject.model, spec) as trace:
+            answers, ms = subject.timed_answers(inputs)
+        times.append(ms)
+        kept += [left for _, left in token_counts(subject.model, "video", inputs, trace)]
         for case, answer in zip(batch, answers, strict=True):
             right[case.kind].append(answer == case.answer)
         if progress is not None:
@@ -166,22 +158,3 @@ def _row(
         "kept": sum(kept) / len(kept),
         "ttft_ms": sorted(times)[len(times) // 2],
     }
-
-
-def _attached(model: Any, spec: str | None) -> Any:
-    if spec is None:
-        return nullcontext()
-    from mmfast.attach import attach
-
-    return attach(model, reduce=spec)
-
-
-def _visual_tokens(subject: Subject, inputs: Any, trace: Any) -> float:
-    """Visual tokens a question that the last reduction left."""
-    visual = int((inputs["input_ids"] == subject.model.config.video_token_id).sum())
-    size = len(inputs["input_ids"])
-    if trace is None or not trace.reductions:
-        return visual / size - 1  # the newline token is no picture
-    last = trace.reductions[-1][0]
-    left = [int(r.keep.shape[-1]) for site, _, r in trace.reductions if site == last]
-    return sum(left) / size

@@ -21,6 +21,8 @@ class FirstToken:
     def put(self, value: torch.Tensor) -> None:
         """Called with the prompt first, then with every new token."""
         if self._prompt_seen and not self.at:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             self.at = time.perf_counter()
         self._prompt_seen = True
 
