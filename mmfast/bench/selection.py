@@ -120,10 +120,11 @@ def video(grid: tuple[int, int, int], d: int, seed: int = 0) -> Tokens:
     scene = F.interpolate(coarse, size=(rows, columns), mode="bilinear")[0].permute(1, 2, 0)
     scene = scene + 0.5 * torch.randn(rows, columns, d, generator=generator)
     clip = scene + 0.2 * torch.randn(frames, rows, columns, d, generator=generator)
-    patch = torch.randn(3, 3, d, generator=generator)
+    side = min(3, rows, columns)
+    patch, top = torch.randn(side, side, d, generator=generator), (rows - side) // 2
     for frame in range(frames):
-        left = frame % max(1, columns - 3)
-        clip[frame, 5:8, left : left + 3] = patch
+        left = frame % (columns - side + 1)
+        clip[frame, top : top + side, left : left + side] = patch
     attn = torch.rand(frames * rows * columns, generator=generator)
     return Tokens(clip.reshape(-1, d), attn=attn, grid=grid)
 

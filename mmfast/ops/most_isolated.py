@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_FEW, _WIDTH, _GROUP = 24, 64, 64
+_FEW, _WIDTH, _GROUP = 12, 64, 64
 
 
 def most_isolated(rows: Tensor, twins: Tensor) -> int:
