@@ -78,6 +78,13 @@ def _check_sites(specs: tuple[Spec, ...], model: Any) -> None:
                 f"{str(spec)!r} asks for decoder layer {spec.layer}, but {type(model).__name__} "
                 f"has {layers} layers; choose llm0 to llm{layers - 1}"
             )
+    first = min((spec.layer or 0 for spec in specs if spec.site != "vit"), default=layers)
+    for index, kind in enumerate(getattr(model.get_decoder().config, "layer_types", None) or ()):
+        if index >= first and kind != "full_attention":
+            raise ModelError(
+                f"decoder layer {index} of {type(model).__name__} is of type {kind!r} and cannot "
+                "hold reduced tokens; reduce after the last such layer, at llm<K>"
+            )
 
 
 @contextmanager

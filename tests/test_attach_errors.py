@@ -1,0 +1,126 @@
+"""What a user can get wrong, and what the trace says when nothing is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, build, generate, tiny
+
+from mmfast.attach import attach
+from mmfast.core.errors import MmfastError, ModelError, SpecError
+
+
+def ask(family: str = "llava_onevision") -> Any:
+    this = tiny(family)
+    return this, this.inputs(["on {video} what?"], videos=this.videos(1))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("fastv@llm4:0.5", "4 layers; choose llm0 to llm3"),
+        ("divprun:0.5", "did you mean 'divprune'"),
+        ("random@kv:0.5", "cannot run at site 'kv'"),
+        ("random:0", "keeps nothing"),
+        ("random:1.5", "no share"),
+        ("random", "needs a budget"),
+    ],
+)
+def test_wrong_specs_are_refused_before_anything_is_hooked(spec: str, message: str) -> None:
+    this, _ = ask()
+    with pytest.raises(SpecError, match=message) as error, attach(this.model, spec):
+        pass
+    assert "\n" not in str(error.value)
+    assert not any(layer._forward_pre_hooks for layer in this.model.get_decoder().layers)
+
+
+def test_no_cache_policy_is_known_yet() -> None:
+    this, _ = ask()
+    with pytest.raises(SpecError, match="snapkv"), attach(this.model, cache="snapkv:64"):
+        pass
+
+
+@pytest.mark.parametrize("spec", ["random:9999", "random:0.5+random:30", "random@llm2:400"])
+def test_a_budget_above_the_tokens_there_are(spec: str) -> None:
+    this, inputs = ask()
+    with attach(this.model, spec), pytest.raises(SpecError, match="more than the"):
+        generate(this, inputs)
+    with attach(this.model, "random:0.5"):  # and the model is fine afterwards
+        generate(this, inputs, 2)
+
+
+def test_a_signal_that_is_not_there_is_named() -> None:
+    this, inputs = ask()
+    with attach(this.model, "fastv@llm0:0.5"), pytest.raises(ModelError, match=r"'attn'.*K must"):
+        generate(this, inputs)
+    tiles = this.inputs(["{image}"], images=this.images(1, size=(60, 60)))
+    image = {k: v for k, v in tiles.items() if k != "pixel_values"}
+    image["mm_encoder_outputs"] = {
+        "image": this.model.model.get_image_features(
+            tiles["pixel_values"], tiles["image_sizes"], return_dict=True
+        )
+    }
+    with attach(this.model, "visionzip:0.5"), pytest.raises(MmfastError, match="inside attach"):
+        generate(this, image)
+
+
+def test_sliding_window_layers_are_refused() -> None:
+    this = build("llava_onevision")
+    text = this.model.config.text_config
+    text.layer_types = ["full_attention", "sliding_attention", *["full_attention"] * 2]
+    with pytest.raises(ModelError, match=r"layer 1 .*sliding"), attach(this.model, "random:0.5"):
+        pass
+    with attach(this.model, "fastv@llm2:0.5"):
+        pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trace_tells_what_happened(family: str) -> None:
+    this, inputs = ask(family)
+    with attach(this.model, "evs:0.5+divprune:0.5+fastv@llm2:0.5+random@llm3:2") as trace:
+        generate(this, inputs, 3)
+    sites = [row.stage for row in trace.rows]
+    assert sites == ["pre", "llm2", "llm3"]
+    assert [site for site, _, _ in trace.reductions] == ["pre", "pre", "llm2", "llm3"]
+    n = trace.rows[0].tokens_in
+    half = round(n * 0.5)
+    quarter = round(half * 0.5)
+    assert [row.tokens_out for row in trace.rows] == [quarter, round(quarter * 0.5), 2]
+    assert [(r.n, r.m) for _, _, r in trace.reductions][:2] == [(n, half), (half, quarter)]
+    assert all(row.ms >= 0 for row in trace.rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inside_the_vision_tower(family: str) -> None:
+    this, inputs = ask(family)
+    with torch.no_grad():
+        stock = this.model(**inputs).logits
+        with attach(this.model, "tome@vit:1.0"):
+            assert torch.equal(this.model(**inputs).logits, stock)
+        with attach(this.model, "tome@vit:0.5+random:0.5+fastv@llm2:0.5") as trace:
+            generate(this, inputs, 2)
+        assert torch.equal(this.model(**inputs).logits, stock)
+    assert {row.stage for row in trace.rows} == {"vit", "pre", "llm2"}
+
+
+def test_half_precision_runs() -> None:
+    this = build("qwen3_vl")
+    this.model.to(torch.bfloat16)
+    inputs = this.inputs(["on {video} what?"], videos=this.videos(1))
+    with attach(this.model, "tome:0.5+holitom_inner@llm2:0.5"):
+        out = generate(this, inputs, 3)
+    assert all(bool(torch.isfinite(logits).all()) for logits in out.logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_model_can_be_attached(family: str) -> None:
+    this, inputs = ask(family)
+    base = this.model.model
+    with torch.no_grad():
+        with attach(this.model, "random:0.5+fastv@llm2:0.5"):
+            whole = this.model(**inputs).logits
+        with attach(base, "random:0.5+fastv@llm2:0.5"):
+            hidden = base(**inputs).last_hidden_state
+        assert torch.equal(this.model.lm_head(hidden), whole)
