@@ -36,13 +36,9 @@ def quiet() -> None:
 @contextmanager
 def progress(label: str) -> Iterator[Tick]:
     """A bar on standard error; yields `tick(done, total)`."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=_err, transient=True) as bar:
+    text, count = TextColumn("{task.description}"), MofNCompleteColumn()
+    columns = (text, BarColumn(), count, TimeRemainingColumn())
+    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
         task = bar.add_task(label, total=None)
 
         def tick(done: int, total: int, label: str | None = None) -> None:
@@ -113,7 +109,7 @@ def print_checks(rows: Sequence[Any], as_json: bool) -> None:
         return print_json([asdict(row) for row in rows])
     mark = {True: "ok", False: "missing"}
     _table(
-        Console(),
+        _out(),
         ("what", "", "found", "fix"),
         [(r.what, mark[r.ok], r.found, r.fix) for r in rows],
     )
@@ -127,7 +123,7 @@ def print_verify(rows: Sequence[Any], as_json: bool) -> bool:
         return ok
     mark = {True: "ok", False: "FAILED", None: "skipped"}
     _table(
-        Console(),
+        _out(),
         ("file", "method", "", "detail"),
         [(r.file, r.method, mark[r.ok], r.detail) for r in rows],
     )
