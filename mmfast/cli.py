@@ -187,14 +187,26 @@ def bench(
     dtype: Dtype = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     iters: Annotated[int | None, typer.Option(help="Timed rounds.")] = None,
+    selection: Annotated[
+        bool, typer.Option("--selection", help="Time the choosing alone, against textbook loops.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Speed on real model shapes with random weights, baseline interleaved."""
+    from mmfast.bench.results import append, bench_rows
     from mmfast.bench.run import run_bench
-    from mmfast.cli_output import print_bench, progress, quiet
+    from mmfast.cli_output import print_bench, print_selection, progress, quiet
 
     quiet()
+    if selection:
+        from mmfast.bench.selection import result_rows
+
+        with progress("selection") as tick:
+            rows = result_rows(progress=tick)
+        if out is not None:
+            append(out, rows)
+        return print_selection(rows, as_json)
     with progress("bench") as tick:
         document = run_bench(
             preset=preset,
@@ -209,8 +221,6 @@ def bench(
             progress=tick,
         )
     if out is not None:
-        from mmfast.bench.results import append, bench_rows
-
         append(out, bench_rows(document))
     print_bench(document, as_json)
     if not document["ok"]:

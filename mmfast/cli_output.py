@@ -178,3 +178,12 @@ def print_bench(document: dict[str, Any], as_json: bool) -> None:
     _table(_out(), names, rows)
     for stage, floor in document["noise"].items():
         _err.print(f"{stage}: noise {floor:.1%} (stock against stock)", style="dim")
+
+
+def print_selection(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    """One line a case of choosing tokens, against the textbook formulation."""
+    if as_json:
+        return print_json(rows)
+    keys = ("case", "ms", "textbook_ms", "speedup", "same_indices")
+    names = ("case", "ms", "textbook ms", "faster", "same indices")
+    _table(_out(), names, [[row[key] for key in keys] for row in rows])

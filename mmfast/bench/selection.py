@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmfast.bench.results import environment
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import count, reduce
@@ -59,6 +60,17 @@ def measure(cases: Sequence[Case] = CASES, repeats: int = 5) -> Iterator[dict[st
             raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")
         with _one_thread():
             yield _row(case, TEXTBOOKS[name], repeats)
+
+
+def result_rows(progress: Callable[[int, int], None] | None = None) -> list[dict[str, Any]]:
+    """All cases as rows for `assets/results/selection-cpu.jsonl`."""
+    shared = {"suite": "selection", "device": "cpu", "dtype": "float32", **environment()}
+    rows = []
+    for row in measure():
+        rows.append({**shared, **row})
+        if progress is not None:
+            progress(len(rows), len(CASES))
+    return rows
 
 
 def _row(case: Case, textbook: Callable[[Tokens, int], Tensor], repeats: int) -> dict[str, Any]:
