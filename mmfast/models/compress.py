@@ -18,8 +18,7 @@ from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
 from mmfast.models.adapter import adapter_for
 from mmfast.models.locate import locate
-from mmfast.models.pieces import flat
-from mmfast.models.records import KINDS, features_given, recording
+from mmfast.models.records import KINDS, features_given, flat, recording
 from mmfast.models.sequence import Sequences
 from mmfast.models.stages import sites_of
 from mmfast.models.step import Step
@@ -99,7 +98,9 @@ def _shortened(
     places = {kind: ids == getattr(base.config, f"{kind}_token_id") for kind in outputs}
     hidden = base.get_input_embeddings()(ids)
     for kind, output in outputs.items():
-        hidden = hidden.masked_scatter(places[kind][..., None], flat(output).to(hidden))
+        hidden = hidden.masked_scatter(
+            places[kind][..., None], flat(output.pooler_output).to(hidden)
+        )
     for site in step.sites:
         hidden = step.reduce(site, hidden)
     if sequences.index is None:

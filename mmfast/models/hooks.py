@@ -57,6 +57,8 @@ class Hooks:
         self.recorder: Recorder
         self.offsets = Offsets(model, self.base) if adapter.mrope else None
         self._local = _Local()
+        # Only decode steps run well compiled; anything longer steps out of the compiled code.
+        self._uncompiled: Any = torch.compiler.disable(_apply)
         self._names = list(inspect.signature(self.base.forward).parameters)
 
     @contextmanager
@@ -69,7 +71,7 @@ class Hooks:
             self.recorder = stack.enter_context(recording(self.base, self.adapter, needs))
             handles = [
                 self.base.register_forward_pre_hook(self._enter, with_kwargs=True),
-                self.base.register_forward_hook(self._leave, always_call=True),
+                self.base.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
             ]
             for index in range(first, len(self.text.layers)):
                 hook = partial(self._layer, index)
@@ -85,19 +87,49 @@ class Hooks:
             yield
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return  # only decode steps are compiled, and they need no call state
         if args:
             kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if not torch.compiler.is_compiling():
+            self._open(kwargs)
+        elif _length(kwargs) > 1:
+            self._uncompiled(self._open, kwargs)
+
+    def _leave(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if not torch.compiler.is_compiling():
+            self._close(output)
+        elif args or _length(kwargs) > 1:
+            self._uncompiled(self._close, output)
+
+    def _layer(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not torch.compiler.is_compiling():
+            call = self._local.call
+            if call is None:
+                return self._decode(index, args, kwargs)
+            return self._visual(call, index, module, args, kwargs)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.shape[1] == 1:
+            return self._decode(index, args, kwargs)
+        return self._uncompiled(self._compiled_layer, index, module, args, kwargs)
+
+    def _compiled_layer(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self._layer(index, module, args, kwargs) or (args, kwargs)
+
+    def _open(self, kwargs: dict[str, Any]) -> None:
+        """A call of the base model begins."""
         cache = kwargs.get("past_key_values")
         if self.offsets is not None:
             self.offsets.store(cache)
         wanted = features_given(kwargs) or (_length(kwargs) > 1 and _is_shortened(cache))
         self._local.call = _Call(kwargs) if wanted else None
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _close(self, output: Any) -> None:
+        """A call of the base model ends, with an output or an exception."""
         if self.offsets is not None:
             self.offsets.store(getattr(output, "past_key_values", None))
             self.offsets.forget()
@@ -106,12 +138,15 @@ class Hooks:
             self._local.call = None
             call.stack.close()
 
-    def _layer(
-        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        call = None if torch.compiler.is_compiling() else self._local.call
-        if call is None:
-            return self._decode(index, args, kwargs)
+    def _visual(
+        self,
+        call: _Call,
+        index: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a decoder layer in a call that brings visual tokens."""
         if call.step is None:
             call.step = self._step(call)
         step = call.step
@@ -168,7 +203,8 @@ class Hooks:
                 scores = last_query_scores(q, k, mask, scale)
                 step.scores[index] = scores[:, start : start + q.shape[2]]
 
-        call.stack.enter_context(probing({module.self_attn: look}))
+        watch: Any = partial(self._uncompiled, look)
+        call.stack.enter_context(probing({module.self_attn: watch}))
 
     def _deepstack(self, stock: Any, hidden: Tensor, places: Tensor, planes: Tensor) -> Any:
         call = self._local.call
@@ -176,6 +212,10 @@ class Hooks:
         if step is None or step.sequences.index is None:
             return stock(hidden, places, planes)
         return step.add_planes(hidden, planes.to(hidden.device, hidden.dtype))
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function(*args)
 
 
 def _is_shortened(cache: Any) -> bool:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.models.adapter import Adapter, Layout
-from mmfast.models.pieces import is_chunk, pieces
-from mmfast.models.records import Record, Recorder, features_given, record_of
+from mmfast.models.pieces import Piece, chunk_pieces, whole_pieces
+from mmfast.models.records import Record, Recorder, features_given, flat, record_of
 from mmfast.models.sequence import Item, Sequences
 
 
@@ -40,8 +40,8 @@ def locate(
     items: list[Item] = []
     separators = torch.zeros_like(visual)
     for kind, output in given.items():
-        record = _record(base, adapter, kind, output, kwargs, token[kind], recorder)
-        for item, marks in _items(record, token[kind], rank):
+        record, pieces = _known(base, adapter, kind, output, kwargs, token[kind], recorder)
+        for item, marks in _items(record, pieces, token[kind], rank):
             items.append(item)
             separators[item.row, marks] = True
     items.sort(key=lambda item: (item.row, int(item.where[0]) if item.n else 0))
@@ -83,11 +83,13 @@ def _token_ids(base: Any, kwargs: Mapping[str, Any]) -> Tensor:
     return ids
 
 
-def _items(record: Record, mask: Tensor, rank: Tensor) -> Iterator[tuple[Item, Tensor]]:
+def _items(
+    record: Record, pieces: list[Piece], mask: Tensor, rank: Tensor
+) -> Iterator[tuple[Item, Tensor]]:
     """Every item, or part of one, with the places of its separators."""
     places = mask.nonzero()  # [n, 2] in reading order
     at = 0
-    for index, start, stop in pieces(record, mask.sum(1).tolist()):
+    for index, start, stop in pieces:
         layout = record.layouts[index]
         here = places[at : at + stop - start]
         at += stop - start
@@ -115,7 +117,7 @@ def _items(record: Record, mask: Tensor, rank: Tensor) -> Iterator[tuple[Item, T
         yield item, here[rest, 1]
 
 
-def _record(
+def _known(
     base: Any,
     adapter: Adapter,
     kind: str,
@@ -123,20 +125,20 @@ def _record(
     kwargs: Mapping[str, Any],
     mask: Tensor,
     recorder: Recorder,
-) -> Record:
-    if output is None:  # the pixels were encoded inside this very call
-        return recorder.last[kind]
-    record = record_of(output)
-    if record is not None:
-        return record
+) -> tuple[Record, list[Piece]]:
+    """The record of the features, and which of them the placeholders `mask` `[B, L]` are."""
+    counts = mask.sum(1).tolist()
     last = recorder.last.get(kind)
-    if last is not None and is_chunk(last, output, mask.sum(1).tolist()):
-        return last
-    return Record(kind, _recover(base, adapter, kind, output, kwargs, mask), _none(output))
-
-
-def _none(output: Any) -> list[dict[str, Tensor]]:
-    return [{} for _ in output.pooler_output]
+    record = last if output is None else record_of(output)  # None: encoded inside this very call
+    if record is None and last is not None:
+        chunk = chunk_pieces(last, counts, flat(output.pooler_output))
+        if chunk is not None:
+            return last, chunk
+    if record is None:
+        layouts = _recover(base, adapter, kind, output, kwargs, mask)
+        record = Record(kind, layouts, [{} for _ in layouts])
+    record.planes = []
+    return record, whole_pieces(record, counts)
 
 
 def _recover(

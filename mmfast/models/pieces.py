@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -13,71 +13,64 @@ from mmfast.models.records import Record
 Piece = tuple[int, int, int]
 
 
-def pieces(record: Record, counts: list[int]) -> Iterator[Piece]:
-    """The features behind the placeholders of a batch, row by row.
-
-    Beams repeat the items of a sample, and a chunk of a chunked prefill brings a part of them.
+def whole_pieces(record: Record, counts: list[int]) -> list[Piece]:
+    """All features of a record, row by row; beams repeat the items of a sample.
 
     Args:
         record: The features.
         counts: Placeholders per batch row.
     """
-    found, total = sum(counts), record.total
-    if found == total:
-        yield from ((i, 0, each.length) for i, each in enumerate(record.layouts))
-    elif found > total:
-        yield from _repeated(record, counts, found // total)
-    else:
-        yield from _chunk(record, counts)
-
-
-def _repeated(record: Record, counts: list[int], times: int) -> Iterator[Piece]:
-    index = 0
+    lengths = [each.length for each in record.layouts]
+    times = max(1, sum(counts) // max(1, sum(lengths)))
+    found, index = [], 0
     for row in range(0, len(counts), times):
         start, left = index, counts[row]
-        while left > 0 and index < len(record.layouts):
-            left -= record.layouts[index].length
+        while left > 0 and index < len(lengths):
+            left -= lengths[index]
             index += 1
-        for _ in range(times):
-            yield from ((i, 0, record.layouts[i].length) for i in range(start, index))
+        found += [(i, 0, lengths[i]) for i in range(start, index)] * times
+    return found
 
 
-def _chunk(record: Record, counts: list[int]) -> Iterator[Piece]:
-    items, rows = len(record.layouts), len(counts)
-    for row, left in enumerate(counts):
-        skip = record.progress.get(row, 0)
-        record.progress[row] = skip + left
-        # Samples have equally many items each, and the beams of a sample share them.
-        first = row * items // rows
-        for index in range(first, max(first + 1, (row + 1) * items // rows)):
-            length = record.layouts[index].length
-            start, skip = min(skip, length), max(0, skip - length)
-            stop = min(length, start + left)
-            left -= stop - start
-            if stop > start:
-                yield index, start, stop
+def chunk_pieces(record: Record, counts: list[int], features: Tensor) -> list[Piece] | None:
+    """The part of a record that a chunk of a chunked prefill brings.
+
+    Stock code cuts the features without saying where, and batch rows may hold any number of
+    items, so the place is found by comparing.
+
+    Args:
+        record: What was encoded last.
+        counts: Placeholders per batch row in this chunk.
+        features: The chunk's features `[sum(counts), D]`.
+
+    Returns:
+        The pieces, or None where the features are not a slice of the record.
+    """
+    whole = record.flat()
+    if whole is None or whole.shape[1:] != features.shape[1:]:
+        return None
+    bounds = [0, *accumulate(each.length for each in record.layouts)]
+    ends, found = dict(record.ends), []
+    for row, mine in enumerate(features.split(counts)):
+        if not len(mine):
+            continue
+        starts = [ends.get(row, 0), *bounds[:-1]]  # on from the last chunk, or a new prompt
+        fits = (s for s in starts if torch.equal(whole[s : s + len(mine)], mine))
+        start = next(fits, None)
+        if start is None:
+            return None
+        if start != ends.get(row):
+            record.plans.clear()
+        ends[row] = start + len(mine)
+        found += _items(bounds, start, ends[row])
+    record.ends = ends
+    return found
 
 
-def is_chunk(record: Record, output: object, counts: list[int]) -> bool:
-    """Whether `output` is the next slice of the recorded features, as chunked prefill cuts them."""
-    if record.output() is None or sum(counts) >= record.total:
-        return False
-    before = dict(record.progress)
-    places = [_span(record, *piece) for piece in _chunk(record, counts)]
-    record.progress.clear()
-    record.progress.update(before)
-    whole = flat(record.output())
-    mine = torch.cat([whole[start:stop] for start, stop in places])
-    theirs = flat(output)
-    return mine.shape == theirs.shape and torch.equal(mine, theirs)
-
-
-def flat(output: object) -> Tensor:
-    """All features of an encoder output, `[tokens, D]`."""
-    features = output.pooler_output  # type: ignore[attr-defined]
-    return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
-
-
-def _span(record: Record, index: int, start: int, stop: int) -> tuple[int, int]:
-    at = sum(each.length for each in record.layouts[:index])
-    return at + start, at + stop
+def _items(bounds: list[int], start: int, stop: int) -> list[Piece]:
+    """Split the span `start:stop` of all features at the bounds of the items."""
+    return [
+        (i, max(start, low) - low, min(stop, high) - low)
+        for i, (low, high) in enumerate(pairwise(bounds))
+        if max(start, low) < min(stop, high)
+    ]

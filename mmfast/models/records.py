@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,30 +33,34 @@ class Record:
         kind: `image` or `video`.
         layouts: One per image or video, in the order of the features.
         signals: `attn` `[N]` and `keys` `[N, d]` of each, those that a stage needs.
-        output: The features, as long as somebody else holds them.
-        progress: Tokens of each batch row that earlier chunks of a chunked prefill took.
-        plans: What the stages at `pre` decided for whole items when their first chunk came.
+        planes: The features, then the DeepStack planes, each a list of tensors. Chunked prefill
+            brings them in slices, but a method must see whole items; dropped once used in full.
+        ends: Under chunked prefill: features that each batch row has had so far.
+        plans: Under chunked prefill: what the stages at `pre` decided for whole items.
     """
 
     kind: str
     layouts: list[Layout]
     signals: list[dict[str, Tensor]]
-    output: Callable[[], Any] = lambda: None
-    progress: dict[int, int] = field(default_factory=dict)
+    planes: list[list[Tensor]] = field(default_factory=list)
+    ends: dict[int, int] = field(default_factory=dict)
     plans: dict[int, Any] = field(default_factory=dict)
 
-    @property
-    def total(self) -> int:
-        """Placeholder tokens of all items."""
-        return sum(each.length for each in self.layouts)
+    def flat(self, plane: int = 0) -> Tensor | None:
+        """All features `[tokens, D]`, or those of a DeepStack plane (from 1), if still held."""
+        return flat(self.planes[plane]) if self.planes else None
 
-    def features(self, item: int, plane: int | None = None) -> Tensor:
-        """Features of a whole item's content tokens `[N, D]`, of the DeepStack plane if given."""
-        output = self.output()
-        planes = output.pooler_output if plane is None else output.deepstack_features[plane]
-        rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in planes])
+    def features(self, item: int, plane: int = 0) -> Tensor:
+        """Features of a whole item's content tokens, `[N, D]`."""
+        rows = self.flat(plane)
+        assert rows is not None
         start = sum(each.length for each in self.layouts[:item])
         return rows[start + self.layouts[item].content().to(rows.device)]
+
+
+def flat(features: Iterable[Tensor]) -> Tensor:
+    """Features of all items, in whatever container a family returns them, as `[tokens, D]`."""
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
 
 
 class Recorder:
@@ -84,7 +87,8 @@ class Recorder:
         layouts = self._adapter.layout(self._base, kind, {**bound.get("kwargs", {}), **bound})
         record = Record(kind, layouts, [self._signals(kind, i) for i in range(len(layouts))])
         if hasattr(output, "pooler_output"):
-            record.output = weakref.ref(output)
+            planes = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+            record.planes = [list(plane) for plane in planes]
             output.__dict__[_FIELD] = record
         self.last[kind] = record
         return output

@@ -43,7 +43,7 @@ class Step:
         self._groups: dict[tuple[int, int], Group] = {}
         self._embeddings: tuple[Tensor, ...] | None = None
         self._masks: dict[int, Any] = {}
-        self._plane = 0
+        self._plane = 0  # DeepStack planes added so far
 
     def wants_scores(self, layer: int) -> bool:
         """Whether a site that acts reads the attention of this decoder layer."""
@@ -119,17 +119,17 @@ class Step:
     def add_planes(self, hidden: Tensor, planes: Tensor) -> Tensor:
         """Add DeepStack features `[visual tokens, D]`, reduced like the tokens they belong to."""
         hidden = hidden.clone()
+        self._plane += 1
         for item in self.sequences.items:
-            if item.source is None:
-                rows = planes.index_select(0, item.planes)
-            else:
+            rows = planes.index_select(0, item.planes)
+            if item.source is not None and item.record is not None:
                 plan, here = item.source
-                rows = plan.apply(plane_of(item, self._plane).to(planes)).index_select(0, here)
+                whole = item.record.features(item.index, self._plane).to(planes)
+                rows = plan.apply(whole).index_select(0, here)
             for reduction in item.chain:
                 rows = reduction.apply(rows)
             target = hidden[item.row]
             target.index_copy_(0, item.where, target.index_select(0, item.where) + rows)
-        self._plane += 1
         return hidden
 
     def _run(self, site: Site, item: Item, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -180,12 +180,6 @@ class Step:
     def _note(self, site: Site, item: Item, chain: Chain) -> None:
         for reduction in chain.reductions:
             self.trace.record(site.name, item.number, reduction)
-
-
-def plane_of(item: Item, plane: int) -> Tensor:
-    """A DeepStack plane of the whole item of which `item` is a part, `[N, D]`."""
-    assert item.record is not None
-    return item.record.features(item.index, plane)
 
 
 def stock_mask(config: Any, hidden: Tensor, padding: Tensor | None, cache: Any, layer: int) -> Any:
