@@ -132,6 +132,15 @@ def test_later_rows_replace_earlier_ones() -> None:
     assert sections.bench([*old, *new]) == sections.bench(new)
 
 
+def test_selection_table() -> None:
+    row = {"case": "evs, 9 x 4", "textbook_ms": 30.0, "median_ms": 2.0, "speedup": 15.0}
+    row |= {"same_indices": False, **ENVIRONMENT}
+    lines = sections.selection([{**row, "median_ms": 9.0}, row])
+    assert lines[-1] == "| evs, 9 x 4 | 30.0 | 2.0 | 15.0x | no |"
+    assert len(lines) == 5
+    assert sections.selection([]) == ["Cost of selection: not measured."]
+
+
 def test_rows_survive_the_file_and_need_no_machine_name(tmp_path: Path) -> None:
     rows = bench_rows(bench_document())
     append(tmp_path / "deep" / "r.jsonl", rows)

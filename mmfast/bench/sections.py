@@ -150,11 +150,19 @@ def selection(rows: Sequence[Row]) -> list[str]:
     """The cost of choosing tokens, against the textbook formulation."""
     if not rows:
         return [f"Cost of selection: {NOT_MEASURED}."]
-    lines = ["| selection | textbook ms | mmfast ms | faster |", "|---|---|---|---|"]
     latest = {row["case"]: row for row in rows}
+    one = rows[-1]
+    lines = [
+        f"Choosing alone, one thread of {one['processor']}, {one['date']}, "
+        f"commit `{one['commit'] or 'none'}`.",
+        "",
+        "| selection | textbook ms | mmfast ms | faster | same tokens |",
+        "|---|---|---|---|---|",
+    ]
     for name, row in latest.items():
         times = f"{row['textbook_ms']:.1f} | {row['median_ms']:.1f}"
-        lines.append(f"| {name} | {times} | {row['speedup']:.1f}x |")
+        same = "yes" if row["same_indices"] else "no"
+        lines.append(f"| {name} | {times} | {row['speedup']:.1f}x | {same} |")
     return lines
 
 
