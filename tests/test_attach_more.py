@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from test_attach_generate import PROMPTS, SPEC, logits_close, new, one, run
-from test_attach_sessions import second_turn
-from tiny_models import FAMILIES, Tiny, build, generate, tiny
-from transformers import CompileConfig, StaticCache
+from tiny_models import FAMILIES, build, generate, tiny
+from transformers import CompileConfig
 
 from mmfast.attach import attach
 
@@ -48,77 +47,6 @@ def test_a_row_without_media_in_a_visual_batch(family: str, attention: str) -> N
     text = this.inputs(["only text here"])
     assert torch.equal(together[0], new(run(this, visual), visual)[0])
     assert torch.equal(together[1], new(run(this, text), text)[0])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_padded_batch_takes_a_second_video(family: str, attention: str) -> None:
-    """Both turns of a ragged batch equal the turns of single rows."""
-    this = tiny(family, attention)
-    videos, seconds = this.videos(2), this.videos(2, 40)
-    prompts, follow = ["{video} a", "what is {video} then?"], [" and {video}?", " {video}"]
-
-    def talk(rows: list[int]) -> Any:
-        first = this.inputs([prompts[r] for r in rows], videos=[videos[r] for r in rows])
-        with attach(this.model, SPEC):
-            out = generate(this, first, 3)
-            part = this.inputs([follow[r] for r in rows], videos=[seconds[r] for r in rows])
-            ids = torch.cat([out.sequences[:, -1:], part["input_ids"]], 1)
-            old = torch.nn.functional.pad(first["attention_mask"], (0, 3), value=1)
-            mask = torch.cat([old, part["attention_mask"]], 1)
-            positions = _positions(this, first, part, mask)
-            given = {k: v for k, v in part.items() if k != "mm_token_type_ids"}
-            given |= {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-            return generate(this, given, 4, past_key_values=out.past_key_values)
-
-    together = talk([0, 1])
-    for row in (0, 1):
-        alone = talk([row])
-        assert torch.equal(together.sequences[row, -4:], alone.sequences[0, -4:])
-        a = torch.stack([step[row] for step in together.logits])
-        b = torch.stack([step[0] for step in alone.logits])
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
-
-
-def _positions(this: Tiny, first: Any, part: Any, mask: Any) -> torch.Tensor:
-    """Positions of the last answer token and the new turn, row by row, by hand."""
-    length = part["input_ids"].shape[1] + 1
-    text = (mask.cumsum(-1) - 1).clamp_min(0)[:, -length:]
-    if this.family == "llava_onevision":
-        return text
-    base = this.model.model
-
-    def rope(inputs: Any) -> Any:
-        names = ("video_grid_thw", "mm_token_type_ids", "attention_mask", "second_per_grid_ts")
-        return base.get_rope_index(
-            inputs["input_ids"], **{k: inputs[k] for k in names if k in inputs}
-        )
-
-    before, after = rope(first)[0], rope(part)[0]
-    start = before.amax((0, 2)) + 3  # three answer tokens; the last is fed again
-    fed = (start).expand(3, -1)[..., None]
-    new = after + start[None, :, None] + 1
-    new = new.masked_fill(part["attention_mask"][None] == 0, 0)
-    return torch.cat([text[None], torch.cat([fed, new], -1)])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_static_cache_takes_a_second_video(family: str) -> None:
-    this = tiny(family)
-    first = this.inputs(["on {video} what?"], videos=this.videos(1))
-    answers = []
-    for cache in (None, StaticCache(this.model.config, 500)):
-        with attach(this.model, SPEC):
-            out = generate(this, first, 4, **({} if cache is None else {"past_key_values": cache}))
-            whole, part = second_turn(this, first, out.sequences, seed=3)
-            given = {k: v for k, v in whole.items() if k != "pixel_values_videos"}
-            features = this.model.model.get_video_features
-            names = ("pixel_values_videos", "video_grid_thw")
-            call = {k: part[k] for k in names if k in part}
-            given["mm_encoder_outputs"] = {"video": features(**call, return_dict=True)}
-            answers.append(generate(this, given, 4, past_key_values=out.past_key_values))
-    assert torch.equal(answers[0].sequences, answers[1].sequences)
-    logits_close(*answers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,35 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlavaOnevisionConfig,
-    LlavaOnevisionForConditionalGeneration,
-    LlavaOnevisionImageProcessor,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
+from tiny_families import SPECIALS, llava_onevision, qwen2_5_vl, qwen3_vl, tokenizer_of_bytes
 from transformers.video_utils import VideoMetadata
 
 FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
-SPECIALS = {
-    "image_token": "<|image_pad|>",
-    "video_token": "<|video_pad|>",
-    "vision_start_token": "<|vision_start|>",
-    "vision_end_token": "<|vision_end|>",
-    "vision_bos_token": "<|vision_bos|>",
-    "vision_eos_token": "<|vision_eos|>",
-}
 
 
 @dataclass
@@ -138,7 +113,7 @@ def build(
         frames: Frames per clip.
         seed: Of the weights.
     """
-    tokenizer = _tokenizer()
+    tokenizer = tokenizer_of_bytes()
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": width,
@@ -154,7 +129,9 @@ def build(
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIALS.items()}
     torch.manual_seed(seed)
     if family == "llava_onevision":
-        model, processor = _llava(tokenizer, text, ids, patch, depth, image_size or 6 * patch)
+        model, processor = llava_onevision(
+            tokenizer, text, ids, patch, depth, image_size or 6 * patch
+        )
     else:
         vision = {
             "depth": depth,
@@ -166,7 +143,7 @@ def build(
             "temporal_patch_size": 2,
             "out_hidden_size": width,
         }
-        build_qwen = _qwen2_5 if family == "qwen2_5_vl" else _qwen3
+        build_qwen = qwen2_5_vl if family == "qwen2_5_vl" else qwen3_vl
         model, processor = build_qwen(tokenizer, text, ids, vision, deepstack)
     model.set_attn_implementation(attention)
     sizes = {"height": height, "width": width_px, "frames": frames}
@@ -187,114 +164,6 @@ def _finish(model: Any) -> Any:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = model.config.get_text_config().pad_token_id
     return model
-
-
-def _tokenizer() -> Any:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        padding_side="left",
-        extra_special_tokens=SPECIALS,
-    )
-
-
-def _llava(
-    tokenizer: Any, text: Any, ids: Any, patch: int, depth: int, side: int
-) -> tuple[Any, Any]:
-    grids = [[side * h, side * w] for h in (1, 2, 3) for w in (1, 2, 3)]
-    config = LlavaOnevisionConfig(
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": depth,
-            "num_attention_heads": 2,
-            "image_size": side,
-            "patch_size": patch,
-            "vision_use_head": False,
-        },
-        text_config={"model_type": "qwen2", **text},
-        image_token_index=ids["image_token"],
-        video_token_index=ids["video_token"],
-        image_grid_pinpoints=grids,
-    )
-    size = {"height": side, "width": side}
-    processor = LlavaOnevisionProcessor(
-        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=grids),
-        video_processor=LlavaOnevisionVideoProcessor(size=size),
-        tokenizer=tokenizer,
-        num_image_tokens=(side // patch) ** 2,
-        vision_feature_select_strategy="full",
-    )
-    return LlavaOnevisionForConditionalGeneration(config), processor
-
-
-def _qwen_ids(ids: Any) -> dict[str, int]:
-    names = ("image_token", "video_token", "vision_start_token", "vision_end_token")
-    return {f"{name}_id": ids[name] for name in names}
-
-
-def _qwen_media(vision: Any, video: Any) -> dict[str, Any]:
-    pixels = {"shortest_edge": 16, "longest_edge": 10**6}
-    patches = {
-        "patch_size": vision["patch_size"],
-        "merge_size": vision["spatial_merge_size"],
-        "temporal_patch_size": 2,
-    }
-    return {
-        "image_processor": Qwen2VLImageProcessor(size=pixels, **patches),
-        "video_processor": video(size=pixels, **patches),
-    }
-
-
-def _mrope(text: Any) -> list[int]:
-    half = text["hidden_size"] // text["num_attention_heads"] // 2
-    return [half - 2 * (half // 3), half // 3, half // 3]
-
-
-def _qwen2_5(tokenizer: Any, text: Any, ids: Any, vision: Any, _: int) -> tuple[Any, Any]:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": _mrope(text)}
-    window = 2 * vision["spatial_merge_size"] * vision["patch_size"]
-    config = Qwen2_5_VLConfig(
-        vision_config={
-            **vision,
-            "window_size": window,
-            "fullatt_block_indexes": [vision["depth"] - 1],
-            "tokens_per_second": 2,
-        },
-        text_config={**text, "rope_parameters": rope},
-        **_qwen_ids(ids),
-    )
-    media = _qwen_media(vision, Qwen2VLVideoProcessor)
-    processor = Qwen2_5_VLProcessor(tokenizer=tokenizer, **media)
-    return Qwen2_5_VLForConditionalGeneration(config), processor
-
-
-def _qwen3(tokenizer: Any, text: Any, ids: Any, vision: Any, deepstack: int) -> tuple[Any, Any]:
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": _mrope(text),
-        "mrope_interleaved": True,
-    }
-    text = {**text, "head_dim": text["hidden_size"] // text["num_attention_heads"]}
-    config = Qwen3VLConfig(
-        vision_config={
-            **vision,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": list(range(deepstack)),
-        },
-        text_config={**text, "rope_parameters": rope},
-        **_qwen_ids(ids),
-    )
-    media = _qwen_media(vision, Qwen3VLVideoProcessor)
-    processor = Qwen3VLProcessor(tokenizer=tokenizer, **media)
-    return Qwen3VLForConditionalGeneration(config), processor
 
 
 @functools.cache

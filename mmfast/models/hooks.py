@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import StaticLayer
 
 from mmfast.core.trace import Trace
 from mmfast.models.adapter import Adapter
-from mmfast.models.lengths import held, is_short, padding_mask
+from mmfast.models.lengths import held, is_short
 from mmfast.models.locate import locate
+from mmfast.models.masks import fit_decode, padding_of
 from mmfast.models.patching import override
 from mmfast.models.records import Recorder, features_given, recording
 from mmfast.models.rope import Offsets
 from mmfast.models.sequence import Sequences
 from mmfast.models.stages import Site
-from mmfast.models.step import Step, stock_mask
+from mmfast.models.step import Step
 
 
 class _Call:
@@ -156,33 +156,17 @@ class Hooks:
             self._probe(call, step, index, module, kwargs.get("past_key_values"))
         return (hidden, *args[1:]), kwargs
 
-    def _decode(
-        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """A step without new visual tokens: at most the mask differs from the stock one."""
-        cache = kwargs.get("past_key_values")
-        if cache is None or len(cache.layers) <= index:
-            return None
-        layer = cache.layers[index]
-        if not getattr(layer, "uneven", False):
-            return None
+    def _decode(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.shape[1] == 1 and layer.valid is None and not isinstance(layer, StaticLayer):
-            kwargs["attention_mask"] = None
-        elif layer.group.leader == index or torch.compiler.is_compiling():
-            seen = padding_mask(layer, hidden.shape[1])
-            kwargs["attention_mask"] = stock_mask(self.text.config, hidden, seen, cache, index)
-            layer.group.mask = kwargs["attention_mask"]
-        else:
-            kwargs["attention_mask"] = layer.group.mask
-        return args, kwargs
+        fitted = fit_decode(self.text.config, index, hidden, kwargs)
+        return (args, kwargs) if fitted else None
 
     def _step(self, call: _Call) -> Step:
         kwargs = call.kwargs
         assert kwargs is not None
         call.kwargs = None
         length, cache = _length(kwargs), kwargs.get("past_key_values")
-        past, ok = _padding(kwargs.get("attention_mask"), length, cache)
+        past, ok = padding_of(kwargs.get("attention_mask"), length, cache)
         if features_given(kwargs):
             sequences = locate(self.base, self.adapter, kwargs, self.recorder, ok)
         else:
@@ -225,20 +209,3 @@ def _is_shortened(cache: Any) -> bool:
 def _length(kwargs: Mapping[str, Any]) -> int:
     ids = kwargs.get("input_ids")
     return int((kwargs["inputs_embeds"] if ids is None else ids).shape[1])
-
-
-def _padding(mask: Any, length: int, cache: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Padding among the tokens of earlier calls `[B, P]` and among the new ones `[B, L]`."""
-    if isinstance(mask, dict):
-        mask = mask.get("full_attention", next(iter(mask.values())))
-    if mask is None:
-        return None, None
-    past = 0 if cache is None else int(cache.get_seq_length())
-    if mask.ndim == 4:
-        # Made by `generate` for a static cache: the last query sees all that is no padding.
-        past -= getattr(cache.layers[0], "dropped", 0) if cache is not None else 0
-        seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0, -1, : past + length]
-    else:
-        seen = mask[:, -(past + length) :].bool()
-    new, old = seen[:, -length:], seen[:, :-length]
-    return None if bool(old.all()) else old, None if bool(new.all()) else new

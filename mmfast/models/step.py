@@ -6,11 +6,11 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from torch import Tensor
-from transformers.masking_utils import create_causal_mask
 
 from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
 from mmfast.models.lengths import Group, extend, is_short, padding_mask, shorten
+from mmfast.models.masks import stock_mask
 from mmfast.models.sequence import Item, Sequences, take
 from mmfast.models.stages import Chain, Site, run_part, run_site
 
@@ -180,17 +180,6 @@ class Step:
     def _note(self, site: Site, item: Item, chain: Chain) -> None:
         for reduction in chain.reductions:
             self.trace.record(site.name, item.number, reduction)
-
-
-def stock_mask(config: Any, hidden: Tensor, padding: Tensor | None, cache: Any, layer: int) -> Any:
-    """The mask transformers makes for one layer, from its own cache lengths."""
-    return create_causal_mask(
-        config=config,
-        inputs_embeds=hidden,
-        attention_mask=padding,
-        past_key_values=cache,
-        layer_idx=layer,
-    )
 
 
 def _acting(sites: Seq[Site], sequences: Sequences, trace: Trace) -> list[Site]:
