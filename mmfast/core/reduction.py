@@ -237,5 +237,9 @@ def _scatter_rows(
     rows = rows.to(wide)
     if weight is not None:
         rows = rows * weight.reshape(-1)[valid][:, None].to(wide)
-    total = torch.zeros(count * m, width, dtype=wide, device=x.device).index_add_(0, dest, rows)
+    total = torch.zeros(count * m, width, dtype=wide, device=x.device)
+    if x.is_cuda:  # sorts first: there index_add_ adds in any order and rounds differently each run
+        total.index_put_((dest,), rows, accumulate=True)
+    else:
+        total.index_add_(0, dest, rows)
     return total.reshape(*lead, m, width)
