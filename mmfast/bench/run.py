@@ -50,7 +50,8 @@ def run_bench(
         device: `cpu`, `cuda`, `cuda:1`; CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         threads: CPU threads; torch's own choice if None.
-        iters: Timed rounds; 10 on the CPU and 30 on CUDA if None.
+        iters: Timed rounds; if None 30 on CUDA, 10 on the CPU, and 5 for a real shape on the CPU,
+            where one round of ten specs takes a minute.
         progress: Called with (done, total).
 
     Returns:
@@ -64,7 +65,7 @@ def run_bench(
     specs = expand(reduce, parse_keep(keep))
     kind = pick_dtype(dtype, shape, where)
     video_grid(shape, frames)
-    rounds = _positive("iters", iters) or (30 if where.type == "cuda" else 10)
+    rounds = _positive("iters", iters) or _default_rounds(preset, where)
     with _threads(_positive("threads", threads)):
         case = build(preset, wanted, frames, where, kind)
         groups = [Group(case, name, wanted, specs) for name in GROUPS]
@@ -96,6 +97,12 @@ def run_bench(
             "rows": [] if faults else rows,
             "environment": environment(where),
         }
+
+
+def _default_rounds(preset: str, device: torch.device) -> int:
+    if device.type == "cuda":
+        return 30
+    return 10 if preset == "tiny" else 5
 
 
 def _positive(name: str, value: int | None) -> int | None:
