@@ -69,19 +69,7 @@ def run_bench(
     with _threads(_positive("threads", threads)):
         case = build(preset, wanted, frames, where, kind)
         groups = [Group(case, name, wanted, specs) for name in GROUPS]
-        groups = [g for g in groups if g.stage.stages]
-        ticks = _Ticks(progress, sum(g.work(rounds) for g in groups))
-        faults: list[str] = []
-        rows: list[dict[str, Any]] = []
-        floors: dict[str, float] = {}
-        warm: list[int] = []
-        with frozen():
-            for group in groups:
-                faults += group.prepare(ticks)
-                if not faults:
-                    rows += group.measure(rounds, ticks)
-                    floors |= group.noise
-                    warm.append(group.warm)
+        measured = _measure([g for g in groups if g.stage.stages], rounds, progress)
         return {
             "preset": preset,
             "device": where.type,
@@ -90,13 +78,32 @@ def run_bench(
             "frames": frames,
             "tokens": case.n,
             "iters": rounds,
-            "warm_ups": min(warm, default=0),
-            "noise": floors,
-            "ok": not faults,
-            "faults": faults,
-            "rows": [] if faults else rows,
+            **measured,
             "environment": environment(where),
         }
+
+
+def _measure(groups: Sequence[Group], rounds: int, progress: Progress | None) -> dict[str, Any]:
+    """Gate and rounds of every group; a fault in any leaves no speed in the document."""
+    ticks = _Ticks(progress, sum(group.work(rounds) for group in groups))
+    faults: list[str] = []
+    rows: list[dict[str, Any]] = []
+    floors: dict[str, float] = {}
+    warm: list[int] = []
+    with frozen():
+        for group in groups:
+            faults += group.prepare(ticks)
+            if not faults:
+                rows += group.measure(rounds, ticks)
+                floors |= group.noise
+                warm.append(group.warm)
+    return {
+        "warm_ups": min(warm, default=0),
+        "noise": floors,
+        "ok": not faults,
+        "faults": faults,
+        "rows": [] if faults else rows,
+    }
 
 
 def _default_rounds(preset: str, device: torch.device) -> int:
