@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("question")
     parser.add_argument("-o", "--out", default="kept.png")
     parser.add_argument(
-        "--reduce", nargs="+", default=["evs:0.25", "divprune:0.25", "fastv@llm3:0.1"]
+        "--reduce", nargs="+", default=["evs:0.25", "divprune:0.25", "fastv@llm4:0.1"]
     )
     args = parser.parse_args()
     frames = uniform_frames(args.clip, 8)
@@ -56,7 +56,7 @@ def main() -> None:
         draw.text((6, top + 30), f"{name}\n\n{count}\n\n{answer.text!r}", fill="black")
         for i, frame in enumerate(frames):
             sheet.paste(shade(frame, kept[i]), (LEFT + i * (TILE + GAP), top))
-    sheet.save(args.out, optimize=True)
+    sheet.quantize(128).save(args.out, optimize=True)
 
 
 if __name__ == "__main__":
