@@ -155,8 +155,10 @@ def evaluate(
         parse(spec)
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    from mmfast.bench.results import append, environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
 
+    environ = environment()  # of the code that is about to run, not of the tree hours later
     with progress("eval") as tick:
         document = run_eval(
             list(reduce or []),
@@ -166,9 +168,7 @@ def evaluate(
             progress=lambda spec, done, total: tick(done, total, spec),
         )
     if out is not None:
-        from mmfast.bench.results import append, eval_rows
-
-        append(out, eval_rows(document))
+        append(out, eval_rows(document, environ))
     print_eval(document, as_json)
 
 
