@@ -25,6 +25,11 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
     never dropped. A share refers to the tokens that enter its stage, a whole number is per image
     or video, and a share of 1.0 leaves the model bit-identical.
 
+    Hidden states and logits of a prompt have its reduced length, rows left-padded. At `llm<K>` the
+    last query is that of the call at hand: a chunk's last token under chunked prefill, a draft
+    token under assisted decoding. Inside the `with`, a model serves any number of threads and
+    conversations; a cache that `llm<K>` made uneven is to be continued inside one too.
+
     Args:
         model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
         reduce: Spec string, `name[@site][:budget]` joined by `+`; sites `vit`, `pre` (before the

@@ -64,7 +64,9 @@ class Hooks:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Hooks in, hooks out."""
-        needs = {need for site in self.sites if not site.deep for need in site.needs}
+        # A share of 1.0 reads nothing, so the tower is not asked for its sake.
+        before = [spec for site in self.sites if not site.deep for spec in site.specs]
+        needs = {need for spec in before if spec.budget != 1.0 for need in spec.method.needs}
         reads = [site.layer - 1 for site in self.sites if site.deep and "attn" in site.needs]
         first = max(0, min([site.layer for site in self.sites] + reads))
         with ExitStack() as stack:

@@ -90,6 +90,8 @@ class Recorder:
             planes = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
             record.planes = [list(plane) for plane in planes]
             output.__dict__[_FIELD] = record
+        if self._needs:
+            self._collector.clear()
         self.last[kind] = record
         return output
 

@@ -99,6 +99,15 @@ class Sequences:
         self.index = order if self.index is None else self.index.gather(1, order)
         return order
 
+    def to(self, device: torch.device) -> None:
+        """Follow a model whose layers lie on several devices."""
+        for item in self.items:
+            item.where, item.planes = item.where.to(device), item.planes.to(device)
+        for group in (self.fixed, self.text):
+            group[:] = [places.to(device) for places in group]
+        self.ok = None if self.ok is None else self.ok.to(device)
+        self.index = None if self.index is None else self.index.to(device)
+
     def _pad(self, gaps: list[int], device: torch.device) -> None:
         self.ok = None
         if any(gaps):
@@ -108,6 +117,7 @@ class Sequences:
 
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Rows `index` `[B, n]` of `x` `[B or 1, L, C]`, as `[B, n, C]`, without an expanded gather."""
+    index = index.to(x.device)
     if len(index) == 1:
         return x[0].index_select(0, index[0])[None]
     batch, length, width = len(index), *x.shape[1:]

@@ -99,6 +99,7 @@ class Step:
 
     def reduce(self, site: Site, hidden: Tensor) -> Tensor:
         """Run a site on every item; `hidden` `[B, n, D]` to `[B, m, D]`, left-padded."""
+        self.sequences.to(hidden.device)
         items = self.sequences.items
         with self.trace.stage(site.name, sum(item.n for item in items)) as row:
             kept = [self._run(site, item, hidden) for item in items]
