@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -397,8 +398,15 @@ def _slabs(grid: tuple[int, int, int], count: int) -> list[tuple[int, ...]]:
     ids=[f"{f[0]}-{f[2]}-{getattr(f[3], '__name__', '')}" for f in _faults()],
 )
 def test_oracle_sees_planted_faults(
-    monkeypatch: pytest.MonkeyPatch, name: str, module: str, attribute: str, bug: Callable
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    module: str,
+    attribute: str,
+    bug: Callable,
 ) -> None:
+    plan = importlib.import_module("mmfast.reducers.pool")._plan
+    request.addfinalizer(plan.cache_clear)  # plans made under a fault must not outlive it
     tokens = make("video", (6, 3, 4), seed=5)
     wide = (6, 2, 6)
     assert not disagreement(tokens, name, 20) and not disagreement(tokens, name, 5)

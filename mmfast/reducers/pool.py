@@ -36,7 +36,7 @@ def pool(tokens: Tokens, budget: int) -> Reduction:
 def _plan(grid: tuple[int, int, int], count: int) -> tuple[Tensor, Tensor]:
     """The middle token of each cell, and the middle token that each token joins."""
     places = torch.arange(grid[0] * grid[1] * grid[2]).reshape(grid)
-    target = torch.empty_like(places)
+    target = torch.full_like(places, -1)  # a hole in the cells would show as a dropped token
     keep: list[int] = []
     for t0, t1, y0, y1, x0, x1 in split_box(grid, count):
         middle = int(places[(t0 + t1 - 1) // 2, (y0 + y1 - 1) // 2, (x0 + x1 - 1) // 2])
