@@ -115,15 +115,15 @@ def evs(item: Item, budget: int | None, threshold: float = 0.1) -> Answer:
         return pruned(item.n, [i for i in range(item.n) if change[i] > threshold])
     if budget >= n:
         return pruned(item.n, ranked(change)[:budget])
-    # Less than a frame: half for the first frame, by difference from the left and upper token.
+    # Less than a frame: a quarter for the first one, by difference from the left and upper token.
     novelty = []
     for i in range(n):
         neighbours = ([i - 1] if i % columns else []) + ([i - columns] if i >= columns else [])
         alike = [cosine(item.x[i], item.x[j]) for j in neighbours]
         novelty.append(1 - max(alike, default=-math.inf))
-    half = budget if frames == 1 else math.ceil(budget / 2)
-    first = ranked(novelty)[:half]
-    later = ranked(change, list(range(n, item.n)))[: budget - half]
+    share = budget if frames == 1 else math.ceil(budget / 4)
+    first = ranked(novelty)[:share]
+    later = ranked(change, list(range(n, item.n)))[: budget - share]
     return pruned(item.n, first + later)
 
 

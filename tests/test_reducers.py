@@ -270,7 +270,7 @@ def test_evs_keeps_the_first_frame_once_it_fits() -> None:
     tokens = make("video", (5, 3, 4))
     assert reduce(tokens, "evs:12").keep.tolist() == list(range(12))
     below = reduce(tokens, "evs:11").keep
-    assert int((below < 12).sum()) == 6  # half of a smaller budget, the rest are changes
+    assert int((below < 12).sum()) == 3  # a quarter of a smaller budget, the rest are changes
     assert reduce(tokens, "evs:3?parity=true").m == 12
     with pytest.raises(SpecError, match="parity"):
         reduce(tokens, "evs?q=0.5")

@@ -25,9 +25,10 @@ def evs(
     """Keep the first frame and the tokens that changed most since the previous frame.
 
     Change is one minus the cosine with the token at the same place in the previous frame
-    (Bagrov et al., 2025). A budget below one frame cannot hold the first frame: then half of it
-    (rounded up) goes to the first frame, to the tokens least like both the token on their left
-    and the one above, and the other half to the changes of the later frames.
+    (Bagrov et al., 2025). A budget below one frame cannot hold the first frame: then a quarter of
+    it (rounded up) goes to the first frame, to the tokens least like both the token on their left
+    and the one above, and the rest to the changes of the later frames. (Of the shares tried on
+    the embedded model, from an eighth to two thirds, a quarter answered best at 10 %.)
 
     Args:
         tokens: `x` of shape `[..., N, D]`; without a `grid` it is one frame of one row.
@@ -48,8 +49,8 @@ def evs(
         budget = n + int((change > threshold).sum())  # run() hands over one item at a time
     first = torch.arange(n, device=change.device).expand(*change.shape[:-1], n)
     if budget < n:
-        half = budget if frames == 1 else (budget + 1) // 2
-        first = stable_topk(_novelty(tokens.x[..., :n, :], rows, columns), half)
+        share = budget if frames == 1 else (budget + 3) // 4
+        first = stable_topk(_novelty(tokens.x[..., :n, :], rows, columns), share)
     later = n + stable_topk(change, budget - first.shape[-1])
     return Reduction.prune(torch.cat([first, later], dim=-1), tokens.n)
 
