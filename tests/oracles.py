@@ -8,64 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
+import oracles_compose
+import oracles_encoder
+import oracles_llm
 import torch
-
-# Rows whose cosine is this close to 1 count as equal; see the docstring of `max_min`.
-SAME = 1 - 2.0**-20
-
-
-@dataclass
-class Item:
-    """One item in float64; `attn`, `keys` and `sizes` may be missing."""
-
-    x: np.ndarray  # [N, D]
-    attn: np.ndarray | None = None  # [N]
-    keys: np.ndarray | None = None  # [N, d]
-    sizes: np.ndarray | None = None  # [N]
-    grid: tuple[int, int, int] | None = None
-
-    @property
-    def n(self) -> int:
-        return len(self.x)
-
-
-@dataclass
-class Answer:
-    """Outputs as a mapping from the standing source to the weights of its sources."""
-
-    n: int
-    groups: dict[int, dict[int, float]] = field(default_factory=dict)
-
-    @property
-    def keep(self) -> list[int]:
-        return sorted(self.groups)
-
-    @property
-    def matrix(self) -> np.ndarray:
-        matrix = np.zeros((len(self.groups), self.n))
-        for slot, standing in enumerate(self.keep):
-            for source, weight in self.groups[standing].items():
-                matrix[slot, source] = weight
-        return matrix
-
-
-def pruned(n: int, keep: list[int]) -> Answer:
-    return Answer(n, {token: {token: 1.0} for token in keep})
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    scale = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / scale if scale else 0.0
-
-
-def ranked(score: list[float], candidates: list[int] | None = None) -> list[int]:
-    """Candidates by descending score, the lower index first on ties."""
-    pool = range(len(score)) if candidates is None else candidates
-    return sorted(pool, key=lambda i: (-score[i], i))
+from oracle_base import SAME, Answer, Item, cosine, pruned, ranked
 
 
 def random(item: Item, budget: int, seed: int = 0) -> Answer:
@@ -322,6 +272,9 @@ def holitom_inner(item: Item, budget: int) -> Answer:
 
 
 ORACLES: Mapping[str, Callable[..., Answer]] = {
+    **oracles_compose.ORACLES,
+    **oracles_encoder.ORACLES,
+    **oracles_llm.ORACLES,
     "divprune": divprune,
     "evs": evs,
     "fastv": fastv,

@@ -16,8 +16,7 @@ from mmfast.attach import attach
 from mmfast.core.errors import SpecError
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
-from mmfast.models.adapter import adapter_for
-from mmfast.models.towers import tower_of
+from mmfast.models.adapter import adapter_for, tower_of
 from mmfast.models.vision import tower_signals
 from mmfast.models.vit import vit_stage
 from mmfast.models.vit_plan import Plan, _share_out, plan_pass
@@ -220,7 +219,7 @@ def test_qwen_equals_an_unpacked_version(name, budget, implementation):
     model, values = qwen(name), pixels(grid)
     model.model.visual.set_attn_implementation(implementation)
     spec = parse(f"tome@vit:{budget}")[0]
-    plan = plan_pass(tower_of(model), "image", {"image_grid_thw": grid}, spec)
+    plan = plan_pass(tower_of(model), adapter_for(model), "image", {"image_grid_thw": grid}, spec)
     merger, states = model.model.visual.merger, []
     hook = merger.register_forward_pre_hook(lambda _, args: states.append(args[0]))
     with vit_stage(model, adapter_for(model), spec, Trace()), torch.no_grad():
@@ -264,7 +263,9 @@ def test_trace_reduction_is_what_the_features_show():
             model.model.get_image_features(pixels(GRIDS[:1]), GRIDS[:1])
         hook.remove()
         call = {"image_grid_thw": GRIDS[:1]}
-        plan = plan_pass(tower_of(model), "image", call, parse("tome@vit:0.5")[0])
+        plan = plan_pass(
+            tower_of(model), adapter_for(model), "image", call, parse("tome@vit:0.5")[0]
+        )
         found = trace.reductions[0][2]
         raster = torch.empty_like(states[0])
         raster[plan.raster] = states[0]

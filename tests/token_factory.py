@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from oracles import Item
+from oracle_base import Item
 from torch import Tensor
 
 from mmfast import Tokens
@@ -56,10 +56,33 @@ def make(
     if kind in ("frozen", "equal"):
         # A product may round equal rows differently; equal keys must be equal.
         signals["keys"] = x[:, :8].contiguous()
+    signals |= _others(kind, grid, x, g)
     if sizes:
         signals["sizes"] = torch.randint(1, 5, (len(x),), generator=g).float()
     query = torch.randn(3, width, generator=g)
     return Tokens(x, attn=attn, query=query, grid=grid if with_grid else None, signals=signals)
+
+
+def _others(
+    kind: str, grid: tuple[int, int, int], x: Tensor, g: torch.Generator
+) -> dict[str, Tensor]:
+    """What the models supply beside attention and keys; see CONTRIBUTING.md for the meanings."""
+    n, words = len(x), 3
+    names = ("attn_first", "attn_middle", "attn_visual", "attn_window")
+    scores = {name: torch.rand(n, generator=g) for name in names}
+    if kind in ("frozen", "equal"):
+        scores = {name: (value * 4).floor() / 4 for name, value in scores.items()}
+    t, h, w = grid
+    place = torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w))
+    return {
+        **scores,
+        "attn_text": torch.rand(n, words, generator=g),
+        "text_attn": torch.rand(words, generator=g),
+        "tile": torch.arange(n) * 5 // n,
+        "image": torch.arange(n) * 3 // n,
+        "place": place.reshape(n, 3),
+        "pixels": x.repeat(1, 2),
+    }
 
 
 def item(tokens: Tokens) -> Item:
@@ -74,6 +97,8 @@ def item(tokens: Tokens) -> Item:
         keys=wide(tokens.signal("keys")),
         sizes=wide(tokens.signal("sizes")),
         grid=tokens.grid,
+        query=wide(tokens.query),
+        signals={name: value.double().numpy() for name, value in tokens.signals.items()},
     )
 
 

@@ -30,6 +30,10 @@ class Method:
         sites: Where it may run, the default first: `pre`, `vit`, `llm` (needs a layer), `kv`.
         adaptive: It can choose its own budget (spec without a budget).
         layer: Default decoder layer K for a spec that names no site, methods of site `llm` only.
+        stages: Relative depths in (0, 1) of the decoder layers before which a spec that names no
+            layer cuts, one cut after the other down to its budget; () is a single cut at `layer`.
+        scope: `item`, one image, video or sound at a time, or `prompt`, all of a prompt at once
+            with the signal `image` telling them apart.
         knobs: Keyword-only parameters of `fn` with their defaults.
     """
 
@@ -42,6 +46,8 @@ class Method:
     sites: tuple[str, ...] = ("pre",)
     adaptive: bool = False
     layer: int = 2
+    stages: tuple[float, ...] = ()
+    scope: str = "item"
     knobs: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
@@ -65,6 +71,8 @@ def register(
     sites: tuple[str, ...] = ("pre",),
     adaptive: bool = False,
     layer: int = 2,
+    stages: tuple[float, ...] = (),
+    scope: str = "item",
 ) -> Callable[[F], F]:
     """Enrol a method under `name`; its docstring's first line becomes the summary.
 
@@ -84,8 +92,9 @@ def register(
             for p in inspect.signature(fn).parameters.values()
             if p.kind is inspect.Parameter.KEYWORD_ONLY
         }
+        summary = doc.splitlines()[0]
         _METHODS[kind, name] = Method(
-            name, kind, paper, needs, doc.splitlines()[0], fn, sites, adaptive, layer, knobs
+            name, kind, paper, needs, summary, fn, sites, adaptive, layer, stages, scope, knobs
         )
         return fn
 

@@ -14,6 +14,7 @@ from mmfast.core.budget import Budget as Budget
 from mmfast.core.budget import check_budget as check_budget
 from mmfast.core.budget import count as count
 from mmfast.core.errors import MmfastError, SpecError, unknown
+from mmfast.core.follow import follow
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import Method, get
 from mmfast.core.tokens import Tokens
@@ -212,20 +213,10 @@ def reduce(tokens: Tokens, spec: str) -> Reduction | list[Reduction]:
                 f"{stage.method.name!r} cannot follow an adaptive stage on a batch; "
                 "reduce items one by one"
             )
-        result = result.then(_follow(stage, tokens, result))
-    return result
-
-
-def _follow(stage: Spec, tokens: Tokens, so_far: Reduction) -> Reduction:
-    """Run `stage` on what `so_far` leaves of `tokens`: signals follow the kept sources."""
-    kept = Tokens(
-        x=so_far.apply(tokens.x),
-        attn=None if tokens.attn is None else tokens.attn.gather(-1, so_far.keep),
-        query=tokens.query,
-        grid=None,  # a pruned set has no raster any more
-        signals={name: so_far.apply(value) for name, value in tokens.signals.items()},
-    )
-    result = run(stage, kept)
-    if isinstance(result, list):
-        raise SpecError(f"{stage.method.name!r} needs a budget to follow another stage on a batch")
+        after = run(stage, follow(tokens, result))
+        if isinstance(after, list):
+            raise SpecError(
+                f"{stage.method.name!r} needs a budget to follow another stage on a batch"
+            )
+        result = result.then(after)
     return result

@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.models.towers import Tower, find_tower
 
 # Arguments of the call of `get_image_features` or `get_video_features`, by name.
 Call = Mapping[str, Any]
+
+
+def one_tile(base: Any, call: Call) -> list[int]:
+    """Every image is one input of the tower."""
+    return [1] * len(call["pixel_values"])
 
 
 @dataclass(frozen=True)
@@ -29,11 +35,14 @@ class Layout:
         grid: `(frames, rows, columns)` of the others in raster order; None where they are no
             single raster (tiles of several resolutions).
         separators: Offsets of newline tokens; no method sees them, so none can drop them.
+        tiles: For an image cut into tiles, the tile of each content token: 0 is the overview,
+            tiles count from 1 in raster order. None for anything else.
     """
 
     length: int
     grid: tuple[int, int, int] | None
     separators: tuple[int, ...] = ()
+    tiles: tuple[int, ...] | None = None
 
     def content(self) -> Tensor:
         """Offsets of the tokens that a method may reduce, `[N]` ascending."""
@@ -56,6 +65,8 @@ class Adapter:
         recover: `(base model, kind, embeddings [length, D], positions [3, length] or None) ->
             Layout` of one image or video, for features that were encoded before `attach` and come
             without their call; None where the tensors do not tell.
+        tower: `(base model) -> Tower`: where the vision tower keeps its blocks.
+        tile_counts: `(base model, call) -> list[int]`: tower inputs of each image of a call.
         deepstack: The text model adds further visual features after its first layers.
         mrope: Positions have three axes, and the base model remembers `rope_deltas`.
     """
@@ -64,6 +75,8 @@ class Adapter:
     layout: Callable[[Any, str, Call], list[Layout]]
     fold: Callable[[Any, str, Tensor, Call], list[Tensor]]
     recover: Callable[[Any, str, Tensor, Tensor | None], Layout | None] = lambda *_: None
+    tower: Callable[[Any], Tower] = find_tower
+    tile_counts: Callable[[Any, Call], list[int]] = one_tile
     deepstack: bool = False
     mrope: bool = False
 
@@ -99,3 +112,12 @@ def adapter_for(model: Any) -> Adapter:
             "as mmfast/models/llava_onevision.py does in about 60 lines"
         )
     return _ADAPTERS[family]
+
+
+def tower_of(model: Any) -> Tower:
+    """The vision tower of a model of a known family.
+
+    Raises:
+        ModelError: The family is unknown.
+    """
+    return adapter_for(model).tower(model.base_model)

@@ -22,7 +22,7 @@ def layout(base: Any, kind: str, call: Call) -> list[Layout]:
     if kind == "video":
         videos, frames = call["pixel_values_videos"].shape[:2]
         return [_video(frames, side)] * videos
-    tiles = [torch.zeros(n, side * side, 1) for n in _tile_counts(base, call)]
+    tiles = [torch.zeros(n, side * side, 1) for n in tile_counts(base, call)]
     packed = _pack(base, tiles, torch.ones(1), call)  # 1 where the model puts a newline, else 0
     return [_image(marks[:, 0] == 1, side) for marks in packed]
 
@@ -33,7 +33,7 @@ def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     if kind == "video":
         pooled = base.apply_pooling(values.reshape(-1, patches, width))
         return list(pooled.reshape(len(call["pixel_values_videos"]), -1, width))
-    tiles = list(values.reshape(-1, patches, width).split(_tile_counts(base, call)))
+    tiles = list(values.reshape(-1, patches, width).split(tile_counts(base, call)))
     packed = _pack(base, tiles, values.new_zeros(width), call)
     contents = [each.content().to(values.device) for each in layout(base, kind, call)]
     return [each[content] for each, content in zip(packed, contents, strict=True)]
@@ -64,7 +64,7 @@ def _image(newline: Tensor, side: int) -> Layout:
     return Layout(len(newline), (1, side, side) if single else None, separators)
 
 
-def _tile_counts(base: Any, call: Call) -> list[int]:
+def tile_counts(base: Any, call: Call) -> list[int]:
     """Tiles per image: several only where an image is alone in its prompt."""
     sizes, counts = call["image_sizes"], call.get("batch_num_images")
     alone = [True] * len(sizes) if counts is None else [n == 1 for n in counts for _ in range(n)]
@@ -84,4 +84,4 @@ def _pack(base: Any, tiles: list[Tensor], newline: Tensor, call: Call) -> list[T
     return list(packed)
 
 
-add_adapter(Adapter("llava_onevision", layout, fold, recover))
+add_adapter(Adapter("llava_onevision", layout, fold, recover, tile_counts=tile_counts))

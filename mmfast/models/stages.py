@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.core.follow import follow
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count, run
 from mmfast.core.tokens import Tokens
@@ -112,7 +113,7 @@ def run_site(site: Site, tokens: Tokens) -> Chain:
     reductions: list[Reduction] = []
     for spec in site.specs:
         if reductions:
-            tokens = _follow(tokens, reductions[-1])
+            tokens = follow(tokens, reductions[-1])
         _check(spec, tokens)
         one = run(spec, tokens)
         assert isinstance(one, Reduction)
@@ -131,7 +132,7 @@ def run_part(site: Site, tokens: Tokens, part: Part) -> tuple[Chain, Part]:
     reductions: list[Reduction] = []
     for spec in site.specs:
         if reductions:
-            tokens = _follow(tokens, reductions[-1])
+            tokens = follow(tokens, reductions[-1])
         wanted = count(spec.budget, part[2])
         if wanted is not None:
             start, stop = (round(end * wanted / part[2]) for end in part[:2])
@@ -145,17 +146,6 @@ def run_part(site: Site, tokens: Tokens, part: Part) -> tuple[Chain, Part]:
         assert isinstance(one, Reduction)
         reductions.append(one)
     return Chain(tuple(reductions)), part
-
-
-def _follow(tokens: Tokens, reduction: Reduction) -> Tokens:
-    """What is left of `tokens`: attention follows the kept sources, features are combined."""
-    return Tokens(
-        x=reduction.apply(tokens.x),
-        attn=None if tokens.attn is None else tokens.attn.index_select(0, reduction.keep),
-        query=tokens.query,
-        grid=tokens.grid if reduction.m == tokens.n else None,
-        signals={name: reduction.apply(value) for name, value in tokens.signals.items()},
-    )
 
 
 # What to do about a signal the model side did not supply.

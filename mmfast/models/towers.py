@@ -1,17 +1,12 @@
-"""Where the vision tower of a family keeps its blocks, and which patches an item owns."""
+"""Where a vision tower keeps its blocks."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-
-from mmfast.core.errors import ModelError
-
-FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 @dataclass(frozen=True)
@@ -58,41 +53,16 @@ def argument(base: Any, arguments: Mapping[str, Any], name: str) -> Any:
     return getattr(base.config, name, None) if value is None else value
 
 
-def tower_of(model: Any) -> Tower:
-    """The vision tower of a model.
+def find_tower(base: Any) -> Tower:
+    """The tower of a base model that keeps it where most do.
 
-    Raises:
-        ModelError: The family is unknown; says what it takes to add one.
+    `visual.blocks` is a tower that packs the patches of all items into one sequence (Qwen);
+    otherwise the first module list of the image encoder holds the blocks.
     """
-    family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if family not in FAMILIES:
-        raise ModelError(
-            f"the vision tower of family {family!r} is unknown; choices: {', '.join(FAMILIES)}; "
-            "to add one, name its blocks in mmfast/models/towers.py"
-        )
-    base = model.base_model
     if hasattr(base, "visual"):
         return Tower(base, base.visual, base.visual.blocks, packed=True, class_token=False)
-    module = base.vision_tower
+    module = base.get_encoder("image")
     blocks = next(m for m in module.modules() if isinstance(m, nn.ModuleList))
     names = [name for name, _ in module.named_parameters()]
     has_class = any(name.endswith(("class_embedding", "cls_token")) for name in names)
     return Tower(base, module, blocks, packed=False, class_token=has_class)
-
-
-def tiles_per_image(base: Any, arguments: Mapping[str, Any]) -> list[int]:
-    """How many tower inputs each image of a LLaVA-OneVision call takes: its tiles and the base.
-
-    Several images in one sample are not cut into tiles, as in the model.
-    """
-    count = sys.modules[type(base).__module__].image_size_to_num_patches
-    sizes = arguments["image_sizes"]
-    per_sample = arguments.get("batch_num_images")
-    cut = [True] * len(sizes)
-    if per_sample is not None:
-        cut = [int(n) == 1 for n in per_sample for _ in range(int(n))]
-    config = base.config
-    return [
-        int(count(size, config.image_grid_pinpoints, config.vision_config.image_size)) if yes else 1
-        for size, yes in zip(sizes, cut, strict=True)
-    ]

@@ -26,7 +26,7 @@ from mmfast.models.adapter import Adapter, Call
 from mmfast.models.patching import override
 from mmfast.models.probe import intercepting
 from mmfast.models.scores import last_query_scores, received
-from mmfast.models.towers import Tower, argument, attention_of, tower_of
+from mmfast.models.towers import Tower, argument, attention_of
 
 KINDS = ("image", "video")
 # An attention module whose tokens were merged tells here how (see mmfast/models/vit.py).
@@ -170,7 +170,7 @@ def tower_signals(model: Any, adapter: Adapter, needs: Collection[str]) -> Itera
     """Collect the tower's `attn` and `keys` whenever the model encodes images or videos.
 
     Args:
-        model: A model of a family in `towers.FAMILIES`.
+        model: A model of a known family.
         adapter: Its adapter, whose `fold` brings patches to tokens.
         needs: Signal names; those the tower cannot give are ignored, and without any that it can
             give nothing is hooked.
@@ -178,7 +178,7 @@ def tower_signals(model: Any, adapter: Adapter, needs: Collection[str]) -> Itera
     Raises:
         ModelError: The family is unknown.
     """
-    tower = tower_of(model)
+    tower = adapter.tower(model.base_model)
     collector = Collector(tower, adapter, needs)
     with ExitStack() as stack:
         for kind in KINDS if {"attn", "keys"} & set(needs) else ():

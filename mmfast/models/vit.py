@@ -27,7 +27,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.adapter import Adapter
 from mmfast.models.patching import override
 from mmfast.models.probe import intercepting
-from mmfast.models.towers import Tower, argument, attention_of, tower_of
+from mmfast.models.towers import Tower, argument, attention_of
 from mmfast.models.vision import KINDS, MERGED
 from mmfast.models.vit_merge import Pass, add_bias
 from mmfast.models.vit_plan import plan_pass
@@ -43,7 +43,7 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
     over the patches in raster order, tiles one after the other; `item` counts within the call.
 
     Args:
-        model: A model of a family in `towers.FAMILIES`.
+        model: A model of a known family.
         adapter: Its adapter.
         spec: A stage of site `vit`.
         trace: Where rows and reductions go.
@@ -53,12 +53,12 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
         SpecError: The stage has no budget, or the tower cannot merge; while encoding, a budget
             that does not fit.
     """
-    tower = tower_of(model)
+    tower = adapter.tower(model.base_model)
     _check(tower, spec, adapter)
     if spec.budget == 1.0 and isinstance(spec.budget, float):
         yield
         return
-    stage = _Stage(tower, spec, trace)
+    stage = _Stage(tower, adapter, spec, trace)
     with ExitStack() as stack:
         for kind in KINDS:
             name = f"get_{kind}_features"
@@ -95,8 +95,9 @@ def _check(tower: Tower, spec: Spec, adapter: Adapter) -> None:
 class _Stage:
     """The functions that stand around the tower's; the pass at work is kept per thread."""
 
-    def __init__(self, tower: Tower, spec: Spec, trace: Trace) -> None:
+    def __init__(self, tower: Tower, adapter: Adapter, spec: Spec, trace: Trace) -> None:
         self._tower = tower
+        self._adapter = adapter
         self._spec = spec
         self._trace = trace
         self._local = threading.local()
@@ -116,7 +117,8 @@ class _Stage:
             return call(*args, **kwargs)
         method = getattr(self._tower.base, f"get_{kind}_features")
         arguments = inspect.signature(method).bind(*args, **kwargs).arguments
-        work = Pass(plan_pass(self._tower, kind, arguments, self._spec), self._spec)
+        plan = plan_pass(self._tower, self._adapter, kind, arguments, self._spec)
+        work = Pass(plan, self._spec)
         if work.plan.idle:
             return call(*args, **kwargs)
         start = _now()

@@ -18,7 +18,8 @@ from transformers.vision_utils import get_vision_position_ids, get_vision_window
 
 from mmfast.core.errors import SpecError
 from mmfast.core.spec import Spec, count
-from mmfast.models.towers import Tower, tiles_per_image
+from mmfast.models.adapter import Adapter
+from mmfast.models.towers import Tower
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class Plan:
         return tuple(n - (n - b) * done // self.blocks for n, b in pairs)
 
 
-def plan_pass(tower: Tower, kind: str, call: Mapping[str, Any], spec: Spec) -> Plan:
+def plan_pass(
+    tower: Tower, adapter: Adapter, kind: str, call: Mapping[str, Any], spec: Spec
+) -> Plan:
     """Plan a call of `get_image_features` or `get_video_features`.
 
     Raises:
@@ -66,7 +69,7 @@ def plan_pass(tower: Tower, kind: str, call: Mapping[str, Any], spec: Spec) -> P
         videos, frames = call["pixel_values_videos"].shape[:2]
         per_item = [frames] * videos
     else:
-        per_item = tiles_per_image(tower.base, call)
+        per_item = adapter.tile_counts(tower.base, call)
     budgets = [b for f in per_item for b in _frame_budgets(spec, [patches] * f)]
     if len(set(budgets)) > 1:
         raise SpecError(
