@@ -132,7 +132,7 @@ def test_bad_media(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_completion_knows_the_methods() -> None:
-    from mmfast.cli import _complete_preset, _complete_spec
+    from mmfast.cli_options import complete_preset, complete_spec
 
-    assert "evs:0.5+divprune" in _complete_spec("evs:0.5+div")
-    assert _complete_preset("llava") == ["llava-onevision-0.5b", "llava-onevision-7b"]
+    assert "evs:0.5+divprune" in complete_spec("evs:0.5+div")
+    assert complete_preset("llava") == ["llava-onevision-0.5b", "llava-onevision-7b"]

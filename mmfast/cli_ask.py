@@ -1,0 +1,39 @@
+"""`mmfast ask`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from mmfast.cli_options import Device, Dtype, Json, Model, Reduce
+
+
+def ask(
+    media: Annotated[str, typer.Argument(help="Video or image file.")],
+    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    model: Model = None,
+    reduce: Reduce = None,
+    cache: Annotated[str | None, typer.Option(help="KV policy spec.")] = None,
+    frames: Annotated[int, typer.Option(help="Frames sampled uniformly.")] = 8,
+    fps: Annotated[float | None, typer.Option(help="Sample at this rate instead.")] = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Answer one question about a video or an image, and say what it cost."""
+    from mmfast.cli_output import print_answer, quiet
+    from mmfast.frontends.image import kind_of
+    from mmfast.models.prompt import check_question
+
+    quiet()
+    task = f"{kind_of(media)}-qa"
+    check_question(question)
+    from mmfast.pipelines import pipeline
+
+    options: dict[str, Any] = {"reduce": reduce, "cache": cache, "frames": frames, "fps": fps}
+    pipe = pipeline(
+        task, model, device=device, dtype=dtype, max_new_tokens=max_new_tokens, **options
+    )
+    print_answer(pipe(media, question), as_json)

@@ -1,0 +1,99 @@
+"""`mmfast eval` and `mmfast bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmfast.cli_options import Device, Dtype, Json, Model, Reduces, complete_preset
+from mmfast.core.errors import MmfastError
+
+
+def evaluate(
+    reduce: Reduces = None,
+    n: Annotated[int, typer.Option(help="Questions.")] = 400,
+    seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
+    model: Model = None,
+    out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Accuracy, tokens and time to first token per spec on the embedded task."""
+    from mmfast.cli_output import print_eval, progress, quiet
+    from mmfast.core.spec import parse
+
+    quiet()
+    for spec in reduce or []:
+        parse(spec)
+    if n < 1:
+        raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    from mmfast.bench.results import append, environment, eval_rows
+    from mmfast.tiny.evaluate import run_eval
+
+    environ = environment()  # of the code that is about to run, not of the tree hours later
+    with progress("eval") as tick:
+        document = run_eval(
+            list(reduce or []),
+            n=n,
+            seed=seed,
+            model=model,
+            progress=lambda spec, done, total: tick(done, total, spec),
+        )
+    if out is not None:
+        append(out, eval_rows(document, environ))
+    print_eval(document, as_json)
+
+
+def bench(
+    preset: Annotated[
+        str, typer.Option(help="Model shape.", autocompletion=complete_preset)
+    ] = "tiny",
+    reduce: Reduces = None,
+    frames: Annotated[int, typer.Option(help="Frames of the clip.")] = 8,
+    keep: Annotated[
+        str | None, typer.Option(help="Shares for specs without budget: 0.25,0.1.")
+    ] = None,
+    stages: Annotated[str, typer.Option(help="Of vit, llm, decode, ttft.")] = "llm",
+    device: Device = None,
+    dtype: Dtype = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    iters: Annotated[int | None, typer.Option(help="Timed rounds.")] = None,
+    selection: Annotated[
+        bool, typer.Option("--selection", help="Time the choosing alone, against textbook loops.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Speed on real model shapes with random weights, baseline interleaved."""
+    from mmfast.bench.results import append, bench_rows
+    from mmfast.bench.run import run_bench
+    from mmfast.cli_output import print_bench, print_selection, progress, quiet
+
+    quiet()
+    if selection:
+        from mmfast.bench.selection import result_rows
+
+        with progress("selection") as tick:
+            rows = result_rows(progress=tick)
+        if out is not None:
+            append(out, rows)
+        return print_selection(rows, as_json)
+    with progress("bench") as tick:
+        document = run_bench(
+            preset=preset,
+            reduce=list(reduce or []),
+            frames=frames,
+            keep=keep,
+            stages=stages,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            iters=iters,
+            progress=tick,
+        )
+    if out is not None:
+        append(out, bench_rows(document))
+    print_bench(document, as_json)
+    if not document["ok"]:
+        raise typer.Exit(1)

@@ -1,0 +1,44 @@
+"""Options that several commands share, and what completes them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def complete_spec(incomplete: str) -> list[str]:
+    """Spec strings that end in a method whose name begins as typed."""
+    from mmfast.core.registry import methods
+
+    head, _, last = incomplete.rpartition("+")
+    prefix = f"{head}+" if head else ""
+    return [prefix + m.name for m in methods("reducer") if m.name.startswith(last)]
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """Model shapes of `mmfast bench` that begin as typed."""
+    from mmfast.bench.presets import PRESETS
+
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
+
+Reduce = Annotated[
+    str | None,
+    typer.Option(
+        help="Spec, for example evs:0.25 or divprune:0.5+fastv@llm3:0.5.",
+        autocompletion=complete_spec,
+    ),
+]
+Reduces = Annotated[
+    list[str] | None,
+    typer.Option("--reduce", help="Spec; give it several times.", autocompletion=complete_spec),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Model = Annotated[
+    str | None, typer.Option(help="Checkpoint directory or hub id; embedded if absent.")
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1; CUDA where there is one if absent.")
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
