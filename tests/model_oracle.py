@@ -10,22 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tiny_base import PIXELS
 from torch import Tensor
 
 from mmfast.core.reduction import Reduction
-
-PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
-CALL = {
-    "llava_onevision": {
-        "image": ("pixel_values", "image_sizes", "batch_num_images"),
-        "video": ("pixel_values_videos",),
-    },
-    "qwen2_5_vl": {
-        "image": ("pixel_values", "image_grid_thw"),
-        "video": ("pixel_values_videos", "video_grid_thw"),
-    },
-}
-CALL["qwen3_vl"] = CALL["qwen2_5_vl"]
 
 
 @dataclass
@@ -39,9 +27,9 @@ class Prompt:
 
 
 def encode(tiny: Any, inputs: dict[str, Any], kind: str) -> Any:
-    """Stock encoder output of all images or videos."""
-    call = {name: inputs[name] for name in CALL[tiny.family][kind] if name in inputs}
-    method = getattr(tiny.model.model, f"get_{kind}_features")
+    """Stock encoder output of all items of a kind."""
+    call = {name: inputs[name] for name in tiny.facts.calls[kind] if name in inputs}
+    method = getattr(tiny.model.base_model, f"get_{kind}_features")
     return method(**call, return_dict=True)
 
 
@@ -51,15 +39,15 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
     embeds = model.get_input_embeddings()(ids).clone()
     items: list[tuple[int, Tensor]] = []
     planes: list[Tensor] = []
-    for kind in ("image", "video"):
+    for kind in tiny.facts.kinds:
         if PIXELS[kind] not in inputs:
             continue
         output = encode(tiny, inputs, kind)
         places = (ids == getattr(model.config, f"{kind}_token_id")).nonzero()[:, 0]
-        features = list(output.pooler_output)
+        features = tiny.facts.items(tiny, output, kind, inputs)
         embeds[places] = torch.cat(features)
         split = places.split([len(f) for f in features])
-        items += [(int(mine[0]), mine[_content(tiny, embeds[mine])]) for mine in split]
+        items += [(int(mine[0]), mine[tiny.facts.content(tiny, embeds[mine])]) for mine in split]
         for index, plane in enumerate(getattr(output, "deepstack_features", None) or ()):
             if len(planes) <= index:
                 planes.append(torch.zeros_like(embeds))
@@ -68,21 +56,13 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
     return Prompt(embeds, positions_of(tiny, inputs), [places for _, places in items], planes)
 
 
-def _content(tiny: Any, features: Tensor) -> Tensor:
-    """Newline tokens are exactly those equal to the parameter."""
-    if tiny.family != "llava_onevision":
-        return torch.ones(len(features), dtype=torch.bool)
-    return ~(features == tiny.model.model.image_newline).all(-1)
-
-
 def positions_of(tiny: Any, inputs: dict[str, Any]) -> Tensor:
     """Stock positions of a prompt, `[L]` or `[3, L]`."""
     ids = inputs["input_ids"]
-    if tiny.family == "llava_onevision":
+    if not tiny.facts.rope:
         return torch.arange(ids.shape[1])
-    names = ("image_grid_thw", "video_grid_thw", "mm_token_type_ids", "second_per_grid_ts")
-    grids = {name: inputs[name] for name in names if name in inputs}
-    return tiny.model.model.get_rope_index(ids, **grids)[0][:, 0]
+    grids = {name: inputs[name] for name in tiny.facts.rope if name in inputs}
+    return tiny.model.base_model.get_rope_index(ids, **grids)[0][:, 0]
 
 
 def append(tiny: Any, prompt: Prompt, ids: Tensor) -> Prompt:

@@ -26,7 +26,7 @@ def _no_grad() -> Any:
 
 
 def call_of(this: Tiny, inputs: dict[str, Any], kind: str) -> dict[str, Any]:
-    return {k: inputs[k] for k in oracle.CALL[this.family][kind] if k in inputs}
+    return {k: inputs[k] for k in this.facts.calls[kind] if k in inputs}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,204 @@
+"""What the tiny random models share: tokenizer, prompts, weights, and the facts of a family.
+
+The initialisation is large: with the default one attention is flat, and tests would be blind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from transformers.video_utils import VideoMetadata
+
+SPECIALS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+}
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a tiny model; a family ignores what it does not have.
+
+    Attributes:
+        layers: Decoder layers.
+        heads: Attention heads of the decoder.
+        kv_heads: Key and value heads of the decoder.
+        width: Width of the decoder.
+        patch: Pixels per patch side.
+        merge: Patches per token side (Qwen, pixel shuffle).
+        depth: Blocks of the vision tower.
+        deepstack: DeepStack planes, Qwen3-VL only.
+        image_size: Side of a tile; None is six patches.
+        height: Height of the media this model gets.
+        width_px: Width of the media this model gets.
+        frames: Frames per clip.
+    """
+
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 32
+    patch: int = 4
+    merge: int = 2
+    depth: int = 2
+    deepstack: int = 2
+    image_size: int | None = None
+    height: int = 40
+    width_px: int = 56
+    frames: int = 4
+
+
+def _rows(tiny: Any, output: Any, kind: str, inputs: Any) -> list[Tensor]:
+    """Most encoders return one tensor per item."""
+    return list(output.pooler_output)
+
+
+def _all(tiny: Any, features: Tensor) -> Tensor:
+    """Most families have no separators."""
+    return torch.ones(len(features), dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What tests must know of a family; one per file `tiny_family_<name>.py`, named `FAMILY`.
+
+    Attributes:
+        name: `model_type` of its config.
+        build: `(tokenizer, text config, special token ids, shape) -> (model, processor)`.
+        calls: Per kind of media (`image`, `video`, `audio`) the processor's outputs that
+            `get_<kind>_features` takes.
+        placeholder: `(kind) -> str`: what stands for one item in a prompt.
+        specials: Further special tokens, by the attribute the processor reads.
+        rope: The base model's M-RoPE arguments; () where positions are plain.
+        items: `(tiny, encoder output, kind, inputs) -> list of [n, D]`: features of each item.
+        content: `(tiny, features [n, D]) -> bool [n]`: False at separators.
+        prompt_kinds: Mixes that one prompt may hold.
+    """
+
+    name: str
+    build: Callable[[Any, dict[str, Any], dict[str, int], Shape], tuple[Any, Any]]
+    calls: Mapping[str, Sequence[str]]
+    placeholder: Callable[[str], str] = lambda kind: SPECIALS[f"{kind}_token"]
+    specials: Mapping[str, str] = field(default_factory=dict)
+    rope: tuple[str, ...] = ()
+    items: Callable[[Any, Any, str, Any], list[Tensor]] = _rows
+    content: Callable[[Any, Tensor], Tensor] = _all
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of media it takes."""
+        return tuple(self.calls)
+
+
+@dataclass
+class Tiny:
+    """A model, its processor, and prompts for it."""
+
+    facts: Family
+    model: Any
+    processor: Any
+    shape: Shape
+
+    @property
+    def family(self) -> str:
+        return self.facts.name
+
+    def images(self, count: int, seed: int = 0, size: tuple[int, int] | None = None) -> list[Any]:
+        """Random RGB images `[H, W, 3]`."""
+        rng = np.random.default_rng(seed)
+        size = size or (self.shape.height, self.shape.width_px)
+        return [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for _ in range(count)]
+
+    def videos(self, count: int, seed: int = 0, frames: int | None = None) -> list[Any]:
+        """Random RGB clips `[T, H, W, 3]`."""
+        rng = np.random.default_rng(seed + 1000)
+        side = (self.shape.height, self.shape.width_px)
+        shape = (frames or self.shape.frames, *side, 3)
+        return [rng.integers(0, 256, shape, dtype=np.uint8) for _ in range(count)]
+
+    def sounds(self, count: int, seed: int = 0, seconds: float = 0.5) -> list[Any]:
+        """Random mono waveforms at 16 kHz, `[samples]`."""
+        rng = np.random.default_rng(seed + 2000)
+        return [rng.normal(0, 0.1, int(16000 * seconds)).astype(np.float32) for _ in range(count)]
+
+    def media(self, kind: str, count: int, seed: int = 0) -> dict[str, list[Any]]:
+        """`count` items of a kind as an argument of `inputs`."""
+        name = {"image": "images", "video": "videos", "audio": "sounds"}[kind]
+        return {name: getattr(self, name)(count, seed)}
+
+    def inputs(
+        self, prompts: list[str], images: Any = (), videos: Any = (), sounds: Any = ()
+    ) -> dict[str, Any]:
+        """Inputs of a left-padded batch; `{image}`, `{video}`, `{audio}` in a prompt are media."""
+        texts = list(prompts)
+        for kind in self.facts.kinds:
+            stand_in = self.facts.placeholder(kind)
+            texts = [text.replace(f"{{{kind}}}", stand_in) for text in texts]
+        media: dict[str, Any] = {}
+        if len(images):
+            media["images"] = list(images)
+        if len(videos):
+            media["videos"] = list(videos)
+            media["video_metadata"] = [
+                VideoMetadata(
+                    total_num_frames=len(v),
+                    fps=2.0,
+                    duration=len(v) / 2,
+                    frames_indices=list(range(len(v))),
+                )
+                for v in videos
+            ]
+            media["do_sample_frames"] = False
+        if len(sounds):
+            media["audio"] = list(sounds)
+            media["sampling_rate"] = 16000
+        batch = self.processor(text=texts, padding=True, return_tensors="pt", **media)
+        return {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
+
+    def blocked(self) -> list[int]:
+        """Token ids that a random model must not generate."""
+        return list(range(256, len(self.processor.tokenizer)))
+
+
+def tokenizer_of_bytes(specials: Mapping[str, str]) -> Any:
+    """One token per byte, and the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        padding_side="left",
+        extra_special_tokens={**SPECIALS, **specials},
+    )
+
+
+def finish(model: Any) -> Any:
+    """Random weights large enough that attention is not flat; nothing to train."""
+    model = model.eval().float()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim >= 2:
+                p.normal_(0.0, 1.0 / p[0].numel() ** 0.5)
+            elif "norm" not in name:
+                p.normal_(0.0, 0.1)
+        model.get_input_embeddings().weight.normal_(0.0, 1.0)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = model.config.get_text_config().pad_token_id
+    return model
