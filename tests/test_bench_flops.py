@@ -7,7 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmfast.bench.cases import Case, build
-from mmfast.bench.flops import (
+from mmfast.bench.presets import PRESETS
+from mmfast.bench.stages import Stage
+from mmfast.models.flops import (
     attention_flops,
     decode_bytes,
     prefill_flops,
@@ -15,8 +17,6 @@ from mmfast.bench.flops import (
     tower_flops,
     tower_pairs,
 )
-from mmfast.bench.presets import PRESETS
-from mmfast.bench.stages import Stage
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "models": (EVERY, set()),
     "attach": (EVERY, set()),
     "tiny": (EVERY | {"tiny"}, set()),
-    "pipelines": (EVERY | {"pipelines"}, set()),
+    "planner": (EVERY | {"planner"}, set()),
+    "pipelines": (EVERY | {"planner", "pipelines"}, set()),
 }
 
 

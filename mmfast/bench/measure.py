@@ -10,32 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import torch
 
 from mmfast.core.trace import peak_bytes
+from mmfast.models.timing import Clock as Clock
+from mmfast.models.timing import timed as timed
 
-T = TypeVar("T")
 Sample = Mapping[str, float]  # milliseconds by stage, of one run
-Clock = Callable[[], float]
 
 WARM_UPS = 10
 WARM_SECONDS = 4.0  # a job that takes longer than this is warm after one run
-
-
-def timed(fn: Callable[[], T], clock: Clock = time.perf_counter) -> tuple[T, float]:
-    """Run `fn` and return its result and milliseconds, the device's queue drained on both ends."""
-    _drain()
-    start = clock()
-    result = fn()
-    _drain()
-    return result, (clock() - start) * 1e3
-
-
-def _drain() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 @contextmanager

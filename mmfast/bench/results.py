@@ -16,6 +16,7 @@ import torch
 import mmfast
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import parse
+from mmfast.models.device import device_name
 
 Row = dict[str, Any]
 
@@ -31,7 +32,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         },
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "processor": _processor(device or torch.device("cpu")),
+        "processor": device_name(device or torch.device("cpu")),
     }
 
 
@@ -47,15 +48,6 @@ def _commit() -> str | None:
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "mmfast", "kernels")
     return (git("rev-parse", "--short", "HEAD") + ("+" if changed else "")) or None
-
-
-def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def append(path: str | Path, rows: Iterable[Row]) -> None:

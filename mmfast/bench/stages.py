@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mmfast.attach import attach
 from mmfast.bench.cases import Case
-from mmfast.bench.flops import decode_bytes, prefill_flops, tower_blocks, tower_flops
 from mmfast.bench.measure import Clock, timed
+from mmfast.models.flops import decode_bytes, prefill_flops, tower_blocks, tower_flops
 
 GROUPS = {"vit": ("vit",), "llm": ("llm", "decode"), "ttft": ("ttft",)}
 DECODE_STEPS = 8

@@ -1,14 +1,31 @@
-"""When the first token came, and what the encoder took."""
+"""A clock that waits for the device, when the first token came, what the encoder took."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+
+
+def timed(fn: Callable[[], T], clock: Clock = time.perf_counter) -> tuple[T, float]:
+    """Run `fn` and return its result and milliseconds, the device's queue drained on both ends."""
+    _drain()
+    start = clock()
+    result = fn()
+    _drain()
+    return result, (clock() - start) * 1e3
+
+
+def _drain() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class FirstToken:
@@ -21,8 +38,7 @@ class FirstToken:
     def put(self, value: torch.Tensor) -> None:
         """Called with the prompt first, then with every new token."""
         if self._prompt_seen and not self.at:
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
+            _drain()
             self.at = time.perf_counter()
         self._prompt_seen = True
 
@@ -46,8 +62,7 @@ def encoder_timer(model: Any) -> Iterator[Stopwatch]:
         started[0] = time.perf_counter()
 
     def after(*_: Any) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        _drain()
         watch.ms += (time.perf_counter() - started[0]) * 1e3
 
     tower = model.get_encoder("image")
