@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from media_factory import write_video
+
+pytest.register_assert_rewrite("reducer_checks")
+
+from media_factory import write_video  # noqa: E402
 
 
 @pytest.fixture(scope="session")
