@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmfast.core.trace import Trace
 from mmfast.models.adapter import Adapter
+from mmfast.models.inner import INNER, Seen
 from mmfast.models.lengths import held, is_short
 from mmfast.models.locate import locate
 from mmfast.models.masks import fit_decode, padding_of
@@ -67,7 +68,7 @@ class Hooks:
         # A share of 1.0 reads nothing, so the tower is not asked for its sake.
         before = [spec for site in self.sites if not site.deep for spec in site.specs]
         needs = {need for spec in before if spec.budget != 1.0 for need in spec.method.needs}
-        reads = [site.layer - 1 for site in self.sites if site.deep and "attn" in site.needs]
+        reads = [site.layer - 1 for site in self.sites if site.deep and site.needs & INNER]
         first = max(0, min([site.layer for site in self.sites] + reads))
         with ExitStack() as stack:
             self.recorder = stack.enter_context(recording(self.base, self.adapter, needs))
@@ -154,7 +155,7 @@ class Hooks:
         step = call.step
         hidden = args[0] if args else kwargs.pop("hidden_states")
         hidden = step.before_layer(index, hidden, kwargs, self.text.config)
-        if step.wants_scores(index):
+        if step.reads(index):
             self._probe(call, step, index, module, kwargs.get("past_key_values"))
         return (hidden, *args[1:]), kwargs
 
@@ -177,17 +178,16 @@ class Hooks:
 
     def _probe(self, call: _Call, step: Step, index: int, module: Any, cache: Any) -> None:
         """Watch the attention of this layer once, for the site before the next one."""
-        from mmfast.models.probe import last_query_scores, probing
+        from mmfast.models.probe import probing
 
         filled = cache is not None and len(cache.layers) > index
         start = held(cache.layers[index]) if filled else 0
 
         def look(
-            _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, __: bool
+            _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, so: bool
         ) -> None:
             if self._local.call is call:  # else another thread's pass
-                scores = last_query_scores(q, k, mask, scale)
-                step.scores[index] = scores[:, start : start + q.shape[2]]
+                step.observe(index, Seen(q, k, mask, scale, so, start))
 
         watch: Any = partial(self._uncompiled, look)
         call.stack.enter_context(probing({module.self_attn: watch}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +30,46 @@ def last_query_scores(
     Returns:
         `[B, S]` float32, each row sums to 1.
     """
-    last = query.shape[2] - 1
-    bias = _bias(mask, query, key, last, last + 1, is_causal=False)
-    return _softmax(query[:, :, last:], key, bias, scaling).mean(dim=(1, 2))
+    last = torch.arange(query.shape[2] - 1, query.shape[2], device=query.device)
+    bias = _bias(mask, query, key, last, is_causal=False)
+    return _softmax(query[:, :, -1:], key, bias, scaling).mean(dim=(1, 2))
+
+
+def rows_of(
+    query: Tensor,
+    key: Tensor,
+    row: int,
+    places: Tensor,
+    mask: Any = None,
+    scaling: float | None = None,
+    is_causal: bool = True,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Attention of some queries of one batch row, averaged over heads, a chunk at a time.
+
+    Args:
+        query: `[B, H, L, d]`.
+        key: `[B, Hkv, S, d]`, H a multiple of Hkv.
+        row: Batch row.
+        places: `[n]` which of the L queries.
+        mask: As for `last_query_scores`.
+        scaling: Factor of the logits; None means `d ** -0.5`.
+        is_causal: Without a mask, query i sees the keys up to `S - L + i`.
+
+    Yields:
+        `[c, S]` float32 that sum to 1 per query, and `[c or 1, S]` True where a query may see a
+        key; the c of all chunks add up to n.
+    """
+    mine, keys = query[row : row + 1], key[row : row + 1]
+    if not isinstance(mask, BlockMask) and mask is not None and len(mask) > 1:
+        mask = mask[row : row + 1]
+    for some in places.split(max(1, _CHUNK // max(1, query.shape[1] * key.shape[2]))):
+        bias = _bias(mask, mine, keys, some, is_causal, row)
+        weights = _softmax(mine.index_select(2, some), keys, bias, scaling)[0]  # [H, c, S]
+        if bias is None:
+            visible = torch.ones(1, key.shape[2], dtype=torch.bool, device=key.device)
+        else:
+            visible = (bias[0] > _HIDDEN / 2).any(dim=0)
+        yield weights.mean(dim=0), visible
 
 
 def received(
@@ -63,7 +101,8 @@ def received(
     count = torch.zeros(batch, 1, dtype=torch.float32, device=query.device)
     for start in range(0, length, step):
         stop = min(start + step, length)
-        bias = _bias(mask, query, key, start, stop, is_causal)
+        places = torch.arange(start, stop, device=query.device)
+        bias = _bias(mask, query, key, places, is_causal)
         weights = _softmax(query[:, :, start:stop], key, bias, scaling)  # [B, H, c, S]
         if bias is None:
             count += stop - start
@@ -77,36 +116,38 @@ def received(
 
 
 def _bias(
-    mask: Any, query: Tensor, key: Tensor, start: int, stop: int, is_causal: bool
+    mask: Any, query: Tensor, key: Tensor, places: Tensor, is_causal: bool, row: int | None = None
 ) -> Tensor | None:
-    """Addend to the logits of queries `start` to `stop`: `[B or 1, 1 or H, c, S]` or None."""
+    """Addend to the logits of the queries at `places` [c]: `[B or 1, 1 or H, c, S]` or None.
+
+    `row` is the batch row where everything but a BlockMask has been cut down to one.
+    """
     size = key.shape[2]
     offset = size - query.shape[2]
     if isinstance(mask, BlockMask):
-        return _hide(_evaluate(mask, query.shape[0], start, stop, size, query.device))
+        return _hide(_evaluate(mask, range(len(query)) if row is None else [row], places, size))
     if mask is not None and mask.ndim == 4:
-        rows = mask[..., :size] if mask.shape[2] == 1 else mask[:, :, start:stop, :size]
+        rows = mask[..., :size]
+        rows = rows if mask.shape[2] == 1 else rows.index_select(2, places)
         return _hide(rows) if rows.dtype == torch.bool else rows.float().clamp_min(_HIDDEN)
     visible = None
     if is_causal:
-        last = torch.arange(start, stop, device=key.device)[:, None] + offset
+        last = places[:, None] + offset
         visible = (torch.arange(size, device=key.device)[None] <= last)[None, None]
     if mask is not None:  # a padding query is blind, so that it does not count in a mean
         real = mask[:, -size:] != 0
-        pairs = (real[:, None, :] & real[:, start + offset : stop + offset, None])[:, None]
+        pairs = (real[:, None, :] & real[:, places + offset, None])[:, None]
         visible = pairs if visible is None else visible & pairs
     return None if visible is None else _hide(visible)
 
 
-def _evaluate(
-    mask: BlockMask, batch: int, start: int, stop: int, size: int, device: torch.device
-) -> Tensor:
+def _evaluate(mask: BlockMask, rows: Sequence[int], places: Tensor, size: int) -> Tensor:
     """Rows of a flex mask, whose rule takes indices: `[B, 1, c, S]` bool."""
-    b = torch.arange(batch, device=device)[:, None, None]
-    q = torch.arange(start, stop, device=device)[None, :, None]
-    k = torch.arange(size, device=device)[None, None, :]
+    b = torch.tensor(list(rows), device=places.device)[:, None, None]
+    q = places[None, :, None]
+    k = torch.arange(size, device=places.device)[None, None, :]
     rule: Tensor = mask.mask_mod(b, torch.zeros_like(b), q, k)
-    return rule.expand(batch, stop - start, size)[:, None]
+    return rule.expand(len(rows), len(places), size)[:, None]
 
 
 def _hide(visible: Tensor) -> Tensor:

@@ -153,7 +153,17 @@ _ADVICE = {
     "grid": "the tokens are no full raster (image tiles, a chunk, or reduced before): "
     "use it alone, without prefill_chunk_size, on videos or on images of one tile",
     "attn": "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
+    "attn_visual": "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
+    "attn_window": "it exists at 'llm<K>' only, with K at least 1",
+    "attn_text": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of it "
+    "under prefill_chunk_size, has text",
+    "text_attn": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of it "
+    "under prefill_chunk_size, has text",
     "keys": "it exists at 'pre' only: encode the media inside attach()",
+    "attn_middle": "it exists at 'pre' only: encode the media inside attach()",
+    "attn_first": "it exists at 'pre' only: encode the media inside attach()",
+    "tile": "it exists at 'pre' and for images only; use a method without tiles, such as 'hiprune'",
+    "place": "it exists at 'pre' only, and where the family's layout tells it",
     "query": "the prompt has no text",
 }
 

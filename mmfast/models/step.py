@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
+from mmfast.models.inner import INNER, Seen, inner_signals
 from mmfast.models.lengths import Group, extend, is_short, padding_mask, shorten
 from mmfast.models.masks import stock_mask
 from mmfast.models.sequence import Item, Sequences, take
@@ -27,7 +28,7 @@ class Step:
     Attributes:
         sites: Those that change anything.
         sequences: The new tokens as they stand.
-        scores: Last-query attention `[B, new tokens]` of the decoder layers that were watched.
+        inner: Signals of every item, of the decoder layers that were watched.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Step:
         self.full = sequences.length
         self.past = past
         self.trace = trace
-        self.scores: dict[int, Tensor] = {}
+        self.inner: dict[int, list[dict[str, Tensor]]] = {}
         self._segments = sorted({site.layer for site in sites})
         self.sites = _acting(sites, sequences, trace)
         self._groups: dict[tuple[int, int], Group] = {}
@@ -45,9 +46,14 @@ class Step:
         self._masks: dict[int, Any] = {}
         self._plane = 0  # DeepStack planes added so far
 
-    def wants_scores(self, layer: int) -> bool:
-        """Whether a site that acts reads the attention of this decoder layer."""
-        return any(s.layer == layer + 1 and "attn" in s.needs for s in self.sites if s.deep)
+    def reads(self, layer: int) -> set[str]:
+        """Signals that a site which acts reads from the attention of this decoder layer."""
+        after = [site for site in self.sites if site.deep and site.layer == layer + 1]
+        return {need for site in after for need in site.needs} & INNER
+
+    def observe(self, layer: int, seen: Seen) -> None:
+        """Take the signals for the sites before the next layer from this one's attention."""
+        self.inner[layer] = inner_signals(self.reads(layer), self.sequences, seen)
 
     def before_layer(
         self, layer: int, hidden: Tensor, kwargs: dict[str, Any], config: Any
@@ -168,9 +174,10 @@ class Step:
     def _tokens(self, site: Site, item: Item, x: Tensor, hidden: Tensor) -> Tokens:
         """What the stages may look at: `x` `[n, D]` and the signals of this site."""
         row, text = hidden[item.row], self.sequences.text[item.row]
-        signals = {} if site.deep else dict(item.signals)
-        if site.deep and site.layer - 1 in self.scores:
-            signals["attn"] = self.scores[site.layer - 1][item.row].index_select(0, item.where)
+        signals = {} if site.deep else {n: v.to(x.device) for n, v in item.signals.items()}
+        if site.deep and site.layer - 1 in self.inner:
+            known = self.inner[site.layer - 1][item.number]
+            signals = {name: value.to(x.device) for name, value in known.items()}
         grid = item.grid
         if item.part is not None and item.record is not None and not site.deep:
             grid = item.record.layouts[item.index].grid

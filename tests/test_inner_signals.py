@@ -1,0 +1,219 @@
+"""Signals at `llm<K>` against the attention weights of an eager model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import model_oracle as oracle
+import pytest
+import torch
+from tiny_models import Tiny, build, generate, tiny
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import StaticCache
+
+from mmfast.attach import attach
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register, unregister
+from mmfast.core.tokens import Tokens
+from mmfast.models.inner import Seen, inner_signals
+from mmfast.models.sequence import Item, Sequences
+
+NAMES = ("attn", "attn_window", "attn_visual", "attn_text", "text_attn")
+
+
+@pytest.fixture
+def seen() -> Iterator[list[Tokens]]:
+    """What a method that reads everything was given; it keeps the first tokens."""
+    calls: list[Tokens] = []
+
+    @register("reads-all", needs=NAMES, sites=("llm",))
+    def reads_all(tokens: Tokens, budget: int) -> Reduction:
+        """Remember the tokens."""
+        calls.append(tokens)
+        return Reduction.prune(torch.arange(budget), tokens.n)
+
+    yield calls
+    unregister("reads-all")
+
+
+def expected(weights: Tensor, items: list[Tensor], real: Tensor) -> list[dict[str, Tensor]]:
+    """The signals by their definition, from eager weights `[L, L]` of one row."""
+    places = real.nonzero()[:, 0].tolist()
+    visual = {int(i) for item in items for i in item}
+    text = [i for i in places if i not in visual]
+    received = []
+    for i in text:
+        viewers = [float(weights[q, i]) for q in text if q >= i]
+        received.append(sum(viewers) / len(viewers))
+    return [
+        {
+            "attn": weights[places[-1], item],
+            "attn_window": weights[places[-8:]][:, item].mean(0),
+            "attn_visual": weights[item][:, item].mean(0),
+            "attn_text": weights[text][:, item].T,
+            "text_attn": torch.tensor(received),
+        }
+        for item in items
+    ]
+
+
+def check(tokens: Tokens, want: dict[str, Tensor]) -> None:
+    for name in NAMES:
+        torch.testing.assert_close(tokens.need(name), want[name], atol=2e-6, rtol=0, msg=name)
+
+
+def eager(family: str, inputs: dict[str, Any], layer: int) -> Tensor:
+    """Weights `[B, L, L]` of a decoder layer, mean over heads."""
+    model = build(family, attention="eager").model
+    with torch.no_grad():
+        return model(**inputs, output_attentions=True).attentions[layer].mean(1)
+
+
+def batch(this: Tiny) -> dict[str, Any]:
+    prompts = ["a {image} b {video} longer?", "{image} is it?"]
+    return this.inputs(prompts, images=this.images(2), videos=this.videos(1))
+
+
+def single(this: Tiny, row: int) -> dict[str, Any]:
+    if row == 0:
+        return this.inputs(
+            ["a {image} b {video} longer?"], images=this.images(1), videos=this.videos(1)
+        )
+    return this.inputs(["{image} is it?"], images=this.images(2)[1:])
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_signals_equal_eager_attention(family: str, attention: str, seen: list[Tokens]) -> None:
+    this = tiny(family, attention)
+    inputs = batch(this)
+    weights = eager(family, inputs, 1)
+    with attach(this.model, "reads-all@llm2:0.5"), torch.no_grad():
+        this.model(**inputs)
+    at = 0
+    for row in range(2):
+        places = oracle.embed(this, single(this, row)).items
+        real = inputs["attention_mask"][row].bool()
+        shift = int((~real).sum())
+        # Separators are visual, and belong to no item.
+        ids = inputs["input_ids"][row]
+        marks = {this.model.config.image_token_id, this.model.config.video_token_id}
+        lone = torch.tensor([int(i) in marks for i in ids])
+        want = expected(weights[row], [p + shift for p in places], real)
+        if family == "llava_onevision":
+            text = (real & ~lone).nonzero()[:, 0]
+            want = with_text(want, weights[row], text, [p + shift for p in places])
+        for one in want:
+            check(seen[at], one)
+            at += 1
+    assert at == len(seen) == 3
+
+
+def with_text(
+    want: list[dict[str, Tensor]], weights: Tensor, text: Tensor, items: list[Tensor]
+) -> list[dict[str, Tensor]]:
+    """Text signals again, without the separators."""
+    rows = weights[text][:, text]
+    received = rows.sum(0) / torch.arange(len(text), 0, -1)
+    return [
+        {**one, "attn_text": weights[text][:, item].T, "text_attn": received}
+        for one, item in zip(want, items, strict=True)
+    ]
+
+
+def test_a_batch_gives_what_its_rows_give(seen: list[Tokens]) -> None:
+    this = tiny("qwen2_5_vl")
+    with attach(this.model, "random:0.5+reads-all@llm2:0.5"), torch.no_grad():
+        this.model(**batch(this))
+        together = list(seen)
+        seen.clear()
+        for row in range(2):
+            this.model(**single(this, row))
+    for one, other in zip(together, seen, strict=True):
+        check(one, {name: other.need(name) for name in NAMES})
+
+
+def test_static_cache_and_padding_on_the_right(seen: list[Tokens]) -> None:
+    this = tiny("qwen2_5_vl")
+    inputs = single(this, 0)
+    with attach(this.model, "reads-all@llm1:0.5"), torch.no_grad():
+        this.model(**inputs)
+        cache = StaticCache(this.model.config.get_text_config(), max_cache_len=512)
+        this.model(**inputs, past_key_values=cache)
+        padded = {**inputs, **{n: _right(inputs[n]) for n in inputs if inputs[n].ndim == 2}}
+        padded |= {name: inputs[name] for name in inputs if "grid" in name or "pixel" in name}
+        padded["attention_mask"][:, -3:] = 0
+        this.model(**padded)
+    assert len(seen) == 6
+    for i, tokens in enumerate(seen[2:]):
+        check(tokens, {name: seen[i % 2].need(name) for name in NAMES})
+
+
+def _right(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values, (0, 3))
+
+
+def test_a_later_turn_sees_its_own_tokens_among_all_keys(seen: list[Tokens]) -> None:
+    this = tiny("llava_onevision")
+    inputs = single(this, 1)
+    length = inputs["input_ids"].shape[1]
+    media = {name: inputs[name] for name in ("pixel_values", "image_sizes")}
+    with attach(this.model, "reads-all@llm1:0.5"), torch.no_grad():
+        out = generate(this, inputs, 4)
+        this.model(input_ids=inputs["input_ids"], past_key_values=out.past_key_values, **media)
+    ids = torch.cat([out.sequences[:, : length + 3], inputs["input_ids"]], 1)
+    both = {name: torch.cat([value, value]) for name, value in media.items()}
+    weights = eager("llava_onevision", {"input_ids": ids, **both}, 0)[0, length + 3 :, length + 3 :]
+    (places,) = oracle.embed(this, inputs).items
+    text = (inputs["input_ids"][0] != this.model.config.image_token_id).nonzero()[:, 0]
+    want = expected(weights, [places], torch.ones(length).bool())
+    check(seen[-1], with_text(want, weights, text, [places])[0])
+
+
+def _dense(q: Tensor, k: Tensor) -> Tensor:
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    logits = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    hidden = torch.ones(logits.shape[-2:]).triu(1).bool()
+    return logits.masked_fill(hidden, -torch.inf).softmax(-1).mean(1)
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "bool", "additive", "flex"])
+@pytest.mark.parametrize("chunk", [1, 1 << 22])
+def test_every_kind_of_mask(mask: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped heads, and masks as sdpa, eager, flash and flex get them."""
+    monkeypatch.setattr("mmfast.models.scores._CHUNK", chunk)
+    torch.manual_seed(0)
+    length = 30
+    q, k = torch.randn(2, 6, length, 8), torch.randn(2, 2, length, 8)
+    causal = torch.ones(length, length).tril().bool()
+    masks: dict[str, Any] = {
+        "none": None,
+        "padding": torch.ones(2, length, dtype=torch.int64),
+        "bool": causal.expand(2, 1, -1, -1),
+        "additive": torch.zeros(2, 1, length, length).masked_fill(~causal, -3e38),
+    }
+    if mask == "flex":
+        masks["flex"] = create_block_mask(
+            lambda b, h, i, j: i >= j, 2, None, length, length, device="cpu", BLOCK_SIZE=16
+        )
+    items = [Item(row, row, torch.arange(4 + row, 20), torch.arange(0), None) for row in range(2)]
+    text = [torch.cat([torch.arange(4 + row), torch.arange(20, length)]) for row in range(2)]
+    sequences = Sequences(length, list(text), list(text), items)
+    found = inner_signals(NAMES, sequences, Seen(q, k, masks[mask], None, True, 0))
+    weights = _dense(q, k)
+    for row in range(2):
+        (want,) = expected(weights[row], [items[row].where], torch.ones(length).bool())
+        for name in NAMES:
+            torch.testing.assert_close(found[row][name], want[name], atol=1e-6, rtol=0, msg=name)
+
+
+def test_nothing_is_computed_that_nobody_reads(seen: list[Tokens]) -> None:
+    this = tiny("qwen2_5_vl")
+    inputs = single(this, 1)
+    with attach(this.model, "reads-all@llm2:1.0"), torch.no_grad():
+        stock = this.model(**inputs).logits
+    assert not seen
+    with torch.no_grad():
+        assert torch.equal(stock, this.model(**inputs).logits)
