@@ -17,6 +17,7 @@ FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 ALL_FAMILIES = (
     "llava_onevision",
     "qwen2_5_vl",
+    "qwen2_vl",
     "qwen3_vl",
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,13 +17,24 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.models.towers import Tower, find_tower
 
-# Arguments of the call of `get_image_features` or `get_video_features`, by name.
+# Kinds of media: the base model encodes them with `get_<kind>_features`, the config names their
+# placeholder `<kind>_token_id`, and these arguments of its forward bring them.
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+KINDS = tuple(PIXELS)
+
+# Arguments of the call of `get_image_features`, or of another kind, by name.
 Call = Mapping[str, Any]
 
 
 def one_tile(base: Any, call: Call) -> list[int]:
     """Every image is one input of the tower."""
     return [1] * len(call["pixel_values"])
+
+
+def raster_places(grid: tuple[int, int, int]) -> Tensor:
+    """`(t, y, x)` of every token of a full raster, `[t * h * w, 3]`."""
+    axes = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
+    return torch.stack([axis.flatten() for axis in axes], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -37,12 +48,21 @@ class Layout:
         separators: Offsets of newline tokens; no method sees them, so none can drop them.
         tiles: For an image cut into tiles, the tile of each content token: 0 is the overview,
             tiles count from 1 in raster order. None for anything else.
+        places: `[N, 3]` int `(t, y, x)` of each content token where there is no `grid`: tiles in
+            the raster of the whole mosaic, the overview in its own. None where it is not known.
     """
 
     length: int
     grid: tuple[int, int, int] | None
     separators: tuple[int, ...] = ()
     tiles: tuple[int, ...] | None = None
+    places: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def place(self) -> Tensor | None:
+        """`(t, y, x)` of each content token, `[N, 3]`; None where nothing tells."""
+        if self.places is not None or self.grid is None:
+            return self.places
+        return raster_places(self.grid)
 
     def content(self) -> Tensor:
         """Offsets of the tokens that a method may reduce, `[N]` ascending."""
@@ -66,6 +86,7 @@ class Adapter:
             Layout` of one image or video, for features that were encoded before `attach` and come
             without their call; None where the tensors do not tell.
         tower: `(base model) -> Tower`: where the vision tower keeps its blocks.
+        audio_tower: The same of the audio encoder, for a family that hears.
         tile_counts: `(base model, call) -> list[int]`: tower inputs of each image of a call.
         deepstack: The text model adds further visual features after its first layers.
         mrope: Positions have three axes, and the base model remembers `rope_deltas`.
@@ -76,15 +97,22 @@ class Adapter:
     fold: Callable[[Any, str, Tensor, Call], list[Tensor]]
     recover: Callable[[Any, str, Tensor, Tensor | None], Layout | None] = lambda *_: None
     tower: Callable[[Any], Tower] = find_tower
+    audio_tower: Callable[[Any], Tower] | None = None
     tile_counts: Callable[[Any, Call], list[int]] = one_tile
     deepstack: bool = False
     mrope: bool = False
+
+    def tower_of(self, base: Any, kind: str) -> Tower:
+        """The tower that encodes a kind of media."""
+        find = self.audio_tower if kind == "audio" else None
+        return (find or self.tower)(base)
 
 
 # A new family of ours is one line here and one file.
 _FILES = {
     "llava_onevision": "mmfast.models.llava_onevision",
     "qwen2_5_vl": "mmfast.models.qwen2_5_vl",
+    "qwen2_vl": "mmfast.models.qwen2_vl",
     "qwen3_vl": "mmfast.models.qwen3_vl",
 }
 _ADAPTERS: dict[str, Adapter] = {}
