@@ -23,9 +23,10 @@ from mmfast.bench.measure import (
     timed,
     warm_up,
 )
-from mmfast.bench.specs import TOWER_SIGNALS, Twins
+from mmfast.bench.specs import Twins
 from mmfast.bench.stages import Stage
 from mmfast.core.spec import parse
+from mmfast.models.signals import from_tower
 
 WARM_ENOUGH_MS = 1000.0  # a run this long is its own warm-up; the gate made several
 
@@ -158,7 +159,7 @@ def _part(text: str, group: str) -> str | None:
     if group == "llm":
         stages = tuple(s for s in stages if s.site != "vit")
     elif group == "vit" and not any(
-        s.site == "vit" or (s.site == "pre" and TOWER_SIGNALS & set(s.method.needs)) for s in stages
+        s.site == "vit" or (s.site == "pre" and from_tower(s.method.needs)) for s in stages
     ):
         return None
     return "+".join(map(str, stages)) or None

@@ -17,11 +17,11 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import get, register, unregister
 from mmfast.core.spec import Spec, parse
 from mmfast.core.tokens import Tokens
+from mmfast.models.signals import from_tower
 
 STAGES = ("vit", "llm", "decode", "ttft")
 DEFAULT = ("evs", "fastv", "uniform", "divprune", "holitom")
 DEFAULT_KEEP = (0.25, 0.1)
-TOWER_SIGNALS = frozenset({"attn", "keys"})
 
 
 def parse_stages(text: str | Sequence[str]) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ class Twins:
     def _made_up(self, spec: Spec) -> frozenset[str]:
         """Tower signals that `spec` needs where no tower runs."""
         absent = self.towerless and spec.site == "pre"
-        return TOWER_SIGNALS & set(spec.method.needs) if absent else frozenset()
+        return frozenset(from_tower(spec.method.needs)) if absent else frozenset()
 
     def _needs(self, spec: Spec) -> tuple[str, ...]:
         made_up = self._made_up(spec)

@@ -7,13 +7,17 @@ of features, so the layout cannot drift away from what the model does.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+from transformers.models.llava_onevision.modeling_llava_onevision import (
+    get_anyres_image_grid_shape,
+    image_size_to_num_patches,
+)
 
 from mmfast.models.adapter import Adapter, Call, Layout, add_adapter
+from mmfast.models.tiling import mosaic_layouts, mosaic_places
 
 
 def layout(base: Any, kind: str, call: Call) -> list[Layout]:
@@ -22,9 +26,17 @@ def layout(base: Any, kind: str, call: Call) -> list[Layout]:
     if kind == "video":
         videos, frames = call["pixel_values_videos"].shape[:2]
         return [_video(frames, side)] * videos
-    tiles = [torch.zeros(n, side * side, 1) for n in tile_counts(base, call)]
-    packed = _pack(base, tiles, torch.ones(1), call)  # 1 where the model puts a newline, else 0
-    return [_image(marks[:, 0] == 1, side) for marks in packed]
+    pack = partial(_pack, base, call=call)
+    return mosaic_layouts(pack, _shapes(base, call), side)
+
+
+def _shapes(base: Any, call: Call) -> list[tuple[int, int] | None]:
+    """Rows and columns of the tiles of each image; None where it has the overview alone."""
+    grids, tile = base.config.image_grid_pinpoints, base.config.vision_config.image_size
+    return [
+        get_anyres_image_grid_shape(size, grids, tile) if count > 1 else None
+        for size, count in zip(call["image_sizes"], tile_counts(base, call), strict=True)
+    ]
 
 
 def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
@@ -59,9 +71,11 @@ def _video(frames: int, side: int) -> Layout:
 
 
 def _image(newline: Tensor, side: int) -> Layout:
-    single = len(newline) == side * side + 1
     separators = tuple(newline.nonzero()[:, 0].tolist())
-    return Layout(len(newline), (1, side, side) if single else None, separators)
+    if len(newline) == side * side + 1:
+        return Layout(len(newline), (1, side, side), separators)
+    places = mosaic_places(len(newline), separators, side)  # the cut into tiles is not to be seen
+    return Layout(len(newline), None, separators, places=places)
 
 
 def tile_counts(base: Any, call: Call) -> list[int]:

@@ -8,6 +8,7 @@ knew is stored with the output object they returned.
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from mmfast.models.adapter import Adapter, Layout
 from mmfast.models.patching import override
+from mmfast.models.signals import from_tower
 
 KINDS = ("image", "video")
 _FIELD = "_mmfast_record"
@@ -32,7 +34,8 @@ class Record:
     Attributes:
         kind: `image` or `video`.
         layouts: One per image or video, in the order of the features.
-        signals: `attn` `[N]` and `keys` `[N, d]` of each, those that a stage needs.
+        signals: Signals of the vision tower of each, those that a stage needs, and what the
+            layout tells: `place` `[N, 3]` and, of images, `tile` `[N]`.
         planes: The features, then the DeepStack planes, each a list of tensors. Chunked prefill
             brings them in slices, but a method must see whole items; dropped once used in full.
         ends: Under chunked prefill: features that each batch row has had so far.
@@ -46,6 +49,12 @@ class Record:
     ends: dict[int, int] = field(default_factory=dict)
     plans: dict[int, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.signals = [
+            {**given, **_from_layout(self.kind, layout)}
+            for given, layout in zip(self.signals, self.layouts, strict=True)
+        ]
+
     def flat(self, plane: int = 0) -> Tensor | None:
         """All features `[tokens, D]`, or those of a DeepStack plane (from 1), if still held."""
         return flat(self.planes[plane]) if self.planes else None
@@ -56,6 +65,18 @@ class Record:
         assert rows is not None
         start = sum(each.length for each in self.layouts[:item])
         return rows[start + self.layouts[item].content().to(rows.device)]
+
+
+def _from_layout(kind: str, layout: Layout) -> dict[str, Tensor]:
+    """`place` where it is known; `tile` of images, 0 throughout where there is one tile."""
+    found, place = {}, layout.place()
+    if place is not None:
+        found["place"] = place
+    if layout.tiles is not None:
+        found["tile"] = torch.tensor(layout.tiles)
+    elif kind == "image" and layout.grid is not None:
+        found["tile"] = torch.zeros(math.prod(layout.grid), dtype=torch.int64)
+    return found
 
 
 def flat(features: Iterable[Tensor]) -> Tensor:
@@ -69,7 +90,7 @@ class Recorder:
     def __init__(self, base: Any, adapter: Adapter, needs: Collection[str], collector: Any) -> None:
         self._base = base
         self._adapter = adapter
-        self._needs = [need for need in ("attn", "keys") if need in needs]
+        self._needs = from_tower(needs)
         self._collector = collector
         self._local = threading.local()
 
@@ -104,7 +125,7 @@ class Recorder:
         return last
 
     def _signals(self, kind: str, item: int) -> dict[str, Tensor]:
-        return {need: getattr(self._collector, need)((kind, item)) for need in self._needs}
+        return {need: self._collector.signal(need, (kind, item)) for need in self._needs}
 
 
 def record_of(output: Any) -> Record | None:
@@ -118,7 +139,7 @@ def recording(base: Any, adapter: Adapter, needs: Collection[str]) -> Iterator[R
     """Watch the encoding methods of `base`, which get back their stock selves at the end."""
     with ExitStack() as stack:
         collector = None
-        if {"attn", "keys"} & set(needs):
+        if from_tower(needs):
             from mmfast.models.vision import tower_signals
 
             collector = stack.enter_context(tower_signals(base, adapter, needs))

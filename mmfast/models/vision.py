@@ -1,10 +1,9 @@
 """Signals of the vision tower: attention received and keys, as rows of the tokens the LLM gets.
 
-They come from the last block whose output reaches the language model: the last one for
-LLaVA-OneVision (feature layer -1) and for the Qwen towers, whose last block attends over whole
-frames. Attention is averaged over heads and queries, in float32; where the tower has a class
-token, its row is taken instead. Keys are averaged over heads, as the attention sees them (rotated
-where the tower has rotary positions). The adapter then folds both from patches to tokens.
+Which block and which queries each one is read from says `mmfast/models/signals.py`; the last used
+block is the last one whose output reaches the language model. Attention is averaged over heads,
+in float32. Keys are averaged over heads, as the attention sees them (rotated where the tower has
+rotary positions). The adapter then folds them from patches to tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from mmfast.models.adapter import Adapter, Call
 from mmfast.models.patching import override
 from mmfast.models.probe import intercepting
 from mmfast.models.scores import last_query_scores, received
+from mmfast.models.signals import Source, from_tower, sources_of
 from mmfast.models.towers import Tower, argument, attention_of
 
 KINDS = ("image", "video")
@@ -35,10 +35,10 @@ MERGED = "_mmfast_merged"
 
 @dataclass
 class _Recording:
-    """What one pass of the tower left: `[B, S]` per call and signal name."""
+    """What one pass of the tower left: `[B, S, d]` per call and place it was read at."""
 
-    calls: dict[str, list[Tensor]] = field(default_factory=dict)
-    merged: Reduction | None = None
+    calls: dict[Source, list[Tensor]] = field(default_factory=dict)
+    merged: dict[int, Reduction | None] = field(default_factory=dict)  # by block
 
 
 class Collector:
@@ -51,24 +51,16 @@ class Collector:
     def __init__(self, tower: Tower, adapter: Adapter, needs: Collection[str]) -> None:
         self._tower = tower
         self._adapter = adapter
-        self._needs = tuple(need for need in ("attn", "keys") if need in needs)
+        self._needs = from_tower(needs)
         self._local = threading.local()
 
     def attn(self, item: int | tuple[str, int]) -> Tensor:
-        """Attention received by the item's tokens, `[N]` float32.
-
-        Raises:
-            ModelError: The tower did not run for this item, or attention was not asked for.
-        """
-        return self._get("attn", item)
+        """Attention received by the item's tokens, `[N]` float32."""
+        return self.signal("attn", item)
 
     def keys(self, item: int | tuple[str, int]) -> Tensor:
-        """Keys of the item's tokens, mean over heads, `[N, d]`.
-
-        Raises:
-            ModelError: The tower did not run for this item, or keys were not asked for.
-        """
-        return self._get("keys", item)
+        """Keys of the item's tokens, mean over heads, `[N, d]`."""
+        return self.signal("keys", item)
 
     def count(self, kind: str) -> int:
         """How many images or videos there are signals for."""
@@ -84,7 +76,12 @@ class Collector:
         items: dict[str, list[dict[str, Tensor]]] = self._local.items
         return items
 
-    def _get(self, name: str, item: int | tuple[str, int]) -> Tensor:
+    def signal(self, name: str, item: int | tuple[str, int]) -> Tensor:
+        """A signal of the item's tokens: attention `[N]` float32, keys `[N, d]`.
+
+        Raises:
+            ModelError: The tower did not run for this item, or the signal was not asked for.
+        """
         items = self._items()
         if isinstance(item, int):
             known = [entry for kind in KINDS for entry in items.get(kind, ())]
@@ -106,30 +103,41 @@ class Collector:
             return call(*args, **kwargs)  # Qwen3-VL's video method calls its image method
         method = getattr(self._tower.base, f"get_{kind}_features")
         arguments = inspect.signature(method).bind(*args, **kwargs).arguments
-        block = self._tower.blocks[self._tower.last_used(arguments)]
+        sources = sources_of(self._tower, self._needs, arguments)
         recording = self._local.recording = _Recording()
         try:
-            around = {attention_of(block): partial(self._record, recording)}
-            with intercepting(around, innermost=True):
+            with intercepting(self._arounds(recording, sources), innermost=True):
                 output = call(*args, **kwargs)
         finally:
             self._local.recording = None
-        self._keep(kind, arguments, recording)
+        self._keep(kind, arguments, recording, sources)
         return output
 
+    def _arounds(self, recording: _Recording, sources: dict[str, Source]) -> dict[nn.Module, Any]:
+        readings: dict[int, list[Source]] = {}
+        for source in dict.fromkeys(sources.values()):
+            readings.setdefault(source.block, []).append(source)
+        return {
+            attention_of(self._tower.blocks[block]): partial(self._record, recording, found)
+            for block, found in readings.items()
+        }
+
     @torch.no_grad()
-    def _keep(self, kind: str, arguments: Call, recording: _Recording) -> None:
-        named: dict[str, list[Tensor]] = {}
-        for name in recording.calls:
-            patches = _patches(self._tower, arguments, name, recording)
+    def _keep(
+        self, kind: str, arguments: Call, recording: _Recording, sources: dict[str, Source]
+    ) -> None:
+        folded = {}
+        for source in recording.calls:
+            patches = _patches(self._tower, arguments, source, recording)
             rows = self._adapter.fold(self._tower.base, kind, patches, arguments)
-            named[name] = [item[:, 0] for item in rows] if name == "attn" else rows
-        items = zip(*named.values(), strict=True)
-        self._items()[kind] = [dict(zip(named, item, strict=True)) for item in items]
+            folded[source] = rows if source.what == "keys" else [item[:, 0] for item in rows]
+        named = [{n: folded[s][i] for n, s in sources.items()} for i in range(_length(folded))]
+        self._items()[kind] = named
 
     def _record(
         self,
         recording: _Recording,
+        sources: list[Source],
         call: Callable[..., Any],
         module: nn.Module,
         *args: Any,
@@ -141,24 +149,28 @@ class Collector:
             mask = args[3] if len(args) > 3 else kwargs.get("attention_mask")
             ends = kwargs.get("cu_seq_lens_q")  # flash takes all segments in one call
             lengths = [query.shape[2]] if ends is None else ends.diff().tolist()
-            recording.merged = module.__dict__.get(MERGED, _nothing)()
-            parts = zip(query.split(lengths, 2), key.split(lengths, 2), strict=True)
-            for q, k in parts if "attn" in self._needs else ():
-                self._add(recording, q, k, mask, kwargs.get("scaling"))
+            recording.merged[sources[0].block] = module.__dict__.get(MERGED, _nothing)()
             width = getattr(module, "head_dim", key.shape[-1])  # more where sizes ride along
-            if "keys" in self._needs:
-                recording.calls.setdefault("keys", []).append(key[..., :width].mean(dim=1))
+            for source in sources:
+                found = recording.calls.setdefault(source, [])
+                if source.what == "keys":
+                    found.append(key[..., :width].mean(dim=1))
+                    continue
+                for q, k in zip(query.split(lengths, 2), key.split(lengths, 2), strict=True):
+                    found.append(_attention(q, k, mask, kwargs.get("scaling"), source.what))
         return call(module, *args, **kwargs)
 
-    def _add(
-        self, recording: _Recording, q: Tensor, k: Tensor, mask: Any, scaling: float | None
-    ) -> None:
-        if self._tower.class_token:
-            row = mask[:, :, :1] if isinstance(mask, Tensor) and mask.ndim == 4 else mask
-            attn = last_query_scores(q[:, :, :1], k, row, scaling)
-        else:
-            attn = received(q, k, scaling, is_causal=False, mask=mask)
-        recording.calls.setdefault("attn", []).append(attn[..., None])  # [B, S, 1]
+
+def _attention(q: Tensor, k: Tensor, mask: Any, scaling: float | None, what: str) -> Tensor:
+    """Attention received `[B, S, 1]`: the class token's row, or the mean over queries."""
+    if what == "row":
+        row = mask[:, :, :1] if isinstance(mask, Tensor) and mask.ndim == 4 else mask
+        return last_query_scores(q[:, :, :1], k, row, scaling)[..., None]
+    return received(q, k, scaling, is_causal=False, mask=mask)[..., None]
+
+
+def _length(folded: dict[Source, list[Tensor]]) -> int:
+    return len(next(iter(folded.values()), []))
 
 
 def _nothing() -> None:
@@ -167,7 +179,7 @@ def _nothing() -> None:
 
 @contextmanager
 def tower_signals(model: Any, adapter: Adapter, needs: Collection[str]) -> Iterator[Collector]:
-    """Collect the tower's `attn` and `keys` whenever the model encodes images or videos.
+    """Collect the tower's signals whenever the model encodes images or videos.
 
     Args:
         model: A model of a known family.
@@ -181,17 +193,18 @@ def tower_signals(model: Any, adapter: Adapter, needs: Collection[str]) -> Itera
     tower = adapter.tower(model.base_model)
     collector = Collector(tower, adapter, needs)
     with ExitStack() as stack:
-        for kind in KINDS if {"attn", "keys"} & set(needs) else ():
+        for kind in KINDS if from_tower(needs) else ():
             around = partial(collector.around_features, kind)
             stack.enter_context(override(tower.base, f"get_{kind}_features", around))
         yield collector
 
 
-def _patches(tower: Tower, call: Call, name: str, recording: _Recording) -> Tensor:
+def _patches(tower: Tower, call: Call, source: Source, recording: _Recording) -> Tensor:
     """A signal of every patch in the tower's order, `[P, d]` float32."""
-    values = torch.cat(recording.calls[name], dim=1).float()  # [B, S, d]
-    if recording.merged is not None:
-        values = _unmerge(values, recording.merged, shared=name == "attn")
+    values = torch.cat(recording.calls[source], dim=1).float()  # [B, S, d]
+    merged = recording.merged[source.block]
+    if merged is not None:
+        values = _unmerge(values, merged, shared=source.what != "keys")
     if argument(tower.base, call, "vision_feature_select_strategy") == "default":
         values = values[:, 1:]  # the model drops the class token alike
     return values.flatten(0, 1)
