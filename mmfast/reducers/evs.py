@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.paired_cosine import paired_cosine, temporal_cosine
+from mmfast.ops.paired_cosine import temporal_cosine
 from mmfast.ops.ranking import stable_topk
+from mmfast.ops.spatial_novelty import spatial_novelty
 
 
 @register("evs", paper="2510.14624", adaptive=True)
@@ -50,7 +50,7 @@ def evs(
     first = torch.arange(n, device=change.device).expand(*change.shape[:-1], n)
     if budget < n:
         share = budget if frames == 1 else (budget + 3) // 4
-        first = stable_topk(_novelty(tokens.x[..., :n, :], rows, columns), share)
+        first = stable_topk(spatial_novelty(tokens.x[..., :n, :], rows, columns), share)
     later = n + stable_topk(change, budget - first.shape[-1])
     return Reduction.prune(torch.cat([first, later], dim=-1), tokens.n)
 
@@ -62,13 +62,3 @@ def _literal_count(total: int, budget: int | None, q: float | None) -> int:
     if budget is None and q is not None and 0.0 <= q < 1.0:
         return int(total * (1 - q))
     raise SpecError(f"'evs' with parity=true got q={q}; give either a budget or a q in [0, 1)")
-
-
-def _novelty(frame: Tensor, rows: int, columns: int) -> Tensor:
-    """How little each token of a frame `[..., n, D]` resembles its left and upper neighbour."""
-    image = frame.unflatten(-2, (rows, columns))
-    alike = torch.full(image.shape[:-1], -torch.inf, dtype=torch.float64, device=image.device)
-    alike[..., 1:] = paired_cosine(image[..., 1:, :], image[..., :-1, :])
-    above = paired_cosine(image[..., 1:, :, :], image[..., :-1, :, :])
-    alike[..., 1:, :] = torch.maximum(alike[..., 1:, :], above)
-    return 1.0 - alike.flatten(-2)

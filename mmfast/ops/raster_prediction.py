@@ -1,0 +1,81 @@
+"""Predict patches of an image from those on the left and above, as picture formats do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+METRICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda difference: difference.abs().amax(-1).double(),
+    "mae": lambda difference: difference.abs().mean(-1, dtype=torch.float64),
+    "rmse": lambda difference: difference.square().mean(-1, dtype=torch.float64).sqrt(),
+}
+
+
+def surprise(image: Tensor, metric: str) -> Tensor:
+    """Distance of every patch from its prediction.
+
+    With A on the left, B above and C above A: if C is closer to A than to B, an edge runs between
+    the rows' pasts and the prediction is B, else it is A. The first row is predicted from the
+    left, the first column from above.
+
+    Args:
+        image: `[..., h, w, P]`.
+        metric: `max`, `mae` or `rmse` of the absolute differences.
+
+    Returns:
+        `[..., h, w]` float64; infinite for the first patch, which has no prediction.
+    """
+    distance = METRICS[metric]
+    left = distance(image[..., 1:, :] - image[..., :-1, :])  # [..., h, w - 1], A of each column
+    above = distance(image[..., 1:, :, :] - image[..., :-1, :, :])  # [..., h - 1, w]
+    result = above.new_full(image.shape[:-1], torch.inf)
+    result[..., 0, 1:] = left[..., 0, :]
+    result[..., 1:, 0] = above[..., 0]
+    # C to B is a step along the row above, C to A one down the column on the left.
+    upper = above[..., :-1] < left[..., :-1, :]
+    result[..., 1:, 1:] = torch.where(upper, above[..., 1:], left[..., 1:, :])
+    return result
+
+
+def unpredicted(image: Tensor, metric: str, threshold: float, *, anchored: bool) -> Tensor:
+    """Patches that do not match their prediction.
+
+    Two patches match if their distance is at most `threshold`. The prediction is B if C matches A
+    and not B, else A.
+
+    Args:
+        image: `[..., h, w, P]`.
+        metric: `max`, `mae` or `rmse`.
+        threshold: Largest distance of a match.
+        anchored: Predict from what a decoder would see, where a dropped patch looks like its
+            prediction; errors then cannot add up along a slow gradient.
+
+    Returns:
+        `[..., h, w]` bool, True at the first patch.
+    """
+    rows, columns = image.shape[-3:-1]
+    seen, kept = image.clone(), torch.zeros(image.shape[:-1], dtype=torch.bool, device=image.device)
+    kept[..., 0, 0] = True
+    for diagonal in range(1, rows + columns - 1):  # patches of a diagonal do not need each other
+        y = torch.arange(
+            max(0, diagonal - columns + 1), min(rows, diagonal + 1), device=image.device
+        )
+        x = diagonal - y
+        guess = _prediction(seen, y, x, metric, threshold)
+        new = METRICS[metric](image[..., y, x, :] - guess) > threshold
+        kept[..., y, x] = new
+        if anchored:
+            seen[..., y, x, :] = torch.where(new[..., None], image[..., y, x, :], guess)
+    return kept
+
+
+def _prediction(seen: Tensor, y: Tensor, x: Tensor, metric: str, threshold: float) -> Tensor:
+    """Predictions `[..., L, P]` for the patches at rows `y` and columns `x` of one diagonal."""
+    up, back = (y - 1).clamp_min(0), (x - 1).clamp_min(0)
+    a, b, c = seen[..., y, back, :], seen[..., up, x, :], seen[..., up, back, :]
+    to_a, to_b = METRICS[metric](c - a) <= threshold, METRICS[metric](c - b) <= threshold
+    from_above = ((to_a & ~to_b) | (x == 0)) & (y > 0)
+    return torch.where(from_above[..., None], b, a)
