@@ -164,12 +164,12 @@ def test_rows_are_plain_data() -> None:
         ),
         (
             "visionzip",
-            "mmfast.reducers.visionzip._assign",
+            "mmfast.ops.contextual_merge._assign",
             lambda keys, rest, targets: torch.zeros_like(rest),
         ),
         (
             "visionzip",
-            "mmfast.reducers.visionzip._weights",
+            "mmfast.ops.contextual_merge._weights",
             lambda merged, target, half: torch.ones(target.shape),
         ),
         (

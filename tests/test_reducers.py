@@ -233,8 +233,8 @@ def _faults() -> list[Fault]:
     faults: list[Fault] = [
         ("fastv", "fastv", "stable_topk", least),
         ("visionzip", "visionzip", "stable_topk", least),
-        ("visionzip", "visionzip", "_assign", lambda k, r, t: torch.zeros_like(r)),
-        ("visionzip", "visionzip", "_weights", lambda m, t, half: torch.ones(t.shape)),
+        ("visionzip", "contextual_merge", "_assign", lambda k, r, t: torch.zeros_like(r)),
+        ("visionzip", "contextual_merge", "_weights", lambda m, t, half: torch.ones(t.shape)),
         ("holitom_inner", "holitom_inner", "stable_topk", least),
         ("holitom_inner", "holitom_inner", "_halvings", all_half),
         ("evs", "evs", "temporal_cosine", late),
@@ -282,7 +282,7 @@ def test_oracle_sees_planted_faults(
     wide = (6, 2, 6)
     assert not disagreement(tokens, name, 20) and not disagreement(tokens, name, 5)
     if module:
-        folder = "ops" if module == "max_min" else "reducers"
+        folder = "reducers" if module == name else "ops"
         monkeypatch.setattr(f"mmfast.{folder}.{module}.{attribute}", bug)
     else:
         monkeypatch.setattr(Reduction, attribute, staticmethod(bug))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-_STEP = 2.0**30
+# Scores this close differ by rounding only: float64 is a million times finer.
+ROUNDING = 2.0**-30
 
 
 def snap(score: Tensor) -> Tensor:
@@ -13,4 +14,4 @@ def snap(score: Tensor) -> Tensor:
     Rounding noise of float64 is a million times smaller, so equal tokens get equal bits; and up to
     four million snapped cosines add up without any rounding at all.
     """
-    return (score * _STEP).round_().div_(_STEP)
+    return (score / ROUNDING).round_().mul_(ROUNDING)
