@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mmfast.core.reduction import Mix, Reduction
-from mmfast.ops.snap import ROUNDING
 from mmfast.ops.unit import unit_rows
 
+_STEP = 2.0**30  # cosines are compared in whole numbers of these
 _BLOCK = 512  # chosen tokens compared at once: bounds memory to 512 rows of N similarities
 
 
@@ -78,7 +78,7 @@ def _neighbours(rows: Tensor, listed: Tensor, rest: Tensor) -> tuple[Tensor, Ten
         block = place[start : start + _BLOCK]
         cosine = others[..., start : start + len(block), :] @ others.transpose(-1, -2)
         # Whole numbers with the index in the low digits: ties go to the lowest index everywhere.
-        key = (cosine / ROUNDING).round().long() * n + (n - 1 - candidates)[..., None, :]
+        key = (cosine * _STEP).round().long() * n + (n - 1 - candidates)[..., None, :]
         key[..., torch.arange(len(block), device=rows.device), block] = torch.iinfo(key.dtype).min
         best = key.topk(count, dim=-1).indices  # [..., block, count]
         near.append(candidates[..., None, :].expand(key.shape).gather(-1, best).flatten(-2))

@@ -1,0 +1,96 @@
+"""PruMerge+: PruMerge with evenly spaced tokens beside those that stick out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register
+from mmfast.core.tokens import Tokens
+from mmfast.ops.complement import complement
+from mmfast.ops.even_spots import even_spots
+from mmfast.ops.neighbour_merge import neighbour_merge
+from mmfast.ops.outliers import outlier_count
+from mmfast.ops.ranking import stable_topk
+
+
+@register("prumerge_plus", paper="2403.15388", needs=("x", "attn", "keys"), adaptive=True)
+def prumerge_plus(
+    tokens: Tokens,
+    budget: int | None,
+    *,
+    spatial: float = 0.75,
+    parity: bool = False,
+    ratio: float | None = None,
+) -> Reduction:
+    """Keep attention outliers and evenly spaced tokens, merged with neighbours, and one summary.
+
+    PruMerge whose kept tokens also cover the picture (Shang et al., ICCV 2025): three quarters of
+    them are evenly spaced over the tokens that attention did not choose, which is the share the
+    paper's strides give. The summary is part of the budget, and outputs are weighted means.
+
+    Args:
+        tokens: `x` `[..., N, D]`, `attn` `[..., N]` and `keys` `[..., N, d]`.
+        budget: Tokens to keep, the summary included; None keeps the attention outliers and every
+            s-th token, with s a third of N over their number.
+        spatial: Share of evenly spaced tokens under a budget, 0 to 1.
+        parity: As the reference, without a budget: sums instead of means, kept tokens in the
+            order of the paper's list. Needs outliers, fewer than a third of the tokens. One item.
+        ratio: With `parity=true`, a fixed share instead of the outliers': half a stride in, every
+            1 / ratio-th token, also those kept already, each of which takes a token from the rest.
+    """
+    attn, keys = tokens.need("attn"), tokens.need("keys")
+    if not 0.0 <= spatial <= 1.0:
+        raise SpecError(f"knob spatial={spatial} of 'prumerge_plus' is no share; choose 0 to 1")
+    if (parity and budget is not None) or (ratio is not None and not parity):
+        raise SpecError(
+            f"'prumerge_plus' got parity={parity}, ratio={ratio} and budget {budget}; write "
+            "'prumerge_plus?parity=true&ratio=0.125' without a budget, or only a budget"
+        )
+    if parity:
+        listed = reference_list(attn, ratio)
+        return neighbour_merge(attn, keys, listed, _reference_rest(listed, tokens.n), raw=True)
+    if budget is None:
+        listed = _strided(attn)
+    else:
+        samples = round(spatial * (budget - 1))
+        top = stable_topk(attn, budget - 1 - samples)
+        free = complement(top, tokens.n)
+        listed = torch.cat([top, free[..., even_spots(samples, free.shape[-1])]], dim=-1)
+    merged = neighbour_merge(attn, keys, listed, complement(listed, tokens.n))
+    return Reduction(merged.keep, merged.owner, mix=merged.mix)
+
+
+def _strided(attn: Tensor) -> Tensor:
+    """Outliers of `attn` `[N]`, then every s-th token that is none of them."""
+    n = len(attn)
+    outliers = min(max(outlier_count(attn), 1), n - 1)
+    top = stable_topk(attn, outliers)
+    strided = torch.arange(0, n, max(1, n // outliers // 3), device=attn.device)
+    listed = torch.cat([top, strided[~torch.isin(strided, top)]])
+    return listed[: n - 1]  # one token at least for the summary
+
+
+def reference_list(attn: Tensor, ratio: float | None) -> Tensor:
+    """The list of kept tokens of the reference for `attn` `[N]`, repeats included."""
+    n = len(attn)
+    share = outlier_count(attn) / n if ratio is None else ratio
+    step = int(1 / share) if share else 0
+    if step < (3 if ratio is None else 1):
+        raise SpecError(
+            f"'prumerge_plus' with parity=true: share {share:g} of kept tokens gives no stride; "
+            "leave parity out"
+        )
+    top = stable_topk(attn, int(n * share))
+    if ratio is not None:
+        return torch.cat([top, torch.arange(step // 2, n - 1, step, device=attn.device)])
+    strided = torch.arange(0, n - 1, step // 3, device=attn.device)
+    return torch.cat([top, strided[~torch.isin(strided, top)]])
+
+
+def _reference_rest(listed: Tensor, n: int) -> Tensor:
+    """What the reference takes for the rest: every repeat in the list costs the lowest token."""
+    free = complement(listed.unique(), n)
+    return free[len(listed) - len(listed.unique()) :]

@@ -1,0 +1,48 @@
+"""STC-Pruner: keep what neither the memory nor the frame's mean already tells."""
+
+from __future__ import annotations
+
+import torch
+
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register
+from mmfast.core.tokens import Tokens
+from mmfast.ops.chunk_memory import ChunkMemory, familiarity
+from mmfast.ops.grouped_topk import grouped_topk, marked
+from mmfast.ops.share_out import share_out
+
+
+@register("stc_pruner", paper="2512.00891")
+def stc_pruner(tokens: Tokens, budget: int) -> Reduction:
+    """Keep in every frame the tokens least like the stream so far and the frame's mean.
+
+    The item is one chunk that starts from an empty memory (2512.00891); `prune_chunk` carries the
+    memory of a stream from chunk to chunk. The paper keeps 60 tokens of each frame.
+
+    Args:
+        tokens: `x` `[..., N, D]`; without a `grid` it is one frame.
+        budget: Tokens to keep, the same number of each frame; what does not divide goes to the
+            first frames.
+    """
+    return prune_chunk(tokens, budget, None)[0]
+
+
+def prune_chunk(
+    tokens: Tokens, budget: int, memory: ChunkMemory | None
+) -> tuple[Reduction, ChunkMemory]:
+    """Prune one chunk of a stream and hand on the memory with this chunk in it.
+
+    Args:
+        tokens: `x` `[..., N, D]` of the chunk's frames, with their `grid`.
+        budget: Tokens to keep of the chunk.
+        memory: Of the chunks before; None at the start.
+    """
+    frames = 1 if tokens.grid is None else tokens.grid[0]
+    n = tokens.n // frames
+    found = familiarity(tokens.x, frames, memory)
+    device = tokens.x.device
+    caps = torch.full((frames,), n, device=device)
+    counts = share_out(torch.ones(frames, device=device), budget, caps)
+    frame = torch.arange(tokens.n, device=device) // n
+    keep = marked(grouped_topk(-found.score.flatten(-2), frame, counts))
+    return Reduction.prune(keep, tokens.n), found.memory
