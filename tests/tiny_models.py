@@ -15,6 +15,12 @@ __all__ = ["ALL_FAMILIES", "FAMILIES", "Tiny", "build", "facts", "generate", "ti
 FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 # A new family is a file `tiny_family_<name>.py` and a line here; tests/test_families.py runs it.
 ALL_FAMILIES = (
+    "fast_vlm",
+    "gemma3",
+    "internvl",
+    "lfm2_vl",
+    "llava",
+    "llava_next",
     "llava_onevision",
     "qwen2_5_vl",
     "qwen2_vl",

@@ -17,11 +17,6 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.models.towers import Tower, find_tower
 
-# Kinds of media: the base model encodes them with `get_<kind>_features`, the config names their
-# placeholder `<kind>_token_id`, and these arguments of its forward bring them.
-PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
-KINDS = tuple(PIXELS)
-
 # Arguments of the call of `get_image_features`, or of another kind, by name.
 Call = Mapping[str, Any]
 
@@ -88,6 +83,10 @@ class Adapter:
         tower: `(base model) -> Tower`: where the vision tower keeps its blocks.
         audio_tower: The same of the audio encoder, for a family that hears.
         tile_counts: `(base model, call) -> list[int]`: tower inputs of each image of a call.
+        media: Kinds of media it takes.
+        blocks: `(arguments of forward) -> [B, P + L]`: for a family whose media tokens see forward
+            inside their image, the number of the image of each token up to now, -1 at text; None
+            where this call is causal.
         deepstack: The text model adds further visual features after its first layers.
         mrope: Positions have three axes, and the base model remembers `rope_deltas`.
     """
@@ -99,6 +98,8 @@ class Adapter:
     tower: Callable[[Any], Tower] = find_tower
     audio_tower: Callable[[Any], Tower] | None = None
     tile_counts: Callable[[Any, Call], list[int]] = one_tile
+    media: tuple[str, ...] = ("image", "video")
+    blocks: Callable[[Call], Tensor | None] = lambda _: None
     deepstack: bool = False
     mrope: bool = False
 
@@ -110,6 +111,12 @@ class Adapter:
 
 # A new family of ours is one line here and one file.
 _FILES = {
+    "fast_vlm": "mmfast.models.fast_vlm",
+    "gemma3": "mmfast.models.gemma3",
+    "internvl": "mmfast.models.internvl",
+    "lfm2_vl": "mmfast.models.lfm2_vl",
+    "llava": "mmfast.models.llava",
+    "llava_next": "mmfast.models.llava_next",
     "llava_onevision": "mmfast.models.llava_onevision",
     "qwen2_5_vl": "mmfast.models.qwen2_5_vl",
     "qwen2_vl": "mmfast.models.qwen2_vl",

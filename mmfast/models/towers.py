@@ -8,6 +8,11 @@ from typing import Any
 
 from torch import nn
 
+# Kinds of media: the base model encodes them with `get_<kind>_features`, the config names their
+# placeholder `<kind>_token_id`, and these arguments of its forward bring them.
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+KINDS = tuple(PIXELS)
+
 
 @dataclass(frozen=True)
 class Tower:
@@ -31,19 +36,25 @@ class Tower:
         """Index of the last block whose output reaches the language model.
 
         Hidden state 0 of a LLaVA-like tower is its input, so feature layer -1 is the output of
-        the last block and -2 leaves that block unused. Qwen's towers use all their blocks.
+        the last block and -2 leaves that block unused. A tower without a choice uses all.
         """
-        if self.packed:
-            return len(self.blocks) - 1
         layers = argument(self.base, arguments, "vision_feature_layer")
+        if self.packed or layers is None:
+            return len(self.blocks) - 1
         states = len(self.blocks) + 1
         used = [layers] if isinstance(layers, int) else layers
         return int(max(layer % states for layer in used)) - 1
 
 
+def kinds_of(base: Any) -> list[str]:
+    """Kinds of media a base model encodes."""
+    return [kind for kind in KINDS if hasattr(base, f"get_{kind}_features")]
+
+
 def attention_of(block: Any) -> nn.Module:
     """The attention module of a tower block."""
-    module: nn.Module = block.self_attn if hasattr(block, "self_attn") else block.attn
+    names = ("self_attn", "attn", "attention")
+    module: nn.Module = next(getattr(block, name) for name in names if hasattr(block, name))
     return module
 
 

@@ -1,0 +1,24 @@
+"""What the LLaVA families share: a CLIP tower whose last block and class token are not used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiny_base import Shape
+
+
+def vision_config(shape: Shape) -> dict[str, Any]:
+    return {
+        "model_type": "clip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": shape.depth,
+        "num_attention_heads": 2,
+        "image_size": side(shape),
+        "patch_size": shape.patch,
+    }
+
+
+def side(shape: Shape) -> int:
+    """Pixels per side of a tile."""
+    return shape.image_size or 6 * shape.patch
