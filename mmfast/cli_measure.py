@@ -11,10 +11,19 @@ from mmfast.cli_options import Device, Dtype, Json, Model, Reduces, complete_pre
 from mmfast.core.errors import MmfastError
 
 
+def _suites(incomplete: str) -> list[str]:
+    from mmfast.tiny.suites import SUITES
+
+    return [name for name in SUITES if name.startswith(incomplete)]
+
+
 def evaluate(
     reduce: Reduces = None,
     n: Annotated[int, typer.Option(help="Questions.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
+    suite: Annotated[
+        str, typer.Option(help="video, image, multi-image or document.", autocompletion=_suites)
+    ] = "video",
     model: Model = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
@@ -30,7 +39,9 @@ def evaluate(
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
     from mmfast.bench.results import append, environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
+    from mmfast.tiny.suites import suite_of
 
+    suite_of(suite)
     environ = environment()  # of the code that is about to run, not of the tree hours later
     with progress("eval") as tick:
         document = run_eval(
@@ -38,6 +49,7 @@ def evaluate(
             n=n,
             seed=seed,
             model=model,
+            name=suite,
             progress=lambda spec, done, total: tick(done, total, spec),
         )
     if out is not None:

@@ -142,8 +142,12 @@ def print_eval(document: dict[str, Any], as_json: bool) -> None:
     for row in document["rows"]:
         kind, worst = min(row["by_kind"].items(), key=lambda item: float(item[1]))
         name = row["reduce"] or "all tokens"
-        rows.append((name, row["accuracy"], f"{kind} {worst:.3g}", row["kept"], row["ttft_ms"]))
-    _table(_out(), ("reduce", "accuracy", "weakest kind", "kept", "ttft ms"), rows)
+        low, high = row["interval"]
+        between = f"{low:.3f} to {high:.3f}"
+        weakest = f"{kind} {worst:.3g}"
+        rows.append((name, row["accuracy"], between, weakest, row["kept"], row["ttft_ms"]))
+    names = ("reduce", "accuracy", "95 % interval", "weakest kind", "kept", "ttft ms")
+    _table(_out(), names, rows)
 
 
 def print_bench(document: dict[str, Any], as_json: bool) -> None:

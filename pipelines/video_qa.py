@@ -14,7 +14,7 @@ class VideoQA(VisualQA):
 
     task = "video-qa"
 
-    def _read(self, media: Any) -> Shot:
+    def _read(self, media: Any) -> list[Shot]:
         sampling: dict[str, Any] = {"fps": self.fps} if self.fps else {"frames": self.frames}
         clip = read_video(media, **sampling)
-        return Shot("video", clip.frames, clip.metadata())
+        return [Shot("video", clip.frames, clip.metadata())]

@@ -13,7 +13,7 @@ from mmfast.attach import attach
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.core.trace import Row, Trace, peak_bytes
-from mmfast.models.counts import token_counts
+from mmfast.models.counts import summed, token_counts
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, build_inputs, check_question
 from mmfast.models.timing import FirstToken, encoder_timer
@@ -70,8 +70,8 @@ class VisualQA:
         self.model, self.processor = load(model, device, dtype)
 
     @abstractmethod
-    def _read(self, media: Any) -> Shot:
-        """Decode one input."""
+    def _read(self, media: Any) -> list[Shot]:
+        """Decode what one question is about."""
 
     def __call__(self, media: Any, question: str | Sequence[str]) -> Any:
         """Answer one question, or a list of them.
@@ -99,18 +99,23 @@ class VisualQA:
         Yields:
             Text deltas; joined they are the text of the answer.
         """
-        inputs = self._inputs([(media, check_question(question))], Trace())
+        inputs, _ = self._inputs([(media, check_question(question))], Trace())
         return stream_text(self, inputs)
 
-    def _inputs(self, pairs: list[tuple[Any, str]], trace: Trace) -> dict[str, Any]:
+    def _inputs(
+        self, pairs: list[tuple[Any, str]], trace: Trace
+    ) -> tuple[dict[str, Any], list[int]]:
+        """The model's inputs, and how many images or clips each question is about."""
         with trace.stage("read"):
             shots = [self._read(media) for media, _ in pairs]
         with trace.stage("preprocess"):
-            return build_inputs(self.processor, shots, [q for _, q in pairs], self.model.device)
+            questions = [question for _, question in pairs]
+            inputs = build_inputs(self.processor, shots, questions, self.model.device)
+        return inputs, [len(mine) for mine in shots]
 
     def _answer(self, pairs: list[tuple[Any, str]]) -> list[Answer]:
         start, reading, first = time.perf_counter(), Trace(), FirstToken()
-        inputs = self._inputs(pairs, reading)
+        inputs, items = self._inputs(pairs, reading)
         begin = time.perf_counter()
         with (
             encoder_timer(self.model) as encode,
@@ -119,7 +124,7 @@ class VisualQA:
             output = self.run(inputs, streamer=first)
         end = time.perf_counter()
         kind = "video" if "pixel_values_videos" in inputs else "image"
-        counts = token_counts(self.model, kind, inputs, trace)
+        counts = summed(token_counts(self.model, kind, inputs, trace), items)
         prompt = inputs["input_ids"].shape[1]
         inside = sum(row.ms for row in trace.rows if row.stage != "vit")  # vit is part of encode
         trace.add("prefill", prompt, 1, (first.at - begin) * 1e3 - encode.ms - inside)

@@ -11,11 +11,12 @@ from mmfast.models.loading import embedded_path
 from mmfast.tiny.bank import Bank, make_row
 from mmfast.tiny.build import make_model, make_processor, make_tokenizer
 from mmfast.tiny.card import write_card
-from mmfast.tiny.evaluate import Case, Subject, run_eval, suite
+from mmfast.tiny.evaluate import Subject, run_eval, suite
 from mmfast.tiny.language import Plan, Trainer
 from mmfast.tiny.lessons import School
 from mmfast.tiny.scene import TRAIN, make_scene
 from mmfast.tiny.stills import Gallery, still_facts
+from mmfast.tiny.suites import Case
 from mmfast.tiny.tower import encode_bank, train_tower
 
 HOME = embedded_path()
@@ -68,7 +69,7 @@ def test_clips_have_true_answers_and_the_model_knows_them(subject: Subject) -> N
     assert {p.name for p in CLIPS.glob("*.mp4")} == set(listing)
     assert sum(p.stat().st_size for p in CLIPS.iterdir()) < 4e6
     cases = [
-        Case((CLIPS / name).read_bytes(), q["question"], q["answer"], q["kind"])
+        Case(((CLIPS / name).read_bytes(),), q["question"], q["answer"], q["kind"])
         for name, questions in listing.items()
         for q in questions
     ]
@@ -83,7 +84,7 @@ def test_case_and_punctuation_do_not_matter(subject: Subject) -> None:
     clip = (CLIPS / "red-circle.mp4").read_bytes()
     asked = "Which way does the red circle move?"
     forms = [asked, asked.upper(), asked.rstrip("?"), f"  {asked} "]
-    answers = subject.answers(subject.inputs([Case(clip, q, "", "") for q in forms]))
+    answers = subject.answers(subject.inputs([Case((clip,), q, "", "") for q in forms]))
     assert len(set(answers)) == 1
 
 
@@ -91,7 +92,7 @@ def test_case_and_punctuation_do_not_matter(subject: Subject) -> None:
 def test_unseen_questions() -> None:
     done: list[int] = []
     found = run_eval([], 48, 1234, progress=lambda _, part, total: done.append(part))
-    assert found["suite"] == "tiny-video" and found["n"] == 48 and done[-1] == 48
+    assert found["suite"] == "video" and found["n"] == 48 and done[-1] == 48
     (row,) = found["rows"]
     assert row["reduce"] is None and row["kept"] == 288 and row["ttft_ms"] > 0
     assert row["accuracy"] >= 0.9

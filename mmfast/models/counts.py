@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmfast.core.trace import Trace
@@ -23,3 +23,10 @@ def token_counts(
         if site != "vit":  # inside the encoder patches are counted, and its output is restored
             left[item] = reduction.m
     return [(n, left[item]) for item, n in enumerate(full)]
+
+
+def summed(counts: Sequence[tuple[int, int]], items: Sequence[int]) -> list[tuple[int, int]]:
+    """Counts of images or clips added up by question, `items` of them to each."""
+    rest = iter(counts)
+    groups = [[next(rest) for _ in range(n)] for n in items]
+    return [(sum(n for n, _ in group), sum(m for _, m in group)) for group in groups]

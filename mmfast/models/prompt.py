@@ -42,13 +42,13 @@ def check_question(question: object) -> str:
 
 
 def build_inputs(
-    processor: Any, shots: Sequence[Shot], questions: Sequence[str], device: torch.device
+    processor: Any, shots: Sequence[Sequence[Shot]], questions: Sequence[str], device: torch.device
 ) -> dict[str, Any]:
     """Prompts and pixels of a batch, left-padded.
 
     Args:
         processor: The checkpoint's processor; its chat template writes the prompt.
-        shots: One image or clip per question; all of one kind.
+        shots: The image or images, or the clip, of each question; all of one kind.
         questions: The questions.
         device: Where the tensors go.
 
@@ -65,25 +65,29 @@ def build_inputs(
             [
                 {
                     "role": "user",
-                    "content": [{"type": shot.kind}, {"type": "text", "text": question}],
+                    "content": [
+                        *({"type": shot.kind} for shot in mine),
+                        {"type": "text", "text": question},
+                    ],
                 }
             ],
             add_generation_prompt=True,
             tokenize=False,
         )
-        for shot, question in zip(shots, questions, strict=True)
+        for mine, question in zip(shots, questions, strict=True)
     ]
     batch = processor(text=texts, padding=True, return_tensors="pt", **_media(shots))
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
-def _media(shots: Sequence[Shot]) -> dict[str, Any]:
+def _media(shots: Sequence[Sequence[Shot]]) -> dict[str, Any]:
     from transformers.video_utils import VideoMetadata
 
-    if shots[0].kind == "image":
-        return {"images": [shot.pixels for shot in shots]}
+    if shots[0][0].kind == "image":
+        return {"images": [[shot.pixels for shot in mine] for mine in shots]}
+    clips = [shot for mine in shots for shot in mine]
     return {
-        "videos": [shot.pixels for shot in shots],
-        "video_metadata": [VideoMetadata(**(shot.metadata or {})) for shot in shots],
+        "videos": [shot.pixels for shot in clips],
+        "video_metadata": [VideoMetadata(**(shot.metadata or {})) for shot in clips],
         "do_sample_frames": False,
     }

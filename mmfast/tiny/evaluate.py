@@ -1,94 +1,72 @@
-"""Measure a model on questions about unseen clips, with all visual tokens and with fewer."""
+"""Measure a model on questions about unseen media, with all visual tokens and with fewer."""
+
+from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmfast.attach import attach
+from mmfast.core.spec import Spec, parse
+from mmfast.frontends.image import read_image
 from mmfast.frontends.video import read_video
 from mmfast.models.counts import token_counts
-from mmfast.models.loading import load
+from mmfast.models.encoded import encoded
+from mmfast.models.loading import embedded_path, load
 from mmfast.models.prompt import Shot, build_inputs
 from mmfast.models.timing import FirstToken
-from mmfast.tiny.questions import KINDS, WORDINGS, facts
-from mmfast.tiny.render import draw
-from mmfast.tiny.scene import EVAL, SAMPLED, make_scene
-from mmfast.tiny.table import make_table
-from mmfast.tiny.video_io import encode
+from mmfast.tiny.scene import SAMPLED
+from mmfast.tiny.statistics import interval
+from mmfast.tiny.suites import Case, Suite, suite_of
+from mmfast.tiny.suites import suite as suite
 
-SUITE = "tiny-video"
 BATCH = 20
-
-
-@dataclass(frozen=True)
-class Case:
-    """One question about one clip."""
-
-    clip: bytes  # an H.264 mp4 file
-    question: str
-    answer: str
-    kind: str
-
-
-def suite(n: int, seed: int) -> list[Case]:
-    """Ask n questions about n clips, all kinds in turn; the same for the same seed.
-
-    Clips come from another range of seeds than any training clip.
-    """
-    return [case for case, _ in zip(_cases(seed), range(n), strict=False)]
-
-
-def _cases(seed: int) -> Iterator[Case]:
-    clips = count()
-    for number in count():
-        kind = KINDS[number % len(KINDS)]
-        for index in clips:
-            scene = make_scene(EVAL, seed, index)
-            drawing = draw(scene)
-            known = [f for f in facts(make_table(scene, drawing), margin=True) if f.kind == kind]
-            if not known:  # such as a number where none is on screen
-                continue
-            fact = known[(7 * number) % len(known)]
-            wording = (number // len(KINDS)) % len(WORDINGS[kind])
-            yield Case(encode(drawing.frames), fact.ask(wording), fact.answer, kind)
-            break
+Progress = Callable[[str, int, int], None]
+Inputs = dict[str, Any]
 
 
 class Subject:
     """A model under test with its processor.
 
     Args:
-        model: A checkpoint directory or hub id, the embedded one by default.
+        model: A checkpoint directory or hub id, the suite's embedded one by default.
         device: Where it runs.
+        asked: What it will be asked.
 
     Raises:
         ModelError: It cannot be loaded.
     """
 
-    def __init__(self, model: str | Path | None = None, device: str = "cpu") -> None:
-        self.name = SUITE if model is None else str(model)
-        self.model, self.processor = load(model, device, "auto")
+    def __init__(
+        self, model: str | Path | None = None, device: str = "cpu", asked: Suite | None = None
+    ) -> None:
+        self.asked = asked or suite_of("video")
+        self.name = self.asked.model if model is None else str(model)
+        source = embedded_path(self.asked.model) if model is None else model
+        self.model, self.processor = load(source, device, "auto")
 
-    def inputs(self, cases: Sequence[Case]) -> dict[str, Any]:
+    def inputs(self, cases: Sequence[Case]) -> Inputs:
         """Processor output for a batch of cases, padded on the left."""
-        clips = [read_video(case.clip, frames=SAMPLED) for case in cases]
-        shots = [Shot("video", clip.frames, clip.metadata()) for clip in clips]
-        return build_inputs(
-            self.processor, shots, [case.question for case in cases], self.model.device
-        )
+        shots = [[self._shot(file) for file in case.media] for case in cases]
+        questions = [case.question for case in cases]
+        return build_inputs(self.processor, shots, questions, self.model.device)
 
-    def answers(self, inputs: dict[str, Any]) -> list[str]:
+    def _shot(self, file: bytes) -> Shot:
+        if self.asked.media == "image":
+            return Shot("image", read_image(file), None)
+        clip = read_video(file, frames=SAMPLED)
+        return Shot("video", clip.frames, clip.metadata())
+
+    def answers(self, inputs: Inputs) -> list[str]:
         """Greedy answers as plain text."""
         return self.timed_answers(inputs)[0]
 
     @torch.inference_mode()
-    def timed_answers(self, inputs: dict[str, Any]) -> tuple[list[str], float]:
+    def timed_answers(self, inputs: Inputs) -> tuple[list[str], float]:
         """Greedy answers, and the milliseconds to the batch's first token per question."""
         first, start = FirstToken(), time.perf_counter()
         prompt = inputs["input_ids"]
@@ -97,64 +75,99 @@ class Subject:
         return [t.strip().lower() for t in texts], (first.at - start) * 1e3 / len(prompt)
 
 
+class Batch:
+    """Questions answered together; the encoder runs once for all reductions behind it."""
+
+    def __init__(self, subject: Subject, cases: Sequence[Case], needs: set[str]) -> None:
+        self.cases = cases
+        self.inputs = subject.inputs(cases)
+        start = time.perf_counter()
+        self.encoded = encoded(subject.model, self.inputs, needs)
+        self.encode_ms = (time.perf_counter() - start) * 1e3 / len(cases)
+
+
 def run_eval(
     specs: Sequence[str | None],
     n: int = 400,
     seed: int = 0,
     model: str | Path | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
     device: str = "cpu",
+    name: str = "video",
 ) -> dict[str, Any]:
     """Accuracy with all tokens (always the first row) and under each reduction.
 
     Args:
         specs: reduction specs such as "divprune:0.25"; None stands for all tokens.
         n: questions.
-        seed: which unseen clips.
-        model: a checkpoint directory, the embedded one by default.
+        seed: which unseen media.
+        model: a checkpoint directory, the suite's embedded one by default.
         progress: called with (spec, questions done, n).
         device: where the model runs.
+        name: the suite: video, image, multi-image or document.
 
     Returns:
         The document that `mmfast eval --json` prints: accuracy and by_kind are shares of exact
-        answers, kept is the mean number of visual tokens a question, ttft_ms the median time to
-        the first token a question (in batches).
+        answers, interval the 95 % interval of the accuracy (Wilson), kept the mean number of
+        visual tokens a question, ttft_ms the median time to the first token a question (in
+        batches, encoder included).
+
+    Raises:
+        MmfastError: Unknown suite.
+        SpecError: A wrong spec, before any clip is made.
     """
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
-    subject = Subject(model, device)
+    stages = {spec: parse(spec) for spec in wanted}
+    asked = suite_of(name)
+    subject = Subject(model, device, asked)
     if progress is not None:
-        progress("making clips", 0, n)
-    cases = suite(n, seed)
-    batches = [cases[i : i + BATCH] for i in range(0, n, BATCH)]
-    prepared = [(batch, subject.inputs(batch)) for batch in batches]
-    rows = [_row(subject, prepared, spec, progress) for spec in wanted]
-    return {"suite": SUITE, "n": n, "seed": seed, "model": subject.name, "rows": rows}
+        progress("making cases", 0, n)
+    cases = suite(n, seed, name)
+    behind = [spec for spec in wanted if not _in_tower(stages[spec])]
+    needs = {need for spec in behind for stage in stages[spec] for need in stage.method.needs}
+    batches = []
+    for at in range(0, n, BATCH):
+        batches.append(Batch(subject, cases[at : at + BATCH], needs))
+        if progress is not None:
+            progress("encoding", min(at + BATCH, n), n)
+    rows = [_row(subject, batches, spec, not _in_tower(stages[spec]), progress) for spec in wanted]
+    shared = {"suite": name, "n": n, "seed": seed, "model": subject.name}
+    return {**shared, "rows": rows}
+
+
+def _in_tower(stages: Sequence[Spec]) -> bool:
+    """Whether some stage changes what the encoder computes."""
+    return any(stage.site in ("vit", "pixel") for stage in stages)
 
 
 def _row(
     subject: Subject,
-    prepared: Sequence[tuple[Sequence[Case], dict[str, Any]]],
+    batches: Sequence[Batch],
     spec: str | None,
-    progress: Callable[[str, int, int], None] | None,
+    behind: bool,
+    progress: Progress | None,
 ) -> dict[str, Any]:
     right: dict[str, list[bool]] = defaultdict(list)
     kept: list[int] = []
     times: list[float] = []
-    total = sum(len(batch) for batch, _ in prepared)
-    for batch, inputs in prepared:
+    total = sum(len(batch.cases) for batch in batches)
+    for batch in batches:
         with attach(subject.model, spec) as trace:
-            answers, ms = subject.timed_answers(inputs)
-        times.append(ms)
-        kept += [left for _, left in token_counts(subject.model, "video", inputs, trace)]
-        for case, answer in zip(batch, answers, strict=True):
+            answers, ms = subject.timed_answers(batch.encoded if behind else batch.inputs)
+        times.append(ms + (batch.encode_ms if behind else 0.0))
+        counts = token_counts(subject.model, subject.asked.media, batch.inputs, trace)
+        kept += [left for _, left in counts]
+        for case, answer in zip(batch.cases, answers, strict=True):
             right[case.kind].append(answer == case.answer)
         if progress is not None:
             progress(spec or "all tokens", sum(map(len, right.values())), total)
     marks = [mark for kind in right.values() for mark in kind]
+    kinds = [kind for kind in subject.asked.kinds if right[kind]]
     return {
         "reduce": spec,
         "accuracy": sum(marks) / len(marks),
-        "by_kind": {kind: sum(right[kind]) / len(right[kind]) for kind in KINDS if right[kind]},
-        "kept": sum(kept) / len(kept),
+        "interval": interval(sum(marks), len(marks)),
+        "by_kind": {kind: sum(right[kind]) / len(right[kind]) for kind in kinds},
+        "kept": sum(kept) / total,
         "ttft_ms": sorted(times)[len(times) // 2],
     }

@@ -42,29 +42,29 @@ class Drawing:
 
 def draw(scene: Scene) -> Drawing:
     """Draw all frames of a scene."""
-    ground = _ground(np.random.default_rng(scene.texture))
+    backdrop = ground(np.random.default_rng(scene.texture))
     frames = np.empty((FRAMES, PIXELS, PIXELS, 3), np.uint8)
     owner = np.zeros((FRAMES, PIXELS, PIXELS), np.uint8)
     whole = np.zeros(len(scene.things), np.int64)
     for t in range(FRAMES):
         shift = scene.shake[t]
         dx, dy = (MARGIN - np.round(shift * SCALE)).astype(int)
-        picture = ground[dy : dy + PIXELS, dx : dx + PIXELS].copy()
+        picture = backdrop[dy : dy + PIXELS, dx : dx + PIXELS].copy()
         for i, thing in enumerate(scene.things):
             if thing.alive()[t]:
-                size = _paint(picture, owner[t], thing, i, (thing.path()[t] + shift) * SCALE)
+                size = paint(picture, owner[t], thing, i, (thing.path()[t] + shift) * SCALE)
                 whole[i] = max(whole[i], size)
         if scene.bar is not None:
             _paint_bar(picture, owner[t], scene.bar, shift)
         if scene.panel is not None and scene.panel.on(t):
-            _paint_panel(picture, owner[t], scene.panel)
+            paint_panel(picture, owner[t], scene.panel)
         frames[t] = picture
     return Drawing(frames, owner, whole)
 
 
-def _ground(rng: np.random.Generator) -> Floats:
+def ground(rng: np.random.Generator, pixels: int = PIXELS) -> Floats:
     """A dim texture: soft blobs of two tints, grain, and stripes in some clips."""
-    side = PIXELS + 2 * MARGIN
+    side = pixels + 2 * MARGIN
     grid = np.linspace(0, 1, side)
     tints = rng.uniform(35, 100, (2, 3))
     cells = int(rng.integers(4, 10))
@@ -105,11 +105,11 @@ def _distance(shape: str, x: Floats, y: Floats, r: float) -> Floats:
     return np.asarray((px - tip[0]) * edge[1] - (py - tip[1]) * edge[0])
 
 
-def _paint(picture: Floats, owner: Bytes, thing: Thing, index: int, centre: Floats) -> int:
+def paint(picture: Floats, owner: Bytes, thing: Thing, index: int, centre: Floats) -> int:
     """Paint one thing into its bounding square; returns how many pixels it owns."""
     r = thing.radius * SCALE
     x0, y0 = np.maximum(np.floor(centre - 1.2 * r).astype(int) - 1, 0)
-    x1, y1 = np.minimum(np.ceil(centre + 1.2 * r).astype(int) + 2, PIXELS)
+    x1, y1 = np.minimum(np.ceil(centre + 1.2 * r).astype(int) + 2, len(picture))
     x = np.arange(x0, x1, dtype=np.float64)[None, :] + 0.5 - centre[0]
     y = np.arange(y0, y1, dtype=np.float64)[:, None] + 0.5 - centre[1]
     alpha = np.clip(0.5 - _distance(thing.shape, x, y, r), 0, 1)[..., None]
@@ -128,7 +128,8 @@ def _paint_bar(picture: Floats, owner: Bytes, bar: Bar, shift: Floats) -> None:
     owner[where] = BAR
 
 
-def _paint_panel(picture: Floats, owner: Bytes, panel: Panel) -> None:
+def paint_panel(picture: Floats, owner: Bytes, panel: Panel) -> None:
+    """Paint the number's panel with its corner in units of the scene."""
     left, top = (int(c * SCALE) for c in panel.corner)
     width, height = (int(b * SCALE) for b in BOX)
     where = (slice(top, top + height), slice(left, left + width))

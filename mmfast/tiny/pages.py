@@ -1,0 +1,117 @@
+"""Pages of high resolution: things with printed numbers beside them, too small for an overview.
+
+A page is three clips wide and high. LLaVA-OneVision sees it as one overview and nine tiles; a
+number can only be read in its tile, and where a thing lies on the page only from all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmfast.tiny.questions import WORDINGS, Fact
+from mmfast.tiny.render import PIXELS, SCALE, ground, paint, paint_panel
+from mmfast.tiny.scene import BOX, COLOURS, SHAPES, SIDE, Panel, Thing
+
+CELLS = 3  # cells of a page in each direction, one tile each
+KINDS = ("entry", "colour", "shape", "count", "position")
+# Words that the video model's vocabulary knows already: it is fixed by the questions about clips.
+PAGE_WORDINGS = {
+    "entry": ("What number is at the {0}?", "Which number is at the {0}?"),
+    "colour": WORDINGS["colour"],
+    "shape": WORDINGS["shape"],
+    "count": ("How many objects are there?", "How many shapes can you see?"),
+    "position": ("Where is the {0}?", "In which corner is the {0}?"),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A thing on a page, and the number printed beside it."""
+
+    shape: str
+    colour: str
+    cell: tuple[int, int]  # row and column
+    number: int | None
+
+    @property
+    def name(self) -> str:
+        """Such as "red circle"."""
+        return f"{self.colour} {self.shape}"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page and what is on it."""
+
+    picture: NDArray[np.uint8]  # [CELLS * PIXELS, CELLS * PIXELS, 3]
+    entries: tuple[Entry, ...]
+
+
+def make_page(purpose: int, seed: int, index: int) -> Page:
+    """Page number `index` of a seed; the same arguments give the same page."""
+    rng = np.random.default_rng([purpose, seed, index, 7])
+    side = CELLS * PIXELS
+    picture = ground(rng, side)[:side, :side].copy()
+    owner = np.zeros((side, side), np.uint8)
+    pairs = [(s, c) for s in SHAPES for c in COLOURS]
+    count = int(rng.integers(3, 7))
+    chosen = [pairs[i] for i in rng.choice(len(pairs), count, replace=False)]
+    cells = rng.choice(CELLS**2, count, replace=False)
+    entries = []
+    for place, ((shape, colour), cell) in enumerate(zip(chosen, cells, strict=True)):
+        row, column = divmod(int(cell), CELLS)
+        number = int(rng.integers(10, 100)) if place < 2 or rng.random() < 0.5 else None
+        radius = float(rng.uniform(9.0, 11.5))
+        (x, y), corner = _arrange(rng, radius)
+        thing = Thing(shape, colour, radius, (0.0, 0.0), (0.0, 0.0), 0, 1)
+        shift = np.array([column * SIDE, row * SIDE])
+        paint(picture, owner, thing, place, (np.array([x, y]) + shift) * SCALE)
+        if number is not None:
+            left, top = (int(v) for v in np.array(corner) + shift)
+            paint_panel(picture, owner, Panel(number, (left, top), 0, 1))
+        entries.append(Entry(shape, colour, (row, column), number))
+    return Page(np.clip(picture, 0, 255).astype(np.uint8), tuple(entries))
+
+
+def _arrange(
+    rng: np.random.Generator, radius: float
+) -> tuple[tuple[float, float], tuple[int, int]]:
+    """Centre of a thing and corner of the panel beside it, in units of its cell."""
+    while True:
+        left, top = int(rng.integers(0, 5)) * 16, int(rng.integers(0, 10)) * 8
+        away = radius + rng.uniform(3, 6)
+        dx, dy = ((1, 0), (-1, 0), (0, 1), (0, -1))[rng.integers(4)]
+        x = left + BOX[0] / 2 + dx * (BOX[0] / 2 + away) + abs(dy) * rng.uniform(-6, 6)
+        y = top + BOX[1] / 2 + dy * (BOX[1] / 2 + away) + abs(dx) * rng.uniform(-4, 4)
+        if radius * 1.2 < min(x, y) and max(x, y) < SIDE - radius * 1.2:
+            return (float(x), float(y)), (left, top)
+
+
+def page_facts(page: Page) -> list[Fact]:
+    """Everything that can be asked about a page without ambiguity."""
+    return list(_facts(page.entries))
+
+
+def _facts(entries: tuple[Entry, ...]) -> Iterator[Fact]:
+    for entry in entries:
+        if entry.number is not None:
+            yield Fact("entry", (entry.name,), str(entry.number))
+        if sum(other.shape == entry.shape for other in entries) == 1:
+            yield Fact("colour", (entry.shape,), entry.colour)
+        if sum(other.colour == entry.colour for other in entries) == 1:
+            yield Fact("shape", (entry.colour,), entry.shape)
+        row, column = entry.cell
+        if row != 1 and column != 1:
+            corner = f"{'bottom' if row else 'top'} {'right' if column else 'left'}"
+            yield Fact("position", (entry.name,), corner)
+    yield Fact("count", (), str(len(entries)))
+
+
+def ask(fact: Fact, wording: int) -> str:
+    """The question about a page in one of the wordings of its kind."""
+    words = PAGE_WORDINGS[fact.kind]
+    return words[wording % len(words)].format(*fact.slots)

@@ -1,0 +1,203 @@
+"""What the embedded models are asked: clips, pictures, several pictures, pages.
+
+A suite is an endless sequence of cases; its kinds of question take turns, and the same seed gives
+the same cases. Media are files as people have them (H.264 in mp4, JPEG, PNG), never training ones.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+from PIL import Image
+
+from mmfast.core.errors import MmfastError, unknown
+from mmfast.tiny import pages
+from mmfast.tiny.questions import KINDS, WORDINGS, Fact, facts
+from mmfast.tiny.render import Bytes, draw
+from mmfast.tiny.scene import EVAL, FRAMES, make_scene, sampled_indices
+from mmfast.tiny.stills import still_facts
+from mmfast.tiny.table import make_table
+from mmfast.tiny.video_io import encode
+
+STILL_KINDS = ("colour", "shape", "count", "position", "number")
+# A thing may be in several pictures of a prompt; what is asked of one must not depend on that.
+ALBUM_KINDS = ("colour", "shape", "position", "number")
+ALBUM = 3  # pictures in a prompt
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question.
+
+    Attributes:
+        media: One clip, or one or several pictures, as the bytes of files.
+        question: What is asked.
+        answer: The only right answer.
+        kind: Kind of question.
+    """
+
+    media: tuple[bytes, ...]
+    question: str
+    answer: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A subset of the evaluation.
+
+    Attributes:
+        name: On the command line.
+        model: The embedded model that it is meant for.
+        media: `video` or `image`.
+        kinds: Kinds of question, in the order in which they take turns.
+        cases: `(seed) -> cases`.
+        summary: One line.
+    """
+
+    name: str
+    model: str
+    media: str
+    kinds: tuple[str, ...]
+    cases: Callable[[int], Iterator[Case]]
+    summary: str
+
+
+def suite(n: int, seed: int, name: str = "video") -> list[Case]:
+    """The first n cases of a suite; the same for the same seed.
+
+    Raises:
+        MmfastError: There is no suite of that name.
+    """
+    return [case for case, _ in zip(suite_of(name).cases(seed), range(n), strict=False)]
+
+
+def suite_of(name: str) -> Suite:
+    """The suite called `name`.
+
+    Raises:
+        MmfastError: There is none; names the choices.
+    """
+    if name not in SUITES:
+        raise MmfastError(unknown("suite", name, SUITES))
+    return SUITES[name]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A frame, what can be asked about it, and what is on it."""
+
+    frame: Bytes  # [H, W, 3]
+    known: list[tuple[Fact, tuple[str, ...]]]  # facts and their wordings
+    names: list[tuple[str, str, str]]  # of each thing: name, shape, colour
+    number: bool  # whether one is shown
+
+
+def _clips(seed: int) -> Iterator[Case]:
+    """Questions about clips, whose answers are clear."""
+    clips = count()
+    for number in count():
+        kind = KINDS[number % len(KINDS)]
+        for index in clips:
+            scene = make_scene(EVAL, seed, index)
+            drawing = draw(scene)
+            known = [f for f in facts(make_table(scene, drawing), margin=True) if f.kind == kind]
+            if not known:  # such as a number where none is on screen
+                continue
+            fact = known[(7 * number) % len(known)]
+            wording = (number // len(KINDS)) % len(WORDINGS[kind])
+            yield Case((encode(drawing.frames),), fact.ask(wording), fact.answer, kind)
+            break
+
+
+def _stills(seed: int) -> Iterator[Case]:
+    """Questions about one frame of a clip, as a JPEG."""
+    pictures = _pictures(seed, 1)
+    for number in count():
+        kind = STILL_KINDS[number % len(STILL_KINDS)]
+        yield next(case for shown in pictures if (case := _ask([shown], kind, number)))
+
+
+def _albums(seed: int) -> Iterator[Case]:
+    """Several pictures in one prompt, a question that only one of them answers."""
+    pictures = _pictures(seed, 2)
+    albums = ([next(pictures) for _ in range(ALBUM)] for _ in count())
+    for number in count():
+        kind = ALBUM_KINDS[number % len(ALBUM_KINDS)]
+        yield next(case for shown in albums if (case := _ask(shown, kind, number)))
+
+
+def _alone(fact: Fact, others: Sequence[Picture]) -> bool:
+    """Whether no other picture of the prompt could answer, too."""
+    if fact.kind == "number":
+        return not any(other.number for other in others)
+    return not any(fact.slots[0] in names for other in others for names in other.names)
+
+
+def _pictures(seed: int, stream: int) -> Iterator[Picture]:
+    """A random frame of each unseen clip, with what can be asked about it."""
+    rng = np.random.default_rng([EVAL, seed, stream])
+    for index in count():
+        scene = make_scene(EVAL, seed, index)
+        drawing = draw(scene)
+        table = make_table(scene, drawing)
+        at = int(rng.integers(len(sampled_indices(FRAMES))))
+        things = [thing for i, thing in enumerate(scene.things) if table.alive[i, at]]
+        yield Picture(
+            drawing.frames[sampled_indices(FRAMES)[at]],
+            still_facts(table, at),
+            [(thing.name, thing.shape, thing.colour) for thing in things],
+            bool(table.shown[at]),
+        )
+
+
+def _ask(shown: Sequence[Picture], kind: str, number: int) -> Case | None:
+    """A question of a kind about pictures; None where there is none."""
+    known = [
+        (fact, wordings)
+        for picture in shown
+        for fact, wordings in picture.known
+        if fact.kind == kind and _alone(fact, [other for other in shown if other is not picture])
+    ]
+    if not known:
+        return None
+    fact, wordings = known[(7 * number) % len(known)]
+    question = wordings[(number // 5) % len(wordings)].format(*fact.slots)
+    files = tuple(_file(picture.frame, "JPEG") for picture in shown)
+    return Case(files, question, fact.answer, kind)
+
+
+def _documents(seed: int) -> Iterator[Case]:
+    """Questions about pages with printed numbers, as PNG."""
+    indices = count()
+    for number in count():
+        kind = pages.KINDS[number % len(pages.KINDS)]
+        for index in indices:
+            page = pages.make_page(EVAL, seed, index)
+            known = [fact for fact in pages.page_facts(page) if fact.kind == kind]
+            if known:
+                break
+        fact = known[(7 * number) % len(known)]
+        question = pages.ask(fact, number // len(pages.KINDS))
+        yield Case((_file(page.picture, "PNG"),), question, fact.answer, kind)
+
+
+def _file(picture: Bytes, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, kind, **({"quality": 92} if kind == "JPEG" else {}))
+    return buffer.getvalue()
+
+
+SUITES = {
+    each.name: each
+    for each in (
+        Suite("video", "tiny-video", "video", KINDS, _clips, "clips of 8 frames"),
+        Suite("image", "tiny-video", "image", STILL_KINDS, _stills, "single pictures"),
+        Suite("multi-image", "tiny-video", "image", ALBUM_KINDS, _albums, "3 pictures a prompt"),
+        Suite("document", "tiny-document", "image", pages.KINDS, _documents, "pages of nine tiles"),
+    )
+}

@@ -1,0 +1,168 @@
+"""Train the embedded document model from the video model: `python -m mmfast.tiny.train_document`.
+
+Tower and projector stay as they are; the decoder learns to find things on a page of nine tiles
+and to read the numbers beside them. One CPU core does it in half an hour. Figures go to
+OUT/training.jsonl, and the model card is written from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmfast.models.loading import embedded_path, load
+from mmfast.tiny.bank import INPUT
+from mmfast.tiny.language import answer_loss, forward
+from mmfast.tiny.lessons import Lesson
+from mmfast.tiny.optim import Mixed, schedule, split_parameters
+from mmfast.tiny.packing import pack
+from mmfast.tiny.pages import CELLS, PAGE_WORDINGS, Page, ask, make_page, page_facts
+from mmfast.tiny.scene import TRAIN
+from mmfast.tiny.tower import tower_features
+
+Report = Callable[[dict[str, Any]], None]
+GRIDS = [[INPUT, INPUT], [CELLS * INPUT, CELLS * INPUT]]  # a small picture, or nine tiles
+KEEPS = (0.4, 0.25, 0.25, 0.15, 0.1)  # of a page's 1,476 tokens; all of them cost ten times more
+HELD = 64
+
+
+class Pages:
+    """Pages as the image path encodes them, and questions about them."""
+
+    def __init__(self, model: Any, processor: Any, count: int, seed: int) -> None:
+        self.model, self.tokenizer = model, processor.tokenizer
+        self.rng = np.random.default_rng([seed, 2])
+        self.facts, parts = [], []
+        for index in range(count):
+            page = make_page(TRAIN, seed, index)
+            self.facts.append(page_facts(page))
+            parts.append(self._encode(processor, page))
+            if index % 50 == 0:
+                print(f"\rpages {index}/{count}", end="", file=sys.stderr, flush=True)
+        self.tokens = torch.stack(parts)  # [n, 1 + tiles, P, H]
+
+    @torch.no_grad()
+    def _encode(self, processor: Any, page: Page) -> Tensor:
+        pixels = processor.image_processor(page.picture, return_tensors="pt")["pixel_values"][0]
+        features = tower_features(self.model, pixels)
+        tokens: Tensor = self.model.model.multi_modal_projector(features)
+        return tokens.half()
+
+    def lesson(self, chosen: Sequence[int], questions: int) -> Lesson:
+        """A batch of pages, laid out as the stock model packs overview, tiles and newlines."""
+        rows, kinds = [], []
+        for page in chosen:
+            known = self.facts[page]
+            asked = [known[i] for i in self.rng.permutation(len(known))[:questions]]
+            kinds.append([fact.kind for fact in asked])
+            rows.append([self._ids(fact) for fact in asked])
+        encoded = self.tokens[list(chosen)].float()  # [B, 1 + tiles, P, H]
+        side = round(encoded.shape[2] ** 0.5)
+        tiles = encoded[:, 1:].unflatten(1, (CELLS, CELLS)).unflatten(3, (side, side))
+        mosaic = tiles.transpose(2, 3).flatten(1, 2).flatten(2, 3)  # [B, rows, columns, H]
+        newline = self.model.model.image_newline.expand(len(rows), CELLS * side, 1, -1)
+        lines = torch.cat([mosaic, newline], 2).flatten(1, 2)
+        shown = torch.cat([encoded[:, 0], lines[:, :-1]], 1)[:, None]  # forward adds the last one
+        return Lesson(shown, pack(rows), kinds, {}, torch.zeros(len(rows), 1).long(), {})
+
+    def _ids(self, fact: Any) -> tuple[list[int], list[int]]:
+        text = ask(fact, int(self.rng.integers(2)))
+        return self.tokenizer.encode(text), self.tokenizer.encode(fact.answer)
+
+
+def kept(lesson: Lesson, whole: float, rng: torch.Generator) -> Tensor:
+    """Tokens of this step, `[B, M]` ascending: a random part, or all of them."""
+    batch, total = len(lesson.tokens), lesson.tokens.shape[2]
+    if float(torch.rand((), generator=rng)) < whole:
+        return torch.arange(total).expand(batch, -1)
+    share = KEEPS[int(torch.randint(len(KEEPS), (), generator=rng))]
+    order = torch.rand(batch, total, generator=rng)
+    return order.topk(round(share * total)).indices.sort(-1).values
+
+
+@torch.no_grad()
+def score(model: Any, pages: Pages, chosen: Sequence[int]) -> dict[str, float]:
+    """Share of questions right by kind, all tokens, on pages that are not trained on."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    for start in range(0, len(chosen), 8):
+        lesson = pages.lesson(chosen[start : start + 8], 12)
+        total = lesson.tokens.shape[2]
+        states, _ = forward(model, lesson, torch.arange(total).expand(len(lesson.tokens), -1))
+        marks = lesson.packed.correct(model.lm_head(states).argmax(-1))
+        for kinds, row in zip(lesson.kinds, marks, strict=True):
+            for kind, mark in zip(kinds, row, strict=True):
+                right[kind].append(mark)
+    return {kind: sum(right[kind]) / len(right[kind]) for kind in PAGE_WORDINGS}
+
+
+def train(model: Any, pages: Pages, options: argparse.Namespace, report: Report) -> None:
+    """Train the decoder for the given minutes."""
+    text, rng = model.model.language_model, torch.Generator().manual_seed(options.seed)
+    matrices, rest = split_parameters(text)
+    optimiser = Mixed(matrices, [*rest, model.model.image_newline], options.rate)
+    free = len(pages.facts) - HELD
+    start, step, looked = time.monotonic(), 0, 0.0
+    while (spent := time.monotonic() - start) < 60 * options.minutes:
+        chosen = torch.randint(free, (options.batch,), generator=rng).tolist()
+        lesson = pages.lesson(chosen, 10)
+        part = kept(lesson, options.whole, rng)
+        states, _ = forward(model, lesson, part)
+        loss = answer_loss(model, states, lesson.packed.labels)
+        loss.backward()
+        optimiser.step(schedule(spent / (60 * options.minutes), hold=0.3))
+        step += 1
+        if step % 20 == 1:
+            row = {"step": step, "seconds": spent, "loss": loss.item(), "kept": part.shape[1]}
+            report({"stage": "pages", **row})
+        if spent - looked > 240:
+            looked = spent
+            report(
+                {"stage": "held-out", "step": step, **score(model, pages, range(free, free + HELD))}
+            )
+            model.save_pretrained(options.out)
+    report({"stage": "held-out", "step": step, **score(model, pages, range(free, free + HELD))})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("tiny-document"), help="checkpoint folder")
+    parser.add_argument("--start", default=None, help="video model to start from; the embedded one")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pages", type=int, default=1800)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--batch", type=int, default=12)
+    parser.add_argument("--whole", type=float, default=0.05, help="share of steps with all tokens")
+    parser.add_argument("--rate", type=float, default=1.2e-3)
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = options.out / "training.jsonl"
+    log.unlink(missing_ok=True)
+
+    def report(row: dict[str, Any]) -> None:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(row, file=sys.stderr, flush=True)
+
+    model, processor = load(options.start or str(embedded_path()), "cpu", "float32")
+    processor.image_processor.image_grid_pinpoints = GRIDS
+    model.config.image_grid_pinpoints = GRIDS
+    processor.save_pretrained(options.out)
+    pages = Pages(model, processor, options.pages, options.seed)
+    train(model.train(), pages, options, report)
+    model.save_pretrained(options.out)
+    (options.out / "model.safetensors").chmod(0o644)
+
+
+if __name__ == "__main__":
+    main()
