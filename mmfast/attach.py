@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.schedule import expand
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 
@@ -32,8 +33,9 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
 
     Args:
         model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
-        reduce: Spec string, `name[@site][:budget]` joined by `+`; sites `vit`, `pre` (before the
-            language model) and `llm<K>` (before decoder layer K). None reduces nothing.
+        reduce: Spec string, `name[@site][:budget]` joined by `+`; sites `pixel` (before the
+            vision tower), `vit` (inside it), `pre` (before the language model) and `llm<K>`
+            (before decoder layer K). None reduces nothing.
         cache: Spec string of a KV policy. None keeps every key and value.
 
     Yields:
@@ -56,7 +58,8 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
     from mmfast.models.adapter import adapter_for
 
     adapter = adapter_for(model)
-    _check_sites(specs, model)
+    specs = expand(specs, len(model.get_decoder().layers))
+    check_sites(specs, model)
     with ExitStack() as stack:
         stack.enter_context(_only_once(model))
         for spec in specs:
@@ -64,6 +67,11 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
                 from mmfast.models.vit import vit_stage
 
                 stack.enter_context(vit_stage(model, adapter, spec, trace))
+        early = [spec for spec in specs if spec.site == "pixel"]
+        if early:
+            from mmfast.models.pixel import pixel_stage
+
+            stack.enter_context(pixel_stage(model, adapter, early))
         from mmfast.models.hooks import Hooks
         from mmfast.models.stages import sites_of
 
@@ -73,23 +81,44 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
         yield trace
 
 
-def _check_sites(specs: tuple[Spec, ...], model: Any) -> None:
+def check_sites(specs: tuple[Spec, ...], model: Any) -> None:
+    """Refuse sites and layers that the model does not have."""
     layers = len(model.get_decoder().layers)
     for spec in specs:
-        if spec.site not in ("vit", "pre", "llm"):
-            raise SpecError(f"site {spec.where!r} of {str(spec)!r} is not one of vit, pre, llm<K>")
+        if spec.site not in ("pixel", "vit", "pre", "llm"):
+            raise SpecError(
+                f"site {spec.where!r} of {str(spec)!r} is not one of pixel, vit, pre, llm<K>"
+            )
         if spec.layer is not None and spec.layer >= layers:
             raise SpecError(
                 f"{str(spec)!r} asks for decoder layer {spec.layer}, but {type(model).__name__} "
                 f"has {layers} layers; choose llm0 to llm{layers - 1}"
             )
-    first = min((spec.layer or 0 for spec in specs if spec.site != "vit"), default=layers)
-    for index, kind in enumerate(getattr(model.get_decoder().config, "layer_types", None) or ()):
-        if index >= first and kind != "full_attention":
+    _check_layers([spec for spec in specs if spec.site != "vit"], model)
+
+
+def _check_layers(specs: list[Spec], model: Any) -> None:
+    """Every decoder layer from the first cut on must be able to hold fewer tokens."""
+    from mmfast.models.inner import INNER
+    from mmfast.models.masks import CONV, LAYER_KINDS
+
+    kinds = list(getattr(model.get_decoder().config, "layer_types", None) or ())
+    first = min((spec.layer or 0 for spec in specs), default=len(kinds))
+    for index, kind in enumerate(kinds):
+        if index >= first and kind not in LAYER_KINDS:
             raise ModelError(
                 f"decoder layer {index} of {type(model).__name__} is of type {kind!r} and cannot "
                 "hold reduced tokens; reduce after the last such layer, at llm<K>"
             )
+    for spec in specs:
+        if spec.layer and CONV in kinds[spec.layer - 1 : spec.layer] and spec.budget != 1.0:
+            reads = [need for need in spec.method.needs if need in INNER]
+            if reads:
+                after = [f"llm{i + 1}" for i, kind in enumerate(kinds[:-1]) if kind != CONV]
+                raise ModelError(
+                    f"{str(spec)!r} reads the attention of decoder layer {spec.layer - 1} of "
+                    f"{type(model).__name__}, which is a convolution; choose {' or '.join(after)}"
+                )
 
 
 @contextmanager

@@ -100,10 +100,12 @@ def removed(tiny: Any, prompt: Prompt, keep: Tensor, contiguous: bool = False) -
             "visual_pos_masks": visual[keep][None],
             "deepstack_visual_embeds": [plane[keep][visual[keep]] for plane in prompt.planes],
         }
+    embeds = prompt.embeds[keep][None]
+    ones = torch.ones(1, len(keep), dtype=torch.int64)  # without it, a gap would end a sequence
     out = text(
-        inputs_embeds=prompt.embeds[keep][None],
+        inputs_embeds=embeds,
         position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
-        attention_mask=torch.ones(1, len(keep), dtype=torch.int64),  # no packing at the gaps
+        attention_mask=tiny.facts.mask(tiny, embeds, ones, blocks(prompt)[keep][None] >= 0),
         use_cache=False,
         **extra,
     )
@@ -120,11 +122,7 @@ def masked(tiny: Any, prompt: Prompt, reductions: list[tuple[str, int, Reduction
     planes = [plane.clone() for plane in prompt.planes]
     items = [item.clone() for item in prompt.items]
     alive = torch.ones(len(hidden), dtype=torch.bool)
-    causal = torch.ones(len(hidden), len(hidden)).tril().bool()
-    positions = prompt.positions
-    cos_sin = text.rotary_emb(
-        hidden[None], positions[None] if positions.ndim == 1 else positions[:, None]
-    )
+    kinds = getattr(text.config, "layer_types", None) or ["full_attention"] * len(text.layers)
     for index, layer in enumerate(text.layers):
         for site, number, reduction in reductions:
             if (0 if site == "pre" else int(site[3:])) == index:
@@ -133,14 +131,43 @@ def masked(tiny: Any, prompt: Prompt, reductions: list[tuple[str, int, Reduction
                 alive[items[number]] = False
                 items[number] = items[number][reduction.keep]
                 alive[items[number]] = True
-        mask = causal & (alive[None, :] | torch.eye(len(hidden), dtype=torch.bool))
-        mask = mask[None, None]
-        if text.config._attn_implementation == "eager":
-            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-        hidden = layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin)[0]
+        hidden = through(tiny, layer, kinds[index], hidden, prompt, alive)
         if index < len(planes):
             hidden = hidden + planes[index]
-    return tiny.model.lm_head(text.norm(hidden))
+    norm = text.norm if hasattr(text, "norm") else text.embedding_norm
+    return tiny.model.lm_head(norm(hidden))
+
+
+def through(
+    tiny: Any, layer: Any, kind: str, hidden: Tensor, prompt: Prompt, alive: Tensor
+) -> Tensor:
+    """One decoder layer `[L, D]`, in which the living tokens do not notice the others."""
+    if kind == "conv":
+        hidden = hidden.clone()
+        hidden[alive] = layer(hidden[alive][None])[0]
+        return hidden
+    text, positions, number = tiny.model.get_decoder(), prompt.positions, blocks(prompt)
+    seen = torch.ones(len(hidden), len(hidden)).tril().bool()
+    if tiny.facts.blocks:
+        seen |= (number[:, None] == number[None]) & (number >= 0)
+    if kind == "sliding_attention":  # counts the living
+        rank = alive.cumsum(0)
+        seen &= rank[:, None] - rank[None] < text.config.sliding_window
+    mask = (seen & (alive | torch.eye(len(hidden), dtype=torch.bool)))[None, None]
+    if text.config._attn_implementation == "eager":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    by_kind = [kind] if hasattr(text.rotary_emb, "layer_types") else []
+    places = positions[None] if positions.ndim == 1 else positions[:, None]
+    cos_sin = text.rotary_emb(hidden[None], places, *by_kind)
+    return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin)[0]
+
+
+def blocks(prompt: Prompt) -> Tensor:
+    """Number of the image or video of each token `[L]`, -1 at text."""
+    number = torch.full((len(prompt.embeds),), -1)
+    for index, places in enumerate(prompt.items):
+        number[places] = index
+    return number
 
 
 def merge(values: Tensor, where: Tensor, reduction: Reduction) -> None:

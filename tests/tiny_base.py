@@ -65,6 +65,11 @@ def _rows(tiny: Any, output: Any, kind: str, inputs: Any) -> list[Tensor]:
     return list(output.pooler_output)
 
 
+def _plain(tiny: Any, embeds: Tensor, attention: Tensor, visual: Tensor) -> Any:
+    """Most text models make their masks themselves."""
+    return attention
+
+
 def _all(tiny: Any, features: Tensor) -> Tensor:
     """Most families have no separators."""
     return torch.ones(len(features), dtype=torch.bool)
@@ -84,6 +89,12 @@ class Family:
         rope: The base model's M-RoPE arguments; () where positions are plain.
         items: `(tiny, encoder output, kind, inputs) -> list of [n, D]`: features of each item.
         content: `(tiny, features [n, D]) -> bool [n]`: False at separators.
+        mask: `(tiny, embeddings [1, L, D], ones [1, L], visual bool [1, L]) -> attention mask` as
+            the base model hands it to the text model.
+        nested: The processor takes a list of images per prompt.
+        blocks: Tokens of an image see each other in both directions.
+        reasons: Contracts it cannot keep, by the name of the test without `test_`: why, as the
+            error says it.
         prompt_kinds: Mixes that one prompt may hold.
     """
 
@@ -95,6 +106,10 @@ class Family:
     rope: tuple[str, ...] = ()
     items: Callable[[Any, Any, str, Any], list[Tensor]] = _rows
     content: Callable[[Any, Tensor], Tensor] = _all
+    mask: Callable[[Any, Tensor, Tensor, Tensor], Any] = _plain
+    nested: bool = False
+    blocks: bool = False
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -149,6 +164,10 @@ class Tiny:
         media: dict[str, Any] = {}
         if len(images):
             media["images"] = list(images)
+            if self.facts.nested:
+                left = iter(images)
+                counts = [prompt.count("{image}") for prompt in prompts]
+                media["images"] = [[next(left) for _ in range(n)] for n in counts]
         if len(videos):
             media["videos"] = list(videos)
             media["video_metadata"] = [

@@ -17,6 +17,7 @@ FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 ALL_FAMILIES = (
     "fast_vlm",
     "gemma3",
+    "idefics3",
     "internvl",
     "lfm2_vl",
     "llava",
@@ -25,6 +26,7 @@ ALL_FAMILIES = (
     "qwen2_5_vl",
     "qwen2_vl",
     "qwen3_vl",
+    "smolvlm",
 )
 
 

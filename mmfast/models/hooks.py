@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mmfast.core.trace import Trace
 from mmfast.models.adapter import Adapter
@@ -19,6 +20,7 @@ from mmfast.models.lengths import held, is_short
 from mmfast.models.locate import locate
 from mmfast.models.masks import fit_decode, padding_of
 from mmfast.models.patching import override
+from mmfast.models.prompt_ids import prompt_ids, told_by_generate
 from mmfast.models.records import Recorder, features_given, recording
 from mmfast.models.rope import Offsets
 from mmfast.models.sequence import Sequences
@@ -50,6 +52,7 @@ class Hooks:
     """
 
     def __init__(self, model: Any, adapter: Adapter, sites: Sequence[Site], trace: Trace) -> None:
+        self._model = model
         self.base = model.base_model
         self.text = model.get_decoder()
         self.adapter = adapter
@@ -71,6 +74,7 @@ class Hooks:
         reads = [site.layer - 1 for site in self.sites if site.deep and site.needs & INNER]
         first = max(0, min([site.layer for site in self.sites] + reads))
         with ExitStack() as stack:
+            stack.enter_context(told_by_generate(self._model))
             self.recorder = stack.enter_context(recording(self.base, self.adapter, needs))
             handles = [
                 self.base.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -129,7 +133,9 @@ class Hooks:
         if self.offsets is not None:
             self.offsets.store(cache)
         wanted = features_given(kwargs) or (_length(kwargs) > 1 and _is_shortened(cache))
-        self._local.call = _Call(kwargs) if wanted else None
+        self._local.call = call = _Call(kwargs) if wanted else None
+        if call is not None:
+            call.stack.enter_context(prompt_ids(kwargs.get("input_ids")))
 
     def _close(self, output: Any) -> None:
         """A call of the base model ends, with an output or an exception."""
@@ -174,7 +180,12 @@ class Hooks:
             sequences = locate(self.base, self.adapter, kwargs, self.recorder, ok)
         else:
             sequences = Sequences(length, [], [], [], ok)
-        return Step(self.sites, sequences, past, self.trace)
+        blocks = self.adapter.blocks(kwargs)
+        if blocks is not None:  # read by position, as the stock model does
+            start = 0 if cache is None else int(cache.get_seq_length())
+            blocks = blocks[:, start : start + length]
+            blocks = F.pad(blocks, (0, length - blocks.shape[1]), value=-1)
+        return Step(self.sites, sequences, past, self.trace, blocks)
 
     def _probe(self, call: _Call, step: Step, index: int, module: Any, cache: Any) -> None:
         """Watch the attention of this layer once, for the site before the next one."""

@@ -50,8 +50,9 @@ class _Shorter:
 
     def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
         held: Any = super()
-        if isinstance(self, StaticLayer):
-            return held.get_mask_sizes(query_length)[0], self.dropped
+        if isinstance(self, StaticLayer) or self.is_sliding:  # type: ignore[attr-defined]
+            length, offset = held.get_mask_sizes(query_length)
+            return length, offset + self.dropped
         return held.get_seq_length() + query_length, self.dropped
 
     def reset(self) -> None:
@@ -87,7 +88,7 @@ def shorten(cache: Any, index: int) -> Any:
     """Layer `index` of `cache`, made able to be shorter than its logical length.
 
     Raises:
-        ModelError: The layer is of a kind that cannot (sliding window, linear attention).
+        ModelError: The layer is of a kind that cannot (linear attention).
     """
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
@@ -95,10 +96,10 @@ def shorten(cache: Any, index: int) -> Any:
     if isinstance(layer, _Shorter):
         return layer
     kind = type(layer)
-    if not isinstance(layer, (DynamicLayer, StaticLayer)) or layer.is_sliding:
+    if not isinstance(layer, (DynamicLayer, StaticLayer)):
         raise ModelError(
             f"cache layer {index} is a {kind.__name__}, which cannot hold reduced tokens; "
-            "use a cache of full-attention layers, such as the default DynamicCache"
+            "use a cache of attention layers, such as the default DynamicCache"
         )
     if kind not in _CLASSES:
         # `_layer_type` = None: a subclass must not register itself with transformers.
@@ -114,8 +115,19 @@ def is_short(layer: Any) -> bool:
     return isinstance(layer, _Shorter)
 
 
+def layer_of_model_mask(cache: Any, sliding: bool = False) -> Any:
+    """The cache layer by which the model itself makes the mask of all layers of its kind.
+
+    Args:
+        cache: A cache that holds something.
+        sliding: For sliding-window layers instead of full-attention ones.
+    """
+    attention = [layer for layer in cache.layers if hasattr(layer, "get_mask_sizes")]
+    return next((each for each in attention if each.is_sliding == sliding), attention[0])
+
+
 def held(layer: Any) -> int:
-    """Physical length of a layer."""
+    """Tokens that went into a layer; a sliding window holds the last of them."""
     return int(layer.get_seq_length()) - getattr(layer, "dropped", 0)
 
 
@@ -143,5 +155,6 @@ def padding_mask(layer: Any, queries: int) -> Tensor | None:
     if layer.valid is None:
         return None
     length, offset = layer.get_mask_sizes(queries)
-    valid = F.pad(layer.valid, (0, max(0, length - layer.valid.shape[1])), value=True)
-    return F.pad(valid, (offset, 0), value=False)
+    end = length + offset - layer.dropped
+    valid = F.pad(layer.valid, (0, max(0, end - layer.valid.shape[1])), value=True)
+    return F.pad(valid, (layer.dropped, 0), value=False)

@@ -6,13 +6,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import StaticLayer
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import (
+    blockwise_overlay,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    sliding_window_overlay,
+)
 
-from mmfast.models.lengths import padding_mask
+from mmfast.models.lengths import layer_of_model_mask, padding_mask
+
+# Decoder layers that can hold reduced tokens. A sliding window counts the tokens that are left,
+# a convolution runs over them; both as the stock model does on the shortened prompt.
+FULL, SLIDING, CONV = LAYER_KINDS = ("full_attention", "sliding_attention", "conv")
 
 
-def stock_mask(config: Any, hidden: Tensor, padding: Tensor | None, cache: Any, layer: int) -> Any:
+def kind_of(config: Any, layer: int) -> str:
+    """Kind of a decoder layer, `full_attention` where the config of the text model says nothing."""
+    kinds = getattr(config, "layer_types", None)
+    return str(kinds[layer]) if kinds else FULL
+
+
+def stock_mask(
+    config: Any,
+    hidden: Tensor,
+    padding: Tensor | None,
+    cache: Any,
+    layer: int,
+    blocks: Tensor | None = None,
+) -> Any:
     """The mask transformers makes for one layer, from its own cache lengths.
 
     Args:
@@ -20,15 +43,38 @@ def stock_mask(config: Any, hidden: Tensor, padding: Tensor | None, cache: Any, 
         hidden: Input of the layer, `[B, n, D]`.
         padding: `[B, offset + keys]` False at padding, or None.
         cache: The cache, or None.
-        layer: The decoder layer.
+        layer: The decoder layer, of attention.
+        blocks: `[B, n]` number of the block inside which a token sees forward, -1 outside; None
+            where the model is causal throughout.
     """
+    common = {
+        "config": config,
+        "inputs_embeds": hidden,
+        "attention_mask": padding,
+        "past_key_values": cache,
+        "layer_idx": layer,
+    }
+    sliding = kind_of(config, layer) == SLIDING
+    if blocks is None:
+        return (create_sliding_window_causal_mask if sliding else create_causal_mask)(**common)
+    ids = _by_position(blocks, cache, layer)
+    if not sliding:
+        return create_causal_mask(**common, block_sequence_ids=ids)
     return create_causal_mask(
-        config=config,
-        inputs_embeds=hidden,
-        attention_mask=padding,
-        past_key_values=cache,
-        layer_idx=layer,
+        **common,
+        or_mask_function=blockwise_overlay(ids),
+        and_mask_function=sliding_window_overlay(config.sliding_window),
     )
+
+
+def _by_position(blocks: Tensor, cache: Any, layer: int) -> Tensor:
+    """Block numbers `[B, n]` of the new tokens among the logical places of this layer's keys."""
+    if cache is None:
+        return blocks
+    held = cache.layers[layer]
+    start, new = int(held.get_seq_length()), blocks.shape[1]
+    length, offset = held.get_mask_sizes(new)
+    return F.pad(blocks, (start, max(0, length + offset - start - new)), value=-1)
 
 
 def fit_decode(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
@@ -49,7 +95,9 @@ def fit_decode(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) 
     held = cache.layers[layer]
     if not getattr(held, "uneven", False):
         return False
-    if hidden.shape[1] == 1 and held.valid is None and not isinstance(held, StaticLayer):
+    untyped = kind_of(config, layer) == SLIDING and not held.is_sliding  # holds more than it sees
+    short = held.valid is None and not isinstance(held, StaticLayer) and not untyped
+    if hidden.shape[1] == 1 and short:
         kwargs["attention_mask"] = None
     elif held.group.leader == layer or torch.compiler.is_compiling():
         seen = padding_mask(held, hidden.shape[1])
@@ -78,7 +126,7 @@ def padding_of(mask: Any, length: int, cache: Any) -> tuple[Tensor | None, Tenso
         return None, None
     past = 0 if cache is None else int(cache.get_seq_length())
     if mask.ndim == 4:  # the last query sees all that is no padding
-        past -= getattr(cache.layers[0], "dropped", 0) if cache is not None else 0
+        past -= getattr(layer_of_model_mask(cache), "dropped", 0) if past else 0
         seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0, -1, : past + length]
     else:
         seen = mask[:, -(past + length) :].bool()

@@ -7,13 +7,21 @@ from typing import Any
 
 from torch import Tensor
 
-from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
+from mmfast.models.choice import Choice, acting
+from mmfast.models.convs import join
 from mmfast.models.inner import INNER, Seen, inner_signals
-from mmfast.models.lengths import Group, extend, is_short, padding_mask, shorten
-from mmfast.models.masks import stock_mask
-from mmfast.models.sequence import Item, Sequences, take
-from mmfast.models.stages import Chain, Site, run_part, run_site
+from mmfast.models.lengths import (
+    Group,
+    extend,
+    is_short,
+    layer_of_model_mask,
+    padding_mask,
+    shorten,
+)
+from mmfast.models.masks import CONV, kind_of, stock_mask
+from mmfast.models.sequence import Sequences, take
+from mmfast.models.stages import Site
 
 
 class Step:
@@ -24,6 +32,7 @@ class Step:
         sequences: The new tokens; without items nothing is reduced.
         past: `[B, P]` False at padding among the tokens of earlier calls, or None.
         trace: Gets a row per site and every Reduction.
+        blocks: `[B, n]` number of the block inside which a new token sees forward, -1 outside.
 
     Attributes:
         sites: Those that change anything.
@@ -32,18 +41,25 @@ class Step:
     """
 
     def __init__(
-        self, sites: Seq[Site], sequences: Sequences, past: Tensor | None, trace: Trace
+        self,
+        sites: Seq[Site],
+        sequences: Sequences,
+        past: Tensor | None,
+        trace: Trace,
+        blocks: Tensor | None = None,
     ) -> None:
         self.sequences = sequences
         self.full = sequences.length
         self.past = past
         self.trace = trace
+        self.blocks = blocks
         self.inner: dict[int, list[dict[str, Tensor]]] = {}
         self._segments = sorted({site.layer for site in sites})
-        self.sites = _acting(sites, sequences, trace)
-        self._groups: dict[tuple[int, int], Group] = {}
-        self._embeddings: tuple[Tensor, ...] | None = None
-        self._masks: dict[int, Any] = {}
+        self.sites = acting(sites, sequences, trace)
+        self._choice = Choice(sequences, self.inner, trace)
+        self._groups: dict[tuple[int, int, str], Group] = {}
+        self._embeddings: dict[str, tuple[Tensor, ...]] = {}
+        self._masks: dict[tuple[int, str], Any] = {}
         self._plane = 0  # DeepStack planes added so far
 
     def reads(self, layer: int) -> set[str]:
@@ -72,12 +88,12 @@ class Step:
         for site in self.sites:
             if site.layer == layer:
                 hidden = self.reduce(site, hidden)
-        cache = kwargs.get("past_key_values")
+        cache, kind = kwargs.get("past_key_values"), kind_of(config, layer)
         if self.sequences.index is not None:
-            if self._embeddings is None:
-                given = kwargs["position_embeddings"]
-                self._embeddings = tuple(take(each, self.sequences.index) for each in given)
-            kwargs["position_embeddings"] = self._embeddings
+            if kind not in self._embeddings:
+                given, index = kwargs["position_embeddings"], self.sequences.index
+                self._embeddings[kind] = tuple(take(each, index) for each in given)
+            kwargs["position_embeddings"] = self._embeddings[kind]
         elif cache is None or len(cache.layers) <= layer or not is_short(cache.layers[layer]):
             return hidden
         kwargs["position_ids"] = None  # flash attention takes a gap for the end of a sequence
@@ -86,29 +102,42 @@ class Step:
 
     def _mask(self, layer: int, hidden: Tensor, cache: Any, config: Any) -> Any:
         """The stock mask for this layer's tokens, and the cache layer's bookkeeping."""
+        ok, kind = self.sequences.ok, kind_of(config, layer)
+        if kind == CONV:
+            if cache is not None:
+                join(cache, layer, ok)
+            return ok
         segment = sum(start <= layer for start in self._segments)
         if cache is None:
-            if segment not in self._masks:
-                self._masks[segment] = stock_mask(config, hidden, self.sequences.ok, None, layer)
-            return self._masks[segment]
+            if (segment, kind) not in self._masks:
+                mask = stock_mask(config, hidden, ok, None, layer, self._blocks())
+                self._masks[segment, kind] = mask
+            return self._masks[segment, kind]
         held = shorten(cache, layer)
-        group = self._groups.setdefault((id(held.group), segment), Group(layer))
-        extend(held, self.past, self.sequences.ok)
+        group = self._groups.setdefault((id(held.group), segment, kind), Group(layer))
+        extend(held, self.past, ok)
         held.group = group
         if group.leader == layer:
             seen = padding_mask(held, hidden.shape[1])
-            group.mask = stock_mask(config, hidden, seen, cache, layer)
+            group.mask = stock_mask(config, hidden, seen, cache, layer, self._blocks())
         held.dropped += self.full - self.sequences.length
-        first = getattr(cache.layers[0], "dropped", 0)
-        held.uneven = held.valid is not None or held.dropped != first
+        model = layer_of_model_mask(cache, held.is_sliding)
+        held.uneven = held.valid is not None or held.dropped != getattr(model, "dropped", 0)
         return group.mask
+
+    def _blocks(self) -> Tensor | None:
+        """Block numbers of the tokens that are left, `[B, m]`."""
+        index = self.sequences.index
+        if self.blocks is None or index is None:
+            return self.blocks
+        return self.blocks.to(index.device).gather(1, index)
 
     def reduce(self, site: Site, hidden: Tensor) -> Tensor:
         """Run a site on every item; `hidden` `[B, n, D]` to `[B, m, D]`, left-padded."""
         self.sequences.to(hidden.device)
         items = self.sequences.items
         with self.trace.stage(site.name, sum(item.n for item in items)) as row:
-            kept = [self._run(site, item, hidden) for item in items]
+            kept = self._choice.run(site, hidden)
             row.tokens_out = sum(len(keep) for keep, _ in kept)
             same = [
                 len(k) == item.n and x is None for item, (k, x) in zip(items, kept, strict=True)
@@ -116,7 +145,7 @@ class Step:
             if all(same):
                 return hidden
             order = self.sequences.compact([keep for keep, _ in kept])
-            self._embeddings = None
+            self._embeddings = {}
             hidden = take(hidden, order)
             for item, (_, merged) in zip(items, kept, strict=True):
                 if merged is not None:
@@ -138,68 +167,3 @@ class Step:
             target = hidden[item.row]
             target.index_copy_(0, item.where, target.index_select(0, item.where) + rows)
         return hidden
-
-    def _run(self, site: Site, item: Item, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Which tokens of an item a site keeps, and their features where it merges."""
-        if item.n == 0:
-            return item.where, None  # a chunk that ends in a separator
-        if item.part is not None and not site.deep:
-            return self._run_planned(site, item, hidden)
-        x = hidden[item.row].index_select(0, item.where)
-        tokens = self._tokens(site, item, x, hidden)
-        if item.part is None:
-            chain = run_site(site, tokens)
-        else:
-            chain, item.part = run_part(site, tokens, item.part)
-        self._note(site, item, chain)
-        item.chain.extend(chain.reductions)
-        return chain.keep, None if chain.pure else chain.apply(x)
-
-    def _run_planned(self, site: Site, item: Item, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The part of a whole item's plan that belongs to this chunk of a chunked prefill."""
-        assert item.record is not None and item.part is not None
-        plans, whole = item.record.plans, item.record.features(item.index).to(hidden)
-        if item.index not in plans:
-            tokens = self._tokens(site, item, whole, hidden)
-            plans[item.index] = run_site(site, tokens)
-            self._note(site, item, plans[item.index])
-        plan: Chain = plans[item.index]
-        start, stop, _ = item.part
-        here = ((plan.keep >= start) & (plan.keep < stop)).nonzero()[:, 0]
-        first = int((plan.keep < start).sum())
-        item.part, item.source = (first, first + len(here), len(plan.keep)), (plan, here)
-        merged = None if plan.pure else plan.apply(whole).index_select(0, here)
-        return plan.keep.index_select(0, here) - start, merged
-
-    def _tokens(self, site: Site, item: Item, x: Tensor, hidden: Tensor) -> Tokens:
-        """What the stages may look at: `x` `[n, D]` and the signals of this site."""
-        row, text = hidden[item.row], self.sequences.text[item.row]
-        signals = {} if site.deep else {n: v.to(x.device) for n, v in item.signals.items()}
-        if site.deep and site.layer - 1 in self.inner:
-            known = self.inner[site.layer - 1][item.number]
-            signals = {name: value.to(x.device) for name, value in known.items()}
-        grid = item.grid
-        if item.part is not None and item.record is not None and not site.deep:
-            grid = item.record.layouts[item.index].grid
-        query = row.index_select(0, text) if "query" in site.needs and len(text) else None
-        attn = signals.pop("attn", None)
-        return Tokens(x, attn=attn, query=query, grid=grid, signals=signals)
-
-    def _note(self, site: Site, item: Item, chain: Chain) -> None:
-        for reduction in chain.reductions:
-            self.trace.record(site.name, item.number, reduction)
-
-
-def _acting(sites: Seq[Site], sequences: Sequences, trace: Trace) -> list[Site]:
-    """The sites that change anything: a share of 1.0 must leave the stock path alone."""
-    lengths: list[int | None] = [item.part[2] if item.part else item.n for item in sequences.items]
-    acting: list[Site] = []
-    for site in sites if lengths else ():
-        after = [None if n is None else site.left(n) for n in lengths]
-        if any(m is None or m != n for n, m in zip(lengths, after, strict=True)):
-            acting.append(site)
-        else:
-            total = sum(n for n in lengths if n is not None)
-            trace.add(site.name, total, total, 0.0)
-        lengths = after
-    return acting
