@@ -6,15 +6,11 @@ mmfast computes them, and a list of further faults: where the exact mode breaks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
-from torch import Tensor
 
+from mmfast.bench import parity_encoder, parity_video
+from mmfast.bench.parity_base import Arrays, Driver, Outcome, Params, order_of, run
 from mmfast.core.errors import MmfastError
-from mmfast.core.reduction import Reduction
-from mmfast.core.spec import reduce
 from mmfast.core.tokens import Tokens
 from mmfast.ops.bipartite import match
 from mmfast.ops.max_min import max_min
@@ -23,31 +19,6 @@ from mmfast.ops.paired_cosine import temporal_cosine
 from mmfast.ops.ranking import stable_topk
 from mmfast.ops.static_windows import static_windows
 
-Arrays = Mapping[str, Tensor]
-Params = Mapping[str, Any]
-Outcome = tuple[dict[str, Tensor], list[str]]
-
-# Golden vectors exist for these, but no reducer yet.
-LATER = (
-    "cdpruner",
-    "dycoke",
-    "hiprune",
-    "hired",
-    "pixelprune",
-    "prumerge",
-    "prumerge_plus",
-    "stc_pruner",
-    "vidcom2",
-)
-
-
-def _run(tokens: Tokens, spec: str) -> Reduction:
-    reduction = reduce(tokens, spec)
-    if isinstance(reduction, list):
-        raise MmfastError(f"{spec!r} gave {len(reduction)} reductions instead of one")
-    reduction.check()
-    return reduction
-
 
 def _divprune(arrays: Arrays, params: Params) -> Outcome:
     tokens = Tokens(arrays["x"])
@@ -55,9 +26,9 @@ def _divprune(arrays: Arrays, params: Params) -> Outcome:
     picks = max_min_reference(tokens.x, count)
     kept = picks.unique()
     faults: list[str] = []
-    if not _run(tokens, f"divprune:{count}?parity=true").keep.equal(kept):
+    if not run(tokens, f"divprune:{count}?parity=true").keep.equal(kept):
         faults.append("the reducer with parity=true does not keep the picks of the reference")
-    exact = _run(tokens, f"divprune:{count}")
+    exact = run(tokens, f"divprune:{count}")
     if exact.m != count or not torch.isin(kept, exact.keep).all():
         faults.append(f"exact mode keeps {exact.m} tokens and not all picks of the reference")
     if not max_min(tokens.x, count)[: len(kept)].equal(picks[: len(kept)]):
@@ -69,9 +40,9 @@ def _evs(arrays: Arrays, params: Params) -> Outcome:
     merge = params["spatial_merge_size"]
     grid = (params["T"], params["H"] // merge, params["W"] // merge)
     tokens = Tokens(arrays["x"], grid=grid)
-    keep = _run(tokens, f"evs?parity=true&q={params['q']}").keep
+    keep = run(tokens, f"evs?parity=true&q={params['q']}").keep
     mask = torch.zeros(tokens.n, dtype=torch.bool).index_fill_(0, keep, True)
-    same = _run(tokens, f"evs:{len(keep)}").keep.equal(keep)
+    same = run(tokens, f"evs:{len(keep)}").keep.equal(keep)
     faults = [] if same else ["exact mode with the same count keeps other tokens"]
     return {"mask": mask, "indices": keep, "per_frame": mask.reshape(grid[0], -1).sum(-1)}, faults
 
@@ -81,7 +52,7 @@ def _fastv(arrays: Arrays, params: Params) -> Outcome:
     row = arrays["attn"].mean(0)  # [S], over heads
     score = row[start : start + length]
     count = round(length * (1 - params["r"]))
-    keep = _run(Tokens(score[:, None], attn=score), f"fastv@pre:{count}").keep
+    keep = run(Tokens(score[:, None], attn=score), f"fastv@pre:{count}").keep
     ranked = keep[stable_topk(score[keep], len(keep))]
     kept = torch.ones(len(row), dtype=torch.bool)
     kept[start : start + length] = False
@@ -95,13 +66,13 @@ def _visionzip(arrays: Arrays, params: Params) -> Outcome:
     hidden = arrays["hidden"]
     tokens = Tokens(hidden[:, 1:], attn=score, signals={"keys": arrays["metric"][:, 1:]})
     spec = f"visionzip:{dominant + context}?parity=true&contextual={context}"
-    zipped = _run(tokens, spec)
-    emitted = zipped.keep.gather(-1, _order(zipped))  # dominant in order of place, then targets
+    zipped = run(tokens, spec)
+    emitted = zipped.keep.gather(-1, order_of(zipped))  # dominant in order of place, then targets
     first, targets = emitted[:, :dominant], emitted[:, dominant:]
     rank = stable_topk(score.gather(-1, first), dominant)
     merged = torch.ones_like(score, dtype=torch.bool).scatter_(-1, zipped.keep, False)
     merged_at = merged.nonzero()[:, 1].reshape(len(hidden), -1)
-    number = _order(zipped).argsort(-1).gather(-1, zipped.owner.gather(-1, merged_at)) - dominant
+    number = order_of(zipped).argsort(-1).gather(-1, zipped.owner.gather(-1, merged_at)) - dominant
     class_token = torch.zeros(len(hidden), 1, dtype=torch.int64)
     outputs = {
         "indices": torch.cat([class_token, first.gather(-1, rank) + 1], dim=-1),
@@ -123,8 +94,8 @@ def _tome(arrays: Arrays, params: Params) -> Outcome:
     spec = f"tome:{x.shape[1] - count}?parity=true&" + "&".join(
         f"{k}={v}" for k, v in knobs.items()
     )
-    merged = _run(Tokens(x, signals=signals), spec)
-    order = _order(merged)
+    merged = run(Tokens(x, signals=signals), spec)
+    order = order_of(merged)
     source = merged.owner[:, None, :] == order[..., None]  # [B, M, N]
     sizes = signals.get("sizes", torch.ones(x.shape[:2]))
     pairs = match(metric, count, **knobs)
@@ -154,10 +125,10 @@ def _holitom(arrays: Arrays, params: Params) -> Outcome:
         "window": params["max_window_size"],
     }
     spec = "holitom?parity=true&" + "&".join(f"{name}={value}" for name, value in knobs.items())
-    merged = _run(Tokens(x, attn=arrays["attn"].flatten(), grid=(frames, 1, n)), spec)
+    merged = run(Tokens(x, attn=arrays["attn"].flatten(), grid=(frames, 1, n)), spec)
     similarity = temporal_cosine(x, frames)
     segments, saved = static_windows(similarity > params["tau"], params["max_window_size"])
-    order = _order(merged)
+    order = order_of(merged)
     place = merged.keep[order]
     frame = place // n
     ratio = min(params["retain_ratio"] / ((total - saved) / total), 1)
@@ -177,14 +148,9 @@ def _holitom(arrays: Arrays, params: Params) -> Outcome:
     return outputs, []
 
 
-def _order(reduction: Reduction) -> Tensor:
-    """Slots in order of emission."""
-    if reduction.order is not None:
-        return reduction.order
-    return torch.arange(reduction.m).expand_as(reduction.keep)
-
-
-DRIVERS: dict[str, Callable[[Arrays, Params], Outcome]] = {
+DRIVERS: dict[str, Driver] = {
+    **parity_encoder.DRIVERS,
+    **parity_video.DRIVERS,
     "divprune": _divprune,
     "evs": _evs,
     "fastv": _fastv,

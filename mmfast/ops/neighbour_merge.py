@@ -27,7 +27,7 @@ def neighbour_merge(
         attn: `[..., N]`.
         keys: `[..., N, d]`.
         listed: `[..., m]` chosen tokens. One that is listed twice is its own neighbour and gives
-            one output.
+            one output, which `order` names twice.
         rest: `[..., r]` tokens of the summary, ascending, r >= 1.
         raw: Leave weights as they are: 1 for the token itself, attention for the others.
 
@@ -40,7 +40,9 @@ def neighbour_merge(
     source, near = _neighbours(unit_rows(keys.double()), listed, rest)
     weight = attn.gather(-1, near).unflatten(-1, (listed.shape[-1], -1)) if near.numel() else None
     scale = torch.ones_like(listed, dtype=torch.float64)
-    if weight is not None and not raw:
+    if raw and listed.ndim == 1:  # a token listed twice is still one output
+        scale = 1.0 - (listed[:, None] == listed).tril(-1).any(-1).double()
+    elif weight is not None:
         scale = 1 / (1 + weight.sum(-1))
     heaviest = rest.gather(-1, attn.gather(-1, rest).argmax(-1, keepdim=True))
     outputs = _standing(listed, heaviest, n)
