@@ -18,10 +18,12 @@ from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
 from mmfast.models.adapter import adapter_for
 from mmfast.models.locate import locate
-from mmfast.models.records import KINDS, features_given, flat, recording
+from mmfast.models.prompt_ids import prompt_ids
+from mmfast.models.records import features_given, flat, recording
 from mmfast.models.sequence import Sequences
 from mmfast.models.stages import sites_of
 from mmfast.models.step import Step
+from mmfast.models.towers import kinds_of
 
 
 @torch.no_grad()
@@ -53,7 +55,7 @@ def compress(
         raise ModelError("inputs hold no 'input_ids'; pass what the processor returned")
     adapter, base = adapter_for(model), model.base_model
     needs = {need for site in sites for need in site.needs}
-    with recording(base, adapter, needs) as recorder:
+    with prompt_ids(inputs["input_ids"]), recording(base, adapter, needs) as recorder:
         outputs = {kind: _encode(base, kind, inputs) for kind in features_given(inputs)}
         rest = {k: v for k, v in inputs.items() if k not in _encoder_arguments(base)}
         rest["position_ids"] = _positions(model, inputs)
@@ -67,7 +69,7 @@ def compress(
 
 def _encoder_arguments(base: Any) -> set[str]:
     names = set()
-    for kind in KINDS:
+    for kind in kinds_of(base):
         names |= set(inspect.signature(getattr(base, f"get_{kind}_features")).parameters)
     return names
 

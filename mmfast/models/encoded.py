@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mmfast.models.adapter import adapter_for
+from mmfast.models.prompt_ids import prompt_ids
 from mmfast.models.records import features_given, recording
 
 
@@ -32,7 +33,7 @@ def encoded(model: Any, inputs: Mapping[str, Any], needs: Collection[str] = ()) 
     """
     base = model.base_model
     outputs, names = {}, set[str]()
-    with recording(base, adapter_for(model), needs):
+    with prompt_ids(inputs.get("input_ids")), recording(base, adapter_for(model), needs):
         for kind in features_given(inputs):
             method = getattr(base, f"get_{kind}_features")
             parameters = inspect.signature(method).parameters

@@ -154,10 +154,11 @@ def _recover(
     for i, rows in enumerate(features):
         layout = adapter.recover(base, kind, rows, None if columns is None else columns[i])
         layout = layout or Layout(len(rows), None)
-        if layout.length != len(rows):
+        parts = layout if isinstance(layout, list) else [layout]
+        if sum(part.length for part in parts) != len(rows):
             raise ModelError(
                 f"{len(rows)} features of kind {kind!r} fit no {kind} of {adapter.family!r}; "
                 "encode inside attach(), or switch prefill_chunk_size off"
             )
-        layouts.append(layout)
+        layouts += parts
     return layouts

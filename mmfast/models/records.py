@@ -22,24 +22,27 @@ from torch import Tensor
 from mmfast.models.adapter import Adapter, Layout
 from mmfast.models.patching import override
 from mmfast.models.signals import from_tower
+from mmfast.models.towers import KINDS, PIXELS, kinds_of
 
-KINDS = ("image", "video")
 _FIELD = "_mmfast_record"
+# An encoder's output tells here what was dropped before the tower (see mmfast/models/pixel.py).
+CHAINS = "_mmfast_pixel_chains"
 
 
 @dataclass
 class Record:
-    """What is known about the features of all images, or all videos, of one call.
+    """What is known about the features of all media of one kind in one call.
 
     Attributes:
-        kind: `image` or `video`.
-        layouts: One per image or video, in the order of the features.
+        kind: `image`, `video` or `audio`.
+        layouts: One per item, in the order of the features.
         signals: Signals of the vision tower of each, those that a stage needs, and what the
             layout tells: `place` `[N, 3]` and, of images, `tile` `[N]`.
         planes: The features, then the DeepStack planes, each a list of tensors. Chunked prefill
             brings them in slices, but a method must see whole items; dropped once used in full.
         ends: Under chunked prefill: features that each batch row has had so far.
-        plans: Under chunked prefill: what the stages at `pre` decided for whole items.
+        plans: Under chunked prefill: what the stages before the LLM decided for whole items.
+        dropped: What the stages of site `pixel` did to each item, a Chain; [] without such.
     """
 
     kind: str
@@ -47,7 +50,8 @@ class Record:
     signals: list[dict[str, Tensor]]
     planes: list[list[Tensor]] = field(default_factory=list)
     ends: dict[int, int] = field(default_factory=dict)
-    plans: dict[int, Any] = field(default_factory=dict)
+    plans: dict[tuple[str, int], Any] = field(default_factory=dict)
+    dropped: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.signals = [
@@ -84,6 +88,11 @@ def flat(features: Iterable[Tensor]) -> Tensor:
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
 
 
+def _list(plane: Any) -> list[Tensor]:
+    """Sounds come joined `[tokens, D]`, everything else as a list or a batch of items."""
+    return [plane] if isinstance(plane, Tensor) and plane.ndim == 2 else list(plane)
+
+
 class Recorder:
     """Watches the encoding methods of one base model; knows the last features of each thread."""
 
@@ -95,7 +104,7 @@ class Recorder:
         self._local = threading.local()
 
     def around(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand around `get_image_features` or `get_video_features`."""
+        """Stand around `get_image_features` or that of another kind."""
         if getattr(self._local, "busy", False):
             return call(*args, **kwargs)  # Qwen3-VL's video method calls its image method
         self._local.busy = True
@@ -109,7 +118,8 @@ class Recorder:
         record = Record(kind, layouts, [self._signals(kind, i) for i in range(len(layouts))])
         if hasattr(output, "pooler_output"):
             planes = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-            record.planes = [list(plane) for plane in planes]
+            record.planes = [_list(plane) for plane in planes]
+            record.dropped = output.__dict__.get(CHAINS, [])
             output.__dict__[_FIELD] = record
         if self._needs:
             self._collector.clear()
@@ -144,19 +154,17 @@ def recording(base: Any, adapter: Adapter, needs: Collection[str]) -> Iterator[R
 
             collector = stack.enter_context(tower_signals(base, adapter, needs))
         recorder = Recorder(base, adapter, needs, collector)
-        for kind in KINDS:
-            if hasattr(base, f"get_{kind}_features"):
-                around = partial(recorder.around, kind)
-                stack.enter_context(override(base, f"get_{kind}_features", around))
+        for kind in kinds_of(base):
+            around = partial(recorder.around, kind)
+            stack.enter_context(override(base, f"get_{kind}_features", around))
         yield recorder
 
 
 def features_given(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Encoder outputs handed to a forward call, by kind; None where it is yet to encode pixels."""
     outputs = kwargs.get("mm_encoder_outputs") or {}
-    names = {"image": "pixel_values", "video": "pixel_values_videos"}
     return {
         kind: outputs.get(kind)
         for kind in KINDS
-        if outputs.get(kind) is not None or kwargs.get(names[kind]) is not None
+        if outputs.get(kind) is not None or kwargs.get(PIXELS[kind]) is not None
     }

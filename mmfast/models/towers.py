@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from mmfast.core.errors import ModelError
+
 # Kinds of media: the base model encodes them with `get_<kind>_features`, the config names their
 # placeholder `<kind>_token_id`, and these arguments of its forward bring them.
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
@@ -49,6 +51,20 @@ class Tower:
 def kinds_of(base: Any) -> list[str]:
     """Kinds of media a base model encodes."""
     return [kind for kind in KINDS if hasattr(base, f"get_{kind}_features")]
+
+
+def check_blocks(tower: Tower, family: str, what: str) -> None:
+    """Refuse what only a tower of attention blocks has.
+
+    Raises:
+        ModelError: The tower is none; says what to use instead.
+    """
+    if not len(tower.blocks):
+        raise ModelError(
+            f"the vision tower of {family!r} has no blocks of attention, so it gives no {what}; use "
+            "a method that reads tokens alone, such as divprune, or one inside the language model, "
+            "such as fastv@llm2"
+        )
 
 
 def attention_of(block: Any) -> nn.Module:

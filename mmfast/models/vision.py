@@ -26,11 +26,12 @@ from mmfast.models.patching import override
 from mmfast.models.probe import intercepting
 from mmfast.models.scores import last_query_scores, received
 from mmfast.models.signals import Source, from_tower, sources_of
-from mmfast.models.towers import Tower, argument, attention_of
+from mmfast.models.towers import KINDS, Tower, argument, attention_of, check_blocks, kinds_of
 
-KINDS = ("image", "video")
 # An attention module whose tokens were merged tells here how (see mmfast/models/vit.py).
 MERGED = "_mmfast_merged"
+# The tower's module tells here which patches are in the pass at work (see mmfast/models/pixel.py).
+KEPT = "_mmfast_kept"
 
 
 @dataclass
@@ -39,13 +40,14 @@ class _Recording:
 
     calls: dict[Source, list[Tensor]] = field(default_factory=dict)
     merged: dict[int, Reduction | None] = field(default_factory=dict)  # by block
+    kept: Reduction | None = None
 
 
 class Collector:
     """Signals of the items the tower saw last, per thread.
 
-    Items are addressed by `("image", i)` or `("video", i)`, or by a plain number that counts the
-    images first and then the videos.
+    Items are addressed by `("image", i)` or another kind, or by a plain number that counts the
+    images first, then the videos, then the sounds.
     """
 
     def __init__(self, tower: Tower, adapter: Adapter, needs: Collection[str]) -> None:
@@ -103,22 +105,25 @@ class Collector:
             return call(*args, **kwargs)  # Qwen3-VL's video method calls its image method
         method = getattr(self._tower.base, f"get_{kind}_features")
         arguments = inspect.signature(method).bind(*args, **kwargs).arguments
-        sources = sources_of(self._tower, self._needs, arguments)
+        tower = self._adapter.tower_of(self._tower.base, kind)
+        sources = sources_of(tower, self._needs, arguments)
         recording = self._local.recording = _Recording()
         try:
-            with intercepting(self._arounds(recording, sources), innermost=True):
+            with intercepting(self._arounds(tower, recording, sources), innermost=True):
                 output = call(*args, **kwargs)
         finally:
             self._local.recording = None
         self._keep(kind, arguments, recording, sources)
         return output
 
-    def _arounds(self, recording: _Recording, sources: dict[str, Source]) -> dict[nn.Module, Any]:
+    def _arounds(
+        self, tower: Tower, recording: _Recording, sources: dict[str, Source]
+    ) -> dict[nn.Module, Any]:
         readings: dict[int, list[Source]] = {}
         for source in dict.fromkeys(sources.values()):
             readings.setdefault(source.block, []).append(source)
         return {
-            attention_of(self._tower.blocks[block]): partial(self._record, recording, found)
+            attention_of(tower.blocks[block]): partial(self._record, recording, found)
             for block, found in readings.items()
         }
 
@@ -150,6 +155,7 @@ class Collector:
             ends = kwargs.get("cu_seq_lens_q")  # flash takes all segments in one call
             lengths = [query.shape[2]] if ends is None else ends.diff().tolist()
             recording.merged[sources[0].block] = module.__dict__.get(MERGED, _nothing)()
+            recording.kept = self._tower.module.__dict__.get(KEPT, _nothing)()
             width = getattr(module, "head_dim", key.shape[-1])  # more where sizes ride along
             for source in sources:
                 found = recording.calls.setdefault(source, [])
@@ -188,12 +194,14 @@ def tower_signals(model: Any, adapter: Adapter, needs: Collection[str]) -> Itera
             give nothing is hooked.
 
     Raises:
-        ModelError: The family is unknown.
+        ModelError: The family is unknown, or its tower attends to nothing.
     """
     tower = adapter.tower(model.base_model)
+    for name in from_tower(needs)[:1]:
+        check_blocks(tower, adapter.family, f"signal {name!r}")
     collector = Collector(tower, adapter, needs)
     with ExitStack() as stack:
-        for kind in KINDS if from_tower(needs) else ():
+        for kind in kinds_of(tower.base) if from_tower(needs) else ():
             around = partial(collector.around_features, kind)
             stack.enter_context(override(tower.base, f"get_{kind}_features", around))
         yield collector
@@ -205,6 +213,8 @@ def _patches(tower: Tower, call: Call, source: Source, recording: _Recording) ->
     merged = recording.merged[source.block]
     if merged is not None:
         values = _unmerge(values, merged, shared=source.what != "keys")
+    if recording.kept is not None:
+        values = recording.kept.expand(values[0])[None]  # packed towers only; 0 where dropped
     if argument(tower.base, call, "vision_feature_select_strategy") == "default":
         values = values[:, 1:]  # the model drops the class token alike
     return values.flatten(0, 1)

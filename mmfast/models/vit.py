@@ -27,8 +27,8 @@ from mmfast.core.trace import Trace
 from mmfast.models.adapter import Adapter
 from mmfast.models.patching import override
 from mmfast.models.probe import intercepting
-from mmfast.models.towers import Tower, argument, attention_of
-from mmfast.models.vision import KINDS, MERGED
+from mmfast.models.towers import Tower, argument, attention_of, check_blocks, kinds_of
+from mmfast.models.vision import MERGED
 from mmfast.models.vit_merge import Pass, add_bias
 from mmfast.models.vit_plan import plan_pass
 
@@ -60,7 +60,7 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
         return
     stage = _Stage(tower, adapter, spec, trace)
     with ExitStack() as stack:
-        for kind in KINDS:
+        for kind in {"image", "video"} & set(kinds_of(tower.base)):
             name = f"get_{kind}_features"
             stack.enter_context(override(tower.base, name, partial(stage.encode, kind)))
         for index, block in enumerate(tower.blocks):
@@ -77,6 +77,7 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
 def _check(tower: Tower, spec: Spec, adapter: Adapter) -> None:
     if spec.budget is None:
         raise SpecError(f"'{spec}' needs a budget at site 'vit'; write '{spec}:0.5'")
+    check_blocks(tower, adapter.family, "site 'vit'")
     if any(MERGED in attention_of(block).__dict__ for block in tower.blocks):
         raise SpecError(f"'{spec}' is a second stage of site 'vit'; join both budgets in one stage")
     if tower.class_token:
