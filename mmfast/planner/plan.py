@@ -1,0 +1,73 @@
+"""A plan: what to run, what it should cost, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmfast.planner.candidates import Rejected
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The planner's choice for one request.
+
+    Attributes:
+        spec: Spec string; None reduces nothing.
+        ttft_ms: Predicted milliseconds by part: `read` (spent before planning), `encode`,
+            `select`, `prefill`, `overhead`.
+        visual_tokens: Visual tokens of the request.
+        kept_tokens: Those left after the last stage.
+        mean_tokens: Visual tokens in a decoder layer, mean over the layers.
+        memory: Predicted bytes by part: `weights`, `kv`, `activations`.
+        accuracy: What the rows make sure of at this budget, and with all tokens.
+        met: Every limit is met.
+        why: The choice in plain sentences.
+        rejected: Methods and steps that were not taken, with the reason.
+    """
+
+    spec: str | None
+    ttft_ms: Mapping[str, float]
+    visual_tokens: int
+    kept_tokens: int
+    mean_tokens: float
+    memory: Mapping[str, int]
+    accuracy: tuple[float | None, float | None] = (None, None)
+    met: bool = True
+    why: tuple[str, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+
+    @property
+    def total_ms(self) -> float:
+        """Predicted milliseconds to the first token."""
+        return sum(self.ttft_ms.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Predicted bytes."""
+        return sum(self.memory.values())
+
+    def to_dict(self, measured_ms: float | None = None) -> dict[str, Any]:
+        """The document that `mmfast plan --json` prints.
+
+        Args:
+            measured_ms: Milliseconds to the first token as they turned out.
+        """
+        parts = {name: round(ms, 3) for name, ms in self.ttft_ms.items()}
+        document: dict[str, Any] = {
+            "reduce": self.spec,
+            "predicted_ttft_ms": {"total": round(self.total_ms, 3), **parts},
+            "visual_tokens": self.visual_tokens,
+            "kept_tokens": self.kept_tokens,
+            "mean_tokens": round(self.mean_tokens, 1),
+            "memory_bytes": {"total": self.total_bytes, **self.memory},
+            "accuracy": {"planned": self.accuracy[0], "all_tokens": self.accuracy[1]},
+            "met": self.met,
+            "why": list(self.why),
+            "rejected": [{"reduce": r.spec, "reason": r.reason} for r in self.rejected],
+        }
+        if measured_ms is not None:
+            document["measured_ttft_ms"] = round(measured_ms, 3)
+            document["measured_over_predicted"] = round(measured_ms / self.total_ms, 3)
+        return document

@@ -1,0 +1,112 @@
+"""What the caller wants to spend, checked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmfast.core.errors import MmfastError, unknown
+
+# Points of accuracy that a quality may cost; None is whatever is best at a tenth of the tokens.
+QUALITIES: Mapping[str, float | None] = {"high": 0.01, "balanced": 0.03, "fast": None}
+KINDS = ("image", "multi-image", "video", "document")
+FAST_SHARE = 0.1
+
+_BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Limits that a plan has to meet, all of them.
+
+    Attributes:
+        ttft_ms: Milliseconds to the first token.
+        tokens: Visual tokens of the prompt that a decoder layer works on, mean over the layers.
+        memory: Bytes of weights, keys and values, and activations.
+        quality: A name in `QUALITIES`.
+        kind: A name in `KINDS`, where the caller knows better than the file.
+    """
+
+    ttft_ms: float | None = None
+    tokens: int | None = None
+    memory: int | None = None
+    quality: str | None = None
+    kind: str | None = None
+
+    def __bool__(self) -> bool:
+        return any(v is not None for v in (self.ttft_ms, self.tokens, self.memory, self.quality))
+
+    def __str__(self) -> str:
+        parts = {
+            "time to first token": None if self.ttft_ms is None else f"{self.ttft_ms:g} ms",
+            "visual tokens": self.tokens,
+            "memory": None if self.memory is None else f"{self.memory / 1e9:.2f} GB",
+            "quality": self.quality,
+        }
+        return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+
+
+def make_target(
+    target_ttft_ms: float | None = None,
+    target_tokens: int | None = None,
+    max_memory: str | int | None = None,
+    quality: str | None = None,
+    kind: str | None = None,
+) -> Target:
+    """Check what a caller asked for; a target without any limit is false.
+
+    Raises:
+        MmfastError: A value that nothing can meet, or an unknown name.
+    """
+    if quality is not None and quality not in QUALITIES:
+        raise MmfastError(unknown("quality", quality, QUALITIES))
+    if kind is not None and kind not in KINDS:
+        raise MmfastError(unknown("kind of media", kind, KINDS))
+    if target_ttft_ms is not None:
+        _positive("target_ttft_ms", target_ttft_ms, "milliseconds such as 300")
+    if target_tokens is not None:
+        _positive("target_tokens", target_tokens, "a whole number of tokens such as 64", whole=True)
+    return Target(target_ttft_ms, target_tokens, parse_bytes(max_memory), quality, kind)
+
+
+def check_alone(target: Target, reduce: str | None) -> None:
+    """Refuse a target beside a spec: the planner chooses the method and its budget.
+
+    Raises:
+        MmfastError: Both are given.
+    """
+    if target and reduce:
+        raise MmfastError(
+            f"reduce={reduce!r} and a target ({target}) contradict each other; "
+            "give the spec, or give the target and let the planner choose"
+        )
+
+
+def parse_bytes(value: Any) -> int | None:
+    """`"2GB"`, `"1.5 GiB"` or a number of bytes.
+
+    Raises:
+        MmfastError: It is none of them, or nothing fits into it.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        match = _BYTES.fullmatch(value)
+        if match is None:
+            raise MmfastError(f"max_memory={value!r} is no size; {_SIZES}")
+        base = 1024 if match[3] else 1000
+        value = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    _positive("max_memory", value, _SIZES, whole=True)
+    return int(value)
+
+
+_SIZES = "write a size such as 2GB or 1.5GiB, or a number of bytes"
+
+
+def _positive(name: str, value: Any, example: str, whole: bool = False) -> None:
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise MmfastError(f"{name}={value!r} cannot be met; give {example.removeprefix('write ')}")
