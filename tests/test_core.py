@@ -236,7 +236,7 @@ def test_parse_stages() -> None:
     ("spec", "words"),
     [
         ("divprun:0.5", ["divprun", "did you mean 'divprune'", "choices"]),
-        ("xyzzy:0.5", ["xyzzy", "choices: divprune, evs"]),
+        ("xyzzy:0.5", ["xyzzy", "choices: ", "divprune"]),
         ("divprune", ["needs a budget", "divprune:0.25"]),
         ("divprune:", ["budget ''"]),
         ("divprune:0", ["budget 0"]),

@@ -68,7 +68,7 @@ def _others(
 ) -> dict[str, Tensor]:
     """What the models supply beside attention and keys; see CONTRIBUTING.md for the meanings."""
     n, words = len(x), 3
-    names = ("attn_first", "attn_middle", "attn_visual", "attn_window")
+    names = ("attn_first", "attn_middle", "attn_visual", "attn_window", "attn_ahead")
     scores = {name: torch.rand(n, generator=g) for name in names}
     if kind in ("frozen", "equal"):
         scores = {name: (value * 4).floor() / 4 for name, value in scores.items()}

@@ -30,8 +30,8 @@ class Method:
         sites: Where it may run, the default first: `pre`, `vit`, `llm` (needs a layer), `kv`.
         adaptive: It can choose its own budget (spec without a budget).
         layer: Default decoder layer K for a spec that names no site, methods of site `llm` only.
-        stages: Relative depths in (0, 1) of the decoder layers before which a spec that names no
-            layer cuts, one cut after the other down to its budget; () is a single cut at `layer`.
+        stages: Relative depths in (0, 1) of the decoder layers before which a spec at `llm` that
+            names no layer cuts, down to its budget in steps; () is a single cut at `layer`.
         scope: `item`, one image, video or sound at a time, or `prompt`, all of a prompt at once
             with the signal `image` telling them apart.
         knobs: Keyword-only parameters of `fn` with their defaults.

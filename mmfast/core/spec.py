@@ -28,15 +28,26 @@ _EXAMPLE = (
 
 
 @dataclass(frozen=True)
+class Cut:
+    """One cut of a schedule: number `index` of `of`, counted from 1."""
+
+    schedule: int  # tells the schedules of one spec string apart
+    index: int
+    of: int
+
+
+@dataclass(frozen=True)
 class Spec:
     """One parsed stage.
 
     Attributes:
         method: The registered method.
         site: `pre`, `vit`, `kv` or `llm`.
-        layer: Decoder layer K before which it runs, where `site` is `llm`, else None.
+        layer: Decoder layer K before which it runs, where `site` is `llm`; None elsewhere, and
+            for a schedule, whose layers follow from the model.
         budget: int = tokens per item, float = share in (0, 1], None = the method decides.
         knobs: Keyword arguments for the method.
+        cut: Which cut of a schedule this is, once the model is known; see core/schedule.py.
     """
 
     method: Method
@@ -44,10 +55,16 @@ class Spec:
     layer: int | None
     budget: Budget
     knobs: Mapping[str, Any] = field(default_factory=dict)
+    cut: Cut | None = None
+
+    @property
+    def staged(self) -> bool:
+        """Whether it is a schedule: one cut at every relative depth of its method."""
+        return self.site == "llm" and self.layer is None
 
     @property
     def where(self) -> str:
-        """The site as written: `pre`, `vit`, `llm3`."""
+        """The site as written: `pre`, `vit`, `llm3`, `llm` for a schedule."""
         return self.site if self.layer is None else f"{self.site}{self.layer}"
 
     def __str__(self) -> str:
@@ -92,10 +109,13 @@ def _parse_stage(text: str, kind: str) -> Spec:
 def _parse_site(method: Method, text: str | None) -> tuple[str, int | None]:
     if text is None:
         site = method.sites[0]
-        return site, method.layer if site == "llm" else None
+        return site, method.layer if site == "llm" and not method.stages else None
     match = re.fullmatch(r"(vit|pre|kv|pixel|llm)(\d*)", text)
-    if match is None or match[1] not in method.sites or (match[1] == "llm") != bool(match[2]):
+    schedule = text == "llm" and bool(method.stages)
+    lacks = match is None or match[1] not in method.sites
+    if match is None or lacks or (match[1] == "llm") != bool(match[2] or schedule):
         choices = ["llm<K>" if s == "llm" else s for s in method.sites]
+        choices += ["llm"] if method.stages else []
         raise SpecError(
             f"{method.name!r} cannot run at site {text!r}; choices: {', '.join(choices)} "
             "(llm3 = before decoder layer 3)"

@@ -30,6 +30,7 @@ class Item:
         index: Item number in `record`.
         part: Under chunked prefill: this chunk holds tokens `part[0]:part[1]` of `part[2]`.
         source: Under chunked prefill: the plan for the whole item, and the outputs that are here.
+        entered: Tokens of the whole item that entered each schedule (core/schedule.py).
     """
 
     row: int
@@ -43,6 +44,7 @@ class Item:
     index: int = 0
     part: tuple[int, int, int] | None = None
     source: tuple[Any, Tensor] | None = None
+    entered: dict[int, int] = field(default_factory=dict)
 
     @property
     def n(self) -> int:

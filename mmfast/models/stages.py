@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.follow import follow
 from mmfast.core.reduction import Reduction
+from mmfast.core.schedule import wanted
 from mmfast.core.spec import Spec, count, run
 from mmfast.core.tokens import Tokens
 
@@ -48,17 +49,21 @@ class Site:
         """Signals some stage reads."""
         return {need for spec in self.specs for need in spec.method.needs}
 
-    def left(self, n: int) -> int | None:
+    def left(self, n: int, entered: MutableMapping[int, int]) -> int | None:
         """Tokens the site leaves of `n`; None where a stage decides itself.
+
+        Args:
+            n: Tokens of an item.
+            entered: See `Item.entered`.
 
         Raises:
             SpecError: A whole-number budget above the tokens that enter its stage.
         """
         for spec in self.specs:
-            wanted = count(spec.budget, n)
-            if wanted is None:
+            left = wanted(spec, n, entered)
+            if left is None:
                 return None
-            n = wanted
+            n = left
         return n
 
 
@@ -103,8 +108,8 @@ class Chain:
         return x
 
 
-def run_site(site: Site, tokens: Tokens) -> Chain:
-    """Run all stages of a site on one item, `tokens.x` `[N, D]`.
+def run_site(site: Site, tokens: Tokens, entered: MutableMapping[int, int]) -> Chain:
+    """Run all stages of a site on one item, `tokens.x` `[N, D]`; `entered`: see `Item.entered`.
 
     Raises:
         ModelError: The model could not supply a signal that a stage needs.
@@ -114,6 +119,8 @@ def run_site(site: Site, tokens: Tokens) -> Chain:
     for spec in site.specs:
         if reductions:
             tokens = follow(tokens, reductions[-1])
+        if spec.cut is not None:
+            spec = replace(spec, budget=wanted(spec, tokens.n, entered), cut=None)
         _check(spec, tokens)
         one = run(spec, tokens)
         assert isinstance(one, Reduction)
@@ -121,7 +128,9 @@ def run_site(site: Site, tokens: Tokens) -> Chain:
     return Chain(tuple(reductions))
 
 
-def run_part(site: Site, tokens: Tokens, part: Part) -> tuple[Chain, Part]:
+def run_part(
+    site: Site, tokens: Tokens, part: Part, entered: MutableMapping[int, int]
+) -> tuple[Chain, Part]:
     """Run the stages on the part of an item that a chunk of a chunked prefill brings.
 
     The budget is split so that all parts together keep what the item would.
@@ -133,10 +142,10 @@ def run_part(site: Site, tokens: Tokens, part: Part) -> tuple[Chain, Part]:
     for spec in site.specs:
         if reductions:
             tokens = follow(tokens, reductions[-1])
-        wanted = count(spec.budget, part[2])
-        if wanted is not None:
-            start, stop = (round(end * wanted / part[2]) for end in part[:2])
-            part, spec = (start, stop, wanted), replace(spec, budget=stop - start)
+        whole = wanted(spec, part[2], entered)
+        if whole is not None:
+            start, stop = (round(end * whole / part[2]) for end in part[:2])
+            part, spec = (start, stop, whole), replace(spec, budget=stop - start, cut=None)
         if spec.budget == 0:
             nothing = torch.empty(0, dtype=torch.int64, device=tokens.x.device)
             reductions.append(Reduction.prune(nothing, tokens.n))

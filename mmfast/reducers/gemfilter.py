@@ -1,0 +1,26 @@
+"""GemFilter: a few layers read the whole prompt, then all layers read a short one."""
+
+from __future__ import annotations
+
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register
+from mmfast.core.tokens import Tokens
+from mmfast.ops.ranking import stable_topk
+
+
+@register("gemfilter", paper="2409.17422", needs=("attn_ahead",))
+def gemfilter(tokens: Tokens, budget: int, *, layer: int | None = None) -> Reduction:
+    """Keep what the last query attends to in a middle layer, and start over with only that.
+
+    Shi et al. (2024): the first layers run once over the full prompt without storing keys and
+    values, then the model restarts from layer 0, so every layer and the whole cache are short.
+    The first pass costs up to `layer` layers of the full prompt (its time is in the trace row);
+    kept tokens stay at their original positions, where the paper counts them anew.
+
+    Args:
+        tokens: `attn_ahead` `[..., N]`, attention from the last query in that layer, mean over
+            heads.
+        budget: Tokens to keep; ties go to the lowest index.
+        layer: Decoder layer whose attention counts; None is that at 0.4 of the depth.
+    """
+    return Reduction.prune(stable_topk(tokens.need("attn_ahead"), budget), tokens.n)
