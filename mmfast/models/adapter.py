@@ -78,8 +78,9 @@ class Adapter:
             vision tower's patches (in the tower's own order, without class token) to the content
             tokens of each image or video, the way the family brings the features there.
         recover: `(base model, kind, embeddings [length, D], positions [3, length] or None) ->
-            Layout` of one image or video, for features that were encoded before `attach` and come
-            without their call; None where the tensors do not tell.
+            Layout` of one image or video, or list of those that come joined, for features that
+            were encoded before `attach` and come without their call; None where the tensors do
+            not tell.
         tower: `(base model) -> Tower`: where the vision tower keeps its blocks.
         audio_tower: The same of the audio encoder, for a family that hears.
         tile_counts: `(base model, call) -> list[int]`: tower inputs of each image of a call.
@@ -94,7 +95,9 @@ class Adapter:
     family: str
     layout: Callable[[Any, str, Call], list[Layout]]
     fold: Callable[[Any, str, Tensor, Call], list[Tensor]]
-    recover: Callable[[Any, str, Tensor, Tensor | None], Layout | None] = lambda *_: None
+    recover: Callable[[Any, str, Tensor, Tensor | None], Layout | list[Layout] | None] = (
+        lambda *_: None
+    )
     tower: Callable[[Any], Tower] = find_tower
     audio_tower: Callable[[Any], Tower] | None = None
     tile_counts: Callable[[Any, Call], list[int]] = one_tile
@@ -113,6 +116,7 @@ class Adapter:
 _FILES = {
     "fast_vlm": "mmfast.models.fast_vlm",
     "gemma3": "mmfast.models.gemma3",
+    "idefics3": "mmfast.models.idefics3",
     "internvl": "mmfast.models.internvl",
     "lfm2_vl": "mmfast.models.lfm2_vl",
     "llava": "mmfast.models.llava",
@@ -121,6 +125,7 @@ _FILES = {
     "qwen2_5_vl": "mmfast.models.qwen2_5_vl",
     "qwen2_vl": "mmfast.models.qwen2_vl",
     "qwen3_vl": "mmfast.models.qwen3_vl",
+    "smolvlm": "mmfast.models.smolvlm",
 }
 _ADAPTERS: dict[str, Adapter] = {}
 
