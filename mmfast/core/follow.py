@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from mmfast.core.reduction import Reduction
@@ -25,8 +27,13 @@ def follow(tokens: Tokens, reduction: Reduction) -> Tokens:
         attn=None if attn is None else attn.gather(-1, reduction.keep),
         query=tokens.query,
         grid=tokens.grid if reduction.m == tokens.n else None,
-        signals={name: _one(name, value, reduction) for name, value in tokens.signals.items()},
+        signals=follow_signals(tokens.signals, reduction),
     )
+
+
+def follow_signals(signals: Mapping[str, Tensor], reduction: Reduction) -> dict[str, Tensor]:
+    """Signals by name after a reduction; see `follow`."""
+    return {name: _one(name, value, reduction) for name, value in signals.items()}
 
 
 def _one(name: str, value: Tensor, reduction: Reduction) -> Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
-from mmfast.core.follow import follow
+from mmfast.core.follow import follow, follow_signals
 from mmfast.core.reduction import Reduction
 from mmfast.core.schedule import wanted
 from mmfast.core.spec import Spec, count, run
@@ -45,6 +45,16 @@ class Site:
         return self.specs[0].site == "llm"
 
     @property
+    def early(self) -> bool:
+        """Whether it ran before the vision tower, so that its outcome is known."""
+        return self.specs[0].site == "pixel"
+
+    @property
+    def joint(self) -> bool:
+        """Whether a stage looks at all images of a prompt at once."""
+        return any(spec.method.scope == "prompt" for spec in self.specs)
+
+    @property
     def needs(self) -> set[str]:
         """Signals some stage reads."""
         return {need for spec in self.specs for need in spec.method.needs}
@@ -67,13 +77,16 @@ class Site:
         return n
 
 
+_ORDER = ("pixel", "pre", "llm")
+
+
 def sites_of(specs: Sequence[Spec]) -> list[Site]:
     """Group stages by the decoder layer before which they run, in layer order."""
     layers: dict[tuple[int, str], list[Spec]] = {}
     for spec in specs:
-        if spec.site in ("pre", "llm"):
+        if spec.site in _ORDER:
             layers.setdefault((spec.layer or 0, spec.site), []).append(spec)
-    order = sorted(layers, key=lambda key: (key[0], key[1] != "pre"))
+    order = sorted(layers, key=lambda key: (key[0], _ORDER.index(key[1])))
     return [Site(layer, tuple(layers[layer, name])) for layer, name in order]
 
 
@@ -101,6 +114,12 @@ class Chain:
         """Every output is one untouched token."""
         return all(reduction.pure for reduction in self.reductions)
 
+    def follow(self, signals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Signals of the `N` tokens as those of the `M`."""
+        for reduction in self.reductions:
+            signals = follow_signals(signals, reduction)
+        return dict(signals)
+
     def apply(self, x: Tensor) -> Tensor:
         """`[N, D]` to `[M, D]`."""
         for reduction in self.reductions:
@@ -121,7 +140,7 @@ def run_site(site: Site, tokens: Tokens, entered: MutableMapping[int, int]) -> C
             tokens = follow(tokens, reductions[-1])
         if spec.cut is not None:
             spec = replace(spec, budget=wanted(spec, tokens.n, entered), cut=None)
-        _check(spec, tokens)
+        check_signals(spec, tokens)
         one = run(spec, tokens)
         assert isinstance(one, Reduction)
         reductions.append(one)
@@ -150,7 +169,7 @@ def run_part(
             nothing = torch.empty(0, dtype=torch.int64, device=tokens.x.device)
             reductions.append(Reduction.prune(nothing, tokens.n))
             break
-        _check(spec, tokens)
+        check_signals(spec, tokens)
         one = run(spec, tokens)
         assert isinstance(one, Reduction)
         reductions.append(one)
@@ -177,7 +196,12 @@ _ADVICE = {
 }
 
 
-def _check(spec: Spec, tokens: Tokens) -> None:
+def check_signals(spec: Spec, tokens: Tokens) -> None:
+    """Refuse a stage whose signals are not there; the identity needs none.
+
+    Raises:
+        ModelError: Names the signal and what to use instead.
+    """
     if count(spec.budget, tokens.n) == tokens.n:
         return  # the identity needs nothing
     for need in spec.method.needs:
