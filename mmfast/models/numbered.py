@@ -61,13 +61,15 @@ def _label(
 ) -> tuple[tuple[list[int], list[int]] | None, set[tuple[int, ...]]]:
     """The words around the number of the second picture, and the number of the first.
 
-    Both labels end alike, differ in one token, and are alike again before it.
+    Both labels end alike, differ in one token, and have a word alike before it; in front of that
+    the gap holds a closing tag and a line break at most.
     """
     after = _alike(head, gap)
     cut = len(gap) - after - 1
-    if after == 0 or cut < 2 or len(head) <= after + 1:
+    if after == 0 or cut < 3 or len(head) <= after + 1:
         return None, set()
-    if _alike(head[: -after - 1], gap[:cut]) == 0:
+    word = _alike(head[: -after - 1], gap[:cut])
+    if word == 0 or cut - word > 2:
         return None, set()
     return (list(gap[:cut]), list(gap[cut + 1 :])), {(head[-after - 1],)}
 
