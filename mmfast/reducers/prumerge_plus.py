@@ -58,7 +58,7 @@ def prumerge_plus(
         samples = round(spatial * (budget - 1))
         top = stable_topk(attn, budget - 1 - samples)
         free = complement(top, tokens.n)
-        listed = torch.cat([top, free[..., even_spots(samples, free.shape[-1])]], dim=-1)
+        listed = torch.cat([top, free[..., even_spots(samples, free.shape[-1], free.device)]], dim=-1)
     merged = neighbour_merge(attn, keys, listed, complement(listed, tokens.n))
     return Reduction(merged.keep, merged.owner, mix=merged.mix)
 
