@@ -44,7 +44,7 @@ def check_question(question: object) -> str:
 def build_inputs(
     processor: Any, shots: Sequence[Sequence[Shot]], questions: Sequence[str], device: torch.device
 ) -> dict[str, Any]:
-    """Prompts and pixels of a batch, left-padded.
+    """Prompts and pixels of a batch of questions, left-padded.
 
     Args:
         processor: The checkpoint's processor; its chat template writes the prompt.
@@ -58,36 +58,64 @@ def build_inputs(
     Raises:
         ModelError: The processor has no chat template.
     """
+    chats = [
+        [{"role": "user", "content": [*mine, question]}]
+        for mine, question in zip(shots, questions, strict=True)
+    ]
+    return chat_inputs(processor, chats, device)
+
+
+def chat_inputs(
+    processor: Any, chats: Sequence[Sequence[Mapping[str, Any]]], device: torch.device
+) -> dict[str, Any]:
+    """Prompts and pixels of a batch of conversations, left-padded.
+
+    Args:
+        processor: The checkpoint's processor; its chat template writes the prompt.
+        chats: Messages with a `role` and a `content`, a list of texts and shots in order.
+        device: Where the tensors go.
+
+    Returns:
+        Keyword arguments for the model's `forward` and `generate`.
+
+    Raises:
+        ModelError: The processor has no chat template.
+    """
     if getattr(processor, "chat_template", None) is None:
         raise ModelError(f"{type(processor).__name__} has no chat template; give one that has")
     texts = [
         processor.apply_chat_template(
             [
-                {
-                    "role": "user",
-                    "content": [
-                        *({"type": shot.kind} for shot in mine),
-                        {"type": "text", "text": question},
-                    ],
-                }
+                {"role": message["role"], "content": [_part(part) for part in message["content"]]}
+                for message in chat
             ],
             add_generation_prompt=True,
             tokenize=False,
         )
-        for mine, question in zip(shots, questions, strict=True)
+        for chat in chats
+    ]
+    shots = [
+        [part for message in chat for part in message["content"] if isinstance(part, Shot)]
+        for chat in chats
     ]
     batch = processor(text=texts, padding=True, return_tensors="pt", **_media(shots))
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
+def _part(part: Shot | str) -> dict[str, str]:
+    return {"type": part.kind} if isinstance(part, Shot) else {"type": "text", "text": part}
+
+
 def _media(shots: Sequence[Sequence[Shot]]) -> dict[str, Any]:
     from transformers.video_utils import VideoMetadata
 
-    if shots[0][0].kind == "image":
-        return {"images": [[shot.pixels for shot in mine] for mine in shots]}
-    clips = [shot for mine in shots for shot in mine]
-    return {
-        "videos": [shot.pixels for shot in clips],
-        "video_metadata": [VideoMetadata(**(shot.metadata or {})) for shot in clips],
-        "do_sample_frames": False,
-    }
+    media: dict[str, Any] = {}
+    clips = [shot for mine in shots for shot in mine if shot.kind == "video"]
+    images = [[shot.pixels for shot in mine if shot.kind == "image"] for mine in shots]
+    if any(images):
+        media["images"] = images
+    if clips:
+        media["videos"] = [shot.pixels for shot in clips]
+        media["video_metadata"] = [VideoMetadata(**(shot.metadata or {})) for shot in clips]
+        media["do_sample_frames"] = False
+    return media

@@ -1,0 +1,205 @@
+"""Model plugin for lmms-eval: any supported checkpoint, with `reduce=` and `cache=`.
+
+lmms-eval finds it through the entry point `lmms_eval.models`; this module is imported only when
+the model is asked for. Beside the answers it reports what lmms-eval lacks for Hugging Face
+models: time to first token, and tokens per second of decoding alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from lmms_eval.api.instance import GenerationResult, TokenCounts
+from lmms_eval.api.model import lmms
+from lmms_eval.models.model_utils.gen_metrics import log_metrics
+from lmms_eval.protocol import ChatMessages
+from tqdm import tqdm
+
+from mmfast.attach import attach
+from mmfast.core.errors import MmfastError
+from mmfast.core.spec import parse
+from mmfast.frontends.image import read_image
+from mmfast.frontends.video import read_video
+from mmfast.models.loading import load
+from mmfast.models.prompt import Shot, chat_inputs
+from mmfast.models.timing import FirstToken
+
+Chat = list[dict[str, Any]]
+
+
+class Mmfast(lmms):  # type: ignore[misc]
+    """A checkpoint under lmms-eval.
+
+    Args:
+        pretrained: Directory or hub id; the embedded video model by default.
+        reduce: Spec string such as `evs:0.25+fastv@llm3:0.5`.
+        cache: KV policy spec string.
+        device: `cpu`, `cuda`; CUDA where there is one by default.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        batch_size: Questions in one forward pass.
+        max_num_frames: Frames sampled uniformly from a clip.
+        fps: Sample at this rate instead.
+        system_prompt: A system message in front of every conversation.
+    """
+
+    is_simple = False
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        reduce: str | None = None,
+        cache: str | None = None,
+        device: str | None = None,
+        dtype: str = "auto",
+        batch_size: int | str = 1,
+        max_num_frames: int = 8,
+        fps: float | None = None,
+        system_prompt: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        unknown.pop("max_batch_size", None)
+        if unknown:
+            raise MmfastError(
+                f"unknown model_args {', '.join(sorted(unknown))}; choices: pretrained, reduce, "
+                "cache, device, dtype, batch_size, max_num_frames, fps, system_prompt"
+            )
+        parse(reduce)
+        parse(cache, kind="cache")
+        self.reduce, self.cache = reduce, cache
+        self.sampling = {"fps": float(fps)} if fps else {"frames": int(max_num_frames)}
+        self.batch_size = 1 if batch_size == "auto" else int(batch_size)
+        self.system = [{"role": "system", "content": [system_prompt]}] if system_prompt else []
+        self.model, self.processor = load(pretrained, device, dtype)
+
+    def generate_until(self, requests: Sequence[Any]) -> list[GenerationResult]:
+        """Answer all requests; those with equal generation arguments share batches."""
+        results: dict[int, GenerationResult] = {}
+        meter = Meter()
+        bar = tqdm(total=len(requests), desc="mmfast", disable=self.rank != 0)
+        for part in self._batches(requests):
+            arguments = requests[part[0]].args[2]
+            chats = [self._chat(requests[index].args) for index in part]
+            for index, result in zip(part, self._answer(chats, arguments, meter), strict=True):
+                results[index] = result
+                self.cache_hook.add_partial("generate_until", requests[index].args, result.text)
+            bar.update(len(part))
+        bar.close()
+        log_metrics(**meter.metrics())
+        return [results[index] for index in range(len(requests))]
+
+    def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
+        """Not offered: rounds would need the cache of the round before."""
+        raise NotImplementedError("mmfast answers single rounds; use tasks with generate_until")
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Not offered: reductions are measured on generated answers."""
+        raise NotImplementedError("mmfast generates answers; use tasks with generate_until")
+
+    def _batches(self, requests: Sequence[Any]) -> Iterator[list[int]]:
+        def arguments(index: int) -> str:
+            return repr(sorted(requests[index].args[2].items()))
+
+        order = sorted(range(len(requests)), key=arguments)  # stable: documents keep their order
+        for _, group in groupby(order, arguments):
+            same = list(group)
+            for start in range(0, len(same), self.batch_size):
+                yield same[start : start + self.batch_size]
+
+    def _chat(self, args: Sequence[Any]) -> Chat:
+        _, to_messages, _, number, task, split = args
+        messages = ChatMessages(messages=to_messages(self.task_dict[task][split][number]))
+        chat = [
+            {"role": message.role, "content": [self._part(part) for part in message.content]}
+            for message in messages.messages
+        ]
+        return [*self.system, *chat]
+
+    def _part(self, part: Any) -> Shot | str:
+        if part.type == "text":
+            return str(part.text)
+        if part.type == "image":
+            return Shot("image", read_image(part.url), None)
+        if part.type == "video":
+            clip = read_video(part.url, **self.sampling)
+            return Shot("video", clip.frames, clip.metadata())
+        raise MmfastError(f"a message holds {part.type!r}; mmfast reads text, image and video here")
+
+    def _answer(
+        self, chats: Sequence[Chat], arguments: Mapping[str, Any], meter: Meter
+    ) -> list[GenerationResult]:
+        inputs = chat_inputs(self.processor, chats, self.model.device)
+        options, stops = generation(arguments)
+        first = FirstToken()
+        streamer = {"streamer": first} if options["num_beams"] == 1 else {}
+        start = time.perf_counter()
+        with torch.inference_mode(), attach(self.model, self.reduce, self.cache):
+            out = self.model.generate(**inputs, **options, **streamer)
+        end = time.perf_counter()
+        prompt = inputs["input_ids"].shape[1]
+        new = out[:, prompt:]
+        pad = self.processor.tokenizer.pad_token_id
+        lengths = (new != pad).sum(1).tolist()
+        meter.add(start, first.at, end, lengths)
+        texts = self.processor.batch_decode(new, skip_special_tokens=True)
+        return [
+            GenerationResult(cut(text, stops), TokenCounts(prompt, length))
+            for text, length in zip(texts, lengths, strict=True)
+        ]
+
+
+class Meter:
+    """Adds up times and tokens of batches."""
+
+    def __init__(self) -> None:
+        self.elapsed = self.decoding = 0.0
+        self.tokens = self.later = self.requests = 0
+        self.firsts: list[float] = []
+
+    def add(self, start: float, first: float, end: float, lengths: Sequence[int]) -> None:
+        """One batch: start of `generate`, first token (0 under beams), end, tokens per row."""
+        self.elapsed += end - start
+        self.requests += len(lengths)
+        self.tokens += sum(lengths)
+        if first:
+            self.firsts.append((first - start) * 1e3)
+            self.decoding += end - first
+            self.later += sum(max(0, length - 1) for length in lengths)
+
+    def metrics(self) -> dict[str, Any]:
+        """In the names that lmms-eval summarises, and `ttft_ms`, `decode_tokens_per_second`."""
+        firsts = sorted(self.firsts)
+        more = {"ttft_ms": firsts[len(firsts) // 2]} if firsts else {}
+        if self.later and self.decoding:
+            more["decode_tokens_per_second"] = self.later / self.decoding
+        return {
+            "total_elapsed_time": self.elapsed,
+            "total_gen_tokens": self.tokens,
+            "avg_speed": self.tokens / self.elapsed if self.elapsed else 0.0,
+            "additional_metrics": {"total_requests": self.requests, **more},
+        }
+
+
+def generation(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Arguments of `generate` from those of a task, and the strings that end an answer."""
+    until = arguments.get("until") or []
+    temperature = float(arguments.get("temperature") or 0.0)
+    sampling = {"temperature": temperature, "top_p": arguments.get("top_p")}
+    options = {
+        "max_new_tokens": int(arguments.get("max_new_tokens", 64)),
+        "num_beams": int(arguments.get("num_beams") or 1),
+        "do_sample": temperature > 0,
+        **({k: v for k, v in sampling.items() if v is not None} if temperature > 0 else {}),
+    }
+    return options, [until] if isinstance(until, str) else list(until)
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop string."""
+    for stop in stops:
+        text = text.split(stop)[0] if stop else text
+    return text.strip()

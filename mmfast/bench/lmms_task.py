@@ -1,0 +1,107 @@
+"""Write an embedded suite as a local lmms-eval task: `python -m mmfast.bench.lmms_task FOLDER`.
+
+The folder holds questions and media; lmms-eval needs no network for it:
+
+HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 lmms-eval --model mmfast --model_args reduce=evs:0.25 \
+  --tasks mmfast_video --include_path FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmfast.tiny.suites import SUITES, suite, suite_of
+
+UTILS = '''"""Functions of the local task, called by lmms-eval."""
+
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def messages(doc, lmms_eval_specific_kwargs=None):
+    media = [{"type": doc["media_kind"], "url": str(HERE / name)} for name in doc["media"]]
+    return [{"role": "user", "content": [*media, {"type": "text", "text": doc["question"]}]}]
+
+
+def text(doc, lmms_eval_specific_kwargs=None):
+    return doc["question"]
+
+
+def visual(doc):
+    return [str(HERE / name) for name in doc["media"]]
+
+
+def score(doc, results):
+    return {"accuracy": float(results[0].strip().lower() == doc["answer"])}
+'''
+TASK = """dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {questions}
+task: {task}
+test_split: test
+output_type: generate_until
+doc_to_messages: !function utils.messages
+doc_to_visual: !function utils.visual
+doc_to_text: !function utils.text
+doc_to_target: answer
+process_results: !function utils.score
+generation_kwargs:
+  max_new_tokens: 8
+  temperature: 0
+metric_list:
+  - metric: accuracy
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+def write_task(folder: Path, name: str = "video", n: int = 40, seed: int = 1000) -> str:
+    """Write a suite's first n cases as a task.
+
+    Returns:
+        The name of the task.
+    """
+    asked, task = suite_of(name), f"mmfast_{name.replace('-', '_')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    suffix = "mp4" if asked.media == "video" else "png"
+    rows = []
+    for number, case in enumerate(suite(n, seed, name)):
+        files = [f"{number}-{i}.{suffix}" for i in range(len(case.media))]
+        for file, content in zip(files, case.media, strict=True):
+            (folder / file).write_bytes(content)
+        rows.append(
+            {
+                "question": case.question,
+                "answer": case.answer,
+                "media": files,
+                "media_kind": asked.media,
+            }
+        )
+    questions = folder / "questions.json"
+    questions.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    (folder / "utils.py").write_text(UTILS, encoding="utf-8")
+    content = TASK.format(questions=json.dumps(str(questions.resolve())), task=task)
+    (folder / f"{task}.yaml").write_text(content, encoding="utf-8")
+    return task
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--suite", default="video", choices=list(SUITES))
+    parser.add_argument("--n", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1000)
+    options = parser.parse_args(args)
+    task = write_task(options.folder, options.suite, options.n, options.seed)
+    print(f"wrote task {task} with {options.n} questions", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
