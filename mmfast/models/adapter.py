@@ -130,6 +130,11 @@ _FILES = {
 _ADAPTERS: dict[str, Adapter] = {}
 
 
+def families() -> list[str]:
+    """Every known `model_type`."""
+    return sorted({*_FILES, *_ADAPTERS})
+
+
 def add_adapter(adapter: Adapter) -> None:
     """Make a family known; one of the same name is replaced."""
     _ADAPTERS[adapter.family] = adapter
@@ -145,7 +150,7 @@ def adapter_for(model: Any) -> Adapter:
     if family in _FILES and family not in _ADAPTERS:
         importlib.import_module(_FILES[family])
     if family not in _ADAPTERS:
-        known = ", ".join(sorted({*_FILES, *_ADAPTERS}))
+        known = ", ".join(families())
         raise ModelError(
             f"{type(model).__name__} (model_type {family!r}) has no adapter; families: {known}; "
             "write one: mmfast.models.adapter.add_adapter(Adapter(model_type, layout, fold)), "
