@@ -46,32 +46,59 @@ def points(rows: Sequence[Row]) -> Points:
 def _basis(rows: Sequence[Row]) -> str:
     last = rows[-1]
     return (
-        f"{last['n']} questions about unseen clips, seed {last['seed']}, model `{last['model']}`, "
+        f"{last['n']} questions about unseen media, seed {last['seed']}, model `{last['model']}`, "
         f"{last['date']}, commit `{last['commit'] or 'none'}`."
     )
 
 
 def accuracy(rows: Sequence[Row]) -> list[str]:
     """Reducers by kept share; every registered one has a line."""
-    found = points(rows)
-    names = {label(f"{m.name}:0.5"): None for m in methods("reducer")} | dict.fromkeys(found)
-    head = " | ".join(f"{100 * each:.0f} %" for each in SHARES)
-    lines = [f"| reducer | {head} |", "|---|" + "---|" * len(SHARES)]
+    lines = _by_share(rows, dict.fromkeys(label(f"{m.name}:0.5") for m in methods("reducer")))
+    if rows:
+        lines += ["", "![Accuracy against kept tokens](assets/images/accuracy.svg)"]
+    return lines
+
+
+def subset(rows: Sequence[Row]) -> list[str]:
+    """The same for a further suite: the methods that were asked."""
+    return _by_share(rows, {})
+
+
+def _by_share(rows: Sequence[Row], names: dict[str, None]) -> list[str]:
+    found, spread = points(rows), _intervals(rows)
     whole = dict(found.get("all tokens", [])).get(1.0)
-    lines.insert(0, f"All tokens: {_percent(whole)}.\n")
-    for name in names:
+    head = " | ".join(f"{100 * each:.0f} %" for each in SHARES)
+    lines = [
+        f"All tokens: {_cell(whole, spread.get(('all tokens', 1.0)))}. Right answers in per cent, "
+        "in brackets the 95 % interval.",
+        "",
+        f"| reducer | {head} |",
+        "|---|" + "---|" * len(SHARES),
+    ]
+    for name in names | dict.fromkeys(found):
         values = dict(found.get(name, []))
         if name != "all tokens":
-            cells = " | ".join(_percent(values.get(s)) for s in SHARES)
-            lines.append(f"| `{name}` | {cells} |")
-    if rows:
-        lines += [
-            "",
-            _basis(rows),
-            "",
-            "![Accuracy against kept tokens](assets/images/accuracy.svg)",
-        ]
-    return lines
+            cells = (_cell(values.get(s), spread.get((name, s))) for s in SHARES)
+            lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return [*lines, "", _basis(rows)] if rows else lines
+
+
+def _intervals(rows: Sequence[Row]) -> dict[tuple[str, float], Sequence[float]]:
+    """The 95 % interval of each method and share."""
+    total = next((row["kept"] for row in rows if not row["reduce"]), 0.0)
+    found = {}
+    for row in rows:
+        kept = share(row["reduce"], row["kept"], total)
+        if kept is not None and "interval" in row:
+            found[label(row["reduce"]), round(kept, 4)] = row["interval"]
+    return found
+
+
+def _cell(value: float | None, between: Sequence[float] | None) -> str:
+    if value is None:
+        return NOT_MEASURED
+    bounds = f" ({100 * between[0]:.1f} to {100 * between[1]:.1f})" if between else ""
+    return f"{100 * value:.1f}{bounds}"
 
 
 def kinds(rows: Sequence[Row]) -> list[str]:
