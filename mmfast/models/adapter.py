@@ -122,6 +122,7 @@ _FILES = {
     "llava": "mmfast.models.llava",
     "llava_next": "mmfast.models.llava_next",
     "llava_onevision": "mmfast.models.llava_onevision",
+    "qwen2_5_omni_thinker": "mmfast.models.qwen2_5_omni",
     "qwen2_5_vl": "mmfast.models.qwen2_5_vl",
     "qwen2_vl": "mmfast.models.qwen2_vl",
     "qwen3_vl": "mmfast.models.qwen3_vl",
