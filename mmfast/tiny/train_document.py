@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import sys
 import time
 from collections import defaultdict
@@ -23,6 +25,8 @@ from torch import Tensor
 from mmfast.models.loading import embedded_path, load
 from mmfast.tiny.augment import choose
 from mmfast.tiny.bank import INPUT
+from mmfast.tiny.card_document import write_card
+from mmfast.tiny.evaluate import run_eval
 from mmfast.tiny.language import answer_loss, forward
 from mmfast.tiny.lessons import Lesson
 from mmfast.tiny.optim import Mixed, schedule, split_parameters
@@ -110,8 +114,8 @@ def score(model: Any, pages: Pages, chosen: Sequence[int]) -> dict[str, float]:
     return {kind: sum(right[kind]) / len(right[kind]) for kind in PAGE_WORDINGS}
 
 
-def train(model: Any, pages: Pages, options: argparse.Namespace, report: Report) -> None:
-    """Train the decoder for the given minutes."""
+def train(model: Any, pages: Pages, options: argparse.Namespace, report: Report) -> int:
+    """Train the decoder for the given minutes; returns the steps."""
     text, rng = model.model.language_model, torch.Generator().manual_seed(options.seed)
     matrices, rest = split_parameters(text)
     optimiser = Mixed(matrices, [*rest, model.model.image_newline], options.rate)
@@ -136,6 +140,7 @@ def train(model: Any, pages: Pages, options: argparse.Namespace, report: Report)
             )
             model.save_pretrained(options.out)
     report({"stage": "held-out", "step": step, **score(model, pages, range(free, free + HELD))})
+    return step
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -149,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--whole", type=float, default=0.05, help="share of steps with all tokens")
     parser.add_argument("--rate", type=float, default=1.2e-3)
+    parser.add_argument("--questions", type=int, default=400, help="of the final evaluation")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "training.jsonl"
@@ -159,14 +165,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             file.write(json.dumps(row) + "\n")
         print(row, file=sys.stderr, flush=True)
 
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    facts = {"machine": machine, "torch": torch.__version__, "pages": options.pages}
+    report({"stage": "start", "seed": options.seed, **facts})
+    start = time.monotonic()
     model, processor = load(options.start or str(embedded_path()), "cpu", "float32")
     processor.image_processor.image_grid_pinpoints = GRIDS
     model.config.image_grid_pinpoints = GRIDS
     processor.save_pretrained(options.out)
     pages = Pages(model, processor, options.pages, options.seed)
-    train(model.train(), pages, options, report)
+    steps = train(model.train(), pages, options, report)
     model.save_pretrained(options.out)
     (options.out / "model.safetensors").chmod(0o644)
+    report({"stage": "end", "steps": steps, "seconds": time.monotonic() - start})
+    found = run_eval([], options.questions, 1000, options.out, name="document")
+    report({"stage": "evaluation", **found, "model": "this checkpoint"})
+    write_card(options.out)
 
 
 if __name__ == "__main__":
