@@ -22,8 +22,8 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
         return input_ids.new_full((input_ids.shape[0],), self.gone.is_set(), dtype=bool)
 
 
-def stream_text(pipe: Any, inputs: dict[str, Any]) -> Iterator[str]:
-    """Generate in a thread and yield what it writes.
+def stream_text(pipe: Any, inputs: dict[str, Any], reduce: str | None) -> Iterator[str]:
+    """Generate in a thread under the spec `reduce` and yield what it writes.
 
     An error in the thread is raised here; leaving the iterator early stops the generation.
     """
@@ -34,7 +34,7 @@ def stream_text(pipe: Any, inputs: dict[str, Any]) -> Iterator[str]:
 
     def work() -> None:
         try:
-            with attach(pipe.model, pipe.reduce, pipe.cache):
+            with attach(pipe.model, reduce, pipe.cache):
                 criteria = StoppingCriteriaList([_Stop(gone)])
                 pipe.run(inputs, streamer=streamer, stopping_criteria=criteria)
         except BaseException as error:

@@ -18,7 +18,11 @@ from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, build_inputs, check_question
 from mmfast.models.timing import FirstToken, encoder_timer
 from mmfast.pipelines.answer import Answer
+from mmfast.pipelines.pairing import pair_up
+from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.pipelines.streaming import stream_text
+from mmfast.planner.plan import Plan
+from mmfast.planner.target import Target, check_alone, make_target
 
 
 class VisualQA:
@@ -34,10 +38,16 @@ class VisualQA:
         fps: Sample at this rate instead.
         max_new_tokens: Longest answer in tokens.
         batch_size: Questions answered in one forward pass.
+        target_ttft_ms: Milliseconds to the first token; the planner picks method and budget.
+        target_tokens: Visual tokens of a prompt that a decoder layer works on, on average.
+        max_memory: Bytes of weights, keys and values, and activations: `"2GB"` or a number.
+        quality: `high` (a point of accuracy at most), `balanced` (three) or `fast` (the best at a
+            tenth of the tokens).
         **generate: Further arguments of the model's `generate`.
 
     Raises:
         SpecError: Wrong `reduce` or `cache`, before any weight is read.
+        MmfastError: A target that nothing can meet, or one beside `reduce`.
         ModelError: The checkpoint cannot be loaded.
     """
 
@@ -53,9 +63,15 @@ class VisualQA:
         fps: float | None = None,
         max_new_tokens: int = 64,
         batch_size: int = 1,
+        target_ttft_ms: float | None = None,
+        target_tokens: int | None = None,
+        max_memory: str | int | None = None,
+        quality: str | None = None,
         **generate: Any,
     ) -> None:
         parse(reduce)
+        self.target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
+        check_alone(self.target, reduce)
         parse(cache, kind="cache")
         for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
@@ -68,39 +84,77 @@ class VisualQA:
         self.batch_size = batch_size
         self.generate = {"max_new_tokens": max_new_tokens, "do_sample": False, **generate}
         self.model, self.processor = load(model, device, dtype)
+        self._name = model
+        self._planner: PipelinePlanner | None = None
 
     @abstractmethod
     def _read(self, media: Any) -> list[Shot]:
         """Decode what one question is about."""
 
-    def __call__(self, media: Any, question: str | Sequence[str]) -> Any:
+    def __call__(self, media: Any, question: str | Sequence[str], **target: Any) -> Any:
         """Answer one question, or a list of them.
 
         Args:
             media: A clip or image; a list of them gives a list of answers.
             question: A question; a list goes with a list of media, or with one that all share.
+            **target: `target_ttft_ms`, `target_tokens`, `max_memory` or `quality`, instead of
+                those of the pipeline. A latency out of reach warns and takes the fastest plan.
 
         Returns:
             An `Answer`, or a list of them where `media` or `question` is a list.
 
         Raises:
             MediaError: The input cannot be read.
-            MmfastError: Empty question, or lists of different lengths.
+            MmfastError: Empty question, lists of different lengths, or a target that nothing
+                meets.
         """
+        wanted = self._wanted(target)
         pairs, many = pair_up(media, question)
         answers: list[Answer] = []
         for at in range(0, len(pairs), self.batch_size):
-            answers += self._answer(pairs[at : at + self.batch_size])
+            answers += self._answer(pairs[at : at + self.batch_size], wanted)
         return answers if many else answers[0]
 
-    def stream(self, media: Any, question: str) -> Iterator[str]:
-        """Answer one question piece by piece.
+    def stream(self, media: Any, question: str, **target: Any) -> Iterator[str]:
+        """Answer one question piece by piece; arguments as for a call.
 
         Yields:
             Text deltas; joined they are the text of the answer.
         """
-        inputs, _ = self._inputs([(media, check_question(question))], Trace())
-        return stream_text(self, inputs)
+        wanted, start = self._wanted(target), time.perf_counter()
+        inputs, items = self._inputs([(media, check_question(question))], Trace())
+        reduce = self.reduce
+        if wanted:
+            reduce = self.planner.plan(inputs, items, wanted, start)[0].spec
+        return stream_text(self, inputs, reduce)
+
+    def plan(self, media: Any, question: str, tick: Tick | None = None, **target: Any) -> Plan:
+        """What a call would run to meet a target, without answering.
+
+        Args:
+            media: A clip or image.
+            question: A question.
+            tick: Called with (steps done, steps, what is measured) while the device is measured.
+            **target: As for a call.
+
+        Raises:
+            MmfastError: Nothing meets the target; says what the best plan reaches.
+        """
+        wanted, start = self._wanted(target), time.perf_counter()
+        inputs, items = self._inputs([(media, check_question(question))], Trace())
+        return self.planner.plan(inputs, items, wanted, start, strict=True, tick=tick)[0]
+
+    @property
+    def planner(self) -> PipelinePlanner:
+        """Made when it is first asked for: most pipelines never plan."""
+        if self._planner is None:
+            self._planner = PipelinePlanner(self, self._name)
+        return self._planner
+
+    def _wanted(self, target: dict[str, Any]) -> Target:
+        wanted = make_target(**target) if target else self.target
+        check_alone(wanted, self.reduce)
+        return wanted
 
     def _inputs(
         self, pairs: list[tuple[Any, str]], trace: Trace
@@ -113,13 +167,22 @@ class VisualQA:
             inputs = build_inputs(self.processor, shots, questions, self.model.device)
         return inputs, [len(mine) for mine in shots]
 
-    def _answer(self, pairs: list[tuple[Any, str]]) -> list[Answer]:
+    def _answer(self, pairs: list[tuple[Any, str]], target: Target) -> list[Answer]:
         start, reading, first = time.perf_counter(), Trace(), FirstToken()
         inputs, items = self._inputs(pairs, reading)
+        reduce, plan = self.reduce, None
+        if target:
+            with reading.stage("plan"):
+                plan, measuring = self.planner.plan(inputs, items, target, start)
+            reduce = plan.spec
+            if measuring:  # the device, once and for all: no part of answering
+                reading.rows[-1].ms -= measuring
+                reading.add("measure device", 0, 0, measuring)
+                start += measuring / 1e3
         begin = time.perf_counter()
         with (
             encoder_timer(self.model) as encode,
-            attach(self.model, self.reduce, self.cache) as trace,
+            attach(self.model, reduce, self.cache) as trace,
         ):
             output = self.run(inputs, streamer=first)
         end = time.perf_counter()
@@ -134,7 +197,7 @@ class VisualQA:
         texts = self.processor.batch_decode(output[:, prompt:], skip_special_tokens=True)
         ttft = (first.at - start) * 1e3
         return [
-            Answer(text.strip(), trace, ttft, n, m)
+            Answer(text.strip(), trace, ttft, n, m, plan)
             for text, (n, m) in zip(texts, counts, strict=True)
         ]
 
@@ -145,39 +208,6 @@ class VisualQA:
         blocked = [i for i in ids if i is not None]
         with torch.inference_mode():
             output: torch.Tensor = self.model.generate(
-                **inputs, suppress_tokens=blocked or None, **self.generate, **extra
+                **inputs, suppress_tokens=blocked or None, **{**self.generate, **extra}
             )
         return output
-
-
-def pair_up(media: Any, question: Any) -> tuple[list[tuple[Any, str]], bool]:
-    """Pair media with questions; says whether the caller asked for a list.
-
-    A list of arrays or PIL images with ONE question is one clip given as frames; a list of
-    paths or bytes, or a list of questions, means several inputs.
-
-    Raises:
-        MmfastError: Lists of different lengths, an empty list, or an empty question.
-    """
-    if isinstance(question, (list, tuple)):
-        several = isinstance(media, (list, tuple)) and not _is_frames(media, len(question))
-        items = list(media) if several else [media] * len(question)
-        if len(items) != len(question) or not items:
-            raise MmfastError(
-                f"{len(items)} media and {len(question)} questions; give one question per media"
-            )
-        return [(m, check_question(q)) for m, q in zip(items, question, strict=True)], True
-    text = check_question(question)
-    if isinstance(media, (list, tuple)) and media and not _is_frames(media, 1):
-        return [(m, text) for m in media], True
-    return [(media, text)], False
-
-
-def _is_frames(media: Sequence[Any], questions: int) -> bool:
-    if all(
-        isinstance(m, (str, bytes)) or hasattr(m, "__fspath__") or hasattr(m, "read") for m in media
-    ):
-        return False
-    # Arrays of rank 4 are clips; images and rank-3 arrays are frames of one clip unless there is
-    # exactly one question for each.
-    return getattr(media[0], "ndim", 3) == 3 and len(media) != questions

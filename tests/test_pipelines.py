@@ -12,7 +12,7 @@ import torch
 
 import mmfast
 from mmfast.frontends.video import read_video
-from mmfast.pipelines.visual_qa import pair_up
+from mmfast.pipelines.pairing import pair_up
 
 CLIPS = Path(__file__).resolve().parents[1] / "assets" / "clips"
 CLIP, OTHER = CLIPS / "red-circle.mp4", CLIPS / "four-shapes.mp4"
@@ -77,7 +77,7 @@ def test_batches_equal_singles(pipe: Any) -> None:
 def test_reducing_is_what_attach_does(pipe: Any) -> None:
     fast = mmfast.pipeline("video-qa", (pipe.model, pipe.processor), reduce="divprune:0.25")
     answer = fast(CLIP, QUESTION)
-    inputs = pipe._inputs([(CLIP, QUESTION)], mmfast.Trace())
+    inputs, _ = pipe._inputs([(CLIP, QUESTION)], mmfast.Trace())
     with mmfast.attach(pipe.model, reduce="divprune:0.25") as trace:
         ids = pipe.run(inputs)
     new = ids[:, inputs["input_ids"].shape[1] :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mmfast.core.errors import MmfastError
@@ -17,6 +17,7 @@ SHARES = (
     *(round(0.18 - 0.02 * i, 2) for i in range(8)),
     *(0.03, 0.02, 0.01),
 )
+RIVALS = 3  # methods that are priced at one place and budget
 DOCUMENT_SHARE = 0.5  # text is lost first: without rows on documents no less is kept of one
 
 
@@ -79,40 +80,48 @@ def candidates(
     Returns:
         Candidates, the stock model first, and a reason for each method that is out altogether.
     """
-    found = [Candidate((), evidence.full, price(()))]
-    rejected: dict[str, Rejected] = {}
+    best: dict[tuple[object, ...], list[tuple[float, tuple[Spec, ...]]]] = {}
+    rejected: list[Rejected] = []
     for curve in evidence.curves:
         stages = _moved(curve, depth)
-        name = "+".join(spell(replace(s, budget=None) if curve.single else s) for s in stages)
         if stages[0].method.name == BASELINE:
             continue
         reason = _unfit(stages, work, check)
-        if reason is not None:
-            rejected[name] = Rejected(name, reason)
-            continue
-        verdicts: dict[float, str] = {}
-        before = len(found)
-        for share in _shares(curve):
-            verdict = evidence.verdict(curve, share)
-            if verdict is not None:
-                verdicts[share] = verdict
-            elif share >= floor:
-                full = _with_budget(curve, stages, share)
-                accuracy = evidence.accuracy(curve, share)
-                assert accuracy is not None
-                found.append(Candidate(full, min(accuracy, evidence.full), price(full)))
-        if len(found) == before:
-            rejected[name] = Rejected(name, _why_none(verdicts, floor))
-    return _distinct(found, work), list(rejected.values())
+        good, doubts = ([], []) if reason else evidence.allowed(curve, _shares(curve))
+        good = [(share, score) for share, score in good if share >= floor]
+        if not good:
+            rejected.append(Rejected(_name(stages), reason or _why_none(doubts, floor)))
+        for share, score in good:
+            full = (replace(stages[0], budget=share),) if curve.single else stages
+            place = tuple((s.where, _tokens(s, work)) for s in full)
+            best.setdefault(place, []).append((min(score, evidence.full), full))
+    found = [Candidate((), evidence.full, price(()))]
+    for rivals in best.values():
+        # The same tokens in the same layers cost the same but for choosing: the best few will do.
+        rivals.sort(key=lambda rival: -rival[0])
+        found += [Candidate(full, score, price(full)) for score, full in rivals[:RIVALS]]
+    taken = {_name(c.stages) for c in found}
+    beaten = dict.fromkeys(_name(full) for each in best.values() for _, full in each)
+    reason = f"{RIVALS} others answer more at each of its budgets, for the same cost"
+    rejected += [Rejected(name, reason) for name in beaten if name not in taken]
+    return found, rejected
+
+
+def _name(stages: Sequence[Spec]) -> str:
+    """A spec as it is called across budgets."""
+    single = len(stages) == 1
+    return "+".join(spell(replace(s, budget=None) if single else s) for s in stages)
+
+
+def _tokens(stage: Spec, work: Work) -> object:
+    """What a budget comes to on the largest item: shares that come to the same are one."""
+    budget = stage.budget
+    return count(budget, max(work.items)) if isinstance(budget, float) else budget
 
 
 def _shares(curve: Curve) -> Iterable[float]:
     measured = [share for share, _ in curve.points]
     return sorted({*SHARES, *measured}, reverse=True) if curve.single else measured
-
-
-def _with_budget(curve: Curve, stages: tuple[Spec, ...], share: float) -> tuple[Spec, ...]:
-    return (replace(stages[0], budget=share),) if curve.single else stages
 
 
 def _moved(curve: Curve, depth: int) -> tuple[Spec, ...]:
@@ -144,23 +153,6 @@ def _unfit(
     return None
 
 
-def _why_none(verdicts: Mapping[float, str], floor: float) -> str:
-    measured = [text for text in verdicts.values() if "measured budget" not in text]
-    if measured:
-        return measured[-1]
-    return f"nothing measured at or above a share of {floor:.3g}"
-
-
-def _distinct(found: Sequence[Candidate], work: Work) -> list[Candidate]:
-    """Shares that come to the same number of tokens are one candidate."""
-    seen, kept = set(), []
-    for each in found:
-        budgets = tuple(
-            count(s.budget, max(work.items)) if isinstance(s.budget, float) else s.budget
-            for s in each.stages
-        )
-        key = (*(str(replace(s, budget=None)) for s in each.stages), *budgets)
-        if key not in seen:
-            seen.add(key)
-            kept.append(each)
-    return kept
+def _why_none(doubts: Sequence[str], floor: float) -> str:
+    measured = [text for text in doubts if "measured budget" not in text]
+    return measured[-1] if measured else f"nothing measured at or above a share of {floor:.3g}"

@@ -13,7 +13,6 @@ from mmfast.planner.candidates import Candidate
 from mmfast.planner.cost import Cost
 from mmfast.planner.target import FAST_SHARE, QUALITIES, Target
 
-
 FASTER = 0.98  # a gain below 2 % drowns in what the prediction is off by
 
 

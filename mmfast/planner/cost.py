@@ -85,8 +85,8 @@ def predict(
         call: Key of `rates.overhead`: what is called, `generate` or `forward`.
     """
     stages = expand(stages, shape.depth)
-    per_item = {n: visual_lengths(stages, n, shape.depth) for n in set(work.items)}
-    visual = [sum(per_item[n][layer] for n in work.items) for layer in range(shape.depth)]
+    per_item = [visual_lengths(stages, n, shape.depth) for n in work.items]
+    visual = [sum(lengths) for lengths in zip(*per_item, strict=True)]
     text = work.prompt * work.rows - work.visual
     stock, reduced = rates.overhead.get(call, (0.0, 0.0))
     return Cost(

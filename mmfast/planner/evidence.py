@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -19,6 +19,7 @@ from mmfast.planner.target import KINDS
 
 Row = Mapping[str, Any]
 BASELINE = "random"
+Point = tuple[float, float]  # (share kept, accuracy)
 SUBSET = "video"  # of rows that name no kind of media
 
 
@@ -33,7 +34,7 @@ class Curve:
     """
 
     stages: tuple[Spec, ...]
-    points: tuple[tuple[float, float], ...]
+    points: tuple[Point, ...]
     layers: int | None = None
 
     @property
@@ -41,7 +42,7 @@ class Curve:
         """Whether the budget may be changed."""
         return len(self.stages) == 1
 
-    def around(self, share: float) -> list[tuple[float, float]]:
+    def around(self, share: float) -> list[Point]:
         """The measured points next to `share`; none where it is below the smallest."""
         for point in self.points:
             if abs(point[0] - share) < 1e-6:
@@ -70,6 +71,23 @@ class Evidence:
     kind: str = SUBSET
     own: bool = True
 
+    @cached_property
+    def baselines(self) -> tuple[Curve, ...]:
+        """Random selection, at each site it was measured at."""
+        named = (c for c in self.curves if c.single)
+        return tuple(c for c in named if c.stages[0].method.name == BASELINE)
+
+    def allowed(self, curve: Curve, shares: Iterable[float]) -> tuple[list[Point], list[str]]:
+        """(share, sure accuracy) wherever the spec may be recommended; else the reasons."""
+        good, reasons = list[Point](), list[str]()
+        for share in shares:
+            reason = self.verdict(curve, share)
+            if reason is not None:
+                reasons.append(reason)
+            elif (score := self.accuracy(curve, share)) is not None:
+                good.append((share, score))
+        return good, reasons
+
     def accuracy(self, curve: Curve, share: float) -> float | None:
         """Accuracy that is sure at `share`: of the measured points around it, the worse one."""
         around = curve.around(share)
@@ -93,13 +111,9 @@ class Evidence:
 
         Random at the same site counts too, where it was measured.
         """
-        rivals = [c for c in self.curves if _is_random(c) and _comparable(c, curve)]
+        rivals = [c for c in self.baselines if _comparable(c, curve)]
         found = [next((s for at, s in c.points if at >= share - 1e-6), None) for c in rivals]
         return max((score for score in found if score is not None), default=None)
-
-
-def _is_random(curve: Curve) -> bool:
-    return curve.single and curve.stages[0].method.name == BASELINE
 
 
 def _comparable(rival: Curve, curve: Curve) -> bool:

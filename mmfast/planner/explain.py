@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mmfast.planner.candidates import Candidate
 from mmfast.planner.evidence import Evidence
-from mmfast.planner.target import Target
+from mmfast.planner.target import Target, size
 from mmfast.planner.work import Work
 
 
@@ -70,7 +70,7 @@ def refusal(steps: Sequence[Candidate], target: Target, spent: float) -> str:
     if target.tokens is not None:
         reach.append(f"{best.cost.mean:.0f} tokens per layer")
     if target.memory is not None:
-        reach.append(f"{best.cost.memory / 1e9:.2f} GB")
+        reach.append(size(best.cost.memory))
     return (
         f"{target} is out of reach here: the best is {', '.join(reach)} with {name}; "
         "raise the target, or give fewer frames or a smaller image"

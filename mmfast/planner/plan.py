@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmfast.planner.candidates import Rejected
+from mmfast.planner.candidates import Candidate, Rejected
+from mmfast.planner.work import Work
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class Plan:
 
     Attributes:
         spec: Spec string; None reduces nothing.
-        ttft_ms: Predicted milliseconds by part: `read` (spent before planning), `encode`,
-            `select`, `prefill`, `overhead`.
+        ttft_ms: Predicted milliseconds by part: `read` (spent before planning), `plan`,
+            `encode`, `select`, `prefill`, `overhead`.
         visual_tokens: Visual tokens of the request.
         kept_tokens: Those left after the last stage.
         mean_tokens: Visual tokens in a decoder layer, mean over the layers.
@@ -71,3 +72,29 @@ class Plan:
             document["measured_ttft_ms"] = round(measured_ms, 3)
             document["measured_over_predicted"] = round(measured_ms / self.total_ms, 3)
         return document
+
+
+def plan_of(
+    choice: Candidate,
+    stock: Candidate,
+    work: Work,
+    spent: tuple[float, float],
+    met: bool,
+    why: tuple[str, ...],
+    rejected: Sequence[Rejected],
+) -> Plan:
+    """Make a candidate a plan; `spent` are the milliseconds of reading and of planning."""
+    cost = choice.cost
+    parts = ("encode", "select", "prefill", "overhead")
+    return Plan(
+        spec=choice.spec,
+        ttft_ms={"read": spent[0], "plan": spent[1]} | {p: getattr(cost, p) for p in parts},
+        visual_tokens=work.visual,
+        kept_tokens=cost.kept,
+        mean_tokens=cost.mean,
+        memory={name: getattr(cost, name) for name in ("weights", "kv", "activations")},
+        accuracy=(choice.accuracy, stock.accuracy),
+        met=met,
+        why=why,
+        rejected=tuple(rejected),
+    )

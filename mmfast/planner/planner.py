@@ -1,4 +1,4 @@
-"""The planner of one model: measures what it must, weighs candidates, says why.
+"""The planner of one model: weighs candidates against a target and says why.
 
 planner = Planner(model)
 plan = planner.plan(inputs, make_target(target_ttft_ms=300))
@@ -8,35 +8,27 @@ with attach(model, plan.spec): ...
 from __future__ import annotations
 
 import json
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mmfast.attach import check_sites
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.schedule import expand
-from mmfast.core.spec import Spec, parse
-from mmfast.models.adapter import tower_of
 from mmfast.models.loading import embedded_path
-from mmfast.planner.calibrate import Bench, Tick, decoder_rates
+from mmfast.planner.calibrate import Tick
 from mmfast.planner.candidates import DOCUMENT_SHARE, Candidate, Rejected, candidates
 from mmfast.planner.choose import choose
-from mmfast.planner.cost import Cost, predict, select_key
-from mmfast.planner.encoder import encoder_rates
 from mmfast.planner.evidence import Evidence, Row, evidence_for
 from mmfast.planner.explain import reasons, refusal
-from mmfast.planner.plan import Plan
+from mmfast.planner.learner import Learner, Run
+from mmfast.planner.plan import Plan, plan_of
 from mmfast.planner.rates import Rates
-from mmfast.planner.selection import selection_ms
-from mmfast.planner.shape import Shape, fingerprint, shape_of
-from mmfast.planner.store import rates_key, read_rates, write_rates
+from mmfast.planner.shape import Shape
 from mmfast.planner.target import Target
 from mmfast.planner.work import Work, work_of
-
-Run = Callable[[str | None], float]  # spec -> measured ms to the first token, inputs ready
-PROBE = "uniform:0.25"  # chooses in no time: what a reduced call takes beside choosing
-SHORT_MS = 2000.0  # calls predicted to be this short are run, to learn their overhead
 
 
 class PlanWarning(UserWarning):
@@ -48,7 +40,7 @@ class Planner:
 
     Args:
         model: A transformers model of a known family.
-        name: Its name in the accuracy rows; the embedded model's by default.
+        name: Its name in the accuracy rows.
         rows: Accuracy rows; those of the package if None.
         rates: Known rates; None reads those of earlier runs.
         shape: Its shape, where the model at hand is cut down to fewer layers.
@@ -65,63 +57,8 @@ class Planner:
         remember: bool = True,
     ) -> None:
         self.model, self.name, self.rows = model, name, rows
-        self.bench = Bench(model, shape or shape_of(model, _blocks(model)))
-        self.key: dict[str, Any] | None = None
-        if remember:
-            self.key = rates_key(self.bench.device, self.bench.dtype, fingerprint(model))
-        known = read_rates(self.key) if self.key is not None and rates is None else rates
-        self.rates = known or Rates()
-
-    def learn(
-        self,
-        inputs: Mapping[str, Any],
-        work: Work,
-        call: str = "generate",
-        run: Run | None = None,
-        tick: Tick | None = None,
-    ) -> None:
-        """Measure what is not known yet about calls of this size.
-
-        Args:
-            inputs: What the processor returned.
-            work: The request they make.
-            call: What `run` calls: `generate` or `forward`.
-            run: Runs one call for real, where calls are short.
-            tick: Called with (steps done, steps, what is measured).
-        """
-        before = self.rates
-        self.rates = decoder_rates(self.bench, self.rates, work.prompt * work.rows, tick)
-        if work.pixels:
-            if tick is not None:
-                tick(0, 1, "the encoder")
-            self.rates = encoder_rates(self.bench, self.rates, inputs)
-        if run is not None and call not in self.rates.overhead:
-            self._learn_overhead(work, call, run)
-        self._save(before)
-
-    def _learn_overhead(self, work: Work, call: str, run: Run) -> None:
-        """What short calls take beside what is predicted; long ones drown it."""
-        found = []
-        for text in (None, PROBE):
-            cost = self.cost(work, parse(text), call)
-            if cost.ttft > SHORT_MS:
-                return
-            run(text)
-            times = sorted(run(text) for _ in range(5))
-            found.append(times[2] - cost.ttft)  # below 0 where layers are faster in place
-        self.rates = self.rates.gain(overhead={call: tuple(found)})
-
-    def cost(self, work: Work, stages: Sequence[Spec], call: str = "generate") -> Cost:
-        """Predict one call under a parsed spec."""
-        return predict(self.bench.shape, self.rates, work, stages, call)
-
-    def price_selection(self, stages: Sequence[Spec], work: Work) -> None:
-        """Measure what choosing takes, where that is not known."""
-        for stage in stages:
-            key = select_key(stage, work)
-            if key not in self.rates.select:
-                ms = selection_ms(self.bench, stage, work)
-                self.rates = self.rates.gain(select={key: ms})
+        self.learner = Learner(model, rates, shape, remember)
+        self._known: dict[str, Evidence] = {}
 
     def plan(
         self,
@@ -139,19 +76,19 @@ class Planner:
         Args:
             inputs: What the processor returned.
             target: The limits; without any, the stock model is the plan.
-            call: See `learn`.
-            run: See `learn`.
+            call: What is called: `generate` or `forward`.
+            run: Runs one call for real, so that the overhead of short calls can be learnt.
             spent: Milliseconds gone since the caller started to wait.
             strict: Refuse a latency target that is out of reach; else warn and take the fastest.
             kind: The kind of media, unless the target names one.
-            tick: See `learn`.
+            tick: Called with (steps done, steps, what is measured) while the device is measured.
 
         Raises:
             MmfastError: No plan meets the target; says what the best one reaches.
             ModelError: The family is unknown, or the inputs hold nothing visual.
         """
         work = work_of(self.model, inputs)
-        self.learn(inputs, work, call, run, tick)
+        self.learner.learn(inputs, work, call, run, tick)
         return self.decide(work, target, call, spent, strict, kind)
 
     def decide(
@@ -164,86 +101,59 @@ class Planner:
         kind: str = "video",
     ) -> Plan:
         """Choose with the rates as they are; arguments as for `plan`."""
-        evidence, depth = self._evidence(target.kind or kind), self.bench.shape.depth
-        floor = DOCUMENT_SHARE if (target.kind or kind) == "document" != evidence.kind else 0.0
+        begin, measured = time.perf_counter(), self.learner.measuring_ms
+        evidence = self._evidence(target.kind or kind)
         while True:
-            found, rejected = candidates(
-                evidence,
-                work,
-                depth,
-                lambda stages: self.cost(work, stages, call),
-                lambda stages: check_sites(expand(stages, depth), self.model),
-                floor,
-            )
-            choice, steps = choose(found, target, spent)
-            unpriced = [s for s in steps if not self._priced(s, work)]
+            found, rejected = self._candidates(evidence, work, target.kind or kind, call)
+            measuring = self.learner.measuring_ms - measured
+            gone = spent + (time.perf_counter() - begin) * 1e3 - measuring
+            choice, steps = choose(found, target, gone)
+            unpriced = [s for s in steps if not self.learner.priced(s.stages, work)]
             if not unpriced:
                 break
-            before = self.rates
             for step in unpriced:
-                self.price_selection(step.stages, work)
-            self._save(before)
+                self.learner.price(step.stages, work)
         met = choice is not None
         if choice is None:
-            choice = self._best_effort(steps, target, spent, strict)
-        why = reasons(choice, steps, found, target, evidence, work, spent)
-        return self._plan(choice, found[0], work, spent, met, why, rejected)
+            choice = _best_effort(steps, target, gone, strict)
+        why = reasons(choice, steps, found, target, evidence, work, gone)
+        return plan_of(choice, found[0], work, (spent, gone - spent), met, why, rejected)
 
-    def _priced(self, step: Candidate, work: Work) -> bool:
-        return all(select_key(stage, work) in self.rates.select for stage in step.stages)
-
-    def _best_effort(
-        self, steps: Sequence[Candidate], target: Target, spent: float, strict: bool
-    ) -> Candidate:
-        message = refusal(steps, target, spent)
-        late = target.ttft_ms is not None and bool(steps)
-        hard = replace(target, ttft_ms=None)
-        choice = choose(steps, hard)[0] if late else None
-        if strict or choice is None:
-            raise MmfastError(message)
-        fitting = [s for s in steps if s.cost.mean <= choice.cost.mean]
-        warnings.warn(f"{message}; running the fastest plan", PlanWarning, stacklevel=4)
-        return fitting[-1]
-
-    def _plan(
-        self,
-        choice: Candidate,
-        stock: Candidate,
-        work: Work,
-        spent: float,
-        met: bool,
-        why: tuple[str, ...],
-        rejected: Sequence[Rejected],
-    ) -> Plan:
-        cost = choice.cost
-        parts = ("encode", "select", "prefill", "overhead")
-        return Plan(
-            spec=choice.spec,
-            ttft_ms={"read": spent, **{name: getattr(cost, name) for name in parts}},
-            visual_tokens=work.visual,
-            kept_tokens=cost.kept,
-            mean_tokens=cost.mean,
-            memory={name: getattr(cost, name) for name in ("weights", "kv", "activations")},
-            accuracy=(choice.accuracy, stock.accuracy),
-            met=met,
-            why=why,
-            rejected=tuple(rejected),
+    def _candidates(
+        self, evidence: Evidence, work: Work, kind: str, call: str
+    ) -> tuple[list[Candidate], list[Rejected]]:
+        depth = self.learner.bench.shape.depth
+        return candidates(
+            evidence,
+            work,
+            depth,
+            lambda stages: self.learner.cost(work, stages, call),
+            lambda stages: check_sites(expand(stages, depth), self.model),
+            DOCUMENT_SHARE if kind == "document" != evidence.kind else 0.0,
         )
 
     def _evidence(self, kind: str) -> Evidence:
-        found = evidence_for(kind, self.rows, self.name, _embedded_layers)
-        return found or Evidence(1.0, (), "no accuracy rows", kind)
-
-    def _save(self, before: Rates) -> None:
-        if self.key is not None and self.rates != before:
-            write_rates(self.key, self.rates)
+        if kind not in self._known:
+            found = evidence_for(kind, self.rows, self.name, _embedded_layers)
+            self._known[kind] = found or Evidence(1.0, (), "no accuracy rows", kind)
+        return self._known[kind]
 
 
-def _blocks(model: Any) -> int:
-    try:
-        return len(tower_of(model).blocks)
-    except (ModelError, StopIteration, AttributeError):
-        return 0
+def _best_effort(
+    steps: Sequence[Candidate], target: Target, spent: float, strict: bool
+) -> Candidate:
+    """The fastest step that meets every limit but the latency.
+
+    Raises:
+        MmfastError: There is none, or `strict` asks for no less than the target.
+    """
+    message = refusal(steps, target, spent)
+    late = target.ttft_ms is not None and bool(steps)
+    choice = choose(steps, replace(target, ttft_ms=None))[0] if late else None
+    if strict or choice is None:
+        raise MmfastError(message)
+    warnings.warn(f"{message}; running the fastest plan", PlanWarning, stacklevel=6)
+    return min((s for s in steps if s.cost.mean <= choice.cost.mean), key=lambda s: s.cost.ttft)
 
 
 def _embedded_layers(name: str) -> int | None:

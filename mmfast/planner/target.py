@@ -43,7 +43,7 @@ class Target:
         parts = {
             "time to first token": None if self.ttft_ms is None else f"{self.ttft_ms:g} ms",
             "visual tokens": self.tokens,
-            "memory": None if self.memory is None else f"{self.memory / 1e9:.2f} GB",
+            "memory": None if self.memory is None else size(self.memory),
             "quality": self.quality,
         }
         return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
@@ -101,6 +101,11 @@ def parse_bytes(value: Any) -> int | None:
         value = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
     _positive("max_memory", value, _SIZES, whole=True)
     return int(value)
+
+
+def size(count: int) -> str:
+    """Bytes for people: `1.53 GB`, `11.5 MB`."""
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
 _SIZES = "write a size such as 2GB or 1.5GiB, or a number of bytes"

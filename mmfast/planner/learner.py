@@ -1,0 +1,131 @@
+"""What is known of one model on its device, and measuring what is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mmfast.core.errors import ModelError
+from mmfast.core.spec import Spec, parse
+from mmfast.models.adapter import tower_of
+from mmfast.planner.calibrate import Bench, Tick, decoder_rates
+from mmfast.planner.cost import Cost, predict, select_key
+from mmfast.planner.encoder import encoder_rates
+from mmfast.planner.rates import Rates
+from mmfast.planner.selection import selection_ms
+from mmfast.planner.shape import Shape, fingerprint, shape_of
+from mmfast.planner.store import rates_key, read_rates, write_rates
+from mmfast.planner.work import Work
+
+Run = Callable[[str | None], float]  # spec -> measured ms to the first token, inputs ready
+PROBE = "uniform:0.25"  # chooses in no time: what a reduced call takes beside choosing
+SHORT_MS = 2000.0  # calls predicted to be this short are run, to learn their overhead
+ROUNDS = 5
+
+
+class Learner:
+    """Rates of one model.
+
+    Args:
+        model: A transformers model of a known family.
+        rates: Known rates; None reads those of earlier runs.
+        shape: Its shape, where the model at hand is cut down to fewer layers.
+        remember: Keep what is measured for later runs.
+
+    Attributes:
+        bench: The model on its device.
+        rates: What is known by now.
+        measuring_ms: Milliseconds spent on measuring so far.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        rates: Rates | None = None,
+        shape: Shape | None = None,
+        remember: bool = True,
+    ) -> None:
+        self.bench = Bench(model, shape or shape_of(model, tower_depth(model)))
+        self.key: dict[str, Any] | None = None
+        if remember:
+            self.key = rates_key(self.bench.device, self.bench.dtype, fingerprint(model))
+        known = read_rates(self.key) if self.key is not None and rates is None else rates
+        self.rates = known or Rates()
+        self.measuring_ms = 0.0
+
+    def cost(self, work: Work, stages: Sequence[Spec], call: str = "generate") -> Cost:
+        """Predict one call under a parsed spec."""
+        return predict(self.bench.shape, self.rates, work, stages, call)
+
+    def learn(
+        self,
+        inputs: Mapping[str, Any],
+        work: Work,
+        call: str = "generate",
+        run: Run | None = None,
+        tick: Tick | None = None,
+    ) -> None:
+        """Measure what is not known yet about calls of this size.
+
+        Args:
+            inputs: What the processor returned.
+            work: The request they make.
+            call: What `run` calls: `generate` or `forward`.
+            run: Runs one call for real, where calls are short.
+            tick: Called with (steps done, steps, what is measured).
+        """
+        with self._saving():
+            self.rates = decoder_rates(self.bench, self.rates, work.prompt * work.rows, tick)
+            if work.pixels:
+                if tick is not None:
+                    tick(0, 1, "the encoder")
+                self.rates = encoder_rates(self.bench, self.rates, inputs)
+            if run is not None and call not in self.rates.overhead:
+                self._learn_overhead(work, call, run)
+
+    def _learn_overhead(self, work: Work, call: str, run: Run) -> None:
+        """What short calls take beside what is predicted; long ones drown it."""
+        specs = (None, PROBE)
+        costs = [self.cost(work, parse(text), call) for text in specs]
+        if max(cost.ttft for cost in costs) > SHORT_MS:
+            return
+        for text in specs:
+            run(text)
+        # Turn about, so that a busy machine treats both alike.
+        times = [[run(text) for text in specs] for _ in range(ROUNDS)]
+        middle = [sorted(column)[ROUNDS // 2] for column in zip(*times, strict=True)]
+        # It may be below 0: layers can be faster in their place than alone.
+        rest = tuple(ms - cost.ttft for ms, cost in zip(middle, costs, strict=True))
+        self.rates = self.rates.gain(overhead={call: rest})
+
+    def price(self, stages: Sequence[Spec], work: Work) -> None:
+        """Measure what choosing takes, where that is not known."""
+        with self._saving():
+            for stage in stages:
+                key = select_key(stage, work)
+                if key not in self.rates.select:
+                    ms = selection_ms(self.bench, stage, work)
+                    self.rates = self.rates.gain(select={key: ms})
+
+    def priced(self, stages: Sequence[Spec], work: Work) -> bool:
+        """Whether it is known what choosing takes."""
+        return all(select_key(stage, work) in self.rates.select for stage in stages)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        before, start = self.rates, time.perf_counter()
+        yield
+        if self.rates != before:
+            if self.key is not None:
+                write_rates(self.key, self.rates)
+            self.measuring_ms += (time.perf_counter() - start) * 1e3
+
+
+def tower_depth(model: Any) -> int:
+    """Blocks of the vision tower; 0 where the family's encoder is no stack of blocks."""
+    try:
+        return len(tower_of(model).blocks)
+    except (ModelError, StopIteration, AttributeError):
+        return 0

@@ -1,0 +1,80 @@
+"""The planner beside a pipeline: what it plans for, and how it tries a call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmfast.attach import attach
+from mmfast.models.loading import EMBEDDED
+from mmfast.models.timing import FirstToken
+from mmfast.planner.plan import Plan
+from mmfast.planner.planner import Planner
+from mmfast.planner.target import Target
+
+Tick = Callable[[int, int, str | None], None]
+
+
+class PipelinePlanner:
+    """Plans the calls of one pipeline; measures the device when the first plan is asked for.
+
+    Args:
+        pipe: The pipeline.
+        name: The model as the caller named it; None is the embedded one.
+    """
+
+    def __init__(self, pipe: Any, name: Any) -> None:
+        self.pipe = pipe
+        known = isinstance(name, (str, Path))
+        self.planner = Planner(pipe.model, _row_name(name) if known or name is None else None)
+
+    def plan(
+        self,
+        inputs: Mapping[str, Any],
+        items: Sequence[int],
+        target: Target,
+        started: float,
+        strict: bool = False,
+        tick: Tick | None = None,
+    ) -> tuple[Plan, float]:
+        """A plan, and the milliseconds that measuring the device took on the way.
+
+        Args:
+            inputs: The model's inputs.
+            items: Images or clips of each question.
+            target: The limits.
+            started: When the caller began to wait.
+            strict: See `Planner.plan`.
+            tick: Moves a progress bar.
+        """
+        spent = (time.perf_counter() - started) * 1e3
+        kind = "video" if "pixel_values_videos" in inputs else "image"
+        if kind == "image" and max(items) > 1:
+            kind = "multi-image"
+        before = self.planner.learner.measuring_ms
+        plan = self.planner.plan(
+            inputs,
+            target,
+            run=lambda spec: self._try(inputs, spec),
+            spent=spent,
+            strict=strict,
+            kind=kind,
+            tick=tick,
+        )
+        return plan, self.planner.learner.measuring_ms - before
+
+    def _try(self, inputs: Mapping[str, Any], spec: str | None) -> float:
+        """One call up to its first token, in milliseconds."""
+        first, start = FirstToken(), time.perf_counter()
+        with attach(self.pipe.model, spec, self.pipe.cache):
+            self.pipe.run(dict(inputs), streamer=first, max_new_tokens=1)
+        return (first.at - start) * 1e3
+
+
+def _row_name(name: Any) -> str:
+    """What accuracy rows call a model: the last part of a directory, else the name itself."""
+    if name is None:
+        return EMBEDDED
+    return Path(name).name if Path(name).is_dir() else str(name)
