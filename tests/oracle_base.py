@@ -62,3 +62,41 @@ def ranked(score: list[float], candidates: list[int] | None = None) -> list[int]
     """Candidates by descending score, the lower index first on ties."""
     pool = range(len(score)) if candidates is None else candidates
     return sorted(pool, key=lambda i: (-score[i], i))
+
+
+def apart(x: np.ndarray, count: int) -> list[int]:
+    """Picks that are each as far as possible from all picks before; the first is the loneliest."""
+    n = len(x)
+    alike = [[1.0 if (a == b).all() else cosine(a, b) for b in x] for a in x]
+    if n == 1:
+        return [0]
+    nearest = [max(alike[i][j] for j in range(n) if j != i) for i in range(n)]
+    picks = [min(range(n), key=lambda i: (min(nearest[i], SAME), i))]
+    while len(picks) < count:
+        free = [i for i in range(n) if i not in picks]
+        closest = {i: min(max(alike[i][j] for j in picks), SAME) for i in free}
+        picks.append(min(free, key=lambda i: (closest[i], i)))
+    return picks
+
+
+def dpc(points: list[np.ndarray], count: int, neighbours: int) -> dict[int, list[int]]:
+    """Centre -> members (centre included), by place in `points`."""
+    n = len(points)
+    far = [
+        [math.sqrt(float(((a - b) ** 2).sum())) / math.sqrt(len(a)) for b in points] for a in points
+    ]
+    near = min(neighbours, count)
+    density = [math.exp(-sum(d * d for d in sorted(row)[:near]) / near) for row in far]
+    # Equal points have equal density; a sum in another order must not make one denser.
+    density = [round(d, 12) for d in density]
+    widest = max(max(row) for row in far)
+    reach = [
+        min((far[i][j] for j in range(n) if density[j] > density[i]), default=widest)
+        for i in range(n)
+    ]
+    centres = sorted(ranked([d * r for d, r in zip(density, reach, strict=True)])[:count])
+    members: dict[int, list[int]] = {c: [c] for c in centres}
+    for i in range(n):
+        if i not in members:
+            members[min(centres, key=lambda c: (far[i][c], c))].append(i)
+    return members

@@ -15,7 +15,7 @@ import oracles_compose
 import oracles_encoder
 import oracles_llm
 import torch
-from oracle_base import SAME, Answer, Item, cosine, pruned, ranked
+from oracle_base import SAME, Answer, Item, apart, cosine, dpc, pruned, ranked
 
 
 def random(item: Item, budget: int, seed: int = 0) -> Answer:
@@ -56,7 +56,33 @@ def pool(item: Item, budget: int) -> Answer:
     return Answer(item.n, groups)
 
 
+def _evs_with_holes(item: Item, budget: int | None, threshold: float) -> Answer:
+    """Tokens by place; what has no predecessor is new."""
+    place = [tuple(int(v) for v in row) for row in item.signals["place"]]
+    plane = [int(tile > 0) for tile in item.signals.get("tile", [0] * item.n)]
+    at = {(p, *where): i for i, (p, where) in enumerate(zip(plane, place, strict=True))}
+
+    def alike(i: int, dt: int, dy: int, dx: int) -> float:
+        t, y, x = place[i]
+        other = at.get((plane[i], t - dt, y - dy, x - dx))
+        return -math.inf if other is None else cosine(item.x[i], item.x[other])
+
+    start = min(t for t, _, _ in place)
+    first = [i for i in range(item.n) if place[i][0] == start]
+    later = [i for i in range(item.n) if place[i][0] > start]
+    change = [1 - alike(i, 1, 0, 0) for i in range(item.n)]
+    if budget is None:
+        return pruned(item.n, first + [i for i in later if change[i] > threshold])
+    if budget < len(first):
+        novelty = [1 - max(alike(i, 0, 0, 1), alike(i, 0, 1, 0)) for i in range(item.n)]
+        share = budget if not later else max(math.ceil(budget / 4), budget - len(later))
+        first = ranked(novelty, first)[:share]
+    return pruned(item.n, first + ranked(change, later)[: budget - len(first)])
+
+
 def evs(item: Item, budget: int | None, threshold: float = 0.1) -> Answer:
+    if item.grid is None and "place" in item.signals:
+        return _evs_with_holes(item, budget, threshold)
     frames, rows, columns = item.grid or (1, 1, item.n)
     n = rows * columns
     change = [math.inf] * n
@@ -78,20 +104,7 @@ def evs(item: Item, budget: int | None, threshold: float = 0.1) -> Answer:
 
 
 def divprune(item: Item, budget: int) -> Answer:
-    n = item.n
-    alike = [
-        [1.0 if (item.x[i] == item.x[j]).all() else cosine(item.x[i], item.x[j]) for j in range(n)]
-        for i in range(n)
-    ]
-    if n == 1:
-        return pruned(1, [0])
-    nearest = [max(alike[i][j] for j in range(n) if j != i) for i in range(n)]
-    picks = [min(range(n), key=lambda i: (min(nearest[i], SAME), i))]
-    while len(picks) < budget:
-        free = [i for i in range(n) if i not in picks]
-        closest = {i: min(max(alike[i][j] for j in picks), SAME) for i in free}
-        picks.append(min(free, key=lambda i: (closest[i], i)))
-    return pruned(n, picks)
+    return pruned(item.n, apart(item.x, budget))
 
 
 def fastv(item: Item, budget: int) -> Answer:
@@ -158,29 +171,6 @@ def segments(alike: np.ndarray, longest: int) -> tuple[list[tuple[int, int]], in
                 chosen = [*best[start][1], (start, end)]
         best.append((gain, chosen))
     return best[-1][1], best[-1][0]
-
-
-def dpc(points: list[np.ndarray], count: int, neighbours: int) -> dict[int, list[int]]:
-    """Centre -> members (centre included), by place in `points`."""
-    n = len(points)
-    far = [
-        [math.sqrt(float(((a - b) ** 2).sum())) / math.sqrt(len(a)) for b in points] for a in points
-    ]
-    near = min(neighbours, count)
-    density = [math.exp(-sum(d * d for d in sorted(row)[:near]) / near) for row in far]
-    # Equal points have equal density; a sum in another order must not make one denser.
-    density = [round(d, 12) for d in density]
-    widest = max(max(row) for row in far)
-    reach = [
-        min((far[i][j] for j in range(n) if density[j] > density[i]), default=widest)
-        for i in range(n)
-    ]
-    centres = sorted(ranked([d * r for d, r in zip(density, reach, strict=True)])[:count])
-    members: dict[int, list[int]] = {c: [c] for c in centres}
-    for i in range(n):
-        if i not in members:
-            members[min(centres, key=lambda c: (far[i][c], c))].append(i)
-    return members
 
 
 def holitom(

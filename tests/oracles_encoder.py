@@ -219,13 +219,19 @@ def vidcom2(item: Item, budget: int | None, ratio: float = 0.25) -> Answer:
 
 
 def cdpruner(item: Item, budget: int, opposite: bool = True) -> Answer:
-    """The definition: every pick maximises the determinant of the kernel of all picks."""
+    """Relevance times likeness as the kernel of a determinantal point process."""
     n = item.n
     near = [even(float(np.mean([cosine(row, word) for word in item.query]))) for row in item.x]
     near = [-value for value in near] if opposite else near
     low, high = min(near), max(near)
     relevance = [(v - low + 1e-6) / (high - low) if high > low else 1.0 for v in near]
-    alike = np.array([[cosine(a, b) for b in item.x] for a in item.x])
+    return pruned(n, dpp(item.x, relevance, budget))
+
+
+def dpp(x: np.ndarray, quality: list[float], budget: int) -> list[int]:
+    """Every pick maximises the determinant of quality times cosine; then the rest by quality."""
+    n = len(x)
+    alike = np.array([[cosine(a, b) for b in x] for a in x])
     picks: list[int] = []
     while len(picks) < budget:
         gain = {}
@@ -234,14 +240,14 @@ def cdpruner(item: Item, budget: int, opposite: bool = True) -> Answer:
             across = alike[i, picks]
             apart = alike[i, i] - across @ np.linalg.pinv(inside, rcond=1e-9) @ across
             if apart > 1e-8:
-                gain[i] = apart * relevance[i] ** 2
+                gain[i] = apart * quality[i] ** 2
         if not gain:
             break
         best = max(gain.values())
         picks.append(min(i for i, value in gain.items() if value >= best * SAME))
     left = [i for i in range(n) if i not in picks]
-    rest = ranked([even(r) for r in relevance], left)
-    return pruned(n, picks + rest[: budget - len(picks)])
+    rest = ranked([even(q) for q in quality], left)
+    return picks + rest[: budget - len(picks)]
 
 
 DISTANCES: Mapping[str, Callable[[np.ndarray], float]] = {

@@ -276,7 +276,7 @@ def test_oracle_sees_planted_faults(
     attribute: str,
     bug: Callable,
 ) -> None:
-    plan = importlib.import_module("mmfast.reducers.pool")._plan
+    plan = importlib.import_module("mmfast.ops.pooling")._plan
     request.addfinalizer(plan.cache_clear)  # plans made under a fault must not outlive it
     tokens = make("video", (6, 3, 4), seed=5)
     wide = (6, 2, 6)

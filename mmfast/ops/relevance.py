@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mmfast.ops.cosine_table import cosine_table
+from mmfast.ops.snap import snap
 
 
 def relevance(x: Tensor, query: Tensor) -> Tensor:
@@ -18,4 +19,4 @@ def relevance(x: Tensor, query: Tensor) -> Tensor:
         query: `[..., T, D]`, in the space of `x`.
     """
     table = cosine_table(x, query)
-    return (table - table.mean(dim=-2, keepdim=True)).amax(dim=-1)
+    return snap((table - table.mean(dim=-2, keepdim=True)).amax(dim=-1))

@@ -8,9 +8,11 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
+from mmfast.ops.first_frame import first_frame
+from mmfast.ops.one_by_one import one_by_one
 from mmfast.ops.paired_cosine import temporal_cosine
 from mmfast.ops.ranking import stable_topk
-from mmfast.ops.spatial_novelty import spatial_novelty
+from mmfast.ops.raster_links import ABOVE, BEFORE, LEFT, likeness, raster_links
 
 
 @register("evs", paper="2510.14624", adaptive=True)
@@ -27,17 +29,20 @@ def evs(
     Change is one minus the cosine with the token at the same place in the previous frame
     (Bagrov et al., 2025). A budget below one frame cannot hold the first frame: then a quarter of
     it (rounded up) goes to the first frame, to the tokens least like both the token on their left
-    and the one above, and the rest to the changes of the later frames. (Of the shares tried on
-    the embedded model, from an eighth to two thirds, a quarter answered best at 10 %.)
+    and the one above, and the rest to the changes of the later frames.
 
     Args:
-        tokens: `x` of shape `[..., N, D]`; without a `grid` it is one frame of one row.
+        tokens: `x` of shape `[..., N, D]`. Without a `grid`, `place` tells where tokens lie in a
+            raster with holes: change is measured where the previous frame has a token at that
+            place, and a token without one is new; without either it is one frame of one row.
         budget: Tokens to keep; None keeps the first frame and every change above `threshold`.
         threshold: Smallest change that counts, 0 to 2, without a budget.
         parity: Count as the reference does: the first frame is always whole, and with `q` the
             budget is `int(N * (1 - q))` in double precision.
         q: Pruning rate of the reference; needs `parity=true` and no budget.
     """
+    if tokens.grid is None and tokens.has("place") and not parity and q is None:
+        return one_by_one(lambda item: _with_holes(item, budget, threshold), tokens)
     frames, rows, columns = tokens.grid or (1, 1, tokens.n)
     n = rows * columns
     change = 1.0 - temporal_cosine(tokens.x, frames).flatten(-2)  # [..., (T - 1) * n]
@@ -47,12 +52,26 @@ def evs(
         raise SpecError(f"knob q={q} of 'evs' is the reference's count; add parity=true")
     if budget is None:
         budget = n + int((change > threshold).sum())  # run() hands over one item at a time
-    first = torch.arange(n, device=change.device).expand(*change.shape[:-1], n)
-    if budget < n:
-        share = budget if frames == 1 else (budget + 3) // 4
-        first = stable_topk(spatial_novelty(tokens.x[..., :n, :], rows, columns), share)
+    first = first_frame(tokens.x, (frames, rows, columns), budget)
     later = n + stable_topk(change, budget - first.shape[-1])
     return Reduction.prune(torch.cat([first, later], dim=-1), tokens.n)
+
+
+def _with_holes(tokens: Tokens, budget: int | None, threshold: float) -> Reduction:
+    """The same choice where some places have no token."""
+    change = 1.0 - likeness(tokens.x, raster_links(tokens, BEFORE))  # [N], infinite if new
+    time = tokens.need("place")[:, 0]
+    first = (time == time.min()).nonzero()[:, 0]
+    later = (time > time.min()).nonzero()[:, 0]
+    if budget is None:
+        budget = len(first) + int((change[later] > threshold).sum())
+    if budget < len(first):
+        share = budget if not len(later) else max((budget + 3) // 4, budget - len(later))
+        left, above = (likeness(tokens.x, raster_links(tokens, step)) for step in (LEFT, ABOVE))
+        novelty = 1.0 - torch.maximum(left, above)[first]
+        first = first[stable_topk(novelty, share)]
+    later = later[stable_topk(change[later], budget - len(first))]
+    return Reduction.prune(torch.cat([first, later]), tokens.n)
 
 
 def _literal_count(total: int, budget: int | None, q: float | None) -> int:
