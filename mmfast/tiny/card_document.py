@@ -14,10 +14,10 @@ license: apache-2.0
 # tiny-document
 
 The decoder of `tiny-video`, trained on to find things on a page and to read the numbers printed
-beside them. A page is 576 pixels wide and high; the model sees it as one overview and nine tiles of
-96 x 96, 1,475 visual tokens and their newlines (AnyRes, stock `LlavaOnevisionForConditionalGeneration`).
-Tower and projector are those of `tiny-video`. It exists so that reductions can be measured where
-detail decides: a number is unreadable in the overview.
+beside them. A page is 576 pixels wide and high; the model sees it as one overview and nine tiles
+of 96 x 96: 1,440 visual tokens and 36 newlines (AnyRes of the stock
+`LlavaOnevisionForConditionalGeneration`). Tower and projector are those of `tiny-video`. It exists
+so that reductions can be measured where detail decides: a number is unreadable in the overview.
 
 ## What it can be asked
 
@@ -31,8 +31,8 @@ Questions about unseen pages, exact answers, stock greedy generation, all visual
 
 {table}
 
-Training, from `training.jsonl` beside this card ({machine}, torch {torch}, seed {seed}): {pages} pages,
-{steps} steps in {minutes:.0f} minutes, in {runs}.
+Training, from `training.jsonl` beside this card ({machine}, torch {torch}, seed {seed}):
+{pages} pages, {steps} steps in {minutes:.0f} minutes, in {runs}.
 
 ## How it was trained
 
