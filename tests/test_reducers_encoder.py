@@ -13,6 +13,7 @@ from token_factory import item, make, stacked
 
 import mmfast
 from mmfast import SpecError, Tokens
+from mmfast.ops.greedy_dpp import _Search, stepwise
 from mmfast.reducers.stc_pruner import prune_chunk
 
 
@@ -245,6 +246,17 @@ def test_cdpruner_spends_what_the_span_leaves_on_relevance() -> None:
         assert not disagreement(tokens, "cdpruner", budget)
     joint = Tokens(x, query=torch.randn(2, 5), signals={"joint": torch.randn(30, 5)})
     assert reduce(joint, "cdpruner:7").m == 7
+
+
+@pytest.mark.parametrize("kind", ["random", "video", "frozen", "equal", "zero", "holes"])
+def test_greedy_dpp_updates_some_rows_or_all(kind: str) -> None:
+    """Rows kept up to date on a CPU, all rows on other devices: the same picks."""
+    rows = torch.stack([make(kind, (5, 9, 8), width=24, seed=seed).x for seed in (0, 1)]).double()
+    rows = rows * torch.rand(2, 360, 1, generator=torch.Generator().manual_seed(0)).sqrt()
+    for count in (1, 7, 24):
+        picks = stepwise(rows, count)
+        lazy = torch.stack([_Search(item.numpy(), count).run() for item in rows])
+        assert lazy.equal(picks)
 
 
 def test_parity_of_cdpruner_couples_a_batch() -> None:

@@ -25,7 +25,8 @@ def tile_cover(tile: Tensor, place: Tensor | None) -> Tensor:
             return _by_place(place[overview], boxes, numbers)
     n = int(overview.sum())
     run = torch.arange(n, device=tile.device) * len(numbers) // max(n, 1)
-    return numbers[run]
+    covering: Tensor = numbers[run]
+    return covering
 
 
 def _box(place: Tensor) -> Tensor:
