@@ -59,6 +59,8 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
 def positions_of(tiny: Any, inputs: dict[str, Any]) -> Tensor:
     """Stock positions of a prompt, `[L]` or `[3, L]`."""
     ids = inputs["input_ids"]
+    if tiny.facts.positions is not None:
+        return tiny.facts.positions(tiny, inputs)
     if not tiny.facts.rope:
         return torch.arange(ids.shape[1])
     grids = {name: inputs[name] for name in tiny.facts.rope if name in inputs}

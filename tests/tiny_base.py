@@ -95,6 +95,8 @@ class Family:
         blocks: Tokens of an image see each other in both directions.
         reasons: Contracts it cannot keep, by the name of the test without `test_`: why, as the
             error says it.
+        positions: `(tiny, inputs of one prompt) -> [3, L]`: stock positions, where `rope` is not
+            enough to call for them.
         prompt_kinds: Mixes that one prompt may hold.
     """
 
@@ -110,6 +112,8 @@ class Family:
     nested: bool = False
     blocks: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
+
+    positions: Callable[[Any, Any], Tensor] | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ ALL_FAMILIES = (
     "llava",
     "llava_next",
     "llava_onevision",
+    "qwen2_5_omni_thinker",
     "qwen2_5_vl",
     "qwen2_vl",
     "qwen3_vl",

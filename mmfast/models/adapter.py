@@ -95,8 +95,8 @@ class Adapter:
     family: str
     layout: Callable[[Any, str, Call], list[Layout]]
     fold: Callable[[Any, str, Tensor, Call], list[Tensor]]
-    recover: Callable[[Any, str, Tensor, Tensor | None], Layout | list[Layout] | None] = (
-        lambda *_: None
+    recover: Callable[[Any, str, Tensor, Tensor | None], Layout | list[Layout] | None] = lambda *_: (
+        None
     )
     tower: Callable[[Any], Tower] = find_tower
     audio_tower: Callable[[Any], Tower] | None = None
@@ -131,9 +131,22 @@ _FILES = {
 _ADAPTERS: dict[str, Adapter] = {}
 
 
-def families() -> list[str]:
-    """Every known `model_type`."""
-    return sorted({*_FILES, *_ADAPTERS})
+def families(kind: str | None = None) -> list[str]:
+    """Every known `model_type`, or those that take a kind of media."""
+    names = sorted({*_FILES, *_ADAPTERS})
+    return names if kind is None else [name for name in names if kind in _load(name).media]
+
+
+def check_media(model: Any, kind: str) -> None:
+    """Refuse a kind of media that a model does not take.
+
+    Raises:
+        ModelError: Names the families that do.
+    """
+    if kind not in adapter_for(model).media:
+        raise ModelError(
+            f"{type(model).__name__} takes no {kind}; families that do: {', '.join(families(kind))}"
+        )
 
 
 def add_adapter(adapter: Adapter) -> None:
@@ -148,15 +161,19 @@ def adapter_for(model: Any) -> Adapter:
         ModelError: There is none; names the class and says how to write one.
     """
     family = getattr(getattr(model, "config", None), "model_type", None)
-    if family in _FILES and family not in _ADAPTERS:
-        importlib.import_module(_FILES[family])
-    if family not in _ADAPTERS:
+    if family not in _FILES and family not in _ADAPTERS:
         known = ", ".join(families())
         raise ModelError(
             f"{type(model).__name__} (model_type {family!r}) has no adapter; families: {known}; "
             "write one: mmfast.models.adapter.add_adapter(Adapter(model_type, layout, fold)), "
             "as mmfast/models/llava_onevision.py does in about 60 lines"
         )
+    return _load(family)
+
+
+def _load(family: str) -> Adapter:
+    if family not in _ADAPTERS:
+        importlib.import_module(_FILES[family])
     return _ADAPTERS[family]
 
 
