@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from mmfast.core.errors import SpecError, unknown
@@ -14,6 +17,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Importing the package of a kind registers its methods (one import line each).
 PACKAGES = {"reducer": "mmfast.reducers", "cache": "mmfast.caches"}
+# Installed packages add methods by an entry point of this group that names the module to import.
+PLUGINS = "mmfast.plugins"
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Method:
 
 
 _METHODS: dict[tuple[str, str], Method] = {}
+_LOADED: set[str] = set()
 
 
 def register(
@@ -131,3 +137,25 @@ def unregister(name: str, kind: str = "reducer") -> None:
 def _load(kind: str) -> None:
     if kind in PACKAGES:
         importlib.import_module(PACKAGES[kind])
+    for entry in _plugins(tuple(sys.path)):
+        if entry.value not in _LOADED:
+            _LOADED.add(entry.value)  # first: a plugin may ask for methods while it loads
+            _load_plugin(entry)
+
+
+@lru_cache(maxsize=1)  # looking through what is installed costs milliseconds
+def _plugins(_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=PLUGINS))
+
+
+def _load_plugin(entry: EntryPoint) -> None:
+    for package in PACKAGES.values():  # their names come first: a plugin cannot take one
+        importlib.import_module(package)
+    try:
+        entry.load()
+    except Exception as error:
+        _LOADED.discard(entry.value)
+        reason = f"{type(error).__name__}: {error}"
+        raise SpecError(
+            f"plugin {entry.name!r} ({entry.value}) does not load: {reason}; mend or uninstall it"
+        ) from error

@@ -1,0 +1,111 @@
+"""A method from a file outside the package: it is registered, and everything reads the registry."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import oracles
+import pytest
+import torch
+from oracle_base import Answer, Item, pruned, ranked
+from reducer_checks import check_contract
+from typer.testing import CliRunner
+
+import mmfast
+from mmfast.bench import table
+from mmfast.cli import app
+from mmfast.core import registry
+from mmfast.core.errors import SpecError
+
+METHOD = '''"""Keep the longest tokens."""
+
+from mmfast import Reduction, Tokens, register
+from mmfast.ops.ranking import stable_topk
+
+
+@register("longest", sites=("pre", "llm"))
+def longest(tokens: Tokens, budget: int) -> Reduction:
+    """Keep the tokens of greatest length.
+
+    Args:
+        tokens: `x` `[..., N, D]`.
+        budget: Tokens to keep.
+    """
+    return Reduction.prune(stable_topk(tokens.x.double().norm(dim=-1), budget), tokens.n)
+'''
+
+
+def oracle(item: Item, budget: int) -> Answer:
+    return pruned(item.n, ranked([float(row @ row) ** 0.5 for row in item.x])[:budget])
+
+
+def install(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `pip install` leaves of a package with one module and one entry point."""
+    assert len(METHOD.splitlines()) < 20
+    (folder / "longest_tokens.py").write_text(source)
+    info = folder / "longest_tokens-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: longest-tokens\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[mmfast.plugins]\nlongest = longest_tokens\n")
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Everything as before once the test is over."""
+    yield
+    registry.unregister("longest")
+    registry._LOADED.discard("longest_tokens")
+    sys.modules.pop("longest_tokens", None)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_file_and_an_entry_point_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, METHOD, monkeypatch)
+    listed = CliRunner().invoke(app, ["methods", "--json"])
+    rows = {row["name"]: row for row in json.loads(listed.stdout)}
+    assert rows["longest"]["summary"] == "Keep the tokens of greatest length."
+    assert any("| `longest` | baseline | pre llm&lt;K&gt; |" in line for line in table.methods([]))
+    for name in ("methods", "accuracy"):
+        stale = f"<!-- table:{name} -->\n<!-- /table:{name} -->"
+        assert "| `longest` |" in table.render(stale, tmp_path)
+    method = registry.get("longest")
+    assert method in mmfast.methods("reducer")
+    with pytest.raises(KeyError, match="longest"):
+        check_contract(method)  # no method without an oracle
+    monkeypatch.setitem(oracles.ORACLES, "longest", oracle)
+    check_contract(method)
+    kept = mmfast.reduce(mmfast.Tokens(torch.eye(4) * torch.arange(1.0, 5)[:, None]), "longest:2")
+    assert kept.keep.tolist() == [2, 3]
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (".norm(dim=-1)", ".norm(dim=-1).neg()"),  # keeps the shortest
+        ("budget), tokens.n", "budget - 1), tokens.n"),  # one too few
+    ],
+)
+def test_the_contract_finds_a_wrong_method(
+    right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, METHOD.replace(right, wrong), monkeypatch)
+    monkeypatch.setitem(oracles.ORACLES, "longest", oracle)
+    with pytest.raises((AssertionError, mmfast.MmfastError)):
+        check_contract(registry.get("longest"))
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_broken_plugin_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, METHOD.replace('"longest"', '"evs"'), monkeypatch)
+    for _ in range(2):
+        with pytest.raises(SpecError, match=r"plugin 'longest' \(longest_tokens\).*already reg"):
+            registry.methods()
+    monkeypatch.undo()
+    assert registry.get("evs").fn.__module__ == "mmfast.reducers.evs"
