@@ -128,8 +128,38 @@ def test_emission_order_and_mix() -> None:
     mix = Mix(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]), torch.tensor([1.0, 2.0, 0.5]))
     mixed = Reduction(torch.tensor([0, 1]), torch.tensor([0, 1, -1, -1]), mix=mix)
     assert mixed.apply(x).flatten().tolist() == [2, 0.5]
-    with pytest.raises(MmfastError, match="mix"):
-        mixed.then(Reduction.identity(2))
+    assert mixed.then(Reduction.identity(2)).apply(x).flatten().tolist() == [2, 0.5]
+
+
+def _some(n: int, m: int, kind: str, seed: int, lead: tuple[int, ...] = ()) -> Reduction:
+    """A random Reduction of one kind: a choice, weighted groups, or triplets."""
+    g = torch.Generator().manual_seed(seed)
+    keep = torch.rand(*lead, n, generator=g).argsort(-1)[..., :m]
+    if kind == "prune":
+        return Reduction.prune(keep, n)
+    target = keep.gather(-1, torch.randint(0, m, (*lead, n), generator=g))
+    target = target.scatter(-1, keep, keep)
+    weight = torch.rand(*lead, n, generator=g)
+    merged = Reduction.merge(keep, target, weight if kind == "weighted" else None)
+    if kind != "mix":
+        return merged
+    count = 3 * m
+    output = torch.randint(0, m, (*lead, count), generator=g)
+    source = torch.randint(0, n, (*lead, count), generator=g)
+    mix = Mix(output, source, torch.rand(*lead, count, generator=g))
+    return Reduction(merged.keep, merged.owner, mix=mix)
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("second", ["prune", "merge", "weighted", "mix"])
+@pytest.mark.parametrize("first", ["prune", "merge", "weighted", "mix"])
+def test_then_is_one_after_the_other(first: str, second: str, lead: tuple[int, ...]) -> None:
+    a, b = _some(12, 7, first, 1, lead), _some(7, 4, second, 2, lead)
+    x = torch.randn(*lead, 12, 5, dtype=torch.float64)
+    both = a.then(b)
+    both.check()
+    torch.testing.assert_close(both.apply(x), b.apply(a.apply(x)), rtol=1e-5, atol=1e-6)
+    assert both.keep.equal(a.keep.gather(-1, b.keep))
 
 
 def test_stack() -> None:

@@ -290,3 +290,12 @@ def test_wrong_knobs_are_named(spec: str, words: str) -> None:
     with pytest.raises(SpecError, match=words) as error:
         reduce(make("random", (1, 3, 4)), spec)
     assert "\n" not in str(error.value)
+
+
+def test_merged_tokens_can_be_reduced_further() -> None:
+    tokens = make("video", (4, 3, 4), seed=1)
+    both = mmfast.reduce(tokens, "prumerge_plus:20+dycoke:9")
+    first = mmfast.reduce(tokens, "prumerge_plus:20")
+    assert both.m == 9 and set(both.keep.tolist()) <= set(first.keep.tolist())
+    slots = torch.isin(first.keep, both.keep)
+    torch.testing.assert_close(both.apply(tokens.x), first.apply(tokens.x)[slots])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.mixing import mixed_then
 
 
 @dataclass(frozen=True)
@@ -158,24 +159,23 @@ class Reduction:
         """This reduction (N to M) followed by `other` (M to K), as one (N to K).
 
         Raises:
-            MmfastError: `other` does not start from M tokens, or either has a `mix`.
+            MmfastError: `other` does not start from M tokens.
         """
         if other.n != self.m:
             raise MmfastError(
                 f"cannot compose: the first leaves {self.m} tokens, the second takes {other.n}"
             )
-        if self.mix is not None or other.mix is not None:
-            raise MmfastError(
-                "cannot compose reductions with a mix: apply them one after the other"
-            )
+        mixed = self.mix is not None or other.mix is not None
         slot = self.owner.clamp_min(0)
         owner = other.owner.gather(-1, slot).masked_fill(self.owner < 0, -1)
         plain = (other.pure and self.weight is None) or (self.pure and other.weight is None)
+        plain = plain or mixed
         weight = None if plain else self.share() * other.share().gather(-1, slot)
         return Reduction(
             keep=self.keep.gather(-1, other.keep),
             owner=owner,
             weight=None if weight is None else weight.masked_fill(owner < 0, 0),
+            mix=Mix(*mixed_then(self, other)) if mixed else None,
             order=other.order,
             pure=self.pure and other.pure,
         )
