@@ -1,4 +1,4 @@
-"""`mmfast`: ask, methods, doctor, verify, eval, bench.
+"""`mmfast`: ask, methods, doctor, verify, eval, bench, plan.
 
 The commands live in `cli_<topic>.py`; a new one is a function there and a line below. Every
 command imports what it needs itself, so that `mmfast --help` and completion stay instant.
@@ -16,6 +16,7 @@ from mmfast import __version__
 from mmfast.cli_ask import ask
 from mmfast.cli_info import doctor, methods, verify
 from mmfast.cli_measure import bench, evaluate
+from mmfast.cli_plan import plan
 from mmfast.core.errors import MmfastError
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command()(doctor)
 app.command()(verify)
 app.command(name="eval")(evaluate)
 app.command()(bench)
+app.command()(plan)
 
 
 @app.callback(invoke_without_command=True)

@@ -80,6 +80,11 @@ def _cell(value: object) -> str:
     )
 
 
+def print_rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table on standard output."""
+    _table(_out(), columns, rows)
+
+
 def print_answer(answer: Any, as_json: bool) -> None:
     """The text on standard output, its trace on standard error; or the JSON document."""
     if as_json:

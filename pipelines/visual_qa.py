@@ -13,7 +13,7 @@ from mmfast.attach import attach
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.core.trace import Row, Trace, peak_bytes
-from mmfast.models.counts import summed, token_counts
+from mmfast.models.counts import add_views, summed, token_counts
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, build_inputs, check_question
 from mmfast.models.timing import FirstToken, encoder_timer
@@ -128,19 +128,27 @@ class VisualQA:
             reduce = self.planner.plan(inputs, items, wanted, start)[0].spec
         return stream_text(self, inputs, reduce)
 
-    def plan(self, media: Any, question: str, tick: Tick | None = None, **target: Any) -> Plan:
+    def plan(
+        self,
+        media: Any,
+        question: str,
+        target: Target | None = None,
+        tick: Tick | None = None,
+        **limits: Any,
+    ) -> Plan:
         """What a call would run to meet a target, without answering.
 
         Args:
             media: A clip or image.
             question: A question.
+            target: What to meet; or as `limits`, those of a call.
             tick: Called with (steps done, steps, what is measured) while the device is measured.
-            **target: As for a call.
+            **limits: `target_ttft_ms` and so on.
 
         Raises:
             MmfastError: Nothing meets the target; says what the best plan reaches.
         """
-        wanted, start = self._wanted(target), time.perf_counter()
+        wanted, start = target or self._wanted(limits), time.perf_counter()
         inputs, items = self._inputs([(media, check_question(question))], Trace())
         return self.planner.plan(inputs, items, wanted, start, strict=True, tick=tick)[0]
 
@@ -188,6 +196,7 @@ class VisualQA:
         end = time.perf_counter()
         kind = "video" if "pixel_values_videos" in inputs else "image"
         counts = summed(token_counts(self.model, kind, inputs, trace), items)
+        add_views(self.model, kind, inputs, trace)
         prompt = inputs["input_ids"].shape[1]
         inside = sum(row.ms for row in trace.rows if row.stage != "vit")  # vit is part of encode
         trace.add("prefill", prompt, 1, (first.at - begin) * 1e3 - encode.ms - inside)
@@ -199,6 +208,27 @@ class VisualQA:
         return [
             Answer(text.strip(), trace, ttft, n, m, plan)
             for text, (n, m) in zip(texts, counts, strict=True)
+        ]
+
+    def overlay(self, media: Any, trace: Trace, item: int = 0) -> list[Any]:
+        """Pictures of what the stages kept, merged and dropped; see `mmfast.overlay`.
+
+        Args:
+            media: What was asked about; it is read again.
+            trace: The trace of the answer.
+            item: Number of its first image or clip, where several were asked about in a batch.
+
+        Returns:
+            A PIL image per image or clip of `media`.
+        """
+        from mmfast.overlay import overlay
+
+        square = bool(
+            getattr(getattr(self.processor, "image_processor", None), "do_center_crop", 0)
+        )
+        return [
+            overlay(shot.pixels, trace, item + i, square=square and shot.kind == "image")
+            for i, shot in enumerate(self._read(media))
         ]
 
     def run(self, inputs: dict[str, Any], **extra: Any) -> torch.Tensor:

@@ -89,7 +89,7 @@ def pick_dtype(name: str, preset: Preset, device: torch.device) -> torch.dtype:
 
 
 def build(
-    preset: str,
+    preset: str | Preset,
     stages: Collection[str],
     frames: int = 8,
     device: torch.device | None = None,
@@ -101,7 +101,7 @@ def build(
     Raises:
         MmfastError: Unknown preset, or a number of frames the family cannot take.
     """
-    shape = get_preset(preset)
+    shape = preset if isinstance(preset, Preset) else get_preset(preset)
     device = device or torch.device("cpu")
     config = model_config(shape, stages)
     with _empty(device, dtype):

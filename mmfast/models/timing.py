@@ -31,15 +31,16 @@ def _drain() -> None:
 class FirstToken:
     """A `generate` streamer that only notes when the first new token arrives."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.at = 0.0
+        self._clock = clock
         self._prompt_seen = False
 
     def put(self, value: torch.Tensor) -> None:
         """Called with the prompt first, then with every new token."""
         if self._prompt_seen and not self.at:
             _drain()
-            self.at = time.perf_counter()
+            self.at = self._clock()
         self._prompt_seen = True
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from mmfast.core.errors import ModelError
 from mmfast.core.spec import Spec, parse
 from mmfast.models.adapter import tower_of
+from mmfast.models.timing import Clock
 from mmfast.planner.calibrate import Bench, Tick, decoder_rates
 from mmfast.planner.cost import Cost, predict, select_key
 from mmfast.planner.encoder import encoder_rates
@@ -33,11 +34,12 @@ class Learner:
         rates: Known rates; None reads those of earlier runs.
         shape: Its shape, where the model at hand is cut down to fewer layers.
         remember: Keep what is measured for later runs.
+        clock: Seconds; of the processor where a machine is too busy for those of the wall.
 
     Attributes:
         bench: The model on its device.
         rates: What is known by now.
-        measuring_ms: Milliseconds spent on measuring so far.
+        measuring_ms: Milliseconds spent so far on what happens once.
     """
 
     def __init__(
@@ -46,11 +48,13 @@ class Learner:
         rates: Rates | None = None,
         shape: Shape | None = None,
         remember: bool = True,
+        clock: Clock = time.perf_counter,
     ) -> None:
-        self.bench = Bench(model, shape or shape_of(model, tower_depth(model)))
+        self.bench = Bench(model, shape or shape_of(model, tower_depth(model)), clock)
         self.key: dict[str, Any] | None = None
         if remember:
-            self.key = rates_key(self.bench.device, self.bench.dtype, fingerprint(model))
+            whole = f"{fingerprint(model)} {self.bench.shape.depth} {self.bench.shape.blocks}"
+            self.key = rates_key(self.bench.device, self.bench.dtype, whole)
         known = read_rates(self.key) if self.key is not None and rates is None else rates
         self.rates = known or Rates()
         self.measuring_ms = 0.0
@@ -115,12 +119,18 @@ class Learner:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        before, start = self.rates, time.perf_counter()
+        before = self.rates
+        with self.aside():
+            yield
+        if self.rates != before and self.key is not None:
+            write_rates(self.key, self.rates)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work that happens once and is no part of any request."""
+        start = time.perf_counter()
         yield
-        if self.rates != before:
-            if self.key is not None:
-                write_rates(self.key, self.rates)
-            self.measuring_ms += (time.perf_counter() - start) * 1e3
+        self.measuring_ms += (time.perf_counter() - start) * 1e3
 
 
 def tower_depth(model: Any) -> int:

@@ -88,6 +88,8 @@ class Planner:
             ModelError: The family is unknown, or the inputs hold nothing visual.
         """
         work = work_of(self.model, inputs)
+        with self.learner.aside():
+            self._evidence(target.kind or kind)  # the first time it imports every method
         self.learner.learn(inputs, work, call, run, tick)
         return self.decide(work, target, call, spent, strict, kind)
 
@@ -123,12 +125,13 @@ class Planner:
         self, evidence: Evidence, work: Work, kind: str, call: str
     ) -> tuple[list[Candidate], list[Rejected]]:
         depth = self.learner.bench.shape.depth
+        whole = depth == len(self.model.get_decoder().layers)
         return candidates(
             evidence,
             work,
             depth,
             lambda stages: self.learner.cost(work, stages, call),
-            lambda stages: check_sites(expand(stages, depth), self.model),
+            lambda stages: check_sites(expand(stages, depth), self.model) if whole else None,
             DOCUMENT_SHARE if kind == "document" != evidence.kind else 0.0,
         )
 
