@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
 from mmfast.models.adapter import adapter_for
+from mmfast.models.inner import AHEAD
 from mmfast.models.locate import locate
 from mmfast.models.prompt_ids import prompt_ids
 from mmfast.models.records import features_given, flat, recording
@@ -40,16 +42,17 @@ def compress(
 
     Returns:
         Inputs for `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`,
-        explicit `position_ids` and `mm_encoder_outputs`. Token counts and sequences that
+        explicit `position_ids` and `mm_encoder_outputs` (`inputs_embeds` where there is sound). Token counts and sequences that
         `generate` returns are those of the shortened prompt.
 
     Raises:
         SpecError: The spec is wrong, or a stage has another site.
-        ModelError: The family is unknown, or a signal is missing.
+        ModelError: The family is unknown, a signal is missing, or a prompt ends with media whose
+            last token is dropped.
     """
     sites = sites_of(specs := parse(reduce))
     for spec in specs:
-        if spec.site != "pre":
+        if spec.site != "pre" or AHEAD in spec.method.needs:
             raise SpecError(f"{str(spec)!r} runs inside the model; use attach() for it, not inputs")
     if inputs.get("input_ids") is None:
         raise ModelError("inputs hold no 'input_ids'; pass what the processor returned")
@@ -64,7 +67,13 @@ def compress(
         ok = None if mask is None or bool(mask.all()) else mask.bool()
         sequences = locate(base, adapter, rest, recorder, ok)
     step = Step(sites, sequences, None, trace or Trace())
-    return _shortened(model, rest, outputs, step) if step.sites else rest
+    hidden = _embedded(base, rest["input_ids"], outputs)
+    if step.sites:
+        rest, hidden = _shortened(model, rest, outputs, step, hidden)
+    if "audio" in outputs:  # stock models take no encoded sound, so everything goes in embedded
+        del rest["mm_encoder_outputs"]
+        rest["inputs_embeds"] = hidden
+    return rest
 
 
 def _encoder_arguments(base: Any) -> set[str]:
@@ -93,20 +102,24 @@ def _positions(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     return positions
 
 
+def _embedded(base: Any, ids: Tensor, outputs: Mapping[str, Any]) -> Tensor:
+    """The prompt as the language model gets it, `[B, L, D]`."""
+    hidden: Tensor = base.get_input_embeddings()(ids)
+    for kind, output in outputs.items():
+        place = (ids == getattr(base.config, f"{kind}_token_id"))[..., None]
+        hidden = hidden.masked_scatter(place, flat(output.pooler_output).to(hidden))
+    return hidden
+
+
 def _shortened(
-    model: Any, rest: dict[str, Any], outputs: dict[str, Any], step: Step
-) -> dict[str, Any]:
+    model: Any, rest: dict[str, Any], outputs: dict[str, Any], step: Step, hidden: Tensor
+) -> tuple[dict[str, Any], Tensor]:
     base, ids, sequences = model.base_model, rest["input_ids"], step.sequences
     places = {kind: ids == getattr(base.config, f"{kind}_token_id") for kind in outputs}
-    hidden = base.get_input_embeddings()(ids)
-    for kind, output in outputs.items():
-        hidden = hidden.masked_scatter(
-            places[kind][..., None], flat(output.pooler_output).to(hidden)
-        )
     for site in step.sites:
         hidden = step.reduce(site, hidden)
     if sequences.index is None:
-        return rest
+        return rest, hidden
     pad = getattr(base.config.get_text_config(), "pad_token_id", None) or 0
     short = {**rest, **_gathered(rest, sequences, int(pad))}
     for kind, output in outputs.items():
@@ -116,9 +129,9 @@ def _shortened(
         extra = {} if planes is None else {"deepstack_features": planes}
         short["mm_encoder_outputs"] = {
             **short["mm_encoder_outputs"],
-            kind: type(output)(pooler_output=rows, **extra),
+            kind: _output(output, rows, extra),
         }
-    return short
+    return short, hidden
 
 
 def _gathered(rest: dict[str, Any], sequences: Sequences, pad: int) -> dict[str, Any]:
@@ -134,6 +147,11 @@ def _gathered(rest: dict[str, Any], sequences: Sequences, pad: int) -> dict[str,
     positions = rest["position_ids"]
     wide = index.expand(*positions.shape[:-2], *index.shape)
     out["position_ids"] = positions.expand(*positions.shape[:-2], len(index), -1).gather(-1, wide)
+    if bool((index[:, -1] != rest["input_ids"].shape[1] - 1).any()):
+        raise ModelError(
+            "a prompt ends with an image or clip whose last token was dropped, and generate would "
+            "count on from a wrong position; put text behind it, or use attach()"
+        )
     return out
 
 
@@ -152,6 +170,12 @@ def _planes(
         joint[places[kind][visual]] = rows
         reduced.append([step.add_planes(torch.zeros_like(hidden), joint.to(hidden))[here]])
     return reduced
+
+
+def _output(stock: Any, rows: Any, extra: Mapping[str, Any]) -> Any:
+    """An encoder output of the stock class: features, and what that class cannot do without."""
+    needed = {f.name: getattr(stock, f.name) for f in fields(stock) if f.default is MISSING}
+    return type(stock)(**needed, pooler_output=rows, **extra)
 
 
 def _like(stock: Any, rows: Tensor) -> Any:

@@ -1,0 +1,75 @@
+"""Reduced inputs give what `attach` gives, in every family that has a layout of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import facts, generate, tiny
+
+from mmfast.attach import attach
+from mmfast.core.errors import ModelError
+from mmfast.core.trace import Trace
+from mmfast.models.compress import compress
+
+FAMILIES = ("llava", "llava_next", "internvl", "fast_vlm")
+CASES = [(family, kind) for family in FAMILIES for kind in facts(family).kinds]
+SPECS = ["random:0.3", "tome:0.3", "visionzip:0.5+divprune:0.5"]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("spec", SPECS)
+def test_compressed_inputs_equal_attach(family: str, kind: str, batch: int, spec: str) -> None:
+    if family == "fast_vlm":
+        spec = spec.replace("visionzip", "random")
+    this = tiny(family)
+    texts = ["a {}?", "{} and what else?", "{}{}."][:batch]
+    texts = [text.replace("{}", f"{{{kind}}}") for text in texts]
+    inputs = this.inputs(texts, **this.media(kind, sum(text.count("{") for text in texts)))
+    with attach(this.model, spec) as expected:
+        hooked = generate(this, inputs, 6)
+    trace = Trace()
+    short = compress(this.model, inputs, spec, trace)
+    plain = generate(this, short, 6)
+    assert torch.equal(plain.sequences[:, -6:], hooked.sequences[:, -6:])
+    assert all(map(torch.equal, plain.logits, hooked.logits))
+    assert short["input_ids"].shape[1] < inputs["input_ids"].shape[1]
+    assert [(s, i, r.keep.tolist()) for s, i, r in trace.reductions] == [
+        (s, i, r.keep.tolist()) for s, i, r in expected.reductions
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", [None, "random:1.0"])
+def test_nothing_to_reduce_is_the_stock_result(family: str, spec: str | None) -> None:
+    this = tiny(family)
+    inputs = this.inputs(["a {image}?", "{image}."], images=this.images(2))
+    stock = generate(this, inputs, 4)
+    plain = generate(this, compress(this.model, inputs, spec), 4)
+    assert torch.equal(plain.sequences, stock.sequences)
+    assert all(map(torch.equal, plain.logits, stock.logits))
+
+
+def test_internvl_mixes_images_and_clips_in_one_prompt() -> None:
+    this = tiny("internvl")
+    media = {"images": this.images(2), "videos": this.videos(1)}
+    inputs = this.inputs(["{image} {video} {image}?"], **media)
+    with attach(this.model, "tome:0.4") as trace:
+        expected = this.model(**inputs).logits
+    assert [r.n for _, _, r in trace.reductions].count(4 * 9) == 1  # the clip is one item
+    assert torch.equal(this.model(**compress(this.model, inputs, "tome:0.4")).logits, expected)
+
+
+def test_a_prompt_that_ends_with_an_image_needs_its_last_token() -> None:
+    this = tiny("llava")
+    inputs = this.inputs(["what is {image}"], images=this.images(1))
+    with pytest.raises(ModelError, match=r"put text behind it, or use attach\(\)"):
+        compress(this.model, inputs, "evs:1")
