@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mmfast.tiny.questions import WORDINGS, Fact
 from mmfast.tiny.render import PIXELS, SCALE, ground, paint, paint_panel
 from mmfast.tiny.scene import BOX, COLOURS, SHAPES, SIDE, Panel, Thing
+from mmfast.tiny.table import PATCHES
 
 CELLS = 3  # cells of a page in each direction, one tile each
 KINDS = ("entry", "colour", "shape", "count", "position")
@@ -49,6 +50,8 @@ class Page:
 
     picture: NDArray[np.uint8]  # [CELLS * PIXELS, CELLS * PIXELS, 3]
     entries: tuple[Entry, ...]
+    things: NDArray[np.int64]  # [rows, columns] of patches: 1 + the entry whose thing is there
+    panels: NDArray[np.int64]  # the same for the numbers
 
 
 def make_page(purpose: int, seed: int, index: int) -> Page:
@@ -56,7 +59,7 @@ def make_page(purpose: int, seed: int, index: int) -> Page:
     rng = np.random.default_rng([purpose, seed, index, 7])
     side = CELLS * PIXELS
     picture = ground(rng, side)[:side, :side].copy()
-    owner = np.zeros((side, side), np.uint8)
+    things, panels = np.zeros((2, CELLS * PATCHES, CELLS * PATCHES), np.int64)
     pairs = [(s, c) for s in SHAPES for c in COLOURS]
     count = int(rng.integers(3, 7))
     chosen = [pairs[i] for i in rng.choice(len(pairs), count, replace=False)]
@@ -69,12 +72,23 @@ def make_page(purpose: int, seed: int, index: int) -> Page:
         (x, y), corner = _arrange(rng, radius)
         thing = Thing(shape, colour, radius, (0.0, 0.0), (0.0, 0.0), 0, 1)
         shift = np.array([column * SIDE, row * SIDE])
+        owner = np.zeros((side, side), np.uint8)
         paint(picture, owner, thing, place, (np.array([x, y]) + shift) * SCALE)
+        things[_patches(owner)] = place + 1
         if number is not None:
             left, top = (int(v) for v in np.array(corner) + shift)
+            owner[:] = 0
             paint_panel(picture, owner, Panel(number, (left, top), 0, 1))
+            panels[_patches(owner)] = place + 1
         entries.append(Entry(shape, colour, (row, column), number))
-    return Page(np.clip(picture, 0, 255).astype(np.uint8), tuple(entries))
+    return Page(np.clip(picture, 0, 255).astype(np.uint8), tuple(entries), things, panels)
+
+
+def _patches(owner: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Patches a good part of which is painted: pixels [S, S] to [rows, columns]."""
+    side = CELLS * PATCHES
+    share = (owner > 0).reshape(side, len(owner) // side, side, -1).mean((1, 3))
+    return np.asarray(share > 0.25)
 
 
 def _arrange(

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmfast.models.loading import embedded_path, load
 from mmfast.tiny.augment import choose
@@ -31,6 +31,7 @@ from mmfast.tiny.language import answer_loss, forward
 from mmfast.tiny.lessons import Lesson
 from mmfast.tiny.optim import Mixed, schedule, split_parameters
 from mmfast.tiny.packing import pack
+from mmfast.tiny.page_readouts import PageHead, page_labels
 from mmfast.tiny.pages import CELLS, PAGE_WORDINGS, Page, ask, make_page, page_facts
 from mmfast.tiny.scene import TRAIN
 from mmfast.tiny.tower import tower_features
@@ -39,6 +40,7 @@ Report = Callable[[dict[str, Any]], None]
 GRIDS = [[INPUT, INPUT], [CELLS * INPUT, CELLS * INPUT]]  # a small picture, or nine tiles
 KEEPS = (0.3, 0.2, 0.2, 0.15, 0.1)  # of a page's 1,475 tokens; all of them cost ten times more
 HELD = 64
+DEEP = (1, 3)  # decoder layers whose visual states must know what is beside them
 
 
 class Pages:
@@ -47,14 +49,16 @@ class Pages:
     def __init__(self, model: Any, processor: Any, count: int, seed: int) -> None:
         self.model, self.tokenizer = model, processor.tokenizer
         self.rng = np.random.default_rng([seed, 2])
-        self.facts, parts = [], []
+        self.facts, parts, labels = [], [], []
         for index in range(count):
             page = make_page(TRAIN, seed, index)
             self.facts.append(page_facts(page))
             parts.append(self._encode(processor, page))
+            labels.append(page_labels(page))
             if index % 50 == 0:
                 print(f"\rpages {index}/{count}", end="", file=sys.stderr, flush=True)
         self.tokens = torch.stack(parts)  # [n, 1 + tiles, P, H]
+        self.labels = torch.stack(labels, 1)  # [parts, n, tokens]
 
     @torch.no_grad()
     def _encode(self, processor: Any, page: Page) -> Tensor:
@@ -118,21 +122,27 @@ def train(model: Any, pages: Pages, options: argparse.Namespace, report: Report)
     """Train the decoder for the given minutes; returns the steps."""
     text, rng = model.model.language_model, torch.Generator().manual_seed(options.seed)
     matrices, rest = split_parameters(text)
-    optimiser = Mixed(matrices, [*rest, model.model.image_newline], options.rate)
+    heads = nn.ModuleList([PageHead(text.config.hidden_size) for _ in DEEP])
+    free_parts = [*rest, model.model.image_newline, *heads.parameters()]
+    optimiser = Mixed(matrices, free_parts, options.rate)
     free = len(pages.facts) - HELD
     start, step, looked = time.monotonic(), 0, 0.0
     while (spent := time.monotonic() - start) < 60 * options.minutes:
         chosen = torch.randint(free, (options.batch,), generator=rng).tolist()
         lesson = pages.lesson(chosen, 10)
         part = kept(lesson, options.whole, rng)
-        states, _ = forward(model, lesson, part)
+        states, layers = forward(model, lesson, part)
         loss = answer_loss(model, states, lesson.packed.labels)
-        loss.backward()
+        labels = pages.labels[:, chosen].gather(2, part.expand(len(pages.labels), -1, -1))
+        dense = loss.new_zeros(())
+        for head, layer in zip(heads, DEEP, strict=True):
+            dense = dense + head.loss(layers[layer][:, 1 : part.shape[1] + 1], labels)
+        (loss + 0.3 * dense).backward()
         optimiser.step(schedule(spent / (60 * options.minutes), hold=0.3))
         step += 1
         if step % 20 == 1:
-            row = {"step": step, "seconds": spent, "loss": loss.item(), "kept": part.shape[1]}
-            report({"stage": "pages", **row})
+            row = {"step": step, "seconds": spent, "loss": loss.item(), "dense": dense.item()}
+            report({"stage": "pages", **row, "kept": part.shape[1]})
         if spent - looked > 240:
             looked = spent
             report(
