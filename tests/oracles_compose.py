@@ -379,6 +379,16 @@ def fastvid(
     return answer
 
 
+def info_rank(item: Item, budget: int, rank: float = 0.01) -> Answer:
+    u, sigma, _ = np.linalg.svd(item.x, full_matrices=False)
+    leading = [i for i in range(len(sigma)) if sigma[i] > rank * sigma[0]]
+    score = [
+        snap(sum(abs(u[t, i]) * sigma[i] for i in leading) / sigma[0]) if leading else 0.0
+        for t in range(item.n)
+    ]
+    return pruned(item.n, ranked(score)[:budget])
+
+
 ORACLES: Mapping[str, Callable[..., Answer]] = {
     "a_tome": a_tome,
     "audio_prune": audio_prune,
@@ -386,6 +396,7 @@ ORACLES: Mapping[str, Callable[..., Answer]] = {
     "dtd": dtd,
     "fastvid": fastvid,
     "greedyprune": greedyprune,
+    "info_rank": info_rank,
     "key_clip": key_clip,
     "ptp": ptp,
     "saint": saint,

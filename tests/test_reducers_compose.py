@@ -24,6 +24,7 @@ KNOBS = [
     ("fastvid", {"context": 0.0, "neighbours": 2}),
     ("greedyprune", {"balance": 0.0}),
     ("greedyprune", {"balance": 1.0}),
+    ("info_rank", {"rank": 0.5}),
     ("key_clip", {"clips": 0.2, "tau": 0.5}),
     ("key_clip", {"clips": 1.0}),
     ("ptp", {"balance": 0.1}),
@@ -153,6 +154,7 @@ def test_audio_prune_leaves_no_long_gap() -> None:
         ("visiondrop:5?contextual=9", "contextual=9"),
         ("audio_prune:5?coverage=2.0", "coverage=2.0"),
         ("catp:5?surplus=0.5", "surplus=0.5"),
+        ("info_rank:5?rank=0.0", "rank=0.0"),
     ],
 )
 def test_knobs_out_of_range_are_named(spec: str, words: str) -> None:
@@ -196,6 +198,7 @@ def _faults() -> list[tuple[str, str, Callable[..., object]]]:
         ("ptp", "reducers.ptp.relevance", lambda x, q: x.double().sum(-1)),
         ("catp", "reducers.catp.greedy_diverse", greedy),
         ("catp", "reducers.catp.relevance", lambda x, q: x.double().sum(-1)),
+        ("info_rank", "reducers.info_rank.information", lambda x, rank: x.double().norm(dim=-1)),
         ("key_clip", "reducers.key_clip.shots", uncut),
         ("key_clip", "reducers.key_clip.relevance", lambda x, q: x.double().sum(-1)),
         ("fastvid", "reducers.fastvid.shots", uncut),

@@ -51,6 +51,7 @@ def _regions(item: Tokens) -> Tensor:
     """Region of each token, `[N]` int64 from 0 without gaps."""
     tile = item.signal("tile")
     if tile is not None:
-        return tile.unique(return_inverse=True)[1]
+        number: Tensor = tile.unique(return_inverse=True)[1]
+        return number
     frames = 1 if item.grid is None else item.grid[0]
     return torch.arange(frames, device=item.x.device).repeat_interleave(item.n // frames)
