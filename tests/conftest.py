@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,3 +17,22 @@ from media_factory import write_video  # noqa: E402
 def clip_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty-eight numbered frames, 30 per second, H.264 with B-frames in mp4."""
     return write_video(tmp_path_factory.mktemp("clips") / "clip.mp4")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--matrix-out", help="write what `-m matrix` ran to this .jsonl file")
+
+
+@pytest.fixture(scope="session")
+def note_cell(request: pytest.FixtureRequest) -> Any:
+    """Takes the cells of the method x family matrix, and writes them where it is asked to."""
+    rows: list[dict[str, str]] = []
+
+    def note(cell: Any, reason: str) -> None:
+        rows.append({**cell._asdict(), "reason": reason})
+
+    yield note
+    target = request.config.getoption("--matrix-out")
+    if target and not request.session.testsfailed:
+        lines = "".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda r: [*r.values()]))
+        Path(target).write_text(lines, encoding="utf-8")

@@ -172,7 +172,16 @@ def _attention(q: Tensor, k: Tensor, mask: Any, scaling: float | None, what: str
     if what == "row":
         row = mask[:, :, :1] if isinstance(mask, Tensor) and mask.ndim == 4 else mask
         return last_query_scores(q[:, :, :1], k, row, scaling)[..., None]
-    return received(q, k, scaling, is_causal=False, mask=mask)[..., None]
+    return received(q, k, scaling, is_causal=False, mask=_padding(mask))[..., None]
+
+
+def _padding(mask: Any) -> Any:
+    """`[B, S]` where all queries see the same keys, so that queries at padding do not count."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] != 1:
+        return mask
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    first = seen[:, 0, :1]  # [B, 1, S]
+    return first[:, 0] if bool((seen[:, 0] == first).all()) else mask
 
 
 def _length(folded: dict[Source, list[Tensor]]) -> int:

@@ -1,0 +1,80 @@
+"""Every method on every family: it runs, keeps its budget, and leaves the model as it was.
+
+`pytest -m matrix --matrix-out assets/results/matrix.jsonl` writes what ran; the README's matrix is
+made from that file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from matrix_cells import REASONS, SHARE, Cell, cells, prompt, recorded, spec_of
+from tiny_models import ALL_FAMILIES, generate
+
+import mmfast
+from mmfast import ModelError, SpecError, Trace
+from mmfast.attach import attach
+from mmfast.core.registry import get
+from mmfast.core.spec import count
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cell", list(cells()), ids=lambda cell: cell.id)
+def test_cell(cell: Cell, note_cell: Callable[[Cell, str], None]) -> None:
+    method = get(cell.method)
+    spec = spec_of(method, cell.site)
+    this, inputs, stock = prompt(cell.family, cell.kind, 2 if method.scope == "prompt" else 1)
+    try:
+        with attach(this.model, spec) as trace:
+            out = generate(this, inputs, 3)
+    except (ModelError, SpecError) as error:
+        reason = next((why for said, why in REASONS.items() if re.search(said, str(error))), "")
+        assert reason, f"{spec} on {cell.family}: {error}"
+    else:
+        reason = ""
+        check_budgets(trace, method.scope)
+        assert len(out.logits) == 3
+        assert all(bool(step.isfinite().all()) for step in out.logits)
+    with torch.no_grad():
+        assert torch.equal(this.model(**inputs).logits, stock)
+    note_cell(cell, reason)
+    assert recorded().get(cell, reason) == reason, "write the matrix anew: see above"
+
+
+def check_budgets(trace: Trace, scope: str) -> None:
+    """What is left of every item, or of all together, is what the budget says."""
+    entered: dict[int, int] = {}
+    left: dict[int, int] = {}
+    for _, item, reduction in trace.reductions:
+        entered.setdefault(item, reduction.n)
+        left[item] = reduction.m
+    assert entered
+    if scope == "prompt":
+        assert sum(left.values()) == count(SHARE, sum(entered.values()))
+    else:
+        assert left == {item: count(SHARE, n) for item, n in entered.items()}
+
+
+def test_the_recorded_matrix_is_complete() -> None:
+    """Every method and family of today, and none of yesterday."""
+    if not recorded():
+        pytest.skip("no matrix is recorded yet")
+    assert set(recorded()) == set(cells())
+
+
+def test_every_reason_is_met() -> None:
+    """A footnote that no cell needs any more goes away."""
+    if not recorded():
+        pytest.skip("no matrix is recorded yet")
+    assert {reason for reason in recorded().values() if reason} == set(REASONS.values())
+
+
+def test_every_family_runs_most_methods() -> None:
+    if not recorded():
+        pytest.skip("no matrix is recorded yet")
+    for family in ALL_FAMILIES:
+        ran = {c.method for c, reason in recorded().items() if c.family == family and not reason}
+        assert len(ran) >= 0.6 * len(mmfast.methods("reducer"))
