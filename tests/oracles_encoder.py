@@ -108,14 +108,14 @@ def covering(item: Item, overview: list[int], crops: dict[int, list[int]]) -> di
     return found
 
 
-def merged_neighbours(item: Item, listed: list[int]) -> Answer:
+def merged_neighbours(item: Item, listed: list[int], neighbours: int = 32) -> Answer:
     rest = [i for i in range(item.n) if i not in listed]
     if len(rest) == 1:  # with all tokens there is nothing to sum up
         return pruned(item.n, listed + rest)
     answer = Answer(item.n)
     for i in listed:
         alike = [even(cosine(item.keys[i], item.keys[j])) for j in range(item.n)]
-        near = [j for j in ranked(alike) if j != i][:32]
+        near = [j for j in ranked(alike) if j != i][:neighbours]
         total = 1 + sum(item.attn[j] for j in near)
         answer.groups[i] = {j: item.attn[j] / total for j in near} | {i: 1 / total}
     total = sum(item.attn[j] for j in rest)
@@ -129,9 +129,9 @@ def outliers(attn: np.ndarray) -> int:
     return int((attn > third + 1.5 * (third - first)).sum())
 
 
-def prumerge(item: Item, budget: int | None) -> Answer:
+def prumerge(item: Item, budget: int | None, neighbours: int = 32) -> Answer:
     count = outliers(item.attn) if budget is None else budget - 1
-    return merged_neighbours(item, ranked(item.attn.tolist())[:count])
+    return merged_neighbours(item, ranked(item.attn.tolist())[:count], neighbours)
 
 
 def prumerge_plus(item: Item, budget: int | None, spatial: float = 0.75) -> Answer:

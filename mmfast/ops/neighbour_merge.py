@@ -15,11 +15,17 @@ _BLOCK = 512  # chosen tokens compared at once: bounds memory to 512 rows of N s
 
 
 def neighbour_merge(
-    attn: Tensor, keys: Tensor, listed: Tensor, rest: Tensor, *, raw: bool = False
+    attn: Tensor,
+    keys: Tensor,
+    listed: Tensor,
+    rest: Tensor,
+    *,
+    neighbours: int = 32,
+    raw: bool = False,
 ) -> Reduction:
     """Outputs for the listed tokens, and one summary of the others.
 
-    A listed token becomes itself plus its 32 nearest other tokens (cosine of keys), each weighted
+    A listed token becomes itself plus its nearest other tokens (cosine of keys), each weighted
     by its attention; the summary is the attention-weighted sum of the rest, at the place of the
     most attended of them. Weights are then scaled to 1 in each output.
 
@@ -29,6 +35,7 @@ def neighbour_merge(
         listed: `[..., m]` chosen tokens. One that is listed twice is its own neighbour and gives
             one output, which `order` names twice.
         rest: `[..., r]` tokens of the summary, ascending, r >= 1.
+        neighbours: How many tokens a listed one takes in, at most all others.
         raw: Leave weights as they are: 1 for the token itself, attention for the others.
 
     Returns:
@@ -37,7 +44,7 @@ def neighbour_merge(
     """
     n = attn.shape[-1]
     attn = attn.double()
-    source, near = _neighbours(unit_rows(keys.double()), listed, rest)
+    source, near = _neighbours(unit_rows(keys.double()), listed, rest, neighbours)
     weight = attn.gather(-1, near).unflatten(-1, (listed.shape[-1], -1)) if near.numel() else None
     scale = torch.ones_like(listed, dtype=torch.float64)
     if raw and listed.ndim == 1:  # a token listed twice is still one output
@@ -68,11 +75,11 @@ def _standing(listed: Tensor, heaviest: Tensor, n: int) -> Reduction:
     return Reduction.merge(keep, target)
 
 
-def _neighbours(rows: Tensor, listed: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs of (place in `listed`, its neighbour), `[..., m * 32]` each; 32 or all there are."""
+def _neighbours(rows: Tensor, listed: Tensor, rest: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Pairs of (place in `listed`, its neighbour), `[..., m * count]` each, for `most` or fewer."""
     n, m = rows.shape[-2], listed.shape[-1]
     candidates = torch.cat([listed, rest], dim=-1)  # [..., C]
-    count = min(32, candidates.shape[-1] - 1)
+    count = min(most, candidates.shape[-1] - 1)
     others = _take(rows, candidates)
     place = torch.arange(m, device=rows.device)
     near: list[Tensor] = []

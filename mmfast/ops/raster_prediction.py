@@ -56,14 +56,17 @@ def unpredicted(image: Tensor, metric: str, threshold: float, *, anchored: bool)
     Returns:
         `[..., h, w]` bool, True at the first patch.
     """
-    rows, columns = image.shape[-3:-1]
-    seen, kept = image.clone(), torch.zeros(image.shape[:-1], dtype=torch.bool, device=image.device)
+    place = torch.ones(image.shape[-3:-1], dtype=torch.bool, device=image.device).nonzero()[1:]
+    diagonal = place.sum(-1)
+    # Only what is anchored needs an order, and patches of a diagonal do not need each other.
+    steps, seen = (place,), image
+    if anchored:
+        steps = place[diagonal.argsort(stable=True)].split(diagonal.bincount()[1:].tolist())
+        seen = image.clone()
+    kept = torch.zeros(image.shape[:-1], dtype=torch.bool, device=image.device)
     kept[..., 0, 0] = True
-    for diagonal in range(1, rows + columns - 1):  # patches of a diagonal do not need each other
-        y = torch.arange(
-            max(0, diagonal - columns + 1), min(rows, diagonal + 1), device=image.device
-        )
-        x = diagonal - y
+    for step in steps:
+        y, x = step.unbind(-1)
         guess = _prediction(seen, y, x, metric, threshold)
         new = METRICS[metric](image[..., y, x, :] - guess) > threshold
         kept[..., y, x] = new
@@ -73,7 +76,7 @@ def unpredicted(image: Tensor, metric: str, threshold: float, *, anchored: bool)
 
 
 def _prediction(seen: Tensor, y: Tensor, x: Tensor, metric: str, threshold: float) -> Tensor:
-    """Predictions `[..., L, P]` for the patches at rows `y` and columns `x` of one diagonal."""
+    """Predictions `[..., L, P]` for patches at rows `y` and columns `x`."""
     up, back = (y - 1).clamp_min(0), (x - 1).clamp_min(0)
     a, b, c = seen[..., y, back, :], seen[..., up, x, :], seen[..., up, back, :]
     to_a, to_b = METRICS[metric](c - a) <= threshold, METRICS[metric](c - b) <= threshold

@@ -8,6 +8,7 @@ from torch import Tensor
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
+from mmfast.ops.cosine_table import cosine_table
 from mmfast.ops.greedy_dpp import greedy_dpp
 from mmfast.ops.snap import snap
 from mmfast.ops.unit import unit_rows
@@ -52,8 +53,7 @@ def relevance(x: Tensor, query: Tensor, *, opposite: bool, together: bool = Fals
         opposite: Take the negative.
         together: One scale for all items, not one for each.
     """
-    cosine = unit_rows(x.double()) @ unit_rows(query.double()).transpose(-1, -2)  # [..., N, T]
-    score = snap(cosine.mean(-1))
+    score = snap(cosine_table(x, query).mean(-1))
     score = -score if opposite else score
     low, high = score.amin(-1, keepdim=True), score.amax(-1, keepdim=True)
     if together:

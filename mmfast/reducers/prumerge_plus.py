@@ -22,6 +22,7 @@ def prumerge_plus(
     budget: int | None,
     *,
     spatial: float = 0.75,
+    neighbours: int = 32,
     parity: bool = False,
     ratio: float | None = None,
 ) -> Reduction:
@@ -36,14 +37,18 @@ def prumerge_plus(
         budget: Tokens to keep, the summary included; None keeps the attention outliers and every
             s-th token, with s a third of N over their number.
         spatial: Share of evenly spaced tokens under a budget, 0 to 1.
+        neighbours: Tokens that a kept one takes in.
         parity: As the reference, without a budget: sums instead of means, kept tokens in the
             order of the paper's list. Needs outliers, fewer than a third of the tokens. One item.
         ratio: With `parity=true`, a fixed share instead of the outliers': half a stride in, every
             1 / ratio-th token, also those kept already, each of which takes a token from the rest.
     """
     attn, keys = tokens.need("attn"), tokens.need("keys")
-    if not 0.0 <= spatial <= 1.0:
-        raise SpecError(f"knob spatial={spatial} of 'prumerge_plus' is no share; choose 0 to 1")
+    if not 0.0 <= spatial <= 1.0 or neighbours < 0:
+        raise SpecError(
+            f"'prumerge_plus' got spatial={spatial} and neighbours={neighbours}; choose a share "
+            "from 0 to 1 and a number from 0"
+        )
     if (parity and budget is not None) or (ratio is not None and not parity):
         raise SpecError(
             f"'prumerge_plus' got parity={parity}, ratio={ratio} and budget {budget}; write "
@@ -51,15 +56,21 @@ def prumerge_plus(
         )
     if parity:
         listed = reference_list(attn, ratio)
-        return neighbour_merge(attn, keys, listed, _reference_rest(listed, tokens.n), raw=True)
+        return neighbour_merge(
+            attn, keys, listed, _reference_rest(listed, tokens.n), neighbours=neighbours, raw=True
+        )
     if budget is None:
         listed = _strided(attn)
     else:
         samples = round(spatial * (budget - 1))
         top = stable_topk(attn, budget - 1 - samples)
         free = complement(top, tokens.n)
-        listed = torch.cat([top, free[..., even_spots(samples, free.shape[-1], free.device)]], dim=-1)
-    merged = neighbour_merge(attn, keys, listed, complement(listed, tokens.n))
+        listed = torch.cat(
+            [top, free[..., even_spots(samples, free.shape[-1], free.device)]], dim=-1
+        )
+    merged = neighbour_merge(
+        attn, keys, listed, complement(listed, tokens.n), neighbours=neighbours
+    )
     return Reduction(merged.keep, merged.owner, mix=merged.mix)
 
 
