@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mmfast.bench.specs import Twins
+from mmfast.bench.specs import Recording, Twins
 from mmfast.bench.stages import Outcome, Stage
 from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.core.schedule import expand, wanted
 
 
 @dataclass
@@ -89,7 +90,27 @@ def expected_lengths(twins: Twins, stock: list[int]) -> list[int]:
     for recording in twins.recordings:
         if recording.spec.site not in ("pre", "llm"):
             continue
-        removed = sum(r.n - r.m for r in recording.results)
-        first = recording.spec.layer or 0
-        lengths = [n - removed if i >= first else n for i, n in enumerate(lengths)]
+        for result, first in zip(recording.results, _firsts(recording, len(stock)), strict=True):
+            removed = result.n - result.m
+            lengths = [n - removed if i >= first else n for i, n in enumerate(lengths)]
     return lengths
+
+
+def _firsts(recording: Recording, layers: int) -> list[int]:
+    """The decoder layer before which each recorded call ran."""
+    spec = recording.spec
+    if not spec.staged:
+        return [spec.layer or 0] * len(recording.results)
+    cuts = expand((spec,), layers)
+    entered: dict[int, int] = {}
+    by_size: dict[int, int] = {}
+    n = recording.results[0].n if recording.results else 0
+    for cut in cuts if n else ():
+        left = wanted(cut, n, entered)
+        if left is None:  # the method decides, and every cut called it
+            share = len(recording.results) // len(cuts)
+            return [each.layer or 0 for each in cuts for _ in range(share)]
+        if left != n:  # else nothing was called
+            by_size[n] = cut.layer or 0
+        n = left
+    return [by_size.get(result.n, cuts[0].layer or 0) for result in recording.results]

@@ -95,9 +95,10 @@ class Recording:
     def wrong(self) -> str | None:
         """A sentence where a call did not keep what was asked for."""
         for (tokens, given), result in zip(self.calls, self.results, strict=True):
-            # In the tower each block gets its part of the budget; elsewhere one call gets it all.
-            inside = self.spec.site == "vit"
-            asked = given if inside else count(self.spec.budget, tokens.n)
+            # Each block of the tower and each cut of a schedule gets its part of the budget;
+            # elsewhere one call gets it all.
+            shared = self.spec.site == "vit" or self.spec.staged
+            asked = given if shared else count(self.spec.budget, tokens.n)
             if asked is not None and result.m != asked:
                 return (
                     f"{self.spec.method.name} kept {result.m} of {tokens.n} tokens, asked {asked}"
@@ -161,8 +162,7 @@ class Twins:
             for role, make in makers.items():
                 for name, recording in zip(self._names[role], self.recordings, strict=True):
                     needs = ("x",) if role == "fixed" else self._needs(recording.spec)
-                    site = recording.spec.site
-                    register(name, needs=needs, sites=(site,), adaptive=True)(make(recording))
+                    _enrol(name, recording.spec, needs, make(recording))
             yield
         finally:
             for name in (n for names in self._names.values() for n in names):
@@ -206,6 +206,15 @@ class Twins:
         for recording in self.recordings:
             calls += [partial(self._plain(recording), *call) for call in recording.calls]
         return calls
+
+
+def _enrol(name: str, spec: Spec, needs: tuple[str, ...], fn: Callable[..., Reduction]) -> None:
+    """Register a twin that runs where the spec does."""
+    stages, scope = spec.method.stages, spec.method.scope
+    enrol = register(
+        name, needs=needs, sites=(spec.site,), adaptive=True, stages=stages, scope=scope
+    )
+    enrol(fn)
 
 
 def _fixed(recording: Recording) -> Callable[..., Reduction]:

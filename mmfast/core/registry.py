@@ -39,6 +39,7 @@ class Method:
             names no layer cuts, down to its budget in steps; () is a single cut at `layer`.
         scope: `item`, one image, video or sound at a time, or `prompt`, all of a prompt at once
             with the signal `image` telling them apart.
+        revives: At `llm<K>` dropped tokens may come back while decoding.
         knobs: Keyword-only parameters of `fn` with their defaults.
     """
 
@@ -53,6 +54,7 @@ class Method:
     layer: int = 2
     stages: tuple[float, ...] = ()
     scope: str = "item"
+    revives: bool = False
     knobs: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
@@ -79,6 +81,7 @@ def register(
     layer: int = 2,
     stages: tuple[float, ...] = (),
     scope: str = "item",
+    revives: bool = False,
 ) -> Callable[[F], F]:
     """Enrol a method under `name`; its docstring's first line becomes the summary.
 
@@ -100,7 +103,19 @@ def register(
         }
         summary = doc.splitlines()[0]
         _METHODS[kind, name] = Method(
-            name, kind, paper, needs, summary, fn, sites, adaptive, layer, stages, scope, knobs
+            name,
+            kind,
+            paper,
+            needs,
+            summary,
+            fn,
+            sites,
+            adaptive,
+            layer,
+            stages,
+            scope,
+            revives,
+            knobs,
         )
         return fn
 

@@ -70,4 +70,5 @@ def wanted(spec: Spec, n: int, entered: MutableMapping[int, int]) -> int | None:
     last = count(spec.budget, first)
     if last is None or cut.index == cut.of:
         return None if last is None else min(n, last)
-    return min(n, round(first * (last / first) ** (cut.index / cut.of)))
+    share: float = (last / first) ** (cut.index / cut.of)
+    return min(n, round(first * share))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,30 +14,20 @@ from torch.nn import functional as F
 
 from mmfast.core.trace import Trace
 from mmfast.models.adapter import Adapter
+from mmfast.models.ahead import layer_ahead, look_ahead
+from mmfast.models.call import Call, Local, apply, is_shortened, length_of
 from mmfast.models.inner import INNER, Seen
-from mmfast.models.lengths import held, is_short
+from mmfast.models.lengths import held
 from mmfast.models.locate import locate
 from mmfast.models.masks import fit_decode, padding_of
 from mmfast.models.patching import override
 from mmfast.models.prompt_ids import prompt_ids, told_by_generate
 from mmfast.models.records import Recorder, features_given, recording
+from mmfast.models.reviver import Reviver
 from mmfast.models.rope import Offsets
 from mmfast.models.sequence import Sequences
 from mmfast.models.stages import Site
 from mmfast.models.step import Step
-
-
-class _Call:
-    """One call of the base model that brings visual tokens, or several tokens to a short cache."""
-
-    def __init__(self, kwargs: Mapping[str, Any]) -> None:
-        self.kwargs: Mapping[str, Any] | None = kwargs
-        self.step: Step | None = None
-        self.stack = ExitStack()
-
-
-class _Local(threading.local):
-    call: _Call | None = None
 
 
 class Hooks:
@@ -60,9 +49,11 @@ class Hooks:
         self.trace = trace
         self.recorder: Recorder
         self.offsets = Offsets(model, self.base) if adapter.mrope else None
-        self._local = _Local()
+        self._local = Local()
+        reviving = [site.layer for site in sites if site.revives]
+        self.reviver = Reviver(reviving[0], self.text, trace) if reviving else None
         # Only decode steps run well compiled; anything longer steps out of the compiled code.
-        self._uncompiled: Any = torch.compiler.disable(_apply)
+        self._uncompiled: Any = torch.compiler.disable(apply)
         self._names = list(inspect.signature(self.base.forward).parameters)
 
     @contextmanager
@@ -72,6 +63,7 @@ class Hooks:
         before = [spec for site in self.sites if not site.deep for spec in site.specs]
         needs = {need for spec in before if spec.budget != 1.0 for need in spec.method.needs}
         reads = [site.layer - 1 for site in self.sites if site.deep and site.needs & INNER]
+        ahead = [layer_ahead(s.specs[0], self.text.layers) for s in self.sites if s.ahead]
         first = max(0, min([site.layer for site in self.sites] + reads))
         with ExitStack() as stack:
             stack.enter_context(told_by_generate(self._model))
@@ -84,6 +76,11 @@ class Hooks:
                 hook = partial(self._layer, index)
                 layer = self.text.layers[index]
                 handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            if ahead:
+                keep = self.text.register_forward_pre_hook(self._keep, with_kwargs=True)
+                handles.append(keep)
+            if self.reviver is not None:
+                handles.append(self.text.layers[-1].register_forward_hook(self.reviver.after))
             for handle in handles:
                 stack.callback(handle.remove)
             if self.offsets is not None:
@@ -98,7 +95,7 @@ class Hooks:
             kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if not torch.compiler.is_compiling():
             self._open(kwargs)
-        elif _length(kwargs) > 1:
+        elif length_of(kwargs) > 1:
             self._uncompiled(self._open, kwargs)
 
     def _leave(
@@ -106,7 +103,7 @@ class Hooks:
     ) -> None:
         if not torch.compiler.is_compiling():
             self._close(output)
-        elif args or _length(kwargs) > 1:
+        elif args or length_of(kwargs) > 1:
             self._uncompiled(self._close, output)
 
     def _layer(
@@ -115,11 +112,11 @@ class Hooks:
         if not torch.compiler.is_compiling():
             call = self._local.call
             if call is None:
-                return self._decode(index, args, kwargs)
+                return self._decode(index, module, args, kwargs)
             return self._visual(call, index, module, args, kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.shape[1] == 1:
-            return self._decode(index, args, kwargs)
+        if hidden.shape[1] == 1 and self.reviver is None:
+            return self._decode(index, module, args, kwargs)
         return self._uncompiled(self._compiled_layer, index, module, args, kwargs)
 
     def _compiled_layer(
@@ -132,8 +129,8 @@ class Hooks:
         cache = kwargs.get("past_key_values")
         if self.offsets is not None:
             self.offsets.store(cache)
-        wanted = features_given(kwargs) or (_length(kwargs) > 1 and _is_shortened(cache))
-        self._local.call = call = _Call(kwargs) if wanted else None
+        wanted = features_given(kwargs) or (length_of(kwargs) > 1 and is_shortened(cache))
+        self._local.call = call = Call(kwargs) if wanted else None
         if call is not None:
             call.stack.enter_context(prompt_ids(kwargs.get("input_ids")))
 
@@ -142,6 +139,8 @@ class Hooks:
         if self.offsets is not None:
             self.offsets.store(getattr(output, "past_key_values", None))
             self.offsets.forget()
+        if self.reviver is not None:
+            self.reviver.close()
         call = self._local.call
         if call is not None:
             self._local.call = None
@@ -149,7 +148,7 @@ class Hooks:
 
     def _visual(
         self,
-        call: _Call,
+        call: Call,
         index: int,
         module: nn.Module,
         args: tuple[Any, ...],
@@ -160,21 +159,44 @@ class Hooks:
             call.step = self._step(call)
         step = call.step
         hidden = args[0] if args else kwargs.pop("hidden_states")
-        hidden = step.before_layer(index, hidden, kwargs, self.text.config)
+        ahead = partial(self._ahead, call)
+        hidden = step.before_layer(index, hidden, kwargs, self.text.config, ahead)
         if step.reads(index):
             self._probe(call, step, index, module, kwargs.get("past_key_values"))
         return (hidden, *args[1:]), kwargs
 
-    def _decode(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note how the text model is called, in case its first layers have to run twice."""
+        if torch.compiler.is_compiling():
+            hidden = kwargs.get("inputs_embeds")
+            if hidden is not None and hidden.shape[1] > 1:
+                self._uncompiled(self._keep, module, args, kwargs)
+            return
+        call = self._local.call
+        if call is not None and call.step is None:
+            call.given = (args, kwargs)
+
+    def _ahead(self, call: Call, site: Site, hidden: Tensor) -> list[dict[str, Tensor]]:
+        layer = layer_ahead(site.specs[0], self.text.layers)
+        return look_ahead(call, layer, self.text, hidden, lambda: self._local.call is call)
+
+    def _decode(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         fitted = fit_decode(self.text.config, index, hidden, kwargs)
+        if self.reviver is not None:
+            more = self.reviver.before(index, module, hidden, kwargs)
+            if more is not None:
+                kwargs.pop("hidden_states", None)
+                return (more, *args[1:]), kwargs
         return (args, kwargs) if fitted else None
 
-    def _step(self, call: _Call) -> Step:
+    def _step(self, call: Call) -> Step:
         kwargs = call.kwargs
         assert kwargs is not None
         call.kwargs = None
-        length, cache = _length(kwargs), kwargs.get("past_key_values")
+        length, cache = length_of(kwargs), kwargs.get("past_key_values")
         past, ok = padding_of(kwargs.get("attention_mask"), length, cache)
         if features_given(kwargs):
             sequences = locate(self.base, self.adapter, kwargs, self.recorder, ok)
@@ -187,7 +209,7 @@ class Hooks:
             blocks = F.pad(blocks, (0, length - blocks.shape[1]), value=-1)
         return Step(self.sites, sequences, past, self.trace, blocks)
 
-    def _probe(self, call: _Call, step: Step, index: int, module: Any, cache: Any) -> None:
+    def _probe(self, call: Call, step: Step, index: int, module: Any, cache: Any) -> None:
         """Watch the attention of this layer once, for the site before the next one."""
         from mmfast.models.probe import probing
 
@@ -209,16 +231,3 @@ class Hooks:
         if step is None or step.sequences.index is None:
             return stock(hidden, places, planes)
         return step.add_planes(hidden, planes.to(hidden.device, hidden.dtype))
-
-
-def _apply(function: Any, *args: Any) -> Any:
-    return function(*args)
-
-
-def _is_shortened(cache: Any) -> bool:
-    return cache is not None and any(is_short(layer) for layer in cache.layers)
-
-
-def _length(kwargs: Mapping[str, Any]) -> int:
-    ids = kwargs.get("input_ids")
-    return int((kwargs["inputs_embeds"] if ids is None else ids).shape[1])

@@ -17,6 +17,8 @@ from mmfast.models.sequence import Item, Sequences
 
 # What a decoder layer can tell about the visual tokens that it saw.
 INNER = frozenset({"attn", "attn_window", "attn_visual", "attn_text", "text_attn"})
+# What a pass over the first layers tells before layer 0.
+AHEAD = "attn_ahead"
 _OF_TEXT = {"attn_text", "text_attn"}
 
 # Queries at the end of the prompt that FastKV looks through.

@@ -38,8 +38,10 @@ class _Shorter:
         valid: `[B, n]` False at padding among the first n tokens; None where there is none.
         uneven: The mask that the model makes, for its first layer, does not fit this layer.
         group: The layers that hold the same tokens, and so share a mask.
+        store: Tokens that may come back (lazy.py).
     """
 
+    store: Any = None
     dropped = 0
     valid: Tensor | None = None
     uneven = False
@@ -58,6 +60,7 @@ class _Shorter:
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
         self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
+        self.store = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]

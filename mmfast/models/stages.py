@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.follow import follow, follow_signals
 from mmfast.core.reduction import Reduction
 from mmfast.core.schedule import wanted
 from mmfast.core.spec import Spec, count, run
 from mmfast.core.tokens import Tokens
+from mmfast.models.inner import AHEAD
+from mmfast.models.lazy import check_last
 
 # A chunk of a chunked prefill holds tokens part[0]:part[1] of the part[2] tokens of an item.
 Part = tuple[int, int, int]
@@ -41,13 +43,23 @@ class Site:
 
     @property
     def deep(self) -> bool:
-        """Whether it works on hidden states inside the LLM."""
-        return self.specs[0].site == "llm"
+        """Whether it works on hidden states inside the LLM, for what came with this call."""
+        return self.specs[0].site == "llm" or self.ahead
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it reads the attention of a deeper layer, which then has to run first."""
+        return AHEAD in self.specs[0].method.needs
 
     @property
     def early(self) -> bool:
         """Whether it ran before the vision tower, so that its outcome is known."""
         return self.specs[0].site == "pixel"
+
+    @property
+    def revives(self) -> bool:
+        """Whether what it drops may come back while decoding."""
+        return self.deep and any(spec.method.revives for spec in self.specs)
 
     @property
     def joint(self) -> bool:
@@ -77,15 +89,27 @@ class Site:
         return n
 
 
-_ORDER = ("pixel", "pre", "llm")
+_ORDER = ("pixel", "pre", AHEAD, "llm")
 
 
 def sites_of(specs: Sequence[Spec]) -> list[Site]:
-    """Group stages by the decoder layer before which they run, in layer order."""
+    """Group stages by the decoder layer before which they run, in layer order.
+
+    Raises:
+        SpecError: A stage before the LLM stands behind one that looks ahead in it.
+    """
     layers: dict[tuple[int, str], list[Spec]] = {}
     for spec in specs:
+        if any(name == AHEAD for _, name in layers) and spec.site in ("pixel", "pre"):
+            ahead = layers[0, AHEAD][0]
+            raise SpecError(
+                f"{str(spec)!r} cannot follow {str(ahead)!r}, which looks through the decoder; "
+                f"write {ahead.method.name!r} last of the stages before it"
+            )
         if spec.site in _ORDER:
-            layers.setdefault((spec.layer or 0, spec.site), []).append(spec)
+            name = AHEAD if AHEAD in spec.method.needs else spec.site
+            layers.setdefault((spec.layer or 0, name), []).append(spec)
+    check_last(specs)
     order = sorted(layers, key=lambda key: (key[0], _ORDER.index(key[1])))
     return [Site(layer, tuple(layers[layer, name])) for layer, name in order]
 
@@ -182,6 +206,7 @@ _ADVICE = {
     "use it alone, without prefill_chunk_size, on videos or on images of one tile",
     "attn": "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
     "attn_visual": "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
+    "attn_ahead": "it exists at 'pre' only, and under attach()",
     "attn_window": "it exists at 'llm<K>' only, with K at least 1",
     "attn_text": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of it "
     "under prefill_chunk_size, has text",

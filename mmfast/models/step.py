@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
 from torch import Tensor
 
+from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
 from mmfast.models.choice import Choice, acting
 from mmfast.models.convs import join
 from mmfast.models.inner import INNER, Seen, inner_signals
+from mmfast.models.lazy import Leaving, keep_store
 from mmfast.models.lengths import (
     Group,
     extend,
@@ -40,6 +43,8 @@ class Step:
         inner: Signals of every item, of the decoder layers that were watched.
     """
 
+    rebuild = False  # make every mask anew
+
     def __init__(
         self,
         sites: Seq[Site],
@@ -61,6 +66,9 @@ class Step:
         self._embeddings: dict[str, tuple[Tensor, ...]] = {}
         self._masks: dict[tuple[int, str], Any] = {}
         self._plane = 0  # DeepStack planes added so far
+        self._reviving = {site.layer for site in sites if site.revives}
+        self._revives = False  # something may come back to the layers from here on
+        self._order: Tensor | None = None  # of the last site that removed something
 
     def reads(self, layer: int) -> set[str]:
         """Signals that a site which acts reads from the attention of this decoder layer."""
@@ -72,7 +80,12 @@ class Step:
         self.inner[layer] = inner_signals(self.reads(layer), self.sequences, seen)
 
     def before_layer(
-        self, layer: int, hidden: Tensor, kwargs: dict[str, Any], config: Any
+        self,
+        layer: int,
+        hidden: Tensor,
+        kwargs: dict[str, Any],
+        config: Any,
+        ahead: Callable[[Site, Tensor], list[dict[str, Tensor]]] | None = None,
     ) -> Tensor:
         """Reduce where a site stands; give the layer positions, mask and cache that fit.
 
@@ -81,24 +94,40 @@ class Step:
             hidden: Its input `[B, n, D]`.
             kwargs: Its keyword arguments, changed in place.
             config: Config of the text model.
+            ahead: Gives the signals of a site that looks ahead, from the input as it stands.
 
         Returns:
             The input, reduced `[B, m, D]`.
         """
+        cache, kind = kwargs.get("past_key_values"), kind_of(config, layer)
+        length, left = self.sequences.length, None
         for site in self.sites:
             if site.layer == layer:
-                hidden = self.reduce(site, hidden)
-        cache, kind = kwargs.get("past_key_values"), kind_of(config, layer)
+                if site.revives and cache is not None:
+                    places = self._places(kwargs, kind)
+                    left = Leaving(
+                        self.sequences.items, hidden, places, self.past, self.sequences.ok
+                    )
+                hidden = self.reduce(site, hidden, ahead)
         if self.sequences.index is not None:
-            if kind not in self._embeddings:
-                given, index = kwargs["position_embeddings"], self.sequences.index
-                self._embeddings[kind] = tuple(take(each, index) for each in given)
-            kwargs["position_embeddings"] = self._embeddings[kind]
-        elif cache is None or len(cache.layers) <= layer or not is_short(cache.layers[layer]):
+            kwargs["position_embeddings"] = self._places(kwargs, kind)
+        elif not self.rebuild and not _short_at(cache, layer):
             return hidden
         kwargs["position_ids"] = None  # flash attention takes a gap for the end of a sequence
         kwargs["attention_mask"] = self._mask(layer, hidden, cache, config)
+        if layer in self._reviving and cache is not None:
+            keep_store(cache, layer, left, self._order, length)
+            self._revives = left is not None
         return hidden
+
+    def _places(self, kwargs: dict[str, Any], kind: str) -> tuple[Tensor, ...]:
+        """Position embeddings of the tokens as they stand."""
+        given: tuple[Tensor, ...] = kwargs["position_embeddings"]
+        if self.sequences.index is None:
+            return given
+        if kind not in self._embeddings:
+            self._embeddings[kind] = tuple(take(each, self.sequences.index) for each in given)
+        return self._embeddings[kind]
 
     def _mask(self, layer: int, hidden: Tensor, cache: Any, config: Any) -> Any:
         """The stock mask for this layer's tokens, and the cache layer's bookkeeping."""
@@ -132,11 +161,18 @@ class Step:
             return self.blocks
         return self.blocks.to(index.device).gather(1, index)
 
-    def reduce(self, site: Site, hidden: Tensor) -> Tensor:
+    def reduce(
+        self,
+        site: Site,
+        hidden: Tensor,
+        ahead: Callable[[Site, Tensor], list[dict[str, Tensor]]] | None = None,
+    ) -> Tensor:
         """Run a site on every item; `hidden` `[B, n, D]` to `[B, m, D]`, left-padded."""
         self.sequences.to(hidden.device)
         items = self.sequences.items
         with self.trace.stage(site.name, sum(item.n for item in items)) as row:
+            if site.ahead and ahead is not None:
+                self.inner[site.layer - 1] = ahead(site, hidden)
             kept = self._choice.run(site, hidden)
             row.tokens_out = sum(len(keep) for keep, _ in kept)
             same = [
@@ -144,7 +180,7 @@ class Step:
             ]
             if all(same):
                 return hidden
-            order = self.sequences.compact([keep for keep, _ in kept])
+            self._order = order = self.sequences.compact([keep for keep, _ in kept])
             self._embeddings = {}
             hidden = take(hidden, order)
             for item, (_, merged) in zip(items, kept, strict=True):
@@ -154,6 +190,11 @@ class Step:
 
     def add_planes(self, hidden: Tensor, planes: Tensor) -> Tensor:
         """Add DeepStack features `[visual tokens, D]`, reduced like the tokens they belong to."""
+        if self._revives:
+            raise ModelError(
+                "lazyllm cuts among the layers that add DeepStack planes, which a token that comes "
+                "back would miss; choose llm<K> with a larger K"
+            )
         hidden = hidden.clone()
         self._plane += 1
         for item in self.sequences.items:
@@ -167,3 +208,7 @@ class Step:
             target = hidden[item.row]
             target.index_copy_(0, item.where, target.index_select(0, item.where) + rows)
         return hidden
+
+
+def _short_at(cache: Any, layer: int) -> bool:
+    return cache is not None and len(cache.layers) > layer and is_short(cache.layers[layer])
