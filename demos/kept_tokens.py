@@ -1,6 +1,8 @@
 """Draw which visual tokens methods keep: one row of frames per method, dropped patches darkened.
 
 python demos/kept_tokens.py assets/clips/four-shapes.mp4 "How many objects are there?" -o kept.png
+
+For one method with the groups it merges in colour: `mmfast ask CLIP QUESTION --save-overlay x.png`.
 """
 
 from __future__ import annotations
@@ -47,15 +49,13 @@ def main() -> None:
     draw = ImageDraw.Draw(sheet)
     for row, spec in enumerate([None, *args.reduce]):
         answer = mmfast.pipeline("video-qa", reduce=spec)(args.clip, args.question)
-        kept = np.ones((len(frames), 6, 6), bool)
-        for _, _, reduction in answer.trace.reductions:
-            kept = (reduction.owner >= 0).numpy().reshape(kept.shape)
         top = row * (TILE + GAP)
         name = (spec or "all tokens").replace(":", "\n")
         count = f"{answer.kept_tokens} of {answer.visual_tokens}"
         draw.text((6, top + 30), f"{name}\n\n{count}\n\n{answer.text!r}", fill="black")
         for i, frame in enumerate(frames):
-            sheet.paste(shade(frame, kept[i]), (LEFT + i * (TILE + GAP), top))
+            kept = answer.trace.heatmap(i) > 0
+            sheet.paste(shade(frame, kept), (LEFT + i * (TILE + GAP), top))
     sheet.quantize(128).save(args.out, optimize=True)
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mmfast.core.trace import Trace as Trace
     from mmfast.pipelines import Answer as Answer
     from mmfast.pipelines import pipeline as pipeline
+    from mmfast.pipelines.overlay import overlay as overlay
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ _LAZY = {
     "Trace": "mmfast.core.trace",
     "attach": "mmfast.attach",
     "methods": "mmfast.core.registry",
+    "overlay": "mmfast.pipelines.overlay",
     "pipeline": "mmfast.pipelines",
     "reduce": "mmfast.core.spec",
     "register": "mmfast.core.registry",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from mmfast.core.errors import ModelError, SpecError
@@ -62,16 +62,8 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
     check_sites(specs, model)
     with ExitStack() as stack:
         stack.enter_context(_only_once(model))
-        for spec in specs:
-            if spec.site == "vit" and spec.budget != 1.0:
-                from mmfast.models.vit import vit_stage
-
-                stack.enter_context(vit_stage(model, adapter, spec, trace))
-        early = [spec for spec in specs if spec.site == "pixel"]
-        if early:
-            from mmfast.models.pixel import pixel_stage
-
-            stack.enter_context(pixel_stage(model, adapter, early))
+        for stage in _tower_stages(model, adapter, specs, trace):
+            stack.enter_context(stage)
         from mmfast.models.hooks import Hooks
         from mmfast.models.stages import sites_of
 
@@ -79,6 +71,27 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
         if sites:
             stack.enter_context(Hooks(model, adapter, sites, trace).installed())
         yield trace
+
+
+def _tower_stages(
+    model: Any, adapter: Any, specs: tuple[Spec, ...], trace: Trace
+) -> Iterator[AbstractContextManager[None]]:
+    """What stands before and inside the vision tower."""
+    early = [spec for spec in specs if spec.site == "pixel"]
+    for spec in specs:
+        if spec.site == "vit" and spec.budget != 1.0:
+            from mmfast.models.vit import vit_stage
+
+            if early:
+                raise SpecError(
+                    f"{str(early[0])!r} and {str(spec)!r} cannot share a vision tower: merging "
+                    "needs whole frames; use site 'pre' for one of them"
+                )
+            yield vit_stage(model, adapter, spec, trace)
+    if early:
+        from mmfast.models.pixel import pixel_stage
+
+        yield pixel_stage(model, adapter, early)
 
 
 def check_sites(specs: tuple[Spec, ...], model: Any) -> None:

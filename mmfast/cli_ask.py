@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,10 @@ def ask(
     device: Device = None,
     dtype: Dtype = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
+    save_overlay: Annotated[
+        Path | None,
+        typer.Option(help="Picture of the kept, merged and dropped patches: .png, .jpg, .webp."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Answer one question about a video or an image, and say what it cost."""
@@ -30,10 +35,19 @@ def ask(
     quiet()
     task = f"{kind_of(media)}-qa"
     check_question(question)
+    if save_overlay is not None:
+        from mmfast.pipelines.overlay import check_target
+
+        check_target(save_overlay)
     from mmfast.pipelines import pipeline
 
     options: dict[str, Any] = {"reduce": reduce, "cache": cache, "frames": frames, "fps": fps}
     pipe = pipeline(
         task, model, device=device, dtype=dtype, max_new_tokens=max_new_tokens, **options
     )
-    print_answer(pipe(media, question), as_json)
+    answer = pipe(media, question)
+    if save_overlay is not None:
+        from mmfast.pipelines.overlay import save_sheet
+
+        save_sheet(pipe.overlay(media, answer.trace), save_overlay)
+    print_answer(answer, as_json)

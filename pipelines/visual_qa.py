@@ -221,7 +221,7 @@ class VisualQA:
         Returns:
             A PIL image per image or clip of `media`.
         """
-        from mmfast.overlay import overlay
+        from mmfast.pipelines.overlay import overlay
 
         square = bool(
             getattr(getattr(self.processor, "image_processor", None), "do_center_crop", 0)

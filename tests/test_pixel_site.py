@@ -216,6 +216,9 @@ def test_errors_name_the_way_out() -> None:
     inside = pytest.raises(ModelError, match="encode the media inside attach")
     with inside, attach(this.model, "pixelprune"), torch.no_grad():
         this.model(**inputs, mm_encoder_outputs={"image": output})
+    both = pytest.raises(SpecError, match=r"'pixelprune@pixel' and 'tome@vit:0.5' cannot share")
+    with both, attach(this.model, "pixelprune+tome@vit:0.5"):
+        pass
     _, inputs = picture("qwen3_vl")
     budget = pytest.raises(SpecError, match="100")
     with budget, attach(this.model, "pixelprune:100"), torch.no_grad():

@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from mmfast.core.errors import MmfastError
+from mmfast.core.provenance import Cells, Fate, View, cells_of, fate_of
 from mmfast.core.reduction import Reduction
 
 
@@ -37,10 +39,17 @@ class Trace:
         rows: One `Row` per stage.
         reductions: `(site, item, Reduction)` in order of application; `item` counts the images
             and videos of the batch.
+        views: Where the tokens of each item lie, by number; that of the latest call.
+        merged: Of items merged inside the vision tower, the mean part `[N]` that the patches of
+            a token have in what they became, by kind and number among their kind.
+        patches: Of the same items where their patches lie, and what became of those.
     """
 
     rows: list[Row] = field(default_factory=list)
     reductions: list[tuple[str, int, Reduction]] = field(default_factory=list)
+    views: dict[int, View] = field(default_factory=dict, repr=False)
+    merged: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict, repr=False)
+    patches: dict[tuple[str, int], tuple[View, Reduction]] = field(default_factory=dict, repr=False)
 
     @contextmanager
     def stage(self, name: str, tokens_in: int = 0, tokens_out: int = 0) -> Iterator[Row]:
@@ -63,6 +72,91 @@ class Trace:
     def record(self, site: str, item: int, reduction: Reduction) -> None:
         """Remember that `reduction` was applied at `site` to image or video `item`."""
         self.reductions.append((site, item, reduction))
+
+    def see(
+        self,
+        item: int,
+        place: torch.Tensor | None,
+        tile: torch.Tensor | None,
+        source: tuple[str, int],
+    ) -> None:
+        """Remember where the tokens of an item lie that a new call brings.
+
+        Args:
+            item: Its number.
+            place: `[N, 3]`; None where it is not known, then it cannot be drawn.
+            tile: `[N]` of an image cut into tiles.
+            source: Kind of media, and number among those of its kind.
+        """
+        self.views.pop(item, None)
+        if place is not None:
+            place, tile = place.cpu(), None if tile is None else tile.cpu()
+            self.views[item] = View(place, tile, source, len(self.reductions))
+
+    def fate(self, item: int = 0) -> Fate:
+        """What became of every token of image or clip `item`, after all stages.
+
+        Raises:
+            MmfastError: There is no such item, or chunked prefill reduced it in parts.
+        """
+        view = self._view(item)
+        fate = fate_of(len(view.place), self._chain(item))
+        inside = self.merged.get(view.source)
+        if inside is not None and len(inside) == len(fate.share):
+            fate = replace(fate, share=fate.share * inside)
+        return fate
+
+    def cells(self, item: int = 0, patches: bool = False) -> list[Cells]:
+        """The frames of image or clip `item` as rasters; of tiles the mosaic, then the overview.
+
+        Args:
+            item: Its number.
+            patches: Show patches in place of tokens where the vision tower merged them and
+                nothing was done to the tokens afterwards.
+        """
+        view = self._view(item)
+        inside = self.patches.get(view.source)
+        if patches and inside is not None and not self._chain(item):
+            return cells_of(inside[0], fate_of(inside[1].n, [inside[1]]))
+        return cells_of(view, self.fate(item))
+
+    def _chain(self, item: int) -> list[Reduction]:
+        return [
+            reduction
+            for site, number, reduction in self.reductions[self._view(item).start :]
+            if number == item and site != "vit"
+        ]
+
+    def heatmap(self, frame: int = 0, item: int = 0) -> Any:
+        """How much of each token of a frame reached the answer.
+
+        Args:
+            frame: Frame of a clip, as the model sees it (Qwen joins two); of an image cut into
+                tiles 0 is the mosaic and 1 the overview.
+            item: Image or clip of the batch, in reading order.
+
+        Returns:
+            A float array `[rows, columns]`: 1 where a token is kept as it is, its part of the
+            output where it was merged, 0 where it was dropped, of all stages together.
+
+        Raises:
+            MmfastError: There is no such frame or item.
+        """
+        cells = self.cells(item)
+        if not 0 <= frame < len(cells):
+            raise MmfastError(
+                f"frame {frame} of item {item} does not exist; choose 0 to {len(cells) - 1}"
+            )
+        return cells[frame].share.numpy()
+
+    def _view(self, item: int) -> View:
+        if item not in self.views:
+            known = ", ".join(map(str, sorted(self.views))) or "none"
+            raise MmfastError(
+                f"the trace has no picture of item {item}; items: {known} (it needs a call with "
+                "media and a stage of site pixel, vit, pre or llm<K>, or a pipeline)"
+            )
+        return self.views[item]
 
     def to_dict(self) -> dict[str, Any]:
         """Rows and reductions as plain lists and numbers, ready for JSON."""

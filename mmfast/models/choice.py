@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
@@ -135,6 +136,10 @@ class Choice:
         return Tokens(x, attn=attn, query=query, grid=grid, signals=signals)
 
     def _note(self, site: Site, item: Item, chain: Chain) -> None:
+        if not item.chain and item.source is None and item.record is not None:
+            layout, source = item.record.layouts[item.index], (item.record.kind, item.index)
+            tile = None if layout.tiles is None else torch.tensor(layout.tiles)
+            self._trace.see(item.number, layout.place(), tile, source)
         for reduction in chain.reductions:
             self._trace.record(site.name, item.number, reduction)
 

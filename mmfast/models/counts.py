@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from mmfast.core.trace import Trace
 from mmfast.models.adapter import adapter_for
 
@@ -30,3 +32,12 @@ def summed(counts: Sequence[tuple[int, int]], items: Sequence[int]) -> list[tupl
     rest = iter(counts)
     groups = [[next(rest) for _ in range(n)] for n in items]
     return [(sum(n for n, _ in group), sum(m for _, m in group)) for group in groups]
+
+
+def add_views(model: Any, kind: str, inputs: Mapping[str, Any], trace: Trace) -> None:
+    """Let the trace of a call that reduced nothing be drawn too: everything was kept."""
+    if any(site != "vit" for site, _, _ in trace.reductions):
+        return
+    for number, layout in enumerate(adapter_for(model).layout(model.base_model, kind, inputs)):
+        tile = None if layout.tiles is None else torch.tensor(layout.tiles)
+        trace.see(number, layout.place(), tile, (kind, number))

@@ -10,6 +10,7 @@ order throughout (the reference moves unmerged ones in front, which changes its 
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.core.errors import SpecError
+from mmfast.core.provenance import View
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
-from mmfast.models.adapter import Adapter
+from mmfast.models.adapter import Adapter, Call, raster_places
 from mmfast.models.patching import override
 from mmfast.models.probe import intercepting
 from mmfast.models.towers import Tower, argument, attention_of, check_blocks, kinds_of
@@ -85,6 +87,11 @@ def _check(tower: Tower, spec: Spec, adapter: Adapter) -> None:
             f"'{spec}' cannot run in the vision tower of {adapter.family!r} with a class token; "
             "use site 'pre'"
         )
+    if not tower.packed and not hasattr(tower.base.config.vision_config, "image_size"):
+        raise SpecError(
+            f"'{spec}' cannot run in the vision tower of {adapter.family!r}, which pads images of "
+            "different sizes; use site 'pre'"
+        )
     layers = argument(tower.base, {}, "vision_feature_layer")
     if not isinstance(layers, int | None):
         raise SpecError(
@@ -129,6 +136,7 @@ class _Stage:
         finally:
             self._local.work = None
         self._report(work, (_now() - start) * 1e3)
+        self._draw(work, kind, arguments)
         return output
 
     def _report(self, work: Pass, ms: float) -> None:
@@ -136,6 +144,24 @@ class _Stage:
         for item, found in enumerate(work.per_item()):
             self._trace.record("vit", item, found)
             self._trace.add("vit", found.n, found.m, ms * found.n / total)
+
+    @torch.no_grad()
+    def _draw(self, work: Pass, kind: str, arguments: Call) -> None:
+        """Tell the trace which part of every LLM token's patches was merged away."""
+        if work.merged is None:
+            return
+        base, shares = self._tower.base, work.merged.share()[:, None]
+        folded = self._adapter.fold(base, kind, shares, arguments)
+        layouts = self._adapter.layout(base, kind, arguments)
+        found = work.per_item()
+        for number, (layout, values) in enumerate(zip(layouts, folded, strict=True)):
+            tile = None if layout.tiles is None else torch.tensor(layout.tiles)
+            self._trace.see(number, layout.place(), tile, (kind, number))
+            self._trace.merged[kind, number] = values[:, 0].float().cpu()
+            raster = patch_raster(layout.grid, found[number].n) if len(found) > number else None
+            if raster is not None:
+                seen = View(raster_places(raster), source=(kind, number))
+                self._trace.patches[kind, number] = (seen, found[number])
 
     def block(
         self, index: int, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
@@ -189,6 +215,16 @@ class _Stage:
         """Before a DeepStack merger, which reads the raster between blocks."""
         work = self._pass()
         return args if work is None else (work.expand(args[0]), *args[1:])
+
+
+def patch_raster(grid: tuple[int, int, int] | None, patches: int) -> tuple[int, int, int] | None:
+    """Frames, rows and columns of the patches behind tokens of raster `grid`; None if in tiles."""
+    if grid is None or patches % grid[0]:
+        return None
+    frames, rows, columns = grid
+    tall = round(math.sqrt(patches / frames * rows / columns))
+    raster = (frames, tall, patches // frames // max(1, tall))
+    return raster if math.prod(raster) == patches else None
 
 
 def _now() -> float:
