@@ -45,10 +45,15 @@ def gemfilter(item: Item, budget: int) -> Answer:
     return _best(item, item.signals["attn_ahead"].tolist(), budget)
 
 
+def lazyllm(item: Item, budget: int) -> Answer:
+    return _best(item, item.attn.tolist(), budget)
+
+
 ORACLES: Mapping[str, Callable[..., Answer]] = {
     "adaptinfer": adaptinfer,
     "fastkv": fastkv,
     "gemfilter": gemfilter,
+    "lazyllm": lazyllm,
     "pyramiddrop": pyramiddrop,
     "slimfer": slimfer,
 }

@@ -20,6 +20,7 @@ from mmfast.reducers import holitom as holitom
 from mmfast.reducers import holitom_inner as holitom_inner
 from mmfast.reducers import info_rank as info_rank
 from mmfast.reducers import key_clip as key_clip
+from mmfast.reducers import lazyllm as lazyllm
 from mmfast.reducers import pixelprune as pixelprune
 from mmfast.reducers import pool as pool
 from mmfast.reducers import prumerge as prumerge

@@ -1,0 +1,32 @@
+"""LazyLLM: what is dropped in the prompt may come back while the answer is written."""
+
+from __future__ import annotations
+
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register
+from mmfast.core.tokens import Tokens
+from mmfast.ops.ranking import stable_topk
+
+
+@register(
+    "lazyllm",
+    paper="2407.14057",
+    needs=("attn",),
+    sites=("llm",),
+    stages=(0.25,),
+    revives=True,
+)
+def lazyllm(tokens: Tokens, budget: int) -> Reduction:
+    """Keep what the last query attends to, and bring back later what a new token asks for.
+
+    Fu et al. (2024). In the prompt this is one cut. At every decode step the attention of the
+    layer before the cut, which has the keys of all tokens, ranks them again; those within the
+    budget that were dropped run through the deeper layers once, at their original positions, and
+    stay. The paper prunes at several layers and may ignore stored tokens again; here there is
+    one cut, and what has come back stays visible. One row, a DynamicCache, sdpa or eager.
+
+    Args:
+        tokens: `attn` `[..., N]`, attention from the last query, mean over heads.
+        budget: Tokens to keep, and to look at per step; ties go to the lowest index.
+    """
+    return Reduction.prune(stable_topk(tokens.need("attn"), budget), tokens.n)
