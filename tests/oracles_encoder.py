@@ -218,7 +218,7 @@ def vidcom2(item: Item, budget: int | None, ratio: float = 0.25) -> Answer:
     return by_frame(item, score, counts)
 
 
-def cdpruner(item: Item, budget: int, opposite: bool = True) -> Answer:
+def cdpruner(item: Item, budget: int, opposite: bool = False) -> Answer:
     """Relevance times likeness as the kernel of a determinantal point process."""
     n = item.n
     near = [even(float(np.mean([cosine(row, word) for word in item.query]))) for row in item.x]

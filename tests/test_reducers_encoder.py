@@ -34,7 +34,7 @@ from mmfast.reducers.stc_pruner import prune_chunk
         ("prumerge_plus", {"spatial": 1.0}),
         ("prumerge", {"neighbours": 0}),
         ("prumerge", {"neighbours": 5}),
-        ("cdpruner", {"opposite": False}),
+        ("cdpruner", {"opposite": True}),
         ("pixelprune", {"metric": "mae"}),
         ("pixelprune", {"metric": "rmse"}),
     ],

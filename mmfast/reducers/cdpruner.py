@@ -16,7 +16,7 @@ from mmfast.ops.unit import unit_rows
 
 @register("cdpruner", paper="2506.10967", needs=("x", "query"))
 def cdpruner(
-    tokens: Tokens, budget: int, *, opposite: bool = True, parity: bool = False
+    tokens: Tokens, budget: int, *, opposite: bool = False, parity: bool = False
 ) -> Reduction:
     """Keep tokens that are relevant to the question and unlike each other.
 
@@ -29,13 +29,13 @@ def cdpruner(
             has image and text embeddings of a common space, give those as signal `joint`
             `[..., N, C]` and as `query` `[..., T, C]`.
         budget: Tokens to keep.
-        opposite: Relevance is the negative cosine, as the authors found it for CLIP; false takes
-            the cosine itself.
-        parity: Relevance is scaled over all items of a batch together, as the reference does.
+        opposite: Relevance is the negative cosine, which the authors found to work in the common
+            space of CLIP. In the space of a language model the cosine itself says what is near.
+        parity: As the reference: `opposite`, and scaled over all items of a batch together.
     """
     joint = tokens.signal("joint")
     source = tokens.x if joint is None else joint
-    score = relevance(source, tokens.need("query"), opposite=opposite, together=parity)
+    score = relevance(source, tokens.need("query"), opposite=opposite or parity, together=parity)
     return Reduction.prune(picks(tokens.x, score, budget), tokens.n)
 
 
