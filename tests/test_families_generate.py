@@ -1,0 +1,198 @@
+"""Every family in every mode of stock `generate`, with tokens removed before and inside the LLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import model_oracle as oracle
+import pytest
+import torch
+from tiny_base import PIXELS
+from tiny_models import ALL_FAMILIES, Tiny, facts, generate, tiny
+from transformers import CompileConfig, StaticCache
+
+from mmfast.attach import attach
+
+SPEC = "random:0.4+random@llm2:0.5"
+EARLY = "random:0.4"
+families = pytest.mark.parametrize("family", ALL_FAMILIES)
+
+# Modes against plain greedy decoding. A chunk has no way to know what a later one will bring, so
+# inside the LLM only budgets are kept under chunked prefill.
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "static": (SPEC, {"cache_implementation": "static"}),
+    "chunked": (EARLY, {"prefill_chunk_size": 9}),
+    "lookup": (SPEC, {"prompt_lookup_num_tokens": 3}),
+    "without a cache": (SPEC, {"use_cache": False}),
+}
+# What the stock model cannot do; the test asks it first.
+STOCK_CANNOT = {
+    ("gemma3", "chunked"): "the part of an image that a chunk ends with does not see the rest",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def run(this: Tiny, inputs: dict[str, Any], spec: str, **kwargs: Any) -> Any:
+    with attach(this.model, spec):
+        return generate(this, inputs, **{"tokens": 6, **kwargs})
+
+
+def new(out: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return out.sequences[:, inputs["input_ids"].shape[1] :]
+
+
+def close(a: Any, b: Any) -> None:
+    assert torch.equal(a.sequences, b.sequences)
+    torch.testing.assert_close(torch.stack(a.logits), torch.stack(b.logits), atol=1e-4, rtol=0)
+
+
+def differs(this: Tiny, inputs: dict[str, Any], mode: dict[str, Any]) -> bool:
+    """Whether the stock model itself fails in a mode, or answers differently."""
+    plain = generate(this, inputs, 6)
+    try:
+        other = generate(this, inputs, 6, **mode)
+    except Exception:
+        return True
+    same = torch.equal(plain.sequences, other.sequences)
+    return not same or not torch.allclose(
+        torch.stack(plain.logits), torch.stack(other.logits), atol=1e-4
+    )
+
+
+def rows(this: Tiny) -> tuple[list[str], list[dict[str, list[Any]]]]:
+    """Prompts with one item, none, several, and kinds mixed; and the media of each."""
+    kinds = facts(this.family).kinds
+    asked = [{"image": 1}, {}, {"image": 3}]
+    if "video" in kinds:
+        asked += [{"video": 1, "image": 1}]
+    texts, media = [], []
+    for number, counts in enumerate(asked):
+        text = "".join(f"a {{{kind}}} " * n for kind, n in counts.items())
+        texts.append(text + "what is here then?"[: 6 + 4 * number])
+        media.append({})
+        for kind, n in counts.items():
+            media[-1] |= this.media(kind, n, seed=10 * number)
+    return texts, media
+
+
+@families
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_equals_plain_decoding(family: str, mode: str) -> None:
+    this = tiny(family)
+    spec, options = MODES[mode]
+    texts = ["a {image} or {image}?", "{image}"][: 1 if mode == "lookup" else 2]
+    inputs = this.inputs(texts, images=this.images(1 + len(texts)))
+    cannot = differs(this, inputs, options)
+    assert cannot == ((family, mode) in STOCK_CANNOT), "stock transformers changed"
+    if not cannot:
+        close(run(this, inputs, spec, **options), run(this, inputs, spec))
+
+
+@families
+def test_a_batch_of_mixed_prompts_equals_its_rows(family: str) -> None:
+    this = tiny(family)
+    texts, media = rows(this)
+    joined: dict[str, list[Any]] = {}
+    for each in media:
+        for name, items in each.items():
+            joined[name] = joined.get(name, []) + items
+    batch = this.inputs(texts, **joined)
+    together = run(this, batch, SPEC, tokens=4)
+    for row, (text, each) in enumerate(zip(texts, media, strict=True)):
+        alone = run(this, single := this.inputs([text], **each), SPEC, tokens=4)
+        assert torch.equal(new(together, batch)[row], new(alone, single)[0])
+        got = torch.stack([step[row] for step in together.logits])
+        torch.testing.assert_close(got, torch.cat(alone.logits), atol=1e-4, rtol=0)
+
+
+@families
+def test_beams_of_a_batch_equal_those_of_its_rows(family: str) -> None:
+    this = tiny(family)
+    texts, images = ["a {image} or {image}?", "{image}"], this.images(3)
+    batch, beams = this.inputs(texts, images=images), {"num_beams": 3, "tokens": 4}
+    together = new(run(this, batch, SPEC, **beams), batch)
+    for row, part in enumerate((images[:2], images[2:])):
+        single = this.inputs([texts[row]], images=part)
+        assert torch.equal(together[row], new(run(this, single, SPEC, **beams), single)[0])
+    bare = run(this, batch, EARLY, use_cache=False, **beams)
+    assert torch.equal(new(bare, batch), new(run(this, batch, EARLY, **beams), batch))
+
+
+@families
+@pytest.mark.slow
+def test_compiled_decoding_neither_breaks_nor_recompiles(family: str) -> None:
+    from torch._dynamo.utils import counters
+
+    this = tiny(family)
+    inputs = this.inputs(["a {image}?", "{image}"], images=this.images(2))
+    config = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    static = {"cache_implementation": "static", "compile_config": config, "tokens": 8}
+    found = []
+    for spec in ("random:1.0", SPEC):  # the stock model first: it sets the number of graphs
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = run(this, inputs, spec, **static)
+        found.append((counters["stats"]["unique_graphs"], dict(counters["graph_break"])))
+        close(compiled, run(this, inputs, spec, tokens=8))
+    torch._dynamo.reset()
+    assert found[0] == found[1] and not found[1][1]
+
+
+@families
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_second_image_in_a_later_turn(family: str, cache: str) -> None:
+    """Equal to one pass over the whole conversation in which the same tokens are hidden."""
+    this, model = tiny(family), tiny(family).model
+    parts = [
+        this.inputs([text], images=this.images(1, seed))
+        for text, seed in (("on {image} what?", 0), (" then {image} and?", 9))
+    ]
+    own = {} if cache == "dynamic" else {"past_key_values": StaticCache(model.config, 400)}
+    with attach(model, SPEC) as trace:
+        one = generate(this, parts[0], 4, **own)
+        turn, past = len(trace.reductions), one.past_key_values
+        whole = conversation(this, parts, one.sequences)
+        given = {k: v for k, v in whole.items() if k not in PIXELS.values()}
+        features = {"image": oracle.encode(this, parts[1], "image")}
+        two = generate(this, given, 4, past_key_values=past, mm_encoder_outputs=features)
+    second = [(site, number + 1, r) for site, number, r in trace.reductions[turn:]]
+    answer = two.sequences[0, whole["input_ids"].shape[1] :]
+    prompt = oracle.append(this, joined(this, parts, whole), answer[:-1])
+    logits = oracle.masked(this, prompt, trace.reductions[:turn] + second)
+    expected = logits[whole["input_ids"].shape[1] - 1 :]
+    torch.testing.assert_close(torch.cat(two.logits), expected, atol=1e-4, rtol=0)
+
+
+def conversation(this: Tiny, parts: list[dict[str, Any]], sequence: torch.Tensor) -> dict[str, Any]:
+    """Inputs of both turns: all ids, types and grids."""
+    first, second = parts
+    whole = {"input_ids": torch.cat([sequence, second["input_ids"]], 1)}
+    whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+    answer = sequence.shape[1] - first["input_ids"].shape[1]
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in first:
+            gap = torch.zeros(1, answer, dtype=first[name].dtype)
+            whole[name] = torch.cat([first[name], gap, second[name]], 1)
+    for name in set(facts(this.family).rope) & set(first) - set(whole):
+        whole[name] = torch.cat([first[name], second[name]])
+    return whole
+
+
+def joined(this: Tiny, parts: list[dict[str, Any]], whole: dict[str, Any]) -> oracle.Prompt:
+    """The conversation with the features of both images put in their places by hand."""
+    first, second = (oracle.embed(this, part) for part in parts)
+    length, start = whole["input_ids"].shape[1], whole["input_ids"].shape[1] - len(second.embeds)
+    answer = whole["input_ids"][0, len(first.embeds) : start]
+    between = this.model.get_input_embeddings()(answer)
+    embeds = torch.cat([first.embeds, between, second.embeds])
+    planes = [torch.zeros(length, embeds.shape[1]) for _ in first.planes]
+    for plane, early, late in zip(planes, first.planes, second.planes, strict=True):
+        plane[: len(early)], plane[start:] = early, late
+    items = first.items + [places + start for places in second.items]
+    return oracle.Prompt(embeds, oracle.positions_of(this, whole), items, planes)
