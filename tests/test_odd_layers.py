@@ -1,0 +1,151 @@
+"""Decoder layers that are no plain attention: sliding windows, image blocks, convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import model_oracle as oracle
+import pytest
+import torch
+from tiny_models import Tiny, build, generate, tiny
+from transformers import DynamicCache
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+from mmfast import ModelError
+from mmfast.attach import attach
+from mmfast.models.adapter import adapter_for
+from mmfast.models.convs import join
+from mmfast.models.records import recording
+
+SPEC = "random:0.4+random@llm2:0.5"
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def run(this: Tiny, inputs: dict[str, Any], spec: str = SPEC, **kwargs: Any) -> Any:
+    with attach(this.model, spec):
+        return generate(this, inputs, **kwargs)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("tokens", [3, 30])
+def test_a_window_counts_the_tokens_that_are_left(attention: str, tokens: int) -> None:
+    """From a prompt longer than the window, and from one that outgrows it while answering."""
+    this = tiny("gemma3", attention)
+    inputs = this.inputs(["{image}"], images=this.images(1))
+    spec = "random:1" if tokens == 30 else "random:0.6+random@llm2:0.5"
+    with attach(this.model, spec) as trace:
+        out = generate(this, inputs, tokens)
+    length = inputs["input_ids"].shape[1]
+    whole = oracle.append(this, oracle.embed(this, inputs), out.sequences[0, length:-1])
+    logits = oracle.masked(this, whole, trace.reductions)[length - 1 :]
+    torch.testing.assert_close(torch.cat(out.logits), logits, atol=1e-4, rtol=0)
+
+
+def test_without_token_types_an_image_is_causal_as_in_the_stock_model() -> None:
+    this = tiny("gemma3")
+    inputs = this.inputs(["on {image}?"], images=this.images(1))
+    bare = {k: v for k, v in inputs.items() if k != "token_type_ids"}
+    with attach(this.model, "random:0.5") as trace:
+        blocks, causal = this.model(**inputs).logits, this.model(**bare).logits
+    assert (blocks - causal).abs().max() > 1e-2
+    whole = oracle.embed(this, inputs)
+    keep = oracle.kept_places(whole, trace.reductions[:1])
+    hidden = this.model.get_decoder()(
+        inputs_embeds=whole.embeds[keep][None],
+        position_ids=whole.positions[keep][None],
+        attention_mask=torch.ones(1, len(keep), dtype=torch.int64),
+        use_cache=False,
+    )
+    assert torch.equal(causal, this.model.lm_head(hidden.last_hidden_state))
+
+
+def test_chunks_that_cut_no_image_equal_one_piece() -> None:
+    this = tiny("gemma3")
+    inputs = this.inputs(["a {image} or {image} then?"], images=this.images(2))
+    ends = (inputs["input_ids"][0] == this.model.config.boi_token_id).nonzero()[:, 0]
+    whole = run(this, inputs, "tome:0.4")
+    parts = run(this, inputs, "tome:0.4", prefill_chunk_size=int(ends[1]))
+    assert torch.equal(parts.sequences, whole.sequences)
+    torch.testing.assert_close(
+        torch.stack(parts.logits), torch.stack(whole.logits), atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("family", ["gemma3", "lfm2_vl"])
+def test_a_cache_without_types_of_layers(family: str) -> None:
+    """`DynamicCache()` keeps all keys of a window's layer; convolutions cannot use it."""
+    this = tiny(family)
+    inputs = this.inputs(["{image} a", "so {image}{image}?"], images=this.images(3))
+    typed = run(this, inputs, past_key_values=DynamicCache(config=this.model.config), tokens=20)
+    if family == "lfm2_vl":
+        with pytest.raises(ModelError, match="is a convolution; pass DynamicCache"):
+            run(this, inputs, past_key_values=DynamicCache())
+        return
+    plain = run(this, inputs, past_key_values=DynamicCache(), tokens=20)
+    assert torch.equal(plain.sequences, typed.sequences)
+
+
+def test_attention_of_a_convolution_is_refused() -> None:
+    this = tiny("lfm2_vl")
+    with (
+        pytest.raises(ModelError, match=r"is a convolution; choose llm2$"),
+        attach(this.model, "fastv@llm3:0.5"),
+    ):
+        pass
+
+
+def test_tiles_are_reduced_one_by_one() -> None:
+    this = tiny("lfm2_vl")
+    inputs = this.inputs(["on {image} what?"], images=this.images(1, size=(80, 160)))
+    assert len(inputs["spatial_shapes"]) > 2
+    whole = oracle.embed(this, inputs)
+    with attach(this.model, "visionzip:0.5") as trace:
+        logits = this.model(**inputs).logits[0]
+    sizes = inputs["spatial_shapes"].prod(1) // this.shape.merge**2
+    assert [r.n for _, _, r in trace.reductions] == sizes.tolist()
+    expected = oracle.masked(this, whole, trace.reductions)
+    keep = oracle.kept_places(whole, trace.reductions)
+    torch.testing.assert_close(logits, expected[keep], atol=1e-5, rtol=1e-5)
+
+
+def test_padding_of_a_tile_looks_at_nothing() -> None:
+    """A tile's attention signal is the same alone and beside a larger one."""
+    this = tiny("lfm2_vl")
+    inputs = this.inputs(["{image}"], images=this.images(1))
+    call = {k: inputs[k] for k in this.facts.calls["image"]}
+    real = int(inputs["spatial_shapes"][0].prod())
+    assert real < inputs["pixel_values"].shape[1]
+    bare = {**call, "pixel_values": call["pixel_values"][:, :real]}
+    bare["pixel_attention_mask"] = call["pixel_attention_mask"][:, :real]
+    base, found = this.model.base_model, []
+    for each in (call, bare):
+        with recording(base, adapter_for(this.model), {"attn", "keys"}) as recorder:
+            base.get_image_features(**each)
+            found.append(recorder.last["image"].signals[0])
+    for name in ("attn", "keys"):
+        torch.testing.assert_close(found[0][name], found[1][name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gaps", [[0, 0], [2, 0], [1, 5]])
+def test_a_convolution_steps_over_padding(gaps: list[int]) -> None:
+    """Two calls with padding in front of the second equal rows without padding."""
+    this = build("lfm2_vl")
+    config = this.model.get_decoder().config
+    layer = next(m for m in this.model.modules() if isinstance(m, Lfm2ShortConv))
+    first, second = torch.randn(2, 4, 32), torch.randn(2, 5, 32)
+    ok = torch.arange(5) >= torch.tensor(gaps)[:, None]
+    cache = DynamicCache(config=config)
+    layer(first, past_key_values=cache)
+    join(cache, 0, ok)
+    out = layer(second, past_key_values=cache, attention_mask=ok)
+    last = layer(torch.ones(2, 1, 32), past_key_values=cache)
+    for row, gap in enumerate(gaps):
+        whole = torch.cat([first[row], second[row, gap:], torch.ones(1, 32)])
+        expected = layer(whole[None])[0]
+        torch.testing.assert_close(out[row, gap:], expected[4:-1])
+        torch.testing.assert_close(last[row], expected[-1:])
