@@ -27,15 +27,16 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
     or video, and a share of 1.0 leaves the model bit-identical.
 
     Hidden states and logits of a prompt have its reduced length, rows left-padded. At `llm<K>` the
-    last query is that of the call at hand: a chunk's last token under chunked prefill, a draft
-    token under assisted decoding. Inside the `with`, a model serves any number of threads and
-    conversations; a cache that `llm<K>` made uneven is to be continued inside one too.
+    last query and the text are those of the call at hand: a chunk under chunked prefill, with a
+    draft token at its end under assisted decoding. Inside the `with`, a model serves any number of
+    threads and conversations; a cache that `llm<K>` made uneven is to be continued inside one too.
 
     Args:
         model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
         reduce: Spec string, `name[@site][:budget]` joined by `+`; sites `pixel` (before the
             vision tower), `vit` (inside it), `pre` (before the language model) and `llm<K>`
-            (before decoder layer K). None reduces nothing.
+            (before decoder layer K), or `llm` for a method with a schedule, which cuts at several
+            layers and ends at its budget. None reduces nothing.
         cache: Spec string of a KV policy. None keeps every key and value.
 
     Yields:

@@ -56,6 +56,21 @@ def test_logits_equal_masking(family: str, spec: str) -> None:
             assert last.m == (round(float(budget) * len(item)) if "." in budget else int(budget))
 
 
+@pytest.mark.parametrize("spec", ["visiondrop@llm:0.2", "visiondrop@llm2:0.3", "saint@llm1:0.4"])
+def test_merging_inside_the_llm(spec: str) -> None:
+    for family in ("llava_onevision", "qwen3_vl"):
+        this = tiny(family)
+        inputs = video(this)
+        prompt = oracle.embed(this, inputs)
+        with attach(this.model, spec) as trace:
+            logits = this.model(**inputs).logits[0]
+        keep = oracle.kept_places(prompt, trace.reductions)
+        expected = oracle.masked(this, prompt, trace.reductions)[keep]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        share = float(spec.split(":")[1])
+        assert trace.reductions[-1][2].m == round(share * len(prompt.items[0]))
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_trace_has_a_row_per_cut(attention: str) -> None:
     this = tiny("qwen2_5_vl", attention)
