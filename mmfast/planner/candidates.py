@@ -100,11 +100,28 @@ def candidates(
         # The same tokens in the same layers cost the same but for choosing: the best few will do.
         rivals.sort(key=lambda rival: -rival[0])
         found += [Candidate(full, score, price(full)) for score, full in rivals[:RIVALS]]
-    taken = {_name(c.stages) for c in found}
-    beaten = dict.fromkeys(_name(full) for each in best.values() for _, full in each)
-    reason = f"{RIVALS} others answer more at each of its budgets, for the same cost"
-    rejected += [Rejected(name, reason) for name in beaten if name not in taken]
     return found, rejected
+
+
+def passed_over(
+    choice: Candidate, evidence: Evidence, depth: int, known: Iterable[Rejected]
+) -> list[Rejected]:
+    """Why each other method was not taken at the budget of the choice."""
+    if len(choice.stages) != 1 or not isinstance(choice.stages[0].budget, float):
+        return []
+    share, found = choice.stages[0].budget, []
+    out = {each.spec for each in known} | {_name(choice.stages)}
+    for curve in evidence.curves:
+        stages = _moved(curve, depth)
+        if not curve.single or curve in evidence.baselines or _name(stages) in out:
+            continue
+        reason, sure = evidence.verdict(curve, share), evidence.accuracy(curve, share)
+        if reason is None and sure is not None:
+            less = choice.accuracy is not None and min(sure, evidence.full) < choice.accuracy
+            reason = f"sure of {sure:.1%} only" if less else "as sure, but not worth its time"
+        name = spell(replace(stages[0], budget=share))
+        found.append(Rejected(name, reason or "nothing measured"))
+    return found
 
 
 def _name(stages: Sequence[Spec]) -> str:

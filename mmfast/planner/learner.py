@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.spec import Spec, parse
 from mmfast.models.adapter import tower_of
 from mmfast.models.timing import Clock
@@ -39,6 +39,7 @@ class Learner:
     Attributes:
         bench: The model on its device.
         rates: What is known by now.
+        refused: What a method said that would not choose, by the key of its time.
         measuring_ms: Milliseconds spent so far on what happens once.
     """
 
@@ -58,6 +59,8 @@ class Learner:
         known = read_rates(self.key) if self.key is not None and rates is None else rates
         self.rates = known or Rates()
         self.measuring_ms = 0.0
+        self.refused: dict[str, str] = {}
+        self._asides = 0
 
     def cost(self, work: Work, stages: Sequence[Spec], call: str = "generate") -> Cost:
         """Predict one call under a parsed spec."""
@@ -105,13 +108,29 @@ class Learner:
         self.rates = self.rates.gain(overhead={call: rest})
 
     def price(self, stages: Sequence[Spec], work: Work) -> None:
-        """Measure what choosing takes, where that is not known."""
+        """Measure what choosing takes, where that is not known; note what refuses to choose."""
         with self._saving():
             for stage in stages:
                 key = select_key(stage, work)
-                if key not in self.rates.select:
+                if key in self.rates.select or key in self.refused:
+                    continue
+                try:
                     ms = selection_ms(self.bench, stage, work)
+                except MmfastError as error:
+                    self.refused[key] = str(error)
+                else:
                     self.rates = self.rates.gain(select={key: ms})
+
+    def check(self, stages: Sequence[Spec], work: Work) -> None:
+        """Refuse a method that refused these tokens.
+
+        Raises:
+            MmfastError: What the method said.
+        """
+        for stage in stages:
+            reason = self.refused.get(select_key(stage, work))
+            if reason is not None:
+                raise MmfastError(reason)
 
     def priced(self, stages: Sequence[Spec], work: Work) -> bool:
         """Whether it is known what choosing takes."""
@@ -127,10 +146,14 @@ class Learner:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work that happens once and is no part of any request."""
-        start = time.perf_counter()
-        yield
-        self.measuring_ms += (time.perf_counter() - start) * 1e3
+        """Work that happens once and is no part of any request; may be nested."""
+        start, self._asides = time.perf_counter(), self._asides + 1
+        try:
+            yield
+        finally:
+            self._asides -= 1
+            if self._asides == 0:
+                self.measuring_ms += (time.perf_counter() - start) * 1e3
 
 
 def tower_depth(model: Any) -> int:

@@ -17,9 +17,10 @@ from typing import Any
 from mmfast.attach import check_sites
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.schedule import expand
+from mmfast.core.spec import Spec
 from mmfast.models.loading import embedded_path
 from mmfast.planner.calibrate import Tick
-from mmfast.planner.candidates import DOCUMENT_SHARE, Candidate, Rejected, candidates
+from mmfast.planner.candidates import DOCUMENT_SHARE, Candidate, Rejected, candidates, passed_over
 from mmfast.planner.choose import choose
 from mmfast.planner.evidence import Evidence, Row, evidence_for
 from mmfast.planner.explain import reasons, refusal
@@ -59,6 +60,7 @@ class Planner:
         self.model, self.name, self.rows = model, name, rows
         self.learner = Learner(model, rates, shape, remember)
         self._known: dict[str, Evidence] = {}
+        self._planning_ms: float | None = None
 
     def plan(
         self,
@@ -87,11 +89,19 @@ class Planner:
             MmfastError: No plan meets the target; says what the best one reaches.
             ModelError: The family is unknown, or the inputs hold nothing visual.
         """
-        work = work_of(self.model, inputs)
+        work, media = work_of(self.model, inputs), target.kind or kind
         with self.learner.aside():
-            self._evidence(target.kind or kind)  # the first time it imports every method
-        self.learner.learn(inputs, work, call, run, tick)
-        return self.decide(work, target, call, spent, strict, kind)
+            self.learner.learn(inputs, work, call, run, tick)
+            if self._planning_ms is None:
+                # The first time imports every method and measures what choosing takes.
+                self._weigh(work, target, call, spent, media)
+                self._planning_ms = self._time(work, target, call, spent, media)
+        return self.decide(work, target, call, spent, strict, media, self._planning_ms)
+
+    def _time(self, *request: Any) -> float:
+        start = time.perf_counter()
+        self._weigh(*request)
+        return (time.perf_counter() - start) * 1e3
 
     def decide(
         self,
@@ -101,37 +111,58 @@ class Planner:
         spent: float = 0.0,
         strict: bool = True,
         kind: str = "video",
+        planning: float = 0.0,
     ) -> Plan:
-        """Choose with the rates as they are; arguments as for `plan`."""
-        begin, measured = time.perf_counter(), self.learner.measuring_ms
-        evidence = self._evidence(target.kind or kind)
-        while True:
-            found, rejected = self._candidates(evidence, work, target.kind or kind, call)
-            measuring = self.learner.measuring_ms - measured
-            gone = spent + (time.perf_counter() - begin) * 1e3 - measuring
-            choice, steps = choose(found, target, gone)
-            unpriced = [s for s in steps if not self.learner.priced(s.stages, work)]
-            if not unpriced:
-                break
-            for step in unpriced:
-                self.learner.price(step.stages, work)
+        """Choose with the rates as they are.
+
+        Args:
+            work: The request.
+            target: See `plan`; so are the others.
+            call: What is called.
+            spent: Milliseconds gone already.
+            strict: Refuse a latency target that is out of reach.
+            kind: The kind of media.
+            planning: Milliseconds that choosing takes.
+        """
+        gone, kind = spent + planning, target.kind or kind
+        choice, steps, found, rejected = self._weigh(work, target, call, gone, kind)
         met = choice is not None
         if choice is None:
             choice = _best_effort(steps, target, gone, strict)
+        evidence, depth = self._evidence(kind), self.learner.bench.shape.depth
+        rejected += passed_over(choice, evidence, depth, rejected)
         why = reasons(choice, steps, found, target, evidence, work, gone)
-        return plan_of(choice, found[0], work, (spent, gone - spent), met, why, rejected)
+        return plan_of(choice, found[0], work, (spent, planning), met, why, rejected)
+
+    def _weigh(
+        self, work: Work, target: Target, call: str, gone: float, kind: str
+    ) -> tuple[Candidate | None, list[Candidate], list[Candidate], list[Rejected]]:
+        """The choice, the ladder it stands on, all candidates, and what is out of question."""
+        while True:
+            found, rejected = self._candidates(self._evidence(kind), work, kind, call)
+            choice, steps = choose(found, target, gone)
+            unpriced = [s for s in steps if not self.learner.priced(s.stages, work)]
+            if not unpriced:
+                return choice, steps, found, rejected
+            for step in unpriced:
+                self.learner.price(step.stages, work)
 
     def _candidates(
         self, evidence: Evidence, work: Work, kind: str, call: str
     ) -> tuple[list[Candidate], list[Rejected]]:
         depth = self.learner.bench.shape.depth
-        whole = depth == len(self.model.get_decoder().layers)
+
+        def check(stages: tuple[Spec, ...]) -> None:
+            self.learner.check(stages, work)
+            if depth == len(self.model.get_decoder().layers):  # else it is a model cut down
+                check_sites(expand(stages, depth), self.model)
+
         return candidates(
             evidence,
             work,
             depth,
             lambda stages: self.learner.cost(work, stages, call),
-            lambda stages: check_sites(expand(stages, depth), self.model) if whole else None,
+            check,
             DOCUMENT_SHARE if kind == "document" != evidence.kind else 0.0,
         )
 
