@@ -65,11 +65,11 @@ class Reviver:
         Returns:
             The input of the layer with the tokens that come back, `[1, R + 1, D]`, or None.
         """
-        cache = kwargs.get("past_key_values")
-        store = None
-        if cache is not None and len(cache.layers) > self._layer:
-            store = getattr(cache.layers[self._layer], "store", None)
-        if store is None or index < self._layer - 1:
+        cache: Any = kwargs.get("past_key_values")
+        if index < self._layer - 1 or cache is None or len(cache.layers) <= self._layer:
+            return None
+        store: Store | None = getattr(cache.layers[self._layer], "store", None)
+        if store is None:
             return None
         if index == self._layer - 1:
             store.fit(cache, self._layer)
