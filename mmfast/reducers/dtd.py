@@ -19,7 +19,7 @@ def dtd(tokens: Tokens, budget: int | None, *, threshold: float = 0.1) -> Reduct
 
     A slow change is kept once it has added up, where a comparison with the previous frame never
     sees it, and nothing but the last kept tokens has to be remembered of a stream. Dropping by
-    difference is Yao et al. (TimeChat-Online, ACM MM 2025), for a stream of frames; the last kept
+    difference is Yao et al. (TimeChat-Online, 2025), made for a stream of frames; the last kept
     token as the reference, and an exact budget, are choices of this project.
 
     With a budget the threshold is the one at which the rule keeps just as many, found by bisection;
