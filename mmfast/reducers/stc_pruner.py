@@ -16,8 +16,9 @@ from mmfast.ops.share_out import share_out
 def stc_pruner(tokens: Tokens, budget: int) -> Reduction:
     """Keep in every frame the tokens least like the stream so far and the frame's mean.
 
-    The item is one chunk that starts from an empty memory (Wang et al., CVPR 2026); `prune_chunk` carries the
-    memory of a stream from chunk to chunk. The paper keeps 60 tokens of each frame.
+    The item is one chunk that starts from an empty memory (Wang et al., CVPR 2026);
+    `prune_chunk` carries the memory of a stream from chunk to chunk. The paper keeps 60 tokens of
+    each frame.
 
     Args:
         tokens: `x` `[..., N, D]`; without a `grid` it is one frame.
