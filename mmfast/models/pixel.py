@@ -171,7 +171,8 @@ def part_of(
 def _bounds(ends: Tensor, present: Tensor) -> Tensor:
     """Segment bounds `[S + 1]` among the patches that are present; empty segments go."""
     total = F.pad(present.cumsum(0), (1, 0))
-    return total[ends.to(total.device).long()].unique_consecutive().to(ends.dtype)
+    new: Tensor = total[ends.to(total.device).long()]
+    return torch.unique_consecutive(new).to(ends.dtype)
 
 
 def _fill_up(output: Any, mask: Tensor) -> None:

@@ -180,6 +180,8 @@ def _padding(mask: Any) -> Any:
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] != 1:
         return mask
     seen = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool((seen | (mask < -1e4)).all()):
+        return mask  # merged tokens weigh by their size
     first = seen[:, 0, :1]  # [B, 1, S]
     return first[:, 0] if bool((seen[:, 0] == first).all()) else mask
 

@@ -80,6 +80,9 @@ def _check(tower: Tower, spec: Spec, adapter: Adapter) -> None:
     if spec.budget is None:
         raise SpecError(f"'{spec}' needs a budget at site 'vit'; write '{spec}:0.5'")
     check_blocks(tower, adapter.family, "site 'vit'")
+    reuse = spec.knobs.get("reuse", 1)
+    if reuse < 1:
+        raise SpecError(f"knob reuse={reuse} of '{spec}' is no number of blocks; choose 1 or more")
     if any(MERGED in attention_of(block).__dict__ for block in tower.blocks):
         raise SpecError(f"'{spec}' is a second stage of site 'vit'; join both budgets in one stage")
     if tower.class_token:

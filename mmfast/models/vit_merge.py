@@ -13,6 +13,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, run
 from mmfast.core.tokens import Tokens
+from mmfast.models.vit_carry import Carried
 from mmfast.models.vit_plan import Plan
 
 
@@ -26,13 +27,17 @@ class Pass:
 
     def __init__(self, plan: Plan, spec: Spec) -> None:
         self.plan = plan
-        self.spec = spec
+        self.reuse = int(spec.knobs.get("reuse", 1))
+        knobs = {name: value for name, value in spec.knobs.items() if name != "reuse"}
+        self.spec = replace(spec, knobs=knobs)
         self.merged: Reduction | None = None
         self.keys: list[Tensor] = []
         self.lengths = plan.start
         self.over = False  # the last used block is done: what follows sees all patches
         self._bias: Tensor | None = None
         self._cursor = 0
+        self._carried: Carried | None = None
+        self._until = 0  # the block that makes a plan again
 
     def enter(self) -> None:
         """Begin a block."""
@@ -57,10 +62,24 @@ class Pass:
         flat = hidden.reshape(-1, hidden.shape[-1])
         keys = torch.cat([k.flatten(0, 1) for k in self.keys])  # [S, d]
         sizes = self._sizes(flat)
-        step = self._step(flat.detach(), keys, sizes, targets)
+        if self.reuse > 1:
+            step = self._carry(block, flat.detach(), keys, sizes, targets)
+        else:
+            step = self._step(flat.detach(), keys, sizes, targets)
         out = step.apply(flat)
         self._advance(step, targets)
         return out if hidden.ndim == 2 else out.unflatten(0, (hidden.shape[0], -1))
+
+    def _carry(
+        self, block: int, flat: Tensor, keys: Tensor, sizes: Tensor, targets: tuple[int, ...]
+    ) -> Reduction:
+        """Merge by the plan of an earlier block, or make one for the blocks that follow."""
+        if self._carried is None or block >= self._until:
+            self._until = block + self.reuse
+            last = self.plan.after(min(self._until, self.plan.blocks) - 1)
+            self._carried = Carried(self._step(flat, keys, sizes, last), keys, self.lengths)
+        step = self._carried.step(targets)
+        return replace(step, weight=_shares(step, sizes))
 
     def _sizes(self, flat: Tensor) -> Tensor:
         if self.merged is None:

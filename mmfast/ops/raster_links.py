@@ -25,7 +25,8 @@ def raster_links(tokens: Tokens, step: tuple[int, int, int]) -> Tensor:
 
     def code(where: Tensor) -> Tensor:
         t, y, x = where.unbind(-1)
-        return ((plane * sizes[0] + t) * sizes[1] + y) * sizes[2] + x
+        flat: Tensor = ((plane * sizes[0] + t) * sizes[1] + y) * sizes[2] + x
+        return flat
 
     table = torch.full((2 * sizes[0] * sizes[1] * sizes[2],), -1, device=place.device)
     table[code(place)] = torch.arange(tokens.n, device=place.device)

@@ -21,6 +21,7 @@ def tome(
     *,
     class_token: bool = False,
     distill_token: bool = False,
+    reuse: int = 1,
     parity: bool = False,
 ) -> Reduction:
     """Merge the most similar pairs of tokens until the budget is met.
@@ -35,9 +36,15 @@ def tome(
         budget: Tokens to keep.
         class_token: Token 0 is a class token and is never merged.
         distill_token: Token 1 is a distillation token and is never merged.
+        reuse: At site `vit`, blocks that one matching serves (after LiteVGGT, 2025).
         parity: One round as in the reference, even if that leaves more than `budget` tokens, with
             its order of emission: unmerged even tokens, then odd ones.
     """
+    if reuse != 1:
+        raise SpecError(
+            f"knob reuse={reuse} of 'tome' is for site 'vit', where blocks follow each other; "
+            "write 'tome@vit:0.5?reuse=2'"
+        )
     protected = class_token + distill_token
     if budget <= protected and not parity:
         raise SpecError(
