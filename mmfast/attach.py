@@ -24,7 +24,10 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
     Everything else stays stock: `generate` with beams, chunked prefill, static or dynamic caches,
     batches, later turns with further images. Tokens keep their original positions; separators are
     never dropped. A share refers to the tokens that enter its stage, a whole number is per image
-    or video, and a share of 1.0 leaves the model bit-identical.
+    or video, and a share of 1.0 leaves the model bit-identical. The result of removing tokens at
+    `pre` is what the stock model computes on the prompt without them: a sliding window counts the
+    tokens that are left, a convolution runs over them, and an image whose tokens see each other in
+    both directions stays such a block. The same holds at `llm<K>` for the layers from K on.
 
     Hidden states and logits of a prompt have its reduced length, rows left-padded. At `llm<K>` the
     last query and the text are those of the call at hand: a chunk under chunked prefill, with a

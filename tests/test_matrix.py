@@ -17,6 +17,7 @@ from tiny_models import ALL_FAMILIES, generate
 import mmfast
 from mmfast import ModelError, SpecError, Trace
 from mmfast.attach import attach
+from mmfast.bench.matrix import matrix
 from mmfast.core.registry import get
 from mmfast.core.spec import count
 
@@ -78,3 +79,23 @@ def test_every_family_runs_most_methods() -> None:
     for family in ALL_FAMILIES:
         ran = {c.method for c, reason in recorded().items() if c.family == family and not reason}
         assert len(ran) >= 0.6 * len(mmfast.methods("reducer"))
+
+
+def test_the_table_ticks_what_ran_and_counts_reasons() -> None:
+    def row(site: str, family: str, kind: str, reason: str) -> dict[str, str]:
+        named = {"method": "saint", "site": site, "family": family, "kind": kind}
+        return {**named, "reason": reason}
+
+    rows = [
+        row("pre", "a", "image", ""),
+        row("vit", "a", "image", "no tower"),
+        row("pre", "b", "image", ""),
+        row("pre", "c", "image", "no luck"),
+    ]
+    lines = matrix(rows)
+    assert lines[0].startswith("2 of 4 cells")
+    assert lines[2] == "| | `a` | `b` | `c` |"
+    assert "| `saint` | ✓<sup>1</sup> | ✓ | <sup>2</sup> |" in lines
+    assert "| `tome` | not run | not run | not run |" in lines
+    assert lines[-2:] == ["<sup>1</sup> at `vit`: no tower.<br>", "<sup>2</sup> no luck.<br>"]
+    assert matrix([]) == ["Method x family matrix: not run."]
