@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mmfast.bench.charts import accuracy_svg
+from mmfast.bench.matrix import matrix
+from mmfast.bench.plan_table import plan
 from mmfast.bench.results import Row, load
 from mmfast.bench.sections import Points, accuracy, bench, kinds, points, selection, subset
 from mmfast.bench.systems import table as systems
@@ -50,6 +52,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "systems": ("eval-video", systems),
     "bench": ("bench", bench),
     "selection": ("selection", selection),
+    "matrix": ("matrix", matrix),
+    "plan": ("plan", plan),
 }
 
 
