@@ -95,7 +95,7 @@ def at(points: Sequence[Point], amount: float, power: float = 1.0) -> float:
         return points[0][1]
     if place == len(points):
         size, ms = points[-1]
-        return ms * (amount / size) ** power
+        return float(ms * (amount / size) ** power)
     (low, before), (high, after) = points[place - 1 : place + 1]
     share = (amount**power - low**power) / (high**power - low**power)
-    return before + (after - before) * share
+    return float(before + (after - before) * share)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def selection_ms(bench: Bench, stage: Spec, work: Work) -> float:
         if n not in known:
             tokens = _tokens(bench, n, grid if stage.site == "pre" else None)
             run(spec, tokens)  # raises here, outside the clock
-            known[n] = bench.duration(lambda tokens=tokens: run(spec, tokens))
+            known[n] = bench.duration(partial(run, spec, tokens))
         total += known[n]
     return total
 
