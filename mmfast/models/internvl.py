@@ -46,6 +46,11 @@ def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout | 
     return Layout(len(embeds), (1, side, side)) if side * side == len(embeds) else None
 
 
+def tile_counts(base: Any, call: Call) -> list[int]:
+    """Tiles of each image, and frames of each clip."""
+    return [_count([each], _tile(base, call)) for each in layout(base, "image", call)]
+
+
 def _tile(base: Any, call: Call) -> Layout:
     """One tile, or one frame."""
     patch = base.config.vision_config.patch_size
@@ -78,4 +83,4 @@ def _of_prompt(base: Any, ids: Tensor, tile: Layout) -> list[Layout]:
     return found
 
 
-add_adapter(Adapter("internvl", layout, fold, recover))
+add_adapter(Adapter("internvl", layout, fold, recover, tile_counts=tile_counts))
