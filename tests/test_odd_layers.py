@@ -11,8 +11,9 @@ from tiny_models import Tiny, build, generate, tiny
 from transformers import DynamicCache
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-from mmfast import ModelError
+from mmfast import ModelError, Reduction, Tokens, register
 from mmfast.attach import attach
+from mmfast.core.registry import unregister
 from mmfast.models.adapter import adapter_for
 from mmfast.models.convs import join
 from mmfast.models.records import recording
@@ -99,18 +100,47 @@ def test_attention_of_a_convolution_is_refused() -> None:
         pass
 
 
-def test_tiles_are_reduced_one_by_one() -> None:
+@pytest.mark.parametrize("way", ["forward", "generate", "batch", "again"])
+def test_the_tiles_of_an_image_are_one_item(way: str) -> None:
+    """A large image between two small ones; the overview is tile 0 and comes last."""
     this = tiny("lfm2_vl")
-    inputs = this.inputs(["on {image} what?"], images=this.images(1, size=(80, 160)))
-    assert len(inputs["spatial_shapes"]) > 2
-    whole = oracle.embed(this, inputs)
-    with attach(this.model, "visionzip:0.5") as trace:
-        logits = this.model(**inputs).logits[0]
-    sizes = inputs["spatial_shapes"].prod(1) // this.shape.merge**2
-    assert [r.n for _, _, r in trace.reductions] == sizes.tolist()
-    expected = oracle.masked(this, whole, trace.reductions)
-    keep = oracle.kept_places(whole, trace.reductions)
-    torch.testing.assert_close(logits, expected[keep], atol=1e-5, rtol=1e-5)
+    small, large = this.images(2), this.images(1, 7, size=(80, 160))
+    texts, images = ["on {image}{image} or {image}?"], [small[0], *large, small[1]]
+    if way == "batch":
+        texts.append("{image}")
+        images += large
+    inputs = this.inputs(texts, images=images)
+    seen: list[Tokens] = []
+
+    @register("peek", needs=("x", "attn"))
+    def peek(tokens: Tokens, budget: int | None) -> Reduction:
+        """Notes what it gets."""
+        seen.append(tokens)
+        return Reduction.prune(torch.arange(int(budget or 1)), tokens.n)
+
+    try:
+        with attach(this.model, "peek:0.5") as trace:
+            if way == "generate":
+                generate(this, inputs, 2)
+            else:
+                logits = this.model(**inputs).logits
+            if way == "again":
+                seen.clear()
+                logits = this.model(**inputs).logits
+    finally:
+        unregister("peek")
+    tiles = inputs["spatial_shapes"].prod(1) // this.shape.merge**2
+    count = (len(tiles) - 2) // len(texts)
+    sizes = [int(tiles[0]), int(tiles[1 : 1 + count].sum()), int(tiles[1 + count])]
+    assert [t.n for t in seen] == sizes + sizes[1:2] * (len(texts) - 1)
+    parts = tiles[1 : 1 + count].tolist()
+    owner = [i for i, n in zip([*range(1, count), 0], parts, strict=True) for _ in range(n)]
+    assert seen[1].signals["tile"].tolist() == owner
+    assert seen[1].grid is None and seen[0].grid is not None
+    if way == "forward":
+        whole = oracle.embed(this, inputs)
+        keep = oracle.kept_places(whole, trace.reductions)
+        assert torch.equal(logits[0], oracle.removed(this, whole, keep))
 
 
 def test_padding_of_a_tile_looks_at_nothing() -> None:

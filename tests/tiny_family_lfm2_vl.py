@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from tiny_base import Family, Shape
 from transformers import (
     Lfm2VlConfig,
@@ -56,10 +57,24 @@ def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
     return Lfm2VlForConditionalGeneration(config), Lfm2VlProcessor(images, tokenizer)
 
 
+def _items(this: Any, output: Any, kind: str, inputs: Any) -> list[torch.Tensor]:
+    """Features by image: what stands between a start and an end token."""
+    ids, config = inputs["input_ids"].flatten().tolist(), this.model.config
+    start, end = map(this.processor.tokenizer.convert_tokens_to_ids, list(TOKENS.values())[:2])
+    counts, open_ = [], False
+    for token in ids:
+        if token == start:
+            counts.append(0)
+        open_ = token == start or (open_ and token != end)
+        counts[-1:] = [counts[-1] + (open_ and token == config.image_token_id)] if counts else []
+    return list(torch.cat(list(output.pooler_output)).split(counts))
+
+
 FAMILY = Family(
     "lfm2_vl",
     build,
     {"image": ("pixel_values", "spatial_shapes", "pixel_attention_mask")},
     specials=TOKENS,
     nested=True,
+    items=_items,
 )
