@@ -67,9 +67,12 @@ class Choice:
         chains = run_row(site, tokens, [item.entered for item in row])
         kept: list[Kept] = []
         for item, x, chain in zip(row, states, chains, strict=True):
+            if item.n == 0:
+                kept.append((item.where, None))
+                continue
             self._note(site, item, chain)
             item.chain.extend(chain.reductions)
-            kept.append((chain.keep.to(x.device), None if chain.pure else chain.apply(x)))
+            kept.append((chain.keep, None if chain.pure else chain.apply(x)))
         return kept
 
     def _one(self, site: Site, item: Item, hidden: Tensor) -> Kept:

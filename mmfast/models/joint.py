@@ -57,7 +57,8 @@ def run_row(
         entered: See `Item.entered`, of each item.
 
     Returns:
-        A chain per item; a stage of scope `prompt` may leave nothing of one.
+        A chain per item; a stage of scope `prompt` may leave nothing of one, and later stages do
+        not touch what is empty.
 
     Raises:
         ModelError: A signal is missing, or a stage merges across images.
@@ -72,7 +73,7 @@ def run_row(
             None if tokens is None or found[i][-1].m == 0 else follow(tokens, found[i][-1])
             for i, tokens in enumerate(items)
         ]
-    return [Chain(tuple(each) or (_nothing(),)) for each in found]
+    return [Chain(tuple(each)) for each in found]
 
 
 def _stage(
@@ -96,10 +97,6 @@ def _run(spec: Spec, tokens: Tokens, entered: MutableMapping[int, int]) -> Reduc
     one = run(spec, tokens)
     assert isinstance(one, Reduction)
     return one
-
-
-def _nothing() -> Reduction:
-    return Reduction.prune(torch.empty(0, dtype=torch.int64), 0)
 
 
 def join(items: Sequence[tuple[int, Tokens]]) -> Tokens:

@@ -139,7 +139,7 @@ def part_of(
     Returns:
         The arguments, and the places of the patches `[K]` among all in the order the tower works.
     """
-    merge, kwargs = module.spatial_merge_size, dict(kwargs)
+    merge, kwargs, grid = module.spatial_merge_size, dict(kwargs), grid.to(mask.device)
     patches = mask.repeat_interleave(merge**2)
     tables = {"position_ids": get_vision_position_ids(grid, merge, kwargs=kwargs)[patches]}
     tables["cu_seqlens"] = _bounds(get_vision_cu_seqlens(grid, kwargs=kwargs), patches)
@@ -148,6 +148,7 @@ def part_of(
         window, ends = get_vision_window_index(
             grid, merge, module.window_size, module.patch_size, kwargs=kwargs
         )
+        window = window.to(mask.device)
         inside = mask[window]
         order = inside.repeat_interleave(merge**2)
         number = mask.cumsum(0) - 1
@@ -172,7 +173,8 @@ def _bounds(ends: Tensor, present: Tensor) -> Tensor:
     """Segment bounds `[S + 1]` among the patches that are present; empty segments go."""
     total = F.pad(present.cumsum(0), (1, 0))
     new: Tensor = total[ends.to(total.device).long()]
-    return torch.unique_consecutive(new).to(ends.dtype)
+    distinct: Tensor = torch.unique_consecutive(new)
+    return distinct.to(ends.dtype)
 
 
 def _fill_up(output: Any, mask: Tensor) -> None:

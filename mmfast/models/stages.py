@@ -141,7 +141,8 @@ class Chain:
     def follow(self, signals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Signals of the `N` tokens as those of the `M`."""
         for reduction in self.reductions:
-            signals = follow_signals(signals, reduction)
+            here = {name: value.to(reduction.keep.device) for name, value in signals.items()}
+            signals = follow_signals(here, reduction)
         return dict(signals)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -217,6 +218,8 @@ _ADVICE = {
     "attn_first": "it exists at 'pre' only: encode the media inside attach()",
     "tile": "it exists at 'pre' and for images only; use a method without tiles, such as 'hiprune'",
     "place": "it exists at 'pre' only, and where the family's layout tells it",
+    "pixels": "it exists at site 'pixel' only, before the vision tower",
+    "image": "only a method registered with scope='prompt' sees several images at once",
     "query": "the prompt has no text",
 }
 
