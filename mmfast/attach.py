@@ -62,7 +62,9 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
     from mmfast.models.adapter import adapter_for
 
     adapter = adapter_for(model)
-    specs = expand(specs, len(model.get_decoder().layers))
+    layers = model.get_decoder().layers
+    behind_attention = [i + 1 for i, layer in enumerate(layers[:-1]) if hasattr(layer, "self_attn")]
+    specs = expand(specs, len(layers), behind_attention)
     check_sites(specs, model)
     with ExitStack() as stack:
         stack.enter_context(_only_once(model))

@@ -25,6 +25,12 @@ def test_layers_of_a_schedule(layers: int, at: list[int]) -> None:
     assert (str(cuts[0]), str(cuts[-1])) == ("evs@pre:0.5", "fastv@llm1:0.5")
 
 
+def test_a_schedule_avoids_layers_it_cannot_read() -> None:
+    # Convolutions and attention by turns: only some layers stand behind an attention.
+    assert stage_layers(DEPTHS, 16, [3, 6, 9, 11, 13, 15]) == [3, 9, 11]
+    assert stage_layers(DEPTHS, 16, [3]) == [3]
+
+
 def test_a_schedule_needs_two_layers() -> None:
     with pytest.raises(mmfast.SpecError, match=r"pyramiddrop@llm:0\.1.*has 1.*at least 2"):
         expand(parse("pyramiddrop:0.1"), 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import replace
 
 from mmfast.core.budget import count
@@ -10,23 +10,34 @@ from mmfast.core.errors import SpecError
 from mmfast.core.spec import Cut, Spec
 
 
-def stage_layers(depths: Iterable[float], layers: int) -> list[int]:
+def stage_layers(
+    depths: Iterable[float], layers: int, able: Collection[int] | None = None
+) -> list[int]:
     """Decoder layers before which a schedule cuts, ascending.
 
     Args:
         depths: Relative depths in (0, 1).
         layers: Decoder layers L of the model. Depth d is layer `round(d L)`, at least 1, since
             layer 0 has no attention before it; depths that fall on one layer are one cut.
+        able: The layers that may be cut, where not all from 1 on: the nearest one is taken.
     """
-    return sorted({min(layers - 1, max(1, round(depth * layers))) for depth in depths})
+    choices = sorted(able or range(1, layers))
+
+    def nearest(depth: float) -> int:
+        return min(choices, key=lambda layer: (abs(layer - round(depth * layers)), layer))
+
+    return sorted({nearest(depth) for depth in depths})
 
 
-def expand(specs: Iterable[Spec], layers: int) -> tuple[Spec, ...]:
+def expand(
+    specs: Iterable[Spec], layers: int, able: Collection[int] | None = None
+) -> tuple[Spec, ...]:
     """Turn every schedule among `specs` into its cuts.
 
     Args:
         specs: Parsed stages.
         layers: Decoder layers of the model.
+        able: See `stage_layers`.
 
     Raises:
         SpecError: A schedule for a model of fewer than two layers.
@@ -41,7 +52,7 @@ def expand(specs: Iterable[Spec], layers: int) -> tuple[Spec, ...]:
                 f"{str(spec)!r} cuts between decoder layers, but the model has {layers}; "
                 "use a model of at least 2 layers, or a method that runs at 'pre'"
             )
-        at = stage_layers(spec.method.stages, layers)
+        at = stage_layers(spec.method.stages, layers, able)
         found += [
             replace(spec, layer=layer, cut=Cut(number, index + 1, len(at)))
             for index, layer in enumerate(at)
