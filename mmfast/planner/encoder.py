@@ -45,17 +45,21 @@ def _one_kind(bench: Bench, kind: str, inputs: Mapping[str, Any]) -> tuple[float
     def whole() -> Any:
         return method(**arguments)
 
-    try:
-        blocks = tower_of(bench.model).blocks
-    except (ModelError, StopIteration):
-        return bench.duration(whole), 0.0
+    blocks = _blocks(bench.model)
     with torch.inference_mode():
-        found = reach(blocks[0], whole, bench.clock)
-    if found is None:  # another encoder than the vision tower
+        found = reach(blocks[0], whole, bench.clock) if blocks else None
+    if found is None:  # a tower of convolutions, or another encoder than the vision tower
         return bench.duration(whole), 0.0
     estimate, signal = _estimate(bench, found, blocks, arguments)
     complete = len(blocks) == bench.shape.blocks
     return bench.duration(whole) if estimate < SHORT_MS and complete else estimate, signal
+
+
+def _blocks(model: Any) -> nn.ModuleList:
+    try:
+        return tower_of(model).blocks
+    except (ModelError, StopIteration):
+        return nn.ModuleList()
 
 
 def _estimate(
