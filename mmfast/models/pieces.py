@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from mmfast.core.errors import ModelError
 from mmfast.models.records import Record
 
 # (item of the record, first and last + 1 of its tokens), in the order of the placeholders.
@@ -19,16 +20,25 @@ def whole_pieces(record: Record, counts: list[int]) -> list[Piece]:
     Args:
         record: The features.
         counts: Placeholders per batch row.
+
+    Raises:
+        ModelError: They do not fit each other; stock models check this of images and clips only.
     """
     lengths = [each.length for each in record.layouts]
     times = max(1, sum(counts) // max(1, sum(lengths)))
-    found, index = [], 0
+    found, index, wrong = [], 0, False
     for row in range(0, len(counts), times):
         start, left = index, counts[row]
         while left > 0 and index < len(lengths):
             left -= lengths[index]
             index += 1
         found += [(i, 0, lengths[i]) for i in range(start, index)] * times
+        wrong = wrong or left != 0
+    if wrong or index < len(lengths):
+        raise ModelError(
+            f"{sum(lengths)} features of kind {record.kind!r} do not fit {sum(counts)} "
+            "placeholders; give the ids and media of one call of the processor"
+        )
     return found
 
 
