@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from mmfast.cli_options import Device, Dtype, Json, Model, Reduce
+from mmfast.cli_options import (
+    Device,
+    Dtype,
+    Json,
+    Memory,
+    Model,
+    Quality,
+    Reduce,
+    TokenTarget,
+    Ttft,
+)
 
 
 def ask(
@@ -20,6 +30,10 @@ def ask(
     fps: Annotated[float | None, typer.Option(help="Sample at this rate instead.")] = None,
     device: Device = None,
     dtype: Dtype = "auto",
+    target_ttft_ms: Ttft = None,
+    target_tokens: TokenTarget = None,
+    max_memory: Memory = None,
+    quality: Quality = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
     save_overlay: Annotated[
         Path | None,
@@ -42,6 +56,8 @@ def ask(
     from mmfast.pipelines import pipeline
 
     options: dict[str, Any] = {"reduce": reduce, "cache": cache, "frames": frames, "fps": fps}
+    options |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens}
+    options |= {"max_memory": max_memory, "quality": quality}
     pipe = pipeline(
         task, model, device=device, dtype=dtype, max_new_tokens=max_new_tokens, **options
     )

@@ -42,3 +42,16 @@ Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1; CUDA where there is one if absent.")
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Ttft = Annotated[
+    float | None,
+    typer.Option("--target-ttft-ms", help="Milliseconds to the first token: plan for it."),
+]
+TokenTarget = Annotated[
+    int | None,
+    typer.Option("--target-tokens", help="Visual tokens in a decoder layer, on average."),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option("--max-memory", help="Weights, KV and activations: 2GB, 800MB."),
+]
+Quality = Annotated[str | None, typer.Option("--quality", help="high, balanced or fast.")]

@@ -95,6 +95,9 @@ def print_answer(answer: Any, as_json: bool) -> None:
         f"first token after {answer.ttft_ms:.0f} ms",
         style="dim",
     )
+    if answer.plan is not None:
+        name, ms = answer.plan.spec or "all tokens", answer.plan.total_ms
+        _err.print(f"planned: {name}, predicted after {ms:.0f} ms", style="dim")
     rows = [
         (r.stage, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows
     ]

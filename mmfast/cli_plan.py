@@ -7,24 +7,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmfast.cli_options import Device, Dtype, Json, Model, complete_preset
+from mmfast.cli_options import (
+    Device,
+    Dtype,
+    Json,
+    Memory,
+    Model,
+    Quality,
+    TokenTarget,
+    Ttft,
+    complete_preset,
+)
 from mmfast.core.errors import MmfastError
 
 if TYPE_CHECKING:
     from mmfast.planner.plan import Plan
     from mmfast.planner.target import Target
 
-Ttft = Annotated[float | None, typer.Option(help="Milliseconds to the first token.")]
-Tokens = Annotated[int | None, typer.Option(help="Visual tokens in a decoder layer, on average.")]
-Memory = Annotated[str | None, typer.Option(help="Weights, KV and activations: 2GB, 800MB.")]
-Quality = Annotated[str | None, typer.Option(help="high, balanced or fast.")]
-
 
 def plan(
     media: Annotated[str | None, typer.Argument(help="Video or image file.")] = None,
     question: Annotated[str, typer.Argument(help="What you want to know.")] = "What is this?",
     target_ttft_ms: Ttft = None,
-    target_tokens: Tokens = None,
+    target_tokens: TokenTarget = None,
     max_memory: Memory = None,
     quality: Quality = None,
     kind: Annotated[str | None, typer.Option(help="image, multi-image, video or document.")] = None,
@@ -39,6 +44,9 @@ def plan(
     check: Annotated[bool, typer.Option("--check", help="Run the plan and compare.")] = False,
     check_all: Annotated[
         bool, typer.Option("--check-all", help="Compare predictions on all shapes; minutes.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure this device anew, whatever is remembered.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="With --check-all: append rows here.")] = None,
     as_json: Json = False,
@@ -56,15 +64,15 @@ def plan(
     if not target:
         target = make_target(quality="balanced", kind=kind)
     if preset is not None:
-        made, ms = _of_shape(target, preset, frames, device, dtype, check)
+        made, ms = _of_shape(target, preset, frames, device, dtype, check, fresh)
     else:
         options = {"model": model, "device": device, "dtype": dtype, "frames": frames}
-        made, ms = _of_media(target, str(media), question, options, check)
+        made, ms = _of_media(target, str(media), question, options, check, fresh)
     _print(made, target, ms, as_json)
 
 
 def _of_media(
-    target: Target, media: str, question: str, options: dict[str, Any], check: bool
+    target: Target, media: str, question: str, options: dict[str, Any], check: bool, fresh: bool
 ) -> tuple[Plan, float | None]:
     from statistics import median
 
@@ -77,6 +85,8 @@ def _of_media(
     pipe = pipeline(f"{kind_of(media)}-qa", max_new_tokens=1, **options)
     if check:
         pipe(media, question)  # the first call of a process is slower in every part
+    if fresh:
+        pipe.planner.planner.learner.forget()
     with progress("measuring this device") as tick:
         made = pipe.plan(media, question, tick=tick, target=target)
     if not check:
@@ -88,13 +98,19 @@ def _of_media(
 
 
 def _of_shape(
-    target: Target, preset: str, frames: int, device: str | None, dtype: str, check: bool
+    target: Target,
+    preset: str,
+    frames: int,
+    device: str | None,
+    dtype: str,
+    check: bool,
+    fresh: bool,
 ) -> tuple[Plan, float | None]:
     from mmfast.bench.plan import check_plan, plan_shape
     from mmfast.cli_output import progress
 
     with progress("measuring this device") as tick:
-        made = plan_shape(target, preset, frames, device, dtype, tick)
+        made = plan_shape(target, preset, frames, device, dtype, tick, fresh)
     return made, check_plan(made, preset, frames, device, dtype) if check else None
 
 

@@ -37,3 +37,13 @@ def test_a_plan_keeps_what_it_says(family: str, kind: str) -> None:
         this.model(**inputs)
     left = sum(after for _, after in token_counts(this.model, kind, inputs, trace))
     assert left == plan.kept_tokens
+
+
+def test_a_tower_of_convolutions_gives_no_signals() -> None:
+    this = tiny("fast_vlm")
+    inputs = this.inputs(["on {image} what?"], **this.media("image", 1, 0))
+    shown = [{"reduce": f"visionzip:{s}", "score": 0.9, "model": "m"} for s in (0.5, 0.25)]
+    planner = Planner(this.model, name="m", rows=rows() + shown, remember=False)
+    plan = planner.plan(inputs, make_target(target_tokens=20))
+    reasons = {r.spec: r.reason for r in plan.rejected}
+    assert "no attention to read" in reasons["visionzip"]

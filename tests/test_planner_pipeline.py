@@ -121,6 +121,13 @@ def test_check_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["measured_over_predicted"] == pytest.approx(ratio, rel=0.01)
 
 
+def test_ask_takes_a_target(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "ask", CLIP, QUESTION, "--target-tokens", "40")
+    assert code == 0 and out.strip() and "planned: " in err
+    code, out, err = run(capsys, "ask", CLIP, QUESTION, "--quality", "high", "--reduce", "evs:0.5")
+    assert code == 2 and "contradict" in err
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -60,13 +60,16 @@ def plan_shape(
     device: str | None = None,
     dtype: str = "auto",
     tick: Tick | None = None,
+    fresh: bool = False,
 ) -> Plan:
-    """Plan for a clip of `frames` frames on a model shape; arguments as for `shaped`.
+    """Plan for a clip of `frames` frames on a model shape; `fresh` measures the device anew.
 
     Raises:
         MmfastError: Also where nothing meets the target.
     """
     made = shaped(preset, frames, device, dtype)
+    if fresh:
+        made.planner.learner.forget()
     return made.planner.plan(made.inputs, target, call="forward", tick=tick)
 
 

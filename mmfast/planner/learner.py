@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec, parse
-from mmfast.models.adapter import tower_of
 from mmfast.models.timing import Clock
 from mmfast.planner.calibrate import Bench, Tick, decoder_rates
 from mmfast.planner.cost import Cost, predict, select_key
@@ -18,7 +17,7 @@ from mmfast.planner.rates import Rates
 from mmfast.planner.selection import selection_ms
 from mmfast.planner.shape import Shape, fingerprint, shape_of
 from mmfast.planner.store import rates_key, read_rates, write_rates
-from mmfast.planner.work import Work
+from mmfast.planner.work import Work, tower_depth
 
 Run = Callable[[str | None], float]  # spec -> measured ms to the first token, inputs ready
 PROBE = "uniform:0.25"  # chooses in no time: what a reduced call takes beside choosing
@@ -121,6 +120,10 @@ class Learner:
                 else:
                     self.rates = self.rates.gain(select={key: ms})
 
+    def forget(self) -> None:
+        """Measure everything anew: rates of a busy hour are too slow for a quiet one."""
+        self.rates = Rates()
+
     def check(self, stages: Sequence[Spec], work: Work) -> None:
         """Refuse a method that refused these tokens.
 
@@ -154,11 +157,3 @@ class Learner:
             self._asides -= 1
             if self._asides == 0:
                 self.measuring_ms += (time.perf_counter() - start) * 1e3
-
-
-def tower_depth(model: Any) -> int:
-    """Blocks of the vision tower; 0 where the family's encoder is no stack of blocks."""
-    try:
-        return len(tower_of(model).blocks)
-    except (ModelError, StopIteration, AttributeError):
-        return 0

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
-from mmfast.models.adapter import adapter_for
+from mmfast.models.adapter import adapter_for, tower_of
 from mmfast.models.inner import INNER
 from mmfast.models.records import features_given
 from mmfast.models.signals import TOWER_SIGNALS
@@ -28,6 +28,7 @@ class Work:
         pixels: Numbers the encoder reads; 0 where it does not run.
         grids: Raster of each item, None where it has none.
         tiled: Some image is cut into tiles.
+        attentive: The encoder has attention that signals can be read from.
     """
 
     prompt: int
@@ -36,6 +37,7 @@ class Work:
     pixels: int = 0
     grids: tuple[tuple[int, int, int] | None, ...] = ()
     tiled: bool = False
+    attentive: bool = True
 
     @property
     def visual(self) -> int:
@@ -54,6 +56,8 @@ class Work:
                 return None
             return f"{need!r} does not exist inside the language model"
         if site == "pre" and need in TOWER_SIGNALS:
+            if not self.attentive:
+                return "the encoder has no attention to read"
             return None if self.pixels else f"{need!r} comes from the encoder, which does not run"
         if need == "grid":
             return None if all(self.grids) else "the tokens are no full raster (image tiles)"
@@ -84,8 +88,17 @@ def work_of(model: Any, inputs: Mapping[str, Any]) -> Work:
         items=tuple(len(layout.content()) for layout in layouts),
         pixels=pixels_of(inputs),
         grids=tuple(layout.grid for layout in layouts),
-        tiled=any(getattr(layout, "tiles", None) for layout in layouts),
+        tiled=any(layout.tiles is not None for layout in layouts),
+        attentive=tower_depth(model) > 0,
     )
+
+
+def tower_depth(model: Any) -> int:
+    """Blocks of the vision tower; 0 where the family's encoder is no stack of blocks."""
+    try:
+        return len(tower_of(model).blocks)
+    except (ModelError, StopIteration, AttributeError):
+        return 0
 
 
 def pixels_of(inputs: Mapping[str, Any], names: Sequence[str] = _PIXELS) -> int:
