@@ -38,7 +38,9 @@ def second_turn(this: Tiny, first: dict[str, Any], sequence: torch.Tensor, seed:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("style", ["features", "positions"])
-@pytest.mark.parametrize("spec", ["random:0.4", "fastv@llm2:0.5", "tome:0.4+random@llm2:0.5"])
+@pytest.mark.parametrize(
+    "spec", ["random:0.4", "fastv@llm2:0.5", "tome:0.4+random@llm2:0.5", "pyramiddrop:0.4"]
+)
 def test_a_second_video_in_a_later_turn(family: str, style: str, spec: str) -> None:
     """Equal to one pass over the whole conversation in which the same tokens are hidden."""
     this, model = tiny(family), tiny(family).model

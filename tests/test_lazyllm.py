@@ -8,6 +8,7 @@ from typing import Any
 import model_oracle as oracle
 import pytest
 import torch
+from dense_layers import run, weights_of
 from tiny_models import FAMILIES, Tiny, generate, tiny
 from torch import Tensor
 
@@ -80,21 +81,6 @@ def dense(
     for index in range(layer, len(text.layers)):
         hidden = run(text.layers[index], hidden, mask, places)
     return this.model.lm_head(text.norm(hidden[0])), history
-
-
-def additive(mask: Tensor) -> Tensor:
-    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
-
-
-def run(layer: Any, hidden: Tensor, mask: Tensor, places: Any) -> Tensor:
-    return layer(hidden, attention_mask=additive(mask), position_embeddings=places)
-
-
-def weights_of(layer: Any, hidden: Tensor, mask: Tensor, places: Any) -> Tensor:
-    """Attention weights `[L, L]`, mean over heads."""
-    x = layer.input_layernorm(hidden)
-    out = layer.self_attn(x, attention_mask=additive(mask), position_embeddings=places)
-    return out[1][0].mean(0)
 
 
 def answer(this: Tiny, inputs: dict[str, Any], spec: str, tokens: int) -> tuple[Any, Any]:

@@ -51,13 +51,18 @@ class Store:
             other.present,
         )
 
-    def fit(self, cache: Any, layer: int) -> None:
+    def fit(self, length: int, before: int) -> None:
         """Follow a cache that was cropped since.
+
+        Args:
+            length: Tokens that the layer of the cut holds.
+            before: Tokens that the layer before it holds.
 
         Raises:
             ModelError: The cache holds tokens that this store has not seen.
         """
-        length, before = held(cache.layers[layer]), held(cache.layers[layer - 1])
+        if len(self.present) == length:
+            return
         self.present = self.present[:length]
         if len(self.present) < length or bool((self.present >= before).any()):
             raise ModelError(
@@ -137,13 +142,15 @@ def keep_store(
     start, stored = held(cache.layers[layer - 1]) - length, held(mine)
     if old is None and stored != start:
         raise ModelError("this cache was reduced before; lazyllm needs one that it began itself")
+    if old is not None:
+        old.fit(stored, start)
     if left is None or order is None:
         assert old is not None
         arrived = torch.arange(start, start + length, device=old.present.device)
-        old.present = torch.cat([old.present[:stored], arrived])
+        old.present = torch.cat([old.present, arrived])
         return
     new = left.store(order[0], start)
-    past = torch.arange(stored, device=new.present.device) if old is None else old.present[:stored]
+    past = torch.arange(stored, device=new.present.device) if old is None else old.present
     new.present = torch.cat([past, new.present])
     mine.store = new if old is None else old.join(new)
 

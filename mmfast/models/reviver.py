@@ -72,7 +72,7 @@ class Reviver:
         if store is None:
             return None
         if index == self._layer - 1:
-            store.fit(cache, self._layer)
+            store.fit(held(cache.layers[self._layer]), held(cache.layers[index]))
             self._watch(module)
             return None
         if index == self._layer:

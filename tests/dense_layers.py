@@ -1,0 +1,23 @@
+"""Decoder layers of an eager model, one at a time, under masks made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def additive(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+
+
+def run(layer: Any, hidden: Tensor, mask: Tensor, places: Any) -> Tensor:
+    return layer(hidden, attention_mask=additive(mask), position_embeddings=places)
+
+
+def weights_of(layer: Any, hidden: Tensor, mask: Tensor, places: Any) -> Tensor:
+    """Attention weights `[L, L]`, mean over heads."""
+    x = layer.input_layernorm(hidden)
+    out = layer.self_attn(x, attention_mask=additive(mask), position_embeddings=places)
+    return out[1][0].mean(0)
