@@ -24,7 +24,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.adapter import adapter_for
 from mmfast.models.vision import tower_signals
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker")
 UNIT = 8  # pixels per merge unit of the tiny models
 STACK = "pixelprune+evs:0.5+divprune:0.2+fastv@llm3:0.5"
 

@@ -121,6 +121,16 @@ def test_a_share_of_one_is_the_stock_model() -> None:
     assert not trace.reductions and not SEEN
 
 
+def test_catp_in_a_model() -> None:
+    this, inputs = _inputs("qwen2_5_vl", rows=2)
+    with attach(this.model, "catp:0.2") as trace:
+        generate(this, inputs, 2)
+    kept = [(reduction.n, reduction.m) for _, _, reduction in trace.reductions]
+    assert [n for n, _ in kept] == [35] * 5
+    assert sum(m for _, m in kept[:2]) == 14 and sum(m for _, m in kept[2:]) == 21
+    assert trace.rows[0].tokens_out == 35
+
+
 def test_errors() -> None:
     this, inputs = _inputs("qwen2_5_vl")
     merging = pytest.raises(ModelError, match="'_mixing@pre:10' merges tokens of different images")

@@ -115,6 +115,8 @@ class Choice:
         """Run a site on a whole item; one before the tower has run already."""
         if not site.early:
             return run_site(site, tokens, item.entered)
+        if item.record is not None and item.record.kind == "audio":
+            return Chain((Reduction.identity(tokens.n, device=tokens.x.device),))
         if item.record is None or not item.record.dropped:
             raise ModelError(
                 f"'{site.specs[0]}' runs before the vision tower; encode the media inside attach()"
