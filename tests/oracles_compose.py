@@ -194,7 +194,7 @@ def redundancy(metric: np.ndarray, tokens: list[int], tau: float) -> dict[int, t
     return found
 
 
-def saint(item: Item, budget: int | None, tau: float = 0.75, neighbours: int = 5) -> Answer:
+def saint(item: Item, budget: int | None, tau: float = 0.9, neighbours: int = 5) -> Answer:
     metric = item.x if item.keys is None else item.keys
     left = list(range(item.n))
     while len(left) > (budget or 1):
@@ -211,7 +211,7 @@ def saint(item: Item, budget: int | None, tau: float = 0.75, neighbours: int = 5
     return pruned(item.n, left)
 
 
-def script(item: Item, budget: int, tau: float = 0.8, floor: float = 0.5) -> Answer:
+def script(item: Item, budget: int, tau: float = 0.8, floor: float = 0.8) -> Answer:
     going: list[int] = []
     if item.n > 1:
         score = redundancy(item.x, list(range(item.n)), tau)

@@ -18,7 +18,8 @@ def info_rank(tokens: Tokens, budget: int, *, rank: float = 0.01) -> Reduction:
     which needs no attention weights. The paper takes the attention output of a decoder layer and
     its effective rank; the hidden states or features themselves, and a cut at a share of the
     largest singular value, are choices of this project. Reusing the last action of a robot is
-    another part of the paper and not in here.
+    another part of the paper and not in here. The decomposition costs `min(N, D)` cubed: some
+    20 seconds of one CPU core at 3,584 channels.
 
     Args:
         tokens: `x` `[..., N, D]`.

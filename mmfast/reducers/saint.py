@@ -17,7 +17,7 @@ from mmfast.ops.ranking import stable_topk
 
 @register("saint", paper="2503.11549", sites=("pre", "vit", "llm"), adaptive=True)
 def saint(
-    tokens: Tokens, budget: int | None, *, tau: float = 0.75, neighbours: int = 5
+    tokens: Tokens, budget: int | None, *, tau: float = 0.9, neighbours: int = 5
 ) -> Reduction:
     """Drop tokens at even places that many tokens at odd places resemble.
 
@@ -32,7 +32,8 @@ def saint(
             `x`. With `sizes` (inside a vision tower, whose output needs every patch) a dropped
             token takes the value of the kept one most like it; otherwise it is gone.
         budget: Tokens to keep; None lets the vote decide.
-        tau: Cosine above which two tokens are neighbours.
+        tau: Cosine above which two tokens are neighbours; 0.9 answered better on the embedded model
+            than 0.75.
         neighbours: Neighbours with which a token votes to go, or all odd tokens if they are fewer.
     """
     keys = tokens.signal("keys")

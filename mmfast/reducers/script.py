@@ -17,7 +17,7 @@ from mmfast.ops.unit import unit_rows
 
 
 @register("script", paper="2512.01949", needs=("x", "query"), sites=("pre", "llm"))
-def script(tokens: Tokens, budget: int, *, tau: float = 0.8, floor: float = 0.5) -> Reduction:
+def script(tokens: Tokens, budget: int, *, tau: float = 0.8, floor: float = 0.8) -> Reduction:
     """Drop near-duplicates in a graph of likeness, then keep what the question asks for.
 
     Even tokens with an edge to an odd one go, the most redundant first (degree times mean cosine),
