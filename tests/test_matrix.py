@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from matrix_cells import REASONS, SHARE, Cell, cells, prompt, recorded, spec_of
+from matrix_cells import REASONS, SHARE, SOUND, Cell, cells, prompt, recorded, spec_of
 from tiny_models import ALL_FAMILIES, generate
 
 import mmfast
@@ -35,8 +35,11 @@ def test_cell(cell: Cell, note_cell: Callable[[Cell, str], None]) -> None:
         reason = next((why for said, why in REASONS.items() if re.search(said, str(error))), "")
         assert reason, f"{spec} on {cell.family}: {error}"
     else:
-        reason = ""
-        check_budgets(trace, method.scope)
+        reason = SOUND if cell.kind == "audio" and cell.site == "vit" else ""
+        if reason:
+            assert not trace.reductions
+        else:
+            check_budgets(trace, method.scope)
         assert len(out.logits) == 3
         assert all(bool(step.isfinite().all()) for step in out.logits)
     with torch.no_grad():

@@ -93,11 +93,8 @@ class Family:
             the base model hands it to the text model.
         nested: The processor takes a list of images per prompt.
         blocks: Tokens of an image see each other in both directions.
-        reasons: Contracts it cannot keep, by the name of the test without `test_`: why, as the
-            error says it.
         positions: `(tiny, inputs of one prompt) -> [3, L]`: stock positions, where `rope` is not
             enough to call for them.
-        prompt_kinds: Mixes that one prompt may hold.
     """
 
     name: str
@@ -111,8 +108,6 @@ class Family:
     mask: Callable[[Any, Tensor, Tensor, Tensor], Any] = _plain
     nested: bool = False
     blocks: bool = False
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
     positions: Callable[[Any, Any], Tensor] | None = None
 
     @property
