@@ -38,7 +38,8 @@ SHARES = (0.5, 0.25, 0.1, 0.05)
 
 
 def row(reduce: str | None, score: float, kept: float, **more: Any) -> dict[str, Any]:
-    return {"reduce": reduce, "score": score, "kept": kept, "model": "m", "n": 100, **more}
+    known = {"model": "m", "n": 100, "seed": 1}
+    return {"reduce": reduce, "score": score, "kept": kept, **known, **more}
 
 
 def curve(method: str, scores: tuple[float, ...], **more: Any) -> list[dict[str, Any]]:
@@ -180,6 +181,12 @@ def test_rows_of_the_kind_of_media(model: Any) -> None:
     on_pages = decide(model, ROWS + pages, quality="balanced", kind="document")
     assert on_clips.spec == "evs:0.25" and on_pages.spec == "pool:0.5"
     assert on_pages.accuracy == (0.88, 0.9)
+
+
+def test_other_questions_are_no_comparison(model: Any) -> None:
+    easy = [*ROWS, *curve("pool", (0.98,) * 4, seed=7), *curve("pool", (0.98,) * 4, n=20)]
+    assert "pool" not in str(decide(model, easy, target_tokens=13).spec)
+    assert "pool" in str(decide(model, ROWS + curve("pool", (0.98,) * 4), target_tokens=13).spec)
 
 
 def test_a_document_without_rows_keeps_half(model: Any) -> None:

@@ -19,6 +19,7 @@ from mmfast.planner.target import KINDS
 
 Row = Mapping[str, Any]
 BASELINE = "random"
+_SAME = ("model", "n", "seed")  # other questions are no comparison
 Point = tuple[float, float]  # (share kept, accuracy)
 SUBSET = "video"  # of rows that name no kind of media
 
@@ -157,7 +158,7 @@ def evidence_for(
         own = [r for r in whole if r.get("model") == model]
         full = (own or whole)[-1]
         name, total = str(full.get("model")), float(full.get("kept") or 0)
-        found = [r for r in of_kind if r.get("model") == full.get("model")]
+        found = [r for r in of_kind if all(r.get(k) == full.get(k) for k in _SAME)]
         depth = layers(name)
         curves = tuple(replace(c, layers=depth) for c in _curves(found, total))
         source = f"{full.get('n', '?')} questions to {name} about {wanted} input"
