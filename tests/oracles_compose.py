@@ -184,6 +184,17 @@ def spatial_pool(item: Item, budget: int) -> Answer:
     return averaged(item.n, boxes)
 
 
+def token_sampling(item: Item, budget: int) -> Answer:
+    frames, rows, columns = item.grid or (1, 1, item.n)
+    n = rows * columns
+    count = math.ceil(budget / n)
+    keep: list[int] = []
+    for i, share in enumerate(even(budget, count)):
+        frame = math.floor((i + 0.5) * frames / count)
+        keep += [frame * n + (2 * j + 1) * n // (2 * share) for j in range(share)]
+    return pruned(item.n, keep)
+
+
 def redundancy(metric: np.ndarray, tokens: list[int], tau: float) -> dict[int, tuple[float, int]]:
     """Score and degree of the tokens at even places of a list."""
     found = {}
@@ -403,5 +414,6 @@ ORACLES: Mapping[str, Callable[..., Answer]] = {
     "script": script,
     "spatial_pool": spatial_pool,
     "temporal_pool": temporal_pool,
+    "token_sampling": token_sampling,
     "visiondrop": visiondrop,
 }

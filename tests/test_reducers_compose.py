@@ -93,6 +93,20 @@ def test_temporal_pool_never_mixes_places_and_spatial_pool_never_mixes_frames() 
         assert (mixed.any(2).sum(-1) == 1).all()
 
 
+def test_token_sampling_reads_fewer_frames() -> None:
+    tokens = make("random", (8, 3, 4))
+    assert reduce(tokens, "token_sampling:24").keep.tolist() == [*range(24, 36), *range(72, 84)]
+    assert (reduce(tokens, "token_sampling:14").keep // 12).bincount().tolist() == [
+        0,
+        0,
+        7,
+        0,
+        0,
+        0,
+        7,
+    ]
+
+
 def test_saint_in_a_tower_leaves_no_patch_without_a_value() -> None:
     tokens = make("video", (4, 3, 4), seed=2, sizes=True)
     found = reduce(tokens, "saint@vit:0.4")

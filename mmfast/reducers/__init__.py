@@ -34,6 +34,7 @@ from mmfast.reducers import slimfer as slimfer
 from mmfast.reducers import spatial_pool as spatial_pool
 from mmfast.reducers import stc_pruner as stc_pruner
 from mmfast.reducers import temporal_pool as temporal_pool
+from mmfast.reducers import token_sampling as token_sampling
 from mmfast.reducers import tome as tome
 from mmfast.reducers import uniform as uniform
 from mmfast.reducers import vidcom2 as vidcom2
