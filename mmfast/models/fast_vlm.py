@@ -38,7 +38,7 @@ def tower(base: Any) -> Tower:
 
 
 def _cells(base: Any, pixels: int) -> int:
-    stride = base.vision_tower.timm_model.feature_info[-1]["reduction"]
+    stride: int = base.vision_tower.timm_model.feature_info[-1]["reduction"]
     return math.ceil(pixels / stride)
 
 
