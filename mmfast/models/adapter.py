@@ -66,6 +66,9 @@ class Layout:
         return keep.nonzero()[:, 0]
 
 
+Recover = Callable[[Any, str, Tensor, Tensor | None], Layout | list[Layout] | None]
+
+
 @dataclass(frozen=True)
 class Adapter:
     """One model family.
@@ -95,9 +98,7 @@ class Adapter:
     family: str
     layout: Callable[[Any, str, Call], list[Layout]]
     fold: Callable[[Any, str, Tensor, Call], list[Tensor]]
-    recover: Callable[[Any, str, Tensor, Tensor | None], Layout | list[Layout] | None] = lambda *_: (
-        None
-    )
+    recover: Recover = lambda *_: None
     tower: Callable[[Any], Tower] = find_tower
     audio_tower: Callable[[Any], Tower] | None = None
     tile_counts: Callable[[Any, Call], list[int]] = one_tile
@@ -162,6 +163,12 @@ def adapter_for(model: Any) -> Adapter:
     """
     family = getattr(getattr(model, "config", None), "model_type", None)
     if family not in _FILES and family not in _ADAPTERS:
+        part = getattr(getattr(getattr(model, "thinker", None), "config", None), "model_type", None)
+        if part in _FILES:
+            raise ModelError(
+                f"{type(model).__name__} speaks, too; attach to the part that sees and hears, "
+                f"its .thinker ({part})"
+            )
         known = ", ".join(families())
         raise ModelError(
             f"{type(model).__name__} (model_type {family!r}) has no adapter; families: {known}; "

@@ -103,14 +103,28 @@ def _check_directory(where: str) -> None:
 
 
 def _from_pretrained(where: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoProcessor
 
     try:
         processor = AutoProcessor.from_pretrained(where, trust_remote_code=False)
-        model = AutoModelForImageTextToText.from_pretrained(
+        model = _class_of(where).from_pretrained(
             where, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"cannot load model {where!r}: {reason}") from error
     return model.to(device).eval(), processor
+
+
+def _class_of(where: str) -> Any:
+    """The class that answers: of a Qwen2.5-Omni checkpoint, which can speak, too, the thinker."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForImageTextToText,
+        Qwen2_5OmniThinkerForConditionalGeneration,
+    )
+
+    config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+    if config.model_type == "qwen2_5_omni":
+        return Qwen2_5OmniThinkerForConditionalGeneration
+    return AutoModelForImageTextToText
