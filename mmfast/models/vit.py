@@ -95,6 +95,11 @@ def _check(tower: Tower, spec: Spec, adapter: Adapter) -> None:
             f"'{spec}' cannot run in the vision tower of {adapter.family!r}, which pads images of "
             "different sizes; use site 'pre'"
         )
+    if not tower.packed and not hasattr(tower.blocks[0], "self_attn"):
+        raise SpecError(
+            f"'{spec}' cannot run in a vision tower of {type(tower.blocks[0]).__name__}; use "
+            "site 'pre'"
+        )
     layers = argument(tower.base, {}, "vision_feature_layer")
     if not isinstance(layers, int | None):
         raise SpecError(
