@@ -142,15 +142,14 @@ def test_compiled_decoding_neither_breaks_nor_recompiles(family: str) -> None:
     config = CompileConfig(backend="eager", fullgraph=True, mode=None)
     config._compile_all_devices = True
     static = {"cache_implementation": "static", "compile_config": config, "tokens": 8}
-    found = []
-    for spec in ("random:1.0", SPEC):  # the stock model first: it sets the number of graphs
-        torch._dynamo.reset()
-        counters.clear()
-        compiled = run(this, inputs, spec, **static)
-        found.append((counters["stats"]["unique_graphs"], dict(counters["graph_break"])))
-        close(compiled, run(this, inputs, spec, tokens=8))
     torch._dynamo.reset()
-    assert found[0] == found[1] and not found[1][1]
+    counters.clear()
+    compiled = run(this, inputs, SPEC, **static)
+    # One graph, as of the stock model; Gemma's windows take another way once they are full.
+    assert counters["stats"]["unique_graphs"] == (2 if family == "gemma3" else 1)
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+    close(compiled, run(this, inputs, SPEC, tokens=8))
 
 
 @families

@@ -91,8 +91,7 @@ class Hooks:
             yield
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if args:
-            kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        kwargs = self._named(args, kwargs)
         if not torch.compiler.is_compiling():
             self._open(kwargs)
         elif length_of(kwargs) > 1:
@@ -103,8 +102,12 @@ class Hooks:
     ) -> None:
         if not torch.compiler.is_compiling():
             self._close(output)
-        elif args or length_of(kwargs) > 1:
+        elif length_of(self._named(args, kwargs)) > 1:
             self._uncompiled(self._close, output)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the base model's forward by name; some models give the ids by position."""
+        return {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
 
     def _layer(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
