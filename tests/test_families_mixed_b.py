@@ -139,3 +139,28 @@ def test_sound_that_does_not_fit_its_prompt_is_refused() -> None:
         this.model(**silent)
     assert not trace.reductions
     assert torch.equal(this.model(**inputs).logits, stock)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", OMNI, "idefics3", "smolvlm"])
+def test_prompts_without_media_and_media_that_do_not_fit(family: str) -> None:
+    this = tiny(family)
+    inputs = this.inputs(["on {image} what?"], images=this.images(1))
+    stock = this.model(**inputs).logits
+    text = this.inputs(["no image at all"])
+    bare = {
+        k: inputs[k] for k in ("input_ids", "attention_mask", "mm_token_type_ids") if k in inputs
+    }
+    for calm in (text, bare if family in ("idefics3", "smolvlm") else text):
+        expected = this.model(**calm).logits
+        with attach(this.model, "divprune:0.5+fastv@llm2:0.5") as trace:
+            assert torch.equal(this.model(**calm).logits, expected)
+        assert not trace.reductions
+    few = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    place = (few["input_ids"][0] == this.model.config.image_token_id).nonzero()[3]
+    few["input_ids"][0, place] = 65
+    wrong = pytest.raises(ValueError, match=r"(?i)image features and image tokens do not match")
+    with wrong as error, attach(this.model, "tome:0.5"):
+        this.model(**few)
+    assert "\n" not in str(error.value)
+    assert torch.equal(this.model(**inputs).logits, stock)
+    assert not any("_mmfast" in key for m in this.model.modules() for key in m.__dict__)
