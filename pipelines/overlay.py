@@ -45,7 +45,8 @@ def overlay(frames: Any, trace: Trace, item: int = 0, *, square: bool = False) -
         MmfastError: The trace has no picture of this item, or there is no frame.
     """
     pictures = [_square(each) if square else each for each in _frames(frames)]
-    cells = trace.cells(item, patches=True)
+    high, across = pictures[0].shape[:2]
+    cells = trace.cells(item, patches=True, aspect=across / high)
     colours = _colours(cells)
     step = math.ceil(len(pictures) / len(cells))  # Qwen joins two frames into one
     width = _width(len(cells), max(cell.share.shape[1] for cell in cells))

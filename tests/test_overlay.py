@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 from test_cli import CLIP, QUESTION, fails, run
 from test_pixel_site import STACK, flat_video
-from tiny_models import tiny
+from tiny_models import ALL_FAMILIES, tiny
 
 import mmfast
 from mmfast import Trace
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError
-from mmfast.core.provenance import View, fate_of
+from mmfast.core.provenance import View, fate_of, tile_places
 from mmfast.core.reduction import Mix, Reduction
 from mmfast.models.adapter import raster_places
 from mmfast.pipelines.overlay import check_target, save_sheet
@@ -83,6 +83,42 @@ def test_heatmap_of_tiles_is_the_mosaic_then_the_overview() -> None:
         trace.heatmap(2)
     with pytest.raises(MmfastError, match="no picture of item 3; items: 0"):
         trace.heatmap(0, item=3)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_family_can_be_drawn(family: str) -> None:
+    """Every token has a place of its own, so nothing kept is hidden."""
+    this = tiny(family)
+    for kind in set(this.facts.kinds) - {"audio"}:
+        media = this.media(kind, 1)
+        inputs = this.inputs([f"{{{kind}}} what?"], **media)
+        with attach(this.model, "divprune:0.5") as trace, torch.no_grad():
+            this.model(**inputs)
+        ((_, _, reduction),) = trace.reductions
+        cells = trace.cells(0)
+        assert sum(int(cell.stands.sum()) for cell in cells) == reduction.m
+        assert sum(float(cell.share.sum()) for cell in cells) == reduction.m
+        assert sum(cell.share.numel() for cell in cells) == reduction.n
+        (frames,) = media.popitem()[1]
+        assert mmfast.overlay(frames, trace).mode == "RGB"
+
+
+def test_tiles_whose_arrangement_only_the_picture_tells() -> None:
+    trace = watched("internvl", "divprune:0.5", images=tiny("internvl").images(1))
+    ((_, _, reduction),) = trace.reductions
+    strip, overview = trace.cells(0)
+    side = overview.share.shape[0]
+    tiles = reduction.n // side**2 - 1
+    assert strip.share.shape == (side, tiles * side) and overview.share.shape == (side, side)
+    kept = (reduction.owner >= 0).float().reshape(tiles + 1, side, side)
+    assert torch.equal(overview.share, kept[-1])  # it comes last
+    assert torch.equal(strip.share, torch.cat(list(kept[:-1]), dim=1))
+    column = trace.cells(0, aspect=0.01)[0]
+    assert torch.equal(column.share, torch.cat(list(kept[:-1]), dim=0))
+    tile = torch.arange(1, 7).repeat_interleave(4)
+    assert tile_places(tile, 3)[-1].tolist() == [0, 3, 5]
+    assert View(tile_places(tile), tile, loose=True).shaped(1.5).place[-1].tolist() == [0, 3, 5]
+    assert tile_places(torch.tensor([1, 1, 1, 2])) is None
 
 
 def test_heatmap_of_the_latest_call() -> None:
@@ -202,6 +238,14 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "nowhere" in fails(
         capsys, "ask", CLIP, QUESTION, "--save-overlay", bad, "--model", model
     )
+
+
+def test_pipeline_draws_every_picture_it_was_asked_about() -> None:
+    images = tuple(np.full((96, 96, 3), 60 * i, np.uint8) for i in (1, 2))
+    pipe = mmfast.pipeline("image-qa", reduce="uniform:0.25")
+    answer = pipe(images, "Which one is brighter?")
+    assert len(pipe.overlay(images, answer.trace)) == 2
+    assert answer.trace.heatmap(0, item=1).mean() == 0.25
 
 
 def test_pipeline_draws_what_it_answered() -> None:

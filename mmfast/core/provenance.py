@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,12 +22,24 @@ class View:
         tile: `[N]` int of an image cut into tiles, 0 = overview, which has a raster of its own.
         source: Kind of media and number among those of its kind.
         start: How many reductions the trace held when this item came.
+        loose: The model does not say how tiles lie, so `place` has them side by side.
     """
 
     place: Tensor
     tile: Tensor | None = None
     source: tuple[str, int] = ("image", 0)
     start: int = 0
+    loose: bool = False
+
+    def shaped(self, aspect: float) -> View:
+        """Loose tiles in the rows and columns that come nearest to `aspect`, width by height."""
+        if not self.loose or self.tile is None:
+            return self
+        count = int(self.tile.max())
+        shapes = [(count // c, c) for c in range(1, count + 1) if count % c == 0]
+        _, columns = min(shapes, key=lambda shape: abs(shape[1] / shape[0] - aspect))
+        place = tile_places(self.tile, columns)
+        return self if place is None else replace(self, place=place)
 
     def rasters(self) -> list[Tensor]:
         """Tokens of each frame, `[n]`; of an image cut into tiles the mosaic, then the overview."""
@@ -35,6 +48,31 @@ class View:
             return [part for part in parts if len(part)]
         time = self.place[:, 0]
         return [(time == t).nonzero()[:, 0] for t in time.unique()]
+
+
+def tile_places(tile: Tensor, columns: int | None = None) -> Tensor | None:
+    """`(0, y, x)` `[N, 3]` of whole square tiles in so many columns, all in a row if None.
+
+    Args:
+        tile: `[N]` tile of each token, 0 = overview, raster order inside a tile.
+        columns: Tiles in a row of the mosaic.
+
+    Returns:
+        None where tiles are no squares of one size.
+    """
+    counts = tile.bincount()
+    counts = counts[counts > 0]
+    side = math.isqrt(int(counts[0]))
+    if bool((counts != side * side).any()):
+        return None
+    number = (tile - 1).clamp_min(0)
+    columns = columns or int(tile.max())
+    order = tile.argsort(stable=True)
+    inside = torch.empty_like(tile)
+    inside[order] = torch.arange(len(tile)) % (side * side)
+    y = number // columns * side + inside // side
+    x = number % columns * side + inside % side
+    return torch.stack([torch.zeros_like(y), y, x], dim=-1)
 
 
 @dataclass(frozen=True)

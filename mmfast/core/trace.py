@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mmfast.core.errors import MmfastError
-from mmfast.core.provenance import Cells, Fate, View, cells_of, fate_of
+from mmfast.core.provenance import Cells, Fate, View, cells_of, fate_of, tile_places
 from mmfast.core.reduction import Reduction
 
 
@@ -69,6 +69,11 @@ class Trace:
         """Append a row that was measured elsewhere."""
         self.rows.append(Row(stage, tokens_in, tokens_out, ms, peak_bytes()))
 
+    def split(self, row: Row, parts: list[Row]) -> None:
+        """Put `parts` in the place of a row; other threads may have added rows since."""
+        at = next(i for i in reversed(range(len(self.rows))) if self.rows[i] is row)
+        self.rows[at : at + 1] = parts
+
     def record(self, site: str, item: int, reduction: Reduction) -> None:
         """Remember that `reduction` was applied at `site` to image or video `item`."""
         self.reductions.append((site, item, reduction))
@@ -84,14 +89,16 @@ class Trace:
 
         Args:
             item: Its number.
-            place: `[N, 3]`; None where it is not known, then it cannot be drawn.
+            place: `[N, 3]`; None where it is not known, then tiles are drawn side by side.
             tile: `[N]` of an image cut into tiles.
             source: Kind of media, and number among those of its kind.
         """
         self.views.pop(item, None)
+        tile = None if tile is None else tile.cpu()
+        loose = place is None and tile is not None
+        place = tile_places(tile) if tile is not None and place is None else place
         if place is not None:
-            place, tile = place.cpu(), None if tile is None else tile.cpu()
-            self.views[item] = View(place, tile, source, len(self.reductions))
+            self.views[item] = View(place.cpu(), tile, source, len(self.reductions), loose)
 
     def fate(self, item: int = 0) -> Fate:
         """What became of every token of image or clip `item`, after all stages.
@@ -106,18 +113,22 @@ class Trace:
             fate = replace(fate, share=fate.share * inside)
         return fate
 
-    def cells(self, item: int = 0, patches: bool = False) -> list[Cells]:
+    def cells(
+        self, item: int = 0, patches: bool = False, aspect: float | None = None
+    ) -> list[Cells]:
         """The frames of image or clip `item` as rasters; of tiles the mosaic, then the overview.
 
         Args:
             item: Its number.
             patches: Show patches in place of tokens where the vision tower merged them and
                 nothing was done to the tokens afterwards.
+            aspect: Width by height of the picture, for models that do not say how tiles lie.
         """
         view = self._view(item)
         inside = self.patches.get(view.source)
         if patches and inside is not None and not self._chain(item):
             return cells_of(inside[0], fate_of(inside[1].n, [inside[1]]))
+        view = view if aspect is None else view.shaped(aspect)
         return cells_of(view, self.fate(item))
 
     def _chain(self, item: int) -> list[Reduction]:
@@ -132,7 +143,8 @@ class Trace:
 
         Args:
             frame: Frame of a clip, as the model sees it (Qwen joins two); of an image cut into
-                tiles 0 is the mosaic and 1 the overview.
+                tiles 0 is the mosaic (its tiles side by side where the model does not say how
+                they lie: InternVL) and 1 the overview.
             item: Image or clip of the batch, in reading order.
 
         Returns:
