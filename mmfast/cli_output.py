@@ -99,7 +99,7 @@ def print_answer(answer: Any, as_json: bool) -> None:
         name, ms = answer.plan.spec or "all tokens", answer.plan.total_ms
         _err.print(f"planned: {name}, predicted after {ms:.0f} ms", style="dim")
     rows = [
-        (r.stage, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows
+        (r.label, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows
     ]
     _table(_err, ("stage", "tokens in", "out", "ms", "peak MB"), rows)
 

@@ -82,12 +82,13 @@ def test_the_trace_tells_what_happened(family: str) -> None:
     with attach(this.model, "evs:0.5+divprune:0.5+fastv@llm2:0.5+random@llm3:2") as trace:
         generate(this, inputs, 3)
     sites = [row.stage for row in trace.rows]
-    assert sites == ["pre", "llm2", "llm3"]
+    assert sites == ["pre", "pre", "llm2", "llm3"]
     assert [site for site, _, _ in trace.reductions] == ["pre", "pre", "llm2", "llm3"]
     n = trace.rows[0].tokens_in
     half = round(n * 0.5)
     quarter = round(half * 0.5)
-    assert [row.tokens_out for row in trace.rows] == [quarter, round(quarter * 0.5), 2]
+    assert [row.tokens_out for row in trace.rows] == [half, quarter, round(quarter * 0.5), 2]
+    assert [row.method for row in trace.rows] == ["evs", "divprune", "fastv", "random"]
     assert [(r.n, r.m) for _, _, r in trace.reductions][:2] == [(n, half), (half, quarter)]
     assert all(row.ms >= 0 for row in trace.rows)
 

@@ -145,7 +145,7 @@ def test_the_llm_gets_exactly_the_kept_tokens(family: str, spec: str) -> None:
     want = oracle.masked(this, prompt, found)[keep]
     torch.testing.assert_close(logits, want, atol=2e-4, rtol=2e-4)
     if spec == STACK:
-        assert [stage for stage, _, _ in rows] == ["pixel", "pre", "llm3"]
+        assert [stage for stage, _, _ in rows] == ["pixel", "pre", "pre", "llm3"]
         assert all(one[2] == two[1] for one, two in pairwise(rows))
         assert rows[0][1] == 4 * 35 + 35 > rows[0][2]
     else:

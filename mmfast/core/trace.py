@@ -19,13 +19,22 @@ from mmfast.core.reduction import Reduction
 
 @dataclass
 class Row:
-    """One stage: tokens in and out (0 where it has none), milliseconds and peak bytes."""
+    """One stage: tokens in and out (0 where it has none), milliseconds and peak bytes.
+
+    A stage that reduces says by which method; several stages at one site are a row each.
+    """
 
     stage: str
     tokens_in: int = 0
     tokens_out: int = 0
     ms: float = 0.0
     peak_bytes: int = 0
+    method: str = ""
+
+    @property
+    def label(self) -> str:
+        """Stage and method, for people."""
+        return f"{self.stage} {self.method}".strip()
 
     def __getitem__(self, key: str) -> Any:
         return getattr(self, key)
@@ -65,9 +74,9 @@ class Trace:
             row.peak_bytes = peak_bytes()
             self.rows.append(row)
 
-    def add(self, stage: str, tokens_in: int, tokens_out: int, ms: float) -> None:
+    def add(self, stage: str, tokens_in: int, tokens_out: int, ms: float, method: str = "") -> None:
         """Append a row that was measured elsewhere."""
-        self.rows.append(Row(stage, tokens_in, tokens_out, ms, peak_bytes()))
+        self.rows.append(Row(stage, tokens_in, tokens_out, ms, peak_bytes(), method))
 
     def split(self, row: Row, parts: list[Row]) -> None:
         """Put `parts` in the place of a row; other threads may have added rows since."""
@@ -188,9 +197,9 @@ class Trace:
         }
 
     def __str__(self) -> str:
-        lines = [f"{'stage':<12}{'tokens in':>10}{'out':>8}{'ms':>10}{'peak MB':>10}"]
+        lines = [f"{'stage':<16}{'tokens in':>10}{'out':>8}{'ms':>10}{'peak MB':>10}"]
         for r in self.rows:
-            counts = f"{r.stage:<12}{r.tokens_in:>10}{r.tokens_out:>8}"
+            counts = f"{r.label:<16}{r.tokens_in:>10}{r.tokens_out:>8}"
             lines.append(f"{counts}{r.ms:>10.1f}{r.peak_bytes / 1e6:>10.0f}")
         return "\n".join(lines)
 

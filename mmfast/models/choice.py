@@ -11,7 +11,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.tokens import Tokens
-from mmfast.core.trace import Trace
+from mmfast.core.trace import Row, Trace
 from mmfast.models.joint import left_of_row, run_row
 from mmfast.models.sequence import Item, Sequences
 from mmfast.models.stages import Chain, Site, run_part, run_site
@@ -35,10 +35,12 @@ class Choice:
         self._sequences = sequences
         self._inner = inner
         self._trace = trace
+        self.noted: list[Chain] = []  # of the site that ran last
 
     def run(self, site: Site, hidden: Tensor) -> list[Kept]:
         """What a site keeps of every item; `hidden` `[B, n, D]`."""
         items = self._sequences.items
+        self.noted.clear()
         if not site.joint:
             return [self._one(site, item, hidden) for item in items]
         rows: dict[int, list[Item]] = {}
@@ -147,6 +149,28 @@ class Choice:
             self._trace.see(item.number, layout.place(), tile, source)
         for reduction in chain.reductions:
             self._trace.record(site.name, item.number, reduction)
+        self.noted.append(chain)
+
+    def parts(self, site: Site, row: Row) -> list[Row]:
+        """The row of a site that just ran, by stage; the row itself where that is not known.
+
+        A chunk of a chunked prefill runs no stage of its own, so its tokens do not add up.
+        """
+        chains, count = self.noted, len(site.specs)
+        row.method = "+".join(spec.method.name for spec in site.specs)
+        if any(len(chain.reductions) != count for chain in chains):
+            return [row]
+        sizes = [
+            (sum(c.reductions[i].n for c in chains), sum(c.reductions[i].m for c in chains))
+            for i in range(count)
+        ]
+        if count == 1 or (sizes[0][0], sizes[-1][1]) != (row.tokens_in, row.tokens_out):
+            return [row]
+        spent = [sum(c.ms[i] if c.ms else 1.0 for c in chains) for i in range(count)]
+        return [
+            Row(row.stage, n, m, row.ms * ms / sum(spent), row.peak_bytes, spec.method.name)
+            for spec, (n, m), ms in zip(site.specs, sizes, spent, strict=True)
+        ]
 
 
 def acting(sites: Seq[Site], sequences: Sequences, trace: Trace) -> list[Site]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -116,9 +117,15 @@ def sites_of(specs: Sequence[Spec]) -> list[Site]:
 
 @dataclass(frozen=True)
 class Chain:
-    """What the stages of a site did to one item, one Reduction after the other."""
+    """What the stages of a site did to one item, one Reduction after the other.
+
+    Attributes:
+        reductions: One per stage.
+        ms: What each took to choose, where it was measured.
+    """
 
     reductions: tuple[Reduction, ...]
+    ms: tuple[float, ...] = field(default=(), compare=False)
 
     @property
     def keep(self) -> Tensor:
@@ -160,7 +167,9 @@ def run_site(site: Site, tokens: Tokens, entered: MutableMapping[int, int]) -> C
         SpecError: A budget does not fit.
     """
     reductions: list[Reduction] = []
+    ms: list[float] = []
     for spec in site.specs:
+        start = time.perf_counter()
         if reductions:
             tokens = follow(tokens, reductions[-1])
         if spec.cut is not None:
@@ -169,7 +178,8 @@ def run_site(site: Site, tokens: Tokens, entered: MutableMapping[int, int]) -> C
         one = run(spec, tokens)
         assert isinstance(one, Reduction)
         reductions.append(one)
-    return Chain(tuple(reductions))
+        ms.append((time.perf_counter() - start) * 1e3)
+    return Chain(tuple(reductions), tuple(ms))
 
 
 def run_part(

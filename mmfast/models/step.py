@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
-from mmfast.models.choice import Choice, acting
+from mmfast.models.choice import Choice, Kept, acting
 from mmfast.models.convs import join
 from mmfast.models.inner import INNER, Seen, inner_signals
 from mmfast.models.lazy import Leaving, keep_store
@@ -175,18 +175,22 @@ class Step:
                 self.inner[site.layer - 1] = ahead(site, hidden)
             kept = self._choice.run(site, hidden)
             row.tokens_out = sum(len(keep) for keep, _ in kept)
-            same = [
-                len(k) == item.n and x is None for item, (k, x) in zip(items, kept, strict=True)
-            ]
-            if all(same):
-                return hidden
-            self._order = order = self.sequences.compact([keep for keep, _ in kept])
-            self._embeddings = {}
-            hidden = take(hidden, order)
-            for item, (_, merged) in zip(items, kept, strict=True):
-                if merged is not None:
-                    hidden[item.row].index_copy_(0, item.where, merged)
-            return hidden
+            if any(
+                len(k) != item.n or x is not None for item, (k, x) in zip(items, kept, strict=True)
+            ):
+                hidden = self._shorten(hidden, kept)
+        self.trace.split(row, self._choice.parts(site, row))
+        return hidden
+
+    def _shorten(self, hidden: Tensor, kept: Seq[Kept]) -> Tensor:
+        """Rows without the tokens that went, and with the features that changed."""
+        self._order = order = self.sequences.compact([keep for keep, _ in kept])
+        self._embeddings = {}
+        hidden = take(hidden, order)
+        for item, (_, merged) in zip(self.sequences.items, kept, strict=True):
+            if merged is not None:
+                hidden[item.row].index_copy_(0, item.where, merged)
+        return hidden
 
     def add_planes(self, hidden: Tensor, planes: Tensor) -> Tensor:
         """Add DeepStack features `[visual tokens, D]`, reduced like the tokens they belong to."""

@@ -151,7 +151,7 @@ class _Stage:
         total = sum(work.plan.items)
         for item, found in enumerate(work.per_item()):
             self._trace.record("vit", item, found)
-            self._trace.add("vit", found.n, found.m, ms * found.n / total)
+            self._trace.add("vit", found.n, found.m, ms * found.n / total, self._spec.method.name)
 
     @torch.no_grad()
     def _draw(self, work: Pass, kind: str, arguments: Call) -> None:
