@@ -15,6 +15,7 @@ CASES = [(family, kind) for family in ALL_FAMILIES for kind in facts(family).kin
 each = pytest.mark.parametrize(("family", "kind"), CASES)
 PRUNE = "random:0.4"
 INSIDE = "random:0.6+fastv@llm2:0.5"
+DEEP = "random@llm2:0.4"  # the first layers are hooked by nothing
 MERGE = "tome:0.4"
 
 
@@ -70,7 +71,7 @@ def test_inside_and_merging_equal_the_oracle(family: str, kind: str, spec: str) 
 
 
 @each
-@pytest.mark.parametrize("spec", [PRUNE, INSIDE])
+@pytest.mark.parametrize("spec", [PRUNE, INSIDE, DEEP])
 def test_greedy_equals_a_recompute(family: str, kind: str, spec: str) -> None:
     this = tiny(family)
     inputs = prompt(this, kind)

@@ -22,6 +22,7 @@ families = pytest.mark.parametrize("family", ALL_FAMILIES)
 # inside the LLM only budgets are kept under chunked prefill.
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "static": (SPEC, {"cache_implementation": "static"}),
+    "static inside": ("random@llm2:0.4", {"cache_implementation": "static"}),
     "chunked": (EARLY, {"prefill_chunk_size": 9}),
     "lookup": (SPEC, {"prompt_lookup_num_tokens": 3}),
     "without a cache": (SPEC, {"use_cache": False}),

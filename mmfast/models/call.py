@@ -16,6 +16,7 @@ class Call:
 
     Attributes:
         kwargs: Arguments of the base model, until the step is made from them.
+        past: Tokens of earlier calls; the cache itself counts on as soon as a layer has run.
         step: Its state from the first decoder layer on.
         given: Arguments of the text model, where a site looks ahead.
         stack: Closed when the call ends.
@@ -23,6 +24,8 @@ class Call:
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
         self.kwargs: Mapping[str, Any] | None = kwargs
+        cache = kwargs.get("past_key_values")
+        self.past = 0 if cache is None else int(cache.get_seq_length())
         self.step: Step | None = None
         self.given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self.stack = ExitStack()

@@ -200,15 +200,14 @@ class Hooks:
         assert kwargs is not None
         call.kwargs = None
         length, cache = length_of(kwargs), kwargs.get("past_key_values")
-        past, ok = padding_of(kwargs.get("attention_mask"), length, cache)
+        past, ok = padding_of(kwargs.get("attention_mask"), length, call.past, cache)
         if features_given(kwargs):
             sequences = locate(self.base, self.adapter, kwargs, self.recorder, ok)
         else:
             sequences = Sequences(length, [], [], [], ok)
         blocks = self.adapter.blocks(kwargs)
         if blocks is not None:  # read by position, as the stock model does
-            start = 0 if cache is None else int(cache.get_seq_length())
-            blocks = blocks[:, start : start + length]
+            blocks = blocks[:, call.past : call.past + length]
             blocks = F.pad(blocks, (0, length - blocks.shape[1]), value=-1)
         return Step(self.sites, sequences, past, self.trace, blocks)
 

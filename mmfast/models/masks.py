@@ -108,12 +108,15 @@ def fit_decode(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) 
     return True
 
 
-def padding_of(mask: Any, length: int, cache: Any) -> tuple[Tensor | None, Tensor | None]:
+def padding_of(
+    mask: Any, length: int, past: int, cache: Any
+) -> tuple[Tensor | None, Tensor | None]:
     """Padding in the mask that a call came with.
 
     Args:
         mask: None, `[B, P + L]`, or what `generate` makes for a static cache: 4-D, or a dict.
         length: New tokens L.
+        past: Tokens of earlier calls P, with those that were dropped.
         cache: The cache, or None.
 
     Returns:
@@ -124,7 +127,6 @@ def padding_of(mask: Any, length: int, cache: Any) -> tuple[Tensor | None, Tenso
         mask = mask.get("full_attention", next(iter(mask.values())))
     if mask is None:
         return None, None
-    past = 0 if cache is None else int(cache.get_seq_length())
     if mask.ndim == 4:  # the last query sees all that is no padding
         past -= getattr(layer_of_model_mask(cache), "dropped", 0) if past else 0
         seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0, -1, : past + length]
