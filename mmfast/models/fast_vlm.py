@@ -1,7 +1,7 @@
-"""FastVLM: a convolutional tower of timm whose last feature map is the token raster.
+"""FastVLM: a hybrid, mostly convolutional tower of timm whose last feature map is the token raster.
 
-Paper: arXiv 2412.13303. The tower keeps no blocks of attention that its signals could be read
-from, and there is nothing to merge inside it.
+Paper: arXiv 2412.13303. The attention of its last two stages does not pass through transformers,
+where signals are read, and a feature map has no tokens to merge.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout | 
 
 
 def tower(base: Any) -> Tower:
-    """The tower, without blocks."""
+    """The tower, without blocks that could be read or merged in."""
     return Tower(base, base.vision_tower, nn.ModuleList(), packed=False, class_token=False)
 
 

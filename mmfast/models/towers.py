@@ -61,9 +61,9 @@ def check_blocks(tower: Tower, family: str, what: str) -> None:
     """
     if not len(tower.blocks):
         raise ModelError(
-            f"the vision tower of {family!r} has no blocks of attention, so it gives no {what}; use "
-            "a method that reads tokens alone, such as divprune, or one inside the language model, "
-            "such as fastv@llm2"
+            f"the vision tower of {family!r} has no blocks of attention that can be read, so there "
+            f"is no {what}; use a method that reads tokens alone, such as divprune, or one inside "
+            "the language model, such as fastv@llm2"
         )
 
 
