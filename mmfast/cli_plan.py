@@ -140,7 +140,7 @@ def _print(made: Plan, target: Target, ms: float | None, as_json: bool) -> None:
         ("reduce", made.spec or "all tokens", f"for {target}"),
         ("visual tokens", f"{made.kept_tokens} of {made.visual_tokens}", "after the last stage"),
         ("per layer", f"{made.mean_tokens:.0f}", "mean over the decoder layers"),
-        ("first token", f"{made.total_ms:.0f} ms", _parts(made.ttft_ms, "{:.0f}")),
+        ("first token", f"{made.total_ms:.0f} ms", _parts(made.ttft_ms, "{:.3g}")),
         ("memory", size(made.total_bytes), _parts({k: v / 1e6 for k, v in made.memory.items()})),
     ]
     if ms is not None:

@@ -26,8 +26,9 @@ def pipeline(task: str, model: Any = None, **options: Any) -> Any:
             `image-text-to-text`.
         model: Directory or hub id of a checkpoint, a `(model, processor)` pair, or None for the
             embedded model, which works offline on a CPU.
-        **options: `reduce`, `cache`, `device`, `dtype`, `frames`, `fps`, `max_new_tokens`; see
-            `mmfast.pipelines.visual_qa.VisualQA`.
+        **options: `reduce`, `cache`, `device`, `dtype`, `frames`, `fps`, `max_new_tokens`, or
+            instead of `reduce` a target for the planner: `target_ttft_ms`, `target_tokens`,
+            `max_memory`, `quality`; see `mmfast.pipelines.visual_qa.VisualQA`.
 
     Raises:
         MmfastError: Unknown task; names the choices.
