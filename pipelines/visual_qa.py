@@ -17,6 +17,7 @@ from mmfast.models.counts import add_views, summed, token_counts
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, build_inputs, check_question
 from mmfast.models.timing import FirstToken, encoder_timer
+from mmfast.models.towers import KINDS
 from mmfast.pipelines.answer import Answer
 from mmfast.pipelines.pairing import pair_up
 from mmfast.pipelines.planning import PipelinePlanner, Tick
@@ -234,7 +235,7 @@ class VisualQA:
     def run(self, inputs: dict[str, Any], **extra: Any) -> torch.Tensor:
         """Stock greedy `generate`; a model must not write placeholder tokens into its answer."""
         config = self.model.config
-        ids = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
+        ids = [getattr(config, f"{kind}_token_id", None) for kind in KINDS]
         blocked = [i for i in ids if i is not None]
         with torch.inference_mode():
             output: torch.Tensor = self.model.generate(
