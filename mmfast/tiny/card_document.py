@@ -39,7 +39,9 @@ Training, from `training.jsonl` beside this card ({machine}, torch {torch}, seed
 `python -m mmfast.tiny.train_document`: pages are drawn and encoded once by the frozen tower; the
 decoder answers about ten questions a page in one pass. Most steps see a part of the tokens only
 (the most diverse 10 to 30 %, sometimes a random 35 to 50 %, all of them in one step of twenty;
-original positions): say so when you compare reductions on it with models that were not.
+original positions): say so when you compare reductions on it with models that were not. In two of
+the decoder's layers every visual token also owes in which cell of the page it lies, a thing's token
+the number beside it and a number's token the thing; those read-outs are thrown away.{notes}
 """
 
 
@@ -66,5 +68,6 @@ def write_card(folder: Path) -> None:
         steps=sum(row["steps"] for row in steps),
         minutes=sum(row["seconds"] for row in steps) / 60,
         runs=runs,
+        notes="".join(f"\n{row['note']}." for row in starts if "note" in row),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
