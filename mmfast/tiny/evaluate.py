@@ -125,12 +125,17 @@ def run_eval(
     cases = suite(n, seed, name)
     behind = [spec for spec in wanted if not _in_tower(stages[spec])]
     needs = {need for spec in behind for stage in stages[spec] for need in stage.method.needs}
-    batches = []
-    for at in range(0, n, BATCH):
-        batches.append(Batch(subject, cases[at : at + BATCH], needs))
-        if progress is not None:
-            progress("encoding", min(at + BATCH, n), n)
-    rows = [_row(subject, batches, spec, not _in_tower(stages[spec]), progress) for spec in wanted]
+    sizes = {1 if _alone(stages[spec]) else BATCH for spec in wanted}
+    batches: dict[int, list[Batch]] = {size: [] for size in sizes}
+    for size, prepared in batches.items():
+        for at in range(0, n, size):
+            prepared.append(Batch(subject, cases[at : at + size], needs))
+            if progress is not None:
+                progress("encoding", min(at + size, n), n)
+    rows = []
+    for spec in wanted:
+        prepared = batches[1 if _alone(stages[spec]) else BATCH]
+        rows.append(_row(subject, prepared, spec, not _in_tower(stages[spec]), progress))
     shared = {"suite": name, "n": n, "seed": seed, "model": subject.name}
     return {**shared, "rows": rows}
 
@@ -138,6 +143,11 @@ def run_eval(
 def _in_tower(stages: Sequence[Spec]) -> bool:
     """Whether some stage changes what the encoder computes."""
     return any(stage.site in ("vit", "pixel") for stage in stages)
+
+
+def _alone(stages: Sequence[Spec]) -> bool:
+    """Whether some stage takes one question at a time."""
+    return any(stage.method.revives for stage in stages)
 
 
 def _row(
