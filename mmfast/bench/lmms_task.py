@@ -86,8 +86,8 @@ def write_task(folder: Path, name: str = "video", n: int = 40, seed: int = 1000)
     questions = folder / "questions.json"
     questions.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     (folder / "utils.py").write_text(UTILS, encoding="utf-8")
-    content = TASK.format(questions=json.dumps(str(questions.resolve())), task=task)
-    (folder / f"{task}.yaml").write_text(content, encoding="utf-8")
+    yaml = TASK.format(questions=json.dumps(str(questions.resolve())), task=task)
+    (folder / f"{task}.yaml").write_text(yaml, encoding="utf-8")
     return task
 
 

@@ -42,8 +42,8 @@ def compress(
 
     Returns:
         Inputs for `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`,
-        explicit `position_ids` and `mm_encoder_outputs` (`inputs_embeds` where there is sound). Token counts and sequences that
-        `generate` returns are those of the shortened prompt.
+        explicit `position_ids` and `mm_encoder_outputs` (`inputs_embeds` where there is sound).
+        Token counts and sequences that `generate` returns are those of the shortened prompt.
 
     Raises:
         SpecError: The spec is wrong, or a stage has another site.

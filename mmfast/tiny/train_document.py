@@ -122,8 +122,8 @@ def train(model: Any, pages: Pages, options: argparse.Namespace, report: Report)
     """Train the decoder for the given minutes; returns the steps."""
     text, rng = model.model.language_model, torch.Generator().manual_seed(options.seed)
     matrices, rest = split_parameters(text)
-    heads = nn.ModuleList([PageHead(text.config.hidden_size) for _ in DEEP])
-    free_parts = [*rest, model.model.image_newline, *heads.parameters()]
+    heads = [PageHead(text.config.hidden_size) for _ in DEEP]
+    free_parts = [*rest, model.model.image_newline, *nn.ModuleList(heads).parameters()]
     optimiser = Mixed(matrices, free_parts, options.rate)
     free = len(pages.facts) - HELD
     start, step, looked = time.monotonic(), 0, 0.0
