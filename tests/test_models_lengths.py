@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 
 from mmfast.core.errors import ModelError
 from mmfast.models.lengths import extend, is_short, padding_mask, shorten
@@ -72,8 +77,22 @@ def test_other_caches_stay_stock() -> None:
     assert type(fresh.layers[0]) is DynamicLayer and fresh.get_seq_length() == 3
 
 
-def test_a_sliding_window_layer_is_refused() -> None:
+def test_a_sliding_window_counts_what_went_in() -> None:
+    """Window 4 over 5 tokens that stand for 7: the last 3 are held, at their logical places."""
     cache = DynamicCache()
     cache.layers = [DynamicSlidingWindowLayer(4)]
-    with pytest.raises(ModelError, match="DynamicSlidingWindowLayer"):
+    layer = shorten(cache, 0)
+    extend(layer, None, torch.tensor([[False, False, False, True, True]]))
+    layer.dropped = 2
+    layer.update(torch.randn(1, 1, 5, 2), torch.randn(1, 1, 5, 2))
+    assert layer.get_seq_length() == 7 and layer.keys.shape[2] == 3
+    assert layer.get_mask_sizes(1) == (4, 4)  # keys at places 4 to 7
+    mask = padding_mask(layer, 1)
+    assert mask is not None and mask[0, 4:].tolist() == [False, True, True, True]
+
+
+def test_a_layer_without_keys_is_refused() -> None:
+    cache = DynamicCache()
+    cache.layers = [LinearAttentionLayer()]
+    with pytest.raises(ModelError, match="LinearAttentionLayer"):
         shorten(cache, 0)
