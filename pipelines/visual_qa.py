@@ -110,7 +110,7 @@ class VisualQA:
                 meets.
         """
         wanted = self._wanted(target)
-        pairs, many = pair_up(media, question)
+        pairs, many = pair_up(media, question, self.task == "image-qa")
         answers: list[Answer] = []
         for at in range(0, len(pairs), self.batch_size):
             answers += self._answer(pairs[at : at + self.batch_size], wanted)

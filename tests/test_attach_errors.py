@@ -66,16 +66,6 @@ def test_a_signal_that_is_not_there_is_named() -> None:
         generate(this, image)
 
 
-def test_sliding_window_layers_are_refused() -> None:
-    this = build("llava_onevision")
-    text = this.model.config.text_config
-    text.layer_types = ["full_attention", "sliding_attention", *["full_attention"] * 2]
-    with pytest.raises(ModelError, match=r"layer 1 .*sliding"), attach(this.model, "random:0.5"):
-        pass
-    with attach(this.model, "fastv@llm2:0.5"):
-        pass
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_trace_tells_what_happened(family: str) -> None:
     this, inputs = ask(family)

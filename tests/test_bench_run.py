@@ -32,7 +32,8 @@ def few_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_method_end_to_end() -> None:
-    specs = [f"{m.name}:0.25" for m in methods("reducer")]
+    # Site `pixel` needs a tower that packs patches; the preset's takes tiles.
+    specs = [f"{m.name}:0.25" for m in methods("reducer") if m.sites != ("pixel",)]
     ticks: list[tuple[int, int]] = []
     document = run_bench(
         preset="tiny", reduce=specs, iters=1, threads=1, progress=lambda *tick: ticks.append(tick)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from mmfast.core.budget import check_budget, count
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
@@ -227,7 +225,10 @@ def _fixed(recording: Recording) -> Callable[..., Reduction]:
 
 
 def _with_signals(tokens: Tokens, names: frozenset[str]) -> Tokens:
-    """Stand-ins for tower signals: a softmax row and low-rank keys, both made from the features."""
-    attn = tokens.x[..., 0].float().softmax(-1) if "attn" in names else tokens.attn
-    keys: dict[str, Tensor] = {"keys": tokens.x[..., :64]} if "keys" in names else {}
-    return replace(tokens, attn=attn, signals={**tokens.signals, **keys})
+    """Stand-ins for tower signals: softmax rows and low-rank keys, all made from the features."""
+    made = {
+        name: tokens.x[..., :64] if name == "keys" else tokens.x[..., place].float().softmax(-1)
+        for place, name in enumerate(sorted(names))
+    }
+    attn = made.pop("attn", tokens.attn)
+    return replace(tokens, attn=attn, signals={**tokens.signals, **made})
