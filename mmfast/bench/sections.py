@@ -60,25 +60,27 @@ def accuracy(rows: Sequence[Row]) -> list[str]:
 
 
 def subset(rows: Sequence[Row]) -> list[str]:
-    """The same for a further suite: the methods that were asked."""
-    return _by_share(rows, {})
+    """The same for a further suite: the methods and shares that were asked."""
+    return _by_share(rows, {}) if rows else [f"{NOT_MEASURED.capitalize()}."]
 
 
 def _by_share(rows: Sequence[Row], names: dict[str, None]) -> list[str]:
     found, spread = points(rows), _intervals(rows)
     whole = dict(found.get("all tokens", [])).get(1.0)
-    head = " | ".join(f"{100 * each:.0f} %" for each in SHARES)
+    measured = {share for values in found.values() for share, _ in values}
+    shares = SHARES if names else [share for share in SHARES if share in measured]
+    head = " | ".join(f"{100 * each:.0f} %" for each in shares)
     lines = [
         f"All tokens: {_cell(whole, spread.get(('all tokens', 1.0)))}. Right answers in per cent, "
         "in brackets the 95 % interval.",
         "",
         f"| reducer | {head} |",
-        "|---|" + "---|" * len(SHARES),
+        "|---|" + "---|" * len(shares),
     ]
     for name in names | dict.fromkeys(found):
         values = dict(found.get(name, []))
         if name != "all tokens":
-            cells = (_cell(values.get(s), spread.get((name, s))) for s in SHARES)
+            cells = (_cell(values.get(s), spread.get((name, s))) for s in shares)
             lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return [*lines, "", _basis(rows)] if rows else lines
 
