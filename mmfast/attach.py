@@ -85,7 +85,7 @@ def _tower_stages(
     """What stands before and inside the vision tower."""
     early = [spec for spec in specs if spec.site == "pixel"]
     for spec in specs:
-        if spec.site == "vit" and spec.budget != 1.0:
+        if spec.site == "vit" and not spec.whole:
             from mmfast.models.vit import vit_stage
 
             if early:
@@ -130,7 +130,7 @@ def _check_layers(specs: list[Spec], model: Any) -> None:
                 "hold reduced tokens; reduce after the last such layer, at llm<K>"
             )
     for spec in specs:
-        if spec.layer and CONV in kinds[spec.layer - 1 : spec.layer] and spec.budget != 1.0:
+        if spec.layer and CONV in kinds[spec.layer - 1 : spec.layer] and not spec.whole:
             reads = [need for need in spec.method.needs if need in INNER]
             if reads:
                 after = [f"llm{i + 1}" for i, kind in enumerate(kinds[:-1]) if kind != CONV]

@@ -115,3 +115,16 @@ def test_a_base_model_can_be_attached(family: str) -> None:
         with attach(base, "random:0.5+fastv@llm2:0.5"):
             hidden = base(**inputs).last_hidden_state
         assert torch.equal(this.model.lm_head(hidden), whole)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_token_is_not_a_share_of_one(family: str) -> None:
+    """The number 1 asks the tower for its signals, unlike the share 1.0."""
+    this, inputs = ask(family)
+    for spec in ("fastv@pre:1", "visionzip:1"):
+        with attach(this.model, spec) as trace:
+            generate(this, inputs, 1)
+        assert {r.m for _, _, r in trace.reductions} == {1}
+    refused = pytest.raises(SpecError, match=r"budget 1 .*frames")
+    with torch.no_grad(), refused, attach(this.model, "tome@vit:1"):
+        this.model(**inputs)

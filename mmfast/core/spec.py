@@ -63,6 +63,11 @@ class Spec:
         return self.site == "llm" and self.layer is None
 
     @property
+    def whole(self) -> bool:
+        """Whether it keeps everything: a share of 1.0, which is not one token."""
+        return isinstance(self.budget, float) and self.budget == 1.0
+
+    @property
     def where(self) -> str:
         """The site as written: `pre`, `vit`, `llm3`, `llm` for a schedule."""
         return self.site if self.layer is None else f"{self.site}{self.layer}"

@@ -61,7 +61,7 @@ class Hooks:
         """Hooks in, hooks out."""
         # A share of 1.0 reads nothing, so the tower is not asked for its sake.
         before = [spec for site in self.sites if not site.deep for spec in site.specs]
-        needs = {need for spec in before if spec.budget != 1.0 for need in spec.method.needs}
+        needs = {need for spec in before if not spec.whole for need in spec.method.needs}
         reads = [site.layer - 1 for site in self.sites if site.deep and site.needs & INNER]
         ahead = [layer_ahead(s.specs[0], self.text.layers) for s in self.sites if s.ahead]
         first = max(0, min([site.layer for site in self.sites] + reads))

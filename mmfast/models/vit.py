@@ -57,7 +57,7 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
     """
     tower = adapter.tower(model.base_model)
     _check(tower, spec, adapter)
-    if spec.budget == 1.0 and isinstance(spec.budget, float):
+    if spec.whole:
         yield
         return
     stage = _Stage(tower, adapter, spec, trace)
