@@ -52,6 +52,8 @@ class VisualQA:
         ModelError: The checkpoint cannot be loaded.
     """
 
+    task: str
+
     def __init__(
         self,
         model: Any = None,
