@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import model_oracle as oracle
 import pytest
 import torch
 from dense_layers import run, weights_of
-from tiny_models import FAMILIES, Tiny, tiny
+from tiny_models import FAMILIES, mixed_prompt, tiny, video_prompt
 from torch import Tensor
 
 from mmfast.attach import attach
@@ -26,21 +25,11 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-def video(this: Tiny) -> dict[str, Any]:
-    return this.inputs(["on {video} what?"], videos=this.videos(1))
-
-
-def mixed(this: Tiny) -> dict[str, Any]:
-    return this.inputs(
-        ["a {image} b {video} c {image}?"], images=this.images(2), videos=this.videos(1)
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", [*SPECS, MIXED])
 def test_logits_equal_masking(family: str, spec: str) -> None:
     this = tiny(family)
-    inputs = mixed(this)
+    inputs = mixed_prompt(this)
     prompt = oracle.embed(this, inputs)
     with attach(this.model, spec) as trace:
         logits = this.model(**inputs).logits[0]
@@ -71,7 +60,7 @@ def scores(name: str, weights: Tensor, alive: Tensor, item: Tensor, text: Tensor
 def test_every_cut_reads_the_true_attention(family: str, name: str) -> None:
     """A dense pass chooses for itself at every cut, and chooses the same."""
     this, eager = tiny(family), tiny(family, "eager")
-    inputs = video(this)
+    inputs = video_prompt(this)
     prompt = oracle.embed(this, inputs)
     with attach(this.model, f"{name}:0.2" + ("?block=1" if name == "slimfer" else "")) as trace:
         this.model(**inputs)
@@ -103,7 +92,7 @@ def test_every_cut_reads_the_true_attention(family: str, name: str) -> None:
 def test_merging_inside_the_llm(spec: str) -> None:
     for family in ("llava_onevision", "qwen3_vl"):
         this = tiny(family)
-        inputs = video(this)
+        inputs = video_prompt(this)
         prompt = oracle.embed(this, inputs)
         with attach(this.model, spec) as trace:
             logits = this.model(**inputs).logits[0]
@@ -118,7 +107,7 @@ def test_merging_inside_the_llm(spec: str) -> None:
 def test_trace_has_a_row_per_cut(attention: str) -> None:
     this = tiny("qwen2_5_vl", attention)
     with attach(this.model, "pyramiddrop:0.125") as trace:
-        this.model(**video(this))
+        this.model(**video_prompt(this))
     assert [row.stage for row in trace.rows] == ["llm1", "llm2", "llm3"]
     counts = [row.tokens_out for row in trace.rows]
     n = trace.rows[0].tokens_in
@@ -129,7 +118,7 @@ def test_trace_has_a_row_per_cut(attention: str) -> None:
 def test_two_layers_are_one_cut_and_one_is_too_few() -> None:
     this = tiny("llava_onevision", layers=2)
     with attach(this.model, "pyramiddrop:0.125") as trace:
-        this.model(**video(this))
+        this.model(**video_prompt(this))
     assert [(row.stage, row.tokens_out) for row in trace.rows] == [
         ("llm1", trace.reductions[0][2].m)
     ]
@@ -142,7 +131,7 @@ def test_two_layers_are_one_cut_and_one_is_too_few() -> None:
 
 def test_a_planted_fault_fails() -> None:
     this = tiny("qwen3_vl")
-    inputs = video(this)
+    inputs = video_prompt(this)
     prompt = oracle.embed(this, inputs)
     with attach(this.model, "pyramiddrop:0.2") as trace:
         logits = this.model(**inputs).logits[0]
@@ -157,7 +146,7 @@ def test_a_planted_fault_fails() -> None:
 
 def test_two_schedules_in_one_spec() -> None:
     this = tiny("llava_onevision")
-    inputs = video(this)
+    inputs = video_prompt(this)
     prompt = oracle.embed(this, inputs)
     with attach(this.model, "pyramiddrop:0.5+adaptinfer:0.5") as trace:
         logits = this.model(**inputs).logits[0]

@@ -8,7 +8,7 @@ from typing import Any
 import model_oracle as oracle
 import pytest
 import torch
-from tiny_models import FAMILIES, Tiny, generate, tiny
+from tiny_models import FAMILIES, generate, mixed_prompt, tiny, video_prompt
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
@@ -23,16 +23,6 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-def video(this: Tiny) -> dict[str, Any]:
-    return this.inputs(["on {video} what?"], videos=this.videos(1))
-
-
-def mixed(this: Tiny) -> dict[str, Any]:
-    return this.inputs(
-        ["a {image} b {video} c {image}?"], images=this.images(2), videos=this.videos(1)
-    )
-
-
 def new(out: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return out.sequences[:, inputs["input_ids"].shape[1] :]
 
@@ -40,7 +30,7 @@ def new(out: Any, inputs: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_a_recompute(family: str) -> None:
     this = tiny(family)
-    inputs = mixed(this)
+    inputs = mixed_prompt(this)
     for spec in (SPECS[1], MIXED):
         with attach(this.model, spec) as trace:
             out = generate(this, inputs, 10)
@@ -76,7 +66,7 @@ def real(layer: Any) -> int:
 @pytest.mark.parametrize("size", [5, 16])
 def test_chunked_prefill_keeps_the_whole_budget(family: str, size: int) -> None:
     this = tiny(family)
-    inputs = video(this)
+    inputs = video_prompt(this)
     (item,) = oracle.embed(this, inputs).items
     with attach(this.model, "pyramiddrop:0.2") as trace:
         out = generate(this, inputs, 3, prefill_chunk_size=size)
@@ -92,13 +82,13 @@ def test_chunked_prefill_keeps_the_whole_budget(family: str, size: int) -> None:
 def test_text_signals_under_chunked_prefill_say_what_to_do() -> None:
     this = tiny("qwen2_5_vl")
     with attach(this.model, "adaptinfer:0.2"), pytest.raises(ModelError, match="chunk of it"):
-        generate(this, video(this), 3, prefill_chunk_size=16)
+        generate(this, video_prompt(this), 3, prefill_chunk_size=16)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_second_turn_has_a_schedule_of_its_own(family: str) -> None:
     this = tiny(family)
-    one, two = video(this), this.inputs(["{image} b?"], images=this.images(1))
+    one, two = video_prompt(this), this.inputs(["{image} b?"], images=this.images(1))
     with attach(this.model, "pyramiddrop:0.2") as trace:
         cache = generate(this, one, 4).past_key_values
         before = len(trace.reductions)
@@ -140,7 +130,7 @@ def test_beams_and_static_caches() -> None:
 
 def test_compiled_decoding_of_a_static_cache() -> None:
     this = tiny("llava_onevision")
-    inputs = video(this)
+    inputs = video_prompt(this)
     with attach(this.model, SPECS[0]):
         plain = generate(this, inputs, 4)
         compiled = generate(this, inputs, 4, cache_implementation="static")
@@ -150,7 +140,7 @@ def test_compiled_decoding_of_a_static_cache() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keep_all_is_bit_identical(family: str) -> None:
     this = tiny(family)
-    inputs = video(this)
+    inputs = video_prompt(this)
     stock = generate(this, inputs, 4)
     for spec in ("pyramiddrop:1.0", "adaptinfer:1.0", "fastkv:1.0", "slimfer:1.0"):
         with attach(this.model, spec) as trace:

@@ -9,7 +9,7 @@ import model_oracle as oracle
 import pytest
 import torch
 from dense_layers import run, weights_of
-from tiny_models import FAMILIES, Tiny, generate, tiny
+from tiny_models import FAMILIES, Tiny, generate, tiny, video_prompt
 from torch import Tensor
 
 from mmfast.attach import attach
@@ -23,10 +23,6 @@ SPEC = "lazyllm@llm2:0.2"
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def video(this: Tiny) -> dict[str, Any]:
-    return this.inputs(["on {video} what?"], videos=this.videos(1))
 
 
 def mixed(this: Tiny) -> dict[str, Any]:
@@ -93,7 +89,7 @@ def answer(this: Tiny, inputs: dict[str, Any], spec: str, tokens: int) -> tuple[
 @pytest.mark.parametrize("kind", ["video", "mixed"])
 def test_every_step_equals_a_dense_pass(family: str, attention: str, kind: str) -> None:
     this, eager = tiny(family, attention), tiny(family, "eager")
-    inputs = {"video": video, "mixed": mixed}[kind](this)
+    inputs = {"video": video_prompt, "mixed": mixed}[kind](this)
     out, trace = answer(this, inputs, SPEC, 14)
     start = inputs["input_ids"].shape[1]
     whole = oracle.append(this, oracle.embed(this, inputs), out.sequences[0, start:-1])
@@ -116,7 +112,7 @@ def test_every_step_equals_a_dense_pass(family: str, attention: str, kind: str) 
 def test_the_dense_pass_sees_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that come back must not see what stands behind them, nor stay away."""
     this = tiny("llava_onevision")
-    inputs = video(this)
+    inputs = video_prompt(this)
     right, _ = answer(this, inputs, SPEC, 10)
     away, _ = answer(this, inputs, "fastv@llm2:0.2", 10)
     assert not torch.allclose(torch.cat(right.logits), torch.cat(away.logits), atol=1e-3)
@@ -128,7 +124,7 @@ def test_the_dense_pass_sees_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_default_depth_and_other_stages_before() -> None:
     this = tiny("qwen2_5_vl")
-    inputs = video(this)
+    inputs = video_prompt(this)
     _, trace = answer(this, inputs, "evs:0.5+fastv@llm1:0.6+lazyllm@llm2:0.5", 6)
     assert [row.stage for row in trace.rows[:3]] == ["pre", "llm1", "llm2"]
     _, trace = answer(this, inputs, "lazyllm:0.3", 6)
@@ -137,7 +133,7 @@ def test_default_depth_and_other_stages_before() -> None:
 
 def test_after_a_stage_before_the_llm_it_is_still_dense_equal() -> None:
     this, eager = tiny("llava_onevision"), tiny("llava_onevision", "eager")
-    inputs = video(this)
+    inputs = video_prompt(this)
     out, trace = answer(this, inputs, "random:0.5+lazyllm@llm1:0.3", 10)
     start = inputs["input_ids"].shape[1]
     prompt = oracle.embed(this, inputs)
@@ -154,7 +150,7 @@ def test_after_a_stage_before_the_llm_it_is_still_dense_equal() -> None:
 def test_a_second_turn_joins_the_first() -> None:
     """Text in between, then another image: both may come back, and a crop is followed."""
     this, eager = tiny("llava_onevision"), tiny("llava_onevision", "eager")
-    one, two = video(this), this.inputs([" {image} b?"], images=this.images(1))
+    one, two = video_prompt(this), this.inputs([" {image} b?"], images=this.images(1))
     media = {name: two[name] for name in ("pixel_values", "image_sizes")}
     feed = torch.tensor([[65, 66, 67]])
     with attach(this.model, "lazyllm@llm1:0.3") as trace:
@@ -215,7 +211,7 @@ def turns(
 
 def test_keep_all_is_stock_and_nothing_stays_behind() -> None:
     this = tiny("qwen3_vl")
-    inputs = video(this)
+    inputs = video_prompt(this)
     stock = generate(this, inputs, 5)
     out, trace = answer(this, inputs, "lazyllm@llm2:1.0", 5)
     assert torch.equal(torch.cat(out.logits), torch.cat(stock.logits)) and not trace.reductions
@@ -234,24 +230,24 @@ def test_keep_all_is_stock_and_nothing_stays_behind() -> None:
 def test_what_it_does_not_serve(options: dict[str, Any], words: str) -> None:
     this = tiny("qwen2_5_vl")
     with attach(this.model, SPEC), pytest.raises(ModelError, match=words):
-        generate(this, video(this), 3, **options)
+        generate(this, video_prompt(this), 3, **options)
 
 
 def test_where_it_cannot_stand() -> None:
     deep = tiny("qwen3_vl")
     with attach(deep.model, "lazyllm@llm1:0.2"), pytest.raises(ModelError, match="DeepStack"):
-        deep.model(**video(deep))
+        deep.model(**video_prompt(deep))
     for spec in ("lazyllm@llm1:0.5+fastv@llm2:0.5", "fastv@llm2:0.5+lazyllm@llm2:0.5"):
         with pytest.raises(SpecError, match="put 'lazyllm' last"), attach(deep.model, spec):
             pass
     this = tiny("llava_onevision")
     with attach(this.model, "lazyllm@llm0:0.5"), pytest.raises(ModelError, match="K must be"):
-        this.model(**video(this))
+        this.model(**video_prompt(this))
 
 
 def test_without_a_cache_it_is_a_plain_cut() -> None:
     this = tiny("qwen2_5_vl")
-    inputs = video(this)
+    inputs = video_prompt(this)
     with attach(this.model, SPEC):
         lazy = this.model(**inputs, use_cache=False).logits
     with attach(this.model, "fastv@llm2:0.2"):

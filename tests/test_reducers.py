@@ -179,17 +179,35 @@ Fault = tuple[str, str, str, Callable[..., object]]
 
 
 def _faults() -> list[Fault]:
-    from mmfast.ops import bipartite, dpc_knn, paired_cosine, ranking
-    from mmfast.ops import window_budget as quotas
+    return [*_choosing_faults(), *_merging_faults(), *_mapping_faults()]
+
+
+def _choosing_faults() -> list[Fault]:
+    from mmfast.ops import paired_cosine, ranking
 
     topk, cosine = ranking.stable_topk, paired_cosine.temporal_cosine
-    prune, merge = Reduction.prune, Reduction.merge
 
     def least(score: torch.Tensor, count: int) -> torch.Tensor:
         return topk(-score, count)
 
     def late(x: torch.Tensor, frames: int) -> torch.Tensor:
         return cosine(x, frames).roll(1, -2)  # compares with the wrong frame
+
+    return [
+        ("fastv", "fastv", "stable_topk", least),
+        ("visionzip", "visionzip", "stable_topk", least),
+        ("holitom_inner", "holitom_inner", "stable_topk", least),
+        ("evs", "evs", "temporal_cosine", late),
+        ("evs", "evs", "stable_topk", least),
+        ("divprune", "divprune", "max_min", lambda x, k: topk(x.norm(dim=-1), k)),
+        ("divprune", "max_min", "most_isolated", lambda rows, twins: 0),
+        ("holitom", "holitom", "temporal_cosine", late),
+    ]
+
+
+def _merging_faults() -> list[Fault]:
+    from mmfast.ops import bipartite, dpc_knn
+    from mmfast.ops import window_budget as quotas
 
     def wrong_partner(metric: torch.Tensor, count: int, **kw: bool) -> bipartite.Matching:
         found = bipartite.match(metric, count, **kw)
@@ -204,19 +222,6 @@ def _faults() -> list[Fault]:
             target=found.target[..., -count:],
         )
 
-    def shifted(keep: torch.Tensor, n: int) -> Reduction:
-        return prune((keep + 1) % n, n)
-
-    def summed(keep: torch.Tensor, target: torch.Tensor, weight: object = None) -> Reduction:
-        return merge(keep, target, torch.ones(target.shape))
-
-    def unsorted(keep: torch.Tensor, n: int) -> Reduction:
-        good = prune(keep, n)
-        return replace(good, keep=good.keep.flip(-1))
-
-    def drifted(keep: torch.Tensor, n: int) -> Reduction:
-        return prune(keep[..., :-1], n)
-
     def all_dynamic(alike: torch.Tensor, longest: int) -> object:
         return [(f, f) for f in range(len(alike) + 1)], 0
 
@@ -230,20 +235,12 @@ def _faults() -> list[Fault]:
     def all_half(owner: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         return torch.full(owner.shape, 0.5)
 
-    faults: list[Fault] = [
-        ("fastv", "fastv", "stable_topk", least),
-        ("visionzip", "visionzip", "stable_topk", least),
+    return [
         ("visionzip", "contextual_merge", "_assign", lambda k, r, t: torch.zeros_like(r)),
         ("visionzip", "contextual_merge", "_weights", lambda m, t, half: torch.ones(t.shape)),
-        ("holitom_inner", "holitom_inner", "stable_topk", least),
         ("holitom_inner", "holitom_inner", "_halvings", all_half),
-        ("evs", "evs", "temporal_cosine", late),
-        ("evs", "evs", "stable_topk", least),
-        ("divprune", "divprune", "max_min", lambda x, k: topk(x.norm(dim=-1), k)),
-        ("divprune", "max_min", "most_isolated", lambda rows, twins: 0),
         ("tome", "tome", "match", wrong_partner),
         ("tome", "tome", "match", most_similar),
-        ("holitom", "holitom", "temporal_cosine", late),
         ("holitom", "holitom", "static_windows", all_dynamic),
         ("holitom", "holitom", "paper_quota", ignored),
         ("holitom", "holitom", "dpc_knn", no_merge),
@@ -251,9 +248,27 @@ def _faults() -> list[Fault]:
         ("holitom", "holitom", "exact_quota", lambda quota, *rest: quota),
         ("pool", "pool", "split_box", lambda g, k: _slabs(g, k)),
     ]
+
+
+def _mapping_faults() -> list[Fault]:
+    prune, merge = Reduction.prune, Reduction.merge
+
+    def shifted(keep: torch.Tensor, n: int) -> Reduction:
+        return prune((keep + 1) % n, n)
+
+    def summed(keep: torch.Tensor, target: torch.Tensor, weight: object = None) -> Reduction:
+        return merge(keep, target, torch.ones(target.shape))
+
+    def unsorted(keep: torch.Tensor, n: int) -> Reduction:
+        good = prune(keep, n)
+        return replace(good, keep=good.keep.flip(-1))
+
+    def drifted(keep: torch.Tensor, n: int) -> Reduction:
+        return prune(keep[..., :-1], n)
+
+    faults: list[Fault] = [("pool", "", "merge", summed)]
     for name in ("random", "uniform", "fastv", "evs", "divprune"):
         faults += [(name, "", "prune", bug) for bug in (shifted, unsorted, drifted)]
-    faults.append(("pool", "", "merge", summed))
     return faults
 
 

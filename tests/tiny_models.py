@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from tiny_base import SPECIALS, Family, Shape, Tiny, finish, tokenizer_of_bytes
 
-__all__ = ["ALL_FAMILIES", "FAMILIES", "Tiny", "build", "facts", "generate", "tiny"]
+__all__ = [
+    "ALL_FAMILIES",
+    "FAMILIES",
+    "Tiny",
+    "build",
+    "facts",
+    "generate",
+    "mixed_prompt",
+    "tiny",
+    "video_prompt",
+]
 
 # The three that every contract is tested on in depth.
 FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
@@ -85,3 +95,15 @@ def generate(this: Tiny, inputs: dict[str, Any], tokens: int = 8, **kwargs: Any)
     }
     with torch.no_grad():
         return this.model.generate(**inputs, **{**options, **kwargs})
+
+
+def video_prompt(this: Tiny) -> dict[str, Any]:
+    """A question about one clip."""
+    return this.inputs(["on {video} what?"], videos=this.videos(1))
+
+
+def mixed_prompt(this: Tiny) -> dict[str, Any]:
+    """A question about a clip between two images."""
+    return this.inputs(
+        ["a {image} b {video} c {image}?"], images=this.images(2), videos=this.videos(1)
+    )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.ops.complement import complement
 from mmfast.ops.even_spots import even_spots
@@ -55,8 +56,17 @@ def contextual_merge(
     return replace(merged, weight=weight, order=order)
 
 
-def context_count(context: float, budget: int) -> int:
-    """Number of contextual tokens in a budget: a share below 1, or a number from 1."""
+def context_count(context: float, budget: int, method: str) -> int:
+    """Number of contextual tokens in a budget: a share below 1, or a number from 1.
+
+    Raises:
+        SpecError: The knob of `method` does not fit the budget.
+    """
+    if not 0 <= context <= budget:
+        raise SpecError(
+            f"knob contextual={context} of {method!r} does not fit {budget} tokens; "
+            f"choose a share from 0 to below 1 or a number from 1 to {budget}"
+        )
     return int(context) if context >= 1 else round(context * budget)
 
 

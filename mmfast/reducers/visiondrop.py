@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
@@ -31,11 +30,6 @@ def visiondrop(tokens: Tokens, budget: int, *, contextual: float = 0.2) -> Reduc
         budget: Tokens to keep, dominant and contextual together.
         contextual: Share of contextual tokens below 1, or their number from 1.
     """
-    if not 0 <= contextual <= budget:
-        raise SpecError(
-            f"knob contextual={contextual} of 'visiondrop' does not fit {budget} tokens; "
-            f"choose a share from 0 to below 1 or a number from 1 to {budget}"
-        )
-    context = context_count(contextual, budget)
+    context = context_count(contextual, budget, "visiondrop")
     dominant = stable_topk(tokens.need("attn_visual"), budget - context)
     return contextual_merge(dominant, tokens.x, context)

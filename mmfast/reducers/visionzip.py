@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
@@ -28,11 +27,6 @@ def visionzip(
         parity: Targets at multiples of `rest // contextual` (none in the tail), contextual tokens
             twice as long, emitted after the dominant ones, as the reference does.
     """
-    if not 0 <= contextual <= budget:
-        raise SpecError(
-            f"knob contextual={contextual} of 'visionzip' does not fit {budget} tokens; "
-            f"choose a share from 0 to below 1 or a number from 1 to {budget}"
-        )
-    context = context_count(contextual, budget)
+    context = context_count(contextual, budget, "visionzip")
     dominant = stable_topk(tokens.need("attn"), budget - context)
     return contextual_merge(dominant, tokens.need("keys"), context, literal=parity)
