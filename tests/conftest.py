@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("reducer_checks")
+pytest.register_assert_rewrite("reducer_checks", "compress_checks")
 
 from media_factory import write_video  # noqa: E402
 

@@ -173,6 +173,32 @@ def segments(alike: np.ndarray, longest: int) -> tuple[list[tuple[int, int]], in
     return best[-1][1], best[-1][0]
 
 
+def holitom_exact(
+    budget: int,
+    chosen: list[int],
+    left_out: list[int],
+    late: list[int],
+    static: dict[tuple[int, int], list[int]],
+    clusters: dict[tuple[int, int], int],
+) -> tuple[list[int], list[int]]:
+    """Move single tokens until the budget is met; `clusters` is changed in place."""
+    parts, released = list(static), list[int]()
+    while len(chosen) + sum(clusters.values()) > budget and chosen:
+        left_out.insert(0, chosen.pop())
+    while len(chosen) + sum(clusters.values()) > budget:
+        clusters[max(parts, key=lambda part: (clusters[part], -part[0]))] -= 1
+    while len(chosen) + sum(clusters.values()) < budget and left_out:
+        chosen.append(left_out.pop(0))
+    while len(chosen) + sum(clusters.values()) < budget and any(
+        clusters[part] < len(static[part]) for part in parts
+    ):
+        room = {part: len(static[part]) - clusters[part] for part in parts}
+        clusters[max(parts, key=lambda part: (room[part], -part[0]))] += 1
+    while len(chosen) + sum(clusters.values()) + len(released) < budget:
+        released.append(late.pop(0))
+    return chosen, released
+
+
 def holitom(
     item: Item,
     budget: int | None,
@@ -211,22 +237,9 @@ def holitom(
     released: list[int] = []
     if budget is not None:
         score = item.attn.tolist()
-        chosen, left_out = ranked(score, chosen), ranked(score, left_out)
         late = [f * n + p for (a, b), ps in static.items() for f in range(a + 1, b + 1) for p in ps]
-        late = ranked(score, late)
-        while len(chosen) + sum(clusters.values()) > budget and chosen:
-            left_out.insert(0, chosen.pop())
-        while len(chosen) + sum(clusters.values()) > budget:
-            clusters[max(parts, key=lambda part: (clusters[part], -part[0]))] -= 1
-        while len(chosen) + sum(clusters.values()) < budget and left_out:
-            chosen.append(left_out.pop(0))
-        while len(chosen) + sum(clusters.values()) < budget and any(
-            clusters[part] < len(static[part]) for part in parts
-        ):
-            room = {part: len(static[part]) - clusters[part] for part in parts}
-            clusters[max(parts, key=lambda part: (room[part], -part[0]))] += 1
-        while len(chosen) + sum(clusters.values()) + len(released) < budget:
-            released.append(late.pop(0))
+        ranks = ranked(score, chosen), ranked(score, left_out), ranked(score, late)
+        chosen, released = holitom_exact(budget, *ranks, static, clusters)
     answer = pruned(item.n, chosen + released)
     for (a, b), places in static.items():
         if not clusters[a, b]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from compress_checks import equal_to_attach
 from tiny_models import facts, generate, tiny
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
-from mmfast.core.trace import Trace
 from mmfast.models.compress import compress
 
 FAMILIES = ("llava", "llava_next", "internvl", "fast_vlm")
@@ -34,17 +34,7 @@ def test_compressed_inputs_equal_attach(family: str, kind: str, batch: int, spec
     texts = ["a {}?", "{} and what else?", "{}{}."][:batch]
     texts = [text.replace("{}", f"{{{kind}}}") for text in texts]
     inputs = this.inputs(texts, **this.media(kind, sum(text.count("{") for text in texts)))
-    with attach(this.model, spec) as expected:
-        hooked = generate(this, inputs, 6)
-    trace = Trace()
-    short = compress(this.model, inputs, spec, trace)
-    plain = generate(this, short, 6)
-    assert torch.equal(plain.sequences[:, -6:], hooked.sequences[:, -6:])
-    assert all(map(torch.equal, plain.logits, hooked.logits))
-    assert short["input_ids"].shape[1] < inputs["input_ids"].shape[1]
-    assert [(s, i, r.keep.tolist()) for s, i, r in trace.reductions] == [
-        (s, i, r.keep.tolist()) for s, i, r in expected.reductions
-    ]
+    equal_to_attach(this, inputs, spec)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from compress_checks import equal_to_attach
 from tiny_models import FAMILIES, generate, tiny
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
-from mmfast.core.trace import Trace
 from mmfast.models.compress import compress
 
 
@@ -27,17 +27,7 @@ def test_compressed_inputs_equal_attach(family: str, batch: int, spec: str) -> N
     this = tiny(family)
     prompts = ["a {video}?", "{video} and what else?", "{video}"][:batch]
     inputs = this.inputs(prompts, videos=this.videos(batch))
-    with attach(this.model, spec) as expected:
-        hooked = generate(this, inputs, 6)
-    trace = Trace()
-    short = compress(this.model, inputs, spec, trace)
-    plain = generate(this, short, 6)
-    assert torch.equal(plain.sequences[:, -6:], hooked.sequences[:, -6:])
-    assert all(map(torch.equal, plain.logits, hooked.logits))
-    assert short["input_ids"].shape[1] < inputs["input_ids"].shape[1]
-    assert [(s, i, r.keep.tolist()) for s, i, r in trace.reductions] == [
-        (s, i, r.keep.tolist()) for s, i, r in expected.reductions
-    ]
+    equal_to_attach(this, inputs, spec)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
