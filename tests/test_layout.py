@@ -25,9 +25,10 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "frontends": ({"core", "ops", "frontends"}, {"transformers", "timm", "triton"}),
     "models": (EVERY, set()),
     "attach": (EVERY, set()),
-    "tiny": (EVERY | {"tiny"}, set()),
+    "streams": (EVERY | {"streams"}, set()),
+    "tiny": (EVERY | {"streams", "tiny"}, set()),
     "planner": (EVERY | {"planner"}, set()),
-    "pipelines": (EVERY | {"planner", "pipelines"}, set()),
+    "pipelines": (EVERY | {"streams", "planner", "pipelines"}, set()),
 }
 
 

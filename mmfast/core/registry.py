@@ -40,6 +40,9 @@ class Method:
         scope: `item`, one image, video or sound at a time, or `prompt`, all of a prompt at once
             with the signal `image` telling them apart.
         revives: At `llm<K>` dropped tokens may come back while decoding.
+        role: What a KV policy does: `position` (keeps by place and kind alone), `score` (keeps
+            by keys or attention), `retrieve` (keeps all, reads a part), `store` (fewer bits).
+        moment: When a KV policy acts: `prefill` (once, behind a prompt) or `always`.
         knobs: Keyword-only parameters of `fn` with their defaults.
     """
 
@@ -55,6 +58,8 @@ class Method:
     stages: tuple[float, ...] = ()
     scope: str = "item"
     revives: bool = False
+    role: str = ""
+    moment: str = "prefill"
     knobs: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
@@ -82,6 +87,8 @@ def register(
     stages: tuple[float, ...] = (),
     scope: str = "item",
     revives: bool = False,
+    role: str = "",
+    moment: str = "prefill",
 ) -> Callable[[F], F]:
     """Enrol a method under `name`; its docstring's first line becomes the summary.
 
@@ -115,6 +122,8 @@ def register(
             stages,
             scope,
             revives,
+            role,
+            moment,
             knobs,
         )
         return fn

@@ -1,0 +1,91 @@
+"""Keys and values as data: blocks of a stream, and how stored ones are found again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Keys and values of consecutive tokens of one conversation, over all layers.
+
+    Keys are kept as they are before RoPE: they are rotated once, to where the block stands when
+    it is read, so that moving a block any number of times costs no precision.
+
+    Attributes:
+        number: Counts the blocks of a conversation from 0.
+        kind: `text` or `frame`.
+        time: Seconds of the frame on the stream's clock; None for text.
+        relative: `[A, n]` int64 positions of its tokens from the block's start; A is 1, or 3
+            under M-RoPE.
+        advance: `[A]` int64, how far behind this block's start the next block starts.
+        keys: Per layer `[H, n_l, d]`, before RoPE.
+        values: Per layer `[H, n_l, d]`.
+        kept: Per layer the tokens that a policy left, `[n_l]` ascending in 0..n-1; None where a
+            layer holds all n.
+    """
+
+    number: int
+    kind: str
+    time: float | None
+    relative: Tensor
+    advance: Tensor
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    kept: tuple[Tensor | None, ...] = ()
+
+    @property
+    def n(self) -> int:
+        """Tokens that went into the language model."""
+        return self.relative.shape[-1]
+
+    def positions(self, layer: int) -> Tensor:
+        """Relative positions `[A, n_l]` of what a layer holds."""
+        kept = self.kept[layer] if self.kept else None
+        return self.relative if kept is None else self.relative.index_select(-1, kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True, eq=False)
+class Clusters:
+    """What stands for stored tokens of one layer while a query looks for them.
+
+    Attributes:
+        means: `[C, H, d]` mean key of each cluster, before RoPE.
+        counts: `[C]` tokens in it.
+        owner: `[n]` the cluster of each token (in one block), or `[C]` the block of each cluster
+            (in an index of many blocks).
+    """
+
+    means: Tensor
+    counts: Tensor
+    owner: Tensor
+
+
+class Retriever(Protocol):
+    """A method that chooses stored tokens for a query; it holds settings and no state.
+
+    Registered as a function `(budget, **knobs) -> Retriever` of role `retrieve`.
+    """
+
+    def represent(self, keys: Tensor) -> Clusters:
+        """Clusters of the keys `[H, n, d]` (before RoPE) of one layer of one block."""
+
+    def choose(self, query: Tensor, index: Clusters) -> Tensor:
+        """Which clusters of an index of many blocks to read.
+
+        Args:
+            query: `[Hq, T, d]` before RoPE, the queries of all T tokens of a question; Hq is a
+                multiple of H.
+            index: Clusters of all stored blocks, `owner` `[C]` the block of each.
+
+        Returns:
+            `[C]` bool.
+        """

@@ -1,0 +1,1 @@
+"""Endless video: sessions, bounded memory, sources and clocks."""
