@@ -43,6 +43,10 @@ class Method:
         role: What a KV policy does: `position` (keeps by place and kind alone), `score` (keeps
             by keys or attention), `retrieve` (keeps all, reads a part), `store` (fewer bits).
         moment: When a KV policy acts: `prefill` (once, behind a prompt) or `always`.
+        temporal: It compares the frames of a video, so that a frame alone is not enough for it.
+        stream: The same method frame by frame: `(tokens of one frame, budget, state, **knobs) ->
+            (Reduction, state)`, where the state is None at the start and then a mapping of
+            tensors of fixed size.
         knobs: Keyword-only parameters of `fn` with their defaults.
     """
 
@@ -60,6 +64,8 @@ class Method:
     revives: bool = False
     role: str = ""
     moment: str = "prefill"
+    temporal: bool = False
+    stream: Callable[..., Any] | None = field(default=None, repr=False)
     knobs: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
@@ -89,6 +95,8 @@ def register(
     revives: bool = False,
     role: str = "",
     moment: str = "prefill",
+    temporal: bool = False,
+    stream: Callable[..., Any] | None = None,
 ) -> Callable[[F], F]:
     """Enrol a method under `name`; its docstring's first line becomes the summary.
 
@@ -124,6 +132,8 @@ def register(
             revives,
             role,
             moment,
+            temporal,
+            stream,
             knobs,
         )
         return fn

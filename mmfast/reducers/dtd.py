@@ -2,18 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.first_frame import first_frame
 from mmfast.ops.one_by_one import one_by_one
+from mmfast.ops.paired_cosine import paired_cosine
 from mmfast.ops.ranking import stable_topk
 from mmfast.ops.since_kept import SinceKept
+from mmfast.ops.snap import snap
 
 
-@register("dtd", paper="2504.17343", adaptive=True)
+def stream_dtd(
+    tokens: Tokens,
+    budget: int | None,
+    state: Mapping[str, Tensor] | None,
+    *,
+    threshold: float = 0.1,
+) -> tuple[Reduction, dict[str, Tensor]]:
+    """One frame of a stream; the state is the last token kept at every place.
+
+    A place of which nothing was kept yet has a change of 1. What a small budget leaves out of the
+    first frame, or of a new scene, therefore comes with the frames that follow.
+
+    Args:
+        tokens: `x` `[n, D]` of one frame, with its `grid`.
+        budget: Tokens to keep of this frame; None keeps every change above `threshold`, which of
+            the first frame is all.
+        state: Of the frame before; None at the start. Another raster starts anew.
+        threshold: Smallest change that counts, one minus cosine, 0 to 2, without a budget.
+    """
+    grid = tokens.grid or (1, 1, tokens.n)
+    rows, columns = grid[1:]
+    raster = tokens.x.detach().reshape(rows, columns, -1)  # [r, c, D]
+    kept = None if state is None else state["kept"]
+    if kept is None or kept.shape != raster.shape:
+        kept = torch.zeros_like(raster)
+        count = tokens.n if budget is None else budget
+        keep = first_frame(tokens.x, grid, count)
+    else:
+        kept = kept.to(raster)
+        change = snap(1.0 - paired_cosine(kept, raster)).flatten()  # [n]
+        count = int((change > threshold).sum()) if budget is None else budget
+        keep = stable_topk(change, count)
+    flat = kept.flatten(0, 1).index_copy(0, keep, tokens.x.detach()[keep])
+    return Reduction.prune(keep, tokens.n), {"kept": flat.reshape(raster.shape)}
+
+
+@register("dtd", paper="2504.17343", adaptive=True, temporal=True, stream=stream_dtd)
 def dtd(tokens: Tokens, budget: int | None, *, threshold: float = 0.1) -> Reduction:
     """Keep the first frame, and later tokens that differ from the last one kept at their place.
 

@@ -18,7 +18,7 @@ from mmfast.ops.snap import snap
 from mmfast.ops.spatial_novelty import spatial_novelty
 
 
-@register("dycoke", paper="2411.15024", adaptive=True)
+@register("dycoke", paper="2411.15024", adaptive=True, temporal=True)
 def dycoke(
     tokens: Tokens, budget: int | None, *, ratio: float = 0.7, parity: bool = False
 ) -> Reduction:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
@@ -10,12 +13,50 @@ from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.first_frame import first_frame
 from mmfast.ops.one_by_one import one_by_one
-from mmfast.ops.paired_cosine import temporal_cosine
+from mmfast.ops.paired_cosine import paired_cosine, temporal_cosine
 from mmfast.ops.ranking import stable_topk
 from mmfast.ops.raster_links import ABOVE, BEFORE, LEFT, likeness, raster_links
 
 
-@register("evs", paper="2510.14624", adaptive=True)
+def stream_evs(
+    tokens: Tokens,
+    budget: int | None,
+    state: Mapping[str, Tensor] | None,
+    *,
+    threshold: float = 0.1,
+    parity: bool = False,
+    q: float | None = None,
+) -> tuple[Reduction, dict[str, Tensor]]:
+    """One frame of a stream; the state is the frame before.
+
+    Args:
+        tokens: `x` `[n, D]` of one frame, with its `grid`.
+        budget: Tokens to keep of this frame, the first one included; None keeps the first frame
+            and every change above `threshold`.
+        state: Of the frame before; None at the start. Another raster starts anew.
+        threshold: Smallest change that counts, 0 to 2, without a budget.
+        parity: Not in a stream.
+        q: Not in a stream.
+    """
+    if parity or q is not None:
+        raise SpecError(
+            "knobs parity and q of 'evs' count over a whole video; a stream takes a share of "
+            "every frame, such as 'evs:0.25'"
+        )
+    grid = tokens.grid or (1, 1, tokens.n)
+    rows, columns = grid[1:]
+    raster = tokens.x.detach().reshape(rows, columns, -1)  # [r, c, D]
+    before = None if state is None else state["before"]
+    if before is None or before.shape != raster.shape:
+        keep = first_frame(tokens.x, grid, tokens.n if budget is None else budget)
+    else:
+        change = 1.0 - paired_cosine(before.to(raster), raster).flatten()  # [n]
+        count = int((change > threshold).sum()) if budget is None else budget
+        keep = stable_topk(change, count)
+    return Reduction.prune(keep, tokens.n), {"before": raster.clone()}
+
+
+@register("evs", paper="2510.14624", adaptive=True, temporal=True, stream=stream_evs)
 def evs(
     tokens: Tokens,
     budget: int | None,

@@ -29,7 +29,7 @@ class _Knobs:
     beta: float
 
 
-@register("fastvid", paper="2503.11187", needs=("x", "attn"))
+@register("fastvid", paper="2503.11187", needs=("x", "attn"), temporal=True)
 def fastvid(
     tokens: Tokens,
     budget: int,

@@ -25,7 +25,7 @@ class _Knobs:
     ratio: float
 
 
-@register("holitom", paper="2505.21334", needs=("x", "attn"), adaptive=True)
+@register("holitom", paper="2505.21334", needs=("x", "attn"), adaptive=True, temporal=True)
 def holitom(
     tokens: Tokens,
     budget: int | None,

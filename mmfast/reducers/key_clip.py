@@ -14,7 +14,7 @@ from mmfast.ops.share_out import share_out
 from mmfast.ops.shots import shots
 
 
-@register("key_clip", paper="2510.07915", needs=("x", "query"))
+@register("key_clip", paper="2510.07915", needs=("x", "query"), temporal=True)
 def key_clip(tokens: Tokens, budget: int, *, clips: float = 0.5, tau: float = 0.9) -> Reduction:
     """Cut a video into clips, give the budget to those the question is about, and thin them out.
 

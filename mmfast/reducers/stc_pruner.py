@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
 
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
@@ -12,7 +16,26 @@ from mmfast.ops.grouped_topk import grouped_topk, marked
 from mmfast.ops.share_out import share_out
 
 
-@register("stc_pruner", paper="2512.00891")
+def stream_stc_pruner(
+    tokens: Tokens, budget: int | None, state: Mapping[str, Tensor] | None
+) -> tuple[Reduction, dict[str, Tensor]]:
+    """One frame of a stream, which is one chunk; the state is the memory, one level per channel.
+
+    Args:
+        tokens: `x` `[n, D]` of one frame.
+        budget: Tokens to keep of this frame.
+        state: Of the frame before; None at the start.
+    """
+    if budget is None:
+        raise SpecError("'stc_pruner' needs a budget; write 'stc_pruner:0.25'")
+    before = None
+    if state is not None:
+        before = ChunkMemory(state["total"].to(tokens.x.device), int(state["chunks"]))
+    found, memory = prune_chunk(tokens, budget, before)
+    return found, {"total": memory.total, "chunks": torch.tensor(memory.chunks)}
+
+
+@register("stc_pruner", paper="2512.00891", temporal=True, stream=stream_stc_pruner)
 def stc_pruner(tokens: Tokens, budget: int) -> Reduction:
     """Keep in every frame the tokens least like the stream so far and the frame's mean.
 

@@ -11,7 +11,7 @@ from mmfast.ops.cells import Box, split_box
 from mmfast.ops.pooling import pool_boxes
 
 
-@register("temporal_pool", paper="2503.04130")
+@register("temporal_pool", paper="2503.04130", temporal=True)
 def temporal_pool(tokens: Tokens, budget: int) -> Reduction:
     """Average the tokens of a place over runs of frames.
 

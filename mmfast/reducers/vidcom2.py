@@ -18,7 +18,7 @@ from mmfast.ops.unit import unit_rows
 _TEMPERATURE = 0.01
 
 
-@register("vidcom2", paper="2505.14454", adaptive=True)
+@register("vidcom2", paper="2505.14454", adaptive=True, temporal=True)
 def vidcom2(tokens: Tokens, budget: int | None, *, ratio: float = 0.25) -> Reduction:
     """Keep the tokens least like their video and frame, more of them in frames that stand out.
 
