@@ -1,1 +1,4 @@
-"""KV-cache policies: one per file, one import line each. None has landed yet."""
+"""KV-cache policies, one per file; the import is what registers a policy."""
+
+from mmfast.caches import sink as sink
+from mmfast.caches import window as window

@@ -1,0 +1,185 @@
+"""What a cache spec such as ``"sink:64+window:4096+retrieve:64"`` asks for, by role.
+
+A spec is read as ``name[:budget][?knob=value&…]`` joined by ``+``. Roles:
+
+* `position`: keeps by place and kind alone; any number, a token stays if any of them keeps it.
+* `score`: keeps by keys or attention; at most one, and it chooses among what no position policy
+  keeps, so that budgets add up.
+* `retrieve`: keeps all and reads a part; at most one.
+* `store`: fewer bits; at most one.
+
+An integer counts tokens (for `retrieve` frames, for `store` bits), a share is of the tokens
+present. A cache that is smaller than an integer is kept whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import Spec, parse
+from mmfast.core.tokens import Tokens
+from mmfast.ops.evict import evict, evict_beside, keep_marked
+
+ROLES = ("position", "score", "retrieve", "store")
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The policies of one spec string.
+
+    Attributes:
+        position: Policies that keep by place and kind.
+        score: The policy that keeps by keys or attention.
+        retrieve: The policy that reads stored blocks again.
+        store: The policy that stores fewer bits.
+    """
+
+    position: tuple[Spec, ...] = ()
+    score: Spec | None = None
+    retrieve: Spec | None = None
+    store: Spec | None = None
+
+    @property
+    def parts(self) -> tuple[Spec, ...]:
+        """All policies, by role."""
+        rest = (self.score, self.retrieve, self.store)
+        return (*self.position, *(spec for spec in rest if spec is not None))
+
+    def __str__(self) -> str:
+        return "+".join(str(spec).replace("@kv", "", 1) for spec in self.parts)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Signals that `reduce` reads beside the keys."""
+        read = (*self.position, *((self.score,) if self.score else ()))
+        return tuple(sorted({need for spec in read for need in spec.method.needs} - {"x"}))
+
+    @property
+    def window(self) -> int:
+        """How many of the last queries `attn_window` is the mean of; 0 where nothing reads it."""
+        return int(self._knob("window", 0)) if "attn_window" in self.needs else 0
+
+    @property
+    def bits(self) -> tuple[int, int] | None:
+        """Bits of the tokens that `reduce` keeps and of those it does not, under `zipvl`.
+
+        None means that the latter leave the cache. With a pair nothing leaves: keys and values of
+        a layer are stored with `ops.mixed_bits.pack_mixed`; 16 bits are the values as they are.
+        """
+        high, low = self._knob("high", 0), self._knob("low", 0)
+        return (int(high), int(low)) if high and low else None
+
+    def _knob(self, name: str, default: Any) -> Any:
+        spec = self.score
+        if spec is None:
+            return default
+        return spec.knobs.get(name, spec.method.knobs.get(name, default))
+
+    def quantiser(self) -> Any:
+        """The `Quantiser` of `store`, None without one."""
+        return None if self.store is None else _call(self.store)
+
+    def retriever(self) -> Any:
+        """The `Retriever` of `retrieve`, None without one."""
+        return None if self.retrieve is None else _call(self.retrieve)
+
+    def standing(self, kind: Tensor) -> Tensor:
+        """Which tokens position policies keep.
+
+        Args:
+            kind: `[..., N]` int, 0 text, 1 visual, 2 separators and markers.
+
+        Returns:
+            `[..., N]` bool; nothing stands where there is no position policy.
+        """
+        stays = torch.zeros_like(kind, dtype=torch.bool)
+        rows = Tokens(torch.zeros(*kind.shape, 1, device=kind.device), signals={"kind": kind})
+        for spec in self.position:
+            stays |= evict(spec, rows).owner >= 0
+        return stays
+
+    def reduce(self, tokens: Tokens) -> Reduction:
+        """What stays in the cache of one layer, behind a prompt or whenever it is full.
+
+        Args:
+            tokens: Keys `x` `[..., H, N, d]` and the signals in `needs`; `kind` is `[..., N]`.
+
+        Returns:
+            A Reduction with leading dims `[..., H]`, for keys and values alike.
+
+        Raises:
+            SpecError: A signal is missing or a knob is wrong.
+            MmfastError: NaN or infinity; or conversations of a batch keep different numbers of
+                tokens (give them one by one).
+        """
+        if not self.position and self.score is None:
+            return Reduction.identity(tokens.n, tuple(tokens.x.shape[:-2]), tokens.x.device)
+        if self.score is None:
+            return keep_marked(self._mask(tokens), tokens)
+        if not self.position:
+            return evict(self.score, tokens)
+        return evict_beside(self._mask(tokens), tokens, self.score)
+
+    def _mask(self, tokens: Tokens) -> Tensor:
+        """Tokens that stand `[..., N]`, the same for all heads."""
+        shape = (*tokens.x.shape[:-3], tokens.n)
+        kind = tokens.signal("kind")
+        if kind is None and any("kind" in spec.method.needs for spec in self.position):
+            raise SpecError(f"{self} needs 'kind', which this cache is not given")
+        if kind is None:
+            kind = torch.zeros(shape, dtype=torch.int64, device=tokens.x.device)
+        mask = self.standing(kind.expand(shape))
+        totals = mask.sum(-1)
+        if totals.ndim and bool((totals != totals.flatten()[0]).any()):
+            raise MmfastError(
+                f"{self} keeps {totals.unique().tolist()} tokens of the conversations of a batch; "
+                "reduce them one by one"
+            )
+        return mask
+
+
+def plan_cache(text: str | None) -> CachePlan | None:
+    """Read a cache spec; None or "" is no policy at all.
+
+    Args:
+        text: For example `"snapkv:1024"`, `"sink:4+window:4096+quant:4"`.
+
+    Raises:
+        SpecError: A name, knob or budget is wrong, or a role occurs twice; names the choices.
+    """
+    specs = parse(text, kind="cache")
+    if not specs:
+        return None
+    by_role: dict[str, list[Spec]] = {role: [] for role in ROLES}
+    for spec in specs:
+        by_role[spec.method.role].append(spec)
+    for role in ROLES[1:]:
+        _at_most_one(role, by_role[role])
+    one = {role: found[0] if found else None for role, found in by_role.items()}
+    plan = CachePlan(tuple(by_role["position"]), one["score"], one["retrieve"], one["store"])
+    plan.quantiser()  # a wrong number of bits or a wrong knob shows here
+    plan.retriever()
+    if plan.bits and plan.store and plan.score:
+        names = f"{plan.score.method.name!r} and {plan.store.method.name!r}"
+        raise SpecError(
+            f"{names} both choose bits; drop one of them, or write "
+            f"'{plan.score.method.name}?low=0' to let the other tokens go"
+        )
+    return plan
+
+
+def _call(spec: Spec) -> Any:
+    return spec.method.fn(spec.budget, **spec.knobs)
+
+
+def _at_most_one(role: str, specs: Sequence[Spec]) -> None:
+    if len(specs) > 1:
+        names = " and ".join(repr(spec.method.name) for spec in specs)
+        raise SpecError(f"{names} are both of role {role!r}, of which a cache has one; keep one")
