@@ -1,0 +1,127 @@
+"""ReSV: read the clusters of stored keys that hold most of the question's attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import SpecError
+from mmfast.core.kv import Clusters, Retriever
+from mmfast.core.registry import register
+from mmfast.ops.group_queries import group_queries
+from mmfast.ops.leader_clusters import leader_clusters
+from mmfast.ops.mass_cover import mass_cover
+
+_AT_ONCE = 1 << 24  # scores in flight; bounds memory however many clusters are stored
+
+
+@register(
+    "resv",
+    kind="cache",
+    paper="2512.12284",
+    needs=(),
+    sites=("kv",),
+    role="retrieve",
+    adaptive=True,
+)
+def resv(
+    budget: float | None,
+    *,
+    planes: int = 32,
+    radius: int = 7,
+    limit: int = 8192,
+    seed: int = 0,
+) -> Retriever:
+    """Read the fewest clusters of like keys that hold a share of the question's attention.
+
+    Keys before RoPE, heads side by side, are hashed to the sides of random hyperplanes they lie
+    on; keys of a block whose hashes differ in fewer than `radius` bits form a cluster, which
+    stands as its mean key. A cluster's attention mass is the softmax of its product with the
+    query, counted once per key in it. For every token of the question the heaviest clusters are
+    read until they hold the share (V-Rex, 2025; there raw products are summed, which is no mass
+    where some are negative). A choice serves all heads, so the mass is their mean.
+
+    Args:
+        budget: Share of the mass, in (0, 1]; None is 0.3.
+        planes: Hyperplanes, the bits of a hash.
+        radius: Hamming distance from which on keys are unlike.
+        limit: Keys read per layer at most, the heaviest clusters first; 0 sets no limit.
+        seed: Of the hyperplanes.
+
+    Raises:
+        SpecError: A budget that is no share, or a knob below its least value.
+    """
+    share = 0.3 if budget is None else budget
+    if not isinstance(share, float) or not 0 < share <= 1:
+        raise SpecError(f"'resv' got a mass of {budget!r}; write a share in (0, 1]: 'resv:0.3'")
+    if planes < 1 or radius < 0 or limit < 0:
+        raise SpecError(
+            f"'resv' got planes={planes}, radius={radius}, limit={limit}; choose at least 1, 0, 0"
+        )
+    return HashClusters(share, planes, radius, limit, seed)
+
+
+@dataclass(frozen=True)
+class HashClusters:
+    """Clusters of keys by hash bits, chosen by attention mass."""
+
+    share: float
+    planes: int = 32
+    radius: int = 7
+    limit: int = 8192
+    seed: int = 0
+
+    def represent(self, keys: Tensor) -> Clusters:
+        """Clusters of the block's keys `[H, n, d]`, their means in float32."""
+        heads, n, width = keys.shape
+        rows = keys.float().transpose(0, 1).flatten(1)  # [n, H * d]
+        planes = hyperplanes(rows.shape[1], self.planes, self.seed).to(rows.device)
+        owner = leader_clusters(rows @ planes > 0, self.radius)
+        counts = owner.bincount() if n else owner
+        sums = rows.new_zeros(len(counts), rows.shape[1]).index_add_(0, owner, rows)
+        means = (sums / counts[:, None]).unflatten(1, (heads, width))
+        return Clusters(means, counts, owner)
+
+    def choose(self, query: Tensor, index: Clusters) -> Tensor:
+        """Clusters by attention mass of the query `[Hq, T, d]`: `[C]` bool."""
+        clusters = len(index.counts)
+        step = max(1, _AT_ONCE // max(1, clusters * query.shape[0]))
+        chosen = torch.zeros(clusters, dtype=torch.bool, device=query.device)
+        total = torch.zeros(clusters, dtype=torch.float64, device=query.device)
+        for rows in query.split(step, dim=1):
+            mass = attention_mass(rows, index)  # [t, C]
+            chosen |= mass_cover(mass, self.share).any(0)
+            total += mass.sum(0, dtype=torch.float64)
+        return self._within(chosen, total, index.counts) if self.limit else chosen
+
+    def _within(self, chosen: Tensor, mass: Tensor, counts: Tensor) -> Tensor:
+        """The heaviest of the chosen clusters that hold `limit` keys together, at least one."""
+        order = mass.masked_fill(~chosen, -1).sort(descending=True, stable=True).indices
+        behind = counts[order].cumsum(0) <= self.limit
+        behind[:1] = True
+        return chosen & torch.zeros_like(chosen).scatter_(0, order, behind)
+
+
+def attention_mass(query: Tensor, index: Clusters) -> Tensor:
+    """Attention that each cluster gets from each token, mean over heads.
+
+    Args:
+        query: `[Hq, T, d]` before RoPE.
+        index: Clusters of all stored blocks.
+
+    Returns:
+        `[T, C]`, rows sum to 1.
+    """
+    rows = group_queries(query.float(), index.means.shape[1]) * query.shape[-1] ** -0.5
+    score = torch.einsum("hgtd,chd->hgtc", rows, index.means)
+    mass: Tensor = (score + index.counts.log()).softmax(-1).mean((0, 1))
+    return mass
+
+
+@lru_cache(maxsize=64)
+def hyperplanes(width: int, planes: int, seed: int) -> Tensor:
+    """Normals of random hyperplanes through the origin, `[width, planes]`."""
+    return torch.randn(width, planes, generator=torch.Generator().manual_seed(seed))
