@@ -2,5 +2,6 @@
 
 from mmfast.caches import rekv as rekv
 from mmfast.caches import resv as resv
+from mmfast.caches import quant as quant
 from mmfast.caches import sink as sink
 from mmfast.caches import window as window

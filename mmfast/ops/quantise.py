@@ -1,0 +1,194 @@
+"""Keys and values in 8, 4 or 2 bits, packed into bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import MmfastError, SpecError
+
+BITS = (8, 4, 2)
+_WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A tensor `[..., n, d]` in few bits.
+
+    Attributes:
+        codes: `[..., bytes]` uint8, 8 / bits numbers a byte.
+        low: The smallest value of each group, an exact value of the tensor: `[..., G, d]` for
+            groups along the tokens (keys), `[..., n, G]` for groups along the width.
+        step: Distance of neighbouring codes, shaped as `low`, in the dtype of the tensor and
+            rounded up, so that the last code reaches the largest value.
+        n: Tokens.
+        width: Width d.
+        bits: 8, 4 or 2.
+        group: Numbers of a group.
+        along_tokens: Groups run along the tokens, one scale per channel.
+    """
+
+    codes: Tensor
+    low: Tensor
+    step: Tensor
+    n: int
+    width: int
+    bits: int
+    group: int
+    along_tokens: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(t.numel() * t.element_size() for t in (self.codes, self.low, self.step))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Tensors and numbers by name; `restore` makes the same object of them."""
+        return dict(vars(self))
+
+    @classmethod
+    def restore(cls, tree: Mapping[str, Any]) -> Packed:
+        """The inverse of `snapshot`."""
+        return cls(**tree)
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """Settings of a quantised store; it holds no state.
+
+    Attributes:
+        bits: 8, 4 or 2.
+        group: Numbers that share a scale.
+        residual: How many of the most recent tokens a cache keeps as they are.
+    """
+
+    bits: int
+    group: int = 32
+    residual: int = 128
+
+    def pack(self, x: Tensor, *, keys: bool = False) -> Packed:
+        """Quantise `x` `[..., n, d]`: groups along the width, for `keys` along the tokens.
+
+        Keys have channels of unlike size, values have not (KIVI, Liu et al. 2024).
+        """
+        return quantise(x, self.bits, self.group, along_tokens=keys)
+
+    @staticmethod
+    def unpack(packed: Packed) -> Tensor:
+        """The tensor `[..., n, d]` in its own dtype, off by at most half a `step`."""
+        return dequantise(packed)
+
+
+def quantise(x: Tensor, bits: int, group: int, *, along_tokens: bool) -> Packed:
+    """Round every group of `x` to 2^bits evenly spaced numbers between its extremes.
+
+    Args:
+        x: `[..., n, d]` float32, float16 or bfloat16; n and d need not be multiples of anything.
+        bits: 8, 4 or 2.
+        group: Numbers that share a scale; the last group of a row may be smaller.
+        along_tokens: Groups of consecutive tokens in one channel, instead of one token's channels.
+
+    Raises:
+        SpecError: Bits or group are not allowed.
+        MmfastError: NaN or infinity.
+    """
+    check_bits(bits, group)
+    dim = -2 if along_tokens else -1
+    grouped = _grouped(x, group, dim)  # [..., G, g, d] or [..., n, G, g]
+    low, high = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
+    if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
+        raise MmfastError(
+            f"cannot store {list(x.shape)} in {bits} bits: it holds NaN or infinity; look for the "
+            "step of the model that made them"
+        )
+    step = _step(low, high, 2**bits - 1)
+    wide = step.float().masked_fill(step == 0, 1)
+    codes = ((grouped.float() - low.float()) / wide).round_().clamp_(0, 2**bits - 1)
+    codes = _ungrouped(codes.to(torch.uint8), x, dim)
+    return Packed(
+        codes=_into_bytes(codes.flatten(-2), bits),
+        low=low.squeeze(dim),
+        step=step.squeeze(dim),
+        n=x.shape[-2],
+        width=x.shape[-1],
+        bits=bits,
+        group=group,
+        along_tokens=along_tokens,
+    )
+
+
+def dequantise(packed: Packed) -> Tensor:
+    """The tensor `[..., n, d]` that `packed` stands for, in the dtype it had."""
+    shape = (*packed.codes.shape[:-1], packed.n, packed.width)
+    codes = _out_of_bytes(packed.codes, packed.bits, packed.n * packed.width).view(shape)
+    dim = -2 if packed.along_tokens else -1
+    grouped = _grouped(codes, packed.group, dim).float()
+    low, step = packed.low.unsqueeze(dim).float(), packed.step.unsqueeze(dim).float()
+    values = grouped.mul_(step).add_(low).to(packed.low.dtype)
+    return _ungrouped(values, codes, dim).contiguous()
+
+
+def check_bits(bits: object, group: int) -> None:
+    """Refuse what cannot be packed.
+
+    Raises:
+        SpecError: Names the value and the choices.
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:
+        raise SpecError(f"{bits!r} bits cannot be stored; choices: 8, 4, 2")
+    if group < 1:
+        raise SpecError(f"group={group} holds no number; choose 1 or more, such as 32")
+
+
+def _grouped(x: Tensor, group: int, dim: int) -> Tensor:
+    """Split a dimension into groups; the last value stands in for what the last group lacks."""
+    size = x.shape[dim]
+    missing = -size % group
+    if missing:
+        x = torch.cat([x, x.narrow(dim, size - 1, 1).expand(_with(x.shape, dim, missing))], dim)
+    return x.unflatten(dim, (-1, group))
+
+
+def _ungrouped(grouped: Tensor, like: Tensor, dim: int) -> Tensor:
+    """The inverse of `_grouped`, `[..., n, d]`."""
+    return grouped.flatten(dim - 1, dim).narrow(dim, 0, like.shape[dim])
+
+
+def _with(shape: torch.Size, dim: int, size: int) -> list[int]:
+    sizes = list(shape)
+    sizes[dim] = size
+    return sizes
+
+
+def _step(low: Tensor, high: Tensor, levels: int) -> Tensor:
+    """Distance of codes in the dtype of `low`, rounded up: the next number above, if it was not."""
+    exact = high.float() / levels - low.float() / levels  # the range itself may overflow
+    step = exact.to(low.dtype)
+    above = (step.view(_WORD[step.element_size()]) + 1).view(step.dtype)
+    return torch.where(step.float() < exact, above, step)
+
+
+def _into_bytes(codes: Tensor, bits: int) -> Tensor:
+    """`[..., K]` codes into `[..., ceil(K * bits / 8)]` bytes; byte j holds codes j, j + m, ..."""
+    per = 8 // bits
+    if per == 1:
+        return codes.contiguous()
+    parts = F.pad(codes, (0, -codes.shape[-1] % per)).unflatten(-1, (per, -1))
+    packed = parts[..., 0, :].clone()
+    for place in range(1, per):
+        packed |= parts[..., place, :] << (bits * place)
+    return packed
+
+
+def _out_of_bytes(packed: Tensor, bits: int, total: int) -> Tensor:
+    """The inverse of `_into_bytes`, `[..., total]`."""
+    if bits == 8:
+        return packed
+    mask, per = 2**bits - 1, 8 // bits
+    parts = [(packed >> (bits * place)) & mask for place in range(per)]
+    return torch.cat(parts, -1)[..., :total]
