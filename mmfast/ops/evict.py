@@ -120,4 +120,5 @@ def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
         return value.gather(-1, wide if value.ndim == wide.ndim else index)
 
     signals = {name: pick(value) for name, value in tokens.signals.items()}
+    signals["behind"] = tokens.n - index  # how many queries see each of them
     return Tokens(pick(tokens.x), signals=signals)

@@ -1,0 +1,40 @@
+"""SnapKV: the end of the prompt says what of it is needed."""
+
+from __future__ import annotations
+
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register
+from mmfast.core.tokens import Tokens
+from mmfast.ops.pooled_votes import window_choice
+
+
+@register(
+    "snapkv",
+    kind="cache",
+    paper="2404.14469",
+    needs=("attn_window",),
+    sites=("kv",),
+    role="score",
+)
+def snapkv(
+    tokens: Tokens, budget: int, *, window: int = 32, kernel: int = 7, pool: str = "max"
+) -> Reduction:
+    """Keep in each head the last tokens and what they attend to, neighbours included.
+
+    Li et al. (NeurIPS 2024): the queries of an observation window at the end of the prompt vote
+    for the tokens before it, votes are pooled over neighbours so that details keep their
+    surroundings, and the window itself always stays. Heads that share a key vote together.
+
+    Args:
+        tokens: Keys `x` `[..., H, N, d]` and `attn_window` `[..., H, N]`, the attention of the
+            last `window` queries, mean over them and over the query heads of a key head.
+        budget: Tokens to keep in every head, the window among them; a share is of all tokens.
+        window: Queries of the observation window.
+        kernel: Places that are pooled, an odd number; at the ends those that exist.
+        pool: `max` as published for long documents, or `mean`.
+
+    Raises:
+        SpecError: An even kernel, an empty window or another pool.
+    """
+    votes = tokens.need("attn_window")
+    return window_choice(votes, budget, window=window, kernel=kernel, pool=pool)
