@@ -1,0 +1,97 @@
+"""What the tests of streams share: models with chat templates, clips, and the stock way round."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_models import tiny
+from torch import Tensor
+
+from mmfast.models.loading import load
+from mmfast.models.prompt import Shot, chat_inputs
+
+FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+EMBEDDED = "embedded"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>\n{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}{{ place }}{% endif %}{% endfor %}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+
+
+@dataclass
+class Watcher:
+    """A model that can watch, its processor, and clips for it."""
+
+    family: str
+    model: Any
+    processor: Any
+    size: tuple[int, int]
+
+    def clip(self, frames: int, seed: int = 0) -> Any:
+        """Random frames `[T, H, W, 3]`."""
+        rng = np.random.default_rng(seed)
+        return rng.integers(0, 256, (frames, *self.size, 3), dtype=np.uint8)
+
+
+@functools.cache
+def watcher(family: str, seed: int = 0) -> Watcher:
+    """A tiny random model of a family with a chat template, or the embedded one."""
+    if family == EMBEDDED:
+        model, processor = load(None, "cpu", "float32")
+        return Watcher(family, model, processor, (96, 96))
+    this = tiny(family, seed=seed)
+    processor = copy.copy(this.processor)
+    place = this.facts.placeholder("video")
+    processor.chat_template = "{% set place = " + repr(place) + " %}" + TEMPLATE
+    return Watcher(family, this.model, processor, (this.shape.height, this.shape.width_px))
+
+
+def seconds(frames: int, fps: float = 2.0, start: float = 0.0) -> list[float]:
+    """Times of frames at an even rate."""
+    return [start + i / fps for i in range(frames)]
+
+
+def shot(frames: Sequence[Any], times: Sequence[float], fps: float = 2.0) -> Shot:
+    """A clip cut out of an even video, as the pipelines hand it to a processor."""
+    facts = {
+        "total_num_frames": len(frames),
+        "fps": fps,
+        "duration": len(frames) / fps,
+        "frames_indices": [round(time * fps) for time in times],
+    }
+    return Shot("video", np.stack(frames), facts)
+
+
+def stock(this: Watcher, *turns: Any) -> dict[str, Any]:
+    """Stock inputs of a conversation; turns are lists of texts and shots, the user's first."""
+    roles = ("user", "assistant")
+    chat = [{"role": roles[i % 2], "content": list(turn)} for i, turn in enumerate(turns)]
+    return chat_inputs(this.processor, [chat], this.model.device)
+
+
+@torch.no_grad()
+def stock_logits(this: Watcher, *turns: Any) -> Tensor:
+    """Logits `[V]` where the answer begins."""
+    logits: Tensor = this.model(**stock(this, *turns)).logits[0, -1].float()
+    return logits
+
+
+@torch.no_grad()
+def seen_by_decoder(this: Watcher, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of the text model in a stock forward pass."""
+    seen: list[dict[str, Any]] = []
+    handle = this.model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    try:
+        this.model(**inputs)
+    finally:
+        handle.remove()
+    return seen[0]
