@@ -105,7 +105,7 @@ def open_source(media: object, limits: Limits) -> Source:
     limits.check_file(name, len(data))
     if not data:
         raise MediaError(f"{name} is empty: read the file again from its start")
-    return Source(name, data, len(data), _kind(name, data[:_HEAD]))
+    return Source(name, data, len(data), sniff(name, data[:_HEAD]))
 
 
 def _from_path(media: Any, limits: Limits) -> Source:
@@ -139,7 +139,7 @@ def _from_path(media: Any, limits: Limits) -> Source:
         raise MediaError(f"{name} is not a path ({error}): give a file name") from None
     if not size:
         raise MediaError(f"{name} is empty (0 bytes): copy or download it again")
-    return Source(name, path.absolute(), size, _kind(name, head))
+    return Source(name, path.absolute(), size, sniff(name, head))
 
 
 def _network(text: str, name: str) -> MediaError:
@@ -176,7 +176,12 @@ def _seekable(file: Any) -> bool:
     return bool(file.seekable()) if hasattr(file, "seekable") else False
 
 
-def _kind(name: str, head: bytes) -> str:
+def sniff(name: str, head: bytes) -> str:
+    """Tell what an input is from its first bytes.
+
+    Raises:
+        MediaError: It is neither an image nor a video.
+    """
     kind = next((k for k, at, magic in _MAGIC if head[at : at + len(magic)] == magic), "")
     kind = kind or _sync_kind(head)
     if kind in _AUDIO_KINDS:

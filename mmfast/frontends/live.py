@@ -1,0 +1,223 @@
+"""One way into every source of frames: files, folders, iterators, cameras and addresses."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from mmfast.core.errors import MediaError, MmfastError
+from mmfast.frontends.guard import first_line, quote
+from mmfast.frontends.image import is_sequence, picture
+from mmfast.frontends.limits import DEFAULT_LIMITS, Limits
+from mmfast.frontends.live_device import open_camera, running_frames, running_rgb
+from mmfast.frontends.live_folder import folder_frames
+from mmfast.frontends.live_http import open_http
+from mmfast.frontends.live_network import Allowed, check_address, open_rtsp
+from mmfast.frontends.live_pump import Pump
+from mmfast.frontends.live_steady import at_rate, steady
+from mmfast.frontends.long_file_queue import Ahead
+from mmfast.frontends.picture import Frame
+from mmfast.frontends.pixels import is_array
+from mmfast.frontends.sampling import positive_rate
+from mmfast.frontends.sequences import DEFAULT_RATE
+from mmfast.frontends.source import is_encoded
+from mmfast.frontends.video import iter_video
+
+_URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
+_CAMERA = "camera:"
+_TIMEOUT = 10.0  # seconds, of cameras and addresses
+_FRAMES, _BYTES = 32, 256 << 20
+
+
+class Live(Iterator[tuple[Frame, float]]):
+    """Frames [H, W, 3] uint8 of one source at rising times in seconds.
+
+    Attributes:
+        name: The source, for messages; without passwords.
+        events: How often the source misbehaved: ``broken``, ``repeated``, ``late``, ``jumps``,
+            ``resized``; a kind that never happened counts 0.
+        frames: Frames given so far.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pairs: Iterator[tuple[Frame, float]],
+        events: Counter[str],
+        stop: Callable[[], object],
+    ) -> None:
+        self.name, self.events, self.frames = name, events, 0
+        self._pairs, self._stop = pairs, stop
+
+    def __next__(self) -> tuple[Frame, float]:
+        try:
+            pair = next(self._pairs)
+        except (StopIteration, MmfastError):
+            self.interrupt()
+            raise
+        except Exception as error:  # an iterator's own, or a connection's
+            self.interrupt()
+            raise MediaError(
+                f"{self.name} died after {self.frames} frames ({first_line(error)}): open it again"
+            ) from error
+        self.frames += 1
+        return pair
+
+    def interrupt(self) -> None:
+        """Let a `next` that waits for the source end at once; safe from any thread."""
+        with suppress(Exception):
+            self._stop()
+
+    def close(self) -> None:
+        """Stop the source and let go of it; only from the thread that iterates."""
+        self.interrupt()
+        close: Any = getattr(self._pairs, "close", None)
+        if close is not None:
+            close()
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """A source before its frames are made usable."""
+
+    name: str
+    items: Iterable[Any]  # pictures, or (picture, seconds or None) pairs
+    convert: Callable[[Any], Frame]
+    live: bool = True  # may stall: read by a thread
+    exact: bool = False  # `fps` was applied already
+    timeout: float | None = None
+
+
+def live_frames(
+    source: object,
+    *,
+    fps: float | None = None,
+    rate: float | None = None,
+    allow_network: Allowed = False,
+    limits: Limits = DEFAULT_LIMITS,
+    ahead: Ahead | int | None = None,
+    timeout: float | None = None,
+) -> Live:
+    """Open any source of frames; what can be checked is checked now.
+
+    Files give the frames that ``read_video(file, fps=fps)`` gives, read in parallel where their
+    groups of pictures allow it. Other sources give the first frame at or behind every 1/fps s.
+
+    What a source does wrong: a frame at the time of the one before, or up to a second behind it,
+    is dropped; a clock that jumps back further goes on from the last frame; a picture of another
+    size is scaled into the first one's; a broken picture is skipped; each is counted in `events`.
+    Thirty broken pictures in a row, a clock that stands still, a source that gives nothing within
+    `timeout` or breaks off, end in a `MediaError` behind the frames that came before. Late starts
+    and gaps are kept.
+
+    Args:
+        source: A path, bytes or file object of a video; a directory of pictures, in natural
+            order; an array, list or iterator of pictures or (picture, seconds) pairs, such as
+            `Push`; a camera's number or ``camera:NAME``; an rtsp, rtsps, http or https URL.
+        fps: How many frames to take per second; None takes all.
+        rate: Frames per second of frames that come without times; 24 if not given.
+        allow_network: False: no network. True: public hosts. A list of hosts: these only, private
+            ones too.
+        limits: Size limits.
+        ahead: How many decoded frames of a file may wait for their consumer.
+        timeout: Longest wait for a frame in seconds. None: 10 s for cameras and URLs, for ever
+            for the rest.
+
+    Raises:
+        MediaError: The source or an argument is wrong; one line that names the value and the fix.
+    """
+    step = None if fps is None else positive_rate("fps", fps)
+    speed = DEFAULT_RATE if rate is None else positive_rate("rate", rate)
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise MediaError(f"timeout={timeout!r} is not a delay: give seconds such as 10")
+    bound = Ahead(ahead, _BYTES) if isinstance(ahead, int) else ahead or Ahead(_FRAMES, _BYTES)
+    raw = _open(source, step, rate, allow_network, limits, bound, timeout)
+    events: Counter[str] = Counter()
+    items: Any = raw.items
+    wait = raw.timeout if timeout is None else timeout
+    pump = Pump(items, raw.name, wait) if raw.live else None
+    timed = (_timed(item) for item in (items if pump is None else pump))
+    pairs: Any = steady(timed, raw.convert, raw.name, events, speed)
+    pairs = pairs if raw.exact else at_rate(pairs, step)
+    return Live(raw.name, pairs, events, lambda: _stop(pump, source))
+
+
+def _timed(item: Any) -> tuple[Any, float | None]:
+    """Take a (picture, seconds or None) pair apart."""
+    if isinstance(item, tuple) and len(item) == 2:
+        if item[1] is None:
+            return item
+        if isinstance(item[1], Real):
+            return item[0], float(item[1])
+    return item, None
+
+
+def _stop(pump: Pump | None, source: object) -> None:
+    if pump is not None:
+        pump.close()
+        close: Any = getattr(source, "interrupt", None)
+        if close is not None:
+            close()
+
+
+def _open(
+    source: Any,
+    fps: float | None,
+    rate: float | None,
+    allowed: Allowed,
+    limits: Limits,
+    ahead: Ahead,
+    timeout: float | None,
+) -> _Raw:
+    wait = _TIMEOUT if timeout is None else timeout
+    if isinstance(source, int) and not isinstance(source, bool):
+        return _camera(source, limits, wait)
+    if isinstance(source, str) and source.startswith(_CAMERA):
+        return _camera(source[len(_CAMERA) :], limits, wait)
+    if isinstance(source, str) and _URL.match(source):
+        return _address(source, allowed, limits, wait)
+    if isinstance(source, str | os.PathLike) and (folder := Path(os.fsdecode(source))).is_dir():
+        convert = _picture(f"a file of {quote(folder)}", limits)
+        return _Raw(quote(folder), folder_frames(folder, limits), convert, live=False)
+    if is_encoded(source) or is_array(source) or not is_sequence(source):
+        pairs = iter_video(source, fps=fps, limits=limits, rate=rate)
+        name = quote(source) if isinstance(source, str | os.PathLike) else "the video"
+        return _Raw(name, pairs, lambda frame: frame, live=False, exact=True)
+    listed = isinstance(source, list | tuple)
+    name = "the list of frames" if listed else "the frame iterator"
+    return _Raw(name, source, _picture(f"a frame of {name}", limits), live=not listed)
+
+
+def _picture(name: str, limits: Limits) -> Callable[[Any], Frame]:
+    return lambda raw: picture(raw, name, limits)
+
+
+def _camera(camera: int | str, limits: Limits, timeout: float) -> _Raw:
+    name = f"camera {camera}"
+    return _running(name, open_camera(camera, timeout), limits, timeout)
+
+
+def _address(text: str, allowed: Allowed, limits: Limits, timeout: float) -> _Raw:
+    address = check_address(text, allowed)
+    if address.url.scheme.startswith("http"):
+        container, file = open_http(text, allowed, limits, timeout)
+        return _running(file.address.name, container, limits, timeout)
+    return _running(address.name, open_rtsp(address, timeout), limits, timeout)
+
+
+def _running(name: str, container: Any, limits: Limits, timeout: float) -> _Raw:
+    items = running_frames(container, name, limits)
+    return _Raw(name, items, lambda frame: running_rgb(frame, name, limits), timeout=timeout)

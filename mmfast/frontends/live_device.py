@@ -1,0 +1,117 @@
+"""Cameras and other sources that FFmpeg reads as they run, timed from their first frame."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import av
+import numpy as np
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.guard import first_line, quote
+from mmfast.frontends.limits import Limits
+from mmfast.frontends.picture import Frame, Orientation
+
+
+def camera_address(camera: int | str, platform: str = sys.platform) -> tuple[str, str]:
+    """FFmpeg's input format and device name of a camera.
+
+    Args:
+        camera: Its number, or its name: a path such as ``/dev/video0`` on Linux, what the system
+            calls it elsewhere.
+        platform: As `sys.platform`.
+
+    Raises:
+        MediaError: The number is negative, or this system has no numbers or no cameras.
+    """
+    text = str(camera)
+    number = text.isdecimal()
+    if not text or (isinstance(camera, int) and camera < 0):
+        raise MediaError(f"camera {camera!r} does not exist: give 0 for the first one, or a name")
+    if platform.startswith("linux"):
+        device = f"/dev/video{text}" if number else text
+        if not device.startswith("/dev/"):
+            raise MediaError(f"camera {quote(text)}: give its number or a path such as /dev/video0")
+        return "v4l2", device
+    if platform == "darwin":
+        return "avfoundation", f"{text}:none"
+    if platform == "win32":
+        if number:
+            raise MediaError(
+                f"camera {text}: Windows names its cameras; give 'camera:NAME' with the name that "
+                f"`ffmpeg -list_devices true -f dshow -i dummy` prints"
+            )
+        return "dshow", f"video={text}"
+    raise MediaError(f"no cameras are known on {platform}: give an iterator of frames")
+
+
+def open_camera(camera: int | str, timeout: float) -> Any:
+    """Open a camera.
+
+    Returns:
+        PyAV's container.
+
+    Raises:
+        MediaError: It is not there, busy, or FFmpeg was built without it.
+    """
+    form, device = camera_address(camera)
+    try:
+        return av.open(device, format=form, timeout=timeout)
+    except Exception as error:  # FFmpegError, ValueError for an unknown format
+        raise MediaError(
+            f"camera {camera} ({device}, {form}) cannot be opened ({first_line(error)}): check "
+            f"that it is plugged in, free, and that you may read it"
+        ) from None
+
+
+def running_frames(container: Any, name: str, limits: Limits) -> Iterator[tuple[Any, float | None]]:
+    """Yield PyAV frames of an open source with the seconds since the first one.
+
+    A packet that does not decode is yielded as its exception, for the consumer to count. The
+    container is closed at the end.
+
+    Raises:
+        MediaError: There is no video in it, or reading fails.
+    """
+    origin: int | None = None
+    with container:
+        stream: Any = container.streams.best("video")
+        if stream is None or stream.codec_context is None:
+            raise MediaError(f"{name} has no video that can be decoded: give one with a picture")
+        stream.codec_context.options = {"max_pixels": str(limits.pixels)}
+        limits.check_picture(
+            name, stream.width or limits.min_side, stream.height or limits.min_side
+        )
+        try:
+            for packet in container.demux(stream):
+                for frame in _decoded(packet):
+                    pts = getattr(frame, "pts", None)
+                    if pts is not None and origin is None:
+                        origin = pts
+                    since = None if pts is None else float((pts - origin) * stream.time_base)
+                    yield frame, since
+        except av.FFmpegError as error:
+            raise MediaError(
+                f"{name} broke off ({first_line(error)}): check the source and open it again"
+            ) from None
+
+
+def _decoded(packet: Any) -> list[Any]:
+    try:
+        return list(packet.decode())
+    except av.FFmpegError as error:
+        return [error]
+
+
+def running_rgb(frame: Any, name: str, limits: Limits) -> Frame:
+    """Convert one item of `running_frames` to upright RGB [H, W, 3].
+
+    Raises:
+        MediaError: It is an exception, or of a size that the limits refuse.
+    """
+    if isinstance(frame, BaseException):
+        raise MediaError(f"a packet of {name} cannot be decoded ({first_line(frame)})")
+    limits.check_picture(name, frame.width, frame.height)
+    return np.ascontiguousarray(Orientation.of(frame).apply(frame.to_ndarray(format="rgb24")))
