@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.schedule import expand
 from mmfast.core.spec import Spec, parse
@@ -53,10 +54,9 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:
         ...     model.generate(**inputs)
     """
-    specs = parse(reduce)
-    parse(cache, kind="cache")
+    specs, plan = parse(reduce), plan_cache(cache)
     trace = Trace()
-    if not specs:
+    if not specs and plan is None:
         yield trace
         return
     from mmfast.models.adapter import adapter_for
@@ -71,11 +71,13 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
         for stage in _tower_stages(model, adapter, specs, trace):
             stack.enter_context(stage)
         from mmfast.models.hooks import Hooks
+        from mmfast.models.kv import KVStage
         from mmfast.models.stages import sites_of
 
         sites = sites_of(specs)
-        if sites:
-            stack.enter_context(Hooks(model, adapter, sites, trace).installed())
+        kv = None if plan is None else KVStage(model, plan, trace)
+        if sites or kv is not None:
+            stack.enter_context(Hooks(model, adapter, sites, trace, kv).installed())
         yield trace
 
 

@@ -36,10 +36,23 @@ def test_wrong_specs_are_refused_before_anything_is_hooked(spec: str, message: s
     assert not any(layer._forward_pre_hooks for layer in this.model.get_decoder().layers)
 
 
-def test_no_cache_policy_is_known_yet() -> None:
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("snapk:64", "did you mean 'snapkv'"),
+        ("snapkv", "needs a budget"),
+        ("snapkv@llm2:64", "cannot run at site 'llm2'"),
+        ("snapkv:64+keynorm:0.5", "keep one"),
+        ("quant:3", "8, 4 or 2 bits"),
+        ("snapkv:64?windows=3", "did you mean 'window'"),
+    ],
+)
+def test_wrong_cache_specs_are_refused_before_anything_is_hooked(spec: str, message: str) -> None:
     this, _ = ask()
-    with pytest.raises(SpecError, match="snapkv"), attach(this.model, cache="snapkv:64"):
+    with pytest.raises(SpecError, match=message) as error, attach(this.model, cache=spec):
         pass
+    assert "\n" not in str(error.value)
+    assert not any(layer._forward_hooks for layer in this.model.get_decoder().layers)
 
 
 @pytest.mark.parametrize("spec", ["random:9999", "random:0.5+random:30", "random@llm2:400"])

@@ -17,6 +17,7 @@ from mmfast.models.adapter import Adapter
 from mmfast.models.ahead import layer_ahead, look_ahead
 from mmfast.models.call import Call, Local, apply, is_shortened, length_of
 from mmfast.models.inner import INNER, Seen
+from mmfast.models.kv import KVStage
 from mmfast.models.lengths import held
 from mmfast.models.locate import locate
 from mmfast.models.masks import fit_decode, padding_of
@@ -38,15 +39,23 @@ class Hooks:
         adapter: Its adapter.
         sites: Where stages run.
         trace: Gets rows and reductions.
+        kv: What happens to the cache, if anything.
     """
 
-    def __init__(self, model: Any, adapter: Adapter, sites: Sequence[Site], trace: Trace) -> None:
+    def __init__(
+        self,
+        model: Any,
+        adapter: Adapter,
+        sites: Sequence[Site],
+        trace: Trace,
+        kv: KVStage | None = None,
+    ) -> None:
         self._model = model
         self.base = model.base_model
         self.text = model.get_decoder()
         self.adapter = adapter
         self.sites = sites
-        self.trace = trace
+        self.trace, self.kv = trace, kv
         self.recorder: Recorder
         self.offsets = Offsets(model, self.base) if adapter.mrope else None
         self._local = Local()
@@ -64,8 +73,10 @@ class Hooks:
         needs = {need for spec in before if not spec.whole for need in spec.method.needs}
         reads = [site.layer - 1 for site in self.sites if site.deep and site.needs & INNER]
         ahead = [layer_ahead(s.specs[0], self.text.layers) for s in self.sites if s.ahead]
-        first = max(0, min([site.layer for site in self.sites] + reads))
+        first = max(0, min([site.layer for site in self.sites] + reads)) if self.kv is None else 0
         with ExitStack() as stack:
+            if self.kv is not None:  # before all others: what it evicts is gone for this call
+                stack.enter_context(self.kv.installed(lambda: self._local.call))
             stack.enter_context(told_by_generate(self._model))
             self.recorder = stack.enter_context(recording(self.base, self.adapter, needs))
             handles = [
@@ -132,7 +143,9 @@ class Hooks:
         cache = kwargs.get("past_key_values")
         if self.offsets is not None:
             self.offsets.store(cache)
-        wanted = features_given(kwargs) or (length_of(kwargs) > 1 and is_shortened(cache))
+        prompting = self.kv is not None and self.kv.prompting
+        several = length_of(kwargs) > 1 and is_shortened(cache)
+        wanted = prompting or several or features_given(kwargs)
         self._local.call = call = Call(kwargs) if wanted else None
         if call is not None:
             call.stack.enter_context(prompt_ids(kwargs.get("input_ids")))

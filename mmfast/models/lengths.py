@@ -39,9 +39,13 @@ class _Shorter:
         uneven: The mask that the model makes, for its first layer, does not fit this layer.
         group: The layers that hold the same tokens, and so share a mask.
         store: Tokens that may come back (lazy.py).
+        notes: What is known of the entries, batch first and entries last (kv_notes.py).
+        gone: How many of `dropped` a KV policy evicted.
     """
 
     store: Any = None
+    notes: dict[str, Tensor] | None = None
+    gone = 0
     dropped = 0
     valid: Tensor | None = None
     uneven = False
@@ -60,28 +64,30 @@ class _Shorter:
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
         self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
-        self.store = None
+        self.store, self.notes, self.gone = None, None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self._rows(lambda valid: valid.index_select(0, beam_idx.to(valid.device)))
+        self._rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self._rows(lambda valid: valid.repeat_interleave(repeats, dim=0))
+        self._rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)  # type: ignore[misc]
-        self._rows(lambda valid: valid[indices])
+        self._rows(lambda rows: rows[indices])
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)  # type: ignore[misc]
         length = int(super().get_seq_length())  # type: ignore[misc]
-        self._rows(lambda valid: valid[:, :length])
+        self._rows(lambda rows: rows[..., :length])
 
     def _rows(self, change: Any) -> None:
         if self.valid is not None:
             self.valid = change(self.valid)
+        if self.notes is not None:
+            self.notes = {name: change(note) for name, note in self.notes.items()}
 
 
 _CLASSES: dict[type, type] = {}

@@ -59,17 +59,53 @@ def rows_of(
         `[c, S]` float32 that sum to 1 per query, and `[c or 1, S]` True where a query may see a
         key; the c of all chunks add up to n.
     """
-    mine, keys = query[row : row + 1], key[row : row + 1]
-    if not isinstance(mask, BlockMask) and mask is not None and len(mask) > 1:
-        mask = mask[row : row + 1]
-    for some in places.split(max(1, _CHUNK // max(1, query.shape[1] * key.shape[2]))):
-        bias = _bias(mask, mine, keys, some, is_causal, row)
-        weights = _softmax(mine.index_select(2, some), keys, bias, scaling)[0]  # [H, c, S]
+    for weights, bias in _row_chunks(query, key, row, places, mask, scaling, is_causal):
         if bias is None:
             visible = torch.ones(1, key.shape[2], dtype=torch.bool, device=key.device)
         else:
             visible = (bias[0] > _HIDDEN / 2).any(dim=0)
         yield weights.mean(dim=0), visible
+
+
+def head_mass(
+    query: Tensor,
+    key: Tensor,
+    row: int,
+    places: Tensor,
+    mask: Any = None,
+    scaling: float | None = None,
+    is_causal: bool = True,
+) -> Tensor:
+    """Attention that the keys of each KV head receive from some queries of one batch row.
+
+    Arguments are those of `rows_of`.
+
+    Returns:
+        `[Hkv, S]` float32: sum over the queries, mean over the query heads that share a KV head.
+    """
+    heads, size = key.shape[1], key.shape[2]
+    total = torch.zeros(heads, size, dtype=torch.float32, device=key.device)
+    for weights, _ in _row_chunks(query, key, row, places, mask, scaling, is_causal):
+        total += weights.unflatten(0, (heads, -1)).sum(2).mean(1)
+    return total
+
+
+def _row_chunks(
+    query: Tensor,
+    key: Tensor,
+    row: int,
+    places: Tensor,
+    mask: Any,
+    scaling: float | None,
+    is_causal: bool,
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Softmax rows `[H, c, S]` of one batch row a chunk at a time, and the bias they came with."""
+    mine, keys = query[row : row + 1], key[row : row + 1]
+    if not isinstance(mask, BlockMask) and mask is not None and len(mask) > 1:
+        mask = mask[row : row + 1]
+    for some in places.split(max(1, _CHUNK // max(1, query.shape[1] * key.shape[2]))):
+        bias = _bias(mask, mine, keys, some, is_causal, row)
+        yield _softmax(mine.index_select(2, some), keys, bias, scaling)[0], bias
 
 
 def received(

@@ -1,0 +1,106 @@
+"""What a policy leaves of the keys and values of one layer, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.reduction import Reduction
+
+
+@dataclass(frozen=True)
+class Left:
+    """Entries of one cache layer; rows of unequal length have padding in front.
+
+    Attributes:
+        keys: `[B, H, m, d]`.
+        values: `[B, H, m, d]`.
+        notes: What is known of the entries, `[B, 1 or H, m]` each.
+        gaps: Padding in front of each row.
+    """
+
+    keys: Tensor
+    values: Tensor
+    notes: dict[str, Tensor]
+    gaps: tuple[int, ...]
+
+    @property
+    def valid(self) -> Tensor | None:
+        """`[B, m]` False at padding; None where there is none."""
+        if not any(self.gaps):
+            return None
+        start = torch.tensor(self.gaps, device=self.keys.device)[:, None]
+        return torch.arange(self.keys.shape[2], device=start.device) >= start
+
+
+def leave(
+    keys: Tensor,
+    values: Tensor,
+    notes: Mapping[str, Tensor],
+    where: Sequence[Tensor],
+    reductions: Sequence[Reduction],
+) -> Left:
+    """Evict and merge entries.
+
+    Args:
+        keys: `[B, H, n, d]`.
+        values: `[B, H, n, d]`.
+        notes: `[B, 1 or H, n]` each; a merged entry keeps the note of the one it stands for.
+        where: Per row the entries that are no padding, `[n_b]` ascending.
+        reductions: Per row what becomes of those, leading dims `[H]`.
+    """
+    rows = [
+        _row(keys[b], values[b], {name: note[b] for name, note in notes.items()}, *pair)
+        for b, pair in enumerate(zip(where, reductions, strict=True))
+    ]
+    length = max(1, *(key.shape[1] for key, _, _ in rows))
+    gaps = tuple(length - key.shape[1] for key, _, _ in rows)
+    wide = [(0, 0, gap, 0) for gap in gaps]
+    return Left(
+        torch.stack([F.pad(row[0], pad) for row, pad in zip(rows, wide, strict=True)]),
+        torch.stack([F.pad(row[1], pad) for row, pad in zip(rows, wide, strict=True)]),
+        {name: _notes([row[2][name] for row in rows], gaps, name) for name in rows[0][2]},
+        gaps,
+    )
+
+
+def _row(
+    keys: Tensor, values: Tensor, notes: dict[str, Tensor], where: Tensor, reduction: Reduction
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """One conversation: keys and values `[H, m, d]`, notes `[H, m]`."""
+    if where.shape[0] != keys.shape[1]:
+        keys, values = keys.index_select(1, where), values.index_select(1, where)
+        notes = {name: note.index_select(-1, where) for name, note in notes.items()}
+    keep = reduction.keep
+    kept = {name: note.expand(len(keep), -1).gather(-1, keep) for name, note in notes.items()}
+    if reduction.m == reduction.n and reduction.pure:
+        return keys, values, kept
+    return reduction.apply(keys), reduction.apply(values), kept
+
+
+def _notes(rows: Sequence[Tensor], gaps: Sequence[int], name: str) -> Tensor:
+    filler = -1 if name == "kind" else 0  # a kind of -1 is padding
+    return torch.stack(
+        [F.pad(r, (gap, 0), value=filler) for r, gap in zip(rows, gaps, strict=True)]
+    )
+
+
+def beside(reduction: Reduction, tail: int) -> Reduction:
+    """The same with `tail` more entries behind, which all stay."""
+    if tail == 0:
+        return reduction
+    keep, owner, n, m = reduction.keep, reduction.owner, reduction.n, reduction.m
+    more = torch.arange(tail, device=keep.device).expand(*keep.shape[:-1], tail)
+    weight = reduction.weight
+    if weight is not None:
+        weight = torch.cat([weight, torch.ones_like(more, dtype=weight.dtype)], -1)
+    return Reduction(
+        torch.cat([keep, more + n], -1),
+        torch.cat([owner, more + m], -1),
+        weight,
+        pure=reduction.pure,
+    )

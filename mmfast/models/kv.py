@@ -1,0 +1,208 @@
+"""A KV policy on one attached model: what leaves its cache, and when."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
+
+from mmfast.caches.plan import CachePlan
+from mmfast.core.errors import ModelError
+from mmfast.core.trace import Trace
+from mmfast.models.call import Call, length_of
+from mmfast.models.kv_evict import chooser, evict, pin, stayer
+from mmfast.models.kv_notes import (
+    WINDOW,
+    add_masses,
+    arrive,
+    begin,
+    entries,
+    kinds_of,
+    remember_basis,
+)
+from mmfast.models.kv_prompt import Part, Prompts
+from mmfast.models.kv_signals import Attention
+from mmfast.models.lengths import is_short, shorten
+from mmfast.models.masks import FULL, kind_of
+
+
+class _Local(threading.local):
+    active = False
+    part: Part | None = None
+    ms: float = 0.0
+    before: int = 0
+    after: int = 0
+    bytes: int = 0
+
+
+class KVStage:
+    """State and hooks of a KV policy on one attached model.
+
+    Policies act on layers of full attention: a sliding window is bounded by itself, and a
+    convolution has no keys.
+
+    Args:
+        model: Model of a known family.
+        plan: The policies.
+        trace: Gets a row `kv` per prompt.
+    """
+
+    def __init__(self, model: Any, plan: CachePlan, trace: Trace) -> None:
+        self._model, self._plan, self._trace = model, plan, trace
+        self._base, text = model.base_model, model.get_decoder()
+        self._modules = text.layers
+        self._layers = [
+            index
+            for index, layer in enumerate(text.layers)
+            if kind_of(text.config, index) == FULL and hasattr(layer, "self_attn")
+        ]
+        specs = (*plan.position, *((plan.score,) if plan.score else ()))
+        self._evicts = bool(specs) and not any(spec.whole for spec in specs) and not plan.bits
+        always = [spec.method.moment == "always" for spec in specs]
+        self._always, self._each = any(always), bool(always) and all(always)
+        self._rescores = plan.score is not None and plan.score.method.moment == "always"
+        self._prompts = Prompts()
+        self._local = _Local()
+        self._call: Callable[[], Call | None] = lambda: None
+        self._attention = Attention(plan, self._rescores, self._now)
+
+    @property
+    def prompting(self) -> bool:
+        """Whether the call that has just begun in this thread brings a part of a prompt."""
+        return self._local.part is not None
+
+    @contextmanager
+    def installed(self, call: Callable[[], Call | None]) -> Iterator[None]:
+        """Hooks in, hooks out; `call` gives the call that this thread is in."""
+        self._call = call
+        with ExitStack() as stack:
+            stack.enter_context(self._prompts.told_by_generate(self._model))
+            handles = [
+                self._base.register_forward_pre_hook(self._enter, with_kwargs=True),
+                self._base.register_forward_hook(self._leave, always_call=True),
+            ]
+            for index in self._layers:
+                after = partial(torch.compiler.disable(self._after), index)
+                layer = self._modules[index]
+                handles.append(layer.register_forward_hook(after, with_kwargs=True))
+            for handle in handles:
+                stack.callback(handle.remove)
+            if self._evicts and self._attention.reads:
+                modules = {index: self._modules[index].self_attn for index in self._layers}
+                stack.enter_context(self._attention.watching(modules))
+            yield
+
+    def _now(self) -> tuple[Part | None, Tensor | None] | None:
+        call, local = self._call(), self._local
+        if not local.active:
+            return None
+        ok = None if call is None or call.step is None else call.step.sequences.ok
+        return local.part, ok
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        past = 0 if cache is None else int(cache.get_seq_length())
+        length = length_of(kwargs) if not args else int(args[0].shape[1])
+        local = self._local
+        local.part, local.active = self._prompts.part(past, length), cache is not None
+        local.ms, local.before, local.after, local.bytes = 0.0, 0, 0, 0
+        if cache is not None and self._always and self._evicts:
+            self._settle(cache)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._local.active = False
+
+    def _settle(self, cache: Any) -> None:
+        """Before a call, when nothing that the last one brought can be taken back any more."""
+        for index in self._layers:
+            layer = cache.layers[index] if index < len(cache.layers) else None
+            if layer is None or not is_short(layer) or layer.notes is None:
+                continue
+            if "basis" not in layer.notes and not self._each:
+                continue  # in the midst of a prompt
+            if self._rescores:
+                choose = chooser(self._plan, layer, index, len(self._modules), prompt=False)
+            else:
+                choose = stayer(self._plan, layer)
+            evict(cache, index, choose)
+
+    def _after(
+        self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A decoder layer has stored what a call brings."""
+        part, call, cache = self._local.part, self._call(), kwargs.get("past_key_values")
+        masses = self._attention.take(index)
+        if cache is None:
+            return
+        if part is None:
+            layer = cache.layers[index]
+            if masses and is_short(layer) and layer.notes is not None:
+                add_masses(layer, masses)
+            return
+        assert call is not None and call.step is not None
+        layer, step = _shrinkable(cache, index), call.step
+        if layer.notes is None:
+            count = step.sequences.length
+            begin(layer, entries(layer) - count, step.past, len(layer.keys))
+        arrive(layer, kinds_of(step.sequences))
+        add_masses(layer, masses)
+        if part.last:
+            self._prompt_ends(cache, index, part)
+
+    def _prompt_ends(self, cache: Any, index: int, part: Part) -> None:
+        layer, local = cache.layers[index], self._local
+        remember_basis(layer)
+        start = time.perf_counter()
+        if self._evicts:
+            choose = chooser(self._plan, layer, index, len(self._modules))
+            before, after = evict(cache, index, choose, part.drafts)
+            if self._always and not self._rescores and self._plan.score is not None:
+                pin(self._plan, layer)
+            layer.notes.pop(WINDOW, None)
+        else:
+            before = after = entries(layer) * len(layer.keys)
+        local.ms += (time.perf_counter() - start) * 1e3
+        local.before, local.after = local.before + before, local.after + after
+        local.bytes += layer.keys.nbytes + layer.values.nbytes
+        if index == self._layers[-1]:
+            count = len(self._layers)
+            before, after = round(local.before / count), round(local.after / count)
+            self._trace.add("kv", before, after, local.ms, str(self._plan))
+            self._trace.rows[-1].peak_bytes = local.bytes
+
+
+def _shrinkable(cache: Any, index: int) -> Any:
+    """Layer `index` of a cache, made able to lose entries.
+
+    Raises:
+        ModelError: It is of a kind that cannot.
+    """
+    layer = cache.layers[index]
+    layer_type = type(layer).__mro__[2] if is_short(layer) else type(layer)
+    if not isinstance(layer, DynamicLayer) or not issubclass(layer_type, DynamicLayer):
+        raise ModelError(
+            f"cache layer {index} is a {layer_type.__name__}, which cannot lose entries; leave out "
+            "cache_implementation, or pass DynamicCache(config=model.config)"
+        )
+    if layer_type is not DynamicLayer:
+        raise ModelError(
+            f"cache layer {index} is a {layer_type.__name__}, whose entries are not at hand; use "
+            "the default DynamicCache, and '+quant:8' in the cache spec to store fewer bits"
+        )
+    return shorten(cache, index)
+
+
+def held_tokens(cache: Any) -> list[Tensor]:
+    """Per layer with notes the place of every entry, `[B, 1 or H, n]`, for tests and pictures."""
+    return [
+        layer.notes["place"]
+        for layer in cache.layers
+        if is_short(layer) and layer.notes is not None
+    ]

@@ -1,0 +1,106 @@
+"""What generating from an evicted cache must equal: the stock layers, one by one, with all entries.
+
+Nothing leaves the oracle's cache. Entries that a policy evicted are hidden from the queries of one
+KV head by a mask, merged ones are edited in place, and the model's own layers do the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import model_oracle as oracle
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+
+class Walk:
+    """A conversation in the stock decoder layers, with a stock cache.
+
+    Args:
+        tiny: The model.
+        prompt: Everything that is prefilled.
+    """
+
+    def __init__(self, tiny: Any, prompt: oracle.Prompt) -> None:
+        self.tiny, self.text = tiny, tiny.model.get_decoder()
+        config = self.text.config
+        self.kinds = list(getattr(config, "layer_types", None) or ())
+        self.kinds = self.kinds or ["full_attention"] * len(self.text.layers)
+        self.cache = DynamicCache(config=config)
+        self.position = prompt.positions[..., -1:]
+        self.logits = self._through(prompt.embeds, prompt.positions, prompt, {})[-1]
+
+    @property
+    def full(self) -> list[int]:
+        """Layers of full attention."""
+        return [i for i, kind in enumerate(self.kinds) if kind == "full_attention"]
+
+    def step(self, token: int, visible: Mapping[int, Tensor] | None = None) -> Tensor:
+        """Logits `[V]` behind one more token.
+
+        Args:
+            token: Its id.
+            visible: Per layer which entries `[Hkv, n]` its query sees; the rest it sees.
+        """
+        self.position = self.position + 1
+        embeds = self.tiny.model.get_input_embeddings()(torch.tensor([token]))
+        self.logits = self._through(embeds, self.position, None, visible or {})[-1]
+        return self.logits
+
+    def _through(
+        self, hidden: Tensor, positions: Tensor, prompt: Any, visible: Mapping[int, Tensor]
+    ) -> Tensor:
+        places = positions[None] if positions.ndim == 1 else positions[:, None]
+        for index, layer in enumerate(self.text.layers):
+            kind = self.kinds[index]
+            by_kind = [kind] if hasattr(self.text.rotary_emb, "layer_types") else []
+            out = layer(
+                hidden[None],
+                attention_mask=self._mask(index, hidden, prompt, visible.get(index)),
+                position_embeddings=self.text.rotary_emb(hidden[None], places, *by_kind),
+                past_key_values=self.cache,
+            )
+            hidden = (out[0] if isinstance(out, tuple) else out)[0]
+            if prompt is not None and index < len(prompt.planes):
+                hidden = hidden + prompt.planes[index]
+        norm = self.text.norm if hasattr(self.text, "norm") else self.text.embedding_norm
+        return self.tiny.model.lm_head(norm(hidden))
+
+    def _mask(self, index: int, hidden: Tensor, prompt: Any, visible: Tensor | None) -> Any:
+        kind, config = self.kinds[index], self.text.config
+        if kind == "conv":
+            return None
+        if prompt is not None:
+            n = len(hidden)
+            seen = torch.ones(n, n).tril().bool()
+            if self.tiny.facts.blocks:
+                number = oracle.blocks(prompt)
+                seen |= (number[:, None] == number[None]) & (number >= 0)
+            if kind == "sliding_attention":
+                seen &= torch.ones(n, n).triu(1 - config.sliding_window).bool()
+            return self._as_function_wants(seen[None, None], hidden)
+        if visible is None:
+            return None
+        heads = config.num_attention_heads // config.num_key_value_heads
+        length = self.cache.layers[index].keys.shape[2] + 1
+        seen = torch.nn.functional.pad(visible, (0, length - visible.shape[1]), value=True)
+        return self._as_function_wants(seen.repeat_interleave(heads, 0)[None, :, None], hidden)
+
+    def _as_function_wants(self, seen: Tensor, hidden: Tensor) -> Tensor:
+        if self.text.config._attn_implementation != "eager":
+            return seen
+        low = torch.finfo(hidden.dtype).min
+        return torch.zeros(seen.shape, dtype=hidden.dtype).masked_fill(~seen, low)
+
+
+def kept(cache: Any, layer: int, n: int, row: int = 0) -> Tensor:
+    """Which of the first `n` tokens a layer still holds in each KV head, `[Hkv, n]` bool."""
+    held = cache.layers[layer]
+    places = held.notes["place"][row].expand(held.keys.shape[1], -1)
+    seen = torch.zeros(len(places), n, dtype=torch.bool)
+    for head, mine in enumerate(places):
+        real = held.notes["kind"][row].expand(len(places), -1)[head] >= 0
+        seen[head, mine[real & (mine < n)]] = True
+    return seen
