@@ -151,7 +151,8 @@ def _grouped(x: Tensor, group: int, dim: int) -> Tensor:
     missing = -size % group
     if missing:
         x = torch.cat([x, x.narrow(dim, size - 1, 1).expand(_with(x.shape, dim, missing))], dim)
-    return x.unflatten(dim, (-1, group))
+    grouped: Tensor = x.unflatten(dim, (-1, group))
+    return grouped
 
 
 def _ungrouped(grouped: Tensor, like: Tensor, dim: int) -> Tensor:
@@ -179,7 +180,7 @@ def _into_bytes(codes: Tensor, bits: int) -> Tensor:
     if per == 1:
         return codes.contiguous()
     parts = F.pad(codes, (0, -codes.shape[-1] % per)).unflatten(-1, (per, -1))
-    packed = parts[..., 0, :].clone()
+    packed: Tensor = parts[..., 0, :].clone()
     for place in range(1, per):
         packed |= parts[..., place, :] << (bits * place)
     return packed

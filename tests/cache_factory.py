@@ -1,0 +1,74 @@
+"""Keys of one layer and their signals, for tests of cache policies."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from oracles_caches import Layer
+from torch import Tensor
+
+from mmfast import Tokens
+
+KINDS = ("random", "ties", "equal", "zero", "text", "film")
+
+
+def kinds_of(kind: str, n: int, generator: torch.Generator) -> Tensor:
+    """A question around a film: 0 text, 1 visual, 2 separators, `[n]`."""
+    if kind in ("text", "film"):
+        return torch.full((n,), int(kind == "film"))
+    row = torch.ones(n, dtype=torch.int64)
+    row[torch.rand(n, generator=generator) < 0.1] = 2
+    row[: n // 6] = 0
+    row[n - n // 5 :] = 0
+    return row
+
+
+def make(kind: str, heads: int, n: int, width: int = 8, seed: int = 0) -> Tokens:
+    """Keys `[heads, n, width]` with every signal that a policy may ask for."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(heads, n, width, generator=g)
+    window, total = torch.rand(2, heads, n, generator=g)
+    if kind in ("ties", "equal"):
+        window, total = ((value * 4).floor() / 4 for value in (window, total))
+        x = torch.randint(-1, 2, x.shape, generator=g).float()  # few directions, few lengths
+    if kind == "equal":
+        x = torch.randn(heads, 1, width, generator=g).expand(heads, n, width).contiguous()
+        window, total = torch.ones(2, heads, n) / n
+    if kind == "zero":
+        x, window, total = torch.zeros_like(x), torch.zeros(heads, n), torch.zeros(heads, n)
+    signals = {
+        "values": torch.randn(heads, n, width, generator=g),
+        "kind": kinds_of(kind, n, g),
+        "attn_window": window,
+        "attn_sum": total,
+        "layer": torch.tensor(seed % 5),
+    }
+    return Tokens(x, signals=signals)
+
+
+def layer_of(tokens: Tokens) -> Layer:
+    """The same tokens for an oracle."""
+
+    def wide(name: str) -> np.ndarray:
+        return tokens.signals[name].double().numpy()
+
+    return Layer(
+        keys=tokens.x.double().numpy(),
+        kind=[int(k) for k in tokens.signals["kind"]],
+        window=wide("attn_window"),
+        total=wide("attn_sum"),
+        number=int(tokens.signals["layer"]),
+    )
+
+
+def stacked(items: list[Tokens]) -> Tokens:
+    """Conversations of equal shape as a batch; they agree on the layer."""
+    signals = {
+        name: torch.stack([item.signals[name] for item in items])
+        for name in items[0].signals
+        if name != "layer"
+    }
+    return Tokens(
+        torch.stack([item.x for item in items]),
+        signals=signals | {"layer": items[0].signals["layer"]},
+    )

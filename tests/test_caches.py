@@ -1,0 +1,204 @@
+"""Every registered cache policy against its oracle, and the promises all of them make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cache_checks as checks
+import oracles_caches
+import oracles_retrieve
+import pytest
+import torch
+from cache_checks import disagreement, evict, spec_of
+from cache_factory import KINDS, layer_of, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mmfast
+from mmfast import Reduction, Tokens
+from mmfast.caches.plan import ROLES, plan_cache
+from mmfast.core.registry import Method
+
+METHODS = mmfast.methods("cache")
+EVICTING = [m for m in METHODS if m.role in ("position", "score")]
+by_name = pytest.mark.parametrize("method", EVICTING, ids=lambda m: m.name)
+
+
+def lacking(methods: list[Method]) -> set[str]:
+    """Policies without an oracle."""
+    known = {*oracles_caches.ORACLES, *oracles_caches.STORES}
+    return {m.name for m in methods if m.name not in known} - {
+        m.name for m in methods if m.role == "retrieve" and hasattr(oracles_retrieve, _own_name(m))
+    }
+
+
+def _own_name(method: Method) -> str:
+    return "rekv" if method.name == "retrieve" else method.name  # the default, by another name
+
+
+def test_every_policy_has_an_oracle_and_a_role() -> None:
+    assert not lacking(METHODS)
+    assert {m.role for m in METHODS} == set(ROLES)
+    assert {m.moment for m in METHODS} <= {"prefill", "always"}
+    assert all(m.sites == ("kv",) for m in METHODS)
+    assert {*oracles_caches.ORACLES} == {m.name for m in EVICTING}
+
+
+def test_a_policy_without_an_oracle_is_found() -> None:
+    @mmfast.register("forgotten", kind="cache", sites=("kv",), role="score")
+    def forgotten(tokens: Tokens, budget: int) -> Reduction:
+        """Keep nothing in particular."""
+
+    try:
+        assert lacking(mmfast.methods("cache")) == {"forgotten"}
+        with pytest.raises(KeyError, match="forgotten"):
+            disagreement(make("random", 1, 9), "forgotten", 4)
+    finally:
+        from mmfast.core import registry
+
+        registry.unregister("forgotten", "cache")
+
+
+@by_name
+@pytest.mark.parametrize("kind", KINDS)
+def test_oracle(method: Method, kind: str) -> None:
+    checks.check_oracle(method, kind)
+
+
+@by_name
+@pytest.mark.parametrize("promise", checks.PROMISES, ids=lambda check: check.__name__[6:])
+def test_promise(method: Method, promise: Callable[[Method], None]) -> None:
+    promise(method)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("snapkv", {"window": 3, "kernel": 3}),
+        ("snapkv", {"window": 5, "kernel": 1, "pool": "mean"}),
+        ("snapkv", {"window": 4, "kernel": 9, "pool": "max"}),
+        ("fastkv", {"window": 2, "kernel": 11}),
+        ("keynorm", {"group": 1}),
+        ("keynorm", {"group": 5}),
+        ("keyformer", {"noise": 0.0, "recent": 0.0}),
+        ("keyformer", {"noise": 0.3, "recent": 0.6, "seed": 4}),
+        ("lookm", {"merge": "averaged"}),
+        ("lookm", {"merge": "weighted", "recent": 0.0}),
+        ("lookm", {"merge": "none", "recent": 1.0}),
+        ("streamingvlm", {"sink": 3.0, "text": 2.0}),
+        ("streamingvlm", {"sink": 0.0, "text": 0.0}),
+        ("streamingvlm", {"sink": 100.0, "text": 0.9}),
+    ],
+)
+def test_oracle_with_knobs(name: str, knobs: dict[str, object]) -> None:
+    for seed, kind in enumerate(("random", "ties", "film", "random")):
+        tokens = make(kind, 2, 61, seed=seed)
+        for budget in (1, 4, 17, 40, 60):
+            assert not disagreement(tokens, name, budget, **knobs), (seed, budget)
+
+
+@pytest.mark.parametrize("mass", [0.01, 0.3, 0.9, 0.975, 1.0])
+def test_oracle_zipvl_adaptive(mass: float) -> None:
+    for kind in KINDS:
+        tokens = make(kind, 3, 50, seed=2)
+        assert not disagreement(tokens, "zipvl", None, mass=mass), kind
+    sharp = make("random", 2, 50)
+    sharp.signals["attn_sum"][:, 7] = 1e4
+    assert evict(sharp, "zipvl").keep.tolist() == [[7], [7]]  # one token holds it all
+    assert evict(sharp, "zipvl?mass=1.0").m == 50
+
+
+def test_fastkv_votes_as_the_reducer_of_its_name_does() -> None:
+    tokens = make("random", 2, 60)
+    votes = Tokens(tokens.x, signals={"attn_window": tokens.signals["attn_window"]})
+    cut = mmfast.reduce(votes, "fastkv@llm2:20")
+    assert isinstance(cut, Reduction)
+    tail = evict(tokens, "fastkv:21?window=1")
+    both = [set(a) & set(b) for a, b in zip(cut.keep.tolist(), tail.keep.tolist(), strict=True)]
+    assert min(map(len, both)) >= 18  # they differ next to the window only
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("sink:4+window:9", {"sink": 4, "window": 9}),
+        ("sink:4+window:9+streamingvlm:20", {"sink": 4, "window": 9, "streamingvlm": 20}),
+    ],
+)
+def test_positions_add_up_as_a_union(spec: str, names: dict[str, int]) -> None:
+    tokens = make("random", 2, 70)
+    union: set[int] = set()
+    for name, budget in names.items():
+        union |= set(oracles_caches.ORACLES[name](layer_of(tokens), budget)[0].keep)
+    assert evict(tokens, spec).keep.tolist() == [sorted(union)] * 2
+    plan = plan_cache(spec)
+    assert plan is not None
+    assert plan.standing(tokens.signals["kind"]).nonzero()[:, 0].tolist() == sorted(union)
+
+
+@pytest.mark.parametrize("score", ["snapkv:12?window=3", "lookm:0.2", "keynorm:9", "zipvl:8"])
+def test_a_score_chooses_among_what_does_not_stand(score: str) -> None:
+    tokens = make("random", 2, 60, seed=3)
+    rest = torch.arange(4, 54)
+    part = Tokens(
+        tokens.x[:, rest],
+        signals={
+            name: value
+            if value.ndim == 0
+            else value[..., rest, :]
+            if name == "values"
+            else value[..., rest]
+            for name, value in tokens.signals.items()
+        }
+        | {"behind": 60 - rest},
+    )
+    number = 12 if score == "lookm:0.2" else int(score.split("?")[0].split(":")[1])
+    alone = evict(part, spec_of(score.split(":")[0], number, **_knobs(score)))
+    found = evict(tokens, f"sink:4+window:6+{score}")
+    assert found.m == 10 + number
+    for head in range(2):
+        chosen = [4 + i for i in alone.keep[head].tolist()]
+        assert found.keep[head].tolist() == [0, 1, 2, 3, *chosen, *range(54, 60)]
+    torch.testing.assert_close(
+        found.apply(tokens.x)[:, 4:-6],
+        alone.apply(part.x),  # merges stay among the chosen ones
+    )
+
+
+def _knobs(spec: str) -> dict[str, object]:
+    pairs = spec.partition("?")[2]
+    return dict([pairs.split("=")]) if pairs else {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    method=st.sampled_from(EVICTING),
+    kind=st.sampled_from(KINDS),
+    heads=st.integers(1, 3),
+    n=st.integers(1, 60),
+    budget=st.one_of(st.integers(1, 80), st.floats(0.01, 1.0)),
+    seed=st.integers(0, 9),
+)
+def test_any_cache_any_budget(
+    method: Method, kind: str, heads: int, n: int, budget: float, seed: int
+) -> None:
+    tokens = make(kind, heads, n, seed=seed)
+    found = evict(tokens, spec_of(method, budget if isinstance(budget, int) else f"{budget:.4f}"))
+    share = round(float(f"{budget:.4f}") * n)
+    assert found.m == (min(budget, n) if isinstance(budget, int) else max(1, share))
+    assert not disagreement(tokens, method.name, found.m)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sinks=st.integers(1, 9),
+    last=st.integers(1, 30),
+    score=st.sampled_from(["snapkv", "lookm", "keynorm", "keyformer", "fastkv", "zipvl"]),
+    budget=st.integers(1, 50),
+    n=st.integers(1, 60),
+)
+def test_budgets_add_up(sinks: int, last: int, score: str, budget: int, n: int) -> None:
+    found = evict(make("random", 2, n), f"sink:{sinks}+window:{last}+{score}:{budget}")
+    assert found.m == min(sinks + last + budget, n)
+    places = {*range(min(sinks, n)), *range(max(n - last, 0), n)}
+    assert all(places <= set(row) for row in found.keep.tolist())

@@ -1,0 +1,142 @@
+"""Plausible bugs planted into cache policies, each of which the oracles have to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from cache_checks import disagreement
+from cache_factory import make
+
+from mmfast import Reduction
+from mmfast.caches import keyformer, zipvl
+from mmfast.ops import fold_evicted, grouped_topk, nearest, pooled_votes, ranking, share_out
+
+_GUMBEL, _HOLDING, _WITH_LAST = keyformer._gumbel, zipvl._holding, pooled_votes.with_last
+
+# (policy, where the name is looked up, replacement)
+Fault = tuple[str, str, Callable[..., object]]
+
+
+def _least(score: torch.Tensor, count: int) -> torch.Tensor:
+    return ranking.stable_topk(-score, count)
+
+
+def _unpooled(score: torch.Tensor, kernel: int, pool: str = "mean") -> torch.Tensor:
+    return score.double()
+
+
+def _zero_padded(score: torch.Tensor, kernel: int, pool: str = "mean") -> torch.Tensor:
+    means = torch.nn.functional.avg_pool1d(score.double(), kernel, 1, kernel // 2)
+    return means if pool == "mean" else pooled_votes.pooled_votes(score, kernel, pool)
+
+
+def _no_window(chosen: torch.Tensor, last: int, n: int) -> Reduction:
+    first = torch.arange(last).expand(*chosen.shape[:-1], -1)
+    taken = _WITH_LAST(chosen, last, n)
+    return replace(taken, keep=torch.cat([first, taken.keep[..., last:]], -1).sort(-1).values)
+
+
+def _equal_parts(weights: torch.Tensor, budget: int, caps: torch.Tensor) -> torch.Tensor:
+    return share_out.share_out((caps > 0).double(), budget, caps)
+
+
+def _ungrouped(score: torch.Tensor, group: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    zero, total = torch.zeros_like(group), counts.sum(-1, keepdim=True)
+    return grouped_topk.grouped_topk(score, zero, total)
+
+
+def _farthest(cosine: torch.Tensor) -> torch.Tensor:
+    return nearest.nearest(-cosine)
+
+
+def _plain(keep: torch.Tensor, keys: torch.Tensor, joins: torch.Tensor, fold: str) -> Reduction:
+    return fold_evicted.fold_evicted(keep, keys, torch.ones_like(joins), fold)
+
+
+def _averaged(keep: torch.Tensor, keys: torch.Tensor, joins: torch.Tensor, fold: str) -> Reduction:
+    return fold_evicted.fold_evicted(keep, keys, joins, "averaged")
+
+
+def _dropped(keep: torch.Tensor, keys: torch.Tensor, joins: torch.Tensor, fold: str) -> Reduction:
+    return fold_evicted.fold_evicted(keep, keys, joins, "none")
+
+
+def _same_noise(shape: torch.Size, seed: int, layer: int) -> torch.Tensor:
+    return _GUMBEL(torch.Size((1, shape[1])), seed, 0).expand(shape)
+
+
+def _one_more(received: torch.Tensor, mass: float) -> int:
+    return min(_HOLDING(received, mass) + 1, received.shape[-1])
+
+
+def _mixed_windows(text: torch.Tensor, budget: int, first: int, last: int) -> torch.Tensor:
+    place = torch.arange(text.shape[-1])
+    return (place < first) | (place >= text.shape[-1] - (budget - first))
+
+
+def _shifted(keep: torch.Tensor, n: int) -> Reduction:
+    return _prune((keep + 1) % n, n)
+
+
+def _unsorted(keep: torch.Tensor, n: int) -> Reduction:
+    good = _prune(keep, n)
+    return replace(good, keep=good.keep.flip(-1))
+
+
+def _short(keep: torch.Tensor, n: int) -> Reduction:
+    return _prune(keep[..., :-1], n)
+
+
+_prune = Reduction.prune
+FAULTS: list[Fault] = [
+    ("snapkv", "ops.pooled_votes.stable_topk", _least),
+    ("snapkv", "ops.pooled_votes.pooled_votes", _unpooled),
+    ("snapkv", "ops.pooled_votes.with_last", _no_window),
+    ("fastkv", "ops.pooled_votes.pooled_votes", _unpooled),
+    ("fastkv", "ops.pooled_votes.pooled_votes", _zero_padded),
+    ("keynorm", "caches.keynorm.grouped_topk", _ungrouped),
+    ("keynorm", "caches.keynorm.share_out", _equal_parts),
+    ("keyformer", "caches.keyformer.stable_topk", _least),
+    ("keyformer", "caches.keyformer._gumbel", _same_noise),
+    ("lookm", "caches.lookm.stable_topk", _least),
+    ("lookm", "caches.lookm.fold_evicted", _plain),
+    ("lookm", "caches.lookm.fold_evicted", _averaged),
+    ("lookm", "caches.lookm.fold_evicted", _dropped),
+    ("lookm", "ops.fold_evicted.nearest", _farthest),
+    ("zipvl", "caches.zipvl.stable_topk", _least),
+    ("zipvl", "caches.zipvl._holding", _one_more),
+    ("streamingvlm", "caches.streamingvlm._windows", _mixed_windows),
+]
+
+
+def _found(name: str) -> bool:
+    """Whether anything differs from the oracle on a few conversations."""
+    budgets: list[int | None] = [3, 12, 30, 45]
+    knobs = {"keynorm": {"group": 7}, "snapkv": {"window": 4}}.get(name, {})
+    if name == "zipvl":
+        budgets.append(None)
+    cases = [make("random", 3, 61, seed=seed) for seed in range(3)]
+    return any(disagreement(t, name, b, **knobs) for t in cases for b in budgets)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "bug"), FAULTS, ids=[f"{f[0]}-{f[2].__name__[1:]}" for f in FAULTS]
+)
+def test_oracle_sees_planted_faults(
+    monkeypatch: pytest.MonkeyPatch, name: str, where: str, bug: Callable[..., object]
+) -> None:
+    assert not _found(name)
+    monkeypatch.setattr(f"mmfast.{where}", bug)
+    assert _found(name)
+
+
+@pytest.mark.parametrize("bug", [_shifted, _unsorted, _short])
+@pytest.mark.parametrize("name", ["sink", "window", "snapkv", "keynorm"])
+def test_oracle_sees_a_broken_reduction(
+    monkeypatch: pytest.MonkeyPatch, name: str, bug: Callable[..., Reduction]
+) -> None:
+    monkeypatch.setattr(Reduction, "prune", staticmethod(bug))
+    assert _found(name)
