@@ -1,0 +1,151 @@
+"""A block as it is stored: compact, perhaps in fewer bits, on some device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.kv import Block
+from mmfast.ops.quantise import Packed, Quantiser, dequantise
+from mmfast.streams.tree import compact
+
+State = Tensor | Packed
+
+
+@dataclass(frozen=True, eq=False)
+class StoredLayer:
+    """Keys and values of one layer of a block.
+
+    Attributes:
+        keys: `[H, n_l, d]` before RoPE.
+        values: `[H, n_l, d]`.
+        kept: `[n_l]` which tokens of the block they are, None for all.
+    """
+
+    keys: State
+    values: State
+    kept: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and places."""
+        return sum(_nbytes(part) for part in (self.keys, self.values, self.kept))
+
+    def unpacked(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as numbers `[H, n_l, d]`."""
+        keys, values = (
+            dequantise(part) if isinstance(part, Packed) else part
+            for part in (self.keys, self.values)
+        )
+        return keys, values
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data, for a file."""
+        return {"keys": _plain(self.keys), "values": _plain(self.values), "kept": self.kept}
+
+    @classmethod
+    def restore(cls, tree: dict[str, Any]) -> StoredLayer:
+        """The inverse of `snapshot`."""
+        return cls(_state(tree["keys"]), _state(tree["values"]), tree["kept"])
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """What all layers of a block share; see `Block`."""
+
+    kind: str
+    time: float | None
+    relative: Tensor
+    advance: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A block of an archive."""
+
+    number: int
+    shared: Shared
+    layers: tuple[StoredLayer, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that count against a quota."""
+        places = _nbytes(self.shared.relative) + _nbytes(self.shared.advance)
+        return places + sum(layer.nbytes for layer in self.layers)
+
+    @classmethod
+    def of(cls, block: Block) -> Stored:
+        """The block in storage of its own, on the device it is on."""
+        kept = block.kept or (None,) * len(block.keys)
+        layers = tuple(
+            StoredLayer(compact(k), compact(v), None if t is None else compact(t.cpu()))
+            for k, v, t in zip(block.keys, block.values, kept, strict=True)
+        )
+        relative, advance = compact(block.relative.cpu()), compact(block.advance.cpu())
+        return cls(block.number, Shared(block.kind, block.time, relative, advance), layers)
+
+    def packed(self, store: Quantiser | None) -> Stored:
+        """In fewer bits; as it is where it is already, has no tokens or no finite numbers."""
+        if store is None:
+            return self
+        return self._each(
+            lambda layer: StoredLayer(
+                _pack(layer.keys, store, keys=True), _pack(layer.values, store), layer.kept
+            )
+        )
+
+    def to(self, device: torch.device) -> Stored:
+        """On another device."""
+        return self._each(
+            lambda layer: StoredLayer(
+                _to(layer.keys, device), _to(layer.values, device), layer.kept
+            )
+        )
+
+    def _each(self, change: Callable[[StoredLayer], StoredLayer]) -> Stored:
+        return Stored(self.number, self.shared, tuple(change(layer) for layer in self.layers))
+
+    def sections(self) -> list[dict[str, Any]]:
+        """Plain data: what is shared, then layer by layer."""
+        return [dict(vars(self.shared)), *(layer.snapshot() for layer in self.layers)]
+
+    @classmethod
+    def restore(cls, number: int, sections: list[dict[str, Any]]) -> Stored:
+        """The inverse of `sections`."""
+        layers = tuple(StoredLayer.restore(tree) for tree in sections[1:])
+        return cls(number, Shared(**sections[0]), layers)
+
+
+def _nbytes(part: State | None) -> int:
+    return 0 if part is None else part.nbytes
+
+
+def _pack(part: State, store: Quantiser, *, keys: bool = False) -> State:
+    if isinstance(part, Packed) or not part.numel():
+        return part
+    try:
+        return store.pack(part, keys=keys)
+    except MmfastError:  # not finite: kept as it is, so that it shows where it is read
+        return part
+
+
+def _to(part: State, device: torch.device) -> State:
+    if isinstance(part, Tensor):
+        return part.to(device)
+    tree = part.snapshot()
+    return Packed.restore(
+        {k: v.to(device) if isinstance(v, Tensor) else v for k, v in tree.items()}
+    )
+
+
+def _plain(part: State) -> Any:
+    return part if isinstance(part, Tensor) else part.snapshot()
+
+
+def _state(tree: Any) -> State:
+    return tree if isinstance(tree, Tensor) else Packed.restore(tree)

@@ -1,0 +1,257 @@
+"""Stored blocks in memory: quotas, order, search, reading, bounded cost."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stream_blocks import HEADS, LAYERS, ONE, WIDTH, archive, block, same
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.kv import Clusters
+from mmfast.core.registry import get
+from mmfast.ops.quantise import Quantiser
+from mmfast.streams.archive import Archive, Found
+from mmfast.streams.quotas import Quotas, parse_bytes
+from mmfast.streams.rows import Rows
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GB", 2 * 10**9),
+        ("500 mb", 500 * 10**6),
+        ("1.5GiB", 3 << 29),
+        ("1kB", 1000),
+        ("7", 7),
+        (4096, 4096),
+        (0, 0),
+        ("0.5KiB", 512),
+        (None, None),
+    ],
+)
+def test_sizes(text: str | int | None, size: int | None) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "2 potatoes", "1e9", "nan", True, -3, "1,5GB"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(MmfastError, match="is no size; write bytes"):
+        parse_bytes(text)
+
+
+def test_a_disk_quota_needs_a_folder() -> None:
+    with pytest.raises(MmfastError, match="needs a folder"):
+        Quotas.of(disk="1GB")
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_goes_in_comes_out(cut: bool, dtype: torch.dtype) -> None:
+    held = archive()
+    blocks = [block(n, cut=cut, dtype=dtype) for n in range(4)]
+    for each in blocks:
+        held.put(each)
+    for layer in range(LAYERS):
+        parts = held.read(layer, [Found(n, None) for n in (3, 0)])
+        assert [p.number for p in parts] == [3, 0]
+        assert all(same(p, blocks[p.number], layer) for p in parts)
+
+
+def test_the_oldest_goes_whatever_was_read() -> None:
+    held = archive(host=3 * ONE)
+    for n in range(6):
+        held.put(block(n))
+        held.read(0, [Found(0, None)])
+    assert held.numbers() == [3, 4, 5]
+    assert held.stats()["dropped"] == 3 and held.stats()["bytes"]["host"] == 3 * ONE
+    assert held.read(0, [Found(1, None), Found(4, None)])[0].number == 4
+    assert list(held.reports.lines) == ["memory full: block 0 dropped, as all that follow"]
+
+
+def test_blocks_move_from_tier_to_tier(tmp_path: Path) -> None:
+    held = archive(device=2 * ONE, host=2 * ONE, disk="1GB", folder=tmp_path)
+    blocks = [block(n) for n in range(7)]
+    for each in blocks:
+        held.put(each)
+    assert held.stats()["blocks"] == {"device": 2, "host": 2, "disk": 3}
+    for layer in range(LAYERS):
+        assert all(
+            same(p, blocks[p.number], layer) for p in held.read(layer, held.choose(layer, _query()))
+        )
+        assert len(held.read(layer, [Found(n, None) for n in range(7)])) == 7
+    assert held.nbytes() == sum(held.stats()["bytes"].values()) + held.stats()["index_bytes"]
+
+
+def _query() -> torch.Tensor:
+    return torch.randn(2 * HEADS, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def test_no_room_at_all() -> None:
+    held = archive(host=0)
+    held.put(block(0))
+    assert held.numbers() == [] and held.choose(0, _query()) == [] and held.stats()["dropped"] == 1
+
+
+def test_a_block_larger_than_a_tier_goes_past_it(tmp_path: Path) -> None:
+    held = archive(device=ONE // 2, host=ONE - 1, disk="1GB", folder=tmp_path)
+    held.put(block(0))
+    assert held.stats()["blocks"] == {"device": 0, "host": 0, "disk": 1}
+
+
+def test_the_archive_keeps_no_view_of_large_buffers() -> None:
+    base = torch.randn(HEADS, 1000, WIDTH)
+    small = block(0)
+    parts = tuple(base[:, i : i + 5] for i in range(LAYERS))
+    held = archive()
+    held.put(type(small)(0, "text", None, small.relative, small.advance, parts, parts))
+    part = held.read(1, [Found(0, None)])[0]
+    assert torch.equal(part.keys, base[:, 1:6])
+    base.zero_()
+    assert part.keys.any() and part.keys.untyped_storage().nbytes() == part.keys.nbytes
+
+
+@pytest.mark.parametrize("name", ["rekv", "resv"])
+def test_choices_are_those_of_a_fresh_index(name: str) -> None:
+    """After thousands of drops the index holds what one made of the living blocks would."""
+    budget = 3 if name == "rekv" else 0.4
+    held = archive(name, budget, host=40 * ONE)
+    for n in range(300):
+        held.put(block(n, tokens=2 + n % 7))
+        if n % 5 == 0:
+            held.forget(n - 7)
+        if n % 50 == 49:
+            fresh = archive(name, budget)
+            for number in held.numbers():
+                fresh.put(block(number, tokens=2 + number % 7))
+            for layer in range(LAYERS):
+                ours, theirs = held.choose(layer, _query()), fresh.choose(layer, _query())
+                assert [f.number for f in ours] == [f.number for f in theirs]
+                for a, b in zip(held.read(layer, ours), fresh.read(layer, theirs), strict=True):
+                    assert torch.equal(a.keys, b.keys) and torch.equal(a.relative, b.relative)
+
+
+def test_tokens_of_clusters_are_read_with_their_places() -> None:
+    held = archive("resv", 0.2)
+    blocks = {n: block(n, tokens=9, cut=True) for n in range(8)}
+    for each in blocks.values():
+        held.put(each)
+    found = held.choose(1, _query())
+    assert any(f.tokens is not None for f in found)
+    assert [f.number for f in found] == sorted(f.number for f in found)
+    for f, part in zip(found, held.read(1, found), strict=True):
+        tokens = torch.arange(8) if f.tokens is None else f.tokens
+        original = blocks[f.number]
+        assert torch.equal(part.keys, original.keys[1][:, tokens])
+        assert torch.equal(part.values, original.values[1][:, tokens])
+        assert torch.equal(part.relative, original.positions(1)[:, tokens])
+
+
+def test_a_layer_that_holds_nothing_of_a_block() -> None:
+    held = archive()
+    held.put(block(0, tokens=2, cut=True))  # the last layer holds none
+    assert held.choose(2, _query()) == []
+    assert [f.number for f in held.choose(1, _query())] == [0]
+    assert held.read(2, [Found(0, None)])[0].keys.shape == (HEADS, 0, WIDTH)
+
+
+def test_fewer_bits_below_the_device() -> None:
+    held = archive(device=ONE, store=Quantiser(8))
+    for n in range(3):
+        held.put(block(n))
+    stats = held.stats()
+    assert stats["blocks"] == {"device": 1, "host": 2, "disk": 0}
+    assert stats["bytes"]["host"] < 2 * ONE
+    new, old = held.read(0, [Found(2, None), Found(0, None)])
+    assert torch.equal(new.keys, block(2).keys[0])
+    assert not torch.equal(old.keys, block(0).keys[0])
+    assert torch.allclose(old.keys, block(0).keys[0], atol=0.02)
+
+
+def test_numbers_must_rise() -> None:
+    held = archive()
+    held.put(block(4))
+    for wrong in (4, 2):
+        with pytest.raises(MmfastError, match="put blocks in order"):
+            held.put(block(wrong))
+    held.put(block(9))
+    assert held.numbers() == [4, 9]
+
+
+def test_forget() -> None:
+    held = archive()
+    for n in range(4):
+        held.put(block(n))
+    for n in (1, 1, 99):
+        held.forget(n)
+    assert held.numbers() == [0, 2, 3] and len(held) == 3
+    assert [f.number for f in held.choose(0, _query())] == [0, 2, 3]
+
+
+def test_closed() -> None:
+    held = archive()
+    held.put(block(0))
+    held.close()
+    held.close()
+    assert held.nbytes() == held.stats()["index_bytes"] and held.numbers() == []
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.integers(0, 12)), max_size=60))
+def test_rows_are_those_of_a_list(steps: list[tuple[int, bool, int]]) -> None:
+    """Any series of appends and drops leaves what the obvious list of rows would."""
+    rows, want = Rows(), list[tuple[int, int]]()
+    for number, (count, drop, back) in enumerate(steps):
+        value = torch.arange(count) + 100 * number
+        rows.append(number, value=value)
+        want += [(number, v) for v in value.tolist()]
+        if drop:
+            rows.drop(number - back)
+            want = [row for row in want if row[0] != number - back]
+        assert len(rows) == len(want)
+    if steps:
+        owner, columns = rows.view()
+        assert list(zip(owner.tolist(), columns["value"].tolist(), strict=True)) == want
+
+
+class _Cheap:
+    """A retriever that makes the cost of the archive itself show."""
+
+    def represent(self, keys: torch.Tensor) -> Clusters:
+        return Clusters(keys[:, :1].transpose(0, 1).float(), ONES, ONES)
+
+    def choose(self, query: torch.Tensor, index: Clusters) -> torch.Tensor:
+        return index.owner > index.owner.max() - 2
+
+
+ONES = torch.ones(1, dtype=torch.long)
+
+
+def test_a_hundred_thousand_blocks_in_bounded_memory() -> None:
+    held = Archive(_Cheap(), LAYERS, tiers=Quotas(host=50 * ONE))
+    one = vars(block(0))
+    tracemalloc.start()
+    sizes = []
+    for n in range(100_000):
+        held.put(type(block)(n) if False else _numbered(one, n))
+        if n in (2_000, 99_999):
+            gc.collect()
+            sizes.append((tracemalloc.get_traced_memory()[0], held.stats()["index_bytes"]))
+    tracemalloc.stop()
+    (before, index), (after, index_after) = sizes
+    assert after < before + 100_000 and index_after == index
+    assert len(held.reports.lines) == 1 and held.stats()["dropped"] == 100_000 - 50
+    assert [f.number for f in held.choose(0, _query())] == [99_998, 99_999]
+
+
+def _numbered(fields: dict[str, object], number: int) -> object:
+    return type(block(0))(**{**fields, "number": number})
+
+
+def test_retrieve_is_registered() -> None:
+    assert {get(n, "cache").role for n in ("rekv", "resv", "retrieve")} == {"retrieve"}
