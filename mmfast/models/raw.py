@@ -87,7 +87,7 @@ class RawCapture:
         stack: list[Raw] | None = self._local.__dict__.get("stack")
         if not stack:
             return
-        heads = _heads_first(read(output), args[0], self.attentions[layer].head_dim)
+        heads = _heads_first(read(output), args[0], _width(self.attentions[layer]))
         for raw in stack:
             getattr(raw, name)[layer] = heads
 
@@ -164,7 +164,14 @@ def _slice(start: int, length: int, output: Tensor) -> Tensor:
 def _heads_first(output: Tensor, given: Tensor, width: int) -> Tensor:
     """`[B, H, n, d]` of what a projection `[B, n, H*d]` or a norm per head returned."""
     if output.ndim == 3:
-        return output.unflatten(-1, (-1, width)).transpose(1, 2)
+        return output.view(*output.shape[:-1], -1, width).transpose(1, 2)
     # A norm stands before or after the transposition; it got a view of the projection, whose
-    # strides tell tokens (far apart) from heads (side by side).
-    return output if given.stride(1) < given.stride(2) else output.transpose(1, 2)
+    # strides tell tokens (far apart) from heads (side by side). One head is side by side with none.
+    near, far = given.stride(1), given.stride(2)
+    first = near < far or (near == far and output.shape[1] == 1)
+    heads: Tensor = output if first else output.transpose(1, 2)
+    return heads
+
+
+def _width(attention: Any) -> int:
+    return int(attention.head_dim)

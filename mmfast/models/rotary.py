@@ -33,7 +33,7 @@ class Rotary:
     """
 
     def __init__(self, decoder: Any) -> None:
-        self._module = getattr(decoder, "rotary_emb", None)
+        self._module: Any = getattr(decoder, "rotary_emb", None)
         self._config = decoder.config
         name = type(decoder).__name__
         if self._module is None:
@@ -74,7 +74,7 @@ class Rotary:
     def turn(self, attention: Any, keys: Tensor, angles: Angles) -> Tensor:
         """Keys `[.., H, n, d]` at these angles, by the apply function of the attention's file."""
         apply: Callable[..., tuple[Tensor, Tensor]]
-        apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+        apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         batched = keys if keys.ndim == 4 else keys[None]
         turned = apply(batched[:, :0], batched, *angles)[1]
         return turned if keys.ndim == 4 else turned[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -137,7 +138,7 @@ class Branch:
         with self._memory.lock:
             return any(number <= self._newest for number in archive.numbers())
 
-    def _before(self, block: Live, raw: Raw) -> object:
+    def _before(self, block: Live, raw: Raw) -> Callable[[int], None]:
         """What a layer does before it attends: read what the question asks for."""
 
         def read(layer: int) -> None:

@@ -117,7 +117,7 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
     return joined
 
 
-class Slot(DynamicLayer):
+class Slot(DynamicLayer):  # type: ignore[misc]
     """A buffer as one layer of a transformers cache, for one forward pass.
 
     Args:

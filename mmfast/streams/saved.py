@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mmfast.core.errors import MmfastError
 from mmfast.streams import places
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def to_tree(memory: Memory) -> dict[str, Any]:
     """All state of a memory; tensors are copies."""
-    layers = []
+    layers: list[dict[str, Tensor] | None] = []
     for buffer in memory.buffers:
         if buffer.data is None:
             layers.append(None)
