@@ -1,0 +1,155 @@
+"""Evicted caches against stock layers that hold every entry and hide what a slow policy drops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import cache_oracle
+import model_oracle as oracle
+import pytest
+import torch
+from oracles_caches import ORACLES, Layer
+from tiny_models import ALL_FAMILIES, FAMILIES, Tiny, build, generate
+
+from mmfast.attach import attach
+
+# Policy, its budget and its knobs; the window is short, as these prompts are.
+SCORES = {
+    "snapkv:0.4?window=5&kernel=3": ("snapkv", 0.4, {"window": 5, "kernel": 3}),
+    "fastkv:13?window=3": ("fastkv", 13, {"window": 3}),
+    "keynorm:0.5?group=16": ("keynorm", 0.5, {"group": 16}),
+    "keyformer:0.3": ("keyformer", 0.3, {}),
+    "lookm:0.45": ("lookm", 0.45, {}),
+    "lookm:15?merge=averaged": ("lookm", 15, {"merge": "averaged"}),
+    "zipvl:0.5?low=0": ("zipvl", 0.5, {}),
+}
+TOKENS = 5
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def ask(this: Tiny) -> dict[str, Any]:
+    kind = "video" if "video" in this.facts.kinds else "image"
+    return this.inputs([f"on {{{kind}}} what?"], **this.media(kind, 1))
+
+
+def kinds_of(this: Tiny, inputs: dict[str, Any], prompt: oracle.Prompt) -> list[int]:
+    """Text 0, visual 1, separators 2, by hand."""
+    ids, config = inputs["input_ids"][0].tolist(), this.model.config
+    visual = {getattr(config, f"{kind}_token_id", None) for kind in ("image", "video")}
+    content = set(torch.cat(prompt.items).tolist())
+    return [0 if t not in visual else 1 if i in content else 2 for i, t in enumerate(ids)]
+
+
+@functools.cache
+def model_of(family: str, attention: str = "sdpa") -> Tiny:
+    """Keys of unlike length, in the families, too, that normalise them."""
+    this = build(family, attention=attention)
+    torch.manual_seed(1)
+    for name, weight in this.model.get_decoder().named_parameters():
+        if "k_norm" in name or "k_layernorm" in name:
+            weight.uniform_(0.3, 1.7)
+    return this
+
+
+@functools.cache
+def attentions(family: str) -> Any:
+    """Attention `[1, H, L, L]` of every layer of a stock prefill without sdpa; None elsewhere."""
+    with torch.no_grad():
+        this = model_of(family, "eager")
+        return this.model(**ask(this), output_attentions=True).attentions
+
+
+def layer_of(this: Tiny, walk: cache_oracle.Walk, index: int, kind: list[int], window: int) -> Any:
+    held, weights = walk.cache.layers[index], attentions(this.family)
+    weights = weights[walk.full.index(index) if len(weights) < len(walk.kinds) else index]
+    heads = held.keys.shape[1]
+    weights = weights[0].double().unflatten(0, (heads, -1)).mean(1).numpy()  # [Hkv, L, L]
+    keys = held.keys[0].double().numpy()
+    return Layer(keys, kind, weights[:, -window:].mean(1), weights.sum(1), index)
+
+
+def answers(
+    this: Tiny, walk: cache_oracle.Walk, kind: list[int], method: str, budget: Any, knobs: Any
+) -> dict[int, Any]:
+    """What a slow policy makes of every layer."""
+    number = budget if isinstance(budget, int) else round(budget * len(kind))
+    rest = {k: v for k, v in knobs.items()}
+    window = knobs.get("window", 1)
+    return {
+        i: ORACLES[method](layer_of(this, walk, i, kind, window), number, **rest)
+        for i in walk.full
+    }
+
+
+def apply(walk: cache_oracle.Walk, found: dict[int, Any]) -> dict[int, torch.Tensor]:
+    """Edit keys and values by hand; says what each head still sees."""
+    visible = {}
+    for index, heads in found.items():
+        held = walk.cache.layers[index]
+        seen = torch.zeros(held.keys.shape[1], held.keys.shape[2], dtype=torch.bool)
+        for name in ("keys", "values"):
+            whole = getattr(held, name)
+            edited = whole.clone()
+            for head, answer in enumerate(heads):
+                for slot, shares in answer.groups.items():
+                    parts = [share * whole[0, head, source] for source, share in shares.items()]
+                    edited[0, head, slot] = sum(parts)
+                    seen[head, slot] = True
+            setattr(held, name, edited)
+        visible[index] = seen
+    return visible
+
+
+def difference(
+    family: str,
+    spec: str,
+    fault: Callable[[dict[int, torch.Tensor]], None] = lambda _: None,
+) -> float:
+    """Largest difference of the logits of all steps."""
+    this = model_of(family)
+    inputs = ask(this)
+    prompt, length = oracle.embed(this, inputs), inputs["input_ids"].shape[1]
+    with attach(this.model, cache=spec):
+        out = generate(this, inputs, TOKENS)
+    walk = cache_oracle.Walk(this, prompt)
+    found = answers(this, walk, kinds_of(this, inputs, prompt), *SCORES[spec])
+    visible = apply(walk, found)
+    fault(visible)
+    logits = [walk.logits]
+    logits += [walk.step(t, visible) for t in out.sequences[0, length:-1].tolist()]
+    assert all(0 < seen.sum() < seen.numel() for seen in visible.values())
+    return float((torch.stack(logits) - torch.cat(out.logits)).abs().max())
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("spec", SCORES)
+def test_decoding_equals_hiding_what_a_slow_policy_drops(family: str, spec: str) -> None:
+    assert difference(family, spec) < 1e-5
+
+
+def _other_head(visible: dict[int, torch.Tensor]) -> None:
+    for seen in visible.values():
+        seen.copy_(seen.flip(0))
+
+
+def _shifted(visible: dict[int, torch.Tensor]) -> None:
+    for seen in visible.values():
+        seen.copy_(seen.roll(1, 1))
+
+
+def _one_entry(visible: dict[int, torch.Tensor]) -> None:
+    seen = visible[max(visible)]
+    seen[0, int(seen[0].nonzero()[0])] = False
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fault", [_other_head, _shifted, _one_entry])
+def test_the_oracle_sees_planted_faults(family: str, fault: Any) -> None:
+    assert difference(family, "snapkv:0.4?window=5&kernel=3", fault) > 1e-3
