@@ -109,8 +109,10 @@ def print_methods(rows: Sequence[Any], as_json: bool) -> None:
     if as_json:
         return print_json([row.to_dict() for row in rows])
     columns = ("name", "kind", "sites", "paper", "needs", "summary")
+    kinds = [" ".join(filter(None, (r.kind, r.role))) for r in rows]
     cells = [
-        (r.name, r.kind, " ".join(r.sites), r.paper, " ".join(r.needs), r.summary) for r in rows
+        (r.name, kind, " ".join(r.sites), r.paper, " ".join(r.needs), r.summary)
+        for r, kind in zip(rows, kinds, strict=True)
     ]
     _table(_out(), columns, cells)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mmfast.bench import sections, table
+from mmfast.bench import cache_table, sections, table
 from mmfast.bench.charts import accuracy_svg
 from mmfast.bench.results import append, bench_rows, environment, eval_rows, load
 from mmfast.core.errors import MmfastError
@@ -182,3 +182,33 @@ def test_chart_is_well_formed_and_complete() -> None:
     texts = {node.firstChild.data for node in document.getElementsByTagName("text")}
     assert {"evs", "fastv@llm3", "a<b&c", "all tokens", "25%"} <= texts
     assert accuracy_svg({}) == accuracy_svg({"all tokens": [(1.0, 0.9)]}) == ""
+
+
+def _cache_rows() -> list[dict[str, Any]]:
+    shared = {"suite": "video", "n": 200, "seed": 1000, "model": "tiny-video", "kept": 288}
+    shared |= {"date": "2026-01-01", "commit": "abc1234", "reduce": None}
+    scores = [(None, 0.98), ("snapkv:0.5", 0.1), ("snapkv:0.5", 0.95), ("quant:4", 0.97)]
+    scores.append(("gone:0.5", 0.2))
+    rows = [{**shared, "cache": cache, "score": score} for cache, score in scores]
+    rows[2]["interval"] = [0.91, 0.97]
+    return [*rows, {**shared, "cache": "snapkv:0.25", "reduce": "evs:0.5", "score": 0.3}]
+
+
+def test_cache_tables_list_every_policy() -> None:
+    lines = cache_table.caches([])
+    for method in methods("cache"):
+        assert sum(line.startswith(f"| `{method.name}` |") for line in lines) == 1
+        assert method.summary.endswith(".") and len(method.summary) < 100
+    (line,) = [line for line in lines if line.startswith("| `snapkv`")]
+    assert "| score | behind the prompt | attn_window |" in line
+    assert cache_table.cache_accuracy([])[0].startswith("The whole cache: not measured")
+
+
+def test_cache_accuracy_by_share_and_by_spec() -> None:
+    lines = cache_table.cache_accuracy(_cache_rows())
+    assert lines[0].startswith("The whole cache: 98.0.")
+    assert "| `snapkv` | 95.0 (91.0 to 97.0) | not measured | not measured |" in lines
+    assert "| `lookm` | not measured | not measured | not measured |" in lines
+    assert "| `quant:4` | 97.0 |" in lines
+    assert not any("gone" in line for line in lines)
+    assert lines[-1].startswith("200 questions")

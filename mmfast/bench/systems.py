@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmfast.bench.cache_table import latest, relative
 from mmfast.bench.results import Row
 from mmfast.bench.sections import NOT_MEASURED, points
 from mmfast.core.registry import methods
@@ -27,45 +28,47 @@ def table(rows: Sequence[Row]) -> list[str]:
     Args:
         rows: Evaluation rows; the accuracy of the row's share is put beside the claim.
     """
-    known = {m.name for m in methods("reducer")}
-    found = points(rows)
-    whole = dict(found.get("all tokens", [])).get(1.0)
+    known = {kind: {m.name for m in methods(kind)} for kind in ("reducer", "cache")}
+    found, cached = points([row for row in rows if "cache" not in row]), latest(rows)
     lines = [
         "| system | offered here | its own figure, and where | here, on the embedded model |",
         "|---|---|---|---|",
     ]
-    count = 0
     for system in systems():
-        names = [name for name in system.get("offers", ()) if name in known]
+        names = [name for name in system.get("offers", ()) if name in known["reducer"]]
+        kept = [name for name in system.get("caches", ()) if name in known["cache"]]
         models = [name for name in system.get("families", ()) if name in families()]
-        if not names and not models:
+        if not (names or kept or models):
             continue
-        count += 1
-        offered = " ".join(f"`{name}`" for name in names) or f"adapter `{models[0]}`"
+        shown = [f"`{name}`" for name in names] + [f"cache `{name}`" for name in kept]
+        offered = " ".join(shown) or f"adapter `{models[0]}`"
         if "missing" in system:
             offered += f"; not here: {system['missing']}"
         claim = f"{system['claim']} ({system['on']})"
-        ours = _ours(names, system.get("share"), found, whole) if names else "adapter tests"
-        lines.append(f"| {system['system']} | {offered} | {claim} | {ours} |")
+        share = system.get("share", 0.0)
+        ours = [_relative(name, share, found) for name in names]
+        ours += [relative(name, share, cached) for name in kept]
+        cell = _ours(ours, share) if shown else "adapter tests"
+        lines.append(f"| {system['system']} | {offered} | {claim} | {cell} |")
     return [
         *lines,
         "",
-        f"{count} systems; their figures are their authors' claims, not re-measured.",
+        f"{len(lines) - 2} systems; their figures are their authors' claims, not re-measured.",
     ]
 
 
-def _ours(
-    names: Sequence[str],
-    share: float | None,
-    found: Mapping[str, Sequence[tuple[float, float]]],
-    whole: float | None,
-) -> str:
-    """Accuracy of each method at a share, relative to all tokens."""
-    if share is None or not whole:
+def _relative(
+    name: str, share: float, found: Mapping[str, Sequence[tuple[float, float]]]
+) -> float | None:
+    """Accuracy of a reducer at a share, relative to all tokens."""
+    whole = dict(found.get("all tokens", ())).get(1.0)
+    value = dict(found.get(name, ())).get(share)
+    return value / whole if whole and value is not None else None
+
+
+def _ours(ratios: Sequence[float | None], share: float) -> str:
+    """Accuracies at a share, or that there are none."""
+    if all(ratio is None for ratio in ratios):
         return NOT_MEASURED
-    cells = []
-    for name in names:
-        value = dict(found.get(name, ())).get(share)
-        cells.append(NOT_MEASURED if value is None else f"{100 * value / whole:.1f} %")
-    same = " / ".join(dict.fromkeys(cells)) if set(cells) == {NOT_MEASURED} else " / ".join(cells)
-    return same if same == NOT_MEASURED else f"{same} of the accuracy at {100 * share:.0f} %"
+    cells = (NOT_MEASURED if ratio is None else f"{100 * ratio:.1f} %" for ratio in ratios)
+    return f"{' / '.join(cells)} of the accuracy at {100 * share:.0f} %"

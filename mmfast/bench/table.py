@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmfast.bench.cache_table import cache_accuracy, caches
 from mmfast.bench.charts import accuracy_svg
 from mmfast.bench.matrix import matrix
 from mmfast.bench.plan_table import plan
@@ -49,7 +50,9 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "image": ("eval-image", subset),
     "album": ("eval-multi-image", subset),
     "document": ("eval-document", subset),
-    "systems": ("eval-video", systems),
+    "caches": ("", caches),
+    "cache_accuracy": ("eval-cache", cache_accuracy),
+    "systems": ("eval-video eval-cache", systems),
     "bench": ("bench", bench),
     "selection": ("selection", selection),
     "matrix": ("matrix", matrix),
@@ -58,8 +61,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
 
 
 def read_rows(folder: Path, suite: str) -> list[Row]:
-    """Rows of all files `SUITE*.jsonl` of a folder, in the order of the file names."""
-    files = sorted(folder.glob(f"{suite}*.jsonl")) if suite else []
+    """Rows of all files `SUITE*.jsonl` of a folder by file name; suites are parted by a blank."""
+    files = [file for each in suite.split() for file in sorted(folder.glob(f"{each}*.jsonl"))]
     return [row for file in files for row in load(file)]
 
 
