@@ -12,6 +12,7 @@ from mmfast.pipelines.answer import Answer
 TASKS = {
     "image-qa": ("mmfast.pipelines.image_qa", "ImageQA"),
     "video-qa": ("mmfast.pipelines.video_qa", "VideoQA"),
+    "video-stream": ("mmfast.pipelines.video_stream", "VideoStream"),
 }
 ALIASES = {"image-text-to-text": "image-qa", "video-text-to-text": "video-qa"}
 
@@ -22,13 +23,14 @@ def pipeline(task: str, model: Any = None, **options: Any) -> Any:
     """Build the pipeline of a task.
 
     Args:
-        task: `video-qa` or `image-qa`, or their transformers names `video-text-to-text` and
-            `image-text-to-text`.
+        task: `video-qa`, `image-qa` (or their transformers names `video-text-to-text` and
+            `image-text-to-text`) or `video-stream`.
         model: Directory or hub id of a checkpoint, a `(model, processor)` pair, or None for the
             embedded model, which works offline on a CPU.
         **options: `reduce`, `cache`, `device`, `dtype`, `frames`, `fps`, `max_new_tokens`, or
             instead of `reduce` a target for the planner: `target_ttft_ms`, `target_tokens`,
-            `max_memory`, `quality`; see `mmfast.pipelines.visual_qa.VisualQA`.
+            `max_memory`, `quality`; see `mmfast.pipelines.visual_qa.VisualQA`. Those of a stream
+            are in `mmfast.pipelines.video_stream.VideoStream`.
 
     Raises:
         MmfastError: Unknown task; names the choices.

@@ -1,0 +1,211 @@
+"""An answer as it is written: token by token from a branch of the stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.trace import Trace
+from mmfast.models.towers import KINDS
+
+_BROKEN = "\ufffd"  # a character whose bytes are not all there yet
+
+
+class Branch(Protocol):
+    """What a reply needs of a branch."""
+
+    def token(self, id: int) -> Tensor:
+        """Feed a token; logits `[V]` of the next."""
+
+
+class Sampler:
+    """Chooses tokens: the likeliest, or at random with a temperature.
+
+    Args:
+        blocked: Ids that are never chosen: a model must not write placeholders of media.
+        temperature: 0 takes the likeliest.
+        top_p: Only the likeliest tokens that together have so much probability.
+        seed: Of the random choice.
+
+    Raises:
+        MmfastError: A value out of range.
+    """
+
+    def __init__(
+        self,
+        blocked: Collection[int] = (),
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
+        if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
+            raise MmfastError(
+                f"temperature={temperature!r}, top_p={top_p!r} cannot be sampled with; give a "
+                "temperature of at least 0 and top_p in (0, 1]"
+            )
+        self.blocked = torch.tensor(sorted(blocked), dtype=torch.int64)
+        self.temperature, self.top_p = temperature, top_p
+        self.random = torch.Generator()
+        if seed is not None:
+            self.random.manual_seed(seed)
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """Logits `[V]` float32 on the CPU without the blocked ids."""
+        return logits.float().cpu().index_fill(0, self.blocked, -torch.inf)
+
+    def __call__(self, logits: Tensor) -> int:
+        """The next token's id."""
+        allowed = self.allowed(logits)
+        if not self.temperature:
+            return int(allowed.argmax())
+        shares, ids = (allowed / self.temperature).softmax(-1).sort(descending=True)
+        before = shares.cumsum(-1) - shares
+        shares = shares.masked_fill(before >= self.top_p, 0)
+        return int(ids[torch.multinomial(shares, 1, generator=self.random)])
+
+
+def placeholders(model: Any) -> set[int]:
+    """Token ids that stand for media."""
+    ids = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
+    return {each for each in ids if each is not None}
+
+
+def stop_ids(model: Any) -> set[int]:
+    """Token ids that end an answer."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
+
+
+class Letters:
+    """Token ids to text, never a part of a character."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._given = ""
+
+    def add(self, id: int) -> str:
+        """What a token adds to the text; "" while a character is not complete."""
+        self._ids.append(id)
+        text = self._text()
+        if text.endswith(_BROKEN):
+            return ""
+        delta, self._given = text[len(self._given) :], text
+        return delta
+
+    def end(self) -> str:
+        """What is left, broken characters included."""
+        return self._text()[len(self._given) :]
+
+    def _text(self) -> str:
+        # the whole answer each time: how a token reads may depend on all before it
+        text: str = self._tokenizer.decode(
+            self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class Reply(Iterator[str]):
+    """Text deltas of one answer; joined they are its text. Leave it early as you like.
+
+    Attributes:
+        trace: Rows `question` (prefill) and, when it has ended, `generate`.
+        ids: Tokens so far.
+        ttft_ms: Milliseconds from the question to the first token.
+        ms: Milliseconds from the question to the end; None before.
+        finished: `stop` (the model ended it), `length`, `closed` (left early); None before.
+    """
+
+    def __init__(
+        self,
+        branch: Branch,
+        logits: Tensor,
+        *,
+        tokenizer: Any,
+        sampler: Sampler,
+        stops: Collection[int],
+        limit: int,
+        trace: Trace,
+        started: float,
+        ended: Callable[[Reply], None],
+    ) -> None:
+        self.branch, self.trace = branch, trace
+        self.ids: list[int] = []
+        self.ttft_ms = 0.0
+        self.ms: float | None = None
+        self.finished: str | None = None
+        self._logits: Tensor | None = logits
+        self._letters, self._sampler = Letters(tokenizer), sampler
+        self._stops, self._limit = stops, limit
+        self._started, self._ended = started, ended
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """What was said so far."""
+        return "".join(self._parts)
+
+    def __next__(self) -> str:
+        while self.finished is None:
+            delta = self._next()
+            if delta:
+                self._parts.append(delta)
+                return delta
+        raise StopIteration
+
+    def _next(self) -> str:
+        if len(self.ids) >= self._limit:
+            return self._end("length")
+        chosen = self._sampler(self._next_logits())
+        if not self.ids:
+            self.ttft_ms = self._passed()
+        if chosen in self._stops:
+            return self._end("stop")
+        self.ids.append(chosen)
+        return self._letters.add(chosen)
+
+    def _next_logits(self) -> Tensor:
+        """The last token is fed when the next is wanted, so that its text is not held up."""
+        logits = self._logits if self._logits is not None else self.branch.token(self.ids[-1])
+        self._logits = None
+        return logits
+
+    def _end(self, finished: str) -> str:
+        self.finished, self.ms = finished, self._passed()
+        self.trace.add("generate", 1, len(self.ids), self.ms - self.ttft_ms)
+        delta = self._letters.end()
+        self._ended(self)
+        return delta
+
+    def _passed(self) -> float:
+        return (time.perf_counter() - self._started) * 1e3
+
+    def settle(self) -> None:
+        """Feed the last token, too: then the branch holds the whole answer."""
+        if self.ids and self._logits is None:
+            self.branch.token(self.ids[-1])
+
+    def read(self) -> str:
+        """The whole answer."""
+        for _ in self:
+            pass
+        return self.text.strip()
+
+    def close(self) -> None:
+        """End it here; a remembered exchange holds what was said so far."""
+        if self.finished is None:
+            self._parts.append(self._end("closed"))
+
+    def __enter__(self) -> Reply:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return self.text

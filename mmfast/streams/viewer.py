@@ -1,0 +1,85 @@
+"""What the sessions of one model share: engine, script, encoder; no state of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mmfast.core.errors import MmfastError
+from mmfast.frontends.frame_gate import FrameGate
+from mmfast.streams.encode import Encoder
+from mmfast.streams.engine import Engine
+from mmfast.streams.intake import Intake
+from mmfast.streams.proof import prove
+from mmfast.streams.reducing import StreamReducer
+from mmfast.streams.reply import placeholders, stop_ids
+from mmfast.streams.script import Script, script_for
+
+
+@dataclass(eq=False)
+class Viewer:
+    """A model that watches streams; made once, used by any number of sessions.
+
+    Attributes:
+        model: A stock model of a family that can.
+        processor: Its processor.
+        fps: Frames per second of the streams: of frames pushed without a time, and of sources.
+        reduce: Stages at `pre` that reduce the tokens of every frame; None keeps them.
+        frame_cache: A `FrameCache` that encodes only what changed; None encodes everything.
+        gate: Skips frames that look like the last one let through; None lets all through.
+        system: Text of a system message; None leaves it to the chat template.
+        sized_for: See `Encoder`.
+        batch: Units in one call of the encoder; see `Intake`.
+    """
+
+    model: Any
+    processor: Any
+    fps: float = 1.0
+    reduce: str | None = None
+    frame_cache: Any = None
+    gate: FrameGate | None = None
+    system: str | None = None
+    sized_for: int = 64
+    batch: int = 1
+    engine: Engine = field(init=False)
+    script: Script = field(init=False)
+    intake: Intake = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fps, int | float) or not 0 < self.fps < float("inf"):
+            raise MmfastError(f"fps={self.fps!r} is no frame rate; give a number such as 1 or 0.5")
+        for name in ("sized_for", "batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise MmfastError(f"{name}={value!r} is not allowed; give a whole number from 1")
+        reducer = None if self.reduce is None else StreamReducer(self.reduce)
+        model, processor = self.model, self.processor
+        self.script = script_for(model, processor, float(self.fps), self.system)
+        prove(self.script)
+        encoder = Encoder(model, processor, sized_for=self.sized_for, cache=self.frame_cache)
+        self.intake = Intake(
+            encoder, self.script.frames, gate=self.gate, reducer=reducer, batch=self.batch
+        )
+        self.engine = Engine(model)
+        self.blocked, self.stops = placeholders(model), stop_ids(model)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Writes ids as text."""
+        return self.processor.tokenizer
+
+    def signature(self) -> dict[str, Any]:
+        """What a saved session must agree with: elsewhere its keys and values mean nothing."""
+        config = self.model.config.get_text_config()
+        weight = self.script.embed.weight
+        probe = weight[:8].detach().float()
+        return {
+            "family": self.model.config.model_type,
+            "layers": config.num_hidden_layers,
+            "width": config.hidden_size,
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "weights": float(torch.linalg.vector_norm(probe)),
+            "fps": float(self.fps),
+        }

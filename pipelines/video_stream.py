@@ -1,0 +1,143 @@
+"""`video-stream`: watch without end, ask at any moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.spec import parse
+from mmfast.frontends.frame_gate import FrameGate
+from mmfast.frontends.limits import DEFAULT_LIMITS, Limits
+from mmfast.models.adapter import check_media
+from mmfast.models.frame_cache import FrameCache
+from mmfast.models.loading import EMBEDDED, embedded_path, load
+from mmfast.streams import saving
+from mmfast.streams.quotas import Quotas
+from mmfast.streams.session import Session
+from mmfast.streams.viewer import Viewer
+
+# Trained on an endless world; the other embedded model knows short clips alone.
+STREAM_MODEL = "tiny-stream"
+MEMORY = "sink:64+window:4096+retrieve:64"
+
+
+class VideoStream:
+    """Sessions on one model: each a stream of its own, with a memory of its own.
+
+    Args:
+        model: None (embedded), a directory, a hub id, or a `(model, processor)` pair.
+        reduce: Stages at `pre` that reduce every frame's tokens, such as `"stc_pruner:0.3"`.
+        frame_cache: Share of a frame's patches that the encoder computes anew (0.25), or a
+            `FrameCache`; None computes all.
+        gate: Change of colour (0 to 1) under which a frame is skipped, or a `FrameGate`; None
+            skips none.
+        device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        fps: Frames per second of the streams: of frames pushed without a time, and of sources.
+        system: Text of a system message; None leaves it to the chat template.
+        sized_for: Some processors (Qwen3-VL) share a budget of pixels out over all frames of a
+            clip; frames of a stream are as large as those of a clip of so many frames.
+        batch: Frames, or temporal patches, in one call of the encoder.
+
+    Raises:
+        SpecError: Wrong `reduce`, before any weight is read.
+        ModelError: The checkpoint cannot be loaded, or cannot watch streams.
+
+    Example:
+        >>> pipe = VideoStream()
+        >>> with pipe.open(memory="sink:64+window:2048+retrieve:16") as session:
+        ...     watch = session.watch("clip.mp4", fps=2)
+        ...     "".join(session.ask("Which way does the red circle move?"))
+        'left'
+    """
+
+    task = "video-stream"
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        reduce: str | None = None,
+        frame_cache: float | FrameCache | None = None,
+        gate: float | FrameGate | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        fps: float = 1.0,
+        system: str | None = None,
+        sized_for: int = 64,
+        batch: int = 1,
+    ) -> None:
+        parse(reduce)
+        gate = FrameGate(gate) if isinstance(gate, int | float) else gate
+        self.model, self.processor = load(_embedded() if model is None else model, device, dtype)
+        check_media(self.model, "video")
+        if isinstance(frame_cache, int | float):
+            frame_cache = FrameCache(self.model, frame_cache)
+        self.viewer = Viewer(
+            self.model,
+            self.processor,
+            fps=fps,
+            reduce=reduce,
+            frame_cache=frame_cache,
+            gate=gate,
+            system=system,
+            sized_for=sized_for,
+            batch=batch,
+        )
+
+    def open(
+        self,
+        memory: str | None = MEMORY,
+        *,
+        device_bytes: str | int | None = 0,
+        host_bytes: str | int | None = "1GB",
+        disk_bytes: str | int | None = 0,
+        folder: str | Path | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> Session:
+        """Begin a stream.
+
+        Args:
+            memory: Cache policies: what stays, and how what left is found again. None forgets
+                nothing and grows without bound.
+            device_bytes: Of stored blocks beside the model, such as `"2GB"`; None sets no limit.
+            host_bytes: Of those in main memory.
+            disk_bytes: Of those in files; needs `folder`.
+            folder: Where the disk tier makes a folder of its own.
+            limits: Of a frame's size.
+
+        Raises:
+            SpecError: Wrong `memory`.
+            MmfastError: Wrong sizes.
+        """
+        quotas = Quotas.of(device_bytes, host_bytes, disk_bytes, folder)
+        return Session(self.viewer, memory, quotas=quotas, limits=limits)
+
+    def restore(self, folder: str | Path, **options: Any) -> Session:
+        """Go on with a saved session, bit for bit.
+
+        Args:
+            folder: Where `Session.save` wrote; the newest save that is whole is read.
+            **options: Sizes and limits, as for `open`.
+
+        Raises:
+            MmfastError: Nothing readable is there, or it was saved with another model.
+        """
+        if "memory" in options:
+            raise MmfastError("restore() takes the memory of the saved session; leave memory= out")
+        tree = saving.load(folder)
+        if not isinstance(tree, dict) or "spec" not in tree:
+            raise MmfastError(f"{str(folder)!r} holds no saved session; name the folder of one")
+        session = self.open(tree["spec"], **options)
+        session.stream.restore(tree)
+        return session
+
+
+def _embedded() -> str:
+    try:
+        return str(embedded_path(STREAM_MODEL))
+    except ModelError:
+        return str(embedded_path(EMBEDDED))
