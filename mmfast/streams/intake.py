@@ -110,7 +110,7 @@ class Intake:
         return self._flush(replace(state, waiting=()), groups, [])
 
     def _doubled(self, waiting: Sequence[Shot]) -> tuple[Shot, ...]:
-        return (*waiting, *waiting[-1:] * (self.frames - len(waiting)))
+        return (*waiting, *[waiting[-1]] * (self.frames - len(waiting)))
 
     def _resized(self, state: Taken) -> Taken:
         """The gate sees a new size by itself; caches and reducers compare place by place."""

@@ -22,6 +22,9 @@ class Branch(Protocol):
     def token(self, id: int) -> Tensor:
         """Feed a token; logits `[V]` of the next."""
 
+    def keep(self) -> None:
+        """Append it to the stream."""
+
 
 class Sampler:
     """Chooses tokens: the likeliest, or at random with a temperature.

@@ -30,15 +30,7 @@ class Session:
     Any thread may call any method. Questions go before frames that wait, and an answer that is
     still being written does not hold frames up.
 
-    Args:
-        viewer: The model.
-        memory: Cache policies such as `"sink:64+window:4096+retrieve:64"`; None forgets nothing
-            and grows without bound.
-        quotas: Bytes per tier of what left the window, where `memory` retrieves.
-        limits: Of a frame's size.
-
-    Raises:
-        SpecError: Wrong `memory`.
+    Made by `VideoStream.open`, which explains the arguments.
     """
 
     def __init__(
@@ -219,10 +211,9 @@ class Session:
         return {**figures, **together(self.watches, odd)}
 
     def save(self, folder: str | Path) -> int:
-        """Save all of it; `VideoStream.restore` goes on bit for bit, in another process, too.
+        """Save all but subscriptions and sources; `VideoStream.restore` goes on bit for bit.
 
-        What was saved before stays readable whenever the process dies. Subscriptions and sources
-        are not saved.
+        What was saved before stays readable whenever the process dies.
 
         Returns:
             The number of this save.

@@ -49,7 +49,7 @@ class Timeline:
         if time is None:
             now = 0.0 if self.last is None else self.last + interval
             return replace(self, last=now, fresh=False), now
-        if not isinstance(time, Real) or isinstance(time, bool) or not math.isfinite(time):
+        if isinstance(time, bool) or not isinstance(time, Real) or not math.isfinite(time):
             raise MediaError(f"time={time!r} of a frame is no number of seconds; give e.g. 1.5")
         now = float(time) + self.offset
         if self.last is None or now > self.last:
