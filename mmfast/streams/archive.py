@@ -69,7 +69,8 @@ class Archive:
         self._retriever = retriever
         self._device = torch.device(device)
         self._index = [LayerIndex(self._device) for _ in range(layers)]
-        self._tiers = Tiers(tiers or Quotas(), store, self.reports, self._unindex)
+        self._gone: list[int] = []  # numbers that the tiers lost, until the index forgets them
+        self._tiers = Tiers(tiers or Quotas(), store, self.reports, self._gone.append)
         self._newest = -1
 
     def put(self, block: Block) -> None:
@@ -88,6 +89,7 @@ class Archive:
             if keys.shape[1]:
                 index.add(block.number, self._retriever.represent(keys))
         self._tiers.put(Stored.of(block))
+        self._unindex()
 
     def choose(self, layer: int, query: Tensor) -> list[Found]:
         """What to read in a layer for the queries `[Hq, T, d]` (before RoPE) of a question."""
@@ -98,7 +100,8 @@ class Archive:
 
         Blocks that turn out damaged or gone are left out: they are dropped and reported.
         """
-        parts = (self._part(layer, each) for each in found)
+        parts = [self._part(layer, each) for each in found]
+        self._unindex()
         return [part for part in parts if part is not None]
 
     def _part(self, layer: int, found: Found) -> Part | None:
@@ -120,11 +123,14 @@ class Archive:
     def forget(self, number: int) -> None:
         """Forget a block, if it is there."""
         self._tiers.remove(number)
-        self._unindex(number)
+        self._gone.append(number)
+        self._unindex()
 
-    def _unindex(self, number: int) -> None:
-        for index in self._index:
-            index.drop(number)
+    def _unindex(self) -> None:
+        for number in self._gone:
+            for index in self._index:
+                index.drop(number)
+        self._gone.clear()
 
     def numbers(self) -> list[int]:
         """Numbers of the stored blocks, ascending."""
@@ -165,8 +171,10 @@ class Archive:
         for index, row in zip(self._index, tree["index"], strict=True):
             index.restore(row)
         self._tiers.restore(tree["tiers"], self._device)
+        self._unindex()
 
     def close(self) -> None:
         """Let go of everything, files of the disk tier included."""
-        self._tiers.disk.close()
-        self._tiers = Tiers(Quotas(0, 0), None, self.reports, self._unindex)
+        self._gone += self.numbers()
+        self._unindex()
+        self._tiers.close()

@@ -17,6 +17,7 @@ from mmfast.streams.stored import Shared, Stored, StoredLayer
 from mmfast.streams.tree import File
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_EPISODE = 100  # blocks that must be written before a full disk is news again
 
 
 class DiskTier:
@@ -34,7 +35,8 @@ class DiskTier:
         self._limit = quotas.limit("disk")
         self._reports = reports
         self._lose = lose
-        self._broken = self._full = False
+        self._broken = False
+        self._calm = float("inf")  # blocks written since the disk was full
         self._folder: BlockFolder | None = None
         if self._limit and quotas.folder is not None:
             try:
@@ -85,7 +87,7 @@ class DiskTier:
                     self._fail(error)
                     return False
             else:
-                self._full = False
+                self._calm += 1
                 return True
         return False
 
@@ -112,8 +114,8 @@ class DiskTier:
 
     def _tell_full(self, error: OSError) -> None:
         line = f"disk full ({error.strerror}): the oldest blocks make room, else new ones are lost"
-        self._reports.add("disk_errors", "" if self._full else line)
-        self._full = True
+        self._reports.add("disk_errors", line if self._calm > _EPISODE else "")
+        self._calm = 0
 
     def _fail(self, error: OSError) -> None:
         if error.errno in _FULL and self._folder is not None:

@@ -128,3 +128,10 @@ class Tiers:
         for tier, where in (("host", CPU), ("device", device)):
             for row in tree[tier]:
                 self.put(Stored.restore(row["number"], row["sections"]).to(where), tier)
+
+    def close(self) -> None:
+        """Let go of all blocks and files."""
+        for tier in self._memory:
+            self._memory[tier].clear()
+            self._used[tier] = 0
+        self.disk.close()
