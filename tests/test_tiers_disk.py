@@ -304,6 +304,7 @@ def test_planted_fault_an_unchecked_section_is_used(
     held.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_block_is_either_absent_or_whole(tmp_path: Path) -> None:
     """Killed at every step of a write: no half a block under its name."""
     encoded = encode(0, Stored.of(block(0)).sections())

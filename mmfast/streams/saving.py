@@ -194,9 +194,15 @@ def _read(path: Path) -> Any:
     body = json.loads(data[9:])
     tensors: list[Tensor] = []
     for row in body["shards"]:
-        tensors += _read_shard(path / row["name"], row)
-    files = [_file(path / name, size) for name, size in body["files"]]
+        tensors += _read_shard(_inside(path, row["name"]), row)
+    files = [_file(_inside(path, name), size) for name, size in body["files"]]
     return from_plain(body["tree"], tensors, files)
+
+
+def _inside(path: Path, name: str) -> Path:
+    if name != Path(name).name:
+        raise MmfastError(f"manifest.json names a file outside its generation: {name!r}")
+    return path / name
 
 
 def _read_shard(path: Path, row: dict[str, Any]) -> list[Tensor]:
