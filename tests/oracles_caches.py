@@ -67,7 +67,7 @@ def streamingvlm(layer: Layer, budget: int, sink: float = 0.125, text: float = 0
 
 
 def _voted(layer: Layer, budget: int, window: int, kernel: int, pool: str) -> Answers:
-    last = min(window, budget)
+    last = min(window, max(budget // 2, 1))
     before, side, answers = layer.n - last, kernel // 2, []
     for head in layer.heads:
         score = []

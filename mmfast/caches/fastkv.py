@@ -26,7 +26,8 @@ def fastkv(tokens: Tokens, budget: int, *, window: int = 8, kernel: int = 7) -> 
     Args:
         tokens: Keys `x` `[..., H, N, d]` and `attn_window` `[..., H, N]`, the attention of the
             last `window` queries, mean over them and over the query heads of a key head.
-        budget: Tokens to keep in every head, the window among them; a share is of all tokens.
+        budget: Tokens to keep in every head, a share is of all tokens. The window is among them,
+            with at most half of the budget.
         window: Queries at the end of the prompt; their own tokens stay.
         kernel: Places in the mean, an odd number; at the ends those that exist.
 

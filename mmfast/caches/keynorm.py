@@ -39,7 +39,7 @@ def keynorm(tokens: Tokens, budget: int, *, group: int = 1024) -> Reduction:
     """
     if group < 1:
         raise SpecError(f"knob group={group} of 'keynorm' holds no token; choose 1 or more")
-    square = tokens.x.double().square().sum(-1)  # [..., H, N]
+    square = tokens.x.float().square().sum(-1).double()  # [..., H, N]
     heads = square.shape[-2:-1]
     # float32 again: equal keys have equal length, whatever the order of the sum.
     length = (square.sum(-2) if heads else square).float()

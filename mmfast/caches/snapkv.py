@@ -28,7 +28,8 @@ def snapkv(
     Args:
         tokens: Keys `x` `[..., H, N, d]` and `attn_window` `[..., H, N]`, the attention of the
             last `window` queries, mean over them and over the query heads of a key head.
-        budget: Tokens to keep in every head, the window among them; a share is of all tokens.
+        budget: Tokens to keep in every head, a share is of all tokens. The window is among them,
+            with at most half of the budget.
         window: Queries of the observation window.
         kernel: Places that are pooled, an odd number; at the ends those that exist.
         pool: `max` as published for long documents, or `mean`.

@@ -43,8 +43,9 @@ def window_choice(
 
     Args:
         attn: `[..., H, N]` attention of the last `window` queries.
-        budget: Tokens to keep in each head, at least one of them from the window.
-        window: Last tokens that stay, as far as the budget goes.
+        budget: Tokens to keep in each head.
+        window: Last tokens that stay, or half of the budget where that is less: a small cache
+            of nothing but the question would be of no use.
         kernel: Neighbours in the pooled votes; see `pooled_votes`.
         pool: `mean` or `max`.
 
@@ -54,7 +55,7 @@ def window_choice(
     if window < 1:
         raise SpecError(f"knob window={window} holds no query; choose 1 or more")
     n = attn.shape[-1]
-    last = min(window, budget)
+    last = min(window, max(budget // 2, 1))
     votes = pooled_votes(attn[..., : n - last], kernel, pool)
     return with_last(stable_topk(votes, budget - last), last, n)
 
