@@ -122,7 +122,7 @@ class Branch:
         before = partial(self._before, block) if reading else None
         lengths = [buffer.length for buffer in self.buffers]
         try:
-            hidden, _ = self._engine._forward(piece, block.start, self.buffers, before)
+            hidden = self._engine._forward(piece, block.start, self.buffers, before)
         except BaseException:
             self._broken = [buffer.length for buffer in self.buffers] != lengths
             raise

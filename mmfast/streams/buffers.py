@@ -69,6 +69,11 @@ class Buffer:
         assert self.data is not None
         return self.data[plane, :, start : self.length if stop is None else stop]
 
+    def read_all(self, start: int, stop: int) -> Tensor:
+        """A view `[3, H, stop - start, d]` of all planes."""
+        assert self.data is not None
+        return self.data[:, :, start:stop]
+
     def keep(self, spans: Sequence[Span]) -> None:
         """Keep only these ranges, ascending, and close the gaps between them."""
         if self.data is None:

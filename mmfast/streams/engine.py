@@ -98,9 +98,8 @@ class Engine:
         """
         with memory.lock, torch.no_grad():
             block = live(piece, memory.number, memory.cursor.start(piece))
-            queries = self._forward(piece, block.start, memory.buffers)[1]
-            block = score(memory, self.turner, block, queries)
-            memory.admit(block)
+            self._forward(piece, block.start, memory.buffers)
+            memory.admit(score(memory, self.turner, block))
 
     def branch(self, memory: Memory) -> Branch:
         """A copy of the live tokens on which a question is answered; the stream goes on."""
@@ -126,7 +125,7 @@ class Engine:
         start: Start,
         buffers: Sequence[Buffer],
         recall: Callable[[Raw], Callable[[int], None]] | None = None,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+    ) -> Tensor:
         """Run a piece behind the tokens of the buffers; they hold its tokens, not counted in.
 
         Args:
@@ -136,7 +135,7 @@ class Engine:
             recall: Given what is captured, makes what every layer calls before it attends.
 
         Returns:
-            The last hidden state `[D]`, and per layer the queries `[1, Hq, n, d]` before RoPE.
+            The last hidden state `[D]`.
         """
         weight = self.decoder.get_input_embeddings().weight
         embeds = piece.embeds.to(weight.device, weight.dtype)[None]  # [1, n, D]
@@ -157,7 +156,8 @@ class Engine:
                     use_cache=True,
                     **_planes(piece, weight),
                 )
-        return output.last_hidden_state[0, -1], raw.queries
+        last: Tensor = output.last_hidden_state[0, -1]
+        return last
 
 
 def _check_layers(decoder: Any, capture: RawCapture) -> None:

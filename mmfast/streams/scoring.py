@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.ops.evict import evict
-from mmfast.streams.buffers import RAW, VALUES
+from mmfast.streams.buffers import RAW, ROTATED, VALUES
 from mmfast.streams.memory import Memory
-from mmfast.streams.places import Live
+from mmfast.streams.places import VISUAL, Live
 from mmfast.streams.turning import Turner
 
 _KNOWN = {"x", "values", "kind", "layer", "layers"}
@@ -34,41 +38,66 @@ def check_score(plan: CachePlan | None) -> None:
         )
 
 
-def score(memory: Memory, turner: Turner, block: Live, queries: dict[int, Tensor]) -> Live:
-    """Let the policy choose among the tokens of a new frame, in every layer for itself.
+def score(memory: Memory, turner: Turner, block: Live) -> Live:
+    """Let the policy choose among the visual tokens of a new frame, in every layer for itself.
 
     Args:
         memory: Its buffers hold the tokens, not counted in.
         turner: Rotates what a policy merges.
-        block: The new block; texts are left whole.
-        queries: Per layer the queries of its tokens `[1, Hq, n, d]` before RoPE.
+        block: The new block; texts, and markers inside frames, are left alone.
 
     Returns:
         The block with what is left of it.
     """
     spec = None if memory.plan is None else memory.plan.score
-    if spec is None or block.kind != "frame":
+    visual = (block.kinds == VISUAL).nonzero()[:, 0]
+    if spec is None or not len(visual):
         return block
+    markers = (block.kinds != VISUAL).nonzero()[:, 0]
     held = []
     for layer, buffer in enumerate(memory.buffers):
-        end = buffer.length + block.n
-        raw, values = (buffer.read(plane, buffer.length, end) for plane in (RAW, VALUES))
-        signals = {
-            "values": values.transpose(0, 1).flatten(1),
-            "kind": block.kinds.to(raw.device),
-            "layer": torch.tensor(layer),
-            "layers": torch.tensor(turner.layers),
-        }
-        # All heads of a layer keep the same tokens: heads side by side are one long key.
-        tokens = Tokens(raw.transpose(0, 1).flatten(1), signals=signals)
-        reduction = evict(spec, tokens)
-        keep = reduction.keep.cpu()
-        held.append(keep)
-        if reduction.pure:
-            buffer.select(keep, block.n)
-            continue
-        merged = [reduction.apply(rows.transpose(0, 1).flatten(1)) for rows in (raw, values)]
-        keys, values = (rows.unflatten(1, (raw.shape[0], -1)).transpose(0, 1) for rows in merged)
-        places = replace(block, held=(keep,)).positions(0)
-        buffer.write(keys, turner.rotate(layer, keys, places), values)
+        tail = buffer.read_all(buffer.length, buffer.length + block.n)  # [3, H, n, d]
+        rows = tail.index_select(2, visual.to(tail.device))
+        reduction = _choose(spec, rows, layer, turner.layers)
+        chosen = visual[reduction.keep.cpu()]
+        if not reduction.pure:
+            places = replace(block, held=(chosen,)).positions(0)
+            _merge(tail, rows, chosen, reduction, partial(turner.rotate, layer, positions=places))
+        held.append(torch.cat([markers, chosen]).sort().values)
+        buffer.select(held[-1], block.n)
     return replace(block, held=tuple(held))
+
+
+def _choose(spec: Spec, rows: Tensor, layer: int, layers: int) -> Reduction:
+    """All heads of a layer keep the same tokens: heads side by side are one long key."""
+    keys, values = (_wide(rows[plane]) for plane in (RAW, VALUES))
+    signals = {
+        "values": values,
+        "kind": torch.full(keys.shape[:1], VISUAL, device=keys.device),
+        "layer": torch.tensor(layer),
+        "layers": torch.tensor(layers),
+    }
+    return evict(spec, Tokens(keys, signals=signals))
+
+
+def _merge(
+    tail: Tensor,
+    rows: Tensor,
+    chosen: Tensor,
+    reduction: Reduction,
+    rotate: Callable[[Tensor], Tensor],
+) -> None:
+    """Put merged keys and values where the chosen tokens are, at the places of those."""
+    heads = rows.shape[1]
+    raw, values = (_narrow(reduction.apply(_wide(rows[p])), heads) for p in (RAW, VALUES))
+    index = chosen.to(tail.device)
+    for plane, merged in ((RAW, raw), (ROTATED, rotate(raw)), (VALUES, values)):
+        tail[plane].index_copy_(1, index, merged)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    return rows.transpose(0, 1).flatten(1)  # [m, H * d]
+
+
+def _narrow(rows: Tensor, heads: int) -> Tensor:
+    return rows.unflatten(1, (heads, -1)).transpose(0, 1).contiguous()  # [H, m, d]

@@ -1,0 +1,236 @@
+"""A stream, slowly: lists of keys and values in float64, with RoPE written out anew.
+
+Nothing of mmfast is used. Every layer keeps a list of tokens; whenever something is asked, all of
+them are rotated to the positions that a prompt of the live tokens has, counted from 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Slow:
+    """One block: its piece, and per layer keys before RoPE, values and token numbers."""
+
+    piece: Any
+    number: int
+    start: Tensor  # [A]
+    keys: list[Tensor] = field(default_factory=list)  # [H, m, d]
+    values: list[Tensor] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)  # [m]
+
+    def cut(self, size: int) -> Slow:
+        rows = ([x[:, :size] for x in self.keys], [x[:, :size] for x in self.values])
+        return Slow(self.piece, self.number, self.start, *rows, [x[:size] for x in self.tokens])
+
+    def rest(self, size: int) -> Slow:
+        rows = ([x[:, size:] for x in self.keys], [x[:, size:] for x in self.values])
+        return Slow(self.piece, self.number, self.start, *rows, [x[size:] for x in self.tokens])
+
+    def places(self, layer: int, start: Tensor) -> Tensor:
+        return start[:, None] + self.piece.relative[:, self.tokens[layer]]
+
+
+def starts(blocks: list[Slow]) -> list[Tensor]:
+    """Where blocks start in a prompt of them alone; what is left of one block counts once."""
+    axes = blocks[0].piece.relative.shape[0]
+    found: list[Tensor] = []
+    after, top = torch.zeros(axes, dtype=torch.int64), -1
+    for i, block in enumerate(blocks):
+        if i and block.number == blocks[i - 1].number:
+            found.append(found[-1])
+            continue
+        start = torch.full((axes,), top + 1) if block.piece.fresh else after
+        found.append(start)
+        after = start + block.piece.advance
+        top = max(top, int((start[:, None] + block.piece.relative).max()))
+    return found
+
+
+class SlowStream:
+    """A stream with sinks and a window, and everything that left them.
+
+    Args:
+        model: The stock model, whose weights are read.
+        sink: Tokens at the beginning that stay; None keeps all.
+        window: Tokens at the end that stay, whole blocks at a time.
+        norms: Visual tokens of a frame that a layer keeps: those of smallest key norm; None is all.
+        slack: Share of the prompt that positions may run ahead.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        sink: int | None = None,
+        window: int = 0,
+        norms: int | None = None,
+        slack: float = 0.0,
+    ) -> None:
+        self.model, self.decoder = model, model.get_decoder()
+        self.sink, self.window, self.norms, self.slack = sink, window, norms, slack
+        self.blocks: list[Slow] = []
+        self.gone: list[Slow] = []
+        self.number = 0
+
+    def append(self, piece: Any) -> None:
+        start = self._next(piece)
+        block = Slow(piece, self.number, start)
+        self.number += 1
+        before = [(block_, block_.start) for block_ in self.blocks]
+        _, block.keys, block.values = self.run(piece, start, [before] * len(self.decoder.layers))
+        block.tokens = [torch.arange(len(piece.embeds)) for _ in block.keys]
+        if self.norms is not None and piece.kind == "frame":
+            self._choose(block)
+        self.blocks.append(block)
+        if self.sink is not None:
+            self._evict()
+
+    def _choose(self, block: Slow) -> None:
+        for layer, keys in enumerate(block.keys):
+            size = keys.transpose(0, 1).flatten(1).norm(dim=1)
+            seen = [i for i in size.argsort().tolist() if block.piece.visual[i]][: self.norms]
+            markers = (~block.piece.visual).nonzero()[:, 0].tolist()
+            keep = torch.tensor(sorted(seen + markers))
+            block.keys[layer], block.values[layer] = keys[:, keep], block.values[layer][:, keep]
+            block.tokens[layer] = keep
+
+    def _next(self, piece: Any) -> Tensor:
+        if not self.blocks:
+            return torch.zeros(piece.relative.shape[0], dtype=torch.int64)
+        if not piece.fresh:
+            return self.blocks[-1].start + self.blocks[-1].piece.advance
+        tops = [int((b.start[:, None] + b.piece.relative).max()) for b in self.blocks]
+        return torch.full((piece.relative.shape[0],), max(tops) + 1)
+
+    def _evict(self) -> None:
+        assert self.sink is not None
+        sizes = [max(len(tokens) for tokens in block.tokens) for block in self.blocks]
+        total, at, live, left = sum(sizes), 0, [], False
+        for block, size in zip(self.blocks, sizes, strict=True):
+            inside = [i < self.sink or i >= total - self.window for i in range(at, at + size)]
+            sinks = min(size, max(0, self.sink - at))
+            at += size
+            if all(inside):
+                live.append(block)
+                continue
+            left = True
+            self.gone.append(block.rest(sinks))
+            if sinks:
+                live.append(block.cut(sinks))
+        self.blocks = live
+        if left:
+            tight = starts(live)
+            top = int((tight[-1][:, None] + live[-1].piece.relative).max())
+            if int((live[-1].start - tight[-1]).abs().max()) > self.slack * (top + 1):
+                for block, start in zip(live, tight, strict=True):
+                    block.start = start
+
+    def ask(self, piece: Any, recalled: list[list[int]] | None = None) -> Tensor:
+        """Logits `[V]` of the last token of a question.
+
+        Args:
+            piece: The question.
+            recalled: Per layer numbers of blocks that left and are read again; the prompt is
+                then counted from 0, in every layer for itself.
+        """
+        layers = len(self.decoder.layers)
+        if recalled is None:
+            rows = [[(block, block.start) for block in self.blocks]] * layers
+            return self.run(piece, self._next(piece), rows)[0]
+        question = Slow(piece, -1, torch.zeros(0))
+        asked, shown = [], []
+        for numbers in recalled:
+            back = [block for block in self.gone if block.number in numbers]
+            # Stable: what is left of a block comes before the rest of it.
+            prompt = sorted([*self.blocks, *back], key=lambda block: block.number)
+            *tight, start = starts([*prompt, question])
+            shown.append(list(zip(prompt, tight, strict=True)))
+            asked.append(start)
+        return self.run(piece, asked, shown)[0]
+
+    def run(
+        self, piece: Any, start: Any, before: list[list[tuple[Slow, Tensor]]]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Logits of the last token, and keys before RoPE and values of all tokens per layer."""
+        hidden, made = piece.embeds.double(), ([], [])
+        for layer, module in enumerate(self.decoder.layers):
+            here = start[layer] if isinstance(start, list) else start
+            blocks = before[layer]
+            q, k, v = self._project(module, hidden)
+            keys = torch.cat([*(b.keys[layer] for b, _ in blocks), k], 1)
+            values = torch.cat([*(b.values[layer] for b, _ in blocks), v], 1)
+            mine = here[:, None] + piece.relative
+            places = torch.cat([*(b.places(layer, s) for b, s in blocks), mine], 1)
+            out = attend(self._rope(q, mine), self._rope(keys, places), values)
+            hidden = hidden + linear(module.self_attn.o_proj, out)
+            hidden = hidden + self._mlp(module, hidden)
+            if piece.planes and layer < len(piece.planes):
+                hidden[piece.visual] += piece.planes[layer].double()
+            made[0].append(k)
+            made[1].append(v)
+        last = norm(self.decoder.norm, hidden[-1])
+        return linear(self.model.get_output_embeddings(), last), *made
+
+    def _project(self, module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        attention, width = module.self_attn, module.self_attn.head_dim
+        x = norm(module.input_layernorm, hidden)
+        names = ("q_proj", "k_proj", "v_proj")
+        rows = [linear(getattr(attention, n), x).unflatten(1, (-1, width)) for n in names]
+        for i, name in enumerate(("q_norm", "k_norm")):
+            if hasattr(attention, name):
+                rows[i] = norm(getattr(attention, name), rows[i])
+        q, k, v = (row.transpose(0, 1) for row in rows)
+        return q, k, v
+
+    def _mlp(self, module: Any, hidden: Tensor) -> Tensor:
+        x, mlp = norm(module.post_attention_layernorm, hidden), module.mlp
+        gate = torch.nn.functional.silu(linear(mlp.gate_proj, x))
+        return linear(mlp.down_proj, gate * linear(mlp.up_proj, x))
+
+    def _rope(self, x: Tensor, places: Tensor) -> Tensor:
+        return rope(x, places, self.decoder.config.rope_parameters)
+
+
+def rope(x: Tensor, places: Tensor, parameters: Any) -> Tensor:
+    """Rotate `[H, n, d]` to positions `[A, n]`, in float64."""
+    half = x.shape[-1] // 2
+    axis = torch.zeros(half, dtype=torch.int64)
+    if len(places) == 3:
+        sections = parameters["mrope_section"]
+        if parameters.get("mrope_interleaved"):
+            for which in (1, 2):
+                axis[which : 3 * sections[which] : 3] = which
+        else:
+            axis = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    step = parameters["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = places[axis].double().T * step  # [n, half]
+    a, b = x.double().split(half, -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the last tokens `[Hq, n, d]` to all `[H, m, d]`; `[n, Hq * d]`."""
+    group, n, m = len(q) // len(k), q.shape[1], k.shape[1]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+    late = torch.arange(m)[None] > torch.arange(m - n, m)[:, None]
+    return (scores.masked_fill(late, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+def linear(module: Any, x: Tensor) -> Tensor:
+    bias = module.bias
+    return torch.nn.functional.linear(
+        x.double(), module.weight.double(), None if bias is None else bias.double()
+    )
+
+
+def norm(module: Any, x: Tensor) -> Tensor:
+    """Root mean square norm over the last dimension."""
+    scale = (x.double().pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+    return x.double() * scale * module.weight.double()
