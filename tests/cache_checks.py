@@ -211,3 +211,11 @@ PROMISES = (
     check_nan_is_refused,
     check_missing_signals_are_named,
 )
+
+
+def check_contract(method: Method) -> None:
+    """Everything above, for a policy that has just been written."""
+    for kind in KINDS:
+        check_oracle(method, kind)
+    for promise in PROMISES:
+        promise(method)
