@@ -32,9 +32,10 @@ class Plan:
 
     Attributes:
         streams: The state of each frame, by number; frames of a stream in their order.
-        layouts: Per frame its number of patches, and what else must match to compare frames.
+        layouts: Per frame its number of rows, and what else must match to compare frames: rows
+            and columns, or of how many tiles it is.
         taps: Blocks whose output is read.
-        class_token: Row 0 of a frame is a class token.
+        class_token: Row 0 of every tile is a class token.
     """
 
     streams: tuple[int, ...]
@@ -111,13 +112,19 @@ class Pass:
             known = self._frames[before].patches if same else None
         if known is None or rule is None:
             return _Frame(None, None, x)
-        first, known = int(self.plan.class_token), known.to(x)
-        rows = rule.choose(changes(x[first:], known[first:]), self._since[stream] + 1)
+        known, classes = known.to(x), self._class_rows(layout, x)
+        content = torch.ones_like(x[:, 0], dtype=torch.bool).index_fill(0, classes, False)
+        rows = rule.choose(changes(x[content], known[content]), self._since[stream] + 1)
         if rows is None:
             return _Frame(None, None, x)
-        if first and len(rows):  # the class token sums the frame up: with it, or not at all
-            rows = torch.cat([rows.new_zeros(1), rows + 1])
+        if len(rows):  # class tokens sum a frame up: with any patch, or not at all
+            rows = torch.cat([classes, content.nonzero()[rows, 0]]).sort().values
         return _Frame(before, rows, known.index_copy(0, rows, x[rows]))
+
+    def _class_rows(self, layout: tuple[int, ...], x: Tensor) -> Tensor:
+        """Rows of the class tokens of a frame, one per tile."""
+        n, tiles = layout[0], layout[1] if self.plan.class_token else 0
+        return torch.arange(tiles, device=x.device) * (n // max(1, tiles))
 
     def _reference(self, stream: int, layout: tuple[int, ...]) -> Tensor | None:
         """Patches `[n, D]` of the state's reference, where it is of use."""

@@ -56,7 +56,7 @@ def _packed(kind: str, arguments: Call) -> list[Layouts]:
 
 
 def _batch(tower: Tower, adapter: Adapter, arguments: Call, hidden: Tensor) -> list[Layouts]:
-    """Frames of a batch `[B, N, D]`: rows of a video, or the tiles of an image together."""
+    """Frames of a batch `[B, N, D]`: those of a video, or the tiles of an image together."""
     rows, n = hidden.shape[:2]
     videos = arguments.get("pixel_values_videos")
     if videos is not None:
@@ -64,8 +64,17 @@ def _batch(tower: Tower, adapter: Adapter, arguments: Call, hidden: Tensor) -> l
         return [[(n, 1)] * frames] * items
     tiles = adapter.tile_counts(tower.base, arguments)
     if sum(tiles) != rows:  # padding among the pictures of a batch
-        tiles = [1] * rows
-    return [[(count * n, count)] for count in tiles]
+        return [[(n, 1)]] * rows
+    # A family without a call for videos encodes a clip as an image whose raster has many frames.
+    found = adapter.layout(tower.base, "image", arguments)
+    clips = [
+        layout.grid is not None and layout.grid[0] == count > 1
+        for layout, count in zip(found, tiles, strict=True)
+    ]
+    return [
+        [(n, 1)] * count if clip else [(count * n, count)]
+        for clip, count in zip(clips, tiles, strict=True)
+    ]
 
 
 def taps_of(tower: Tower, arguments: Call) -> frozenset[int]:
