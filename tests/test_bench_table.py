@@ -204,6 +204,11 @@ def test_cache_tables_list_every_policy() -> None:
     assert cache_table.cache_accuracy([])[0].startswith("The whole cache: not measured")
 
 
+def test_rows_about_caches_are_not_rows_about_reducers() -> None:
+    rows = _cache_rows()
+    assert sections.points(rows) == {"all tokens": [(1.0, 0.98)]}
+
+
 def test_cache_accuracy_by_share_and_by_spec() -> None:
     lines = cache_table.cache_accuracy(_cache_rows())
     assert lines[0].startswith("The whole cache: 98.0.")

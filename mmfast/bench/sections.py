@@ -37,7 +37,7 @@ def points(rows: Sequence[Row]) -> Points:
     total = next((row["kept"] for row in rows if not row["reduce"]), 0.0)
     found: dict[str, dict[float, float]] = {}
     for row in rows:
-        kept = share(row["reduce"], row["kept"], total)
+        kept = None if row.get("cache") else share(row["reduce"], row["kept"], total)
         if kept is not None:
             found.setdefault(label(row["reduce"]), {})[round(kept, 4)] = row["score"]
     return {name: sorted(values.items()) for name, values in found.items()}

@@ -31,7 +31,8 @@ def keyformer(
     Adnan et al. (MLSys 2024) add Gumbel noise to the logits before they accumulate, so that a
     few heavy tokens do not decide everything: here it is added to the logarithm of the
     accumulated attention, which is the same where every query normalises alike. The temperature
-    of the paper does not change the order of one accumulated score.
+    of the paper does not change the order of one accumulated score. The choice is made once,
+    behind the prompt: a new draw at every step would in the end lose every token.
 
     Args:
         tokens: Keys `x` `[..., H, N, d]`, `attn_sum` `[..., H, N]`, the attention each token

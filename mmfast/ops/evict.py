@@ -97,8 +97,11 @@ def _check_finite(spec: Spec, tokens: Tokens) -> None:
     tokens.check_finite()
     for name in spec.method.needs:
         values = tokens.need(name)
-        if values.is_floating_point():
-            Tokens(values[..., None]).check_finite()
+        if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+            raise MmfastError(
+                f"signal {name!r} of {spec.method.name!r} is not finite; look for the layer of the "
+                "model that made NaN or infinity"
+            )
 
 
 def _each(index: Tensor, heads: torch.Size) -> Tensor:
