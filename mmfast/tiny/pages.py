@@ -69,7 +69,7 @@ def make_page(purpose: int, seed: int, index: int) -> Page:
         row, column = divmod(int(cell), CELLS)
         number = int(rng.integers(10, 100)) if place < 2 or rng.random() < 0.5 else None
         radius = float(rng.uniform(9.0, 11.5))
-        (x, y), corner = _arrange(rng, radius)
+        (x, y), corner = arrange(rng, radius)
         thing = Thing(shape, colour, radius, (0.0, 0.0), (0.0, 0.0), 0, 1)
         shift = np.array([column * SIDE, row * SIDE])
         owner = np.zeros((side, side), np.uint8)
@@ -91,7 +91,7 @@ def _patches(owner: NDArray[np.uint8]) -> NDArray[np.bool_]:
     return np.asarray(share > 0.25)
 
 
-def _arrange(
+def arrange(
     rng: np.random.Generator, radius: float
 ) -> tuple[tuple[float, float], tuple[int, int]]:
     """Centre of a thing and corner of the panel beside it, in units of its cell."""

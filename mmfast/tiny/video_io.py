@@ -1,6 +1,8 @@
 """Write a drawn clip as an H.264 file and read back the frames a model is shown."""
 
 import io
+from collections.abc import Iterable
+from itertools import chain
 
 import av
 import numpy as np
@@ -9,21 +11,22 @@ from numpy.typing import NDArray
 from mmfast.tiny.scene import FPS, SAMPLED, sampled_indices
 
 
-def encode(frames: NDArray[np.uint8], fps: int = FPS) -> bytes:
+def encode(frames: Iterable[NDArray[np.uint8]], fps: int = FPS) -> bytes:
     """Encode RGB frames as an H.264 mp4.
 
     Args:
-        frames: uint8 [F, H, W, 3], even sides.
+        frames: uint8 [H, W, 3] each, of one size, even sides; at least one.
         fps: frames per second.
     """
-    buffer = io.BytesIO()
+    buffer, pictures = io.BytesIO(), iter(frames)
+    first = next(pictures)
     with av.open(buffer, "w", format="mp4") as box:
         stream = box.add_stream("libx264", rate=fps)
-        stream.height, stream.width = frames.shape[1:3]
+        stream.height, stream.width = first.shape[:2]
         stream.pix_fmt = "yuv420p"
         # One thread: the same bytes on any machine, and no start-up cost per clip.
         stream.options = {"preset": "veryfast", "crf": "20", "threads": "1"}
-        for picture in frames:
+        for picture in chain([first], pictures):
             box.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         box.mux(stream.encode())
     return buffer.getvalue()
