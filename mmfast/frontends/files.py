@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,12 @@ from mmfast.frontends.guard import Mismatch
 from mmfast.frontends.headers import check_header
 from mmfast.frontends.index import Index, packet_index
 from mmfast.frontends.limits import Limits
+from mmfast.frontends.long_file import suits, worth
+from mmfast.frontends.long_file_plan import Group
+from mmfast.frontends.long_file_queue import DEFAULT_AHEAD, Ahead
+from mmfast.frontends.long_file_read import fill, sampled
 from mmfast.frontends.picture import Frame, Frames, Orientation
-from mmfast.frontends.sampling import Ask, Indices
+from mmfast.frontends.sampling import Ask, Indices, sample_stream
 from mmfast.frontends.source import Source
 
 BACKENDS = ("auto", "decord", "pyav")
@@ -75,6 +80,10 @@ def read_file(source: Source, ask: Ask, limits: Limits, backend: str) -> Clip:
     reason = decord_reader.why_not(source, header, index, bool(first.interlaced_frame), turn)
     if backend == "decord" and reason:
         raise MediaError(f"decord cannot read {source.name} ({reason}): use backend='auto'")
+    if backend != "decord" and index.groups is not None:
+        clip = _in_parallel(plan, index, index.groups)
+        if clip is not None:
+            return clip
     if backend != "pyav" and not reason:
         clip = _with_decord(plan, index)
         if clip is not None:
@@ -82,6 +91,15 @@ def read_file(source: Source, ask: Ask, limits: Limits, backend: str) -> Clip:
         if backend == "decord":
             raise MediaError(f"decord failed on {source.name}: use backend='auto'")
     return _with_pyav(plan, index)
+
+
+def _in_parallel(plan: _Plan, index: Index, groups: tuple[Group, ...]) -> Clip | None:
+    asked, rows, out = plan.choose(index)
+    try:
+        done = fill(plan.source, plan.limits, groups, index.ticks[rows], plan.turn, out)
+    except Mismatch:
+        return None
+    return plan.clip(index, asked, rows, out, "pyav") if done else None
 
 
 def _with_decord(plan: _Plan, index: Index) -> Clip | None:
@@ -107,11 +125,16 @@ def _with_pyav(plan: _Plan, index: Index) -> Clip:
     return plan.clip(index, asked, rows, out, "pyav")
 
 
-def iter_file(source: Source, limits: Limits) -> tuple[Iterator[tuple[Frame, float]], float]:
-    """Yield every frame of a file in turn; damaged packets are skipped.
+def iter_file(
+    source: Source, limits: Limits, fps: float | None = None, ahead: Ahead = DEFAULT_AHEAD
+) -> Iterator[tuple[Frame, float]]:
+    """Yield the frames of a file in turn; damaged packets are skipped.
 
-    Returns:
-        The frames with their times, and half a tick of the file's clock.
+    Args:
+        source: The file.
+        limits: Size limits; the wall clock does not count, the consumer sets the pace.
+        fps: Takes the frame on screen at every 1/fps s; None takes all.
+        ahead: How far a parallel read may run ahead of its consumer.
 
     Raises:
         MediaError: Now for a bad header, later when the budget is spent.
@@ -119,6 +142,27 @@ def iter_file(source: Source, limits: Limits) -> tuple[Iterator[tuple[Frame, flo
     check_header(source)
     with open_video(source, limits) as (container, stream):
         header = read_header(source, container, stream, limits)
-    turn = Orientation.of(pyav_reader.first_frame(source, limits))
+        count = stream.frames or float(container.duration or 0) / 1e6 * float(header.rate)
+    first = pyav_reader.first_frame(source, limits)
+    turn = Orientation.of(first)
     half_tick = float(header.time_base) / 2 + 1e-9
-    return pyav_reader.read_all(source, limits.untimed(), header, turn), half_tick
+    free = limits.untimed()
+    pairs = sample_stream(pyav_reader.read_all(source, free, header, turn), fps, half_tick)
+    if fps is None or not suits(source, header) or not worth(count, first.width * first.height):
+        return pairs
+    size = turn.size(first.width, first.height)
+    fast = sampled(source, free, header, turn, size, fps, half_tick, ahead)
+    return _else_from_start(fast, pairs)
+
+
+def _else_from_start(
+    fast: Iterator[tuple[Frame, float]], slow: Iterator[tuple[Frame, float]]
+) -> Iterator[tuple[Frame, float]]:
+    """Yield `fast`, and where it gives up, the rest of `slow`, which gives the same frames."""
+    given = 0
+    try:
+        for pair in fast:
+            given += 1
+            yield pair
+    except Mismatch:
+        yield from islice(slow, given, None)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +11,9 @@ from mmfast.core.errors import MediaError
 from mmfast.frontends.container import Header
 from mmfast.frontends.guard import refusing
 from mmfast.frontends.limits import Budget, Limits
+from mmfast.frontends.long_file import suits
+from mmfast.frontends.long_file_plan import Group, all_groups
+from mmfast.frontends.long_file_units import Facts, unit_reader
 from mmfast.frontends.sampling import Indices
 from mmfast.frontends.source import Source
 
@@ -21,9 +23,6 @@ _ONE_PACKET_ONE_FRAME = frozenset(
     ("h264", "hevc", "av1", "libdav1d", "vp9", "prores", "mjpeg", "ffv1", "rawvideo")
 )
 _SEEKABLE_KINDS = frozenset(("mp4", "mkv", "avi", "y4m"))
-# NAL unit types after which decoding needs nothing from before, and those that change parameters.
-_FRESH_START = {"h264": {5}, "hevc": {19, 20}}
-_PARAMETERS = {"h264": {7, 15}, "hevc": {33}}
 
 
 class Packet(NamedTuple):
@@ -46,6 +45,7 @@ class Index:
     keys: Indices  # [k] presentation ticks of the key frames, ascending
     trusted: bool  # every packet is one frame with its own time, so that seeking is exact
     plain: bool  # decord may read it: fresh starts only, nothing cut away, fixed parameters
+    groups: tuple[Group, ...] | None = None  # where decoding may begin; None: only at the start
 
 
 def packet_index(
@@ -56,9 +56,9 @@ def packet_index(
     Raises:
         MediaError: There are no packets, or more than the limits allow.
     """
-    fits_decord = _decord_scanner(header)
+    look = unit_reader(header)
     packets: list[Packet] = []
-    plain = True
+    facts: list[Facts] = []
     budget = Budget(limits, source.name)
     with refusing(source.name, "read"):
         for p in container.demux(stream):
@@ -66,7 +66,8 @@ def packet_index(
                 packets.append(
                     Packet(p.pts, p.dts, p.is_keyframe, p.is_discard, p.is_corrupt, p.duration or 0)
                 )
-                plain = plain and fits_decord(p)
+                if look is not None:
+                    facts.append(look(p))
                 limits.check_frames(source.name, len(packets))
                 budget.clock()
     shown = [p for p in packets if not p.discard]
@@ -74,8 +75,17 @@ def packet_index(
         raise MediaError(
             f"{source.name} holds no frame: its video stream is empty, record it again"
         )
-    plain = plain and len(shown) == len(packets) and not _leading(packets)
-    return _build(source, header, packets, shown, plain)
+    plain = len(facts) == len(shown) == len(packets) and not _leading(packets)
+    # decord takes any key frame for a fresh start and numbers on from it, so one that is not (open
+    # groups of pictures, gradual refresh) makes it return other frames than asked. And sequence
+    # parameters inside the stream can change the picture size after all checks are done, which
+    # only PyAV can be told to refuse.
+    for p, f in zip(packets, facts, strict=False):
+        plain = plain and not f.sets and (f.fresh or not p.key)
+    index = _build(source, header, packets, shown, plain)
+    listed = [(p.pts, not p.discard, f) for p, f in zip(packets, facts, strict=False)]
+    fits = index.trusted and suits(source, header) and len(facts) == len(packets)
+    return replace(index, groups=all_groups(listed) if fits else None)
 
 
 def _build(
@@ -118,38 +128,6 @@ def _end(header: Header, shown: list[Packet], ticks: Indices) -> int:
     if stay <= 0:
         stay = round(1 / header.time_base)  # a single frame of no rate is a still: a second
     return int(ticks[-1]) + max(stay, 1)
-
-
-def _decord_scanner(header: Header) -> Callable[[Any], bool]:
-    """Give a test of a packet: may a plain reader seek to it and decode on from there?
-
-    decord takes any key frame for a fresh start and numbers on from it, so one that is not (open
-    groups of pictures, gradual refresh) makes it return other frames than asked. And sequence
-    parameters inside the stream can change the picture size after all checks are done, which
-    only PyAV can be told to refuse.
-    """
-    extra, codec = header.extradata, header.codec
-    if codec == "h264" and extra[:1] == b"\1" and len(extra) > 4:
-        width, shift, mask = (extra[4] & 3) + 1, 0, 31
-    elif codec == "hevc" and extra[:1] == b"\1" and len(extra) > 21:
-        width, shift, mask = (extra[21] & 3) + 1, 1, 63
-    else:
-        return lambda packet: False
-    fresh, parameters = _FRESH_START[codec], _PARAMETERS[codec]
-
-    def plain(packet: Any) -> bool:
-        units = {byte >> shift & mask for byte in _unit_heads(packet, width)}
-        return not units & parameters and not (packet.is_keyframe and not units & fresh)
-
-    return plain
-
-
-def _unit_heads(packet: Any, width: int) -> Iterator[int]:
-    """Yield the first byte of each length-prefixed NAL unit of a packet."""
-    data, position = memoryview(packet), 0
-    while position + width < len(data):
-        yield data[position + width]
-        position += width + int.from_bytes(data[position : position + width], "big")
 
 
 def _leading(packets: list[Packet]) -> bool:

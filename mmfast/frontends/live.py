@@ -22,7 +22,7 @@ from mmfast.frontends.live_http import open_http
 from mmfast.frontends.live_network import Allowed, check_address, open_rtsp
 from mmfast.frontends.live_pump import Pump
 from mmfast.frontends.live_steady import at_rate, steady
-from mmfast.frontends.long_file_queue import Ahead
+from mmfast.frontends.long_file_queue import DEFAULT_AHEAD, Ahead
 from mmfast.frontends.picture import Frame
 from mmfast.frontends.pixels import is_array
 from mmfast.frontends.sampling import positive_rate
@@ -33,7 +33,6 @@ from mmfast.frontends.video import iter_video
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
 _CAMERA = "camera:"
 _TIMEOUT = 10.0  # seconds, of cameras and addresses
-_FRAMES, _BYTES = 32, 256 << 20
 
 
 class Live(Iterator[tuple[Frame, float]]):
@@ -108,7 +107,7 @@ def live_frames(
     rate: float | None = None,
     allow_network: Allowed = False,
     limits: Limits = DEFAULT_LIMITS,
-    ahead: Ahead | int | None = None,
+    ahead: Ahead | int = DEFAULT_AHEAD,
     timeout: float | None = None,
 ) -> Live:
     """Open any source of frames; what can be checked is checked now.
@@ -143,7 +142,7 @@ def live_frames(
     speed = DEFAULT_RATE if rate is None else positive_rate("rate", rate)
     if timeout is not None and not 0 < timeout < float("inf"):
         raise MediaError(f"timeout={timeout!r} is not a delay: give seconds such as 10")
-    bound = Ahead(ahead, _BYTES) if isinstance(ahead, int) else ahead or Ahead(_FRAMES, _BYTES)
+    bound = Ahead(frames=ahead) if isinstance(ahead, int) else ahead
     raw = _open(source, step, rate, allow_network, limits, bound, timeout)
     events: Counter[str] = Counter()
     items: Any = raw.items
@@ -193,7 +192,7 @@ def _open(
         convert = _picture(f"a file of {quote(folder)}", limits)
         return _Raw(quote(folder), folder_frames(folder, limits), convert, live=False)
     if is_encoded(source) or is_array(source) or not is_sequence(source):
-        pairs = iter_video(source, fps=fps, limits=limits, rate=rate)
+        pairs = iter_video(source, fps=fps, limits=limits, rate=rate, ahead=ahead)
         name = quote(source) if isinstance(source, str | os.PathLike) else "the video"
         return _Raw(name, pairs, lambda frame: frame, live=False, exact=True)
     listed = isinstance(source, list | tuple)

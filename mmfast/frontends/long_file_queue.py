@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ class Ahead:
         bytes: Their RGB bytes together. A single larger frame passes alone.
     """
 
-    frames: int = 32
+    frames: int = 128
     bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
@@ -32,6 +32,9 @@ class Ahead:
     def full(self, frames: int, size: int) -> bool:
         """Say whether these must wait before another frame is added."""
         return frames >= self.frames or (frames > 0 and size >= self.bytes)
+
+
+DEFAULT_AHEAD = Ahead()
 
 
 class Stopped(Exception):  # noqa: N818 - ends a thread, never seen by a caller
@@ -50,6 +53,7 @@ class Ordered:
     _lanes: dict[int, deque[Any]] = field(default_factory=dict)
     _ended: dict[int, BaseException | None] = field(default_factory=dict)
     _turn: int = 0
+    _lanes_end: int | None = None
     _frames: int = 0
     _bytes: int = 0
     _peak: tuple[int, int] = (0, 0)
@@ -86,17 +90,6 @@ class Ordered:
         free = not self.ahead.full(self._frames, self._bytes + size - 1)
         return free or (lane == self._turn and not mine)
 
-    def wait(self, ready: Callable[[], bool]) -> None:
-        """Wait until `ready`, which is asked again after every change.
-
-        Raises:
-            Stopped: The consumer has gone.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or ready())
-            if self._stopped:
-                raise Stopped
-
     def end(self, lane: int, error: BaseException | None = None) -> None:
         """Close a lane; the consumer meets `error` behind the items before it."""
         with self._changed:
@@ -110,11 +103,19 @@ class Ordered:
             self._lanes.clear()
             self._changed.notify_all()
 
-    def drain(self, lanes: int) -> Iterator[Any]:
-        """Yield the items of lanes 0 to `lanes` - 1 in order; raise the first error met."""
-        while self._turn < lanes:
+    def finish(self, lanes: int) -> None:
+        """There are lanes 0 to `lanes` - 1 and no more."""
+        with self._changed:
+            self._lanes_end = lanes
+            self._changed.notify_all()
+
+    def drain(self) -> Iterator[Any]:
+        """Yield the items of all lanes in order; raise the first error met."""
+        while True:
             with self._changed:
                 self._changed.wait_for(self._ready)
+                if self._turn == self._lanes_end:
+                    return
                 mine = self._lanes.get(self._turn)
                 if not mine:
                     error = self._ended.pop(self._turn)
@@ -130,4 +131,5 @@ class Ordered:
             yield item
 
     def _ready(self) -> bool:
-        return bool(self._lanes.get(self._turn)) or self._turn in self._ended
+        waits = bool(self._lanes.get(self._turn)) or self._turn in self._ended
+        return waits or self._turn == self._lanes_end

@@ -14,10 +14,11 @@ from mmfast.frontends.files import BACKENDS, iter_file, read_file
 from mmfast.frontends.guard import quote
 from mmfast.frontends.image import open_image
 from mmfast.frontends.limits import DEFAULT_LIMITS, Limits
+from mmfast.frontends.long_file_queue import DEFAULT_AHEAD, Ahead
 from mmfast.frontends.picture import Frame
 from mmfast.frontends.sampling import Ask, positive_rate, sample_stream
 from mmfast.frontends.sequences import iter_sequence, sequence_clip
-from mmfast.frontends.source import IMAGE_KINDS, is_encoded, open_source
+from mmfast.frontends.source import IMAGE_KINDS, Source, is_encoded, open_source
 
 
 def read_video(
@@ -81,18 +82,21 @@ def iter_video(
     fps: float | None = None,
     limits: Limits = DEFAULT_LIMITS,
     rate: float | None = None,
+    ahead: Ahead = DEFAULT_AHEAD,
 ) -> Iterator[tuple[Frame, float]]:
     """Yield the frames of a video lazily, each with its time in seconds.
 
     With `fps` it yields the frames that ``read_video(media, fps=...)`` gives, one frame behind
-    the source; without, every frame. A file is decoded from its start and nothing is held; an
-    endless iterator of frames stays endless, and a slow consumer runs into no time limit.
+    the source; without, every frame. A long file of which few frames are wanted is decoded by
+    several threads, which run ahead; all else is decoded as it is asked for and nothing is held.
+    An endless iterator of frames stays endless, and a slow consumer runs into no time limit.
 
     Args:
         media: As for `read_video`.
         fps: How many frames to take per second.
         limits: Size limits; those on frames and duration apply to files only.
         rate: Frames per second of decoded frames that come without times; 24 if not given.
+        ahead: How many decoded frames of a long file may wait.
 
     Yields:
         (picture [H, W, 3] uint8, seconds).
@@ -101,19 +105,22 @@ def iter_video(
         MediaError: At once for a bad argument or file, later for damage inside it.
     """
     step = None if fps is None else positive_rate("fps", fps)
+    if is_encoded(media):
+        source = open_source(media, limits)
+        if source.kind not in IMAGE_KINDS:
+            return iter_file(source, limits, step, ahead)
+        media = source
     pairs, tolerance = _stream(media, limits, rate)
     return sample_stream(pairs, step, tolerance)
 
 
 def _stream(media: object, limits: Limits, rate: object) -> tuple[Iterator[Any], float]:
-    """The frames of any media in turn, and how far their times are rounded."""
+    """The frames of any media but video files in turn, and how far their times are rounded."""
     if isinstance(media, Image.Image):
         return iter_animation(media, limits, "the animation"), 5e-4
-    if not is_encoded(media):
+    if not isinstance(media, Source):
         return iter_sequence(media, limits, rate), 1e-6
-    source = open_source(media, limits)
-    if source.kind not in IMAGE_KINDS:
-        return iter_file(source, limits)
+    source = media
 
     def opened() -> Iterator[tuple[Frame, float]]:
         with open_image(source, limits) as image:
