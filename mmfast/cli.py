@@ -1,4 +1,4 @@
-"""`mmfast`: ask, methods, doctor, verify, eval, bench, plan.
+"""`mmfast`: ask, watch, methods, doctor, verify, eval, bench, plan.
 
 The commands live in `cli_<topic>.py`; a new one is a function there and a line below. Every
 command imports what it needs itself, so that `mmfast --help` and completion stay instant.
@@ -17,6 +17,7 @@ from mmfast.cli_ask import ask
 from mmfast.cli_info import doctor, methods, verify
 from mmfast.cli_measure import bench, evaluate
 from mmfast.cli_plan import plan
+from mmfast.cli_watch import watch
 from mmfast.core.errors import MmfastError
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(ask)
+app.command()(watch)
 app.command()(methods)
 app.command()(doctor)
 app.command()(verify)

@@ -84,7 +84,7 @@ class Session:
             source: See `mmfast.frontends.live.live_frames`.
             background: Return at once and watch in a thread; else return when the source ends.
             **options: `fps`, `latency` (seconds that a frame may wait before it is dropped),
-                `realtime` (a file at its own speed), `allow_network`; see `Watch`.
+                `realtime` (a file at its own speed), `allow_network`, `each`; see `Watch`.
 
         Raises:
             MediaError: The source cannot be opened, stalls or dies; what was seen stays. In the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmfast.core.errors import MmfastError
@@ -27,6 +27,7 @@ class Watch:
             the model is busy. None drops nothing, and the source waits.
         realtime: Let a file's frames arrive at their times, as a camera's do.
         clock: Tells the time; the machine's if not given.
+        each: Called after every frame with its seconds, in the thread that watches.
         **options: `allow_network`, `rate`, `timeout`; see `live_frames`.
 
     Attributes:
@@ -43,9 +44,10 @@ class Watch:
         latency: float | None = None,
         realtime: bool = False,
         clock: Clock | None = None,
+        each: Callable[[float], Any] | None = None,
         **options: Any,
     ) -> None:
-        self._session = session
+        self._session, self._each = session, each
         self.live = live_frames(source, fps=fps, limits=session.limits, **options)
         self.feed = Feed(self.live, latency=latency, clock=clock, realtime=realtime)
         self.error: Exception | None = None
@@ -75,6 +77,8 @@ class Watch:
                 if self._stopped or self._session.closed:
                     return
                 self._session.push(frame, seconds)
+                if self._each is not None:
+                    self._each(self._session.stream.timeline.last or 0.0)
         except MmfastError as error:
             if self._stopped or self._session.closed:
                 return  # it was woken to end
