@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from mmfast.cli_options import (
+    Cache,
     Device,
     Dtype,
     Json,
@@ -25,7 +26,7 @@ def ask(
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     model: Model = None,
     reduce: Reduce = None,
-    cache: Annotated[str | None, typer.Option(help="KV policy spec.")] = None,
+    cache: Cache = None,
     frames: Annotated[int, typer.Option(help="Frames sampled uniformly.")] = 8,
     fps: Annotated[float | None, typer.Option(help="Sample at this rate instead.")] = None,
     device: Device = None,

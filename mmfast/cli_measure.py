@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mmfast.cli_options import Device, Dtype, Json, Model, Reduces, complete_preset
+from mmfast.cli_options import Caches, Device, Dtype, Json, Model, Reduces, complete_preset
 from mmfast.core.errors import MmfastError
 
 
@@ -19,6 +19,7 @@ def _suites(incomplete: str) -> list[str]:
 
 def evaluate(
     reduce: Reduces = None,
+    cache: Caches = None,
     n: Annotated[int, typer.Option(help="Questions.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
     suite: Annotated[
@@ -29,12 +30,15 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
+    from mmfast.caches.plan import plan_cache
     from mmfast.cli_output import print_eval, progress, quiet
     from mmfast.core.spec import parse
 
     quiet()
     for spec in reduce or []:
         parse(spec)
+    for spec in cache or []:
+        plan_cache(spec)
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
     from mmfast.bench.results import append, environment, eval_rows
@@ -50,6 +54,7 @@ def evaluate(
             seed=seed,
             model=model,
             name=suite,
+            caches=list(cache or []),
             progress=lambda spec, done, total: tick(done, total, spec),
         )
     if out is not None:

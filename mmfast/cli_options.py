@@ -16,6 +16,15 @@ def complete_spec(incomplete: str) -> list[str]:
     return [prefix + m.name for m in methods("reducer") if m.name.startswith(last)]
 
 
+def complete_cache(incomplete: str) -> list[str]:
+    """Cache specs that end in a policy whose name begins as typed."""
+    from mmfast.core.registry import methods
+
+    head, _, last = incomplete.rpartition("+")
+    prefix = f"{head}+" if head else ""
+    return [prefix + m.name for m in methods("cache") if m.name.startswith(last)]
+
+
 def complete_preset(incomplete: str) -> list[str]:
     """Model shapes of `mmfast bench` that begin as typed."""
     from mmfast.bench.presets import PRESETS
@@ -33,6 +42,19 @@ Reduce = Annotated[
 Reduces = Annotated[
     list[str] | None,
     typer.Option("--reduce", help="Spec; give it several times.", autocompletion=complete_spec),
+]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        help="KV policy spec, for example snapkv:1024 or sink:4+window:512+quant:8.",
+        autocompletion=complete_cache,
+    ),
+]
+Caches = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cache", help="KV policy; give it several times.", autocompletion=complete_cache
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Model = Annotated[

@@ -152,6 +152,7 @@ def print_eval(document: dict[str, Any], as_json: bool) -> None:
     for row in document["rows"]:
         kind, worst = min(row["by_kind"].items(), key=lambda item: float(item[1]))
         name = row["reduce"] or "all tokens"
+        name += f", {row['cache']}" if row.get("cache") else ""
         low, high = row["interval"]
         between = f"{low:.3f} to {high:.3f}"
         weakest = f"{kind} {worst:.3g}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mmfast.attach import attach
+from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.core.trace import Row, Trace, peak_bytes
@@ -32,7 +33,9 @@ class VisualQA:
     Args:
         model: None (embedded), a directory, a hub id, or a `(model, processor)` pair.
         reduce: Spec string such as `"evs:0.25"` or `"divprune:0.5+fastv@llm3:0.5"`.
-        cache: KV policy spec string.
+        cache: Spec string of what happens to keys and values, such as `"snapkv:1024"` (evict
+            behind the prompt), `"sink:4+window:512"` (at every step) or `"quant:4"` (fewer bits);
+            the trace gets a row `kv`. See `mmfast.attach`.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         frames: Frames sampled uniformly from a clip.
@@ -75,7 +78,7 @@ class VisualQA:
         parse(reduce)
         self.target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
         check_alone(self.target, reduce)
-        parse(cache, kind="cache")
+        plan_cache(cache)
         for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise MmfastError(

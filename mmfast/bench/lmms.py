@@ -20,6 +20,7 @@ from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 
 from mmfast.attach import attach
+from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.frontends.image import read_image
@@ -69,7 +70,7 @@ class Mmfast(lmms):  # type: ignore[misc]
                 "cache, device, dtype, batch_size, max_num_frames, fps, system_prompt"
             )
         parse(reduce)
-        parse(cache, kind="cache")
+        plan_cache(cache)
         self.reduce, self.cache = reduce, cache
         self.sampling = {"fps": float(fps)} if fps else {"frames": int(max_num_frames)}
         self.batch_size = 1 if batch_size == "auto" else int(batch_size)

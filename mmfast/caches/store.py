@@ -29,6 +29,11 @@ class Left:
     gaps: tuple[int, ...]
 
     @property
+    def width(self) -> int:
+        """Entries per row and head, padding included."""
+        return self.keys.shape[2]
+
+    @property
     def valid(self) -> Tensor | None:
         """`[B, m]` False at padding; None where there is none."""
         if not any(self.gaps):

@@ -19,6 +19,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.call import Call, length_of
 from mmfast.models.kv_evict import chooser, evict, pin, stayer
 from mmfast.models.kv_notes import (
+    BASIS,
     WINDOW,
     add_masses,
     arrive,
@@ -27,8 +28,10 @@ from mmfast.models.kv_notes import (
     kinds_of,
     remember_basis,
 )
+from mmfast.models.kv_packing import Packing, nbytes
 from mmfast.models.kv_prompt import Part, Prompts
 from mmfast.models.kv_signals import Attention
+from mmfast.models.kv_store import StoredLayer
 from mmfast.models.lengths import is_short, shorten
 from mmfast.models.masks import FULL, kind_of
 
@@ -68,6 +71,7 @@ class KVStage:
         always = [spec.method.moment == "always" for spec in specs]
         self._always, self._each = any(always), bool(always) and all(always)
         self._rescores = plan.score is not None and plan.score.method.moment == "always"
+        self._packing = Packing(plan, len(text.layers), self._always and self._evicts)
         self._prompts = Prompts()
         self._local = _Local()
         self._call: Callable[[], Call | None] = lambda: None
@@ -113,7 +117,7 @@ class KVStage:
         local = self._local
         local.part, local.active = self._prompts.part(past, length), cache is not None
         local.ms, local.before, local.after, local.bytes = 0.0, 0, 0, 0
-        if cache is not None and self._always and self._evicts:
+        if cache is not None and ((self._always and self._evicts) or self._packing.packs):
             self._settle(cache)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -125,13 +129,17 @@ class KVStage:
             layer = cache.layers[index] if index < len(cache.layers) else None
             if layer is None or not is_short(layer) or layer.notes is None:
                 continue
-            if "basis" not in layer.notes and not self._each:
-                continue  # in the midst of a prompt
-            if self._rescores:
-                choose = chooser(self._plan, layer, index, len(self._modules), prompt=False)
-            else:
-                choose = stayer(self._plan, layer)
-            evict(cache, index, choose)
+            if self._always and self._evicts and (BASIS in layer.notes or self._each):
+                self._evict_again(cache, index)
+            self._packing.step(layer)
+
+    def _evict_again(self, cache: Any, index: int) -> None:
+        layer = cache.layers[index]
+        if self._rescores:
+            choose = chooser(self._plan, layer, index, len(self._modules), prompt=False)
+        else:
+            choose = stayer(self._plan, layer)
+        evict(cache, index, choose)
 
     def _after(
         self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
@@ -168,9 +176,10 @@ class KVStage:
             layer.notes.pop(WINDOW, None)
         else:
             before = after = entries(layer) * len(layer.keys)
+        layer = self._packing.prompt(cache, index, part.drafts)
         local.ms += (time.perf_counter() - start) * 1e3
         local.before, local.after = local.before + before, local.after + after
-        local.bytes += layer.keys.nbytes + layer.values.nbytes
+        local.bytes += nbytes(layer)
         if index == self._layers[-1]:
             count = len(self._layers)
             before, after = round(local.before / count), round(local.after / count)
@@ -185,18 +194,16 @@ def _shrinkable(cache: Any, index: int) -> Any:
         ModelError: It is of a kind that cannot.
     """
     layer = cache.layers[index]
-    layer_type = type(layer).__mro__[2] if is_short(layer) else type(layer)
-    if not isinstance(layer, DynamicLayer) or not issubclass(layer_type, DynamicLayer):
-        raise ModelError(
-            f"cache layer {index} is a {layer_type.__name__}, which cannot lose entries; leave out "
-            "cache_implementation, or pass DynamicCache(config=model.config)"
-        )
-    if layer_type is not DynamicLayer:
-        raise ModelError(
-            f"cache layer {index} is a {layer_type.__name__}, whose entries are not at hand; use "
-            "the default DynamicCache, and '+quant:8' in the cache spec to store fewer bits"
-        )
-    return shorten(cache, index)
+    if isinstance(layer, StoredLayer) or type(layer) is DynamicLayer:
+        return shorten(cache, index)
+    kind = next(c for c in type(layer).__mro__ if c.__module__.startswith("transformers"))
+    if is_short(layer) and kind is DynamicLayer:
+        return layer
+    raise ModelError(
+        f"cache layer {index} is a {kind.__name__}, which cannot lose entries; leave out "
+        "cache_implementation (write 'quant:8' into the cache spec for fewer bits), or pass "
+        "DynamicCache(config=model.config)"
+    )
 
 
 def held_tokens(cache: Any) -> list[Tensor]:

@@ -16,7 +16,8 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.models.kv_notes import BASIS, KIND, PADDING, PINNED, TOTAL, WINDOW, entries, fill
-from mmfast.models.lengths import Group, layer_of_model_mask
+from mmfast.models.kv_store import StoredLayer, keep_stored
+from mmfast.models.lengths import regroup
 
 # `(row, where [n])` -> what becomes of these entries of a batch row, leading dims `[H]`.
 Choose = Callable[[int, Tensor], Reduction]
@@ -44,34 +45,22 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
     before, after = sum(map(len, where)), sum(r.m for r in reductions)
     if before == after and all(r.pure for r in reductions):
         return before, after
-    left = leave(layer.keys, layer.values, notes, where, reductions)
-    layer.keys, layer.values, layer.notes = left.keys, left.values, left.notes
-    gone = length - left.keys.shape[2]
-    layer.gone += gone
-    layer.dropped += gone
-    layer.valid = left.valid
-    fit(cache, index)
+    if isinstance(layer, StoredLayer) and all(r.pure for r in reductions):
+        nothing = layer.keys.new_empty(*layer.keys.shape[:2], length, 0)
+        left = leave(nothing, nothing, notes, where, reductions)
+        keep_stored(layer, [r.keep for r in reductions])
+    else:
+        if isinstance(layer, StoredLayer):
+            layer.open()  # what is merged is packed once more
+        left = leave(layer.keys, layer.values, notes, where, reductions)
+        layer.keys, layer.values = left.keys, left.values
+        if isinstance(layer, StoredLayer):
+            layer.front = left.gaps
+    gone = length - left.width
+    layer.gone, layer.dropped = layer.gone + gone, layer.dropped + gone
+    layer.notes, layer.valid = left.notes, left.valid
+    regroup(cache, index)
     return before, after
-
-
-def fit(cache: Any, index: int) -> None:
-    """Say which mask an evicted layer needs: one of its own, or that of the model."""
-    layer = cache.layers[index]
-    layer.group = Group(index)
-    for other in cache.layers[:index]:
-        group = getattr(other, "group", None)
-        same = group is not None and other.dropped == layer.dropped
-        if same and entries(other) == entries(layer) and _equal(other.valid, layer.valid):
-            layer.group = group
-            break
-    model = layer_of_model_mask(cache, layer.is_sliding)
-    layer.uneven = layer.valid is not None or layer.dropped != getattr(model, "dropped", 0)
-
-
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one is other or (one.shape == other.shape and torch.equal(one, other))
 
 
 def basis(layer: Any, row: int) -> int:
@@ -81,9 +70,10 @@ def basis(layer: Any, row: int) -> int:
 
 def chooser(plan: CachePlan, layer: Any, index: int, layers: int, prompt: bool = True) -> Choose:
     """What a plan makes of the entries of a layer, behind a prompt or a later step."""
+    whole = layer.whole() if isinstance(layer, StoredLayer) else (layer.keys, layer.values)
 
     def choose(row: int, where: Tensor) -> Reduction:
-        keys, values = (x[row].index_select(1, where) for x in (layer.keys, layer.values))
+        keys, values = (x[row].index_select(1, where) for x in whole)
         notes = {k: note[row].index_select(-1, where) for k, note in layer.notes.items()}
         heads, kinds = len(keys), notes[KIND].long()
         mine = plan if prompt else settled(plan, basis(layer, row))

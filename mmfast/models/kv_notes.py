@@ -47,7 +47,9 @@ def kinds_of(sequences: Sequences) -> Tensor:
 
 def entries(layer: Any) -> int:
     """Entries that a cache layer holds per row and head, padding included."""
-    return 0 if not layer.is_initialized or layer.keys is None else int(layer.keys.shape[-2])
+    if not layer.is_initialized or layer.keys is None:
+        return 0
+    return int(layer.keys.shape[-2]) + int(getattr(layer, "extra", 0))
 
 
 def fill(layer: Any) -> dict[str, Tensor]:

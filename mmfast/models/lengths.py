@@ -80,7 +80,7 @@ class _Shorter:
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)  # type: ignore[misc]
-        length = int(super().get_seq_length())  # type: ignore[misc]
+        length = held(self)
         self._rows(lambda rows: rows[..., :length])
 
     def _rows(self, change: Any) -> None:
@@ -90,6 +90,7 @@ class _Shorter:
             self.notes = {name: change(note) for name, note in self.notes.items()}
 
 
+Shorter = _Shorter  # to inherit from
 _CLASSES: dict[type, type] = {}
 
 
@@ -167,3 +168,24 @@ def padding_mask(layer: Any, queries: int) -> Tensor | None:
     end = length + offset - layer.dropped
     valid = F.pad(layer.valid, (0, max(0, end - layer.valid.shape[1])), value=True)
     return F.pad(valid, (layer.dropped, 0), value=False)
+
+
+def regroup(cache: Any, index: int) -> None:
+    """Say which mask a layer needs that has lost entries: the model's, or one that it shares."""
+    layer = cache.layers[index]
+    layer.group = Group(index)
+    for other in cache.layers[:index]:
+        group = getattr(other, "group", None)
+        if group is None or (other.dropped, held(other)) != (layer.dropped, held(layer)):
+            continue
+        if _equal(other.valid, layer.valid):
+            layer.group = group
+            break
+    model = layer_of_model_mask(cache, layer.is_sliding)
+    layer.uneven = layer.valid is not None or layer.dropped != getattr(model, "dropped", 0)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one is other or (one.shape == other.shape and torch.equal(one, other))

@@ -173,7 +173,8 @@ def _subset(row: Row) -> str:
 
 
 def _usable(row: Row) -> bool:
-    return isinstance(row.get("score"), (int, float)) and "reduce" in row
+    plain = not row.get("cache")  # what a KV policy costs says nothing about a reduction
+    return isinstance(row.get("score"), (int, float)) and "reduce" in row and plain
 
 
 def _curves(rows: Iterable[Row], total: float) -> list[Curve]:

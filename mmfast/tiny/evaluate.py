@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mmfast.attach import attach
+from mmfast.caches.plan import plan_cache
 from mmfast.core.spec import Spec, parse
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video import read_video
@@ -94,6 +95,7 @@ def run_eval(
     progress: Progress | None = None,
     device: str = "cpu",
     name: str = "video",
+    caches: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Accuracy with all tokens (always the first row) and under each reduction.
 
@@ -105,6 +107,8 @@ def run_eval(
         progress: called with (spec, questions done, n).
         device: where the model runs.
         name: the suite: video, image, multi-image or document.
+        caches: KV policy specs such as "snapkv:0.25"; for each, all rows once more under it, and
+            every row says under `cache` which one it is about.
 
     Returns:
         The document that `mmfast eval --json` prints: accuracy and by_kind are shares of exact
@@ -118,6 +122,8 @@ def run_eval(
     """
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
     stages = {spec: parse(spec) for spec in wanted}
+    for cache in caches:
+        plan_cache(cache)
     asked = suite_of(name)
     subject = Subject(model, device, asked)
     if progress is not None:
@@ -133,9 +139,10 @@ def run_eval(
             if progress is not None:
                 progress("encoding", min(at + size, n), n)
     rows = []
-    for spec in wanted:
+    for spec, cache in [(spec, cache) for cache in (None, *caches) for spec in wanted]:
         prepared = batches[1 if _alone(stages[spec]) else BATCH]
-        rows.append(_row(subject, prepared, spec, not _in_tower(stages[spec]), progress))
+        row = _row(subject, prepared, spec, not _in_tower(stages[spec]), progress, cache)
+        rows.append({**row, "cache": cache} if caches else row)
     shared = {"suite": name, "n": n, "seed": seed, "model": subject.name}
     return {**shared, "rows": rows}
 
@@ -156,13 +163,14 @@ def _row(
     spec: str | None,
     behind: bool,
     progress: Progress | None,
+    cache: str | None = None,
 ) -> dict[str, Any]:
     right: dict[str, list[bool]] = defaultdict(list)
     kept: list[int] = []
     times: list[float] = []
     total = sum(len(batch.cases) for batch in batches)
     for batch in batches:
-        with attach(subject.model, spec) as trace:
+        with attach(subject.model, spec, cache) as trace:
             answers, ms = subject.timed_answers(batch.encoded if behind else batch.inputs)
         times.append(ms + (batch.encode_ms if behind else 0.0))
         counts = token_counts(subject.model, subject.asked.media, batch.inputs, trace)
@@ -170,7 +178,8 @@ def _row(
         for case, answer in zip(batch.cases, answers, strict=True):
             right[case.kind].append(answer == case.answer)
         if progress is not None:
-            progress(spec or "all tokens", sum(map(len, right.values())), total)
+            label = " ".join(filter(None, (spec or "all tokens", cache)))
+            progress(label, sum(map(len, right.values())), total)
     marks = [mark for kind in right.values() for mark in kind]
     kinds = [kind for kind in subject.asked.kinds if right[kind]]
     return {

@@ -1,0 +1,194 @@
+"""Stock `generate` in all its ways, with a cache that loses entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cache_oracle
+import model_oracle as oracle
+import pytest
+import torch
+from tiny_models import ALL_FAMILIES, FAMILIES, Tiny, generate, tiny
+from transformers import DynamicCache, StaticCache
+
+from mmfast.attach import attach
+from mmfast.core.errors import ModelError
+
+WHOLE = (
+    "sink:1.0",
+    "snapkv:1.0",
+    "snapkv:4000",
+    "lookm:4000",
+    "keynorm:1.0",
+    "sink:2+window:4000",
+    "streamingvlm:1.0+keyformer:1.0",
+    "zipvl:1.0?low=0",
+)
+SPECS = (
+    "snapkv:0.4?window=5&kernel=3",
+    "lookm:0.4",
+    "sink:2+window:17",
+    "sink:2+window:7+snapkv:9?window=4",
+    "streamingvlm:0.5",
+)
+PROMPTS = ["{m} a", "so what is {m} then?", "{m} short", "a rather long one: {m}!"]
+PREFILL = (SPECS[0], "lookm:0.4", "zipvl:0.5?low=0")  # act behind a prompt only
+MORE = (*FAMILIES, "gemma3", "lfm2_vl")  # sliding windows, and convolutions
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def kind_of(this: Tiny) -> str:
+    return "video" if "video" in this.facts.kinds else "image"
+
+
+def rows(this: Tiny, numbers: list[int]) -> dict[str, Any]:
+    """A left-padded batch of some of `PROMPTS`."""
+    kind = kind_of(this)
+    media = this.media(kind, len(PROMPTS))
+    media = {name: [items[i] for i in numbers] for name, items in media.items()}
+    return this.inputs([PROMPTS[i].replace("{m}", f"{{{kind}}}") for i in numbers], **media)
+
+
+def run(this: Tiny, inputs: dict[str, Any], spec: str | None, **kwargs: Any) -> Any:
+    with attach(this.model, cache=spec):
+        return generate(this, inputs, **kwargs)
+
+
+def new(out: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return out.sequences[:, inputs["input_ids"].shape[1] :]
+
+
+def close(a: Any, b: Any, row: int | None = None) -> None:
+    """Equal up to rounding: the stock LFM2 is off by 1e-5 between a batch and single rows."""
+    first = torch.stack(list(a.logits))
+    first = first if row is None else first[:, row : row + 1]
+    torch.testing.assert_close(first, torch.stack(list(b.logits)), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_budget_that_keeps_all_changes_no_bit(family: str) -> None:
+    this = tiny(family)
+    for numbers in ([1], [0, 1]):
+        inputs = rows(this, numbers)
+        stock = generate(this, inputs, 4)
+        for spec in WHOLE:
+            out = run(this, inputs, spec, tokens=4)
+            assert torch.equal(out.sequences, stock.sequences), spec
+            assert torch.equal(torch.stack(out.logits), torch.stack(stock.logits)), spec
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_ragged_batch_equals_single_rows(family: str, spec: str) -> None:
+    this = tiny(family)
+    batch = rows(this, [0, 1, 2, 3])
+    together = run(this, batch, spec)
+    for row in range(4):
+        single = rows(this, [row])
+        alone = run(this, single, spec)
+        assert torch.equal(new(together, batch)[row], new(alone, single)[0])
+        close(together, alone, row)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_eager_attention_equals_sdpa(family: str, spec: str) -> None:
+    inputs = rows(tiny(family), [1, 3])
+    out = [run(tiny(family, attention), inputs, spec) for attention in ("sdpa", "eager")]
+    assert torch.equal(out[0].sequences, out[1].sequences)
+    close(*out)
+
+
+@pytest.mark.parametrize("family", MORE)
+@pytest.mark.parametrize("spec", [*PREFILL, SPECS[3]])
+@pytest.mark.parametrize("chunk", [3, 16])
+def test_a_prompt_in_chunks_equals_one_piece(family: str, spec: str, chunk: int) -> None:
+    """Policies act at the end of the prompt, whatever its chunks; the window spans chunks."""
+    this = tiny(family)
+    if family == "gemma3":
+        pytest.skip("its image tokens see forward, so chunks change the model itself")
+    for numbers in ([1], [0, 1]):
+        inputs = rows(this, numbers)
+        whole = run(this, inputs, spec)
+        parts = run(this, inputs, spec, prefill_chunk_size=chunk)
+        assert torch.equal(parts.sequences, whole.sequences)
+        close(parts, whole)
+
+
+@pytest.mark.parametrize("family", MORE)
+@pytest.mark.parametrize("spec", SPECS)
+def test_beams(family: str, spec: str) -> None:
+    this, beams = tiny(family), {"num_beams": 3, "tokens": 5}
+    batch = rows(this, [0, 1])
+    together = new(run(this, batch, spec, **beams), batch)
+    for row in range(2):
+        single = rows(this, [row])
+        assert torch.equal(together[row], new(run(this, single, spec, **beams), single)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", PREFILL)
+def test_prompt_lookup_equals_greedy(family: str, spec: str) -> None:
+    """Drafts that are taken back evict nothing."""
+    this = tiny(family)
+    inputs = rows(this, [1])
+    greedy = run(this, inputs, spec, tokens=12)
+    looked = run(this, inputs, spec, tokens=12, prompt_lookup_num_tokens=3)
+    assert torch.equal(looked.sequences, greedy.sequences)
+
+
+@pytest.mark.parametrize("family", MORE)
+@pytest.mark.parametrize("spec", [SPECS[0], "lookm:0.4?merge=none"])
+def test_a_text_turn_sees_what_is_left(family: str, spec: str) -> None:
+    """The second turn against stock layers that hide what had gone by then."""
+    this = tiny(family)
+    inputs = rows(this, [1])
+    length, more = inputs["input_ids"].shape[1], this.inputs([" and now?"])["input_ids"]
+    walk = cache_oracle.Walk(this, oracle.embed(this, inputs))
+    with attach(this.model, cache=spec):
+        one = generate(this, inputs, 4)
+        held = {i: cache_oracle.kept(one.past_key_values, i, length) for i in walk.full}
+        ids = torch.cat([one.sequences, more], 1)
+        two = generate(this, {"input_ids": ids}, 4, past_key_values=one.past_key_values)
+    for token in ids[0, length:].tolist():
+        walk.step(token, held)
+    torch.testing.assert_close(walk.logits, two.logits[0][0], atol=2e-5, rtol=0)
+    again = {i: cache_oracle.kept(two.past_key_values, i, ids.shape[1]) for i in walk.full}
+    for step, token in enumerate(two.sequences[0, ids.shape[1] : -1].tolist()):
+        walk.step(token, again)
+        torch.testing.assert_close(walk.logits, two.logits[step + 1][0], atol=2e-5, rtol=0)
+    most = max(int(seen[:, length:].sum()) for seen in again.values())
+    assert all(seen.sum() < seen.numel() for seen in again.values()) and most > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_caches_are_refused(family: str) -> None:
+    this = tiny(family)
+    inputs = rows(this, [1])
+    with pytest.raises(ModelError, match="StaticLayer, which cannot lose entries") as error:
+        run(this, inputs, "snapkv:10", past_key_values=StaticCache(this.model.config, 500))
+    assert "\n" not in str(error.value)
+    options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    with pytest.raises(ModelError, match="Fp8QuantizedLayer"):
+        run(this, inputs, "snapkv:10", **options)
+    untyped = run(this, inputs, "snapkv:10", past_key_values=DynamicCache())
+    assert torch.equal(untyped.sequences, run(this, inputs, "snapkv:10").sequences)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trace_has_a_row(family: str) -> None:
+    this = tiny(family)
+    inputs = rows(this, [1])
+    n = inputs["input_ids"].shape[1]
+    with attach(this.model, cache="snapkv:12?window=4") as trace:
+        out = generate(this, inputs, 1)
+    (row,) = trace.rows
+    assert (row.stage, row.tokens_in, row.tokens_out) == ("kv", n, 12)
+    layers = out.past_key_values.layers
+    assert row.peak_bytes == sum(x.keys.nbytes + x.values.nbytes for x in layers)
+    assert [int(x.get_seq_length()) for x in layers] == [n] * len(layers)
