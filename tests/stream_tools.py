@@ -13,6 +13,7 @@ import torch
 from tiny_models import tiny
 from torch import Tensor
 
+import mmfast
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, chat_inputs
 
@@ -95,3 +96,36 @@ def seen_by_decoder(this: Watcher, inputs: dict[str, Any]) -> dict[str, Any]:
     finally:
         handle.remove()
     return seen[0]
+
+
+def pipe_of(family: str, **options: Any) -> Any:
+    """`video-stream` on a tiny model, two frames per second."""
+    this = watcher(family)
+    model = (this.model, this.processor)
+    return mmfast.pipeline("video-stream", model=model, **{"fps": 2.0, "sized_for": 8, **options})
+
+
+@functools.cache
+def shared_pipe(family: str) -> Any:
+    """The same for several tests; do not change it."""
+    return pipe_of(family)
+
+
+def answer_logits(session: Any, question: str) -> Tensor:
+    """Logits `[V]` where the answer to a question begins, on a branch."""
+    logits: Tensor = session.stream.branch(question)[1]
+    return logits
+
+
+def splits(n: int) -> list[list[int]]:
+    """Every way to cut n frames into runs."""
+    found = []
+    for cuts in range(2 ** (n - 1)):
+        runs = [1]
+        for i in range(n - 1):
+            if cuts >> i & 1:
+                runs.append(1)
+            else:
+                runs[-1] += 1
+        found.append(runs)
+    return found
