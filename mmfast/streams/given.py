@@ -27,7 +27,7 @@ def read_frames(frame: Any, time: Any, limits: Limits) -> tuple[list[Frame], lis
     several = isinstance(frame, list | tuple) or getattr(frame, "ndim", 0) == 4
     frames = list(frame) if several else [frame]
     many = isinstance(time, Sequence | np.ndarray) and not isinstance(time, str)
-    times = [float(t) for t in time] if many else [time] * len(frames)
+    times = list(time) if many else [time] * len(frames)
     if len(times) != len(frames) or (several and time is not None and not many):
         given = f"{len(times)} times" if many else f"time={time!r}"
         raise MediaError(f"{len(frames)} frames came with {given}; give one time for each, or None")

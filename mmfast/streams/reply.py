@@ -137,7 +137,8 @@ class Reply(Iterator[str]):
         started: float,
         ended: Callable[[Reply], None],
     ) -> None:
-        self.branch, self.trace = branch, trace
+        self.branch: Branch | None = branch
+        self.trace = trace
         self.ids: list[int] = []
         self.ttft_ms = 0.0
         self.ms: float | None = None
@@ -174,8 +175,10 @@ class Reply(Iterator[str]):
 
     def _next_logits(self) -> Tensor:
         """The last token is fed when the next is wanted, so that its text is not held up."""
-        logits = self._logits if self._logits is not None else self.branch.token(self.ids[-1])
-        self._logits = None
+        logits, self._logits = self._logits, None
+        if logits is None:
+            assert self.branch is not None
+            logits = self.branch.token(self.ids[-1])
         return logits
 
     def _end(self, finished: str) -> str:
@@ -183,15 +186,18 @@ class Reply(Iterator[str]):
         self.trace.add("generate", 1, len(self.ids), self.ms - self.ttft_ms)
         delta = self._letters.end()
         self._ended(self)
+        self.branch = None  # its buffers are as large as the window
         return delta
 
     def _passed(self) -> float:
         return (time.perf_counter() - self._started) * 1e3
 
-    def settle(self) -> None:
-        """Feed the last token, too: then the branch holds the whole answer."""
-        if self.ids and self._logits is None:
+    def keep(self) -> None:
+        """Append question and answer to the stream; the last token is not fed yet."""
+        assert self.branch is not None
+        if self.ids and self._logits is None and not self._fed:
             self.branch.token(self.ids[-1])
+        self.branch.keep()
 
     def read(self) -> str:
         """The whole answer."""

@@ -100,8 +100,7 @@ class Stream:
         """Keep an exchange that was begun when the stream was at `version`."""
         script = self.viewer.script
         if version == self.version:
-            reply.settle()
-            reply.branch.keep()
+            reply.keep()
         else:  # the stream went on meanwhile: the exchange is written behind what came
             pieces = script.question(self.written, question)
             pieces += [script.text(reply.ids)] if reply.ids else []

@@ -73,10 +73,14 @@ class Look:
         Raises:
             MmfastError: They begin with the same token, or hold none.
         """
-        yes = self._firsts(session, self.yes if self.silence is None else [self.silence])
-        if self.no is not None and set(yes) & set(self._firsts(session, self.no)):
+        if self.silence is not None:
+            self._firsts(session, [self.silence])
+            return
+        yes, no = self._words(session)
+        if not yes or (self.no is not None and not no):
             raise MmfastError(
-                f"{list(self.yes)} and {list(self.no)} begin with the same token; give other words"
+                f"{list(self.yes)} and {list(self.no or ())} begin with the same token; give words "
+                "that do not"
             )
 
     def probability(self, session: Session, logits: Tensor) -> float:
@@ -84,12 +88,17 @@ class Look:
         shares = Sampler(session.viewer.blocked).allowed(logits).softmax(-1)
         if self.silence is not None:
             return 1 - float(shares[self._firsts(session, [self.silence])].sum())
-        yes = self._firsts(session, self.yes)
+        yes, no = self._words(session)
         if self.no is None:
             return float(shares[yes].sum())
-        no = self._firsts(session, self.no)
         total = float(shares[[*yes, *no]].sum())
         return float(shares[yes].sum()) / total if total else 0.0
+
+    def _words(self, session: Session) -> tuple[list[int], list[int]]:
+        """First tokens of both sets of words, without those that tell nothing."""
+        yes = set(self._firsts(session, self.yes))
+        no = set(self._firsts(session, self.no)) if self.no is not None else set[int]()
+        return sorted(yes - no), sorted(no - yes)
 
     def _firsts(self, session: Session, words: Sequence[str]) -> list[int]:
         ids = [session.viewer.script.wording.text(word)[:1] for word in words]
