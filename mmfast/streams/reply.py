@@ -144,6 +144,7 @@ class Reply(Iterator[str]):
         self.ms: float | None = None
         self.finished: str | None = None
         self._logits: Tensor | None = logits
+        self._fed = 0  # tokens of the answer that the branch holds
         self._letters, self._sampler = Letters(tokenizer), sampler
         self._stops, self._limit = stops, limit
         self._started, self._ended = started, ended
@@ -179,6 +180,7 @@ class Reply(Iterator[str]):
         if logits is None:
             assert self.branch is not None
             logits = self.branch.token(self.ids[-1])
+            self._fed += 1
         return logits
 
     def _end(self, finished: str) -> str:
@@ -193,10 +195,10 @@ class Reply(Iterator[str]):
         return (time.perf_counter() - self._started) * 1e3
 
     def keep(self) -> None:
-        """Append question and answer to the stream; the last token is not fed yet."""
+        """Append question and answer to the stream; called when it ends."""
         assert self.branch is not None
-        if self.ids and self._logits is None and not self._fed:
-            self.branch.token(self.ids[-1])
+        for token in self.ids[self._fed :]:  # the last one, where no next was wanted
+            self.branch.token(token)
         self.branch.keep()
 
     def read(self) -> str:
