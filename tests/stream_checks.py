@@ -8,6 +8,7 @@ import torch
 from tiny_models import tiny
 from torch import Tensor
 
+from mmfast.streams.memory import Memory
 from mmfast.streams.piece import Piece
 
 FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
@@ -116,3 +117,18 @@ def stock(model: Any, pieces: list[Piece], places: Tensor | None = None) -> Tens
 def model_of(family: str, **shape: Any) -> Any:
     """A tiny random model that tests share."""
     return tiny(family, **shape).model
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees hold the same values, bit for bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def state(memory: Memory) -> Any:
+    """All that a memory is, rotated keys included."""
+    rotated = [buffer.read(1).clone() for buffer in memory.buffers if buffer.data is not None]
+    return memory.snapshot(), rotated

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Recalled = dict[int, Tensor | None]
+
 
 @dataclass
 class Slow:
@@ -31,6 +33,15 @@ class Slow:
     def rest(self, size: int) -> Slow:
         rows = ([x[:, size:] for x in self.keys], [x[:, size:] for x in self.values])
         return Slow(self.piece, self.number, self.start, *rows, [x[size:] for x in self.tokens])
+
+    def pick(self, layer: int, index: Tensor | None) -> Slow:
+        """With only some tokens in one layer."""
+        if index is None:
+            return self
+        rows = [list(self.keys), list(self.values), list(self.tokens)]
+        rows[0][layer], rows[1][layer] = rows[0][layer][:, index], rows[1][layer][:, index]
+        rows[2][layer] = rows[2][layer][index]
+        return Slow(self.piece, self.number, self.start, *rows)
 
     def places(self, layer: int, start: Tensor) -> Tensor:
         return start[:, None] + self.piece.relative[:, self.tokens[layer]]
@@ -130,13 +141,14 @@ class SlowStream:
                 for block, start in zip(live, tight, strict=True):
                     block.start = start
 
-    def ask(self, piece: Any, recalled: list[list[int]] | None = None) -> Tensor:
+    def ask(self, piece: Any, recalled: list[Recalled] | None = None) -> Tensor:
         """Logits `[V]` of the last token of a question.
 
         Args:
             piece: The question.
-            recalled: Per layer numbers of blocks that left and are read again; the prompt is
-                then counted from 0, in every layer for itself.
+            recalled: Per layer which tokens of which blocks that left are read again (None is
+                all); the prompt is then counted from 0, in every layer for itself, where it
+                reads anything.
         """
         layers = len(self.decoder.layers)
         if recalled is None:
@@ -144,8 +156,13 @@ class SlowStream:
             return self.run(piece, self._next(piece), rows)[0]
         question = Slow(piece, -1, torch.zeros(0))
         asked, shown = [], []
-        for numbers in recalled:
-            back = [block for block in self.gone if block.number in numbers]
+        for layer, wanted in enumerate(recalled):
+            if not wanted:  # the layer sees the stream as it stands
+                asked.append(self._next(piece))
+                shown.append([(block, block.start) for block in self.blocks])
+                continue
+            gone = [block for block in self.gone if block.number in wanted]
+            back = [block.pick(layer, wanted[block.number]) for block in gone]
             # Stable: what is left of a block comes before the rest of it.
             prompt = sorted([*self.blocks, *back], key=lambda block: block.number)
             *tight, start = starts([*prompt, question])

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from stream_checks import FAMILIES, frame, model_of, stock, stream, text
-from torch import Tensor
+from stream_checks import FAMILIES, frame, model_of, same, state, stock, stream, text
 
 from mmfast.caches.plan import plan_cache
 from mmfast.streams.engine import Engine
-from mmfast.streams.memory import Memory
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two trees hold the same values, bit for bit."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
-
-
-def state(memory: Memory) -> Any:
-    """All that a memory is, rotated keys included."""
-    rotated = [buffer.read(1).clone() for buffer in memory.buffers if buffer.data is not None]
-    return memory.snapshot(), rotated
 
 
 @pytest.mark.parametrize("family", FAMILIES)

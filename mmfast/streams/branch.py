@@ -15,7 +15,7 @@ from mmfast.models.raw import Raw
 from mmfast.streams.buffers import RAW, VALUES
 from mmfast.streams.memory import Memory
 from mmfast.streams.piece import Piece
-from mmfast.streams.places import Cursor, Live, live
+from mmfast.streams.places import Cursor, Live, highest, live
 from mmfast.streams.recall import recall
 
 if TYPE_CHECKING:
@@ -163,10 +163,9 @@ class Branch:
             return
         head = self._token
         offset = torch.tensor(last.start) - torch.tensor(head.start)
-        self._token = replace(
-            head,
-            relative=torch.cat([head.relative, last.relative + offset[:, None]], 1),
-            advance=tuple(int(o) + a for o, a in zip(offset, last.advance, strict=True)),
-            kinds=torch.cat([head.kinds, last.kinds]),
-        )
+        relative = torch.cat([head.relative, last.relative + offset[:, None]], 1)
+        advance = tuple(int(o) + a for o, a in zip(offset, last.advance, strict=True))
+        kinds = torch.cat([head.kinds, last.kinds])
+        top = highest(relative, advance)
+        self._token = replace(head, relative=relative, advance=advance, highest=top, kinds=kinds)
         self.blocks[-2:] = [self._token]

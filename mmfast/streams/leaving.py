@@ -44,12 +44,15 @@ def budget(plan: CachePlan | None) -> int:
     return sum(int(spec.budget or 0) for spec in specs)
 
 
-def staying(plan: CachePlan | None, blocks: Sequence[Live]) -> list[int]:
+def staying(
+    plan: CachePlan | None, blocks: Sequence[Live], known: dict[tuple[bytes, ...], list[int]]
+) -> list[int]:
     """How many of its first tokens each block keeps: all, none, or a part that is sinks.
 
     Args:
         plan: Its position policies decide.
         blocks: Live blocks, the last of them new.
+        known: The last answer, as a full stream asks the same thing with every frame.
 
     Raises:
         MmfastError: The new block does not fit.
@@ -57,6 +60,9 @@ def staying(plan: CachePlan | None, blocks: Sequence[Live]) -> list[int]:
     sizes = [block.size for block in blocks]
     if plan is None or not plan.position or sum(sizes) <= _smallest(plan):
         return sizes
+    pattern = tuple(block.pattern for block in blocks)
+    if pattern in known:
+        return known[pattern]
     kinds = torch.cat([block.counted() for block in blocks])
     stands = plan.standing(kinds).split(sizes)
     sinks = tuple(spec for spec in plan.position if spec.method.name == _EXACT)
@@ -69,6 +75,8 @@ def staying(plan: CachePlan | None, blocks: Sequence[Live]) -> list[int]:
             f"a piece of {sizes[-1]} tokens does not fit into '{plan}'; give the window more "
             "tokens, or reduce frames and cut texts"
         )
+    known.clear()
+    known[pattern] = stays
     return stays
 
 

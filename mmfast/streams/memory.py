@@ -78,6 +78,7 @@ class Memory:
         self.buffers = [Buffer(budget(plan)) for _ in range(turner.layers)]
         self.number = 0  # of the next block
         self.stored = -1  # newest number in the archive
+        self._known: dict[tuple[bytes, ...], list[int]] = {}
         self.counts = {"evicted_blocks": 0, "evicted_tokens": 0, "rebases": 0}
 
     @property
@@ -94,7 +95,7 @@ class Memory:
             MmfastError: The block does not fit, or the archive refuses what leaves.
         """
         blocks = [*self.blocks, block]
-        stays = staying(self.plan, blocks)
+        stays = staying(self.plan, blocks, self._known)
         gone = [(old, size) for old, size in zip(blocks, stays, strict=True) if size < old.size]
         if gone and self.archive is not None:
             self._put(leaving(blocks, stays, self.buffers))

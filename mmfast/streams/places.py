@@ -30,6 +30,7 @@ class Live:
         advance: How far behind its start the next block starts.
         fresh: It starts behind the highest position so far, on all axes.
         level: It starts on all axes at the lowest axis of where it would start.
+        highest: Its highest relative position per axis; see `highest`.
         kinds: `[n]` int64 on the CPU: 0 text, 1 visual, 2 markers inside a frame.
         start: Where it stands.
         held: Tokens that layers hold, ascending: () all of them, one tensor `[m]` the same for
@@ -44,6 +45,7 @@ class Live:
     advance: Start
     fresh: bool
     level: bool
+    highest: Start
     kinds: Tensor
     start: Start
     held: tuple[Tensor, ...] = ()
@@ -87,18 +89,13 @@ class Live:
         return self.kinds if longest is None else self.kinds.index_select(0, longest)
 
     @cached_property
-    def _highest(self) -> Start:
-        """Highest relative position per axis; of a reduced frame that of the whole one, where its
-        advance tells.
-        """
-        highest = self.relative.amax(-1).tolist()
-        if len(set(self.advance)) == 1:  # all axes go on behind the highest token
-            highest = [max(each, self.advance[0] - 1) for each in highest]
-        return tuple(highest)
+    def pattern(self) -> bytes:
+        """Its counted kinds, to tell whether blocks are like others."""
+        return self.counted().to(torch.uint8).numpy().tobytes()
 
     def top(self, start: Start) -> int:
         """Its highest position on any axis, standing at `start`."""
-        return max(high + axis for high, axis in zip(self._highest, start, strict=True))
+        return max(high + axis for high, axis in zip(self.highest, start, strict=True))
 
 
 @dataclass
@@ -167,9 +164,22 @@ def live(piece: Piece, number: int, start: Start) -> Live:
         advance,
         piece.fresh,
         piece.level,
+        highest(relative, advance),
         kinds,
         start,
     )
+
+
+def highest(relative: Tensor, advance: Start) -> Start:
+    """Highest relative position per axis of tokens `[A, n]`.
+
+    Of a reduced frame it is that of the whole one, where its advance tells: it does where all
+    axes go on behind the highest token.
+    """
+    found = relative.amax(-1).tolist()
+    if len(set(advance)) == 1:
+        found = [max(each, advance[0] - 1) for each in found]
+    return tuple(found)
 
 
 def to_tree(block: Live) -> dict[str, Any]:
@@ -179,5 +189,5 @@ def to_tree(block: Live) -> dict[str, Any]:
 
 def from_tree(tree: dict[str, Any]) -> Live:
     """The block that `to_tree` was given."""
-    fixed = {name: tuple(tree[name]) for name in ("advance", "start", "held")}
+    fixed = {name: tuple(tree[name]) for name in ("advance", "highest", "start", "held")}
     return Live(**{**tree, **fixed})

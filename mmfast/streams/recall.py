@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmfast.streams.archive import Part
 from mmfast.streams.buffers import Buffer
-from mmfast.streams.places import Live, Start, walk
+from mmfast.streams.places import Live, Start, highest, walk
 from mmfast.streams.turning import Turner
 
 
@@ -77,7 +77,8 @@ def _as_block(part: Part) -> Live:
     # Text counts on all axes alike, so it starts on all of them at the same position.
     text = axes > 1 and len(set(advance)) == 1 and bool((relative == relative[:1]).all())
     kinds = torch.zeros(n, dtype=torch.int64)
-    return Live(part.number, "stored", None, relative, advance, False, text, kinds, (0,) * axes)
+    top = highest(relative, advance)
+    return Live(part.number, "text", None, relative, advance, False, text, top, kinds, (0,) * axes)
 
 
 def _side_by_side(rows: Sequence[Tensor], buffer: Buffer) -> Tensor:
