@@ -14,7 +14,13 @@ from mmfast.core.errors import MmfastError
 def _suites(incomplete: str) -> list[str]:
     from mmfast.tiny.suites import SUITES
 
-    return [name for name in SUITES if name.startswith(incomplete)]
+    return [name for name in (*SUITES, "stream") if name.startswith(incomplete)]
+
+
+def _stream_names(incomplete: str) -> list[str]:
+    from mmfast.bench.stream import names
+
+    return [name for name in names() if name.startswith(incomplete)]
 
 
 def evaluate(
@@ -23,7 +29,7 @@ def evaluate(
     n: Annotated[int, typer.Option(help="Questions.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
     suite: Annotated[
-        str, typer.Option(help="video, image, multi-image or document.", autocompletion=_suites)
+        str, typer.Option(help="video, image, multi-image, document, stream.", autocompletion=_suites)
     ] = "video",
     model: Model = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
@@ -41,6 +47,10 @@ def evaluate(
         plan_cache(spec)
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    if suite == "stream":
+        from mmfast.cli_eval_stream import eval_stream
+
+        return eval_stream(reduce or [], cache or [], n, seed, model, out, as_json)
     from mmfast.bench.results import append, environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
     from mmfast.tiny.suites import suite_of
@@ -79,6 +89,10 @@ def bench(
     selection: Annotated[
         bool, typer.Option("--selection", help="Time the choosing alone, against textbook loops.")
     ] = False,
+    stream: Annotated[
+        str | None,
+        typer.Option(help="A benchmark of streams instead.", autocompletion=_stream_names),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -88,6 +102,10 @@ def bench(
     from mmfast.cli_output import print_bench, print_selection, progress, quiet
 
     quiet()
+    if stream is not None:
+        from mmfast.cli_bench_stream import bench_stream
+
+        return bench_stream(stream, out, as_json)
     if selection:
         from mmfast.bench.selection import result_rows
 

@@ -188,7 +188,7 @@ def test_another_size_of_frame_starts_over() -> None:
 
 
 def test_layers_that_are_read_come_out_whole() -> None:
-    this = tiny("llava")
+    this = tiny("llava", depth=3)
     a, b = pictures(this, 2)
     cache = FrameCache(this.model, threshold=0.0, cut=None)
     state, base = cache.start(), this.model.base_model

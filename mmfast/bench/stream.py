@@ -1,0 +1,99 @@
+"""Benchmarks of streams: one module `stream_<name>.py` beside this each, with a function `rows`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import mmfast.bench
+from mmfast.bench.measure import frozen, interleave, noise, paired, quantile, timed
+from mmfast.bench.results import environment
+from mmfast.core.errors import MmfastError, unknown
+
+Row = dict[str, Any]
+_PREFIX = "stream_"
+
+
+def names() -> list[str]:
+    """What `mmfast bench --stream` takes."""
+    found = (module.name for module in pkgutil.iter_modules(mmfast.bench.__path__))
+    return sorted(n[len(_PREFIX) :].replace("_", "-") for n in found if n.startswith(_PREFIX))
+
+
+def stream_rows(name: str) -> list[Row]:
+    """Measure one benchmark: its rows, with what is needed to repeat them.
+
+    Raises:
+        MmfastError: There is none of that name; names the choices and the nearest.
+    """
+    if name not in names():
+        raise MmfastError(unknown("stream benchmark", name, names()))
+    module = importlib.import_module(f"mmfast.bench.{_PREFIX}{name.replace('-', '_')}")
+    shared = {"suite": "stream", "bench": name, **environment()}
+    return [{**shared, **row} for row in module.rows()]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread, so that the time of the process is the time it takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def compare(jobs: Mapping[str, Callable[[], object]], rounds: int) -> list[Row]:
+    """Time jobs in turn, the first one twice a round, and compare the others with it.
+
+    The clock is the processor time of this process: on a machine that others use, too, it says
+    what a quiet one would.
+
+    Args:
+        jobs: The baseline first. Each is run once before the clock starts.
+        rounds: How often.
+
+    Returns:
+        A row per job: `job`, `p20_ms`, `median_ms`, `p80_ms`, `speedup`, `saved` (share of the
+        baseline's time), `noise` (of an A/A pair) and `n`.
+    """
+    first, *others = jobs
+
+    def sample(job: Callable[[], object]) -> Callable[[], dict[str, float]]:
+        return lambda: {"ms": timed(job, time.process_time)[1]}
+
+    twice = {first: jobs[first], **{name: jobs[name] for name in others}, "again": jobs[first]}
+    with torch.no_grad(), one_thread(), frozen():
+        for job in jobs.values():
+            job()
+        found = interleave({name: sample(job) for name, job in twice.items()}, rounds)
+    times = {name: [each["ms"] for each in samples] for name, samples in found.items()}
+    floor = noise(times[first], times["again"])
+    base = [(a + b) / 2 for a, b in zip(times[first], times.pop("again"), strict=True)]
+    rows = [_row(name, times[name], base, floor) for name in jobs]
+    return [{**rows[0], "speedup": 1.0, "saved": 0.0}, *rows[1:]]
+
+
+def _row(name: str, times: Sequence[float], base: Sequence[float], floor: float) -> Row:
+    speedup = paired(base, times)
+    return {
+        "job": name,
+        "median_ms": statistics.median(times),
+        "p20_ms": quantile(times, 0.2),
+        "p80_ms": quantile(times, 0.8),
+        "speedup": speedup,
+        "saved": 1.0 - 1.0 / speedup,
+        "noise": floor,
+        "n": len(times),
+        "clock": "processor time of the process",
+        "threads": 1,
+        "device": "cpu",
+    }

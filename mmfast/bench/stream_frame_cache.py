@@ -1,0 +1,121 @@
+"""Encoder time with the frame cache against the stock tower, on real shapes with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.bench.cases import Case, build
+from mmfast.bench.presets import Preset, get_preset
+from mmfast.bench.stream import Row, compare
+from mmfast.core.errors import MmfastError
+from mmfast.models.frame_cache import FrameCache
+
+SHARE, EVERY, ROUNDS = 0.25, 32, 5
+_SPECIAL = {"image_token_index": 510, "video_token_index": 511}
+# The language model does not run.
+_SMALL_TEXT = {
+    "vocab_size": 512,
+    "intermediate_size": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def rows() -> list[Row]:
+    """Rows of both shapes: a frame by the stock tower, by the cache, and the cost over a stream."""
+    return [row for name in SHAPES for row in measure(name, ROUNDS)]
+
+
+def measure(name: str, rounds: int) -> list[Row]:
+    """Rows of one shape of `SHAPES`.
+
+    Every frame differs from the one before in all patches, a little, so that the cache computes
+    exactly its share of each; the rule that finds scene cuts is off.
+
+    Raises:
+        MmfastError: The cache failed its checks, and no time is worth telling.
+    """
+    preset, frames, note = SHAPES[name]
+    case = build(preset, ("vit",), frames=frames)
+    encode = case.model.get_video_features
+    cache = FrameCache(case.model, SHARE, cut=None, every=None)
+    state = cache.start()
+    stream = _stream(case)
+    with torch.no_grad():
+        _check(encode, cache, state, stream)
+
+    def cached() -> None:
+        with cache.using(state):
+            encode(**next(stream))
+
+    found = compare({"stock": lambda: encode(**next(stream)), "frame cache": cached}, rounds)
+    n = state.patches / state.frames
+    shared = {
+        "preset": name,
+        "note": note,
+        "dtype": "float32",
+        "method": "frame_cache",
+        "knobs": {"refresh": SHARE},
+        "computed": (state.computed / n - 1) / (state.frames - 1),  # the first one is whole
+        "state_mb": state.nbytes / 1e6,
+    }
+    stock_row, row = ({**shared, **each} for each in found)
+    # What a stream saves in which one frame of `EVERY` is computed whole.
+    row |= {"every": EVERY, "saved_every": row["saved"] * (EVERY - 1) / EVERY}
+    return [stock_row | {"method": None, "knobs": {}, "computed": 1.0, "state_mb": 0.0}, row]
+
+
+def _stream(case: Case) -> Iterator[dict[str, Any]]:
+    """Calls of the encoder with one frame each, without end."""
+    name = "pixel_values_videos"
+    still: Tensor = case.pixels[name]
+    gen = torch.Generator().manual_seed(1)
+    noisy = [still + 0.05 * torch.randn(still.shape, generator=gen) for _ in range(3)]
+    return cycle([{**case.pixels, name: each} for each in noisy])
+
+
+def _check(encode: Callable[..., Any], cache: FrameCache, state: Any, stream: Any) -> None:
+    """A whole frame bit for bit, and a frame of which exactly the share is computed."""
+    first, second = next(stream), next(stream)
+    with cache.using(state):
+        whole = _features(encode(**first))
+    n = state.computed
+    with cache.using(state):
+        partly = _features(encode(**second))
+    share = (state.computed - n) / n
+    same = torch.equal(whole, _features(encode(**first)))
+    if not same or abs(share - SHARE) > 1 / n or not bool(partly.isfinite().all()):
+        raise MmfastError(
+            f"the frame cache failed its checks (whole frame equal: {same}, share {share:.3f}); "
+            "run pytest tests/test_frame_cache*.py"
+        )
+
+
+def _features(output: Any) -> Tensor:
+    found = output.pooler_output
+    return found if isinstance(found, Tensor) else torch.cat(list(found))
+
+
+def _siglip() -> Preset:
+    shape = get_preset("llava-onevision-0.5b")
+    return replace(shape, text={**shape.text, **_SMALL_TEXT}, special=_SPECIAL)
+
+
+def _qwen() -> Preset:
+    shape = get_preset("qwen2.5-vl-7b")
+    vision = {**shape.vision, "depth": 8, "fullatt_block_indexes": [7]}
+    text = {**shape.text, **_SMALL_TEXT}
+    return replace(shape, vision=vision, text=text, grid=(28, 28), half=False)
+
+
+# Preset, frames of a call (the Qwen tower takes two at once), what was cut.
+SHAPES = {
+    "siglip-so400m-384": (_siglip(), 1, "26 layers, 729 patches"),
+    "qwen2.5-vl-vit": (_qwen(), 2, "8 of 32 layers, one of them full attention; 784 patches"),
+}

@@ -1,0 +1,83 @@
+"""Benchmarks of streams: found by name, gated by checks, rows that say what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mmfast.bench import stream, stream_frame_cache, stream_prefill
+from mmfast.bench.presets import get_preset
+from mmfast.cli import app
+from mmfast.core.errors import MmfastError
+
+
+def test_modules_are_found_by_name() -> None:
+    assert {"frame-cache", "prefill"} <= {*stream.names()}
+    with pytest.raises(MmfastError, match="frame-cache"):
+        stream.stream_rows("frame-cash")
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_frame_cache, "SHAPES", {"tiny": (get_preset("tiny"), 1, "small")})
+
+
+@pytest.mark.usefixtures("tiny_shape")
+def test_rows_of_the_frame_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(stream_frame_cache, "ROUNDS", 1)
+    out = tmp_path / "rows.jsonl"
+    run = CliRunner().invoke(app, ["bench", "--stream", "frame-cache", "--json", "--out", str(out)])
+    assert run.exit_code == 0
+    stock, cached = json.loads(run.stdout)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [stock, cached]
+    assert cached["computed"] == pytest.approx(0.25)
+    assert stock["saved"] == 0.0 and stock["method"] is None
+    assert cached["knobs"] == {"refresh": 0.25} and cached["state_mb"] > 0
+    assert {"versions", "date", "median_ms", "noise", "clock", "note"} <= {*cached}
+    shown = CliRunner().invoke(app, ["bench", "--stream", "frame-cache"])
+    assert shown.exit_code == 0 and "speedup" in shown.stdout
+
+
+@pytest.mark.usefixtures("tiny_shape")
+def test_no_time_is_told_of_a_cache_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worse(output: Any) -> torch.Tensor:
+        return output.pooler_output + torch.rand(1)
+
+    monkeypatch.setattr(stream_frame_cache, "_features", worse)
+    with pytest.raises(MmfastError, match="failed its checks"):
+        stream_frame_cache.measure("tiny", 1)
+
+
+def test_rows_of_prefill_keep_the_share() -> None:
+    whole, reduced = stream_prefill.measure(layers=1, frames=2, rounds=1)
+    assert whole["kept"] == 2 * 196
+    assert reduced["kept"] == 2 * round(0.3 * 196)
+    assert reduced["method"] == "stc_pruner"
+
+
+def test_jobs_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: Iterator[float] = iter(range(10**6))
+    monkeypatch.setattr(stream.time, "process_time", lambda: float(next(ticks)))
+
+    def slow() -> None:
+        for _ in range(3):
+            next(ticks)
+
+    base, half = stream.compare({"slow": slow, "fast": lambda: None}, rounds=3)
+    assert base["speedup"] == 1.0 and base["noise"] == 0.0
+    assert half["speedup"] == pytest.approx(4.0)
+    assert half["saved"] == pytest.approx(0.75)
+
+
+def test_an_unknown_benchmark_ends_with_one_line() -> None:
+    from mmfast.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--stream", "nothing"])
+    assert ended.value.code == 2
