@@ -22,6 +22,7 @@ FALLS_BACK = ("gradual refresh",)  # one entry only: nothing to divide, but noth
 def two_cores_and_short_clips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_file, "cores", lambda: 2)
     monkeypatch.setattr(long_file, "_WORTH", 0)
+    monkeypatch.setattr("mmfast.frontends.long_file_read.SLICE", 8)
 
 
 @pytest.fixture(scope="module")

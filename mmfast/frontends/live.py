@@ -81,6 +81,9 @@ class Live(Iterator[tuple[Frame, float]]):
         if close is not None:
             close()
 
+    def __del__(self) -> None:
+        self.interrupt()  # the thread that reads ahead would wait for ever
+
     def __enter__(self) -> Live:
         return self
 
@@ -213,10 +216,10 @@ def _address(text: str, allowed: Allowed, limits: Limits, timeout: float) -> _Ra
     address = check_address(text, allowed)
     if address.url.scheme.startswith("http"):
         container, file = open_http(text, allowed, limits, timeout)
-        return _running(file.address.name, container, limits, timeout)
+        return _running(file.address.name, container, limits, timeout, file)
     return _running(address.name, open_rtsp(address, timeout), limits, timeout)
 
 
-def _running(name: str, container: Any, limits: Limits, timeout: float) -> _Raw:
-    items = running_frames(container, name, limits)
+def _running(name: str, container: Any, limits: Limits, timeout: float, file: Any = None) -> _Raw:
+    items = running_frames(container, name, limits, file)
     return _Raw(name, items, lambda frame: running_rgb(frame, name, limits), timeout=timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from typing import Any
 
 import av
@@ -66,17 +67,19 @@ def open_camera(camera: int | str, timeout: float) -> Any:
         ) from None
 
 
-def running_frames(container: Any, name: str, limits: Limits) -> Iterator[tuple[Any, float | None]]:
+def running_frames(
+    container: Any, name: str, limits: Limits, file: Any = None
+) -> Iterator[tuple[Any, float | None]]:
     """Yield PyAV frames of an open source with the seconds since the first one.
 
     A packet that does not decode is yielded as its exception, for the consumer to count. The
-    container is closed at the end.
+    container is closed at the end, and what it reads from.
 
     Raises:
         MediaError: There is no video in it, or reading fails.
     """
     origin: int | None = None
-    with container:
+    with closing(file) if file is not None else nullcontext(), container:
         stream: Any = container.streams.best("video")
         if stream is None or stream.codec_context is None:
             raise MediaError(f"{name} has no video that can be decoded: give one with a picture")

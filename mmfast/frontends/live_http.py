@@ -30,11 +30,11 @@ class HttpFile:
     """Bytes of one HTTP resource: read as they arrive, sought by asking for a range.
 
     Raises:
-        MediaError: It is not there, moves somewhere that is not allowed, or is too large.
+        MediaError: It is not there, or moves somewhere that is not allowed.
         OSError: Later, when the connection dies or stalls.
     """
 
-    def __init__(self, text: str, allowed: Allowed, limits: Limits, timeout: float) -> None:
+    def __init__(self, text: str, allowed: Allowed, timeout: float) -> None:
         """Connect, with `timeout` seconds for every answer of the server."""
         self._timeout = timeout
         self.address = check_address(text, allowed)
@@ -43,19 +43,19 @@ class HttpFile:
             if self._reply.status not in _MOVED:
                 break
             target = urljoin(self.address.url.geturl(), self._reply.headers.get("Location", ""))
-            self._reply.close()
+            self.close()
             self.address = self._follow(target, allowed)
             self._reply = self._request(0)
         if self._reply.status != 200:
+            self.close()
             raise MediaError(
                 f"{self.address.name} answers {self._reply.status} "
                 f"{' '.join(self._reply.reason.split())}: check the address"
             )
         length = self._reply.headers.get("Content-Length", "")
         self.size = int(length) if length.isdecimal() else None
-        limits.check_file(self.address.name, self.size or 0)
         self._ranges = self.size is not None and self._reply.headers.get("Accept-Ranges") == "bytes"
-        self._head = self._fill()
+        self._head = b""
 
     def _follow(self, target: str, allowed: Allowed) -> Address:
         found = check_address(target, allowed)
@@ -68,32 +68,27 @@ class HttpFile:
     def _request(self, start: int) -> http.client.HTTPResponse:
         address = self.address
         path = (address.url.path or "/") + (f"?{address.url.query}" if address.url.query else "")
-        headers = {"User-Agent": "mmfast", "Accept-Encoding": "identity"}
+        headers = {"User-Agent": "mmfast", "Accept-Encoding": "identity", "Connection": "close"}
         if start:
             headers["Range"] = f"bytes={start}-"
         if address.url.username is not None:
             pair = f"{unquote(address.url.username)}:{unquote(address.url.password or '')}"
             headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
-        connection = _Pinned(address, self._timeout)
+        self._connection = connection = _Pinned(address, self._timeout)
         try:
             connection.request("GET", path, headers=headers)
             return connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
+            connection.close()
             raise MediaError(
                 f"{address.name} does not answer ({first_line(error)}): check the address, or "
                 f"raise timeout="
             ) from None
 
-    def _fill(self) -> bytes:
-        """The first bytes, which say what it is; they are read again as the first ones."""
-        parts = b""
-        while len(parts) < _HEAD and (part := self._more(_HEAD - len(parts))):
-            parts += part
-        return parts
-
-    @property
     def head(self) -> bytes:
-        """The first 512 bytes, or all there are."""
+        """The first 512 bytes, or all there are, which say what it is; `read` gives them again."""
+        while len(self._head) < _HEAD and (part := self._more(_HEAD - len(self._head))):
+            self._head += part
         return self._head
 
     @property
@@ -131,7 +126,7 @@ class HttpFile:
         base = {0: 0, 1: self._position, 2: self.size or 0}[whence]
         target = base + offset
         if target != self._position:
-            self._reply.close()
+            self.close()
             self._reply = self._request(target)
             # The head is kept for the first pass only; after a seek the server gives all bytes.
             self._head, self._position = b"", target
@@ -142,6 +137,7 @@ class HttpFile:
     def close(self) -> None:
         """End the connection."""
         self._reply.close()
+        self._connection.close()
 
 
 class _Pinned(http.client.HTTPConnection):
@@ -168,15 +164,20 @@ def open_http(text: str, allowed: Allowed, limits: Limits, timeout: float) -> tu
     Raises:
         MediaError: See `HttpFile`; or it is not a video.
     """
-    file = HttpFile(text, allowed, limits, timeout)
+    file = HttpFile(text, allowed, timeout)
+    name = file.address.name
     try:
-        name = file.address.name
+        limits.check_file(name, file.size or 0)
         kind = "mpjpeg" if file.content_type == "multipart/x-mixed-replace" else ""
-        kind = kind or sniff(name, file.head)
+        kind = kind or sniff(name, file.head())
         if kind in IMAGE_KINDS:
             raise MediaError(f"{name} is a picture ({kind}), not a video: give a stream's address")
         # What a demuxer might open by itself, such as the parts of a playlist, stays shut.
-        options = {"protocol_whitelist": "", "max_pixels": str(limits.pixels)}
+        options = {
+            "protocol_whitelist": "",
+            "max_pixels": str(limits.pixels),
+            "analyzeduration": "1000000",  # microseconds; the default of 5 s is a long wait live
+        }
         form = VIDEO_KINDS.get(kind, kind)
         return av.open(file, format=form, options=options, metadata_errors="ignore"), file
     except MediaError:
