@@ -26,6 +26,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, parse
 from mmfast.core.tokens import Tokens
 from mmfast.ops.evict import evict, evict_beside, keep_marked
+from mmfast.ops.quantise import Quantiser
 
 ROLES = ("position", "score", "retrieve", "store")
 
@@ -82,9 +83,10 @@ class CachePlan:
             return default
         return spec.knobs.get(name, spec.method.knobs.get(name, default))
 
-    def quantiser(self) -> Any:
+    def quantiser(self) -> Quantiser | None:
         """The `Quantiser` of `store`, None without one."""
-        return None if self.store is None else _call(self.store)
+        found: Quantiser | None = None if self.store is None else _call(self.store)
+        return found
 
     def retriever(self) -> Any:
         """The `Retriever` of `retrieve`, None without one."""
