@@ -84,11 +84,13 @@ class Archive:
                 f"block {block.number} of {len(block.keys)} layers cannot follow block "
                 f"{self._newest} in an archive of {len(self._index)} layers; put blocks in order"
             )
+        stored = Stored.of(block)
+        clusters = [self._retriever.represent(k) if k.shape[1] else None for k in block.keys]
         self._newest = block.number
-        for index, keys in zip(self._index, block.keys, strict=True):
-            if keys.shape[1]:
-                index.add(block.number, self._retriever.represent(keys))
-        self._tiers.put(Stored.of(block))
+        for index, found in zip(self._index, clusters, strict=True):
+            if found is not None:
+                index.add(block.number, found)
+        self._tiers.put(stored)
         self._unindex()
 
     def choose(self, layer: int, query: Tensor) -> list[Found]:

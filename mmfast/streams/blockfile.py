@@ -6,6 +6,7 @@ behind one for what all layers share. Little-endian; tensors start at multiples 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -103,8 +104,9 @@ def write(path: Path, encoded: Encoded) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
 
 

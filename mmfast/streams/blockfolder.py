@@ -16,11 +16,14 @@ from mmfast.streams.folders import link_or_copy, lock, locked
 from mmfast.streams.tree import File
 
 _PREFIX = "blocks-"
-_HEADERS = 256  # tables of contents kept in memory; more than a question reads of each layer
+_OPEN = 256  # blocks whose table of contents stays in memory; a question reads fewer per layer
 
 
 class BlockFolder:
     """Block files in a folder of its own below `parent`.
+
+    One file per block, not segments of many: blocks leave one by one and a quota holds to the
+    byte. It costs 0.4 ms more per block of 300 kB, nothing per block of 10 MB.
 
     The folder is removed with the object. Folders that a killed process left behind are removed
     when the next one starts there: nobody holds their lock.
@@ -35,7 +38,7 @@ class BlockFolder:
         parent.mkdir(parents=True, exist_ok=True)
         _clean(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._headers: OrderedDict[int, list[blockfile.Section]] = OrderedDict()
+        self._open: OrderedDict[int, tuple[list[blockfile.Section], Any]] = OrderedDict()
         self._close = weakref.finalize(self, _remove, self.path, lock(self.path / "lock"))
 
     def file(self, number: int) -> Path:
@@ -50,24 +53,26 @@ class BlockFolder:
         """
         blockfile.write(self.file(number), encoded)
 
-    def read(self, number: int, section: int) -> Any:
-        """One section of a block.
+    def read(self, number: int, layer: int) -> tuple[Any, Any]:
+        """What the layers of a block share, and one layer; the others are not read.
 
         Raises:
             TornBlockError: It is not what was written.
             OSError: It cannot be read.
         """
         path = self.file(number)
-        if number not in self._headers:
-            self._headers[number] = blockfile.read_header(path, number)
-            if len(self._headers) > _HEADERS:
-                self._headers.popitem(last=False)
-        self._headers.move_to_end(number)
-        return blockfile.read_section(path, number, self._headers[number][section])
+        if number not in self._open:
+            sections = blockfile.read_header(path, number)
+            self._open[number] = sections, blockfile.read_section(path, number, sections[0])
+            if len(self._open) > _OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(number)
+        sections, shared = self._open[number]
+        return shared, blockfile.read_section(path, number, sections[1 + layer])
 
     def remove(self, number: int) -> None:
         """Delete a block's file, if it can be."""
-        self._headers.pop(number, None)
+        self._open.pop(number, None)
         with contextlib.suppress(OSError):  # a read-only disk keeps it; it is not read again
             self.file(number).unlink(missing_ok=True)
 
@@ -86,7 +91,7 @@ class BlockFolder:
             OSError: It cannot be made.
         """
         if not (self.path / "lock").exists():
-            self._headers.clear()
+            self._open.clear()
             self.path.mkdir(parents=True, exist_ok=True)
             self._close.detach()
             self._close = weakref.finalize(self, _remove, self.path, lock(self.path / "lock"))

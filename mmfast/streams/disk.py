@@ -141,8 +141,8 @@ class DiskTier:
         """One layer of a block; None where it is damaged or gone, and then it is dropped."""
         try:
             assert self._folder is not None
-            shared = Shared(**self._folder.read(number, 0))
-            return shared, StoredLayer.restore(self._folder.read(number, 1 + layer))
+            shared, tree = self._folder.read(number, layer)
+            return Shared(**shared), StoredLayer.restore(tree)
         except TornBlockError as error:
             self._reports.add("corrupt", f"{error}; it is dropped")
         except OSError as error:

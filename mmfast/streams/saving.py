@@ -6,6 +6,7 @@ safetensors shards, and files that belong to the state (links where the file sys
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,6 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,13 @@ def _save(folder: Path, tree: Any, keep: int) -> int:
     sync_folder(folder)
     for last in old[: max(0, len(old) + 1 - keep)]:
         away = folder / f".part-old-{last}"  # first out of sight: half a generation is none
-        _path(folder, last).rename(away)
-        shutil.rmtree(away, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the new one is saved; the next save tries again
+            _path(folder, last).rename(away)
+            shutil.rmtree(away, ignore_errors=True)
     return number
 
 
-@contextmanager
+@contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     try:
         held = lock(folder / "lock")
