@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.schedule import expand
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
+from mmfast.models.kv_plan import call_plan
 
 _LOCK = threading.Lock()
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -20,7 +20,7 @@ _attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @contextmanager
 def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> Iterator[Trace]:
-    """Reduce the visual tokens of a model for as long as the `with` lasts.
+    """Reduce the visual tokens and the KV cache of a model for as long as the `with` lasts.
 
     Everything else stays stock: `generate` with beams, chunked prefill, static or dynamic caches,
     batches, later turns with further images. Tokens keep their original positions; separators are
@@ -35,26 +35,42 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
     draft token at its end under assisted decoding. Inside the `with`, a model serves any number of
     threads and conversations; a cache that `llm<K>` made uneven is to be continued inside one too.
 
+    `cache` decides what keys and values stay, in which precision, and what of them is read: by
+    KV head, layer and row, in layers of full attention (a sliding window is bounded by itself, a
+    convolution has none). Entries keep their positions; the cache goes on reporting the whole
+    length. Policies act at the end of a prompt, however many chunks it came in, on the tokens
+    present, with an answer's later prompts again; `sink`, `window` and `streamingvlm` at every
+    step, too, so that the cache stays bounded, where under assisted decoding a draft sees the
+    window as it was before the drafts. A budget above what there is, or a share of 1.0, changes no
+    bit. `quant` and `zipvl` pack entries once and unpack them when they are read. Under `retrieve`
+    nothing leaves: answers read text, what position policies keep, and the frames that the
+    question has chosen; a later question chooses anew. Such a cache is a DynamicCache.
+
     Args:
         model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
         reduce: Spec string, `name[@site][:budget]` joined by `+`; sites `pixel` (before the
             vision tower), `vit` (inside it), `pre` (before the language model) and `llm<K>`
             (before decoder layer K), or `llm` for a method with a schedule, which cuts at several
             layers and ends at its budget. None reduces nothing.
-        cache: Spec string of a KV policy. None keeps every key and value.
+        cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
+            `"lookm:0.3+quant:8"`, `"sink:4+window:512"` or `"retrieve:8"`; an integer counts
+            tokens (frames for `retrieve`, bits for `quant`). None keeps every key and value.
 
     Yields:
-        The trace: a row per stage and call, and every Reduction.
+        The trace: a row per stage and call, and every Reduction. The row `kv` of a prompt counts
+        the entries of a layer and head (the mean over layers) before and after, or those that are
+        read, and under `peak_bytes` the bytes of keys and values that the cache holds behind it.
 
     Raises:
         SpecError: Wrong name, site, knob or budget, or a K that the model does not have.
-        ModelError: Unknown family, or the model is attached already.
+        ModelError: Unknown family, or the model is attached already; inside, a static or already
+            quantised cache under `cache`.
 
     Example:
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:
         ...     model.generate(**inputs)
     """
-    specs, plan = parse(reduce), plan_cache(cache)
+    specs, plan = parse(reduce), call_plan(cache)
     trace = Trace()
     if not specs and plan is None:
         yield trace
@@ -66,6 +82,12 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
     behind_attention = [i + 1 for i, layer in enumerate(layers[:-1]) if hasattr(layer, "self_attn")]
     specs = expand(specs, len(layers), behind_attention)
     check_sites(specs, model)
+    coming_back = [str(spec) for spec in specs if spec.method.revives]
+    if coming_back and plan is not None:
+        raise SpecError(
+            f"{coming_back[0]!r} puts tokens back into the cache, which {str(plan)!r} does not "
+            "expect; drop one of them, or reduce with fastv"
+        )
     with ExitStack() as stack:
         stack.enter_context(_only_once(model))
         for stage in _tower_stages(model, adapter, specs, trace):

@@ -29,22 +29,23 @@ def evaluate(
     n: Annotated[int, typer.Option(help="Questions.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
     suite: Annotated[
-        str, typer.Option(help="video, image, multi-image, document, stream.", autocompletion=_suites)
+        str,
+        typer.Option(help="video, image, multi-image, document, stream.", autocompletion=_suites),
     ] = "video",
     model: Model = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
-    from mmfast.caches.plan import plan_cache
     from mmfast.cli_output import print_eval, progress, quiet
     from mmfast.core.spec import parse
+    from mmfast.models.kv_plan import call_plan
 
     quiet()
     for spec in reduce or []:
         parse(spec)
     for spec in cache or []:
-        plan_cache(spec)
+        call_plan(spec)
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
     if suite == "stream":

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from mmfast.attach import attach
-from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.models.counts import add_views, summed, token_counts
+from mmfast.models.kv_plan import call_plan
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, build_inputs, check_question
 from mmfast.models.timing import FirstToken, encoder_timer
@@ -78,7 +78,7 @@ class VisualQA:
         parse(reduce)
         self.target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
         check_alone(self.target, reduce)
-        plan_cache(cache)
+        call_plan(cache)
         for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise MmfastError(

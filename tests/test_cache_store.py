@@ -50,7 +50,7 @@ def test_decoding_equals_rounding_by_hand(family: str, score: str | None) -> Non
         out = generate(this, inputs, 15)
     walk = cache_oracle.Walk(this, prompt)
     everything = torch.ones(walk.cache.layers[walk.full[0]].keys.shape[1:3], dtype=torch.bool)
-    visible = {i: everything for i in walk.full}
+    visible = dict.fromkeys(walk.full, everything)
     if score is not None:
         found = answers(this, walk, kinds_of(this, inputs, prompt), *SCORES[score])
         visible = cache_oracle_apply(walk, found)

@@ -20,11 +20,11 @@ from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 
 from mmfast.attach import attach
-from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video import read_video
+from mmfast.models.kv_plan import call_plan
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, chat_inputs
 from mmfast.models.timing import FirstToken
@@ -70,7 +70,7 @@ class Mmfast(lmms):  # type: ignore[misc]
                 "cache, device, dtype, batch_size, max_num_frames, fps, system_prompt"
             )
         parse(reduce)
-        plan_cache(cache)
+        call_plan(cache)
         self.reduce, self.cache = reduce, cache
         self.sampling = {"fps": float(fps)} if fps else {"frames": int(max_num_frames)}
         self.batch_size = 1 if batch_size == "auto" else int(batch_size)

@@ -30,6 +30,7 @@ from mmfast.models.kv_notes import (
 )
 from mmfast.models.kv_packing import Packing, nbytes
 from mmfast.models.kv_prompt import Part, Prompts
+from mmfast.models.kv_read import Reading, read_of
 from mmfast.models.kv_signals import Attention
 from mmfast.models.kv_store import StoredLayer
 from mmfast.models.lengths import is_short, shorten
@@ -67,11 +68,15 @@ class KVStage:
             if kind_of(text.config, index) == FULL and hasattr(layer, "self_attn")
         ]
         specs = (*plan.position, *((plan.score,) if plan.score else ()))
-        self._evicts = bool(specs) and not any(spec.whole for spec in specs) and not plan.bits
+        kept = any(spec.whole for spec in specs) or plan.bits or plan.retrieve
+        self._evicts = bool(specs) and not kept
         always = [spec.method.moment == "always" for spec in specs]
         self._always, self._each = any(always), bool(always) and all(always)
         self._rescores = plan.score is not None and plan.score.method.moment == "always"
         self._packing = Packing(plan, len(text.layers), self._always and self._evicts)
+        self._reading = None
+        if plan.retrieve is not None:
+            self._reading = Reading(plan, text, self._layers, self._seeing)
         self._prompts = Prompts()
         self._local = _Local()
         self._call: Callable[[], Call | None] = lambda: None
@@ -101,7 +106,13 @@ class KVStage:
             if self._evicts and self._attention.reads:
                 modules = {index: self._modules[index].self_attn for index in self._layers}
                 stack.enter_context(self._attention.watching(modules))
+            if self._reading is not None:
+                stack.enter_context(self._reading.watching())
             yield
+
+    def _seeing(self) -> bool:
+        call = self._call()
+        return call is not None and call.step is not None and bool(call.step.sequences.items)
 
     def _now(self) -> tuple[Part | None, Tensor | None] | None:
         call, local = self._call(), self._local
@@ -117,11 +128,15 @@ class KVStage:
         local = self._local
         local.part, local.active = self._prompts.part(past, length), cache is not None
         local.ms, local.before, local.after, local.bytes = 0.0, 0, 0, 0
+        if self._reading is not None:
+            self._reading.enter(cache, local.part)
         if cache is not None and ((self._always and self._evicts) or self._packing.packs):
             self._settle(cache)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._local.active = False
+        if self._reading is not None:
+            self._reading.leave()
 
     def _settle(self, cache: Any) -> None:
         """Before a call, when nothing that the last one brought can be taken back any more."""
@@ -161,6 +176,8 @@ class KVStage:
             begin(layer, entries(layer) - count, step.past, len(layer.keys))
         arrive(layer, kinds_of(step.sequences))
         add_masses(layer, masses)
+        if self._reading is not None:
+            self._reading.arrive(layer, index, step.sequences)
         if part.last:
             self._prompt_ends(cache, index, part)
 
@@ -176,6 +193,9 @@ class KVStage:
             layer.notes.pop(WINDOW, None)
         else:
             before = after = entries(layer) * len(layer.keys)
+        if self._reading is not None:
+            self._reading.prompt_ends(layer, part.drafts)
+            after = int(read_of(layer).sum())
         layer = self._packing.prompt(cache, index, part.drafts)
         local.ms += (time.perf_counter() - start) * 1e3
         local.before, local.after = local.before + before, local.after + after
@@ -204,12 +224,3 @@ def _shrinkable(cache: Any, index: int) -> Any:
         "cache_implementation (write 'quant:8' into the cache spec for fewer bits), or pass "
         "DynamicCache(config=model.config)"
     )
-
-
-def held_tokens(cache: Any) -> list[Tensor]:
-    """Per layer with notes the place of every entry, `[B, 1 or H, n]`, for tests and pictures."""
-    return [
-        layer.notes["place"]
-        for layer in cache.layers
-        if is_short(layer) and layer.notes is not None
-    ]

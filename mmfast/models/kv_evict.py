@@ -73,8 +73,8 @@ def chooser(plan: CachePlan, layer: Any, index: int, layers: int, prompt: bool =
     whole = layer.whole() if isinstance(layer, StoredLayer) else (layer.keys, layer.values)
 
     def choose(row: int, where: Tensor) -> Reduction:
-        keys, values = (x[row].index_select(1, where) for x in whole)
-        notes = {k: note[row].index_select(-1, where) for k, note in layer.notes.items()}
+        keys, values = (_pick(x[row], where, 1) for x in whole)
+        notes = {k: _pick(note[row], where, -1) for k, note in layer.notes.items()}
         heads, kinds = len(keys), notes[KIND].long()
         mine = plan if prompt else settled(plan, basis(layer, row))
         signals = {
@@ -93,6 +93,11 @@ def chooser(plan: CachePlan, layer: Any, index: int, layers: int, prompt: bool =
         return _by_head(mine, keys, signals, kinds, heads)
 
     return choose
+
+
+def _pick(x: Tensor, where: Tensor, dim: int) -> Tensor:
+    """Entries of one row, without a copy where that is all of them."""
+    return x if len(where) == x.shape[dim] else x.index_select(dim, where)
 
 
 def _by_head(

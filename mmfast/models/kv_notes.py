@@ -25,7 +25,18 @@ PINNED = "pinned"
 WINDOW, TOTAL = "window", "total"
 # `[B, 1 or H, n]`, the same throughout a row: its tokens when its last prompt ended.
 BASIS = "basis"
-_FILL = {KIND: TEXT, PINNED: False, WINDOW: 0.0, TOTAL: 0.0}
+# `[B, 1, n]`: the cluster that finds an entry again, -1 at what is always read; the frame it came
+# with, until the prompt ends; and whether it is read.
+CLUSTER, FRAME, READ = "cluster", "frame", "read"
+_FILL = {
+    KIND: TEXT,
+    PINNED: False,
+    WINDOW: 0.0,
+    TOTAL: 0.0,
+    CLUSTER: -1,
+    FRAME: -1,
+    READ: True,
+}
 
 
 def kinds_of(sequences: Sequences) -> Tensor:

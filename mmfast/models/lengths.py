@@ -6,7 +6,9 @@ chunked prefill and later turns come out right in stock code, and the physical s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,11 +43,15 @@ class _Shorter:
         store: Tokens that may come back (lazy.py).
         notes: What is known of the entries, batch first and entries last (kv_notes.py).
         gone: How many of `dropped` a KV policy evicted.
+        per_row: Whatever else a KV policy keeps, by name, one of each row.
+        pending: What it keeps of a prompt until that ends.
     """
 
     store: Any = None
     notes: dict[str, Tensor] | None = None
     gone = 0
+    per_row: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    pending: Any = None
     dropped = 0
     valid: Tensor | None = None
     uneven = False
@@ -65,23 +71,32 @@ class _Shorter:
         super().reset()  # type: ignore[misc]
         self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
         self.store, self.notes, self.gone = None, None, 0
+        self.per_row, self.pending = {}, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self._rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+        self._batch(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self._rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+        self._batch(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)  # type: ignore[misc]
-        self._rows(lambda rows: rows[indices])
+        self._batch(lambda rows: rows[indices.to(rows.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)  # type: ignore[misc]
         length = held(self)
         self._rows(lambda rows: rows[..., :length])
+
+    def _batch(self, change: Any) -> None:
+        """Rows in another order, some several times or not at all."""
+        self._rows(change)
+        self.per_row = {
+            name: tuple(each[b] for b in change(torch.arange(len(each))).tolist())
+            for name, each in self.per_row.items()
+        }
 
     def _rows(self, change: Any) -> None:
         if self.valid is not None:

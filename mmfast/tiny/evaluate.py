@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from mmfast.attach import attach
-from mmfast.caches.plan import plan_cache
 from mmfast.core.spec import Spec, parse
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video import read_video
 from mmfast.models.counts import token_counts
 from mmfast.models.encoded import encoded
+from mmfast.models.kv_plan import call_plan
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.prompt import Shot, build_inputs
 from mmfast.models.timing import FirstToken
@@ -123,7 +123,7 @@ def run_eval(
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
     stages = {spec: parse(spec) for spec in wanted}
     for cache in caches:
-        plan_cache(cache)
+        call_plan(cache)
     asked = suite_of(name)
     subject = Subject(model, device, asked)
     if progress is not None:
