@@ -225,8 +225,9 @@ def test_what_cannot_be_cached_is_refused_in_one_line() -> None:
         with pytest.raises(MmfastError, match="no change"):
             FrameCache(this.model, **options)
     cache = FrameCache(this.model)
-    with cache.using(cache.start()), pytest.raises(ModelError, match="2 videos came for 1 states"):
-        features(this, KIND, pictures(this, 2), videos=2)
+    states = [cache.start(), cache.start()]
+    with cache.using(states), pytest.raises(ModelError, match="3 videos came for 2 states"):
+        features(this, KIND, pictures(this, 3), videos=3)
     with (
         cache.using(cache.start()),
         pytest.raises(ModelError, match="already"),

@@ -17,7 +17,7 @@ SYSTEMS = Path(__file__).resolve().parents[2] / "assets" / "systems.json"
 
 
 def systems() -> list[dict[str, Any]]:
-    """All rows: system, what is offered (methods or families), its own figure, what is missing."""
+    """All rows: system, what is offered (by name or in words), its figure, what is missing."""
     found: list[dict[str, Any]] = json.loads(SYSTEMS.read_text(encoding="utf-8"))
     return found
 
@@ -42,6 +42,8 @@ def table(rows: Sequence[Row]) -> list[str]:
             continue
         shown = [f"`{name}`" for name in names] + [f"cache `{name}`" for name in kept]
         offered = " ".join(shown) or f"adapter `{models[0]}`"
+        if "also" in system:
+            offered += f"; {system['also']}"
         if "missing" in system:
             offered += f"; not here: {system['missing']}"
         claim = f"{system['claim']} ({system['on']})"

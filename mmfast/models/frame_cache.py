@@ -84,9 +84,10 @@ class FrameCache:
         """Encode with the cache what this thread encodes inside.
 
         Args:
-            states: The stream whose next frames are encoded; or of several streams, whose videos
-                or images then come in this order, equally many each. A state moves on when a call
-                has succeeded, and stays where it is when one fails.
+            states: The stream whose next frames are encoded, as one video, as several that follow
+                each other, or as images; or of several streams, whose videos or images then come
+                in this order, equally many each. A state moves on when a call has succeeded, and
+                stays where it is when one fails.
 
         Raises:
             ModelError: While encoding, media do not share out among the states.

@@ -33,10 +33,10 @@ def plan_pass(
             brings.
     """
     items = _packed(kind, arguments) if tower.packed else _batch(tower, adapter, arguments, hidden)
-    if len(items) % states or (kind == "video" and len(items) != states):
+    if len(items) % states:
         raise ModelError(
-            f"{len(items)} {kind}s came for {states} states of a frame cache; give one video, or "
-            "equally many images, for each state"
+            f"{len(items)} {kind}s came for {states} states of a frame cache; give equally many "
+            "for each state"
         )
     share = len(items) // states
     layouts = tuple(chain.from_iterable(items))
