@@ -18,6 +18,7 @@ from mmfast.bench.matrix import matrix
 from mmfast.bench.plan_table import plan
 from mmfast.bench.results import Row, load
 from mmfast.bench.sections import Points, accuracy, bench, kinds, points, selection, subset
+from mmfast.bench.stream_table import stream_recall
 from mmfast.bench.systems import table as systems
 from mmfast.core.errors import MmfastError
 from mmfast.core.registry import methods as registered
@@ -53,6 +54,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "caches": ("", caches),
     "cache_accuracy": ("eval-cache", cache_accuracy),
     "systems": ("eval-video eval-cache", systems),
+    "recall": ("eval-stream", stream_recall),
     "bench": ("bench", bench),
     "selection": ("selection", selection),
     "matrix": ("matrix", matrix),

@@ -61,9 +61,7 @@ def encode_frames(model: Any, frames: Sequence[Bytes]) -> Tensor:
     return torch.cat(parts)
 
 
-def make_clips(
-    model: Any, facts: bool, count: int, seed: int, folder: Path | None = None
-) -> Clips:
+def make_clips(model: Any, facts: bool, count: int, seed: int, folder: Path | None = None) -> Clips:
     """Clips 0 to count - 1 of a seed; every other one has been through a video file.
 
     Args:
@@ -73,7 +71,9 @@ def make_clips(
         seed: Of everything drawn.
         folder: Keeps their tokens between runs.
     """
-    kept = None if folder is None else folder / f"{'facts' if facts else 'scenes'}-{seed}-{count}.pt"
+    kept = (
+        None if folder is None else folder / f"{'facts' if facts else 'scenes'}-{seed}-{count}.pt"
+    )
     known = kept is not None and kept.exists()
     tokens, names, now, numbers, corners = [], [], [], [], []
     for index in range(count):

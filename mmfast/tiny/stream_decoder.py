@@ -38,7 +38,8 @@ class Layout:
 class Outcome:
     """Normalised last states of the questions `[B, L, D]`, states of the prefix after each layer
     but the last `[B, P, D]`, and of every layer the prefix's keys `[B, P, D]` and the questions'
-    queries `[B, L, D]` before RoPE."""
+    queries `[B, L, D]` before RoPE.
+    """
 
     states: Tensor
     layers: list[Tensor]

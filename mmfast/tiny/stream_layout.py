@@ -32,7 +32,9 @@ def unbounded(lesson: StreamLesson, layers: int, rng: np.random.Generator) -> La
     heavy = torch.tensor([not fact for fact in slots.fact]) & (
         torch.tensor(slots.clip) < slots.clip[-1]
     )
-    weight = math.log(rng.choice([1, 4, 16, 64])) * torch.cat([torch.zeros(1), heavy[frame].float()])
+    weight = math.log(rng.choice([1, 4, 16, 64])) * torch.cat(
+        [torch.zeros(1), heavy[frame].float()]
+    )
     ages = torch.cat([torch.tensor([-1]), frame])
     near = ages[:, None] - ages[None, :] <= 2  # frames so near are not more than they are
     size = len(ages)
@@ -43,9 +45,7 @@ def unbounded(lesson: StreamLesson, layers: int, rng: np.random.Generator) -> La
     return Layout(at, own, [at] * layers, text_at, [seen] * layers)
 
 
-def bounded(
-    lesson: StreamLesson, layers: int, rng: np.random.Generator
-) -> tuple[Layout, Tensor]:
+def bounded(lesson: StreamLesson, layers: int, rng: np.random.Generator) -> tuple[Layout, Tensor]:
     """What a session's memory holds: opening, sinks, retrieved frames, window, question.
 
     Frames saw a window only. Each layer reads other retrieved frames, mostly the facts among
@@ -90,9 +90,7 @@ def bounded(
     return Layout(at, own, moved, end + lesson.packed.within, seen), answerable
 
 
-def _wish(
-    clip: int, fact: bool, lost: set[int], layer: int, rng: np.random.Generator
-) -> float:
+def _wish(clip: int, fact: bool, lost: set[int], layer: int, rng: np.random.Generator) -> float:
     """How much a layer wants a stored frame: facts first, some of them missed by some layers."""
     if clip in lost:
         return -1.0

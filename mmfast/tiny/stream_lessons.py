@@ -91,7 +91,10 @@ class StreamSchool:
             rows.append([(self._ids(q, True), self._ids(a)) for _, q, a, _ in asked])
             kinds.append([kind for kind, *_ in asked])
             targets.append(torch.tensor([about for *_, about in asked]))
-            parts = [(self.facts if f else self.scenes).tokens[c] for f, c in zip(order, clips, strict=True)]
+            parts = [
+                (self.facts if f else self.scenes).tokens[c]
+                for f, c in zip(order, clips, strict=True)
+            ]
             shown.append(torch.cat(parts).float())  # [T, P, D]
             told.append(torch.tensor([self._told(f, c) for f, c in zip(order, clips, strict=True)]))
         tokens, spot, frame = _thin(torch.stack(shown), slots.keep)
@@ -142,11 +145,16 @@ class StreamSchool:
         for at in np.flatnonzero(order):
             clip = clips[at]
             name = " ".join(NAMES[self.facts.names[clip][0]])
-            for kind, answer in (("entry", str(self.facts.number[clip])), ("corner", self.facts.corner[clip])):
+            for kind, answer in (
+                ("entry", str(self.facts.number[clip])),
+                ("corner", self.facts.corner[clip]),
+            ):
                 asked.append((kind, past_text(kind, name, self._any()), answer, int(at) + 1))
         chosen = [asked[i] for i in self.rng.permutation(len(asked))[: questions[0]]]
         now = (self.facts if order[-1] else self.scenes).now[clips[-1]][-1]
-        for i in self.rng.permutation(len(now))[: questions[1]]:
+        # One count and one number a moment, but many colours: the former would be rarely asked.
+        urge = [self.rng.random() + 0.7 * (fact.kind in ("count", "number")) for fact in now]
+        for i in np.argsort(urge)[::-1][: questions[1]]:
             text = now_text(now[i], self._any())
             chosen.append((NOW[now[i].kind], text, now[i].answer, 0))
         return chosen
@@ -155,7 +163,12 @@ class StreamSchool:
         if not is_fact:
             return [-100] * 4
         number = self.facts.number[clip]
-        return [self.facts.names[clip][0], number // 10, number % 10, CORNERS.index(self.facts.corner[clip])]
+        return [
+            self.facts.names[clip][0],
+            number // 10,
+            number % 10,
+            CORNERS.index(self.facts.corner[clip]),
+        ]
 
     def _ids(self, text: str, asks: bool = False) -> list[int]:
         if text not in self.texts:
@@ -185,7 +198,11 @@ def _thin(shown: Tensor, keep: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     order = score.argsort(-1, descending=True)
     tokens, spots = [], []
     for frame, count in enumerate(keep):
-        spot = order[:, frame, :count].sort(-1).values if count < patches else torch.arange(patches).expand(batch, -1)
+        spot = (
+            order[:, frame, :count].sort(-1).values
+            if count < patches
+            else torch.arange(patches).expand(batch, -1)
+        )
         tokens.append(shown[:, frame].gather(1, spot[..., None].expand(-1, -1, width)))
         spots.append(spot)
     frames = torch.repeat_interleave(torch.arange(len(keep)), torch.tensor(keep))

@@ -26,6 +26,8 @@ from torch.nn.functional import cross_entropy
 
 from mmfast.models.loading import embedded_path, load
 from mmfast.tiny.build import USER
+from mmfast.tiny.card_stream import write_card
+from mmfast.tiny.needles import Setting, run_needles
 from mmfast.tiny.optim import Mixed, schedule, split_parameters
 from mmfast.tiny.packing import IGNORE
 from mmfast.tiny.stream_bank import Clips, make_clips
@@ -81,6 +83,7 @@ class Trainer:
         matrices, rest = split_parameters(lm)
         free = [*rest, model.model.image_newline, *self.heads.parameters()]
         self.optimiser = Mixed(matrices, free, options.rate)
+        self.counts = (options.past, options.now)
         self.rng = np.random.default_rng([options.seed, 41])
 
     def train(self, report: Report, save: Callable[[], None]) -> int:
@@ -102,7 +105,7 @@ class Trainer:
 
     def step(self, done: float) -> dict[str, Any]:
         """One update; returns its figures."""
-        lesson = self.school.lesson(self.options.batch, self.rng.random() < 0.7, (10, 4))
+        lesson = self.school.lesson(self.options.batch, self.rng.random() < 0.7, self.counts)
         layout, answerable = self._layout(lesson, self.rng.random() < 0.5, self.rng)
         outcome = run(self.model, lesson, layout)
         labels = lesson.packed.labels
@@ -176,10 +179,15 @@ def train(options: argparse.Namespace, report: Report) -> None:
     trainer = Trainer(model.train(), school, exam, options)
     steps = trainer.train(report, save)
     report({"stage": "end", "steps": steps, "seconds": time.monotonic() - start})
+    if options.evaluate:
+        setting = Setting(options.seconds)
+        result = run_needles(n=options.evaluate, seed=9, model=options.out, setting=setting)
+        report({"stage": "evaluation", **result, "model": "this checkpoint"})
+    write_card(options.out)
 
 
 def _bank(model: Any, options: argparse.Namespace, report: Report) -> tuple[Clips, Clips]:
-    """Clips, kept in a file beside the checkpoint or where asked, as making them takes minutes."""
+    """Clips of facts and of scenes; making them takes minutes."""
     start, made = time.monotonic(), []
     for facts, count in ((True, options.facts), (False, options.scenes)):
         made.append(make_clips(model, facts, count, options.seed, options.cache))
@@ -200,6 +208,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--hold", type=float, default=0.4)
+    parser.add_argument("--evaluate", type=int, default=400, help="questions at the end")
+    parser.add_argument("--seconds", type=float, default=960, help="length of those streams")
+    parser.add_argument("--past", type=int, default=10, help="questions a stream about facts")
+    parser.add_argument("--now", type=int, default=4, help="questions a stream about the present")
     parser.add_argument("--match", type=float, default=0.2, help="weight of the key loss")
     return parser.parse_args(argv)
 
