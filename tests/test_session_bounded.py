@@ -1,0 +1,50 @@
+"""Nothing grows: a short run of the benchmark with what Python holds, and the long one."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import pytest
+from stream_tools import pipe_of, watcher
+
+from mmfast.bench.stream_bounded import bytes_of, measure, noise
+
+MEMORY = "sink:16+window:160+retrieve:2"
+FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_grows(family: str) -> None:
+    """What Python and the session hold, while frames, questions and answers come and go."""
+    pipe = pipe_of(family, reduce="dtd:0.5")
+    side = watcher(family).size[0]
+    held, traced = [], []
+    options = {"host_bytes": "200kB"}
+    with pipe.open(MEMORY, **options) as session:
+        for i, frame in enumerate(noise(side)):
+            session.push(frame, i / 2)
+            if i % 10 == 9:
+                session.ask("what?", max_new_tokens=2).read()
+            if i == 119:
+                tracemalloc.start()
+            if i % 20 == 19 and i >= 119:
+                gc.collect()
+                held.append(bytes_of(session))
+                traced.append(tracemalloc.get_traced_memory()[0])
+            if i == 299:
+                break
+    tracemalloc.stop()
+    assert len(held) == 10 and max(held[5:]) <= 1.01 * max(held[:5])
+    # Counted from zero at frame 120: what came since is little, and no more at the end.
+    assert max(traced[5:]) <= max(traced[:5]) + 60_000, traced
+    stats = session.stats()["memory"]
+    assert stats["evicted_blocks"] > 50 and stats["archive"]["dropped"] > 0
+
+
+@pytest.mark.slow
+def test_twenty_thousand_frames() -> None:
+    pipe = pipe_of("llava_onevision")
+    row = measure(pipe, side=24)
+    assert row["held_growth"] < 0.01 and row["growth"] < 0.01, row
+    assert abs(row["slowdown"]) < 0.10, row
