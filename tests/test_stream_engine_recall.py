@@ -164,6 +164,23 @@ def test_reading_leaves_stream_and_archive_alone(family: str, spec: str) -> None
     engine.close()
 
 
+def test_what_was_said_before_and_after_reading_is_kept() -> None:
+    model = model_of("qwen2_5_vl", layers=1)
+    engine = Engine(model)
+    plan = plan_cache("sink:8+window:45")
+    said, kept = engine.memory(plan), engine.memory(plan, archive=Shelf(everything))
+    for i in range(8):
+        engine.append(said, frame("qwen2_5_vl", model, i))
+        engine.append(kept, frame("qwen2_5_vl", model, i))
+    branch = engine.branch(kept)
+    for i in (1, 2):
+        branch.extend(text("qwen2_5_vl", model, 3 + i, i), retrieve=i > 1)
+        engine.append(said, text("qwen2_5_vl", model, 3 + i, i))
+    branch.keep()
+    assert same(state(said)[1], state(kept)[1])  # one layer: keys do not depend on what was read
+    engine.close()
+
+
 def test_blocks_that_leave_while_a_branch_lives_are_not_read_twice() -> None:
     model = model_of("llava_onevision")
     engine = Engine(model)

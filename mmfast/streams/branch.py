@@ -38,6 +38,7 @@ class Branch:
         self._shared = len(memory.blocks)
         self._newest = memory.stored  # what is archived later is live here
         self._kept = 0
+        self._spots: list[list[int]] = []  # where each block of its own is, per layer
         self._token: Live | None = None  # the answer so far, where one is being written
         self._broken = False
         self.blocks = list(memory.blocks)
@@ -93,18 +94,13 @@ class Branch:
         """
         memory = self._memory
         with memory.lock, torch.no_grad():
-            ends = [buffer.length for buffer in self.buffers]
-            todo = self._own[self._kept :]
-            at = [end - sum(block.size_at(i) for block in todo) for i, end in enumerate(ends)]
-            for block in todo:
+            own = list(zip(self._own, self._spots, strict=True))
+            for block, spots in own[self._kept :]:
                 placed = replace(block, number=memory.number, start=memory.cursor.start(block))
-                for layer, buffer in enumerate(self.buffers):
-                    stop = at[layer] + block.size_at(layer)
-                    raw = buffer.read(RAW, at[layer], stop)
+                for layer, (buffer, at) in enumerate(zip(self.buffers, spots, strict=True)):
+                    raw, values = (buffer.read(p, at, at + block.n) for p in (RAW, VALUES))
                     turned = memory.turner.rotate(layer, raw, placed.positions(layer))
-                    values = buffer.read(VALUES, at[layer], stop)
                     memory.buffers[layer].write(raw, turned, values)
-                    at[layer] = stop
                 memory.admit(placed)
                 self._kept += 1
             self._token = None
@@ -126,6 +122,7 @@ class Branch:
         except BaseException:
             self._broken = [buffer.length for buffer in self.buffers] != lengths
             raise
+        self._spots.append([buffer.length for buffer in self.buffers])
         for buffer in self.buffers:
             buffer.length += block.n
         self.blocks.append(block)
@@ -150,8 +147,7 @@ class Branch:
                 parts = archive.read(layer, found)
             self.found[layer] = [part.number for part in parts]
             if parts:
-                blocks = [*self.blocks[: self._shared], *self._own]
-                recall(self._engine.turner, layer, self.buffers[layer], blocks, parts, block)
+                recall(self._engine.turner, layer, self.buffers[layer], self.blocks, parts, block)
 
         return read
 
@@ -169,3 +165,4 @@ class Branch:
         top = highest(relative, advance)
         self._token = replace(head, relative=relative, advance=advance, highest=top, kinds=kinds)
         self.blocks[-2:] = [self._token]
+        self._spots.pop()

@@ -26,6 +26,7 @@ class Buffer:
 
     Args:
         reserve: Tokens to make room for at once.
+        bounded: It never holds more than `reserve` and one new piece, so it need not grow ahead.
 
     Attributes:
         data: `[3, H, capacity, d]`: keys before RoPE, rotated keys, values. None until the first
@@ -33,8 +34,9 @@ class Buffer:
         length: Tokens that are there; what is written behind them is not there yet.
     """
 
-    def __init__(self, reserve: int = 0) -> None:
+    def __init__(self, reserve: int = 0, bounded: bool = False) -> None:
         self._reserve = reserve
+        self._bounded = bounded
         self.data: Tensor | None = None
         self.length = 0
 
@@ -55,7 +57,8 @@ class Buffer:
         needed = self.length + n
         have = 0 if self.data is None else self.data.shape[2]
         if self.data is None or needed > have:
-            wanted = max(needed, self._reserve + n, have + have // 2 if have else 0)
+            ahead = 0 if self._bounded else have + have // 2
+            wanted = max(needed, self._reserve + n, ahead)
             heads, _, width = like.shape
             capacity = -(-wanted // _STEP) * _STEP
             data = like.new_empty(3, heads, capacity, width)

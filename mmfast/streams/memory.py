@@ -75,7 +75,8 @@ class Memory:
         self.lock = threading.RLock()
         self.blocks: list[Live] = []
         self.cursor = Cursor.behind([], turner.axes)
-        self.buffers = [Buffer(budget(plan)) for _ in range(turner.layers)]
+        room = budget(plan)
+        self.buffers = [Buffer(room, bounded=room > 0) for _ in range(turner.layers)]
         self.number = 0  # of the next block
         self.stored = -1  # newest number in the archive
         self._known: dict[tuple[bytes, ...], list[int]] = {}

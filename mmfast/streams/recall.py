@@ -38,13 +38,13 @@ def recall(
         question: What asks; where it stands is fixed.
     """
     at = _opening(blocks)
-    stored = [_as_block(part) for part in parts]
+    stored = _as_blocks(parts)
     starts = walk([*_sinks(blocks[:at], parts), *stored, *blocks[at:], question], turner.axes)
     shift = tuple(a - b for a, b in zip(question.start, starts[-1], strict=True))
     starts = [tuple(a + b for a, b in zip(start, shift, strict=True)) for start in starts]
     turner.move_layer(layer, buffer, blocks, [*starts[:at], *starts[at + len(parts) : -1]])
-    places = zip(parts, starts[at : at + len(parts)], strict=True)
-    where = torch.cat([p.relative.cpu() + torch.tensor(s)[:, None] for p, s in places], 1)
+    places = zip(stored, starts[at : at + len(parts)], strict=True)
+    where = torch.cat([block.positions(layer, start) for block, start in places], 1)
     keys = _side_by_side([part.keys for part in parts], buffer)
     values = _side_by_side([part.values for part in parts], buffer)
     buffer.write(keys, turner.rotate(layer, keys, where), values)
@@ -69,16 +69,21 @@ def _sinks(blocks: Sequence[Live], parts: Sequence[Part]) -> list[Live]:
     return sinks
 
 
-def _as_block(part: Part) -> Live:
-    """A stored part as a block, to see where it belongs."""
-    relative = part.relative.cpu()
-    n, axes = relative.shape[1], relative.shape[0]
-    advance: Start = tuple(int(each) for each in part.advance)
+def _as_blocks(parts: Sequence[Part]) -> list[Live]:
+    """Stored parts as blocks, to see where they belong."""
+    sizes = [part.relative.shape[1] for part in parts]
+    relatives = torch.cat([part.relative for part in parts], 1).cpu().split(sizes, 1)
+    advances = torch.stack([part.advance for part in parts]).tolist()  # one wait for the device
+    rows = zip(parts, relatives, advances, strict=True)
+    return [_as_block(part.number, relative, tuple(advance)) for part, relative, advance in rows]
+
+
+def _as_block(number: int, relative: Tensor, advance: Start) -> Live:
+    axes, n = relative.shape
     # Text counts on all axes alike, so it starts on all of them at the same position.
-    text = axes > 1 and len(set(advance)) == 1 and bool((relative == relative[:1]).all())
-    kinds = torch.zeros(n, dtype=torch.int64)
-    top = highest(relative, advance)
-    return Live(part.number, "text", None, relative, advance, False, text, top, kinds, (0,) * axes)
+    level = axes > 1 and len(set(advance)) == 1 and bool((relative == relative[:1]).all())
+    top, kinds = highest(relative, advance), torch.zeros(n, dtype=torch.int64)
+    return Live(number, "text", None, relative, advance, False, level, top, kinds, (0,) * axes)
 
 
 def _side_by_side(rows: Sequence[Tensor], buffer: Buffer) -> Tensor:
