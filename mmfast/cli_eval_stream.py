@@ -20,6 +20,7 @@ def eval_stream(
     as_json: bool,
 ) -> None:
     """Run the suite for each reducer (none by default) and print a line a memory."""
+    specs: list[str | None] = [*reduce] or [None]
     from mmfast.bench.results import append, environment, eval_rows
     from mmfast.cli_output import print_json, progress
     from mmfast.tiny.needles import MEMORIES, run_needles
@@ -37,7 +38,7 @@ def eval_stream(
                 progress=lambda memory, done, total: tick(done, total, memory),
             )
 
-        documents = [run(spec) for spec in reduce or [None]]
+        documents = [run(spec) for spec in specs]
     document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
     if out is not None:
         append(out, eval_rows(document, environ))

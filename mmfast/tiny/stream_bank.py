@@ -111,4 +111,4 @@ def _scene(rng: np.random.Generator) -> tuple[Place, list[int], int, str]:
 
 def _through_file(frames: Sequence[Bytes]) -> list[Bytes]:
     with av.open(io.BytesIO(encode(frames, 1)), "r") as box:
-        return [frame.to_ndarray(format="rgb24") for frame in box.decode(video=0)]
+        return [np.asarray(f.to_ndarray(format="rgb24"), np.uint8) for f in box.decode(video=0)]

@@ -68,8 +68,8 @@ def run_stream(lm: Any, prefix: Tensor, text: Tensor, layout: Layout) -> Outcome
         if last:
             x, mixed = x[:, split:], asked
         else:
-            mine = (_rotate(t[:, :split], own_turn) for t in (q, k))
-            mixed = torch.cat([_attend(*mine, v[:, :split], layout.own), asked], 1)
+            mine, theirs = (_rotate(t[:, :split], own_turn) for t in (q, k))
+            mixed = torch.cat([_attend(mine, theirs, v[:, :split], layout.own), asked], 1)
         x = x + attention.o_proj(mixed)
         h = _normed(x, layer.post_attention_layernorm)
         x = x + mlp.down_proj(silu(mlp.gate_proj(h)) * mlp.up_proj(h))

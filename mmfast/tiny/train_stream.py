@@ -79,9 +79,9 @@ class Trainer:
         lm = model.model.language_model
         self.layers = len(lm.layers)
         width = lm.config.hidden_size
-        self.heads = nn.ModuleList([FactHead(width) for _ in DEEP])
+        self.heads = [FactHead(width) for _ in DEEP]
         matrices, rest = split_parameters(lm)
-        free = [*rest, model.model.image_newline, *self.heads.parameters()]
+        free = [*rest, model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
         self.optimiser = Mixed(matrices, free, options.rate)
         self.counts = (options.past, options.now)
         self.rng = np.random.default_rng([options.seed, 41])

@@ -60,7 +60,7 @@ def fact_place(
         panel = np.array(corner) + np.array(BOX) / 2
         while True:
             bystander = _mover(rng, other)
-            gap = np.subtract(bystander.start, [centre, panel])
+            gap = np.array(bystander.start) - np.array([centre, tuple(panel)])
             if np.hypot(*gap.T).min() > 34:
                 break
         things.append(replace(bystander, velocity=(0.0, 0.0)))
