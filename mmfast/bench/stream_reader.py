@@ -124,12 +124,12 @@ def _one_decoder(path: Path, threads: str) -> Iterator[Frame]:
         stream.thread_type = threads
         if threads == "NONE":
             stream.codec_context.thread_count = 1
-        due = 0
+        due, seconds = 0, float(stream.time_base or 0)
         for frame in container.decode(stream):
             # A constant rate that divides by the second: a frame lies at every instant.
-            if frame.pts is not None and frame.pts * frame.time_base * Fraction(FPS) >= due:
+            if frame.pts is not None and frame.pts * seconds * FPS > due - 1e-6:
                 due += 1
-                yield frame.to_ndarray(format="rgb24")
+                yield np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
 
 
 def write_clip(path: Path, shape: Shape) -> Path:
