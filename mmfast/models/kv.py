@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError
-from mmfast.core.trace import Trace
+from mmfast.core.trace import Row, Trace
 from mmfast.models.call import Call, length_of
 from mmfast.models.kv_evict import chooser, evict, pin, stayer
 from mmfast.models.kv_notes import (
@@ -71,7 +71,8 @@ class KVStage:
         kept = any(spec.whole for spec in specs) or plan.bits or plan.retrieve
         self._evicts = bool(specs) and not kept
         always = [spec.method.moment == "always" for spec in specs]
-        self._always, self._each = any(always), bool(always) and all(always)
+        shares = any(isinstance(spec.budget, float) for spec in specs)
+        self._always, self._each = any(always), all(always) and not shares
         self._rescores = plan.score is not None and plan.score.method.moment == "always"
         self._packing = Packing(plan, len(text.layers), self._always and self._evicts)
         self._reading = None
@@ -93,9 +94,10 @@ class KVStage:
         self._call = call
         with ExitStack() as stack:
             stack.enter_context(self._prompts.told_by_generate(self._model))
+            enter, leave = map(torch.compiler.disable, (self._enter, self._leave))
             handles = [
-                self._base.register_forward_pre_hook(self._enter, with_kwargs=True),
-                self._base.register_forward_hook(self._leave, always_call=True),
+                self._base.register_forward_pre_hook(enter, with_kwargs=True),
+                self._base.register_forward_hook(leave, always_call=True),
             ]
             for index in self._layers:
                 after = partial(torch.compiler.disable(self._after), index)
@@ -103,7 +105,7 @@ class KVStage:
                 handles.append(layer.register_forward_hook(after, with_kwargs=True))
             for handle in handles:
                 stack.callback(handle.remove)
-            if self._evicts and self._attention.reads:
+            if (self._evicts or self._plan.bits) and self._attention.reads:
                 modules = {index: self._modules[index].self_attn for index in self._layers}
                 stack.enter_context(self._attention.watching(modules))
             if self._reading is not None:
@@ -126,27 +128,34 @@ class KVStage:
         past = 0 if cache is None else int(cache.get_seq_length())
         length = length_of(kwargs) if not args else int(args[0].shape[1])
         local = self._local
-        local.part, local.active = self._prompts.part(past, length), cache is not None
+        local.part = self._prompts.part(past, length)
+        local.active = kwargs.get("use_cache") is not False
         local.ms, local.before, local.after, local.bytes = 0.0, 0, 0, 0
         if self._reading is not None:
-            self._reading.enter(cache, local.part)
+            self._reading.enter(cache, local.part if local.active else None)
         if cache is not None and ((self._always and self._evicts) or self._packing.packs):
-            self._settle(cache)
+            self._settle(cache, local.part is None or local.part.first)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._local.active = False
         if self._reading is not None:
             self._reading.leave()
 
-    def _settle(self, cache: Any) -> None:
-        """Before a call, when nothing that the last one brought can be taken back any more."""
+    def _settle(self, cache: Any, over: bool) -> None:
+        """Before a call, when nothing that the last one brought can be taken back any more.
+
+        A prompt that is not over is thinned between its chunks where all that it waits for are
+        policies that act at every step, on numbers of tokens.
+        """
         for index in self._layers:
             layer = cache.layers[index] if index < len(cache.layers) else None
             if layer is None or not is_short(layer) or layer.notes is None:
                 continue
-            if self._always and self._evicts and (BASIS in layer.notes or self._each):
+            ready = over and BASIS in layer.notes
+            if self._always and self._evicts and (ready or self._each):
                 self._evict_again(cache, index)
-            self._packing.step(layer)
+            if over:
+                self._packing.step(layer)
 
     def _evict_again(self, cache: Any, index: int) -> None:
         layer = cache.layers[index]
@@ -203,8 +212,8 @@ class KVStage:
         if index == self._layers[-1]:
             count = len(self._layers)
             before, after = round(local.before / count), round(local.after / count)
-            self._trace.add("kv", before, after, local.ms, str(self._plan))
-            self._trace.rows[-1].peak_bytes = local.bytes
+            row = Row("kv", before, after, local.ms, local.bytes, str(self._plan))
+            self._trace.rows.append(row)
 
 
 def _shrinkable(cache: Any, index: int) -> Any:

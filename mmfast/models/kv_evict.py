@@ -65,7 +65,7 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
 
 def basis(layer: Any, row: int) -> int:
     """Tokens that a row held behind its last prompt: what shares refer to from there on."""
-    return int(layer.notes[BASIS][row, 0, -1])
+    return int(layer.notes[BASIS][row, 0, -1]) if BASIS in layer.notes else 0
 
 
 def chooser(plan: CachePlan, layer: Any, index: int, layers: int, prompt: bool = True) -> Choose:

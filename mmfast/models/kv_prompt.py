@@ -20,10 +20,12 @@ class Part:
     Attributes:
         drafts: Tokens of the call behind the prompt, which may be taken back.
         rest: Tokens of the prompt that later calls bring.
+        first: The prompt begins here.
     """
 
-    drafts: int
-    rest: int
+    drafts: int = 0
+    rest: int = 0
+    first: bool = True
 
     @property
     def last(self) -> bool:
@@ -33,6 +35,7 @@ class Part:
 
 class _Local(threading.local):
     inside = False
+    begin: int = 0
     end: int | None = None
 
 
@@ -60,23 +63,29 @@ class Prompts:
         """
         local = self._local
         if not local.inside:  # the caller runs the model: several tokens are a prompt
-            return Part(0, 0) if length > 1 else None
+            return Part() if length > 1 else None
         if local.end is None or past >= local.end:
             return None
-        return Part(max(0, past + length - local.end), max(0, local.end - past - length))
+        behind = past + length - local.end
+        return Part(max(0, behind), max(0, -behind), past <= local.begin)
 
     def _generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         local = self._local
-        before = local.inside, local.end
+        before = local.inside, local.begin, local.end
         local.inside, local.end = True, None
         try:
             return stock(*args, **kwargs)
         finally:
-            local.inside, local.end = before
+            local.inside, local.begin, local.end = before
 
     def _inputs(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ids, name, options = stock(*args, **kwargs)
         mask: Tensor | None = options.get("attention_mask")
         # A mask spans the cache too; without one, ids are those of the whole conversation.
-        self._local.end = int((ids if mask is None else mask).shape[1])
+        end = int((ids if mask is None else mask).shape[1])
+        cache = options.get("past_key_values")
+        past = 0 if cache is None else int(cache.get_seq_length())
+        # An answer that goes on feeds its last token again: that is no prompt.
+        self._local.begin = past
+        self._local.end = None if past and end - past <= 1 else end
         return ids, name, options

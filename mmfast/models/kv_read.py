@@ -82,11 +82,11 @@ class Reading:
             capture.remove()
 
     def enter(self, cache: Any, part: Part | None) -> None:
-        """A call begins."""
+        """A call begins; `part` is None where it brings no prompt, or keeps no cache."""
         self.leave()
         local = self._local
         local.cache, local.part = cache, part
-        if cache is not None and part is not None and self._capture is not None:
+        if part is not None and self._capture is not None:
             local.recording = self._capture.recording()
             local.raw = local.recording.__enter__()
 
