@@ -80,11 +80,10 @@ def answers(
 ) -> dict[int, Any]:
     """What a slow policy makes of every layer."""
     number = budget if isinstance(budget, int) else round(budget * len(kind))
-    rest = {k: v for k, v in knobs.items()}
+    rest = dict(knobs)
     window = knobs.get("window", 1)
     return {
-        i: ORACLES[method](layer_of(this, walk, i, kind, window), number, **rest)
-        for i in walk.full
+        i: ORACLES[method](layer_of(this, walk, i, kind, window), number, **rest) for i in walk.full
     }
 
 
@@ -110,7 +109,7 @@ def apply(walk: cache_oracle.Walk, found: dict[int, Any]) -> dict[int, torch.Ten
 def difference(
     family: str,
     spec: str,
-    fault: Callable[[dict[int, torch.Tensor]], None] = lambda _: None,
+    fault: Callable[..., None] | None = None,
 ) -> float:
     """Largest difference of the logits of all steps."""
     this = model_of(family)
@@ -121,7 +120,8 @@ def difference(
     walk = cache_oracle.Walk(this, prompt)
     found = answers(this, walk, kinds_of(this, inputs, prompt), *SCORES[spec])
     visible = apply(walk, found)
-    fault(visible)
+    if fault is not None:
+        fault(visible, walk)
     logits = [walk.logits]
     logits += [walk.step(t, visible) for t in out.sequences[0, length:-1].tolist()]
     assert all(0 < seen.sum() < seen.numel() for seen in visible.values())
@@ -134,22 +134,52 @@ def test_decoding_equals_hiding_what_a_slow_policy_drops(family: str, spec: str)
     assert difference(family, spec) < 1e-5
 
 
-def _other_head(visible: dict[int, torch.Tensor]) -> None:
+def _other_head(visible: dict[int, torch.Tensor], _: Any) -> None:
     for seen in visible.values():
         seen.copy_(seen.flip(0))
 
 
-def _shifted(visible: dict[int, torch.Tensor]) -> None:
+def _shifted(visible: dict[int, torch.Tensor], _: Any) -> None:
     for seen in visible.values():
         seen.copy_(seen.roll(1, 1))
 
 
-def _one_entry(visible: dict[int, torch.Tensor]) -> None:
+def _one_entry(visible: dict[int, torch.Tensor], _: Any) -> None:
     seen = visible[max(visible)]
     seen[0, int(seen[0].nonzero()[0])] = False
 
 
+def _contiguous(visible: dict[int, torch.Tensor], walk: cache_oracle.Walk) -> None:
+    """As if the cache had told its physical length."""
+    gone = int((~next(iter(visible.values()))[0]).sum())
+    walk.position = walk.position - gone
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("fault", [_other_head, _shifted, _one_entry])
+@pytest.mark.parametrize("fault", [_other_head, _shifted, _one_entry, _contiguous])
 def test_the_oracle_sees_planted_faults(family: str, fault: Any) -> None:
     assert difference(family, "snapkv:0.4?window=5&kernel=3", fault) > 1e-3
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_what_is_left_of_the_difference_is_rounding(family: str) -> None:
+    """In double precision nothing is."""
+    this = build(family)
+    this.model.double()
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in ask(this).items()}
+    prompt, length = oracle.embed(this, inputs), inputs["input_ids"].shape[1]
+    with attach(this.model, cache="snapkv:0.4?window=5&kernel=3"):
+        out = this.model.generate(
+            **inputs,
+            max_new_tokens=4,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    walk = cache_oracle.Walk(this, prompt)
+    visible = {i: cache_oracle.kept(out.past_key_values, i, length) for i in walk.full}
+    assert all(seen.sum() < seen.numel() for seen in visible.values())
+    logits = [walk.logits]
+    logits += [walk.step(t, visible) for t in out.sequences[0, length:-1].tolist()]
+    # generate hands out float32 logits
+    assert (torch.stack(logits) - torch.cat(out.logits)).abs().max() < 1e-6

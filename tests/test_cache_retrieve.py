@@ -59,6 +59,22 @@ def test_decoding_equals_hiding_what_is_not_read(family: str, spec: str) -> None
     assert all(layer.keys.shape[2] == length + 4 for layer in layers)  # nothing leaves
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_oracle_sees_planted_faults(family: str) -> None:
+    """Another frame, and an entry that is read one place off."""
+    this = tiny(family)
+    inputs = ask(this)
+    prompt, length = oracle.embed(this, inputs), inputs["input_ids"].shape[1]
+    out = run(this, inputs, "rekv:1", tokens=3)
+    visual = torch.zeros(length, dtype=torch.bool)
+    visual[torch.cat(prompt.items)] = True
+    for fault in (lambda seen: seen ^ visual, lambda seen: seen.roll(1, 1)):
+        walk = cache_oracle.Walk(this, prompt)
+        wrong = {i: fault(read(out.past_key_values, i, length)) for i in walk.full}
+        logits = [walk.step(t, wrong) for t in out.sequences[0, length:-1].tolist()]
+        assert (torch.stack(logits) - torch.cat(out.logits[1:])).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_all_blocks_are_the_whole_cache(family: str) -> None:
     this = tiny(family)

@@ -71,6 +71,21 @@ def test_decoding_equals_rounding_by_hand(family: str, score: str | None) -> Non
     torch.testing.assert_close(torch.stack(logits), torch.cat(out.logits), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_the_oracle_sees_one_entry_too_few_or_too_many(family: str, shift: int) -> None:
+    this = model_of(family)
+    inputs = ask(this)
+    prompt, length = oracle.embed(this, inputs), inputs["input_ids"].shape[1]
+    out = run(this, inputs, STORE, tokens=3)
+    walk = cache_oracle.Walk(this, prompt)
+    everything = torch.ones(walk.cache.layers[0].keys.shape[1:3], dtype=torch.bool)
+    for index in walk.full:
+        age(walk, index, everything, 0, length - RESIDUAL + shift)
+    logits = [walk.step(t) for t in out.sequences[0, length:-1].tolist()]
+    assert (torch.stack(logits) - torch.cat(out.logits[1:])).abs().max() > 1e-3
+
+
 def cache_oracle_apply(walk: cache_oracle.Walk, found: Any) -> dict[int, torch.Tensor]:
     from test_cache_oracle import apply
 
