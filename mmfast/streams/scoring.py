@@ -100,4 +100,5 @@ def _wide(rows: Tensor) -> Tensor:
 
 
 def _narrow(rows: Tensor, heads: int) -> Tensor:
-    return rows.unflatten(1, (heads, -1)).transpose(0, 1).contiguous()  # [H, m, d]
+    narrow: Tensor = rows.view(len(rows), heads, -1).transpose(0, 1).contiguous()
+    return narrow  # [H, m, d]
