@@ -15,6 +15,8 @@ from mmfast.frontends.guard import first_line, quote
 from mmfast.frontends.limits import Limits
 from mmfast.frontends.picture import Frame, Orientation
 
+_RATE = 25  # frames per second, where nothing is known
+
 
 def camera_address(camera: int | str, platform: str = sys.platform) -> tuple[str, str]:
     """FFmpeg's input format and device name of a camera.
@@ -78,7 +80,6 @@ def running_frames(
     Raises:
         MediaError: There is no video in it, or reading fails.
     """
-    origin: int | None = None
     with closing(file) if file is not None else nullcontext(), container:
         stream: Any = container.streams.best("video")
         if stream is None or stream.codec_context is None:
@@ -87,18 +88,39 @@ def running_frames(
         limits.check_picture(
             name, stream.width or limits.min_side, stream.height or limits.min_side
         )
+        since = _Since(stream)
         try:
             for packet in container.demux(stream):
                 for frame in _decoded(packet):
-                    pts = getattr(frame, "pts", None)
-                    if pts is not None and origin is None:
-                        origin = pts
-                    since = None if pts is None else float((pts - origin) * stream.time_base)
-                    yield frame, since
+                    broken = isinstance(frame, BaseException)
+                    yield frame, None if broken else since(frame.pts)
         except av.FFmpegError as error:
             raise MediaError(
                 f"{name} broke off ({first_line(error)}): check the source and open it again"
             ) from None
+
+
+class _Since:
+    """Seconds since the first frame.
+
+    Some sources, RTSP among them, give their first frames no time: these lie a frame apart and
+    the first known time follows on them.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._tick = float(stream.time_base)
+        self._step = 1 / float(stream.guessed_rate or stream.average_rate or _RATE)
+        self._untimed = 0
+        self._origin: float | None = None
+
+    def __call__(self, pts: int | None) -> float | None:
+        """Time of a frame; None where it has none and others have."""
+        if pts is None:
+            self._untimed += 1
+            return (self._untimed - 1) * self._step if self._origin is None else None
+        if self._origin is None:
+            self._origin = pts * self._tick - self._untimed * self._step
+        return pts * self._tick - self._origin
 
 
 def _decoded(packet: Any) -> list[Any]:
