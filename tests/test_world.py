@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tracemalloc
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from mmfast.core.errors import MmfastError
 from mmfast.tiny.scene import COLOURS, EVAL, TRAIN
 from mmfast.tiny.world import FACTS, NAMES, World
+from mmfast.tiny.world_file import main
 from mmfast.tiny.world_questions import KINDS, past_questions, present_questions
 from mmfast.tiny.world_scene import corner_of
 
@@ -139,6 +141,16 @@ def test_saved_as_a_file_it_is_the_same_video(tmp_path: Path) -> None:
     assert len(read) == 20 and read[0].shape == (96, 96, 3)
     for frame, (drawn, _) in zip(read, world.frames(20), strict=True):
         assert np.abs(frame.astype(int) - drawn).mean() < 8
+
+
+def test_the_file_comes_with_its_questions(tmp_path: Path) -> None:
+    main([str(tmp_path / "w.mp4"), "--seconds", "60", "--every", "12", "--seed", "4"])
+    asked = [json.loads(line) for line in (tmp_path / "w.jsonl").read_text().splitlines()]
+    world = World(4, every=12)
+    assert {q["answer"] for q in asked} >= {str(e.number) for e in world.events(59)}
+    assert all(q["age"] >= 0 and q["asked"] == 59 for q in asked)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "w.mp4"), "--every", "2"])
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from mmfast.streams.session import Session
 from mmfast.streams.viewer import Viewer
 from mmfast.tiny.scene import EVAL
 from mmfast.tiny.statistics import interval
-from mmfast.tiny.world import FACTS, World
+from mmfast.tiny.world import CLOSEST, FACTS, World
 from mmfast.tiny.world_questions import KINDS, Question, past_questions, present_questions
 
 MODEL = "tiny-stream"
@@ -56,7 +56,7 @@ class Setting:
     """How long the streams are.
 
     Attributes:
-        seconds: Length; 20 facts are spread over it.
+        seconds: Length, at least 12; up to 20 facts are spread over it.
         fps: Frames per second.
     """
 
@@ -68,12 +68,17 @@ class Setting:
         """Frames of a stream."""
         return int(self.seconds * self.fps)
 
+    def world(self, seed: int) -> World:
+        """A stream with as many facts as there are, or as fit."""
+        facts = min(FACTS, int(self.seconds // CLOSEST))
+        return World(seed, every=self.seconds / max(facts, 1), facts=facts)
+
 
 def needles(world: World, setting: Setting) -> list[Needle]:
     """What is asked of a stream, in order of time; the same for the same world.
 
-    In each of its 20 parts one question about the present and, within the window, one about the
-    part's fact; at the end all questions about all facts.
+    For each of its facts one question about the present and one about the fact while it is in the
+    window; at the end all questions about all facts.
     """
     rng = np.random.default_rng([EVAL, world.seed, 50])
     fps, found = setting.fps, list[Needle]()
@@ -153,7 +158,7 @@ def run_needles(
     spent: dict[str | None, list[float]] = defaultdict(list)
     asked, streams = 0, 0
     while asked < n:
-        world = World(1000 * seed + streams, every=setting.seconds / FACTS)
+        world = setting.world(1000 * seed + streams)
         for spec in specs:
             for needle, answer, ms in watch(viewer, spec, world, setting, n - asked):
                 marks[spec].append((needle, answer == needle.question.answer))

@@ -91,9 +91,7 @@ def _patches(owner: NDArray[np.uint8]) -> NDArray[np.bool_]:
     return np.asarray(share > 0.25)
 
 
-def arrange(
-    rng: np.random.Generator, radius: float
-) -> tuple[tuple[float, float], tuple[int, int]]:
+def arrange(rng: np.random.Generator, radius: float) -> tuple[tuple[float, float], tuple[int, int]]:
     """Centre of a thing and corner of the panel beside it, in units of its cell."""
     while True:
         left, top = int(rng.integers(0, 5)) * 16, int(rng.integers(0, 10)) * 8

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterable
 from itertools import chain
+from pathlib import Path
 
 import av
 import numpy as np
@@ -12,15 +13,24 @@ from mmfast.tiny.scene import FPS, SAMPLED, sampled_indices
 
 
 def encode(frames: Iterable[NDArray[np.uint8]], fps: int = FPS) -> bytes:
-    """Encode RGB frames as an H.264 mp4.
+    """The file that `write` makes, as bytes."""
+    buffer = io.BytesIO()
+    write(buffer, frames, fps)
+    return buffer.getvalue()
+
+
+def write(file: Path | io.BytesIO, frames: Iterable[NDArray[np.uint8]], fps: int = FPS) -> None:
+    """Encode RGB frames as an H.264 mp4, one after the other.
 
     Args:
+        file: where to.
         frames: uint8 [H, W, 3] each, of one size, even sides; at least one.
         fps: frames per second.
     """
-    buffer, pictures = io.BytesIO(), iter(frames)
+    pictures = iter(frames)
     first = next(pictures)
-    with av.open(buffer, "w", format="mp4") as box:
+    target = file if isinstance(file, io.BytesIO) else str(file)
+    with av.open(target, "w", format="mp4") as box:
         stream = box.add_stream("libx264", rate=fps)
         stream.height, stream.width = first.shape[:2]
         stream.pix_fmt = "yuv420p"
@@ -29,7 +39,6 @@ def encode(frames: Iterable[NDArray[np.uint8]], fps: int = FPS) -> bytes:
         for picture in chain([first], pictures):
             box.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         box.mux(stream.encode())
-    return buffer.getvalue()
 
 
 def decode(clip: bytes, frames: int = SAMPLED) -> NDArray[np.uint8]:

@@ -21,13 +21,14 @@ import numpy as np
 from mmfast.core.errors import MmfastError
 from mmfast.tiny.render import Bytes
 from mmfast.tiny.scene import COLOURS, EVAL, SHAPES
-from mmfast.tiny.video_io import encode
+from mmfast.tiny.video_io import write
 from mmfast.tiny.world_scene import Moment, Place, fact_place, ordinary_place, show
 
 FACTS = 20  # names kept for facts; the other ten are those of the ordinary scenes
 NAMES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
 MINUTE = 60.0  # scenes never cross a full minute, so that any of them is found at once
 SHORTEST = 10.0  # seconds of an ordinary scene
+CLOSEST = 12.0  # seconds from fact to fact
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class World:
 
     Args:
         seed: Which one.
-        every: Seconds from fact to fact, one in each such span, at least 12.
+        every: Seconds from fact to fact, one in each such span, at least CLOSEST.
         facts: How many there are, at most FACTS; scenes go on without them after that.
         purpose: Streams of different purposes never meet.
 
@@ -64,8 +65,10 @@ class World:
     def __post_init__(self) -> None:
         if not 0 <= self.facts <= FACTS:
             raise MmfastError(f"facts={self.facts} is not in 0 to {FACTS}, the names kept for them")
-        if not self.every >= 12:
-            raise MmfastError(f"every={self.every} leaves no room for a fact; give 12 or more")
+        if not self.every >= CLOSEST:
+            raise MmfastError(
+                f"every={self.every} leaves no room for a fact; give {CLOSEST:g} or more"
+            )
 
     def event(self, number: int) -> Event:
         """Fact number 0 to `facts - 1`.
@@ -115,7 +118,7 @@ class World:
 
     def save(self, path: str | Path, seconds: float, fps: int = 1) -> None:
         """Write the beginning as an H.264 mp4."""
-        Path(path).write_bytes(encode((f for f, _ in self.frames(seconds, fps)), fps))
+        write(Path(path), (frame for frame, _ in self.frames(seconds, fps)), fps)
 
 
 @lru_cache(4)
