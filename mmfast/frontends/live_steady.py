@@ -19,6 +19,8 @@ _STILL = 1000  # frames in a row at one time before its clock is taken for dead
 _LATE = 1.0  # seconds; frames that come out of order are not further behind than this
 _LATE_RUN = 2  # ... and not more of them in a row: then the clock was set back
 _SAME = 1e-9  # seconds
+_LEAST = 1e-3  # seconds between two frames where a time is made up
+_FAR = 1e10  # seconds; beyond three centuries a time is no time
 
 
 class Timeline:
@@ -63,7 +65,7 @@ class Timeline:
 
     def _accept(self, at: float) -> float:
         if self._last is not None:
-            self._gap = min(at - self._last, _LATE)
+            self._gap = min(max(at - self._last, _LEAST), _LATE)
         self._late = self._still = 0
         self._last = at
         return at
@@ -105,7 +107,7 @@ def steady(
     in_a_row, reason = 0, "it is empty"
     for raw, time in items:
         try:
-            if time is not None and not math.isfinite(time):
+            if time is not None and not abs(time) < _FAR:  # NaN too
                 raise MediaError(f"its time is {time}")
             frame = convert(raw)
         except MediaError as error:
