@@ -14,7 +14,9 @@ from mmfast.cli import main
 from mmfast.cli_watching import Question, camera_or_path, times_of
 from mmfast.core.errors import MmfastError
 
-CLIP = str(Path(__file__).resolve().parents[1] / "assets" / "clips" / "red-circle.mp4")
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+CLIP = str(ASSETS / "clips" / "red-circle.mp4")
+MODEL = str(ASSETS / "models" / "tiny-video")  # knows which way things move
 QUESTION = "Which way does the red circle move?"
 WAYS = {"left", "right", "up", "down"}
 
@@ -22,7 +24,7 @@ WAYS = {"left", "right", "up", "down"}
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of one call."""
     with pytest.raises(SystemExit) as stop:
-        main(["watch", *args, "--device", "cpu"])
+        main(["watch", *args, "--device", "cpu", "--model", MODEL])
     captured = capsys.readouterr()
     return int(stop.value.code or 0), captured.out, captured.err
 

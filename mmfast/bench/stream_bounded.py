@@ -7,11 +7,13 @@ whose quotas are reached early, a gate, a reducer, and a question now and then.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,48 +59,62 @@ def measure(
         value up to `early` and of all, `growth` of both as shares, median processor time per
         frame in both parts and its `slowdown`.
     """
-    held, resident, spent = [], [], []
-    with tempfile.TemporaryDirectory() as folder, one_thread():
-        options = {"host_bytes": "2MB", "disk_bytes": "2MB", "folder": Path(folder)}
-        with pipe.open(MEMORY, **options) as session:
-            for i, frame in enumerate(noise(side)):
-                if i == frames:
-                    break
-                start = time.process_time()
-                session.push(frame, float(i))
-                spent.append((time.process_time() - start) * 1e3)
-                if i % _ASK == _ASK - 1:
-                    session.ask(QUESTION, max_new_tokens=4).read()
-                if i % _LOOK == _LOOK - 1:
-                    gc.collect()
-                    held.append(bytes_of(session))
-                    resident.append(_resident())
-                    tick(i + 1, frames)
-            figures = session.stats()
+    seen, figures = _watch(pipe, frames, side, tick)
     looks = early // _LOOK
-    before = statistics.median(spent[early - part : early])
-    after = statistics.median(spent[-part:])
+    before = statistics.median(seen.spent[early - part : early])
+    after = statistics.median(seen.spent[-part:])
+    memory = figures["memory"]
     return {
         "memory": MEMORY,
         "reduce": pipe.viewer.reduce,
         "n": frames,
         "early": early,
-        "held_early_mb": max(held[:looks]) / 1e6,
-        "held_mb": max(held) / 1e6,
-        "held_growth": max(held) / max(held[:looks]) - 1,
-        "resident_early_mb": max(resident[:looks]) / 1e6,
-        "resident_mb": max(resident) / 1e6,
-        "growth": max(resident) / max(resident[:looks]) - 1,
+        "held_early_mb": max(seen.held[:looks]) / 1e6,
+        "held_mb": max(seen.held) / 1e6,
+        "held_growth": max(seen.held) / max(seen.held[:looks]) - 1,
+        "resident_early_mb": max(seen.resident[:looks]) / 1e6,
+        "resident_mb": max(seen.resident) / 1e6,
+        "growth": max(seen.resident) / max(seen.resident[:looks]) - 1,
         "early_ms": before,
         "late_ms": after,
         "slowdown": after / before - 1,
-        "evicted": figures["memory"]["evicted_blocks"],
-        "rebases": figures["memory"]["rebases"],
-        "stored": figures["memory"]["archive"]["blocks"],
+        "evicted": memory["evicted_blocks"],
+        "rebases": memory["rebases"],
+        "stored": memory["archive"]["blocks"],
         "clock": "processor time of the process",
         "threads": 1,
         "device": str(pipe.model.device),
     }
+
+
+@dataclass
+class _Seen:
+    """Bytes that the session holds and that the process has, and milliseconds per frame."""
+
+    held: list[int] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
+
+
+def _watch(
+    pipe: Any, frames: int, side: int, tick: Callable[[int, int], None]
+) -> tuple[_Seen, dict[str, Any]]:
+    seen = _Seen()
+    with tempfile.TemporaryDirectory() as folder, one_thread():
+        options = {"host_bytes": "2MB", "disk_bytes": "2MB", "folder": Path(folder)}
+        with pipe.open(MEMORY, **options) as session:
+            for i, frame in enumerate(itertools.islice(noise(side), frames)):
+                start = time.process_time()
+                session.push(frame, float(i))
+                seen.spent.append((time.process_time() - start) * 1e3)
+                if i % _ASK == _ASK - 1:
+                    session.ask(QUESTION, max_new_tokens=4).read()
+                if i % _LOOK == _LOOK - 1:
+                    gc.collect()
+                    seen.held.append(bytes_of(session))
+                    seen.resident.append(_resident())
+                    tick(i + 1, frames)
+            return seen, session.stats()
 
 
 def noise(side: int, seed: int = 0) -> Iterator[NDArray[np.uint8]]:

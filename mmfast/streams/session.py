@@ -179,7 +179,8 @@ class Session:
             reply: Question whose answer becomes the event's text; None asks nothing more.
             probe: Question that is put after a frame; `{condition}` stands for the text.
             yes: Words that mean it has happened.
-            no: Words that mean it has not; None takes the probability of `yes` as it is.
+            no: Words that mean it has not; None takes the probability of `yes` as it is, for a
+                probe such as "What colour is the {condition} now?" with `yes=["red"]`.
             silence: Word that a trained model writes where nothing is to be said.
             max_new_tokens: Of the reply.
             **rule: `threshold`, `release`, `every`, `pause`; see `Rule`.

@@ -30,7 +30,7 @@ class Rule:
 
     @classmethod
     def of(cls, knobs: Mapping[str, float]) -> Rule:
-        """A rule of knobs by name.
+        """A rule of knobs by name; without `release` it is two thirds of the threshold.
 
         Raises:
             MmfastError: An unknown name, or a value out of range.
@@ -38,7 +38,8 @@ class Rule:
         for name in knobs:
             if name not in cls.__dataclass_fields__:
                 raise MmfastError(unknown("knob", name, cls.__dataclass_fields__))
-        return cls(**knobs)
+        threshold = knobs.get("threshold", cls.threshold)
+        return cls(**{"release": threshold * 2 / 3, **knobs})
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1 or not 0 <= self.release <= self.threshold:
