@@ -39,12 +39,12 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
     KV head, layer and row, in layers of full attention (a sliding window is bounded by itself, a
     convolution has none). Entries keep their positions; the cache goes on reporting the whole
     length. Policies act at the end of a prompt, however many chunks it came in, on the tokens
-    present, with an answer's later prompts again; `sink`, `window` and `streamingvlm` at every
-    step, too, so that the cache stays bounded, where under assisted decoding a draft sees the
-    window as it was before the drafts. A budget above what there is, or a share of 1.0, changes no
-    bit. `quant` and `zipvl` pack entries once and unpack them when they are read. Under `retrieve`
-    nothing leaves: answers read text, what position policies keep, and the frames that the
-    question has chosen; a later question chooses anew. Such a cache is a DynamicCache.
+    that are present, and again at the end of later prompts; `sink`, `window` and `streamingvlm`
+    act at every step, too, so the cache stays bounded. A budget above what there is, or a share
+    of 1.0, changes no bit. `quant` and `zipvl` pack entries once and unpack them when they are
+    read. Under `retrieve` nothing leaves: answers read text, what position policies keep, and the
+    frames that the question has chosen; a later question chooses anew. The cache is the default
+    DynamicCache.
 
     Args:
         model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.

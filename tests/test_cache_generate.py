@@ -132,14 +132,15 @@ def test_beams(family: str, spec: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", PREFILL)
+@pytest.mark.parametrize("spec", [*PREFILL, *SPECS[2:]])
 def test_prompt_lookup_equals_greedy(family: str, spec: str) -> None:
-    """Drafts that are taken back evict nothing."""
+    """Drafts that are taken back evict nothing, and see what is left at their own turn."""
     this = tiny(family)
     inputs = rows(this, [1])
     greedy = run(this, inputs, spec, tokens=12)
     looked = run(this, inputs, spec, tokens=12, prompt_lookup_num_tokens=3)
     assert torch.equal(looked.sequences, greedy.sequences)
+    close(looked, greedy)
 
 
 @pytest.mark.parametrize("family", MORE)

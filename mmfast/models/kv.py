@@ -17,6 +17,7 @@ from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError
 from mmfast.core.trace import Row, Trace
 from mmfast.models.call import Call, length_of
+from mmfast.models.kv_drafts import Drafts
 from mmfast.models.kv_evict import chooser, evict, pin, stayer
 from mmfast.models.kv_notes import (
     BASIS,
@@ -39,6 +40,7 @@ from mmfast.models.masks import FULL, kind_of
 
 class _Local(threading.local):
     active = False
+    cache: Any = None
     part: Part | None = None
     ms: float = 0.0
     before: int = 0
@@ -110,7 +112,14 @@ class KVStage:
                 stack.enter_context(self._attention.watching(modules))
             if self._reading is not None:
                 stack.enter_context(self._reading.watching())
+            if self._evicts and self._always and not self._rescores:
+                modules = {index: self._modules[index].self_attn for index in self._layers}
+                stack.enter_context(Drafts(self._plan, self._stepping).watching(modules))
             yield
+
+    def _stepping(self) -> Any:
+        """The cache of the call that this thread is in, unless it brings a prompt."""
+        return None if self._local.part is not None else self._local.cache
 
     def _seeing(self) -> bool:
         call = self._call()
@@ -130,6 +139,7 @@ class KVStage:
         local = self._local
         local.part = self._prompts.part(past, length)
         local.active = kwargs.get("use_cache") is not False
+        local.cache = cache
         local.ms, local.before, local.after, local.bytes = 0.0, 0, 0, 0
         if self._reading is not None:
             self._reading.enter(cache, local.part if local.active else None)
@@ -137,7 +147,7 @@ class KVStage:
             self._settle(cache, local.part is None or local.part.first)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._local.active = False
+        self._local.active, self._local.cache = False, None
         if self._reading is not None:
             self._reading.leave()
 

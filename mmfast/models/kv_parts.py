@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
+from mmfast.models.kv_drafts import hidden
 
 
 def parted(
@@ -56,29 +57,11 @@ def _last(mask: Tensor, size: int) -> Tensor:
     return mask[:, -size:] if mask.ndim == 2 else mask[..., :size]
 
 
-def _hidden(module: Any, query: Tensor, mask: Any, read: Tensor) -> Tensor:
+def _hidden(module: nn.Module, query: Tensor, mask: Any, read: Tensor) -> Any:
     """A mask `[B, 1, L, S]` that hides the others instead."""
-    kind = str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
-    if "flash" in kind:
-        raise ModelError(
-            "rows of this batch read different numbers of entries, which flash attention cannot; "
-            "ask one by one, or call model.set_attn_implementation('sdpa')"
-        )
     seen = read[:, None, None]
     length, size = query.shape[2], read.shape[1]
     if mask is None and length > 1:
         causal = torch.ones(length, size, dtype=torch.bool, device=read.device)
         seen = seen & causal.tril(size - length)
-    if mask is not None and mask.dtype == torch.bool:
-        return seen & mask[..., :size]
-    if mask is None and kind != "eager":
-        return seen
-    low = torch.finfo(query.dtype).min
-    base = torch.zeros(1, dtype=query.dtype, device=query.device) if mask is None else mask
-    return (
-        base[..., :size].masked_fill(~seen, low)
-        if mask is not None
-        else (
-            torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(~seen, low)
-        )
-    )
+    return hidden(module, query, mask, seen)
