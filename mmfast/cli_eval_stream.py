@@ -15,15 +15,19 @@ def eval_stream(
     memories: Sequence[str],
     n: int,
     seed: int,
+    seconds: float,
     model: str | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Run the suite for each reducer (none by default) and print a line a memory."""
+    """Run the suite for each reducer (none by default) and print a line a memory.
+
+    Streams of more than LONGEST seconds are too long for an unbounded cache, which is left out.
+    """
     specs: list[str | None] = [*reduce] or [None]
     from mmfast.bench.results import append, environment, eval_rows
     from mmfast.cli_output import print_json, progress
-    from mmfast.tiny.needles import MEMORIES, run_needles
+    from mmfast.tiny.needles import LONGEST, MEMORIES, Setting, run_needles
 
     environ = environment()
     with progress("eval") as tick:
@@ -34,7 +38,9 @@ def eval_stream(
                 n,
                 seed,
                 model,
+                setting=Setting(seconds),
                 reduce=spec,
+                unbounded=seconds <= LONGEST,
                 progress=lambda memory, done, total: tick(done, total, memory),
             )
 

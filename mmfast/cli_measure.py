@@ -32,6 +32,7 @@ def evaluate(
         str,
         typer.Option(help="video, image, multi-image, document, stream.", autocompletion=_suites),
     ] = "video",
+    seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
     model: Model = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
@@ -51,7 +52,7 @@ def evaluate(
     if suite == "stream":
         from mmfast.cli_eval_stream import eval_stream
 
-        return eval_stream(reduce or [], cache or [], n, seed, model, out, as_json)
+        return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
     from mmfast.bench.results import append, environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
     from mmfast.tiny.suites import suite_of

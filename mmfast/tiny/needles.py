@@ -32,6 +32,7 @@ MODEL = "tiny-stream"
 WINDOW = 32  # frames that the bounded memories below hold
 MEMORIES = ("sink:64+window:1152", "sink:64+window:1152+retrieve:16")
 BANDS = ("now", "in the window", "1-3x", "3-10x", "10-30x", "over 30x")
+LONGEST = 3600.0  # seconds of a stream; an unbounded cache holds 130,000 tokens then
 _EDGES = (1.0, 3.0, 10.0, 30.0)
 Progress = Callable[[str, int, int], None]
 
@@ -58,10 +59,20 @@ class Setting:
     Attributes:
         seconds: Length, at least 12; up to 20 facts are spread over it.
         fps: Frames per second.
+
+    Raises:
+        MmfastError: Too short for a fact.
     """
 
     seconds: float = 30.0 * WINDOW
     fps: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.seconds < CLOSEST or self.fps <= 0:
+            raise MmfastError(
+                f"a stream of {self.seconds:g} seconds at {self.fps:g} frame/s shows no fact; give "
+                f"{CLOSEST:g} seconds or more"
+            )
 
     @property
     def frames(self) -> int:
