@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.schedule import expand
 from mmfast.core.spec import Spec, parse
@@ -70,7 +71,13 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:
         ...     model.generate(**inputs)
     """
-    specs, plan = parse(reduce), call_plan(cache)
+    with _stages(model, parse(reduce), call_plan(cache)) as trace:
+        yield trace
+
+
+@contextmanager
+def _stages(model: Any, specs: tuple[Spec, ...], plan: CachePlan | None) -> Iterator[Trace]:
+    """All stages in, all stages out."""
     trace = Trace()
     if not specs and plan is None:
         yield trace
