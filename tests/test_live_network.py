@@ -217,6 +217,7 @@ def test_what_is_behind_an_address_must_be_a_video(server: Server) -> None:
         server.pages["/a"] = whole(data)
         refused(lambda: read(server.url("/a")), part)
     refused(lambda: read(server.url("/none")), "answers 404 Not Found")
+    refused(lambda: read(server.url("/ä")), "does not answer")
     server.pages["/a"] = whole(bytes(5000))
     refused(lambda: read(server.url("/a"), limits=Limits(bytes=999)), "Limits(bytes=...)")
 
@@ -297,6 +298,8 @@ def test_a_name_is_as_good_as_its_worst_address(monkeypatch: pytest.MonkeyPatch)
     ):
         refused(lambda wrong=wrong: check_address(wrong, True), "give rtsp://")
     assert is_public("93.184.216.34") and is_public("2606:2800:220:1::1")
+    assert is_public("64:ff9b::5db8:d822") and not is_public("64:ff9b::a00:1")
+    assert check_address("http://good.example/", "good.example").host == "good.example"
 
 
 def test_files_named_like_addresses_do_not_reach_the_network(tmp_path: Path) -> None:

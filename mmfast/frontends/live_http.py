@@ -53,7 +53,7 @@ class HttpFile:
                 f"{' '.join(self._reply.reason.split())}: check the address"
             )
         length = self._reply.headers.get("Content-Length", "")
-        self.size = int(length) if length.isdecimal() else None
+        self.size = int(length) if length.isdecimal() and len(length) < 19 else None
         self._ranges = self.size is not None and self._reply.headers.get("Accept-Ranges") == "bytes"
         self._head = b""
 
@@ -78,7 +78,7 @@ class HttpFile:
         try:
             connection.request("GET", path, headers=headers)
             return connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # a path not in ASCII
             connection.close()
             raise MediaError(
                 f"{address.name} does not answer ({first_line(error)}): check the address, or "

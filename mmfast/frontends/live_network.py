@@ -21,6 +21,8 @@ from mmfast.frontends.guard import first_line, quote
 PORTS = {"http": 80, "https": 443, "rtsp": 554, "rtsps": 322}
 _RTSP_PROTOCOLS = {"rtsp": "rtsp,rtp,tcp", "rtsps": "rtsp,rtp,tcp,tls"}
 
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
 Allowed = bool | Collection[str]
 
 
@@ -70,7 +72,8 @@ def check_address(text: str, allowed: Allowed) -> Address:
     if allowed is False:
         raise MediaError(f"{name}: network sources are off; allow them with allow_network=True")
     host = url.hostname
-    listed = None if allowed is True else {str(h).lower() for h in allowed}
+    hosts = (allowed,) if isinstance(allowed, str) else allowed
+    listed = None if hosts is True else {str(h).lower() for h in hosts}
     if listed is not None and host.lower() not in listed:
         raise MediaError(
             f"{name}: host {host!r} is not among those allowed ({', '.join(sorted(listed))})"
@@ -102,12 +105,19 @@ def _resolve(name: str, host: str, port: int, private: bool) -> str:
 def is_public(ip: str) -> bool:
     """Say whether an IP address is one of the open internet."""
     address = ipaddress.ip_address(ip.split("%", 1)[0])
-    mapped = getattr(address, "ipv4_mapped", None) or getattr(address, "sixtofour", None)
-    return (mapped or address).is_global and not address.is_multicast
+    if isinstance(address, ipaddress.IPv6Address):  # some stand for an address of version 4
+        inner = address.ipv4_mapped or address.sixtofour
+        if inner is None and address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return address.is_global and not address.is_multicast
 
 
 def open_rtsp(address: Address, timeout: float) -> Any:
     """Connect to an RTSP source over TCP.
+
+    A server may send its client on to another one; FFmpeg follows, with these protocols only.
 
     Returns:
         PyAV's container.
