@@ -9,10 +9,8 @@ are no nearer for it, and it costs a third more.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -21,32 +19,9 @@ from torch.nn import functional as F
 
 from mmfast.frontends.frame_cache import Refresh, changes
 from mmfast.models.frame_cache_blocks import Block, Rotary
+from mmfast.models.frame_cache_groups import Group, groups
+from mmfast.models.frame_cache_plan import Plan
 from mmfast.models.frame_cache_state import FrameCacheState, Reference
-
-Group = tuple[slice, int, slice]  # chosen rows, the frame they lie in, their keys in that frame
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is known of a pass before it begins.
-
-    Attributes:
-        streams: The state of each frame, by number; frames of a stream in their order.
-        layouts: Per frame its number of rows, and what else must match to compare frames: rows
-            and columns, or of how many tiles it is.
-        taps: Blocks whose output is read.
-        class_token: Row 0 of every tile is a class token.
-    """
-
-    streams: tuple[int, ...]
-    layouts: tuple[tuple[int, ...], ...]
-    taps: frozenset[int]
-    class_token: bool
-
-    @property
-    def sizes(self) -> list[int]:
-        """Patches of each frame."""
-        return [layout[0] for layout in self.layouts]
 
 
 @dataclass
@@ -214,19 +189,11 @@ class Pass:
         if name not in self._groups:
             batch, length = hidden.shape[:2]
             ends = torch.arange(batch + 1) * length if bounds is None else bounds.cpu().long()
-            self._groups[name] = (bounds, self._split(ends))  # held, so that its id stays its own
+            self._groups[name] = (
+                bounds,
+                groups(self._rows, self.plan.sizes, ends),
+            )  # held, so that its id stays its own
         return self._groups[name][1]
-
-    def _split(self, ends: Tensor) -> list[Group]:
-        begins = list(accumulate(self.plan.sizes, initial=0))
-        cuts = torch.searchsorted(self._rows.cpu(), ends).tolist()
-        groups: list[Group] = []
-        for (start, stop), (low, high) in zip(pairwise(ends.tolist()), pairwise(cuts), strict=True):
-            frame = bisect_right(begins, start) - 1
-            if high > low:
-                inside = slice(start - begins[frame], stop - begins[frame])
-                groups.append((slice(low, high), frame, inside))
-        return groups
 
     def commit(self) -> None:
         """Put the new references into the states, now that the pass has succeeded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -9,10 +10,32 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.models.adapter import Adapter, Call
-from mmfast.models.frame_cache_pass import Plan
 from mmfast.models.towers import Tower, argument
 
 Layouts = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a pass before it begins.
+
+    Attributes:
+        streams: The state of each frame, by number; frames of a stream in their order.
+        layouts: Per frame its number of rows, and what else must match to compare frames: rows
+            and columns, or of how many tiles it is.
+        taps: Blocks whose output is read.
+        class_token: Row 0 of every tile is a class token.
+    """
+
+    streams: tuple[int, ...]
+    layouts: tuple[tuple[int, ...], ...]
+    taps: frozenset[int]
+    class_token: bool
+
+    @property
+    def sizes(self) -> list[int]:
+        """Patches of each frame."""
+        return [layout[0] for layout in self.layouts]
 
 
 def plan_pass(
