@@ -14,7 +14,7 @@ from mmfast.caches.plan import CachePlan
 from mmfast.core.kv import Block
 from mmfast.streams import saved
 from mmfast.streams.archive import Found, Part
-from mmfast.streams.buffers import Buffer
+from mmfast.streams.buffers import Buffer, Span
 from mmfast.streams.leaving import budget, check_plan, cut, leaving, spans, staying
 from mmfast.streams.places import Cursor, Live, Start, walk
 from mmfast.streams.turning import Turner
@@ -101,10 +101,12 @@ class Memory:
         if gone and self.archive is not None:
             self._put(leaving(blocks, stays, self.buffers))
         self.number = max(self.number, block.number + 1)
+        uneven, left = not all(old.even for old in blocks), list[Span]()
         for layer, buffer in enumerate(self.buffers):
             buffer.length += block.size_at(layer)
             if gone:
-                buffer.keep(spans(blocks, stays, layer))
+                left = spans(blocks, stays, layer) if uneven or not layer else left
+                buffer.keep(left)
         self.blocks = [cut(old, size) for old, size in zip(blocks, stays, strict=True) if size > 0]
         self.cursor.place(block)
         if gone:
