@@ -113,8 +113,8 @@ class Reading:
         layer.pending = pending = layer.pending or Pending()
         pending.raw.append(keys)
         here = bool((codes >= 0).any())
-        fresh = here or pending.asked is None
-        pending.asked = queries if fresh else torch.cat([pending.asked, queries], 2)
+        before = None if here else pending.asked
+        pending.asked = queries if before is None else torch.cat([before, queries], 2)
         pending.seeing |= here
 
     def prompt_ends(self, layer: Any, drafts: int) -> None:

@@ -122,8 +122,8 @@ def run_eval(
     """
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
     stages = {spec: parse(spec) for spec in wanted}
-    for cache in caches:
-        call_plan(cache)
+    for each in caches:
+        call_plan(each)
     asked = suite_of(name)
     subject = Subject(model, device, asked)
     if progress is not None:
