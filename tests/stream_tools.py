@@ -111,6 +111,12 @@ def shared_pipe(family: str) -> Any:
     return pipe_of(family)
 
 
+@functools.cache
+def full_pipe(family: str) -> Any:
+    """With a gate, a frame cache and a reducer, all of which have state."""
+    return pipe_of(family, reduce="dtd:0.5", gate=0.001, frame_cache=0.5)
+
+
 def answer_logits(session: Any, question: str) -> Tensor:
     """Logits `[V]` where the answer to a question begins, on a branch."""
     logits: Tensor = session.stream.branch(question)[1]

@@ -11,6 +11,7 @@ import torch
 from stream_tools import (
     EMBEDDED,
     answer_logits,
+    full_pipe,
     pipe_of,
     seconds,
     shared_pipe,
@@ -85,8 +86,8 @@ def test_remembered_exchanges_are_a_stock_conversation(family: str) -> None:
 
 @pytest.mark.parametrize("family", [*THREE, EMBEDDED])
 def test_questions_leave_the_stream_as_it_is(family: str) -> None:
-    """With eviction, retrieval and an odd frame that waits for its partner."""
-    this, pipe = watcher(family), shared_pipe(family)
+    """With all that has state, and an odd frame that waits for its partner."""
+    this, pipe = watcher(family), full_pipe(family)
     clip, times = this.clip(9), seconds(9)
     with pipe.open(MEMORY) as asked, pipe.open(MEMORY) as silent:
         for i, (frame, time) in enumerate(zip(clip, times, strict=True)):
@@ -114,7 +115,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("family", [*THREE, EMBEDDED])
 def test_eight_sessions_interleaved_at_random(family: str) -> None:
     """Each equals its run alone, bit for bit, with one of them answering all the time."""
-    this, pipe = watcher(family), shared_pipe(family)
+    this, pipe = watcher(family), full_pipe(family)
     clips = [this.clip(7, seed) for seed in range(8)]
     times = seconds(7)
 
@@ -145,7 +146,7 @@ def test_eight_sessions_interleaved_at_random(family: str) -> None:
 def test_sessions_in_threads() -> None:
     """Frames are pushed while answers are written, in eight threads on one model."""
     family = "qwen3_vl"
-    this, pipe = watcher(family), shared_pipe(family)
+    this, pipe = watcher(family), full_pipe(family)
     times = seconds(6)
 
     def run(seed: int) -> tuple[torch.Tensor, str]:

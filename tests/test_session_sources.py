@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stream_tools import EMBEDDED, answer_logits, pipe_of, seconds, shared_pipe, watcher
+from stream_tools import EMBEDDED, answer_logits, full_pipe, seconds, shared_pipe, watcher
 
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.streams.clock import FakeClock
@@ -134,7 +134,7 @@ def test_closing_ends_a_source_that_never_does() -> None:
 def test_saved_sessions_go_on_bit_for_bit(family: str, tmp_path: Path) -> None:
     """Cut anywhere, with a frame that waits, stored blocks, a gate, a cache and a reducer."""
     this = watcher(family)
-    pipe = pipe_of(family, reduce="dtd:0.5", gate=0.001, frame_cache=0.5)
+    pipe = full_pipe(family)
     clip, times = this.clip(9), seconds(9)
     with pipe.open(MEMORY) as whole:
         whole.push(clip, times)
@@ -145,9 +145,7 @@ def test_saved_sessions_go_on_bit_for_bit(family: str, tmp_path: Path) -> None:
             session.push(clip[:cut], times[:cut]) if cut else None
             session.save(tmp_path / str(cut))
         del session
-        with pipe_of(family, reduce="dtd:0.5", gate=0.001, frame_cache=0.5).restore(
-            tmp_path / str(cut)
-        ) as again:
+        with pipe.restore(tmp_path / str(cut)) as again:
             again.push(clip[cut:], times[cut:])
             assert torch.equal(answer_logits(again, QUESTION), wanted)
             mine = again.stats()

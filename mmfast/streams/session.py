@@ -227,12 +227,14 @@ class Session:
             return saving.save(folder, self.stream.snapshot())
 
     def close(self) -> None:
-        """Stop watching; answers that are being written may end."""
+        """Stop watching and remove what the disk tier holds; answers being written may end."""
         self.closed = True
         for watch in self.watches:
             watch.stop()
         for subscription in self.subscriptions:
             subscription.cancel()
+        with self.turns.question():
+            self.stream.close()
 
     def _check_open(self) -> None:
         if self.closed:

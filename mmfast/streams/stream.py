@@ -144,6 +144,12 @@ class Stream:
         self.written = Written(**tree["written"])
         self.counts, self.spent = dict(tree["counts"]), dict(tree["spent"])
 
+    def close(self) -> None:
+        """Let go of stored blocks; files of saved sessions stay."""
+        close = getattr(self.memory.archive, "close", None)
+        if close is not None:
+            close()
+
     def stats(self) -> dict[str, Any]:
         """Figures as plain numbers."""
         return {
