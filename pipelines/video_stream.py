@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +117,23 @@ class VideoStream:
         quotas = Quotas.of(device_bytes, host_bytes, disk_bytes, folder)
         return Session(self.viewer, memory, quotas=quotas, limits=limits)
 
-    def restore(self, folder: str | Path, **options: Any) -> Session:
+    def restore(self, folder: str | Path, /, **options: Any) -> Session:
         """Go on with a saved session, bit for bit.
 
         Args:
-            folder: Where `Session.save` wrote; the newest save that is whole is read.
-            **options: Sizes and limits, as for `open`.
+            folder: Where `Session.save` wrote; the newest save that is whole is read, with a
+                warning for every newer one that is damaged.
+            **options: Sizes, `folder` of the disk tier and limits, as for `open`.
 
         Raises:
             MmfastError: Nothing readable is there, or it was saved with another model.
         """
         if "memory" in options:
             raise MmfastError("restore() takes the memory of the saved session; leave memory= out")
-        tree = saving.load(folder)
+        passed_over: list[str] = []
+        tree = saving.load(folder, passed_over)
+        for line in passed_over:
+            warnings.warn(line, stacklevel=2)
         if not isinstance(tree, dict) or "spec" not in tree:
             raise MmfastError(f"{str(folder)!r} holds no saved session; name the folder of one")
         session = self.open(tree["spec"], **options)

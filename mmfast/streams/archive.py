@@ -149,12 +149,16 @@ class Archive:
         return sum(index.nbytes for index in self._index)
 
     def stats(self) -> dict[str, Any]:
-        """Blocks and bytes per tier, bytes of the index, and what was dropped, corrupt or lost."""
+        """Blocks and bytes per tier, bytes of the index, what was dropped, corrupt or lost.
+
+        `reports` has the latest of it in words.
+        """
         return {
             "blocks": self._tiers.blocks,
             "bytes": self._tiers.nbytes,
             "index_bytes": self._index_bytes(),
             **{kind: self.reports.counts[kind] for kind in REPORTED},
+            "reports": list(self.reports.lines),
         }
 
     def snapshot(self) -> dict[str, Any]:
