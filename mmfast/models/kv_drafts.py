@@ -48,10 +48,11 @@ class Drafts:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Any,
+        attention_mask: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        mask = attention_mask
         cache = self._cache()
         if cache is not None and query.shape[2] > 1 and index < len(cache.layers):
             layer = cache.layers[index]

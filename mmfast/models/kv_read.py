@@ -153,10 +153,11 @@ class Reading:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Any,
+        attention_mask: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        mask = attention_mask
         local = self._local
         layers = () if local.cache is None else local.cache.layers
         layer = layers[index] if index < len(layers) else None
