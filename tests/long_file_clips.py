@@ -97,7 +97,7 @@ class File:
         self.turn = Orientation.of(first)
         self.size = self.turn.size(first.width, first.height)
         self.tolerance = float(self.header.time_base) / 2 + 1e-9
-        self.all = list(pyav_reader.read_all(self.source, LIMITS, self.header, self.turn))
+        self.all = list(pyav_reader.read_all(self.source, LIMITS, self.header, self.turn, "SLICE"))
 
     def sequential(self, fps: float) -> list[tuple[np.ndarray, float]]:
         return list(sample_stream(self.all, fps, self.tolerance))

@@ -230,3 +230,17 @@ def test_a_fake_clock_loses_no_wake_up() -> None:
     assert passed == list(range(1, 200))
     with pytest.raises(TimeoutError):
         clock.settle(patience=0.01)
+
+
+def test_a_moment_that_has_passed_is_not_waited_for() -> None:
+    """Also where the clock moved between the decision to wait and the waiting."""
+    clock, condition = FakeClock(5.0), threading.Condition()
+
+    def sleeper() -> None:
+        with condition:
+            clock.wait(condition, 5.0)
+
+    thread = threading.Thread(target=sleeper, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ from mmfast.core.errors import MediaError
 from mmfast.frontends import decord_reader, pyav_reader
 from mmfast.frontends.clip import Clip, make_clip
 from mmfast.frontends.container import Header, open_video, read_header
-from mmfast.frontends.guard import Mismatch
+from mmfast.frontends.guard import Damage, Mismatch
 from mmfast.frontends.headers import check_header
 from mmfast.frontends.index import Index, packet_index
 from mmfast.frontends.limits import Limits
@@ -147,16 +147,20 @@ def iter_file(
     turn = Orientation.of(first)
     half_tick = float(header.time_base) / 2 + 1e-9
     free = limits.untimed()
-    pairs = sample_stream(pyav_reader.read_all(source, free, header, turn), fps, half_tick)
+
+    def from_start(threads: str) -> Iterator[tuple[Frame, float]]:
+        pairs = pyav_reader.read_all(source, free, header, turn, threads)
+        return sample_stream(pairs, fps, half_tick)
+
     if fps is None or not suits(source, header) or not worth(count, first.width * first.height):
-        return pairs
+        return from_start("AUTO")
     size = turn.size(first.width, first.height)
     fast = sampled(source, free, header, turn, size, fps, half_tick, ahead)
-    return _else_from_start(fast, pairs)
+    return _else_from_start(fast, from_start)
 
 
 def _else_from_start(
-    fast: Iterator[tuple[Frame, float]], slow: Iterator[tuple[Frame, float]]
+    fast: Iterator[tuple[Frame, float]], slow: Callable[[str], Iterator[tuple[Frame, float]]]
 ) -> Iterator[tuple[Frame, float]]:
     """Yield `fast`, and where it gives up, the rest of `slow`, which gives the same frames."""
     given = 0
@@ -164,5 +168,7 @@ def _else_from_start(
         for pair in fast:
             given += 1
             yield pair
-    except Mismatch:
-        yield from islice(slow, given, None)
+    except Mismatch as reason:
+        # Frame threads drop other frames each time on damage.
+        threads = "SLICE" if isinstance(reason, Damage) else "AUTO"
+        yield from islice(slow(threads), given, None)

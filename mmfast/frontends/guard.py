@@ -12,6 +12,10 @@ class Mismatch(Exception):  # noqa: N818 - a change of plan, never seen by a cal
     """A decoder did not give the frames that the packets promised."""
 
 
+class Damage(Mismatch):
+    """... because it is damaged: what follows depends on how a decoder conceals that."""
+
+
 def quote(text: object) -> str:
     """Quote a value for a message: one line, at most 200 characters."""
     shown = repr(str(text))

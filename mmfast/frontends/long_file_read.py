@@ -10,7 +10,7 @@ import av
 import numpy as np
 
 from mmfast.frontends.container import Header, open_video
-from mmfast.frontends.guard import Mismatch
+from mmfast.frontends.guard import Damage, Mismatch
 from mmfast.frontends.limits import Limits
 from mmfast.frontends.long_file import SLICE, Crew, crew, crew_size, worth
 from mmfast.frontends.long_file_plan import Group, groups, jobs, slices, with_wanted
@@ -30,7 +30,8 @@ def scan(
     """List the packets of a file as they are asked for: ticks, whether shown, facts.
 
     Raises:
-        Mismatch: A packet is damaged, or cannot be read.
+        Mismatch: There are too many, or they say nothing.
+        Damage: A packet is damaged, or cannot be read.
     """
     look = unit_reader(header)
     if look is None:
@@ -39,11 +40,13 @@ def scan(
         try:
             for number, packet in enumerate(container.demux(stream)):
                 if packet.size:
-                    if packet.is_corrupt or number >= limits.frames:
+                    if packet.is_corrupt:
+                        raise Damage
+                    if number >= limits.frames:
                         raise Mismatch
                     yield packet.pts, not packet.is_discard, look(packet)
         except av.FFmpegError as error:
-            raise Mismatch from error
+            raise Damage from error
 
 
 def sampled(

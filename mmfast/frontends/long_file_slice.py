@@ -9,7 +9,7 @@ from typing import Any
 import av
 
 from mmfast.frontends.container import open_video
-from mmfast.frontends.guard import Mismatch, refusing
+from mmfast.frontends.guard import Damage, refusing
 from mmfast.frontends.limits import Budget, Limits
 from mmfast.frontends.long_file_plan import Job
 from mmfast.frontends.source import Source
@@ -30,18 +30,18 @@ class SliceReader:
         """Yield the wanted frames with their ticks, in order, while `go_on` says so.
 
         Raises:
-            Mismatch: A packet or a frame is not the one that was planned, or does not decode.
+            Damage: A packet or a frame is not the one that was planned, or does not decode.
         """
         left = iter(job.wanted)
         due = next(left)
         for frame in self._decoded(job, go_on):
             if frame.pts is None or frame.is_corrupt or frame.pts > due:
-                raise Mismatch
+                raise Damage
             if frame.pts == due:
                 yield frame, due
                 due = next(left, 1 << 62)
         if due != 1 << 62 and go_on():
-            raise Mismatch
+            raise Damage
 
     def _decoded(self, job: Job, go_on: Callable[[], bool]) -> Iterator[Any]:
         packet = self._reach(job)
@@ -54,7 +54,7 @@ class SliceReader:
                     return
                 self._budget.clock()
                 if packet.pts != pts or packet.is_corrupt:
-                    raise Mismatch
+                    raise Damage
                 if send:
                     for frame in self._context.decode(packet):
                         self._budget.frame(frame.width, frame.height)
@@ -64,14 +64,14 @@ class SliceReader:
             yield from self._context.decode(None)
             self._context.flush_buffers()
         except av.FFmpegError as error:
-            raise Mismatch from error
+            raise Damage from error
 
     def _next(self) -> Any:
         packet = next(self._packets, None)
         while packet is not None and not packet.size:
             packet = next(self._packets, None)
         if packet is None:
-            raise Mismatch
+            raise Damage
         self._at += 1
         return packet
 
@@ -89,7 +89,7 @@ class SliceReader:
             while packet.pts != entry or not packet.is_keyframe:
                 packet = self._next()
         except av.FFmpegError as error:
-            raise Mismatch from error
+            raise Damage from error
         self._at = job.first + 1
         return packet
 

@@ -165,11 +165,11 @@ def read_counted(
 
 
 def read_all(
-    source: Source, limits: Limits, header: Header, turn: Orientation
+    source: Source, limits: Limits, header: Header, turn: Orientation, threads: str = "AUTO"
 ) -> Iterator[tuple[Frame, float]]:
     """Yield every frame [H, W, 3] with its time, decoding as they are asked for."""
     size: tuple[int, int] | None = None
-    with open_video(source, limits) as (container, stream):
+    with open_video(source, limits, threads) as (container, stream):
         decoder = Decoder(container, stream, Budget(limits, source.name))
         for number, frame in enumerate(decoder):
             size = size or turn.size(frame.width, frame.height)
