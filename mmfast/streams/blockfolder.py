@@ -93,7 +93,9 @@ class BlockFolder:
         if not (self.path / "lock").exists():
             self._open.clear()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._close.detach()
+            dead = self._close.detach()
+            if dead is not None:
+                os.close(dead[2][1])  # the lock of the folder that is gone
             self._close = weakref.finalize(self, _remove, self.path, lock(self.path / "lock"))
 
     def close(self) -> None:
