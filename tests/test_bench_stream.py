@@ -12,9 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from mmfast.bench import stream, stream_frame_cache, stream_prefill
+from mmfast.bench import stream_frame_cache_quality as quality
 from mmfast.bench.presets import get_preset
 from mmfast.cli import app
 from mmfast.core.errors import MmfastError
+from mmfast.models.loading import embedded_path, load
 
 
 def test_modules_are_found_by_name() -> None:
@@ -59,6 +61,15 @@ def test_rows_of_prefill_keep_the_share() -> None:
     assert whole["kept"] == 2 * 196
     assert reduced["kept"] == 2 * round(0.3 * 196)
     assert reduced["method"] == "stc_pruner"
+
+
+def test_features_are_near_on_the_embedded_clips() -> None:
+    paths = sorted(quality.CLIPS.glob("*.mp4"))[:2]
+    pair = load(embedded_path(quality.MODEL), "cpu", "float32")
+    row = quality.measure(*pair, paths, 8.0, {"refresh": 0.25})
+    assert row["frames"] == 32 and row["whole"] == 2
+    assert row["cosine"] > 0.98 and row["cosine_worst_token"] > 0.9
+    assert row["computed"] < 0.32
 
 
 def test_jobs_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

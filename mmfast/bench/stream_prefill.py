@@ -45,7 +45,7 @@ def measure(layers: int, frames: int, rounds: int) -> list[Row]:
         "tokens": case.n,
         "frames": frames,
     }
-    own = [
+    own: list[Row] = [
         {"method": None, "knobs": {}, "kept": case.n},
         {"method": "stc_pruner", "knobs": {"budget": 0.3}, "kept": kept},
     ]
