@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,16 @@ def text(family: str, model: Any, n: int, seed: int) -> Piece:
     embeds = torch.randn(n, width(model), generator=generator).to(dtype(model))
     relative = torch.arange(n).expand(axes, n)
     return Piece(embeds, relative, torch.full((axes,), n), "text", fresh=True)
+
+
+def remark(family: str, model: Any, n: int, seed: int) -> Piece:
+    """Text behind frames: for Qwen2.5-VL it counts on from their rows and columns."""
+    piece = text(family, model, n, seed)
+    if family != "qwen2_5_vl":
+        return piece
+    span = max(ROWS, COLUMNS)
+    moved = {"relative": piece.relative + span, "advance": piece.advance + span}
+    return replace(piece, fresh=False, level=True, **moved)
 
 
 def frame(family: str, model: Any, seed: int) -> Piece:
@@ -70,9 +81,9 @@ def stream(family: str, model: Any, frames: int = 6, seed: int = 0) -> list[Piec
     """An opening text, frames, a remark in the middle, frames, and a question."""
     pieces = [text(family, model, 5, seed)]
     pieces += [frame(family, model, seed + i) for i in range(frames // 2)]
-    pieces.append(text(family, model, 4, seed + 1))
+    pieces.append(remark(family, model, 4, seed + 1))
     pieces += [frame(family, model, seed + i) for i in range(frames // 2, frames)]
-    return [*pieces, text(family, model, 7, seed + 2)]
+    return [*pieces, remark(family, model, 7, seed + 2)]
 
 
 def positions(pieces: list[Piece]) -> Tensor:
@@ -84,6 +95,8 @@ def positions(pieces: list[Piece]) -> Tensor:
         if piece.fresh:
             top = max((int(each.max()) for each in found), default=-1)
             start = torch.full((axes,), top + 1)
+        if piece.level:
+            start = start.min().expand(axes)
         found.append(start[:, None] + piece.relative)
         start = start + piece.advance
     return torch.cat(found, 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from stream_math import attend, linear, norm, rope
 from torch import Tensor
 
 Recalled = dict[int, Tensor | None]
@@ -47,6 +48,12 @@ class Slow:
         return start[:, None] + self.piece.relative[:, self.tokens[layer]]
 
 
+def first(piece: Any, after: Tensor, top: int) -> Tensor:
+    """Where a piece starts behind others."""
+    start = torch.full_like(after, top + 1) if piece.fresh else after
+    return start.min().expand_as(start) if piece.level else start
+
+
 def starts(blocks: list[Slow]) -> list[Tensor]:
     """Where blocks start in a prompt of them alone; what is left of one block counts once."""
     axes = blocks[0].piece.relative.shape[0]
@@ -56,7 +63,7 @@ def starts(blocks: list[Slow]) -> list[Tensor]:
         if i and block.number == blocks[i - 1].number:
             found.append(found[-1])
             continue
-        start = torch.full((axes,), top + 1) if block.piece.fresh else after
+        start = first(block.piece, after, top)
         found.append(start)
         after = start + block.piece.advance
         top = max(top, int((start[:, None] + block.piece.relative).max()))
@@ -113,10 +120,8 @@ class SlowStream:
     def _next(self, piece: Any) -> Tensor:
         if not self.blocks:
             return torch.zeros(piece.relative.shape[0], dtype=torch.int64)
-        if not piece.fresh:
-            return self.blocks[-1].start + self.blocks[-1].piece.advance
         tops = [int((b.start[:, None] + b.piece.relative).max()) for b in self.blocks]
-        return torch.full((piece.relative.shape[0],), max(tops) + 1)
+        return first(piece, self.blocks[-1].start + self.blocks[-1].piece.advance, max(tops))
 
     def _evict(self) -> None:
         assert self.sink is not None
@@ -211,40 +216,3 @@ class SlowStream:
 
     def _rope(self, x: Tensor, places: Tensor) -> Tensor:
         return rope(x, places, self.decoder.config.rope_parameters)
-
-
-def rope(x: Tensor, places: Tensor, parameters: Any) -> Tensor:
-    """Rotate `[H, n, d]` to positions `[A, n]`, in float64."""
-    half = x.shape[-1] // 2
-    axis = torch.zeros(half, dtype=torch.int64)
-    if len(places) == 3:
-        sections = parameters["mrope_section"]
-        if parameters.get("mrope_interleaved"):
-            for which in (1, 2):
-                axis[which : 3 * sections[which] : 3] = which
-        else:
-            axis = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
-    step = parameters["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = places[axis].double().T * step  # [n, half]
-    a, b = x.double().split(half, -1)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of the last tokens `[Hq, n, d]` to all `[H, m, d]`; `[n, Hq * d]`."""
-    group, n, m = len(q) // len(k), q.shape[1], k.shape[1]
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    late = torch.arange(m)[None] > torch.arange(m - n, m)[:, None]
-    return (scores.masked_fill(late, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
-
-
-def linear(module: Any, x: Tensor) -> Tensor:
-    out = x.double() @ module.weight.double().T
-    return out if module.bias is None else out + module.bias.double()
-
-
-def norm(module: Any, x: Tensor) -> Tensor:
-    scale = (x.double().pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
-    return x.double() * scale * module.weight.double()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from stream_checks import text
-from stream_oracle import rope
+from stream_math import rope
 from tiny_models import build
 from torch import Tensor
 

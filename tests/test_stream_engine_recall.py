@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stream_checks import FAMILIES, frame, model_of, same, state, stock, stream, text
+from stream_checks import FAMILIES, frame, model_of, remark, same, state, stock, stream, text
 from stream_oracle import SlowStream
 from torch import Tensor
 
@@ -102,11 +102,10 @@ def test_what_layers_choose_against_the_slow_stream(family: str, choose: Any) ->
     shelf = Shelf(choose)
     memory = engine.memory(plan_cache("sink:8+window:45"), archive=shelf)
     slow = SlowStream(model, 8, 45, slack=0.25)
-    question = text(family, model, 6, 99)
+    question = remark(family, model, 6, 99)
     opening, more = text(family, model, 5, 0), 8
     pieces = [opening, *(frame(family, model, i) for i in range(12))]
-    if family != "qwen2_5_vl":  # there stored text counts on from rows and columns, `level`
-        pieces.insert(4, text(family, model, 4, 5))
+    pieces.insert(4, remark(family, model, 4, 5))
     for i, piece in enumerate(pieces):
         engine.append(memory, piece)
         slow.append(piece)
