@@ -105,7 +105,7 @@ def _table(found: Mapping[str, list[Sample]], shape: Shape, frames: int) -> list
             "noise": floor,
             "n": len(ms[name]),
             "clock": "wall",
-            "cores": cores(),
+            "threads": 1 if name == base else cores(),
             "device": "cpu",
             "clip": str(shape),
             "fps": FPS,
