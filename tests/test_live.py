@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from media_factory import number_of, numbers_of, picture, refused, write_video
+from media_factory import number_of, numbers_of, patched, picture, refused, write_video
 from PIL import Image
 
-from mmfast.core.errors import MediaError
 from mmfast.frontends import Limits, read_video
 from mmfast.frontends.live import Live, live_frames
 from mmfast.frontends.live_folder import natural_key
@@ -226,6 +225,11 @@ def test_a_file_that_changes_its_size_or_ends_early_says_so(tmp_path: Path) -> N
     assert next(live, None) is None
 
 
+def test_a_file_whose_frames_last_no_time_is_refused(clip_path: Path) -> None:
+    data = clip_path.read_bytes()
+    refused(lambda: live_frames(patched(data, b"mdhd", 16, bytes(4))), "0 frames per second")
+
+
 def test_a_recording_of_two_takes_goes_on(tmp_path: Path) -> None:
     """A transport stream whose clock starts again, as after a reconnection."""
     take = write_video(tmp_path / "a.ts", bframes=0).read_bytes()
@@ -243,8 +247,3 @@ def test_arguments(tmp_path: Path) -> None:
     refused(lambda: live_frames([], ahead=0), "ahead=0")
     for wrong in (None, 3.5, {"a": 1}):
         refused(lambda wrong=wrong: next(live_frames(wrong)), "give a path")
-
-
-def test_errors_are_media_errors() -> None:
-    with pytest.raises(MediaError):
-        live_frames("s3://bucket/clip.mp4")

@@ -183,6 +183,22 @@ def test_slices_are_worth_a_thread_and_hold_few_frames() -> None:
     assert cut(99, 1, 0, 1, 2, 4) == [[0], [4]]  # a group is never divided
 
 
+def test_a_stream_without_entries_is_not_listed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmfast.frontends.long_file_plan._LONGEST", 10)
+    listed: list[int] = []
+
+    def endless() -> Any:
+        for n in range(1000):
+            listed.append(n)
+            yield n, True, KEY if n == 0 else REF
+
+    with pytest.raises(Mismatch):
+        list(groups(endless()))
+    assert len(listed) == 11
+    late = stream(*((n, KEY if n in (0, 5) else REF) for n in range(50)))
+    assert [g.first for g in groups(late)] == [0, 5]  # later on it is better to go on
+
+
 def test_too_many_groups_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmfast.frontends.long_file_plan._MOST_GROUPS", 3)
     packets = stream(*((n, KEY) for n in range(4)))

@@ -15,6 +15,7 @@ from mmfast.frontends.long_file_units import Facts
 from mmfast.frontends.sampling import Indices
 
 _MOST_GROUPS = 20_000
+_LONGEST = 3000  # packets before the second entry; a stream that has none is read from its start
 
 Flags = npt.NDArray[np.bool_]
 
@@ -72,8 +73,9 @@ def groups(packets: Iterable[tuple[int | None, bool, Facts]]) -> Iterator[Group]
     """Cut a stream of (ticks, shown, facts) at its entry points.
 
     Raises:
-        Mismatch: The stream does not begin with an entry, changes its parameters, or its groups
-            are not presented one behind the other: it has to be decoded from its start.
+        Mismatch: The stream does not begin with an entry, has no other one for long, changes its
+            parameters, or its groups are not presented one behind the other: it has to be
+            decoded from its start.
     """
     held: list[tuple[int, bool, Facts]] = []
     first = 0
@@ -87,6 +89,8 @@ def groups(packets: Iterable[tuple[int | None, bool, Facts]]) -> Iterator[Group]
             yield group
             first, held = number, []
         held.append((pts, shown, facts))
+        if not first and len(held) > _LONGEST:
+            raise Mismatch
     if held:
         group = _group(first, held)
         _after(group, latest)
