@@ -150,7 +150,7 @@ def live_frames(
     events: Counter[str] = Counter()
     items: Any = raw.items
     wait = raw.timeout if timeout is None else timeout
-    pump = Pump(items, raw.name, wait) if raw.live else None
+    pump = Pump(items, raw.name, wait) if raw.live or wait is not None else None
     timed = (_timed(item) for item in (items if pump is None else pump))
     pairs: Any = steady(timed, raw.convert, raw.name, events, speed)
     pairs = pairs if raw.exact else at_rate(pairs, step)
