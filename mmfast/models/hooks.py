@@ -215,7 +215,8 @@ class Hooks:
         length, cache = length_of(kwargs), kwargs.get("past_key_values")
         past, ok = padding_of(kwargs.get("attention_mask"), length, call.past, cache)
         if features_given(kwargs):
-            sequences = locate(self.base, self.adapter, kwargs, self.recorder, ok)
+            strict = bool(self.sites)
+            sequences = locate(self.base, self.adapter, kwargs, self.recorder, ok, strict)
         else:
             sequences = Sequences(length, [], [], [], ok)
         blocks = self.adapter.blocks(kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,12 @@ from mmfast.models.sequence import Item, Sequences
 
 
 def locate(
-    base: Any, adapter: Adapter, kwargs: Mapping[str, Any], recorder: Recorder, ok: Tensor | None
+    base: Any,
+    adapter: Adapter,
+    kwargs: Mapping[str, Any],
+    recorder: Recorder,
+    ok: Tensor | None,
+    strict: bool = True,
 ) -> Sequences:
     """Items, text and separators of the new tokens of one call.
 
@@ -29,6 +35,11 @@ def locate(
         kwargs: Arguments of the base model's forward.
         recorder: Knows how the features were encoded.
         ok: `[B, L]` False at padding, or None.
+        strict: Nobody can do without the layouts; else features of unknown layout, such as those
+            that somebody shortened before, are taken for runs of tokens without separators.
+
+    Raises:
+        ModelError: The layout of features is not known.
     """
     ids = _token_ids(base, kwargs).cpu()
     given = features_given(kwargs)
@@ -40,7 +51,13 @@ def locate(
     items: list[Item] = []
     separators = torch.zeros_like(visual)
     for kind, output in given.items():
-        record, pieces = _known(base, adapter, kind, output, kwargs, token[kind], recorder)
+        try:
+            record, pieces = _known(base, adapter, kind, output, kwargs, token[kind], recorder)
+        except ModelError:
+            if strict:
+                raise
+            items += _runs(token[kind], rank)
+            continue
         for item, marks in _items(record, pieces, token[kind], rank):
             items.append(item)
             separators[item.row, marks] = True
@@ -115,6 +132,16 @@ def _items(
         rest = torch.ones(len(here), dtype=torch.bool)
         rest[local] = False
         yield item, here[rest, 1]
+
+
+def _runs(mask: Tensor, rank: Tensor) -> Iterator[Item]:
+    """An item for every run of neighbouring placeholders `mask` `[B, L]`."""
+    for row, mine in enumerate(mask):
+        places = mine.nonzero()[:, 0]
+        cuts = [0, *((places.diff() > 1).nonzero()[:, 0] + 1).tolist(), len(places)]
+        for number, (start, stop) in enumerate(pairwise(cuts)):
+            where = places[start:stop]
+            yield Item(row, 0, where, rank[row, where], None, index=number)
 
 
 def _known(
