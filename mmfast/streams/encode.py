@@ -38,7 +38,7 @@ class Encoder:
         self, model: Any, processor: Any, *, sized_for: int = 64, cache: Any = None
     ) -> None:
         self.base, self.adapter = model.base_model, adapter_for(model)
-        self.device, self.dtype = model.device, model.dtype
+        self.device = model.device
         self.processor = processor.video_processor
         self.options = _shared(self.processor, model.config.model_type, sized_for)
         self.cache = cache
