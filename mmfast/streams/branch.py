@@ -15,7 +15,7 @@ from mmfast.models.raw import Raw
 from mmfast.streams.buffers import RAW, VALUES
 from mmfast.streams.memory import Memory
 from mmfast.streams.piece import Piece
-from mmfast.streams.places import Cursor, Live, highest, live
+from mmfast.streams.places import Live, highest, live
 from mmfast.streams.recall import recall
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Branch:
         self._token: Live | None = None  # the answer so far, where one is being written
         self._broken = False
         self.blocks = list(memory.blocks)
+        self._cursor = replace(memory.cursor)
         self.buffers = [buffer.fork(_ROOM) for buffer in memory.buffers]
         self.found: dict[int, list[int]] = {}
 
@@ -112,8 +113,7 @@ class Branch:
     def _run(self, piece: Piece, retrieve: bool) -> Tensor:
         if self._broken:
             raise MmfastError("this branch failed in the middle of a step; open another one")
-        cursor = Cursor.behind(self.blocks, self._engine.turner.axes)
-        block = live(piece, -1, cursor.start(piece))
+        block = live(piece, -1, self._cursor.start(piece))
         reading = retrieve and not self.found and self._stored()
         before = partial(self._before, block) if reading else None
         lengths = [buffer.length for buffer in self.buffers]
@@ -126,6 +126,7 @@ class Branch:
         for buffer in self.buffers:
             buffer.length += block.n
         self.blocks.append(block)
+        self._cursor.place(block)
         return self._engine.logits(hidden)
 
     def _stored(self) -> bool:

@@ -45,7 +45,7 @@ def budget(plan: CachePlan | None) -> int:
 
 
 def staying(
-    plan: CachePlan | None, blocks: Sequence[Live], known: dict[tuple[bytes, ...], list[int]]
+    plan: CachePlan, blocks: Sequence[Live], known: dict[tuple[bytes, ...], list[int]]
 ) -> list[int]:
     """How many of its first tokens each block keeps: all, none, or a part that is sinks.
 
@@ -58,7 +58,7 @@ def staying(
         MmfastError: The new block does not fit.
     """
     sizes = [block.size for block in blocks]
-    if plan is None or not plan.position or sum(sizes) <= _smallest(plan):
+    if sum(sizes) <= _smallest(plan):
         return sizes
     pattern = tuple(block.pattern for block in blocks)
     if pattern in known:

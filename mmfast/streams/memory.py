@@ -95,6 +95,8 @@ class Memory:
         Raises:
             MmfastError: The block does not fit, or the archive refuses what leaves.
         """
+        if self.plan is None or not self.plan.position:
+            return self._add(block)
         blocks = [*self.blocks, block]
         stays = staying(self.plan, blocks, self._known)
         gone = [(old, size) for old, size in zip(blocks, stays, strict=True) if size < old.size]
@@ -114,6 +116,14 @@ class Memory:
             self.counts["evicted_tokens"] += sum(old.size - size for old, size in gone)
             self._close_up()
             self.cursor = Cursor.behind(self.blocks, self.turner.axes)
+
+    def _add(self, block: Live) -> None:
+        """Count in a block where nothing ever leaves."""
+        self.number = max(self.number, block.number + 1)
+        for layer, buffer in enumerate(self.buffers):
+            buffer.length += block.size_at(layer)
+        self.blocks.append(block)
+        self.cursor.place(block)
 
     def _put(self, blocks: Sequence[Block]) -> None:
         """Archive blocks, all or none."""
