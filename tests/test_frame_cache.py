@@ -41,6 +41,7 @@ def test_when_a_frame_is_computed_whole() -> None:
     some = torch.tensor([0.9, 0.01, 0.01, 0.01])
     assert Refresh(0.25).choose(some, 31) is not None
     assert Refresh(0.25).choose(some, 32) is None  # the interval
+    assert Refresh(0.25).choose(torch.zeros(4), 99).tolist() == []  # type: ignore[union-attr]
     assert Refresh(0.25, every=None).choose(some, 10**6) is not None
     assert Refresh(0.25).choose(torch.full((4,), 0.2), 1) is None  # a cut
     assert Refresh(0.25, cut=None).choose(torch.full((4,), 0.2), 1) is not None

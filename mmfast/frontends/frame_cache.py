@@ -21,7 +21,8 @@ class Refresh:
         threshold: Instead of a share, the change from which a patch counts.
         cut: The whole frame is computed if the patches that would not be differ by more than this
             on average: a scene cut, a lamp switched on. None never does so.
-        every: Frames from one that is computed whole to the next; None for any number.
+        every: Frames from one that is computed whole to the next, equal frames apart; None for any
+            number.
 
     Raises:
         MmfastError: A value out of range, or both or none of share and threshold.
@@ -61,15 +62,16 @@ class Refresh:
             change: `[n]` of each patch since it was computed last.
             since: Which frame this is, counted from the last one computed whole.
         """
-        if self.every is not None and since >= self.every:
-            return None
         n = change.shape[0]
         if self.share is not None:
             first = stable_topk(change, count(self.share, n) or 1)
             rows = first[change[first] > 0]
         else:
             rows = (change > (self.threshold or 0.0)).nonzero()[:, 0]
-        if len(rows) == n or self._is_cut(change, rows):
+        if not bool(change.any()):
+            return rows  # the frame is the reference, however old that is
+        due = self.every is not None and since >= self.every
+        if due or len(rows) == n or self._is_cut(change, rows):
             return None
         return rows.sort().values
 
