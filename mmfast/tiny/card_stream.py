@@ -53,7 +53,7 @@ clips of facts and {scenes} of scenes; {runs}.
 ## How it was trained
 
 `python -m mmfast.tiny.train_stream`: clips are drawn (half of them go through H.264) and encoded
-once by the frozen tower; a training stream is 13 of them (8 facts, 5 scenes; 42 frames,
+once by the frozen tower; a training stream is 13 of them (8 facts, 5 scenes; 36 frames,
 of which only the 18 or 10 tokens that differ most from their frame are kept) or, in 3 steps of
 10, 8 of them with all tokens. About 14 questions a stream are answered in one pass, in half of the
 steps with an unbounded cache (random gaps of up to 400 frames between clips; each token of an

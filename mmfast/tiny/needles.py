@@ -23,15 +23,14 @@ from mmfast.models.loading import embedded_path, load
 from mmfast.streams.quotas import Quotas
 from mmfast.streams.session import Session
 from mmfast.streams.viewer import Viewer
+from mmfast.tiny.needle_rows import BANDS, Mark, relative, row_of
 from mmfast.tiny.scene import EVAL
-from mmfast.tiny.statistics import interval
 from mmfast.tiny.world import CLOSEST, FACTS, World
-from mmfast.tiny.world_questions import KINDS, Question, past_questions, present_questions
+from mmfast.tiny.world_questions import Question, past_questions, present_questions
 
 MODEL = "tiny-stream"
 WINDOW = 32  # frames that the bounded memories below hold
 MEMORIES = ("sink:64+window:1152", "sink:64+window:1152+retrieve:16")
-BANDS = ("now", "in the window", "1-3x", "3-10x", "10-30x", "over 30x")
 LONGEST = 3600.0  # seconds of a stream; an unbounded cache holds 130,000 tokens then
 _EDGES = (1.0, 3.0, 10.0, 30.0)
 Progress = Callable[[str, int, int], None]
@@ -160,26 +159,17 @@ def run_needles(
     setting = setting or Setting()
     specs: list[str | None] = [None] if unbounded else []
     specs += [spec for spec in memories if spec is not None]
+    if not specs:
+        raise MmfastError("no memory to ask; give a spec such as 'sink:64+window:1152'")
     parse(reduce)
     for spec in specs:
         plan_cache(spec)
     source = embedded_path(MODEL) if model is None else model
     viewer = Viewer(*load(str(source), device, "auto"), fps=setting.fps, reduce=reduce)
-    marks: dict[str | None, list[tuple[Needle, bool]]] = {spec: [] for spec in specs}
-    spent: dict[str | None, list[float]] = defaultdict(list)
-    asked, streams = 0, 0
-    while asked < n:
-        world = setting.world(1000 * seed + streams)
-        for spec in specs:
-            for needle, answer, ms in watch(viewer, spec, world, setting, n - asked):
-                marks[spec].append((needle, answer == needle.question.answer))
-                spent[spec].append(ms)
-                if progress is not None:
-                    progress(spec or "unbounded", len(marks[spec]), n)
-        asked, streams = len(marks[specs[0]]), streams + 1
-    rows = [_row(spec, reduce, marks[spec], spent[spec]) for spec in specs]
+    marks, spent, streams = _ask(viewer, specs, n, seed, setting, progress)
+    rows = [row_of(spec, reduce, marks[spec], spent[spec]) for spec in specs]
     for row in rows:
-        row["relative"] = _relative(row, rows[0]) if unbounded else None
+        row["relative"] = relative(row, rows[0]) if unbounded else None
         row |= {
             "seconds": setting.seconds,
             "fps": setting.fps,
@@ -188,6 +178,31 @@ def run_needles(
         }
     name = MODEL if model is None else str(model)
     return {"suite": "stream", "n": n, "seed": seed, "model": name, "rows": rows}
+
+
+def _ask(
+    viewer: Viewer,
+    specs: Sequence[str | None],
+    n: int,
+    seed: int,
+    setting: Setting,
+    progress: Progress | None,
+) -> tuple[dict[str | None, list[Mark]], dict[str | None, list[float]], int]:
+    """Marks and times of every memory, and how many streams it took."""
+    marks: dict[str | None, list[Mark]] = {spec: [] for spec in specs}
+    spent: dict[str | None, list[float]] = defaultdict(list)
+    streams = 0
+    while (asked := len(marks[specs[0]])) < n:
+        world = setting.world(1000 * seed + streams)
+        for spec in specs:
+            for needle, answer, ms in watch(viewer, spec, world, setting, n - asked):
+                question = needle.question
+                marks[spec].append((needle.band, question.kind, answer == question.answer))
+                spent[spec].append(ms)
+                if progress is not None:
+                    progress(spec or "unbounded", len(marks[spec]), n)
+        streams += 1
+    return marks, spent, streams
 
 
 def watch(
@@ -207,44 +222,3 @@ def watch(
                 first = next(deltas, "")
                 ms = (time.perf_counter() - start) * 1e3
                 yield needle, (first + "".join(deltas)).strip().lower(), ms
-
-
-def _row(
-    memory: str | None, reduce: str | None, marks: list[tuple[Needle, bool]], spent: list[float]
-) -> dict[str, Any]:
-    ages, kinds = defaultdict(list), defaultdict(list)
-    for needle, mark in marks:
-        ages[needle.band].append(mark)
-        kinds[needle.question.kind].append(mark)
-    whole = [mark for _, mark in marks]
-    past = [mark for needle, mark in marks if needle.band in BANDS[2:]]
-    return {
-        "reduce": reduce,
-        "memory": memory,
-        "accuracy": sum(whole) / len(whole),
-        "interval": interval(sum(whole), len(whole)),
-        "by_kind": {k: sum(kinds[k]) / len(kinds[k]) for k in KINDS if kinds[k]},
-        "by_age": {band: _share(ages[band]) for band in BANDS if ages[band]},
-        "past": _share(past) if past else None,
-        "past_by_kind": {
-            kind: _share(mine)
-            for kind in KINDS[:2]
-            if (mine := [m for x, m in marks if x.band in BANDS[2:] and x.question.kind == kind])
-        },
-        "ttft_ms": sorted(spent)[len(spent) // 2],
-    }
-
-
-def _share(marks: Sequence[bool]) -> dict[str, Any]:
-    return {
-        "n": len(marks),
-        "accuracy": sum(marks) / len(marks),
-        "interval": interval(sum(marks), len(marks)),
-    }
-
-
-def _relative(row: dict[str, Any], whole: dict[str, Any]) -> float | None:
-    """Share of the unbounded cache's right answers, about facts older than the window."""
-    if not row["past"] or not whole["past"]["accuracy"]:
-        return None
-    return float(row["past"]["accuracy"] / whole["past"]["accuracy"])
