@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,13 @@ from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load
 
 
+def module_of(name: str) -> Any:
+    return importlib.import_module(f"mmfast.bench.stream_{name.replace('-', '_')}")
+
+
 def test_modules_are_found_by_name() -> None:
     assert {"frame-cache", "prefill"} <= {*stream.names()}
+    assert all(callable(module_of(name).rows) for name in stream.names())
     with pytest.raises(MmfastError, match="frame-cache"):
         stream.stream_rows("frame-cash")
 
