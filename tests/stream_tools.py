@@ -36,9 +36,15 @@ class Watcher:
     size: tuple[int, int]
 
     def clip(self, frames: int, seed: int = 0) -> Any:
-        """Random frames `[T, H, W, 3]`."""
+        """Random frames `[T, H, W, 3]`, each with one quarter unlike the frame before."""
         rng = np.random.default_rng(seed)
-        return rng.integers(0, 256, (frames, *self.size, 3), dtype=np.uint8)
+        found = [rng.integers(0, 256, (*self.size, 3), dtype=np.uint8)]
+        half = self.size[0] // 2, self.size[1] // 2
+        for _ in range(frames - 1):
+            y, x = (int(rng.integers(2)) * side for side in half)
+            found.append(found[-1].copy())
+            found[-1][y : y + half[0], x : x + half[1]] = rng.integers(0, 256, (*half, 3))
+        return np.stack(found)
 
 
 @functools.cache
