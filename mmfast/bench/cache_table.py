@@ -12,6 +12,7 @@ from mmfast.core.registry import methods as registered
 from mmfast.core.spec import parse
 
 SHARES = (0.5, 0.25, 0.1)
+ACTS = {"prefill": "behind the prompt", "always": "always"}
 Found = dict[str, Row]  # the latest row of each cache spec, "" without one
 
 
@@ -20,7 +21,7 @@ def caches(_: Sequence[Row]) -> list[str]:
     lines = ["| policy | paper | role | acts | needs | what it does |", "|---|" + "---|" * 5]
     for m in registered("cache"):
         paper = f"[{m.paper}](https://arxiv.org/abs/{m.paper})" if m.paper else "baseline"
-        acts = "behind the prompt" if m.moment == "prefill" else "always"
+        acts = "at a question" if m.role == "retrieve" else ACTS[m.moment]
         cells = (f"`{m.name}`", paper, m.role, acts, " ".join(m.needs), m.summary)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines
@@ -45,7 +46,8 @@ def cache_accuracy(rows: Sequence[Row]) -> list[str]:
     head = " | ".join(f"{100 * share:.0f} %" for share in SHARES)
     lines = [
         f"The whole cache: {_cell(found.get(''))}. Right answers in per cent, in brackets the "
-        "95 % interval.",
+        "95 % interval. The first token of an answer comes from the pass that reads the prompt, "
+        "before anything leaves the cache; the others, such as a second digit, do not.",
         "",
         f"| policy | {head} |",
         "|---|" + "---|" * len(SHARES),
