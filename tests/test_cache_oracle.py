@@ -134,6 +134,25 @@ def test_decoding_equals_hiding_what_a_slow_policy_drops(family: str, spec: str)
     assert difference(family, spec) < 1e-5
 
 
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("fault", [0, 1])
+def test_windows_slide_at_every_step(family: str, fault: int) -> None:
+    """Each query sees the first tokens and the last ones; a window one longer is another one."""
+    this = model_of(family)
+    inputs = ask(this)
+    prompt, length = oracle.embed(this, inputs), inputs["input_ids"].shape[1]
+    with attach(this.model, cache="sink:3+window:12"):
+        out = generate(this, inputs, 6)
+    walk = cache_oracle.Walk(this, prompt)
+    heads, logits = walk.text.config.num_key_value_heads, [walk.logits]
+    for n, token in enumerate(out.sequences[0, length:-1].tolist(), start=length):
+        seen = torch.zeros(heads, n, dtype=torch.bool)
+        seen[:, :3], seen[:, -12 - fault :] = True, True
+        logits.append(walk.step(token, dict.fromkeys(walk.full, seen)))
+    off = float((torch.stack(logits) - torch.cat(out.logits)).abs().max())
+    assert off > 1e-3 if fault else off < 2e-5
+
+
 def _other_head(visible: dict[int, torch.Tensor], _: Any) -> None:
     for seen in visible.values():
         seen.copy_(seen.flip(0))

@@ -18,7 +18,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.trace import Row, Trace
 from mmfast.models.call import Call, length_of
 from mmfast.models.kv_drafts import Drafts
-from mmfast.models.kv_evict import chooser, evict, pin, stayer
+from mmfast.models.kv_evict import chooser, evict, pin, slide, stayer
 from mmfast.models.kv_notes import (
     BASIS,
     WINDOW,
@@ -157,18 +157,21 @@ class KVStage:
         A prompt that is not over is thinned between its chunks where all that it waits for are
         policies that act at every step, on numbers of tokens.
         """
+        memo: list[Tensor] = []
         for index in self._layers:
             layer = cache.layers[index] if index < len(cache.layers) else None
             if layer is None or not is_short(layer) or layer.notes is None:
                 continue
             ready = over and BASIS in layer.notes
             if self._always and self._evicts and (ready or self._each):
-                self._evict_again(cache, index)
+                self._evict_again(cache, index, memo)
             if over:
                 self._packing.step(layer)
 
-    def _evict_again(self, cache: Any, index: int) -> None:
+    def _evict_again(self, cache: Any, index: int, memo: list[Tensor]) -> None:
         layer = cache.layers[index]
+        if self._plan.score is None and slide(cache, index, self._plan, memo):
+            return
         if self._rescores:
             choose = chooser(self._plan, layer, index, len(self._modules), prompt=False)
         else:
