@@ -107,14 +107,26 @@ class FrameCache:
             stack.callback(entered.discard, id(tower.module))
             self._local.streams = streams
             stack.callback(setattr, self._local, "streams", None)
+            mine = partial(self._for, streams)
             for kind in {"image", "video"} & set(kinds_of(tower.base)):
                 name = f"get_{kind}_features"
-                stack.enter_context(override(tower.base, name, partial(self._encode, kind)))
+                stack.enter_context(override(tower.base, name, mine(partial(self._encode, kind))))
             for index, block in enumerate(tower.blocks):
-                stack.enter_context(override(block, "forward", partial(self._block, index)))
+                stack.enter_context(override(block, "forward", mine(partial(self._block, index))))
             modules = [attention_of(block) for block in tower.blocks]
-            stack.enter_context(intercepting(dict.fromkeys(modules, self._attend), innermost=True))
+            stack.enter_context(
+                intercepting(dict.fromkeys(modules, mine(self._attend)), innermost=True)
+            )
             yield
+
+    def _for(self, streams: Sequence[FrameCacheState], around: Callable[..., Any]) -> Any:
+        """`around` for the one `with` that gave these streams; threads pass each other's by."""
+
+        def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            mine = getattr(self._local, "streams", None) is streams
+            return around(call, *args, **kwargs) if mine else call(*args, **kwargs)
+
+        return run
 
     @torch.no_grad()
     def _encode(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
