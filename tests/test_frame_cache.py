@@ -176,6 +176,30 @@ def test_other_threads_see_the_stock_tower() -> None:
     assert not torch.equal(mine, stock)
 
 
+def test_threads_inside_one_cache_keep_their_streams() -> None:
+    this = tiny(FAMILY)
+    clips = [pictures(this, 3, seed) for seed in range(2)]
+    cache = FrameCache(this.model)
+    want = [streamed(this, KIND, clip, cache, cache.start()) for clip in clips]
+    found: dict[int, list[list[torch.Tensor]]] = {}
+    inside = threading.Barrier(2)
+
+    def watch(stream: int) -> None:
+        with torch.no_grad(), cache.using(cache.start()):
+            inside.wait(60)  # both stand around the tower now
+            found[stream] = [features(this, KIND, [frame]) for frame in clips[stream]]
+            inside.wait(60)
+
+    threads = [threading.Thread(target=watch, args=(stream,)) for stream in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for stream in range(2):
+        for a, b in zip(found[stream], want[stream], strict=True):
+            assert all(map(torch.equal, a, b))
+
+
 def test_another_size_of_frame_starts_over() -> None:
     this = tiny("qwen2_5_vl")
     cache = FrameCache(this.model)
