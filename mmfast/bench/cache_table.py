@@ -47,7 +47,8 @@ def cache_accuracy(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"The whole cache: {_cell(found.get(''))}. Right answers in per cent, in brackets the "
         "95 % interval. The first token of an answer comes from the pass that reads the prompt, "
-        "before anything leaves the cache; those behind it, such as a second digit, read what is left.",
+        "before anything leaves the cache; those behind it, such as a second digit, read what is "
+        "left.",
         "",
         f"| policy | {head} |",
         "|---|" + "---|" * len(SHARES),
