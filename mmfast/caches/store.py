@@ -58,8 +58,10 @@ def leave(
         where: Per row the entries that are no padding, `[n_b]` ascending.
         reductions: Per row what becomes of those, leading dims `[H]`.
     """
+    # Heads that agree share their notes.
+    alike = all(bool((r.keep == r.keep[:1]).all()) for r in reductions)
     rows = [
-        _row(keys[b], values[b], {name: note[b] for name, note in notes.items()}, *pair)
+        _row(alike, keys[b], values[b], {name: note[b] for name, note in notes.items()}, *pair)
         for b, pair in enumerate(zip(where, reductions, strict=True))
     ]
     length = max(1, *(key.shape[1] for key, _, _ in rows))
@@ -74,14 +76,24 @@ def leave(
 
 
 def _row(
-    keys: Tensor, values: Tensor, notes: dict[str, Tensor], where: Tensor, reduction: Reduction
+    alike: bool,
+    keys: Tensor,
+    values: Tensor,
+    notes: dict[str, Tensor],
+    where: Tensor,
+    reduction: Reduction,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """One conversation: keys and values `[H, m, d]`, notes `[H, m]`."""
     if where.shape[0] != keys.shape[1]:
         keys, values = keys.index_select(1, where), values.index_select(1, where)
         notes = {name: note.index_select(-1, where) for name, note in notes.items()}
     keep = reduction.keep
-    kept = {name: note.expand(len(keep), -1).gather(-1, keep) for name, note in notes.items()}
+    kept = {
+        name: note.gather(-1, keep[:1])
+        if alike and len(note) == 1
+        else note.expand(len(keep), -1).gather(-1, keep)
+        for name, note in notes.items()
+    }
     if reduction.m == reduction.n and reduction.pure:
         return keys, values, kept
     return reduction.apply(keys), reduction.apply(values), kept
