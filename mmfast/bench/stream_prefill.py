@@ -18,11 +18,11 @@ from mmfast.core.tokens import Tokens
 from mmfast.streams.reducing import StreamReducer
 
 PRESET, SPEC = "llava-onevision-0.5b", "stc_pruner:0.3"
-LAYERS, FRAMES, ROUNDS = 8, 16, 5
+LAYERS, FRAMES, ROUNDS = 24, 8, 3
 
 
 def rows() -> list[Row]:
-    """Rows of a stream of 16 frames of 196 tokens, appended to the cache one by one."""
+    """Rows of a stream of 8 frames of 196 tokens, appended to the cache one by one."""
     return measure(LAYERS, FRAMES, ROUNDS)
 
 
