@@ -49,10 +49,10 @@ class VideoStream:
 
     Example:
         >>> pipe = VideoStream()
-        >>> with pipe.open(memory="sink:64+window:2048+retrieve:16") as session:
-        ...     watch = session.watch("clip.mp4", fps=2)
-        ...     "".join(session.ask("Which way does the red circle move?"))
-        'left'
+        >>> with pipe.open(memory="sink:64+window:1152+retrieve:16") as session:
+        ...     watch = session.watch("world.mp4")
+        ...     "".join(session.ask("What number is at the red circle?"))
+        '42'
     """
 
     task = "video-stream"

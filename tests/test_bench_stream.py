@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from mmfast.bench import stream, stream_frame_cache, stream_prefill
 from mmfast.bench import stream_frame_cache_quality as quality
 from mmfast.bench.presets import get_preset
+from mmfast.bench.stream_cost import stream_cost
 from mmfast.cli import app
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load
@@ -98,3 +99,17 @@ def test_an_unknown_benchmark_ends_with_one_line() -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "--stream", "nothing"])
     assert ended.value.code == 2
+
+
+def test_costs_as_markdown_take_the_latest_row_and_say_what_is_missing() -> None:
+    shared = {"processor": "P", "date": "d", "commit": "c", "bench": "frame-cache", "noise": 0.02}
+    job = {"preset": "tower", "note": "all of it", "clock": "clock", "job": "frame cache"}
+    found = [
+        {**shared, **job, "method": "frame_cache", "median_ms": ms, "saved": saved}
+        for ms, saved in ((90.0, 0.1), (40.0, 0.6))
+    ]
+    text = "\n".join(stream_cost(found))
+    assert "| tower | all of it | `frame cache` | 40 | 60.0 % |" in text
+    assert "10.0 %" not in text
+    assert "P, clock, noise 2.0 %, d, commit `c`." in text
+    assert text.count("not measured") == 4

@@ -12,7 +12,7 @@ import torch
 
 import mmfast
 from mmfast.bench.results import load as load_rows
-from mmfast.bench.stream_table import stream_recall
+from mmfast.bench.recall_table import stream_recall
 from mmfast.cli import main as cli
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load

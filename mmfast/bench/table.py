@@ -16,9 +16,10 @@ from mmfast.bench.cache_table import cache_accuracy, caches
 from mmfast.bench.charts import accuracy_svg
 from mmfast.bench.matrix import matrix
 from mmfast.bench.plan_table import plan
+from mmfast.bench.recall_table import stream_recall
 from mmfast.bench.results import Row, load
 from mmfast.bench.sections import Points, accuracy, bench, kinds, points, selection, subset
-from mmfast.bench.stream_table import stream_recall
+from mmfast.bench.stream_cost import stream_cost
 from mmfast.bench.systems import table as systems
 from mmfast.core.errors import MmfastError
 from mmfast.core.registry import methods as registered
@@ -55,6 +56,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "cache_accuracy": ("eval-cache", cache_accuracy),
     "systems": ("eval-video eval-cache", systems),
     "recall": ("eval-stream", stream_recall),
+    "stream": ("stream", stream_cost),
     "bench": ("bench", bench),
     "selection": ("selection", selection),
     "matrix": ("matrix", matrix),
