@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import mmfast
-from mmfast.bench.results import load as load_rows
 from mmfast.bench.recall_table import stream_recall
+from mmfast.bench.results import load as load_rows
 from mmfast.cli import main as cli
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load
