@@ -18,6 +18,7 @@ def watch(
     yes: options.Yes = None,
     threshold: options.Threshold = 0.6,
     memory: options.Memory = None,
+    host_bytes: options.HostBytes = None,
     reduce: Reduce = None,
     frame_cache: options.FrameCacheShare = None,
     gate: options.Gate = None,
@@ -38,13 +39,16 @@ def watch(
     from mmfast.cli_output import quiet
     from mmfast.cli_watching import Viewing, camera_or_path, times_of
     from mmfast.pipelines import pipeline
+    from mmfast.streams.quotas import parse_bytes
 
     quiet()
     questions = times_of(ask or [], every, ask_at or [])
     plan_cache(memory)  # before any weight is read
+    parse_bytes(host_bytes)
     given: dict[str, Any] = {"reduce": reduce, "frame_cache": frame_cache, "gate": gate}
     pipe = pipeline("video-stream", model, device=device, dtype=dtype, fps=fps, **given)
     kept: dict[str, Any] = {} if memory is None else {"memory": memory}
+    kept |= {} if host_bytes is None else {"host_bytes": host_bytes, "host_blocks": None}
     session = pipe.open(**kept) if restore is None else pipe.restore(restore, **kept)
     viewing = Viewing(session, questions, max_new_tokens, as_json)
     looks: dict[str, Any] = {"threshold": threshold}

@@ -37,6 +37,10 @@ Memory = Annotated[
     str | None,
     typer.Option(help="Cache policies; sink:64+window:4096+retrieve:64 if absent."),
 ]
+HostBytes = Annotated[
+    str | None,
+    typer.Option(help="Size of the archive, such as 4GB; 1GB and 1,800 frames if absent."),
+]
 FrameCacheShare = Annotated[
     float | None,
     typer.Option("--frame-cache", help="Share of a frame's patches to encode anew, such as 0.25."),

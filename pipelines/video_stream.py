@@ -23,6 +23,7 @@ from mmfast.streams.viewer import Viewer
 # Trained on an endless world; the other embedded model knows short clips alone.
 STREAM_MODEL = "tiny-stream"
 MEMORY = "sink:64+window:4096+retrieve:64"
+HOST_BLOCKS = 1800
 
 
 class VideoStream:
@@ -95,6 +96,7 @@ class VideoStream:
         *,
         device_bytes: str | int | None = 0,
         host_bytes: str | int | None = "1GB",
+        host_blocks: int | None = HOST_BLOCKS,
         disk_bytes: str | int | None = 0,
         folder: str | Path | None = None,
         limits: Limits = DEFAULT_LIMITS,
@@ -106,6 +108,8 @@ class VideoStream:
                 nothing and grows without bound.
             device_bytes: Of stored blocks beside the model, such as `"2GB"`; None sets no limit.
             host_bytes: Of those in main memory.
+            host_blocks: Most of those in main memory, half an hour at a frame a second; None sets
+                no limit beside `host_bytes`. The oldest go to the disk tier, or are forgotten.
             disk_bytes: Of those in files; needs `folder`.
             folder: Where the disk tier makes a folder of its own.
             limits: Of a frame's size.
@@ -114,7 +118,7 @@ class VideoStream:
             SpecError: Wrong `memory`.
             MmfastError: Wrong sizes.
         """
-        quotas = Quotas.of(device_bytes, host_bytes, disk_bytes, folder)
+        quotas = Quotas.of(device_bytes, host_bytes, disk_bytes, folder, host_blocks)
         return Session(self.viewer, memory, quotas=quotas, limits=limits)
 
     def restore(self, folder: str | Path, /, **options: Any) -> Session:

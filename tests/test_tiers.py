@@ -219,6 +219,20 @@ def test_rows_are_those_of_a_list(steps: list[tuple[int, bool, int]]) -> None:
         assert list(zip(owner.tolist(), columns["value"].tolist(), strict=True)) == want
 
 
+def test_main_memory_holds_so_many_blocks_however_small_they_are(tmp_path: Path) -> None:
+    few = archive(blocks=3)
+    both = archive(blocks=3, disk="1MB", folder=tmp_path)
+    for number in range(8):
+        few.put(block(number))
+        both.put(block(number))
+    assert few.numbers() == [5, 6, 7] and few.stats()["dropped"] == 5
+    assert both.numbers() == list(range(8))
+    assert both.stats()["blocks"] == {"device": 0, "host": 3, "disk": 5}
+    for wrong in (0, -1, 1.5, True, "3"):
+        with pytest.raises(MmfastError, match="number of blocks"):
+            Quotas.of(blocks=wrong)
+
+
 class _Cheap:
     """A retriever that makes the cost of the archive itself show."""
 

@@ -1,4 +1,4 @@
-"""How many bytes of stored blocks may lie where."""
+"""How many bytes of stored blocks, and how many of them, may lie where."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ class Quotas:
         host: In main memory.
         disk: In files in `folder`.
         folder: Where the disk tier makes a folder of its own.
+        blocks: Most blocks in main memory, however small they are; None sets no limit.
     """
 
     device: int | None = 0
     host: int | None = 10**9
     disk: int | None = 0
     folder: Path | None = None
+    blocks: int | None = None
 
     @classmethod
     def of(
@@ -53,19 +55,27 @@ class Quotas:
         host: str | int | None = "1GB",
         disk: str | int | None = 0,
         folder: str | Path | None = None,
+        blocks: int | None = None,
     ) -> Quotas:
         """Quotas from sizes as people write them.
 
         Raises:
-            MmfastError: A wrong size, or a disk quota without a folder.
+            MmfastError: A wrong size or number, or a disk quota without a folder.
         """
+        if blocks is not None and (type(blocks) is not int or blocks < 1):
+            raise MmfastError(f"{blocks!r} is no number of blocks; give 1 or more, or None")
         on_disk = parse_bytes(disk)
         if on_disk != 0 and folder is None:
             raise MmfastError(f"a disk quota of {disk!r} needs a folder; name one, or drop it")
         where = None if folder is None else Path(folder)
-        return cls(parse_bytes(device), parse_bytes(host), on_disk, where)
+        return cls(parse_bytes(device), parse_bytes(host), on_disk, where, blocks)
 
     def limit(self, tier: str) -> float:
         """Bytes that a tier may hold."""
         size: int | None = getattr(self, tier)
         return float("inf") if size is None else size
+
+    def full(self, tier: str, blocks: int, used: int) -> bool:
+        """Whether so many blocks of together `used` bytes are too much for a tier."""
+        most = self.blocks if tier == "host" else None
+        return used > self.limit(tier) or (most is not None and blocks > most)

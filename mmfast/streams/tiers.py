@@ -84,8 +84,9 @@ class Tiers:
         return stored.nbytes <= self._quotas.limit(tier)
 
     def _settle(self, tier: str) -> None:
-        while self._used[tier] > self._quotas.limit(tier):
-            number = next(iter(self._memory[tier]))
+        held = self._memory[tier]
+        while self._quotas.full(tier, len(held), self._used[tier]):
+            number = next(iter(held))
             self.put(self._take(number, tier), "host" if tier == "device" else "disk")
 
     def _take(self, number: int, tier: str) -> Stored:
