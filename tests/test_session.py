@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +24,12 @@ from stream_tools import (
 
 import mmfast
 from mmfast.core.errors import MediaError, MmfastError, SpecError
+from mmfast.frontends.video import read_video
 
 THREE = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 QUESTION = "what moves?"
 MEMORY = "sink:40+window:220+retrieve:3"
+CLIP = Path(__file__).parents[1] / "assets" / "clips" / "red-circle.mp4"
 
 
 def push_in_runs(session: Any, clip: Any, times: list[float], runs: list[int]) -> None:
@@ -197,12 +200,15 @@ def test_the_stream_goes_on_while_an_exchange_is_remembered() -> None:
         assert torch.equal(answer_logits(other, "and now?"), logits)
 
 
-def test_answers_equal_stock_generate() -> None:
-    this, pipe = watcher(EMBEDDED), shared_pipe(EMBEDDED)
-    clip = this.clip(5)
+@pytest.mark.parametrize("penalty", [1.0, 9.0])
+def test_answers_equal_stock_generate(penalty: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    this = watcher(EMBEDDED)
+    monkeypatch.setattr(this.model.generation_config, "repetition_penalty", penalty)
+    pipe = mmfast.pipeline("video-stream", model=(this.model, this.processor))
+    clip = read_video(CLIP, frames=5).frames
     with pipe.open(None) as session:
         session.push(clip, seconds(5))
-        question = "What colour is the circle?"
+        question = "What colour is the circle: red, blue, green, yellow, purple or white?"
         reply = session.ask(question)
         deltas = list(reply)
         qa = mmfast.pipeline("video-qa", model=(this.model, this.processor), frames=5)

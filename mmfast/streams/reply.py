@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
@@ -34,6 +35,7 @@ class Sampler:
         temperature: 0 takes the likeliest.
         top_p: Only the likeliest tokens that together have so much probability.
         seed: Of the random choice.
+        penalty: Tokens that were said before are so much less likely; 1 changes nothing.
 
     Raises:
         MmfastError: A value out of range.
@@ -45,6 +47,7 @@ class Sampler:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        penalty: float = 1.0,
     ) -> None:
         if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
             raise MmfastError(
@@ -53,6 +56,7 @@ class Sampler:
             )
         self.blocked = torch.tensor(sorted(blocked), dtype=torch.int64)
         self.temperature, self.top_p = temperature, top_p
+        self._repeated = RepetitionPenaltyLogitsProcessor(float(penalty))
         self.random = torch.Generator()
         if seed is not None:
             self.random.manual_seed(seed)
@@ -61,9 +65,11 @@ class Sampler:
         """Logits `[V]` float32 on the CPU without the blocked ids."""
         return logits.float().cpu().index_fill(0, self.blocked, -torch.inf)
 
-    def __call__(self, logits: Tensor) -> int:
-        """The next token's id."""
+    def __call__(self, logits: Tensor, said: Sequence[int] = ()) -> int:
+        """The next token's id, behind the tokens `said`."""
         allowed = self.allowed(logits)
+        if said:
+            allowed = self._repeated(torch.tensor([said]), allowed[None])[0]
         if not self.temperature:
             return int(allowed.argmax())
         shares, ids = (allowed / self.temperature).softmax(-1).sort(descending=True)
@@ -136,6 +142,7 @@ class Reply(Iterator[str]):
         trace: Trace,
         started: float,
         ended: Callable[[Reply], None],
+        prompt: Sequence[int] = (),
     ) -> None:
         self.branch: Branch | None = branch
         self.trace = trace
@@ -147,7 +154,7 @@ class Reply(Iterator[str]):
         self._fed = 0  # tokens of the answer that the branch holds
         self._letters, self._sampler = Letters(tokenizer), sampler
         self._stops, self._limit = stops, limit
-        self._started, self._ended = started, ended
+        self._started, self._ended, self._prompt = started, ended, prompt
         self._parts: list[str] = []
 
     @property
@@ -166,7 +173,7 @@ class Reply(Iterator[str]):
     def _next(self) -> str:
         if len(self.ids) >= self._limit:
             return self._end("length")
-        chosen = self._sampler(self._next_logits())
+        chosen = self._sampler(self._next_logits(), [*self._prompt, *self.ids])
         if not self.ids:
             self.ttft_ms = self._passed()
         if chosen in self._stops:

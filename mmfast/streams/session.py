@@ -130,11 +130,12 @@ class Session:
         started, text, trace = clocks.perf_counter(), check_question(question), Trace()
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise MmfastError(f"max_new_tokens={max_new_tokens!r}; give a whole number from 1")
-        sampler = Sampler(self.viewer.blocked, temperature, top_p, seed)
+        sampler = Sampler(self.viewer.blocked, temperature, top_p, seed, self.viewer.penalty)
         with self.turns.question():
             self._check_open()
             if remember:  # what waits for its partner belongs before the question
                 self.stream.flush()
+            prompt = self.stream.words(text)
             branch, logits = self.stream.branch(text, trace)
             self.stream.counts["questions"] += 1
             version = self.stream.version
@@ -148,6 +149,7 @@ class Session:
             trace=trace,
             started=started,
             ended=lambda reply: self._ended(reply, text if remember else None, version),
+            prompt=prompt,
         )
 
     def _ended(self, reply: Reply, question: str | None, version: int) -> None:

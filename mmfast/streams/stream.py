@@ -96,6 +96,13 @@ class Stream:
             row.tokens_in, row.tokens_out = sum(len(piece.embeds) for piece in pieces), 1
         return branch, logits
 
+    def words(self, question: str) -> list[int]:
+        """Text of the prompt that a question is asked with, for the rule against repetition."""
+        script = self.viewer.script
+        pieces = script.question(self.written, question)
+        asked = [int(id) for piece in pieces if piece.ids is not None for id in piece.ids]
+        return [*script.wording.opening(), *asked]
+
     def remember(self, reply: Reply, question: str, version: int) -> None:
         """Keep an exchange that was begun when the stream was at `version`."""
         script = self.viewer.script

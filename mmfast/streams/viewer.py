@@ -63,6 +63,8 @@ class Viewer:
         )
         self.engine = Engine(model)
         self.blocked, self.stops = placeholders(model), stop_ids(model)
+        penalty = getattr(model.generation_config, "repetition_penalty", None)
+        self.penalty = 1.0 if penalty is None else float(penalty)
 
     @property
     def tokenizer(self) -> Any:
