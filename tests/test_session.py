@@ -78,7 +78,7 @@ def test_remembered_exchanges_are_a_stock_conversation(family: str) -> None:
         session.push(clip[:4], seconds(4))
         reply = session.ask(QUESTION, remember=True, max_new_tokens=6)
         words = iter(pipe.viewer.script.wording.text("a ball"))
-        reply._sampler = lambda logits: next(words)  # type: ignore[assignment]
+        reply._sampler = lambda *_: next(words)  # type: ignore[assignment]
         assert reply.read() == "a ball" and reply.finished == "length"
         session.push(clip[4:], seconds(4, start=2.0))
         logits = answer_logits(session, "and now?")

@@ -44,8 +44,8 @@ def test_nothing_grows(family: str) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_thousand_frames() -> None:
-    pipe = pipe_of("llava_onevision")
-    row = measure(pipe, side=24)
+def test_four_thousand_frames() -> None:
+    # `mmfast bench --stream bounded` watches 20,000, which takes minutes.
+    row = measure(pipe_of("llava_onevision"), frames=4_000, early=1_500, part=500, side=24)
     assert row["held_growth"] < 0.01 and row["growth"] < 0.01, row
     assert abs(row["slowdown"]) < 0.10, row

@@ -264,3 +264,12 @@ def test_twenty_thousand_blocks_in_bounded_memory() -> None:
 
 def test_retrieve_is_registered() -> None:
     assert {get(n, "cache").role for n in ("rekv", "resv", "retrieve")} == {"retrieve"}
+
+
+def test_holes_in_the_heap_are_given_back_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr("mmfast.streams.tiers.give_back", lambda: calls.append(1))
+    held = archive(blocks=3)
+    for number in range(3 + 2 * 64):
+        held.put(block(number))
+    assert len(calls) == 2

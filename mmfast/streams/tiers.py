@@ -10,11 +10,13 @@ import torch
 
 from mmfast.ops.quantise import Quantiser
 from mmfast.streams.disk import DiskTier
+from mmfast.streams.heap import give_back
 from mmfast.streams.quotas import Quotas
 from mmfast.streams.reports import Reports
 from mmfast.streams.stored import Shared, Stored, StoredLayer
 
 CPU = torch.device("cpu")
+_TIDY = 64  # blocks that leave main memory between two times of giving back what they left
 
 
 class Tiers:
@@ -41,6 +43,7 @@ class Tiers:
             "host": OrderedDict(),
         }
         self._used = {"device": 0, "host": 0}
+        self._left = 0  # blocks that left main memory
         self.disk = DiskTier(quotas, reports, lose)
 
     def __len__(self) -> int:
@@ -87,7 +90,11 @@ class Tiers:
         held = self._memory[tier]
         while self._quotas.full(tier, len(held), self._used[tier]):
             number = next(iter(held))
+            self._left += tier == "host"
             self.put(self._take(number, tier), "host" if tier == "device" else "disk")
+        if self._left >= _TIDY:
+            self._left = 0
+            give_back()
 
     def _take(self, number: int, tier: str) -> Stored:
         stored = self._memory[tier].pop(number)
