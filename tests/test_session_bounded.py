@@ -48,4 +48,6 @@ def test_four_thousand_frames() -> None:
     # `mmfast bench --stream bounded` watches 20,000, which takes minutes.
     row = measure(pipe_of("llava_onevision"), frames=4_000, early=1_500, part=500, side=24)
     assert row["held_growth"] < 0.01 and row["growth"] < 0.01, row
-    assert abs(row["slowdown"]) < 0.10, row
+    # The benchmark's bound is 0.1, on a quiet machine; a cost that grows with the stream would be
+    # 2.6 times as high at its end.
+    assert row["slowdown"] < 0.5, row
