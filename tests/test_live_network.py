@@ -16,6 +16,7 @@ import pytest
 from long_file_clips import moving
 from media_factory import number_of, numbers_of, picture, refused, write_video
 from PIL import Image
+from serving import serving
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends import Limits
@@ -56,14 +57,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    found = Server()
-    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield found
-    found.release.set()
-    found.shutdown()
-    found.server_close()
-    thread.join()
+    with serving(Server()) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

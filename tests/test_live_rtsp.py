@@ -16,6 +16,7 @@ from typing import Any
 import av
 import pytest
 from media_factory import numbers_of, picture, refused
+from serving import serving
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends.live import live_frames
@@ -116,14 +117,8 @@ def pictures() -> list[list[bytes]]:
 
 @pytest.fixture
 def camera(pictures: list[list[bytes]]) -> Iterator[Camera]:
-    found = Camera(pictures)
-    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield found
-    found.release.set()
-    found.shutdown()
-    found.server_close()
-    thread.join()
+    with serving(Camera(pictures)) as found:
+        yield found
 
 
 def test_frames_of_an_rtsp_camera(camera: Camera) -> None:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register, unregister
+from mmfast.core.tokens import Tokens
 from mmfast.streams.engine import Engine
 from mmfast.streams.memory import Memory
 from mmfast.streams.piece import Piece
@@ -147,3 +150,24 @@ def test_what_cannot_be_bounded_is_refused() -> None:
     with pytest.raises(MmfastError, match="this model needs"):
         engine.append(memory, piece)
     engine.close()
+
+
+def test_a_policy_that_merges_is_refused_and_the_stream_stays() -> None:
+    @register("folding", kind="cache", sites=("kv",), role="score")
+    def folding(tokens: Tokens, budget: int) -> Reduction:
+        """Fold all tokens into the first few."""
+        keep = torch.arange(budget).expand(*tokens.x.shape[:-2], budget)
+        owner = torch.arange(tokens.n).clamp_max(budget - 1).expand(tokens.x.shape[:-1])
+        return Reduction(keep, owner)
+
+    try:
+        family = FAMILIES[0]
+        model = model_of(family)
+        memory = (engine := Engine(model)).memory(plan_cache("sink:8+window:45+folding:3"))
+        engine.append(memory, text(family, model, 6, 1))
+        held = memory.tokens()
+        with pytest.raises(SpecError, match="'folding' merges keys"):
+            engine.append(memory, frame(family, model, 0))
+        assert memory.tokens() == held == 6
+    finally:
+        unregister("folding", "cache")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
 import time
@@ -16,6 +15,7 @@ import torch
 from mmfast.core.trace import peak_bytes
 from mmfast.models.timing import Clock as Clock
 from mmfast.models.timing import timed as timed
+from mmfast.streams.heap import give_back
 
 Sample = Mapping[str, float]  # milliseconds by stage, of one run
 
@@ -111,8 +111,7 @@ def peak_during(job: Callable[[], object]) -> float:
 def _reset_resident_peak() -> None:
     gc.collect()
     if sys.platform == "linux":
-        # Hand freed memory back first: it would count as resident.
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back()  # freed memory would count as resident
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -122,3 +121,14 @@ def _resident_peak() -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii")
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread, so that the time of the process is the time it takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

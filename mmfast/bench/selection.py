@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmfast.bench.measure import one_thread
 from mmfast.bench.results import environment
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
@@ -58,7 +58,7 @@ def measure(cases: Sequence[Case] = CASES, repeats: int = 5) -> Iterator[dict[st
         name = case.method.partition("@")[0]
         if name not in TEXTBOOKS:
             raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")
-        with _one_thread():
+        with one_thread():
             yield _row(case, TEXTBOOKS[name], repeats)
 
 
@@ -112,16 +112,6 @@ def _timed(times: list[float], call: Callable[[], Tensor]) -> Tensor:
     result = call()
     times.append((time.process_time() - start) * 1e3)
     return result
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def video(grid: tuple[int, int, int], d: int, seed: int = 0) -> Tokens:

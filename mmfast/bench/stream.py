@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mmfast.bench.measure import frozen, interleave, noise, paired, quantile, timed
+from mmfast.bench.measure import frozen, interleave, noise, one_thread, paired, quantile, timed
 from mmfast.bench.results import environment
 from mmfast.core.errors import MmfastError, unknown
 
@@ -38,17 +37,6 @@ def stream_rows(name: str) -> list[Row]:
     module = importlib.import_module(f"mmfast.bench.{_PREFIX}{name.replace('-', '_')}")
     shared = {"suite": "stream", "bench": name, **environment()}
     return [{**shared, **row} for row in module.rows()]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch on one thread, so that the time of the process is the time it takes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def compare(jobs: Mapping[str, Callable[[], object]], rounds: int) -> list[Row]:

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmfast.bench.stream import Row, one_thread
+from mmfast.bench.measure import one_thread
+from mmfast.bench.stream import Row
 
 FRAMES, EARLY, PART = 20_000, 2_000, 1_000
 MEMORY = "sink:64+window:512+retrieve:4"

@@ -99,7 +99,7 @@ class Engine:
         with memory.lock, torch.no_grad():
             block = live(piece, memory.number, memory.cursor.start(piece))
             self._forward(piece, block.start, memory.buffers)
-            memory.admit(score(memory, self.turner, block))
+            memory.admit(score(memory, block))
 
     def branch(self, memory: Memory) -> Branch:
         """A copy of the live tokens on which a question is answered; the stream goes on."""

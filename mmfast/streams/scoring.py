@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,10 +13,9 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.ops.evict import evict
-from mmfast.streams.buffers import RAW, ROTATED, VALUES
+from mmfast.streams.buffers import RAW, VALUES
 from mmfast.streams.memory import Memory
 from mmfast.streams.places import VISUAL, Live
-from mmfast.streams.turning import Turner
 
 _KNOWN = {"x", "values", "kind", "layer", "layers"}
 
@@ -38,12 +35,11 @@ def check_score(plan: CachePlan | None) -> None:
         )
 
 
-def score(memory: Memory, turner: Turner, block: Live) -> Live:
+def score(memory: Memory, block: Live) -> Live:
     """Let the policy choose among the visual tokens of a new frame, in every layer for itself.
 
     Args:
         memory: Its buffers hold the tokens, not counted in.
-        turner: Rotates what a policy merges.
         block: The new block; texts, and markers inside frames, are left alone.
 
     Returns:
@@ -58,11 +54,8 @@ def score(memory: Memory, turner: Turner, block: Live) -> Live:
     for layer, buffer in enumerate(memory.buffers):
         tail = buffer.read_all(buffer.length, buffer.length + block.n)  # [3, H, n, d]
         rows = tail.index_select(2, visual.to(tail.device))
-        reduction = _choose(spec, rows, layer, turner.layers)
+        reduction = _choose(spec, rows, layer, len(memory.buffers))
         chosen = visual[reduction.keep.cpu()]
-        if not reduction.pure:
-            places = replace(block, held=(chosen,)).positions(0)
-            _merge(tail, rows, chosen, reduction, partial(turner.rotate, layer, positions=places))
         held.append(torch.cat([markers, chosen]).sort().values)
         buffer.select(held[-1], block.n)
     return replace(block, held=tuple(held))
@@ -77,28 +70,14 @@ def _choose(spec: Spec, rows: Tensor, layer: int, layers: int) -> Reduction:
         "layer": torch.tensor(layer),
         "layers": torch.tensor(layers),
     }
-    return evict(spec, Tokens(keys, signals=signals))
-
-
-def _merge(
-    tail: Tensor,
-    rows: Tensor,
-    chosen: Tensor,
-    reduction: Reduction,
-    rotate: Callable[[Tensor], Tensor],
-) -> None:
-    """Put merged keys and values where the chosen tokens are, at the places of those."""
-    heads = rows.shape[1]
-    raw, values = (_narrow(reduction.apply(_wide(rows[p])), heads) for p in (RAW, VALUES))
-    index = chosen.to(tail.device)
-    for plane, merged in ((RAW, raw), (ROTATED, rotate(raw)), (VALUES, values)):
-        tail[plane].index_copy_(1, index, merged)
+    reduction = evict(spec, Tokens(keys, signals=signals))
+    if not reduction.pure:
+        raise SpecError(
+            f"{spec.method.name!r} merges keys, which frames of a stream do not do; use 'keynorm' "
+            "in a stream"
+        )
+    return reduction
 
 
 def _wide(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1).flatten(1)  # [m, H * d]
-
-
-def _narrow(rows: Tensor, heads: int) -> Tensor:
-    narrow: Tensor = rows.view(len(rows), heads, -1).transpose(0, 1).contiguous()
-    return narrow  # [H, m, d]
