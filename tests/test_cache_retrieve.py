@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_cache_generate import MORE, close, new, rows, run
 from test_cache_oracle import kinds_of
-from tiny_models import ALL_FAMILIES, FAMILIES, Tiny, generate, tiny
+from tiny_models import ALL_FAMILIES, FAMILIES, Tiny, generate, storing, tiny
 
 from mmfast.attach import attach
 from mmfast.core.errors import SpecError
@@ -136,7 +136,7 @@ def test_the_frames_of_the_largest_product_are_read(family: str) -> None:
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", SPECS)
 def test_ragged_batches_beams_and_chunks(family: str, spec: str) -> None:
-    this = tiny(family)
+    this = storing(family, spec)
     batch = rows(this, [0, 1, 2])
     together = run(this, batch, spec, tokens=5)
     beams = new(run(this, batch, spec, tokens=4, num_beams=2), batch)

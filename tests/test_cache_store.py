@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_cache_generate import MORE, close, new, rows, run
 from test_cache_oracle import SCORES, answers, ask, kinds_of, model_of
-from tiny_models import ALL_FAMILIES, FAMILIES, generate, tiny
+from tiny_models import ALL_FAMILIES, FAMILIES, generate, storing, tiny
 
 from mmfast.attach import attach
 from mmfast.ops.quantise import dequantise, quantise
@@ -104,7 +104,7 @@ MIXED = (
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", MIXED)
 def test_a_ragged_batch_and_beams_equal_single_rows(family: str, spec: str) -> None:
-    this = tiny(family)
+    this = storing(family, spec)
     batch = rows(this, [0, 1])
     together = run(this, batch, spec, tokens=9)
     beams = new(run(this, batch, spec, tokens=5, num_beams=2), batch)
@@ -119,7 +119,7 @@ def test_a_ragged_batch_and_beams_equal_single_rows(family: str, spec: str) -> N
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", [*MIXED[:2], MIXED[4]])
 def test_chunks_drafts_and_turns(family: str, spec: str) -> None:
-    this = tiny(family)
+    this = storing(family, spec)
     inputs = rows(this, [1])
     whole = run(this, inputs, spec, tokens=14)
     close(run(this, inputs, spec, tokens=14, prefill_chunk_size=7), whole)

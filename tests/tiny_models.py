@@ -17,6 +17,8 @@ __all__ = [
     "facts",
     "generate",
     "mixed_prompt",
+    "precise",
+    "storing",
     "tiny",
     "video_prompt",
 ]
@@ -84,8 +86,23 @@ def tiny(family: str, attention: str = "sdpa", **kwargs: Any) -> Tiny:
     return build(family, attention=attention, **kwargs)
 
 
+@functools.cache
+def precise(family: str) -> Tiny:
+    """The same model in double precision, for what a rounding error may turn over."""
+    this = build(family)
+    this.model.double()
+    return this
+
+
+def storing(family: str, spec: str) -> Tiny:
+    """A model for a cache of packed numbers: a code that turns over is a whole step of its scale."""
+    return precise(family) if "quant" in spec or "zipvl" in spec else tiny(family)
+
+
 def generate(this: Tiny, inputs: dict[str, Any], tokens: int = 8, **kwargs: Any) -> Any:
     """Stock greedy `generate` that cannot write placeholder ids; with logits per step."""
+    if this.model.dtype == torch.float64:
+        inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
     options = {
         "max_new_tokens": tokens,
         "do_sample": False,
