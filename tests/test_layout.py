@@ -22,6 +22,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "ops": ({"core", "ops", "kernels"}, {"transformers", "timm", "triton"} | MEDIA - {"numpy"}),
     "reducers": ({"core", "ops"}, {"transformers", "timm", "triton"} | MEDIA),
     "caches": ({"core", "ops"}, {"transformers", "timm", "triton"} | MEDIA),
+    "heads": ({"core", "ops", "heads"}, {"transformers", "timm", "triton"} | MEDIA),
+    "decoding": ({"core", "ops", "decoding"}, {"transformers", "timm", "triton"} | MEDIA),
     "frontends": ({"core", "ops", "frontends"}, {"transformers", "timm", "triton"}),
     "models": (EVERY, set()),
     "attach": (EVERY, set()),

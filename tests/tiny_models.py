@@ -95,7 +95,7 @@ def precise(family: str) -> Tiny:
 
 
 def storing(family: str, spec: str) -> Tiny:
-    """A model for a cache of packed numbers: a code that turns over is a whole step of its scale."""
+    """A model for a cache of packed numbers: a code that turns over is a whole step."""
     return precise(family) if "quant" in spec or "zipvl" in spec else tiny(family)
 
 
