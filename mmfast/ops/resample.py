@@ -1,0 +1,217 @@
+"""Change of sampling rate by a windowed sinc, offline and as a stage: exact for any split.
+
+Output `j` stands at input time `j * source / rate` and is a weighted sum of the inputs around it:
+a sinc under a raised cosine, as everywhere. The weights repeat with the period of the two rates,
+so a period of outputs is one row of inputs times a matrix. Computed in float64: rounding to
+float32 hides how much was multiplied at once, so any split gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import MediaError, MmfastError
+
+LOWEST, HIGHEST = 1_000, 768_000  # samples per second
+ZEROS = 16  # zero crossings of the sinc on each side
+ROLLOFF = 0.95  # cut-off, as a share of half the lower rate
+_BLOCK = 1 << 14  # outputs computed at once: windows of 10 minutes would be gigabytes
+_LARGEST = 1 << 20  # entries of a table: 44,101 Hz to 16,000 Hz would need 700 million
+
+
+def check_rate(rate: object, what: str = "the rate") -> int:
+    """Give a sampling rate as an int.
+
+    Raises:
+        MediaError: It is not a whole number of samples per second that sound can have.
+    """
+    number = rate if isinstance(rate, int | float) and not isinstance(rate, bool) else None
+    if number is None and hasattr(rate, "__index__") and not isinstance(rate, bool):
+        number = int(rate.__index__())
+    if number is None or not LOWEST <= number <= HIGHEST or number != int(number):
+        raise MediaError(
+            f"{what} {rate!r} is no sampling rate: give whole samples per second, "
+            f"from {LOWEST:,} to {HIGHEST:,}, such as 16000"
+        )
+    return int(number)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How outputs follow from inputs: output `j` looks at `2 reach` of them from `j * down // up`.
+
+    Attributes:
+        up: Outputs of a period, and `down`, its inputs: several periods of the two rates, so that
+            neighbouring windows do not overlap much.
+        reach: Inputs before and behind that an output looks at.
+        firsts: `[up]` where the window of each output begins, from that of the period's first.
+        taps: `[up, 2 reach]`, float64.
+        table: `[down + 2 reach - 1, up]`, the same as a matrix, unless that were too large.
+    """
+
+    up: int
+    down: int
+    reach: int
+    firsts: Tensor
+    taps: Tensor
+    table: Tensor | None
+
+    def certain(self, heard: int) -> int:
+        """Outputs whose inputs are all among the first `heard`: `j down // up + reach < heard`."""
+        return max(0, -((self.reach - heard) * self.up // self.down))
+
+    def whole(self, heard: int) -> int:
+        """Outputs of a sound of `heard` samples."""
+        return -(-heard * self.up // self.down)
+
+    def compute(self, inputs: Tensor, first: int, start: int, stop: int) -> Tensor:
+        """Outputs `[start, stop)` from `inputs` `[..., k]`, whose sample 0 is number `first`."""
+        if start >= stop:
+            return inputs.new_zeros((*inputs.shape[:-1], 0))
+        if self.table is None:
+            return self._singly(inputs, first, start, stop)
+        turn, turns = start // self.up, -(-stop // self.up)
+        # Whole periods: what they have too much stands on zeros and is cut off again.
+        low, high = turn * self.down - self.reach + 1, turns * self.down + self.reach
+        whole = F.pad(inputs, (first - low, high - first - inputs.shape[-1]))
+        windows = whole.unfold(-1, self.down + 2 * self.reach - 1, self.down)  # [..., T, K]
+        table, many = self.table.to(inputs.device), max(1, _BLOCK // self.up)
+        parts = [(part.double() @ table).to(inputs.dtype) for part in windows.split(many, dim=-2)]
+        cut = start - turn * self.up
+        return torch.cat(parts, dim=-2).flatten(-2)[..., cut : cut + stop - start]
+
+    def _singly(self, inputs: Tensor, first: int, start: int, stop: int) -> Tensor:
+        """`compute` for rates whose period is long, such as 44,101 Hz: only what is asked for."""
+        windows = inputs.unfold(-1, 2 * self.reach, 1)  # [..., k', 2 reach], no copy
+        parts = []
+        for at in range(start, stop, _BLOCK):
+            turn = at // self.up
+            j = torch.arange(at, min(at + _BLOCK, stop)) - turn * self.up
+            place = j // self.up * self.down + self.firsts[j % self.up]
+            rows = place + turn * self.down - first - self.reach + 1
+            spans = windows[..., rows.to(inputs.device), :].double()
+            parts.append((spans * self.taps[j % self.up].to(inputs.device)).sum(-1))
+        return torch.cat(parts, dim=-1).to(inputs.dtype)
+
+
+@lru_cache(maxsize=8)
+def _plan(source: int, rate: int, zeros: int, rolloff: float) -> _Plan:
+    shared = math.gcd(source, rate)
+    cutoff = min(source, rate) * rolloff / source  # in half cycles per input sample
+    reach = math.ceil(zeros / cutoff)
+    periods = -(-2 * reach * shared // source)
+    up, down = rate // shared * periods, source // shared * periods
+    firsts = (torch.arange(up) * down).div(up, rounding_mode="floor")
+    time = torch.arange(up, dtype=torch.float64) * down / up  # [up] in input samples
+    near = torch.arange(1 - reach, reach + 1)
+    away = (firsts[:, None] + near - time[:, None]) * cutoff  # [up, 2 reach]
+    window = torch.cos(away.clamp(-zeros, zeros) * (math.pi / zeros / 2)).square()
+    taps, width = torch.sinc(away) * window * cutoff, down + 2 * reach - 1
+    table = None
+    if up * width <= _LARGEST:
+        at = firsts[:, None] + torch.arange(2 * reach)
+        table = taps.new_zeros(up, width).scatter_(1, at, taps).T.contiguous()
+    return _Plan(up, down, reach, firsts, taps, table)
+
+
+def resample(
+    pcm: Tensor, source: int, rate: int, zeros: int = ZEROS, rolloff: float = ROLLOFF
+) -> Tensor:
+    """Sound at another rate.
+
+    Args:
+        pcm: `[..., n]` float.
+        source: Its samples per second.
+        rate: The wanted ones.
+        zeros: Zero crossings of the filter on each side; more is steeper and later.
+        rolloff: Cut-off as a share of half the lower rate.
+
+    Returns:
+        `[..., ceil(n * rate / source)]`, type of `pcm`.
+
+    Raises:
+        MediaError: A rate is none.
+    """
+    source, rate = check_rate(source), check_rate(rate)
+    if source == rate:
+        return pcm
+    plan = _plan(source, rate, zeros, rolloff)
+    padded = F.pad(pcm, (plan.reach, plan.reach))
+    return plan.compute(padded, -plan.reach, 0, plan.whole(pcm.shape[-1]))
+
+
+@dataclass(frozen=True)
+class ResamplerState:
+    """The inputs `[B, k]` that coming outputs look at, and how many came in and went out."""
+
+    tail: Tensor
+    heard: int
+    given: int
+
+
+class Resampler:
+    """`resample` as a `Stage`: pcm `[B, n]` at `source` in, pcm `[B, m]` at `rate` out.
+
+    Attributes:
+        delay: Seconds of sound that an output waits for: the reach of the filter (1.1 ms for 48 or
+            24 kHz to 16 kHz).
+
+    Raises:
+        MediaError: A rate is none.
+    """
+
+    def __init__(
+        self, source: int, rate: int, zeros: int = ZEROS, rolloff: float = ROLLOFF
+    ) -> None:
+        self.source, self.rate = check_rate(source), check_rate(rate)
+        self._plan = _plan(self.source, self.rate, zeros, rolloff)
+        self.delay = 0.0 if self.source == self.rate else self._plan.reach / self.source
+
+    def start(self, batch: int = 1) -> ResamplerState:
+        """The state of `batch` streams that have heard nothing."""
+        reach = 0 if self.source == self.rate else self._plan.reach
+        return ResamplerState(torch.zeros(batch, reach), 0, 0)
+
+    def step(self, state: ResamplerState, chunk: Tensor) -> tuple[ResamplerState, Tensor]:
+        """Add samples `[B, n]`; give the outputs they make certain `[B, m]`."""
+        if self.source == self.rate:
+            return state, chunk
+        plan, heard = self._plan, state.heard + chunk.shape[-1]
+        inputs = torch.cat([state.tail.to(chunk.device, chunk.dtype), chunk], dim=-1)
+        first, stop = heard - inputs.shape[-1], max(state.given, plan.certain(heard))
+        out = plan.compute(inputs, first, state.given, stop)
+        needed = stop * plan.down // plan.up - plan.reach + 1  # first input of the next output
+        return ResamplerState(inputs[:, max(0, needed - first) :].clone(), heard, stop), out
+
+    def finish(self, state: ResamplerState) -> Tensor:
+        """The outputs that waited for what did not come `[B, m]`: silence stands in for it."""
+        if self.source == self.rate:
+            return state.tail
+        inputs = F.pad(state.tail, (0, self._plan.reach))
+        first, stop = state.heard - state.tail.shape[-1], self._plan.whole(state.heard)
+        return self._plan.compute(inputs, first, state.given, stop)
+
+    def reset(self, state: ResamplerState, rows: Tensor) -> ResamplerState:
+        """Start streams `rows` (`[B]` bool) anew; the others go on.
+
+        Outputs that the others still owe come first, near silence, in the new ones.
+
+        Raises:
+            MmfastError: The others are within a period of the two rates, which a batch shares.
+        """
+        if bool(rows.all()):
+            return self.start(len(rows))
+        period = self.source // math.gcd(self.source, self.rate)
+        if state.heard % period:
+            raise MmfastError(
+                f"{state.heard % period} samples of a period of {period} are pending: reset "
+                f"single streams of a batch after whole periods, or keep one state per stream"
+            )
+        tail = state.tail.masked_fill(rows.to(state.tail.device)[:, None], 0.0)
+        return ResamplerState(tail, state.heard, state.given)
