@@ -1,0 +1,195 @@
+"""Listening and answering: turns of speech in, replies that can be cut off out."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.speech import Chatter, Sound
+from mmfast.streams.clock import Clock, FakeClock
+from mmfast.streams.voice_ear import RATE, Ear, Heard
+from mmfast.streams.voice_events import VoiceEvent
+from mmfast.streams.voice_floor import Floor
+from mmfast.streams.voice_history import History, Item
+from mmfast.streams.voice_inlet import Inlet
+from mmfast.streams.voice_outlet import Outlet
+from mmfast.streams.voice_run import Run
+
+
+class Dialogue:
+    """Sound goes in, events come out: what was heard, and a reply as text and sound.
+
+    Any thread may call any method. Who speaks while a reply sounds cuts it off: it stops with the
+    block of sound in which speech is found, no delta of it is fetched afterwards, and the context
+    keeps the words that had been played. Memory is bounded: of the reply no more than `ahead`
+    seconds are made before they are played, of the past the history keeps its last turns.
+
+    Args:
+        chatter: Answers speech with speech; see `mmfast.streams.voice_cascade.Cascade`.
+        ear: Finds the turns.
+        clock: Of the playback. None: time is what has come in, so that a file gives the same
+            conversation on every machine.
+        ahead: Seconds of a reply that are made before they are played.
+        delay: Seconds from the first sound of a reply to its playback.
+        interrupt: Speech cuts a reply off; else only a turn that is over does.
+        answer: Every turn is answered; else `respond` is called.
+        history: What bounds the past.
+        options: Of every reply, such as `voice`, `rate`, `pitch`, `mode`, `verify`.
+    """
+
+    def __init__(
+        self,
+        chatter: Chatter,
+        ear: Ear,
+        *,
+        clock: Clock | None = None,
+        ahead: float = 2.0,
+        delay: float = 0.0,
+        interrupt: bool = True,
+        answer: bool = True,
+        history: History | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        for name, value in (("ahead", ahead), ("delay", delay)):
+            if not 0 <= value < math.inf or (name == "ahead" and not value):
+                raise MmfastError(f"{name}={value!r} is no time; give seconds such as 2.0")
+        self.chatter, self.ear, self.options = chatter, ear, dict(options or {})
+        self.interrupting, self.answering = interrupt, answer
+        self.history = History() if history is None else history
+        self.input_clock = FakeClock() if clock is None else None
+        self.clock: Clock = clock or self.input_clock or FakeClock()
+        self.lock = threading.Condition()  # one thread may take it again
+        self.outlet, self.inlet = Outlet(self.clock), Inlet()
+        self.floor = Floor(self.lock, self.clock, self.outlet, self.history, ahead, delay)
+        self.closed = False
+        self._next: dict[str, int] = {"item": 0, "reply": 0}
+        self._open = ""  # the item that is being said
+        self._unanswered: tuple[Item, Any] | None = None
+
+    def push(self, pcm: Any, rate: int = RATE) -> None:
+        """Take the next sound of the user.
+
+        Args:
+            pcm: Samples: tensor, array or list, `[n]` or with channels `[n, channels]`, or bytes
+                of 16-bit PCM.
+            rate: Samples per second.
+
+        Raises:
+            MediaError: They cannot be taken for sound; the conversation goes on.
+            MmfastError: The conversation is closed.
+        """
+        with self.lock:
+            self._check_open()
+            samples = self.inlet.take(pcm, rate)
+            if self.input_clock is not None:
+                self.input_clock.advance(len(samples) / RATE)
+            for heard in self.ear.hear(samples):
+                self.hear(heard)
+            self.lock.notify_all()
+
+    def hear(self, heard: Heard) -> None:
+        """A turn begins, or is over; wants the lock held."""
+        place = 1e3 * heard.at / RATE
+        if heard.kind == "started":
+            self._open = self._name("item")
+            self.outlet.emit("speech_started", item=self._open, audio_ms=place)
+            if self.interrupting:
+                self.floor.interrupt("interrupted")
+            return
+        assert heard.pcm is not None
+        item = Item(self._open or self._name("item"), "user", seconds=len(heard.pcm) / RATE)
+        self.outlet.emit("speech_stopped", item=item.id, audio_ms=place)
+        self.outlet.emit("committed", item=item.id)
+        self.history.add(item)
+        self.floor.counts["turns"] += 1
+        self._open, self._unanswered = "", (item, heard.pcm)
+        if self.answering:
+            self.respond()
+
+    def respond(self, **options: Any) -> str:
+        """Answer what was said last, or what `add` wrote; returns the name of the reply.
+
+        Raises:
+            MmfastError: Nothing was said, or it was written and the model answers sound alone.
+        """
+        with self.lock:
+            self._check_open()
+            asked, self._unanswered = self._unanswered, None
+            turns, options = self.history.turns(), {**self.options, **options}
+            if asked is not None:
+                reply = self.chatter.reply
+                item, pcm = asked
+                return self._start(lambda: iter(reply(pcm, RATE, turns, **options)), item)
+            answer = getattr(self.chatter, "answer", None)
+            if answer is None or not turns:
+                raise MmfastError(
+                    "there is nothing to answer; push() speech, or add() text where the model "
+                    "answers text (chat=)"
+                )
+            return self._start(lambda: iter(answer(turns, **options)))
+
+    def say(self, text: str | Iterable[str], **options: Any) -> str:
+        """Say a text, a greeting for one; returns the name of the reply."""
+        speaker = getattr(self.chatter, "speaker", self.chatter)
+        if not hasattr(speaker, "speak"):
+            raise MmfastError("this model answers, but does not read out; give speaker=")
+        with self.lock:
+            self._check_open()
+            options = {**self.options, **options}
+            return self._start(lambda: iter(speaker.speak(text, **options)))
+
+    def _start(self, make: Callable[[], Iterator[Sound]], question: Item | None = None) -> str:
+        run = Run(self._name("reply"), Item(self._name("item"), "assistant"), make, question)
+        self.floor.start(run)
+        return run.id
+
+    def commit(self) -> None:
+        """What is being said is over.
+
+        Raises:
+            MmfastError: Nothing is being said.
+        """
+        with self.lock:
+            self._check_open()
+            found = self.ear.flush()
+            if not found:
+                raise MmfastError("there is no speech to commit; push() some first")
+            for heard in found:
+                self.hear(heard)
+
+    def clear(self) -> None:
+        """Forget what is being said."""
+        with self.lock:
+            self.ear.clear()
+            self.outlet.emit("cleared", item=self._open)
+            self._open = ""
+
+    def cancel(self) -> bool:
+        """Stop the reply and its sound; says whether there was one."""
+        with self.lock:
+            return self.floor.interrupt("cancelled")
+
+    def step(self) -> bool:
+        """Make the next piece of the reply, if one is due; says whether it did."""
+        return self.floor.step()
+
+    def poll(self) -> list[VoiceEvent]:
+        """The events so far; sound counts as arrived, and plays, from this moment on."""
+        with self.lock:
+            found, run = self.outlet.fetch(), self.floor.run
+            for event in found:
+                if event.pcm is not None and run is not None and run.playback is not None:
+                    run.playback.add(len(event.pcm))
+            self.lock.notify_all()  # what was fetched makes room
+            return found
+
+    def _name(self, kind: str) -> str:
+        self._next[kind] += 1
+        return f"{kind}_{self._next[kind]}"
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise MmfastError("this conversation is closed; open another one")
