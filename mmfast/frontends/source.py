@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -65,6 +66,10 @@ VIDEO_KINDS = {
 _AUDIO_KINDS = ("wav", "flac", "mp3", "aac")
 
 
+# (name for messages, first bytes) -> kind, or a MediaError
+Sniffer = Callable[[str, bytes], str]
+
+
 @dataclass(frozen=True)
 class Source:
     """One encoded input: where its bytes are, how many, and what they are."""
@@ -72,7 +77,7 @@ class Source:
     name: str  # quoted, on one line, for messages
     data: Path | bytes
     size: int
-    kind: str  # a key of IMAGE_KINDS or VIDEO_KINDS
+    kind: str  # a key of IMAGE_KINDS, VIDEO_KINDS or AUDIO_KINDS
 
     def open(self) -> IO[bytes]:
         """Open a fresh binary file at position 0."""
@@ -88,27 +93,33 @@ def is_encoded(media: object) -> bool:
     )
 
 
-def open_source(media: object, limits: Limits) -> Source:
+def open_source(media: object, limits: Limits, kind_of: Sniffer | None = None) -> Source:
     """Check an encoded input's size and kind without decoding anything.
 
+    Args:
+        media: Path, bytes or file object.
+        limits: What it may cost.
+        kind_of: Tells the kind from the first 512 bytes; `sniff` when left out.
+
     Raises:
-        MediaError: It is missing, empty, too large, unreadable, a network address, or neither
-            an image nor a video.
+        MediaError: It is missing, empty, too large, unreadable, a network address, or none of
+            the kinds (neither an image nor a video).
     """
+    kind_of = kind_of or sniff
     if isinstance(media, bytes | bytearray | memoryview):
         data = bytes(media)
         name = f"the input of {len(data):,} bytes"
     elif hasattr(media, "read"):
         data, name = _drain(media, limits)
     else:
-        return _from_path(media, limits)
+        return _from_path(media, limits, kind_of)
     limits.check_file(name, len(data))
     if not data:
         raise MediaError(f"{name} is empty: read the file again from its start")
-    return Source(name, data, len(data), sniff(name, data[:_HEAD]))
+    return Source(name, data, len(data), kind_of(name, data[:_HEAD]))
 
 
-def _from_path(media: Any, limits: Limits) -> Source:
+def _from_path(media: Any, limits: Limits, kind_of: Sniffer) -> Source:
     text = os.fsdecode(media)
     name = quote(text)
     if _URL.match(text):
@@ -116,9 +127,9 @@ def _from_path(media: Any, limits: Limits) -> Source:
     path = Path(text)
     try:
         if not text:
-            raise MediaError("the media path is empty: give the name of an image or video file")
+            raise MediaError("the media path is empty: give the name of a file")
         if path.is_dir():
-            raise MediaError(f"{name} is a directory: give one image or video file")
+            raise MediaError(f"{name} is a directory: give one file")
         size = path.stat().st_size
         if not path.is_file():
             raise MediaError(f"{name} is not a regular file: copy the media to a file first")
@@ -139,7 +150,7 @@ def _from_path(media: Any, limits: Limits) -> Source:
         raise MediaError(f"{name} is not a path ({error}): give a file name") from None
     if not size:
         raise MediaError(f"{name} is empty (0 bytes): copy or download it again")
-    return Source(name, path.absolute(), size, sniff(name, head))
+    return Source(name, path.absolute(), size, kind_of(name, head))
 
 
 def _network(text: str, name: str) -> MediaError:
@@ -182,8 +193,7 @@ def sniff(name: str, head: bytes) -> str:
     Raises:
         MediaError: It is neither an image nor a video.
     """
-    kind = next((k for k, at, magic in _MAGIC if head[at : at + len(magic)] == magic), "")
-    kind = kind or _sync_kind(head)
+    kind = magic_kind(head)
     if kind in _AUDIO_KINDS:
         raise MediaError(f"{name} is audio only ({kind}): give a file with a video stream")
     if kind == "heic":
@@ -194,6 +204,12 @@ def sniff(name: str, head: bytes) -> str:
             f"give one of {', '.join((*IMAGE_KINDS, *VIDEO_KINDS))}"
         )
     return kind
+
+
+def magic_kind(head: bytes) -> str:
+    """The kind that the first bytes announce, "" where they are of none of ours."""
+    kind = next((k for k, at, magic in _MAGIC if head[at : at + len(magic)] == magic), "")
+    return kind or _sync_kind(head)
 
 
 def _sync_kind(head: bytes) -> str:

@@ -1,0 +1,200 @@
+"""Any sound to float32 mono at the wanted rate, whole or as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.audio_array import ENCODINGS, decode_pcm, to_mono
+from mmfast.frontends.audio_file import Piece, sound_pieces
+from mmfast.frontends.audio_kinds import OTHER, sniff_sound
+from mmfast.frontends.limits import DEFAULT_LIMITS, Budget, Limits
+from mmfast.frontends.source import is_encoded, open_source
+from mmfast.ops.resample import Resampler, check_rate
+
+_ARRAYS, _RATES = ("array", "raw", "samples"), ("sampling_rate", "rate")  # keys of a mapping
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the caller says of samples that have no header."""
+
+    rate: int
+    encoding: str | None
+    channels: int
+
+
+def load_audio(
+    media: object,
+    rate: int = 16_000,
+    *,
+    media_rate: int | None = None,
+    encoding: str | None = None,
+    channels: int = 1,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Tensor:
+    """Read one sound to its end.
+
+    Args:
+        media: Path, bytes or file object of a sound or a video (wav, flac, ogg, mp3, m4a, mp4,
+            mkv, …); an array `[n]`, `[channels, n]` or `[n, channels]` of float in -1..1, int16,
+            int32, int8 or uint8; `(array, rate)` in either order; a mapping with "array" and
+            "sampling_rate"; raw bytes, with `encoding`; or an iterator of arrays, of
+            `(array, rate)`, or of raw bytes. Network addresses are refused.
+        rate: Samples per second wanted.
+        media_rate: Those of samples that do not say; `rate` when left out.
+        encoding: Of raw bytes: "pcm16", "float32", "pcm8", "mulaw" or "alaw".
+        channels: Of raw bytes, interleaved.
+        limits: Bytes, seconds of sound and seconds of decoding that it may cost.
+
+    Returns:
+        `[n]` float32 in -1..1: channels averaged, resampled, peaks above full scale cut.
+
+    Raises:
+        MediaError: It is no sound, damaged beyond use, empty, too long, of an impossible rate or
+            scale, or has samples that are no numbers.
+    """
+    given = _given(rate, media_rate, encoding, channels)
+    budget, name = Budget(limits, "the sound"), "the sound"
+    parts, count = [], 0
+    for part in _resampled(_timed(_pieces(media, given, limits), limits, budget), rate):
+        parts.append(part)
+        count += len(part)
+        if 4 * count > limits.decoded_bytes:
+            raise MediaError(
+                f"{name} needs more than {limits.decoded_bytes:,} bytes at {rate:,} Hz: cut it "
+                f"into parts, or raise Limits(decoded_bytes=...)"
+            )
+    if not count:
+        raise MediaError(f"{name} has no samples: record it again")
+    return torch.cat(parts)
+
+
+def iter_audio(
+    media: object,
+    rate: int = 16_000,
+    *,
+    media_rate: int | None = None,
+    encoding: str | None = None,
+    channels: int = 1,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Iterator[Tensor]:
+    """`load_audio` piece by piece: `[n]` as soon as it is certain, in bounded memory.
+
+    A file gives half a second at a time. An iterator of chunks may go on for ever: no limit on
+    its seconds holds, and what it has given is out 2 ms later at most. Joined, the pieces are
+    what `load_audio` gives.
+    """
+    given = _given(rate, media_rate, encoding, channels)
+    pieces = _pieces(media, given, limits.untimed())
+    return (part for part in _resampled(pieces, rate) if len(part))
+
+
+def _given(rate: int, media_rate: int | None, encoding: str | None, channels: int) -> _Given:
+    check_rate(rate)
+    own = rate if media_rate is None else check_rate(media_rate, "media_rate")
+    if encoding is not None and encoding not in ENCODINGS:
+        raise MediaError(f"encoding {encoding!r} is unknown; choices: {', '.join(ENCODINGS)}")
+    return _Given(own, encoding, channels)
+
+
+def _pieces(media: Any, given: _Given, limits: Limits) -> Iterator[Piece]:
+    """Mono samples and their rate, as they come."""
+    media, given = _unwrapped(media, given)
+    if is_encoded(media):
+        if given.encoding is None:
+            return sound_pieces(open_source(media, limits, sniff_sound), limits)
+        return _raw_pieces(media, given, limits)
+    if isinstance(media, Iterable) and not _is_samples(media):
+        return _stream_pieces(media, given)
+    return iter([(to_mono(media), given.rate)])
+
+
+def _is_samples(media: Any) -> bool:
+    """An array, or numbers in a list."""
+    if hasattr(media, "__array__") or isinstance(media, Tensor):
+        return True
+    return isinstance(media, list | tuple) and (not media or isinstance(media[0], Real))
+
+
+def _unwrapped(media: Any, given: _Given) -> tuple[Any, _Given]:
+    """Take the rate off `(array, rate)`, `(rate, array)` and mappings."""
+    if isinstance(media, Mapping):
+        array = next((media[key] for key in _ARRAYS if media.get(key) is not None), None)
+        rate = next((media[key] for key in _RATES if media.get(key) is not None), given.rate)
+        if array is None:
+            keys = ", ".join(sorted(map(str, media))[:8])
+            raise MediaError(f"a sound as a mapping has 'array' and 'sampling_rate', not: {keys}")
+    elif isinstance(media, tuple) and [isinstance(m, Real) for m in media] in _ONE_NUMBER:
+        array, rate = media if isinstance(media[1], Real) else media[::-1]
+    else:
+        return media, given
+    return array, replace(given, rate=check_rate(rate))
+
+
+_ONE_NUMBER = ([True, False], [False, True])
+
+
+def _raw_pieces(media: Any, given: _Given, limits: Limits) -> Iterator[Piece]:
+    source = open_source(media, limits, lambda *_: OTHER)
+    with source.open() as file:
+        data = file.read()
+    pcm, rest = decode_pcm(data, str(given.encoding), given.channels)
+    if rest:
+        raise MediaError(
+            f"{source.name} of {len(data):,} bytes is no whole number of {given.encoding} samples "
+            f"in {given.channels} channels, {len(rest)} are left over: check encoding and channels"
+        )
+    return iter([(to_mono(pcm, source.name), given.rate)])
+
+
+def _stream_pieces(chunks: Iterable[Any], given: _Given) -> Iterator[Piece]:
+    """Chunks of a stream; a sample may lie across two chunks of bytes, half of one is dropped."""
+    rest, seconds = b"", 0.0
+    for chunk in chunks:
+        array, mine = _unwrapped(chunk, given)
+        name = f"the chunk at {seconds:.3f} s"
+        if isinstance(array, bytes | bytearray | memoryview):
+            if mine.encoding is None:
+                raise MediaError(
+                    f"{name} is bytes: say encoding='pcm16' if they are raw samples, or join the "
+                    f"chunks if they are a file"
+                )
+            pcm, rest = decode_pcm(rest + bytes(array), mine.encoding, mine.channels)
+        else:
+            pcm = array
+        pcm = to_mono(pcm, name)
+        seconds += len(pcm) / mine.rate
+        yield pcm, mine.rate
+
+
+def _timed(pieces: Iterator[Piece], limits: Limits, budget: Budget) -> Iterator[Piece]:
+    """Refuse sound that lasts too long, or does not get on."""
+    seconds = 0.0
+    for pcm, rate in pieces:
+        seconds += len(pcm) / rate
+        limits.check_duration("the sound", seconds)
+        budget.clock()
+        yield pcm, rate
+
+
+def _resampled(pieces: Iterator[Piece], rate: int) -> Iterator[Tensor]:
+    """Bring pieces to one rate; where theirs changes, the sound so far comes to its end."""
+    stage: Resampler | None = None
+    state: Any = None
+    for pcm, given in pieces:
+        if stage is None or stage.source != given:
+            if stage is not None:
+                yield stage.finish(state)[0].clamp(-1.0, 1.0)
+            stage = Resampler(given, rate)
+            state = stage.start()
+        state, out = stage.step(state, pcm[None])
+        yield out[0].clamp(-1.0, 1.0)
+    if stage is not None:
+        yield stage.finish(state)[0].clamp(-1.0, 1.0)
