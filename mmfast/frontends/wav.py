@@ -92,12 +92,7 @@ class WavWriter:
     def __enter__(self) -> WavWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _put(self, data: bytes) -> None:
