@@ -172,20 +172,4 @@ def words() -> tuple[str, ...]:
     return tuple(sorted(found - set(MARKS)))
 
 
-def jsgf() -> str:
-    """The grammar of everything that is said, in the JSpeech Grammar Format."""
-    from mmfast.tiny.speech_text_dialogue import LINES
-
-    def body(alternatives: tuple[str, ...]) -> str:
-        bare = [re.sub(r"[,.?]", " ", text) for text in dict.fromkeys(alternatives)]
-        named = [REFERENCE.sub(lambda r: f"<{r[1].replace(' ', '_')}>", text) for text in bare]
-        return " | ".join(" ".join(text.split()) for text in named if text.strip())
-
-    rules = [f"<{name.replace(' ', '_')}> = {body(choices)};" for name, choices in RULES.items()]
-    whole = " | ".join(f"<{name}>" for name in (*SENTENCES, "short"))
-    top = f"public <utterance> = [<lead>] ({whole}) | [<carrier>] <clip_question> | <line>;"
-    lines = f"<line> = {body((*PHRASES, *LINES))};"
-    return "\n".join(("#JSGF V1.0;", "grammar speech;", top, lines, *rules)) + "\n"
-
-
 WORDS = words()
