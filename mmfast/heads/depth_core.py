@@ -79,6 +79,7 @@ class DepthCore(nn.Module):
     sin: Tensor
     causal: Tensor
     offsets: Tensor
+    embed: nn.Embedding
 
     def __init__(self, shape: DepthShape) -> None:
         super().__init__()
@@ -161,7 +162,8 @@ class DepthCore(nn.Module):
         for index, layer in enumerate(self.layers):
             x = layer(x, start, caches[index] if caches else None, mask, turn)
         x = x[:, -tokens.shape[1] :]
-        return self.heads(x if self.norm is None else self.norm(x), at)
+        logits: Tensor = self.heads(x if self.norm is None else self.norm(x), at)
+        return logits
 
     def _input(self, z: Tensor, tokens: Tensor, at: int) -> tuple[Tensor, int]:
         x = self._embed(tokens, at)
@@ -175,8 +177,10 @@ class DepthCore(nn.Module):
     def _embed(self, tokens: Tensor, at: int) -> Tensor:
         count = tokens.shape[1]
         if self.tables is None:
-            x = self.embed(tokens + self.offsets[at : at + count])
+            x: Tensor = self.embed(tokens + self.offsets[at : at + count])
         else:
             rows = [F.embedding(tokens[:, i], self.tables[at + i]) for i in range(count)]
             x = torch.stack(rows, dim=1)  # [B, n, D]
-        return x if self.embed_in is None else self.embed_in(x, 0)
+        if self.embed_in is not None:
+            x = self.embed_in(x, 0)
+        return x

@@ -112,10 +112,12 @@ class DepthLayer(nn.Module):
         )
         x = x + self.o(y.transpose(1, 2).flatten(2), at)
         y = self.norm_out(x)
-        return x + self.down(F.silu(self.gate(y, at)) * self.up(y, at), at)
+        deep: Tensor = self.down(F.silu(self.gate(y, at)) * self.up(y, at), at)
+        return x + deep
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, n, d]
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, n, d]
+        return heads
 
 
 def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

@@ -6,13 +6,14 @@ copied) in one lean module run any stretch of codebooks in one pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmfast.heads.depth_core import DepthCore, DepthShape
-from mmfast.heads.depth_layers import DepthLayer, StepLinear
+from mmfast.heads.depth_layers import DepthLayer
 
 
 def moshi_depth(depth: Any) -> DepthCore:
@@ -39,7 +40,7 @@ def moshi_depth(depth: Any) -> DepthCore:
     del core.embed  # every place has a table of its own
     tables = [depth.text_embed_tokens.weight, *(e.weight for e in depth.embed_tokens)]
     core.tables = [table.detach() for table in tables]
-    for mine, theirs in zip(core.layers, depth.layers, strict=True):
+    for mine, theirs in _pairs(core, depth.layers):
         _attention(mine, theirs, lambda part: getattr(part, "linear", part).weight)
         wide = theirs.mlp.fc1.weight
         half = wide.shape[-2] // 2
@@ -77,7 +78,7 @@ def csm_depth(depth: Any) -> DepthCore:
     _share(core.heads, depth.codebooks_head.weight.transpose(1, 2))
     _share(core.embed, model.embed_tokens.weight)  # rows of all codebooks, one after the other
     _share(core.norm, model.norm.weight)
-    for mine, theirs in zip(core.layers, model.layers, strict=True):
+    for mine, theirs in _pairs(core, model.layers):
         _attention(mine, theirs, lambda part: part.weight)
         _share(mine.gate, theirs.mlp.gate_proj.weight)
         _share(mine.up, theirs.mlp.up_proj.weight)
@@ -96,8 +97,13 @@ def _empty(shape: DepthShape, head_dim: int) -> DepthCore:
     return core.eval()
 
 
-def _attention(mine: Any, theirs: Any, weight: Any) -> None:
-    assert isinstance(mine, DepthLayer)
+def _pairs(core: DepthCore, layers: Any) -> Iterator[tuple[DepthLayer, Any]]:
+    for mine, theirs in zip(core.layers, layers, strict=True):
+        assert isinstance(mine, DepthLayer)
+        yield mine, theirs
+
+
+def _attention(mine: DepthLayer, theirs: Any, weight: Callable[[Any], Tensor]) -> None:
     _share(mine.norm_in, theirs.input_layernorm.weight)
     _share(mine.norm_out, theirs.post_attention_layernorm.weight)
     attention = theirs.self_attn
@@ -105,7 +111,7 @@ def _attention(mine: Any, theirs: Any, weight: Any) -> None:
         _share(part, weight(getattr(attention, f"{name}_proj")))
 
 
-def _share(module: nn.Module | StepLinear | None, weight: Tensor) -> None:
+def _share(module: nn.Module | None, weight: Tensor) -> None:
     assert module is not None
     del module.weight
     module.weight = weight.detach()  # a view of the stock weight, not a parameter of its own

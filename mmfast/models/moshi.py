@@ -16,10 +16,12 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.decoding.codebook_choice import CodeChoice
 from mmfast.decoding.codebook_plan import BlockPlan
-from mmfast.decoding.codebooks import Drafter, FrameDecoder, pick
+from mmfast.decoding.codebook_types import Drafter
+from mmfast.decoding.codebooks import FrameDecoder, pick
 from mmfast.models.depth_weights import moshi_depth
-from mmfast.models.stream_kv import StreamDecoder, StreamKV, merge
+from mmfast.models.stream_decoder import StreamDecoder
 from mmfast.ops.delay import DelayRing, DelayState
+from mmfast.ops.stream_kv import StreamKV, merge
 
 
 @dataclass(frozen=True, eq=False)
