@@ -1,0 +1,213 @@
+"""Written text to what is said: lower-case words and the punctuation marks `,` `.` `?`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mmfast.core.errors import MmfastError
+from mmfast.frontends.spoken_tables import (
+    ALIKE,
+    BETWEEN,
+    COINS,
+    CONTRACTIONS,
+    DASH,
+    ENDINGS,
+    IS,
+    PAUSES,
+    SHORT,
+    SIGNS,
+    SPELLINGS,
+    UNITS,
+)
+
+MARKS = (",", ".", "?")
+LONGEST = 15  # digits of a number that is said as one; longer ones digit by digit
+_NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d+|\d+"
+_UNIT = "|".join(sorted(map(re.escape, UNITS), key=len, reverse=True))
+_COIN = "".join(COINS)
+_TOKEN = re.compile(
+    rf"(?P<clock>\b(?:[01]?\d|2[0-3]):[0-5]\d\b)"
+    r"|(?P<ordinal>\b\d+(?:st|nd|rd|th)\b)"
+    rf"|(?P<money>[{_COIN}]\s?(?:{_NUMBER}))"
+    rf"|(?P<number>(?:(?<![\w.)])-)?(?:{_NUMBER}))"
+    rf"(?:\s?(?P<unit>{_UNIT})(?![a-z0-9]))?"
+    rf"|(?P<short>(?<![a-z])(?:{'|'.join(map(re.escape, SHORT))})(?![a-z]))"
+    r"|(?P<word>[a-z]+(?:'[a-z]+)*)"
+    rf"|(?P<mark>\.{{2,}}|[,.{re.escape(''.join(PAUSES))}?])"
+    r"|(?P<sign>\S)",
+    re.IGNORECASE,
+)
+_BETWEEN = re.compile(rf"(?<=\d)\s?([{re.escape(''.join(BETWEEN))}])\s?(?=\d)", re.IGNORECASE)
+
+
+def spoken(text: str) -> list[str]:
+    """What is said when a text is read aloud, such as `["it", "is", "three", "fifteen", "."]`.
+
+    Letters of other scripts, and signs nobody says, are left out; a text of nothing else gives an
+    empty list. What is said already stays as it is.
+
+    Raises:
+        MmfastError: num2words, which numbers need, is missing.
+    """
+    return list(_tidy(_groups(_plain(text))))
+
+
+class SpokenStream:
+    """The same for text that comes in pieces: any split of a text gives the same groups."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._last = ","  # a mark at the very start is dropped, as behind another mark
+
+    def push(self, piece: str) -> list[str]:
+        """A piece of text in, the words and marks that no later piece can change out."""
+        self._held += piece
+        cut = _certain(self._held)
+        ready, self._held = self._held[:cut], self._held[cut:]
+        return self._out(ready)
+
+    def finish(self) -> list[str]:
+        """What is left when the text ends."""
+        ready, self._held = self._held, ""
+        return self._out(ready)
+
+    def _out(self, text: str) -> list[str]:
+        found = list(_tidy(_groups(_plain(text)), self._last))
+        self._last = found[-1] if found else self._last
+        return found
+
+
+def _certain(text: str) -> int:
+    """Length of the beginning that is read alike whatever follows.
+
+    Text may be cut at a space between a word of letters and another complete one: numbers look at
+    what is beside them, and a mark belongs to what is before it.
+    """
+    spaces = [found.end() for found in re.finditer(r"(?<=[^\W\d_][,.?!]|[^\W\d_]{2})\s+", text)]
+    for cut in reversed(spaces):
+        behind = re.match(r"[^\W\d_]+[,.?!]?\s", text[cut:])
+        if behind and text[:cut].split()[-1].rstrip(",.?!").isalpha():
+            return cut
+    return 0
+
+
+def _plain(text: str) -> str:
+    """Without accents, curly quotes and full-width forms; one kind of white space."""
+    text = unicodedata.normalize("NFKD", text.translate(str.maketrans(ALIKE)))
+    text = "".join(sign for sign in text if not unicodedata.combining(sign))
+    text = re.sub(r"\s+", " ", text)
+    text = re.sub(r"\s-+\s(?!\d)|(?<!\d)\s-+\s|--+", f" {DASH} ", text)
+    return _BETWEEN.sub(_between, text)
+
+
+def _between(found: re.Match[str]) -> str:
+    apart = found[0][0] == " " and found[0][-1] == " "
+    return f" {BETWEEN[found[1].lower()][apart]} "
+
+
+def _groups(text: str) -> Iterator[str]:
+    for found in _TOKEN.finditer(text):
+        kind, token = str(found.lastgroup), found[0]
+        if found["number"] is not None:
+            yield from _quantity(found["number"], found["unit"])
+        elif kind == "clock":
+            yield from _clock(*map(int, token.split(":")))
+        elif kind == "ordinal":
+            yield from _said(token[:-2], "ordinal")
+        elif kind == "money":
+            yield from _money(token)
+        elif kind == "short":
+            yield from _short(token, text[found.end() :])
+        elif kind == "word":
+            yield from _word(token)
+        elif kind == "mark":
+            yield "," if token[:2] == ".." else PAUSES.get(token, token)
+        else:
+            yield from SIGNS.get(token, "").split()
+
+
+def _short(token: str, behind: str) -> Iterator[str]:
+    """An abbreviation; "no." is one before a number, and the end of a sentence elsewhere."""
+    if token.lower() == "no." and not re.match(r"\s*\d", behind):
+        yield from ("no", ".")
+        return
+    yield from SHORT[token.lower()].split()
+    if not behind.strip():
+        yield "."
+
+
+def _word(token: str) -> Iterator[str]:
+    word = token.lower()
+    if 2 <= len(token) <= 5 and token.isupper() and not set(word) & set("aeiouy"):
+        yield from word
+        return
+    if word in CONTRACTIONS:
+        yield from CONTRACTIONS[word].split()
+        return
+    for ending, full in ENDINGS.items():
+        if word.endswith(ending) and len(word) > len(ending):
+            yield from (word[: -len(ending)], full)
+            return
+    if word.endswith("'s") and word[:-2] in IS:
+        yield from (word[:-2], "is")
+        return
+    yield SPELLINGS.get(word, word)
+
+
+def _clock(hour: int, minute: int) -> Iterator[str]:
+    if minute == 0:
+        yield from (*_said(str(hour)), "o'clock")
+    elif minute < 10:
+        yield from (*_said(str(minute)), "past", *_said(str(hour)))
+    else:
+        yield from (*_said(str(hour)), *_said(str(minute)))
+
+
+def _quantity(number: str, unit: str | None) -> Iterator[str]:
+    if number[0] == "-":
+        yield "minus"
+        number = number[1:]
+    yield from _said(number)
+    if unit:
+        one, many = UNITS[unit.lower()]
+        yield from (one if number == "1" else many).split()
+
+
+def _money(token: str) -> Iterator[str]:
+    coin, number = token[0], token[1:].strip().replace(",", "")
+    whole, _, cents = number.partition(".")
+    yield from _said(whole)
+    yield COINS[coin][whole != "1"]
+    if len(cents) == 2 and int(cents):
+        yield from ("and", *_said(str(int(cents))), "cent" if int(cents) == 1 else "cents")
+    elif cents and len(cents) != 2:
+        yield from ("point", *(word for digit in cents for word in _said(digit)))
+
+
+def _said(number: str, form: str = "cardinal") -> list[str]:
+    """Words of a number in digits, such as "1,205" or "3.50"."""
+    whole, _, part = number.replace(",", "").partition(".")
+    behind = [word for digit in part for word in _said(digit)]
+    if len(whole) > LONGEST or (len(whole) > 1 and whole[0] == "0"):
+        words = [word for digit in whole for word in _said(digit)]
+    else:
+        try:
+            module: Any = importlib.import_module("num2words")
+        except ImportError:
+            raise MmfastError(
+                'num2words is missing; it comes with: pip install "mmfast[speech]"'
+            ) from None
+        words = re.findall(r"[a-z]+", module.num2words(int(whole), to=form))
+    return [*words, "point", *behind] if behind else words
+
+
+def _tidy(parts: Iterable[str], before: str = ",") -> Iterator[str]:
+    """Without marks at the beginning or behind another mark."""
+    for part in parts:
+        if part not in MARKS or before not in MARKS:
+            yield part
+        before = part if part not in MARKS or before not in MARKS else before
