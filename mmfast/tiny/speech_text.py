@@ -35,7 +35,7 @@ REFERENCE = re.compile(r"<([a-z ]+)>")
 
 # Two men and two women that the recogniser understands best of the variants of en-us.
 VOICE_NAMES = ("en-us", "en-us+m3", "en-us+f2", "en-us+f3")
-SPEEDS = (140, 165, 195)  # words per minute
+SPEEDS = (135, 155, 175)  # words per minute
 PITCHES = (35, 50, 65)
 # More voices are listened to than the model speaks with.
 HEARD_NAMES = (
