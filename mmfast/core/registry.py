@@ -16,7 +16,7 @@ from mmfast.core.errors import SpecError, unknown
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Importing the package of a kind registers its methods (one import line each).
-PACKAGES = {"reducer": "mmfast.reducers", "cache": "mmfast.caches"}
+PACKAGES = {"reducer": "mmfast.reducers", "cache": "mmfast.caches", "head": "mmfast.heads"}
 # Installed packages add methods by an entry point of this group that names the module to import.
 PLUGINS = "mmfast.plugins"
 
@@ -27,7 +27,7 @@ class Method:
 
     Attributes:
         name: The name in spec strings.
-        kind: `reducer` or `cache`.
+        kind: `reducer`, `cache` or `head`.
         paper: arXiv id, or "" for a baseline.
         needs: Signals it reads from `Tokens` (`x`, `attn`, `query`, `grid`, `keys` …).
         summary: First line of its docstring.

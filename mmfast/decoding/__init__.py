@@ -1,0 +1,1 @@
+"""Draft and verify: schedules, the rules of acceptance, and the loop that runs them."""

@@ -1,0 +1,127 @@
+"""Which drafts stand, and what is said where the first one falls.
+
+The rule of exact sampling is that of speculative sampling (arXiv 2211.17192, 2302.01318): a draft
+d stands with probability min(1, p(d) / q(d)); behind the first that falls a token of
+norm(max(p - q, 0)) is said, behind the last a token of p. What is said is then distributed as p
+alone, whatever q is. The typical rule is that of Medusa (arXiv 2401.10774).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import SpecError
+from mmfast.decoding.sampling import draw
+
+VERIFY = ("none", "exact", "typical:0.3")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How drafts are verified.
+
+    Attributes:
+        kind: `none`, `exact` or `typical`.
+        epsilon: Of the typical rule.
+    """
+
+    kind: str
+    epsilon: float = 0.0
+
+
+def parse_rule(spec: str | Rule) -> Rule:
+    """Read `none`, `exact` or `typical:ε`.
+
+    Raises:
+        SpecError: It is none of these, or ε is outside (0, 1).
+    """
+    if isinstance(spec, Rule):
+        return spec
+    kind, colon, number = str(spec).partition(":")
+    if kind in ("none", "exact") and not colon:
+        return Rule(kind)
+    try:
+        epsilon = float(number) if colon else 0.3
+    except ValueError:
+        epsilon = -1.0
+    if kind != "typical" or not 0 < epsilon < 1:
+        raise SpecError(
+            f"unknown verify {spec!r}; choices: 'none', 'exact', or 'typical:0.3' with a number "
+            "between 0 and 1"
+        )
+    return Rule(kind, epsilon)
+
+
+def accept_greedy(drafts: Tensor, best: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep drafts while they are the likeliest tokens.
+
+    Args:
+        drafts: `[B, n]` int64.
+        best: `[B, n + 1]` the backbone's choices at the same places and behind them.
+        counts: `[B]` drafts of each stream, 0..n.
+
+    Returns:
+        Accepted drafts `[B]`, and the token behind them `[B]`.
+    """
+    accepted = _leading(drafts == best[:, :-1], counts)
+    return accepted, best.gather(1, accepted[:, None]).squeeze(1)
+
+
+def accept_sampled(
+    drafts: Tensor, p: Tensor, q: Tensor, counts: Tensor, u: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keep drafts so that what is said is distributed as the backbone alone would say it.
+
+    Args:
+        drafts: `[B, n]` int64, drawn from q.
+        p: `[B, n + 1, V]` probabilities of the backbone, place i given the drafts before it.
+        q: `[B, n, V]` probabilities the drafts were drawn from, processed alike.
+        counts: `[B]` drafts of each stream, 0..n.
+        u: `[B, n]` uniform in [0, 1), decides on drafts.
+        v: `[B]` uniform in [0, 1), decides on the token behind.
+
+    Returns:
+        Accepted drafts `[B]`, and the token behind them `[B]`.
+    """
+    at = drafts[..., None]
+    stand = u * q.gather(-1, at).squeeze(-1) < p[:, :-1].gather(-1, at).squeeze(-1)
+    accepted = _leading(stand, counts)
+    here = accepted[:, None, None].expand(-1, 1, p.shape[-1])
+    wanted = p.gather(1, here).squeeze(1)  # [B, V]
+    if drafts.shape[1]:
+        drafted = q.gather(1, here.clamp(max=drafts.shape[1] - 1)).squeeze(1)
+        rest = (wanted - drafted).clamp_(min=0)
+        # Where p is q up to rounding nothing is left, and p is as good.
+        fell = (accepted < counts) & (rest.sum(-1) > 0)
+        wanted = torch.where(fell[:, None], rest, wanted)
+    return accepted, draw(wanted, v)
+
+
+def accept_typical(drafts: Tensor, p: Tensor, counts: Tensor, epsilon: float) -> Tensor:
+    """Keep drafts that are likely enough for how open the place is.
+
+    A draft stands where `p(d) >= min(epsilon, sqrt(epsilon) * exp(-H(p)))`: the more certain the
+    backbone, the likelier a draft must be.
+
+    Args:
+        drafts: `[B, n]` int64.
+        p: `[B, n or more, V]` probabilities of the backbone.
+        counts: `[B]` drafts of each stream, 0..n.
+        epsilon: In (0, 1).
+
+    Returns:
+        Accepted drafts `[B]`.
+    """
+    here = p[:, : drafts.shape[1]]
+    entropy = torch.special.entr(here).sum(-1)  # [B, n]
+    least = (epsilon**0.5 * torch.exp(-entropy)).clamp(max=epsilon)
+    return _leading(here.gather(-1, drafts[..., None]).squeeze(-1) >= least, counts)
+
+
+def _leading(stand: Tensor, counts: Tensor) -> Tensor:
+    """How many stand before the first that does not, among the first `counts`."""
+    places = torch.arange(stand.shape[1], device=stand.device)
+    return (stand & (places < counts[:, None])).long().cumprod(1).sum(1)

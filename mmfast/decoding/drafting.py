@@ -1,0 +1,137 @@
+"""A run of draft modules, for all streams of a batch at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+from mmfast.decoding.row import Row
+from mmfast.decoding.sampling import not_finite
+
+
+def draft_rows(decoder: Any, tokens: list[int | None], most: int) -> tuple[int, list[int]]:
+    """Draft behind the tokens that the backbone has just chosen.
+
+    Args:
+        decoder: The `BatchDecoder`; its rows are changed.
+        tokens: Per stream, None where it chose none.
+        most: Most drafts.
+
+    Returns:
+        Modules that ran, and drafts per stream.
+    """
+    rows: list[Row] = decoder.rows
+    none = decoder.rule.kind == "none"
+    limits = [_limit(row, token, most, none) for row, token in zip(rows, tokens, strict=True)]
+    if not any(limits):
+        return 0, [0] * len(rows)
+    kinds = {(r.start, r.stop) for r in (row.guide.draft_rows for row in rows)}
+    if len(kinds) > 1:
+        raise ModelError("streams of a batch draft from different rows; decode them one by one")
+    run = _Run(decoder, rows, limits, none)
+    first = torch.tensor([token or 0 for token in tokens], device=decoder.backbone.device)
+    ran = decoder.head.draft(decoder.heads, first, max(limits), run.slice, run.pick)
+    run.settle()
+    _finish(decoder, rows, limits, none)
+    return ran, run.made
+
+
+def _limit(row: Row, token: int | None, most: int, none: bool) -> int:
+    """How many drafts a stream wants behind its token."""
+    guide = row.guide
+    if token is None or guide.done or guide.rows() != guide.draft_rows:
+        return 0
+    if none:
+        return most
+    return 0 if guide.stops(token) else row.length.begin(most)
+
+
+class _Run:
+    """Chooses drafts while the modules run."""
+
+    def __init__(self, decoder: Any, rows: list[Row], limits: list[int], none: bool) -> None:
+        self.rows, self.limits, self.none = rows, limits, none
+        self.slice: slice = rows[0].guide.draft_rows
+        self.start = self.slice.indices(decoder.backbone.vocabulary)[0]
+        sampling = rows[0].sampling
+        self.plain = sampling.greedy and sampling.penalty == 1
+        self.open = list(limits)  # drafts that are still wanted
+        self.peaks: list[Tensor] = []
+        self.chosen: list[Tensor] = []
+        self.made = [0] * len(rows)
+
+    def pick(self, logits: Tensor, i: int) -> Tensor | None:
+        """Drafts `[B]` from logits `[B, rows]`; None when no stream wants more."""
+        if self.plain and self.none:  # nothing is decided here: the device need not be asked
+            peaks, best = logits.max(-1)
+            self.peaks.append(peaks)
+            self.chosen.append(best + self.start if self.start else best)
+            return self.chosen[-1]
+        tokens = self._plain(logits) if self.plain else self._any(logits)
+        if not any(self.open):
+            return None
+        return torch.tensor(tokens, device=logits.device)
+
+    def _plain(self, logits: Tensor) -> list[int]:
+        peaks, best = logits.softmax(-1).max(-1)
+        tokens = [token + self.start for token in best.tolist()]
+        for b, (row, peak) in enumerate(zip(self.rows, peaks.tolist(), strict=True)):
+            if self.open[b]:
+                if not math.isfinite(peak):
+                    raise ModelError(not_finite())
+                row.keep_draft(tokens[b], peak)
+                self._kept(b, row, tokens[b], peak)
+        return tokens
+
+    def _any(self, logits: Tensor) -> list[int]:
+        tokens = []
+        for b, row in enumerate(self.rows):
+            tokens.append(row.draw_draft(logits[b], self.start) if self.open[b] else self.start)
+            if self.open[b]:
+                self._kept(b, row, tokens[b], row.confidences[-1])
+        return tokens
+
+    def _kept(self, b: int, row: Row, token: int, confidence: float) -> None:
+        self.made[b] += 1
+        self.open[b] -= 1
+        ended = not self.none and (row.guide.stops(token) or not row.length.more(confidence))
+        if ended:
+            self.open[b] = 0
+
+    def settle(self) -> None:
+        """Hand over what was chosen without asking the device."""
+        if not self.chosen:
+            return
+        if not torch.isfinite(torch.stack(self.peaks)).all():
+            raise ModelError(not_finite())
+        for b, tokens in enumerate(torch.stack(self.chosen, 1).tolist()):
+            if self.limits[b]:
+                self.rows[b].drafts = tokens[: self.limits[b]]
+                self.made[b] = len(self.rows[b].drafts)
+
+
+def _finish(decoder: Any, rows: list[Row], limits: list[int], none: bool) -> None:
+    """Drafts that nothing verifies stand at once; the others wait for the next pass."""
+    stale = list(decoder.state.lengths)
+    for b, row in enumerate(rows):
+        if not limits[b]:
+            continue
+        if not none:
+            row.ahead = list(row.guide.ahead(row.drafts))
+            row.unseen += [*row.drafts, *row.ahead]
+            continue
+        drafts, row.drafts, row.chances, row.confidences = row.drafts, [], [], []
+        for draft in drafts:
+            row.accepted += 1
+            row.unseen.append(draft)
+            if not row.say(draft):
+                break
+        else:
+            stale[b] += decoder.head.modules_count + 1
+        row.sure = len(row.unseen)
+    if none:  # keys that saw drafts of streams that do not draft, or not so many
+        decoder.head.crop(decoder.heads, stale)

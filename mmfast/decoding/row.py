@@ -1,0 +1,186 @@
+"""One stream of a decoder: what it has said, what waits to be read, how it judges drafts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+from mmfast.decoding.accept import Rule, accept_sampled, accept_typical
+from mmfast.decoding.adapt import Costs, DraftLength
+from mmfast.decoding.guide import Guide
+from mmfast.decoding.sampling import Sampling, draw, not_finite, process
+from mmfast.decoding.stats import Stats
+
+
+@dataclass(eq=False)
+class Row:
+    """State of one stream.
+
+    Attributes:
+        before: Embeddings `[n, D]` that wait to be read, in front of `unseen`.
+        unseen: Tokens that wait to be read: those that stand, then drafts, then what is forced
+            if the drafts stand.
+        sure: How many of `unseen` stand.
+        drafts: Drafts among `unseen`.
+        ahead: Forced tokens behind them.
+        chances: Probabilities `[rows]` the drafts were drawn from, where they were drawn.
+        confidences: How sure the drafts were of themselves.
+        history: All tokens that stand, of prompt, guide and model.
+        said: Tokens of the step that is being made.
+    """
+
+    guide: Guide
+    sampling: Sampling
+    rule: Rule
+    rng: random.Random
+    length: DraftLength
+    before: Tensor | None = None
+    unseen: list[int] = field(default_factory=list)
+    sure: int = 0
+    drafts: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    chances: list[Tensor] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    history: list[int] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    accepted: int = 0
+    forced: int = 0
+
+    @property
+    def waiting(self) -> int:
+        """Tokens that wait to be read, embeddings too."""
+        return len(self.unseen) + (0 if self.before is None else len(self.before))
+
+    def rows(self) -> slice:
+        """Rows of the vocabulary of the place behind what waits."""
+        return self.guide.draft_rows if self.drafts else self.guide.rows()
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Put in tokens that stand and that the guide knows of."""
+        self.unseen += tokens
+        self.sure = len(self.unseen)
+        self.history += tokens
+
+    def take_forced(self) -> None:
+        """Put in what is forced now."""
+        if not self.drafts and (tokens := list(self.guide.forced())):
+            self.append(tokens)
+            self.forced += len(tokens)
+
+    def say(self, token: int) -> bool:
+        """Tell the guide of a token that stands; False where it was the last one."""
+        self.guide.push((token,))
+        self.said.append(token)
+        self.history.append(token)
+        return not self.guide.done
+
+    def read(self, left: list[int]) -> None:
+        """All that waited has been read; `left` is forced and still to be."""
+        self.before, self.unseen, self.sure = None, list(left), len(left)
+        self.drafts, self.ahead, self.chances, self.confidences = [], [], [], []
+
+    def verified(self, accepted: int) -> None:
+        """Count how the drafts went."""
+        if not self.drafts:
+            return
+        for i, draft in enumerate(self.drafts[: accepted + 1]):
+            self.stats.verified(i, self.guide.book(draft), i < accepted)
+        self.length.end(self.confidences, accepted)
+
+    def drop_drafts(self) -> None:
+        """Forget what does not stand."""
+        del self.unseen[self.sure :]
+        self.drafts, self.ahead, self.chances, self.confidences = [], [], [], []
+
+    # --- judging ------------------------------------------------------------------------------
+
+    def wanted(self) -> list[int]:
+        """Places, counted in what waits, whose logits decide: of every draft and behind all."""
+        first = self.waiting - len(self.unseen) + self.sure - 1
+        end = first + len(self.drafts)
+        return [*range(first, end), end + len(self.ahead)]
+
+    def judge(self, logits: Tensor, start: int) -> tuple[int, int]:
+        """Accepted drafts, and the token behind them.
+
+        Args:
+            logits: `[n + 1, rows]` at the drafts and behind them.
+            start: Id of the first row.
+        """
+        n = len(self.drafts)
+        if self.sampling.greedy and self.sampling.penalty == 1 and self.rule.kind != "typical":
+            peaks, best = logits.max(-1)
+            if not all(map(math.isfinite, peaks.tolist())):
+                raise ModelError(not_finite())
+            return self._leading([token + start for token in best.tolist()])
+        prefixes = [self.history + self.drafts[:i] for i in range(n + 1)]
+        found = process(logits, self.sampling, prefixes, start)
+        if self.rule.kind == "typical":
+            return self._typical(found, start)
+        if self.sampling.greedy:
+            return self._leading([token + start for token in found.argmax(-1).tolist()])
+        return self._sampled(found.softmax(-1), start)
+
+    def _leading(self, best: list[int]) -> tuple[int, int]:
+        accepted = 0
+        while accepted < len(self.drafts) and self.drafts[accepted] == best[accepted]:
+            accepted += 1
+        return accepted, best[accepted]
+
+    def _typical(self, found: Tensor, start: int) -> tuple[int, int]:
+        p, n = found.softmax(-1), len(self.drafts)
+        drafts = torch.tensor([self.drafts], device=p.device, dtype=torch.int64) - start
+        count = torch.tensor([n], device=p.device)
+        accepted = int(accept_typical(drafts, p[None], count, self.rule.epsilon)) if n else 0
+        here = p[accepted]
+        token = here.argmax() if self.sampling.greedy else draw(here, self._uniforms(1, here)[0])
+        return accepted, int(token) + start
+
+    def _sampled(self, p: Tensor, start: int) -> tuple[int, int]:
+        n = len(self.drafts)
+        u = self._uniforms(n + 1, p)
+        if not n:
+            return 0, int(draw(p[0], u[0])) + start
+        drafts = torch.tensor([self.drafts], device=p.device) - start
+        q = torch.stack(self.chances)[None]
+        count = torch.tensor([n], device=p.device)
+        accepted, token = accept_sampled(drafts, p[None], q, count, u[None, :n], u[n:])
+        return int(accepted), int(token) + start
+
+    def choose(self, logits: Tensor, start: int) -> int:
+        """The token of one place, `[rows]`, behind all that stands."""
+        held, self.drafts = self.drafts, []
+        _, token = self.judge(logits[None], start)
+        self.drafts = held
+        return token
+
+    def draw_draft(self, logits: Tensor, start: int) -> int:
+        """A draft from logits `[rows]`, remembered with its chances."""
+        prefix = self.history + self.drafts
+        q = process(logits[None], self.sampling, [prefix], start)[0].softmax(-1)
+        place = int(q.argmax() if self.sampling.greedy else draw(q, self._uniforms(1, q)[0]))
+        self.chances.append(q)
+        self.keep_draft(place + start, float(q.max()))
+        return place + start
+
+    def keep_draft(self, token: int, confidence: float) -> None:
+        """Remember a draft."""
+        self.drafts.append(token)
+        self.confidences.append(confidence)
+
+    def _uniforms(self, n: int, like: Tensor) -> Tensor:
+        numbers = [self.rng.random() for _ in range(n)]
+        return torch.tensor(numbers, dtype=torch.float64, device=like.device)
+
+
+def new_row(guide: Guide, sampling: Sampling, rule: Rule, number: int, costs: Costs) -> Row:
+    """A stream that has said nothing; `number` counts the streams of a batch."""
+    rng = random.Random(sampling.seed + number)
+    return Row(guide, sampling, rule, rng, DraftLength(costs))

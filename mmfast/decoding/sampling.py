@@ -1,0 +1,137 @@
+"""How a token is chosen from logits: the same processors for backbone and drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError, SpecError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Choices of a stream.
+
+    Args:
+        temperature: 0 takes the likeliest token.
+        top_k: Keep the k likeliest; 0 keeps all.
+        top_p: Keep the likeliest that together reach this probability.
+        penalty: Divides the logits of tokens that were said before (multiplies negative ones).
+        penalty_window: How many tokens back the penalty looks; 0 is all.
+        seed: Of the first stream of a batch; the next ones count on.
+
+    Raises:
+        SpecError: A number is outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    penalty: float = 1.0
+    penalty_window: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature": (self.temperature, 0 <= self.temperature < float("inf"), "0 or more"),
+            "top_k": (self.top_k, self.top_k >= 0, "0 (all) or more"),
+            "top_p": (self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            "penalty": (self.penalty, 0 < self.penalty < float("inf"), "above 0; 1 is none"),
+            "penalty_window": (self.penalty_window, self.penalty_window >= 0, "0 (all) or more"),
+        }
+        for name, (value, fine, choices) in ranges.items():
+            if not fine:
+                raise SpecError(f"{name} {value!r} is not possible; use a number {choices}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0
+
+    def prefix(self, history: Sequence[int]) -> Sequence[int]:
+        """What the penalty looks at."""
+        if self.penalty == 1:
+            return ()
+        return history[-self.penalty_window :] if self.penalty_window else history
+
+
+def process(
+    logits: Tensor, sampling: Sampling, prefixes: Sequence[Sequence[int]], start: int = 0
+) -> Tensor:
+    """Penalty, temperature, top-k, top-p, in this order.
+
+    Args:
+        logits: `[n, V]` of one stream at n places.
+        sampling: What to apply; a temperature of 0 leaves only the penalty.
+        prefixes: Per place the tokens before it, ids of the vocabulary.
+        start: Id of the first of the V rows.
+
+    Returns:
+        Processed logits `[n, V]`, at least float32; removed tokens are -inf.
+
+    Raises:
+        ModelError: A place has NaN, infinity, or no token left to choose from.
+    """
+    found = logits if logits.dtype == torch.float64 else logits.float()
+    if not torch.isfinite(found.amax(-1)).all():
+        raise ModelError(not_finite())
+    if sampling.penalty != 1:
+        found = torch.stack(
+            [
+                _penalised(row, sampling.prefix(prefix), sampling.penalty, start)
+                for row, prefix in zip(found, prefixes, strict=True)
+            ]
+        )
+    if sampling.greedy:
+        return found
+    if sampling.temperature != 1:  # from the peak down, so that nothing overflows
+        found = (found - found.amax(-1, keepdim=True)) / sampling.temperature
+    if 0 < sampling.top_k < found.shape[-1]:
+        least = found.topk(sampling.top_k, -1).values[..., -1:]
+        found = found.masked_fill(found < least, -torch.inf)
+    return _nucleus(found, sampling.top_p) if sampling.top_p < 1 else found
+
+
+def not_finite() -> str:
+    """What to say of logits that are NaN, infinite, or -inf throughout."""
+    return (
+        "the logits of the model are NaN or infinite, so no token can be chosen; "
+        "check its weights, or run it in float32 or bfloat16 instead of float16"
+    )
+
+
+def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """One token per row by inverse transform.
+
+    Args:
+        probabilities: `[.., V]`, not negative; need not sum to 1.
+        uniforms: `[..]` in [0, 1).
+
+    Returns:
+        `[..]` int64, never one of probability 0 unless all are.
+    """
+    sums = probabilities.double().cumsum(-1)
+    total = sums[..., -1:]
+    places = torch.searchsorted(sums, uniforms.double()[..., None] * total, right=True)
+    last = (sums < total).sum(-1, keepdim=True)  # the last token that adds anything
+    return torch.minimum(places, last).squeeze(-1)
+
+
+def _penalised(row: Tensor, prefix: Sequence[int], penalty: float, start: int) -> Tensor:
+    seen = sorted({token - start for token in prefix if 0 <= token - start < len(row)})
+    if not seen:
+        return row
+    index = torch.tensor(seen, device=row.device)
+    old = row[index]
+    return row.index_copy(0, index, torch.where(old < 0, old * penalty, old / penalty))
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    ranked, order = logits.sort(-1, descending=True)
+    before = ranked.softmax(-1).cumsum(-1) - ranked.softmax(-1)
+    gone = before >= top_p
+    gone[..., 0] = False
+    return logits.masked_fill(torch.zeros_like(gone).scatter(-1, order, gone), -torch.inf)

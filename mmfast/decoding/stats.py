@@ -1,0 +1,81 @@
+"""What a decoder hands over, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one pass of the backbone, and the drafts behind it, made certain for one stream.
+
+    Attributes:
+        tokens: Tokens that now stand, in order, without forced ones.
+        drafted: Drafts made.
+        accepted: Drafts among the tokens.
+        passes: Passes of the backbone.
+        draft_passes: Passes of draft modules.
+        forced: Forced tokens that were put in.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+    passes: int
+    draft_passes: int
+    forced: int = 0
+
+
+@dataclass
+class Stats:
+    """Sums over the steps of one stream.
+
+    Attributes:
+        tokens: Tokens chosen, by the backbone or a module.
+        by_place: Per draft number, from 0: how many were verified, how many stood. A draft behind
+            one that fell is not verified. Empty where nothing is verified.
+        by_book: The same per codebook.
+        widths: How many main passes read how many tokens.
+        main_seconds: Spent in main passes, choices included.
+        draft_seconds: Spent in draft modules.
+    """
+
+    tokens: int = 0
+    forced: int = 0
+    passes: int = 0
+    draft_passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    by_place: list[list[int]] = field(default_factory=list)
+    by_book: dict[int, list[int]] = field(default_factory=dict)
+    widths: dict[int, int] = field(default_factory=dict)
+    main_seconds: float = 0.0
+    draft_seconds: float = 0.0
+
+    def add(self, step: Step) -> None:
+        """Count a step."""
+        self.tokens += len(step.tokens)
+        for name in ("forced", "passes", "draft_passes", "drafted", "accepted"):
+            setattr(self, name, getattr(self, name) + getattr(step, name))
+
+    def verified(self, place: int, book: int | None, stood: bool) -> None:
+        """Count a draft that was verified."""
+        while len(self.by_place) <= place:
+            self.by_place.append([0, 0])
+        counters = [self.by_place[place]]
+        if book is not None:
+            counters.append(self.by_book.setdefault(book, [0, 0]))
+        for counter in counters:
+            counter[0] += 1
+            counter[1] += stood
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per pass of the backbone."""
+        return self.tokens / self.passes if self.passes else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the verified drafts that stood; 1 where nothing is verified."""
+        tried = sum(tries for tries, _ in self.by_place)
+        return sum(stood for _, stood in self.by_place) / tried if tried else 1.0

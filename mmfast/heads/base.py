@@ -1,0 +1,216 @@
+"""What every audio head does: draft tokens ahead of the backbone, take them back, learn to.
+
+A head is a chain of light modules on the last hidden states of a causal language model. Module k
+stands at position t, has read the hidden state of t and guesses token t + k + 2; token t + 1 is
+the one that the backbone itself chose there. Its keys and values are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from mmfast.core.errors import ModelError
+from mmfast.heads.state import HeadState, at, gather, room
+from mmfast.heads.trunk import Block, Pick, Rows, Trunk
+from mmfast.ops.row_cache import Place, Placer, Slot
+
+
+class AudioHead(nn.Module):
+    """Base of the heads that draft along time.
+
+    Args:
+        trunk: The language model's parts.
+        modules: Modules K: the most tokens that can be drafted at once.
+        ffn: Inner width of a module's layer; None is the model's.
+        window: Positions that a module attends to, its own included; 0 is all.
+        history: Most positions that modules catch up on at once; a module that lags further
+            starts anew there.
+
+    Attributes:
+        reads: Which hidden states it is fed: `normed` or `raw`, before the final norm.
+    """
+
+    name: ClassVar[str] = ""
+    reads: ClassVar[str] = "normed"
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        modules: int,
+        *,
+        ffn: int | None = None,
+        window: int = 0,
+        history: int = 256,
+    ) -> None:
+        super().__init__()
+        if modules < 1 or history < 1 or window < 0:
+            raise ModelError(
+                f"a head of {modules} modules, window {window} and history {history} cannot be; "
+                "use at least 1 module, window 0 or more, history 1 or more"
+            )
+        self.trunk = trunk
+        self.modules_count = modules
+        self.window, self.history = window, history
+        self.config: dict[str, Any] = {
+            "head": self.name, "modules": modules, "ffn": ffn, "window": window, "history": history
+        }  # fmt: skip
+        self.layers = nn.ModuleList(trunk.new_layer(ffn) for _ in range(modules))
+        self._placer: Placer | None = None
+        self._blocks: list[Block] = []
+
+    # --- drafting -----------------------------------------------------------------------------
+
+    def init_state(self, batch: int = 1, reserve: int = 512) -> HeadState:
+        """The state before the first token of `batch` streams, with room for `reserve` tokens."""
+        weight = next(self.parameters())
+        shape = (batch, reserve + self.modules_count + 1, self.trunk.width)
+        embeds, hidden = (weight.new_zeros(shape) for _ in range(2))
+        none = [[0] * batch for _ in range(2 * self.modules_count)]
+        filled, first = none[: self.modules_count], none[self.modules_count :]
+        slots = [Slot(reserve) for _ in range(self.modules_count)]
+        return HeadState(embeds, hidden, [0] * batch, filled, first, slots)
+
+    def observe(self, state: HeadState, embeds: Tensor, hidden: Tensor, counts: list[int]) -> None:
+        """Take in what the backbone has just read.
+
+        Args:
+            state: Changed in place.
+            embeds: `[B, n, D]` of the tokens read.
+            hidden: `[B, n, D]`, as `reads` says.
+            counts: How many of the n are tokens, per stream; the rest is padding behind them.
+        """
+        n = embeds.shape[1]
+        room(state, max(state.length) + n + self.modules_count + 1)
+        for row, old in enumerate(state.length):
+            state.embeds[row, old : old + n].copy_(embeds[row])
+            state.hidden[row, old : old + n].copy_(hidden[row])
+            state.length[row] = old + counts[row]
+
+    def crop(self, state: HeadState, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths` tokens of each stream; nothing is copied."""
+        for row, length in enumerate(lengths):
+            state.length[row] = min(state.length[row], length)
+        for module, filled in enumerate(state.filled):
+            for row, length in enumerate(state.length):
+                filled[row] = min(filled[row], max(0, length - 1 - module))
+                first = state.first[module]
+                first[row] = min(first[row], filled[row])
+
+    def reset(self, state: HeadState, rows: Sequence[bool]) -> None:
+        """Start some streams anew."""
+        self.crop(state, [0 if row else n for row, n in zip(rows, state.length, strict=True)])
+
+    def draft(self, state: HeadState, token: Tensor, limit: int, rows: Rows, pick: Pick) -> int:
+        """Guess the tokens behind `token`.
+
+        Args:
+            state: Changed in place: keys of the drafts stay until `crop` takes them back.
+            token: `[B]` the token that the backbone chose behind the last one it read.
+            limit: Most drafts, at most as many as there are modules.
+            rows: Rows of the vocabulary that drafts are of.
+            pick: Chooses.
+
+        Returns:
+            How many modules have run.
+        """
+        limit = min(limit, self.modules_count)
+        if not limit:
+            return 0
+        starts, ends = self._starts(state, limit), state.length
+        width = max(end - start for start, end in zip(starts, ends, strict=True))
+        room(state, max(ends) + width + limit + 1)
+        blocks, placer = self._ready()
+        hidden = gather(state.hidden, starts, width)
+        last = [end - start - 1 for start, end in zip(starts, ends, strict=True)]
+        place: Place | None = None
+        firsts: list[int] | None = None
+        for module in range(limit):
+            if place is None or state.first[module] != firsts:
+                firsts = list(state.first[module])
+                place = placer.place(starts, width, firsts)
+            self._take(state, module, token)
+            x = self._enter(state, module, hidden, starts, width)
+            raw = blocks[module](x, state.slots[module], place)
+            hidden, normed = self._leave(module, raw)
+            state.filled[module] = list(ends)
+            chosen = pick(self.output(module, at(normed, last), rows), module)
+            if chosen is None:
+                return module + 1
+            token = chosen
+        return limit
+
+    def _starts(self, state: HeadState, limit: int) -> list[int]:
+        """Where the modules that are to run must start, so that none lags."""
+        starts = []
+        for row, end in enumerate(state.length):
+            start = min(state.filled[module][row] for module in range(limit))
+            start = max(min(start, end - 1), end - self.history)
+            for module in range(limit):
+                if state.filled[module][row] < start:
+                    state.first[module][row] = start
+            starts.append(start)
+        return starts
+
+    def _ready(self) -> tuple[list[Block], Placer]:
+        if not self._blocks or self._placer is None:
+            self._blocks = [self.trunk.block(layer) for layer in self.layers]
+            self._placer = self.trunk.placer.with_window(self.window)
+            self._prepare()
+        return self._blocks, self._placer
+
+    def refresh(self) -> None:
+        """Read the weights anew: drafting uses prepared copies, so call it after training."""
+        self._blocks = []
+
+    def train(self, mode: bool = True) -> Self:
+        """As of `nn.Module`; drafting reads the weights anew."""
+        self.refresh()
+        return super().train(mode)
+
+    def _prepare(self) -> None:
+        """Prepare further weights for drafting."""
+
+    def _take(self, state: HeadState, module: int, token: Tensor) -> None:
+        """Note the token in front of module `module`, where the head reads tokens."""
+
+    def _enter(
+        self, state: HeadState, module: int, hidden: Tensor, starts: list[int], n: int
+    ) -> Tensor:
+        """Input `[B, n, D]` of a module's layer."""
+        raise NotImplementedError
+
+    def _leave(self, module: int, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """What the next module is fed, and what the output head is."""
+        raise NotImplementedError
+
+    def output(self, module: int, states: Tensor, rows: Rows) -> Tensor:
+        """Logits `[.., rows]` of the states `[.., D]` that a module leaves, differentiable."""
+        return self.trunk.logits(states, rows)
+
+    # --- learning -----------------------------------------------------------------------------
+
+    def weights(self) -> list[float]:
+        """Weight of every module's loss."""
+        raise NotImplementedError
+
+    def forward(self, hidden: Tensor, embeds: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+        """Run all modules on whole sequences, with the true tokens in front of each.
+
+        Args:
+            hidden: `[B, T, D]` hidden states of the backbone, as `reads` says.
+            embeds: `[B, T, D]` embeddings of the same tokens.
+            mask: Added to the scores, `[B or 1, 1, T, T]`; None is causal.
+
+        Returns:
+            Per module k the states `[B, T - 1 - k, D]` that `output` turns into logits; place t is
+            about token t + k + 2. Fewer where the sequences are shorter than that.
+        """
+        raise NotImplementedError
+
+    def seed_from(self, module: int) -> None:
+        """Start the module behind `module` as its copy."""
+        source = self.layers[module].state_dict()
+        self.layers[module + 1].load_state_dict(source)

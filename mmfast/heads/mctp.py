@@ -1,0 +1,108 @@
+"""Multiple cross-modal token prediction, VITA-Audio (arXiv 2505.03739).
+
+Chained modules: each reads the token before the one it guesses, drafted by the module before it,
+beside that module's hidden state. They share the backbone's final norm, embedding and output head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmfast.core.registry import register
+from mmfast.heads.base import AudioHead
+from mmfast.heads.state import HeadState, gather
+from mmfast.heads.trunk import Trunk
+
+
+@register("mctp", kind="head", paper="2505.03739", needs=("hidden",), sites=("time",))
+class Mctp(AudioHead):
+    """Chained draft modules, each reading the token drafted before it (VITA-Audio).
+
+    Module k: `x = proj([norm_e(E(token t+k+1)); norm_h(H_k)])`, one decoder layer, the backbone's
+    final norm gives `H_(k+1)` and, through its output head, the guess of token t + k + 2.
+
+    Args:
+        trunk: The language model's parts.
+        modules: Modules K.
+        ffn: Inner width of a module's layer; None is the model's.
+        window: Positions that a module attends to; 0 is all.
+        history: Most positions that modules catch up on at once.
+    """
+
+    name: ClassVar[str] = "mctp"
+    reads: ClassVar[str] = "normed"
+
+    def __init__(self, trunk: Trunk, modules: int = 10, **options: Any) -> None:
+        super().__init__(trunk, modules, **options)
+        width = trunk.width
+        like = next(self.layers.parameters())
+        self.norms_e = nn.ModuleList(trunk.new_norm() for _ in range(modules))
+        self.norms_h = nn.ModuleList(trunk.new_norm() for _ in range(modules))
+        self.projs = nn.ModuleList(
+            nn.Linear(2 * width, width, bias=False, device=like.device, dtype=like.dtype)
+            for _ in range(modules)
+        )
+        with torch.no_grad():  # both halves get through at first
+            for proj in self.projs:
+                both = torch.eye(width, dtype=like.dtype, device=like.device).repeat(1, 2)
+                proj.weight.mul_(0.1).add_(both, alpha=0.7)
+        self._entries: list[Callable[[Tensor, Tensor], Tensor]] = []
+
+    def weights(self) -> list[float]:
+        """Every module counts the same: 1 / K."""
+        return [1 / self.modules_count] * self.modules_count
+
+    def seed_from(self, module: int) -> None:
+        """Start the module behind `module` as its copy, projection and norms too."""
+        super().seed_from(module)
+        for parts in (self.norms_e, self.norms_h, self.projs):
+            parts[module + 1].load_state_dict(parts[module].state_dict())
+
+    def forward(self, hidden: Tensor, embeds: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+        """See `AudioHead.forward`."""
+        found = []
+        for k, layer in enumerate(self.layers):
+            n = embeds.shape[1] - 1 - k
+            if n < 1:
+                break
+            pair = self.norms_e[k](embeds[:, k + 1 :]), self.norms_h[k](hidden[:, :n])
+            x = self.projs[k](torch.cat(pair, -1))
+            cut = None if mask is None else mask[..., :n, :n]
+            hidden = self.trunk.norm(self.trunk.whole(layer, x, cut))
+            found.append(hidden)
+        return found
+
+    def _prepare(self) -> None:
+        norm = self.trunk.normer
+        self._entries = [
+            _entry(norm(e), norm(h), proj.weight)
+            for e, h, proj in zip(self.norms_e, self.norms_h, self.projs, strict=True)
+        ]
+
+    def _take(self, state: HeadState, module: int, token: Tensor) -> None:
+        embeds = self.trunk.embed(token)
+        for row, length in enumerate(state.length):
+            state.embeds[row, length + module] = embeds[row]
+
+    def _enter(
+        self, state: HeadState, module: int, hidden: Tensor, starts: list[int], n: int
+    ) -> Tensor:
+        return self._entries[module](gather(state.embeds, starts, n, module + 1), hidden)
+
+    def _leave(self, module: int, raw: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.trunk.norm(raw)
+        return normed, normed
+
+
+def _entry(
+    norm_e: Callable[[Tensor], Tensor], norm_h: Callable[[Tensor], Tensor], weight: Tensor
+) -> Callable[[Tensor, Tensor], Tensor]:
+    def enter(embeds: Tensor, hidden: Tensor) -> Tensor:
+        return F.linear(torch.cat((norm_e(embeds), norm_h(hidden)), -1), weight)
+
+    return enter

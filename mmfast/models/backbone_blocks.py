@@ -1,0 +1,169 @@
+"""Decoder layers as they are called on pieces of streams: stock, or the same in fewer calls.
+
+At a hidden width of a few hundred a CPU spends most of a decoder layer between operations. `Lean`
+does what a Llama-like layer does in half as many, on weights joined once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmfast.ops.row_cache import Place, Slot
+
+Block = Callable[[Tensor, Slot, Place], Tensor]
+
+_LEAN = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer")
+_LEAN_NUMBERS = 4_000_000  # of a layer; larger ones spend their time in the products
+
+
+def lean_fits(layer: nn.Module) -> bool:
+    """Whether `Lean` does what the layer does, and gains by it."""
+    weight = next(layer.parameters())
+    return (
+        type(layer).__name__ in _LEAN
+        and weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.float64)
+        and sum(p.numel() for p in layer.parameters()) <= _LEAN_NUMBERS
+    )
+
+
+def lean_norm(norm: Any) -> Callable[[Tensor], Tensor]:
+    """A stock RMS norm in five operations."""
+    weight = norm.weight.detach()
+    eps = torch.tensor(norm.variance_epsilon, dtype=weight.dtype)
+    share = 1 / weight.numel()
+
+    def normed(x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(eps, length, length, value=share).rsqrt_() * weight
+
+    return normed
+
+
+class Lean:
+    """A Llama-like decoder layer on `[B, n, D]`, its weights joined and laid out for products."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.width = attention.q_proj.in_features
+        self.head = attention.head_dim
+        self.keys = attention.k_proj.out_features // self.head
+        self.queries = attention.q_proj.out_features // self.head
+        self.turned = self.queries + self.keys
+        self.scaling = attention.scaling
+        self.qkv, self.qkv_bias = _joined(parts)
+        self.out, self.out_bias = _joined((attention.o_proj,))
+        self.up, self.up_bias = _joined((mlp.gate_proj, mlp.up_proj))
+        self.down, self.down_bias = _joined((mlp.down_proj,))
+        self.before, self.between = map(
+            lean_norm, (layer.input_layernorm, layer.post_attention_layernorm)
+        )
+        name = type(mlp.act_fn).__name__
+        self.act: Callable[[Tensor], Tensor] = F.silu if "SiLU" in name else mlp.act_fn
+        self.head_norm = _head_norm(attention, self.queries, self.keys)
+
+    def __call__(self, x: Tensor, slot: Slot, place: Place) -> Tensor:
+        """The layer on new tokens, behind those of the slot."""
+        batch, n, width = x.shape
+        flat = x.reshape(-1, width)
+        qkv = _product(self.before(flat), self.qkv, self.qkv_bias)
+        qkv = qkv.view(batch, n, -1, self.head)
+        turned = qkv[:, :, : self.turned]
+        normed = turned if self.head_norm is None else self.head_norm(turned)
+        cos, sin = place.turn
+        rolled = normed.roll(self.head // 2, -1)
+        torch.addcmul(normed * cos, rolled, sin, out=turned)
+        both = qkv[:, :, self.queries :].view(batch, n, 2, self.keys, self.head)
+        keys, values = slot.put(both.permute(2, 0, 3, 1, 4), place)
+        mixed = F.scaled_dot_product_attention(
+            qkv[:, :, : self.queries].transpose(1, 2),
+            keys,
+            values,
+            attn_mask=place.mask,
+            is_causal=place.causal,
+            scale=self.scaling,
+            enable_gqa=self.queries != self.keys,
+        )
+        mixed = mixed.transpose(1, 2).reshape(batch * n, -1)
+        flat = _added(flat, mixed, self.out, self.out_bias)
+        gate, up = _product(self.between(flat), self.up, self.up_bias).chunk(2, -1)
+        flat = _added(flat, self.act(gate).mul_(up), self.down, self.down_bias)
+        return flat.view(batch, n, width)
+
+
+class Stock:
+    """A decoder layer of any class with stock arguments."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        names = inspect.signature(layer.forward).parameters
+        self.cache_name = "layer_past" if "layer_past" in names else "past_key_values"
+
+    def __call__(self, x: Tensor, slot: Slot, place: Place) -> Tensor:
+        """The layer on new tokens, behind those of the slot."""
+        mask = place.mask
+        found = self.layer(
+            x,
+            attention_mask=mask[None, None] if mask is not None and mask.ndim == 2 else mask,
+            position_ids=None,
+            use_cache=True,
+            position_embeddings=place.angles,
+            **{self.cache_name: _Cache(slot, place)},
+        )
+        hidden: Tensor = found[0] if isinstance(found, tuple) else found
+        return hidden
+
+
+class _Cache:
+    """A slot as a stock attention sees its cache, for one call."""
+
+    __slots__ = ("place", "slot")
+
+    def __init__(self, slot: Slot, place: Place) -> None:
+        self.slot, self.place = slot, place
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new tokens, read all."""
+        return self.slot.put_two(key_states, value_states, self.place)
+
+
+def _joined(parts: Any) -> tuple[Tensor, Tensor | None]:
+    """The weights of linear layers side by side, `[in, out]`, and their biases."""
+    weight = torch.cat([part.weight.detach() for part in parts]).t().contiguous()
+    biases = [part.bias for part in parts]
+    if all(bias is None for bias in biases):
+        return weight, None
+    return weight, torch.cat([bias.detach() for bias in biases])
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.mm(weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def _added(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    total = torch.addmm(x, y, weight)
+    return total if bias is None else total.add_(bias)
+
+
+def _head_norm(attention: Any, queries: int, keys: int) -> Callable[[Tensor], Tensor] | None:
+    """The norms of queries and keys as one, where the layer has them."""
+    if not hasattr(attention, "q_norm"):
+        return None
+    q, k = attention.q_norm, attention.k_norm
+    weight = torch.cat((q.weight.expand(queries, -1), k.weight.expand(keys, -1))).detach()
+    eps = torch.tensor(q.variance_epsilon, dtype=weight.dtype)
+
+    def normed(x: Tensor) -> Tensor:  # [B, n, queries + keys, d]
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_() * weight
+
+    return normed
