@@ -60,3 +60,21 @@ class Drafts:
 
 # (hidden [B, D], first [B], codes of the frame before [B, K], how codes are chosen) -> drafts
 Drafter = Callable[[Tensor, Tensor, Tensor, Choice], Drafts]
+
+
+def parallel(guess: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Drafter:
+    """A drafter out of a network that gives logits `[B, K, V]` of all codes at once.
+
+    Args:
+        guess: (hidden `[B, D]`, first `[B]`, codes of the frame before `[B, K]`) to logits, as
+            `heads.code_mlp.CodeMlp.guess` or `heads.groups.GroupsHead.guess`.
+    """
+
+    def draft(hidden: Tensor, first: Tensor, before: Tensor, choice: Choice) -> Drafts:
+        logits = guess(hidden, first, before)
+        if choice.greedy:
+            return Drafts(logits.argmax(-1))
+        probs = choice.probs(logits)
+        return Drafts(choice.draw(probs), probs)
+
+    return draft

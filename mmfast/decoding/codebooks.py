@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from mmfast.decoding.accept import accept_greedy, accept_sampled
 from mmfast.decoding.codebook_plan import BlockPlan, FrameCount
 from mmfast.decoding.codebook_types import Choice, Depth, Drafter, Drafts
 
@@ -98,42 +100,33 @@ class _Line:
     def settle(self, logits: Tensor, plan: BlockPlan, count: FrameCount | None) -> None:
         """Take what a pass says `[B, n, V]` of the codes at, at + 1, …."""
         at, n = self.at, logits.shape[1]
-        stretch, behind_first = slice(at, at + n), slice(at + 1, at + n + 1)
-        place, drafted = self.place[:n], self.tokens[:, behind_first]  # a view
+        place, drafted = self.place[:n], self.tokens[:, at + 1 : at + n + 1]  # a view
         held = place < (self.done - at)[:, None]  # [B, n] settled by an earlier pass
-        if self.choice.greedy:
+        if self.odds is None:
             says = logits.argmax(-1)
-            right, instead = drafted == says, says
+            lead, instead = _greedy(drafted, says, held)
         else:
-            probs = self.choice.probs(logits)
-            odds = self.odds[:, stretch]  # type: ignore[index]
-            right = accepted(probs, odds, drafted, self.choice)
+            probs, odds = self.choice.probs(logits), self.odds[:, at : at + n]
             says = self.choice.draw(probs)
-        lead = (right | held).long().cumprod(1).sum(1)  # [B] the first that is refused, or n
-        self._note(right, held, lead, plan, count)
-        if not self.choice.greedy:
-            spot = lead.clamp(max=n - 1)[:, None, None].expand(-1, 1, probs.shape[-1])
-            left = remainder(probs.gather(1, spot)[:, 0], odds.gather(1, spot)[:, 0])
-            instead = self.choice.draw(left)[:, None]
-        behind = place > lead[:, None]
-        new = torch.where(behind, says, torch.where(place == lead[:, None], instead, drafted))
-        if not self.choice.greedy:
-            self.odds[:, stretch] = torch.where(behind[..., None], probs, odds)  # type: ignore[index]
-        self.tokens[:, behind_first] = new
-        self.original[:, stretch] &= ~behind
+            lead, instead = _sampled(drafted, probs, odds, held, self.choice)
+        behind, here = place > lead[:, None], place == lead[:, None]
+        self._note(held, lead, plan, count)
+        if self.odds is not None:
+            self.odds[:, at : at + n] = torch.where(behind[..., None], probs, odds)
+        drafted.copy_(torch.where(behind, says, torch.where(here, instead[:, None], drafted)))
+        self.original[:, at : at + n] &= ~behind
         self.done = torch.maximum(self.done, at + (lead + 1).clamp(max=n))
         self.at = int(self.done.min())
         self.again = True
 
-    def _note(
-        self, right: Tensor, held: Tensor, lead: Tensor, plan: BlockPlan, count: FrameCount | None
-    ) -> None:
-        n = right.shape[1]
+    def _note(self, held: Tensor, lead: Tensor, plan: BlockPlan, count: FrameCount | None) -> None:
+        n = held.shape[1]
         if count is not None:
             count.ran(n)
         elif plan.share <= 0:
-            return
+            return  # nobody asks
         checked = ~held & (self.place[:n] <= lead[:, None])
+        right = self.place[:n] < lead[:, None]
         original = self.original[:, self.at : self.at + n]
         masks = [checked & original, checked & ~original]
         sums = torch.stack([m.sum(0) for mask in masks for m in (mask, mask & right)]).tolist()
@@ -145,31 +138,31 @@ class _Line:
             count.accepted[where] += torch.tensor(sums[1])
 
 
-def accepted(probs: Tensor, odds: Tensor, drafted: Tensor, choice: Choice) -> Tensor:
-    """`[B, n]`: a draft of probability q where the target gives it p stays with min(1, p / q).
-
-    Args:
-        probs: `[B, n, V]` of the target.
-        odds: `[B, n, V]` that the drafts were drawn from.
-        drafted: `[B, n]`.
-        choice: Source of the numbers that decide.
-    """
-    at = drafted[..., None]
-    p, q = probs.gather(-1, at)[..., 0], odds.gather(-1, at)[..., 0]
-    return choice.uniform(p) * q < p
+def _greedy(drafted: Tensor, says: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+    """The first code that is refused `[B]` (n: none), and what stands there instead `[B]`."""
+    best = torch.where(held, drafted, says)
+    return accept_greedy(drafted, F.pad(best, (0, 1)), _all(drafted))
 
 
-def remainder(probs: Tensor, odds: Tensor) -> Tensor:
-    """What a refused code is replaced from: max(p - q, 0), scaled; `[B, V]` each."""
-    left = (probs - odds).clamp(min=0)
-    total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total.clamp(min=1e-30), probs)  # p = q refuses nothing
+def _sampled(
+    drafted: Tensor, probs: Tensor, odds: Tensor, held: Tensor, choice: Choice
+) -> tuple[Tensor, Tensor]:
+    """As `_greedy`; codes that are settled already are certain on both sides."""
+    sure = F.one_hot(drafted, probs.shape[-1]).to(probs.dtype)
+    p, q = (torch.where(held[..., None], sure, x) for x in (probs, odds))
+    u, v = choice.uniform(p[..., 0]), choice.uniform(p[:, 0, 0])
+    # Behind the last draft nothing is said: what would be is not asked for here.
+    return accept_sampled(drafted, torch.cat([p, p[:, -1:]], dim=1), q, _all(drafted), u, v)
+
+
+def _all(drafted: Tensor) -> Tensor:
+    return torch.full_like(drafted[:, 0], drafted.shape[1])
 
 
 def _odds(drafts: Drafts, size: int) -> Tensor:
     if drafts.probs is not None:
         return drafts.probs.clone()
-    return torch.nn.functional.one_hot(drafts.codes, size).float()
+    return F.one_hot(drafts.codes, size).float()
 
 
 class FrameDecoder:

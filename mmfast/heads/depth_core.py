@@ -30,6 +30,7 @@ class DepthShape:
         per_step: Weights of their own for every codebook (Moshi), else shared (CSM).
         prepend: The hidden state is a place of its own in front (CSM), else it is added to every
             place (Moshi).
+        blank: Rows per codebook for "no code" (delays leave some empty), behind its entries.
         final_norm: A norm in front of the output heads.
         eps: Of the norms.
         theta: Base of RoPE over the places; 0 for none.
@@ -47,9 +48,15 @@ class DepthShape:
     head_dim: int | None = None
     per_step: bool = True
     prepend: bool = False
+    blank: int = 0
     final_norm: bool = False
     eps: float = 1e-8
     theta: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding per codebook."""
+        return self.size + self.blank
 
     @property
     def places(self) -> int:
@@ -90,7 +97,7 @@ class DepthCore(nn.Module):
         kv = shape.kv_heads or shape.heads
         wide = shape.head_dim or shape.dim // shape.heads
         self.project = StepLinear(shape.hidden, shape.dim, 0 if shape.prepend else steps)
-        rows = shape.first + (shape.codes - 1) * shape.size  # the last code is never an input
+        rows = shape.first + (shape.codes - 1) * shape.rows  # the last code is never an input
         self.embed = nn.Embedding(rows, shape.dim)
         self.layers = nn.ModuleList(
             DepthLayer(shape.dim, shape.heads, kv, wide, shape.ffn, steps, shape.eps)
@@ -117,7 +124,7 @@ class DepthCore(nn.Module):
         rate = shape.theta ** -(torch.arange(0, wide, 2) / wide) if shape.theta else torch.ones(0)
         angle = (places[:, None] * rate).repeat(1, 2)
         steps = torch.arange(shape.codes)
-        offsets = torch.where(steps > 0, shape.first + (steps - 1) * shape.size, 0)
+        offsets = torch.where(steps > 0, shape.first + (steps - 1) * shape.rows, 0)
         for name, value in (
             ("causal", causal),
             ("cos", angle.cos()),

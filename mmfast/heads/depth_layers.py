@@ -97,7 +97,7 @@ class DepthLayer(nn.Module):
         y = self.norm_in(x)
         q, k, v = (self._split(part(y, at)) for part in (self.q, self.k, self.v))
         if turn is not None:
-            q, k = _rotate(q, turn), _rotate(k, turn)
+            q, k = rotate(q, turn), rotate(k, turn)
         if cache is not None:
             end = at + x.shape[1]
             cache[0][:, :, at:end], cache[1][:, :, at:end] = k, v
@@ -120,6 +120,7 @@ class DepthLayer(nn.Module):
         return heads
 
 
-def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE: `[..., n, d]` by cosines and sines `[..., n, d]`."""
     low, high = x.chunk(2, dim=-1)
     return x * turn[0] + torch.cat([-high, low], dim=-1) * turn[1]

@@ -1,0 +1,119 @@
+"""Codebook groups in parallel, LiveSpeech (arXiv 2406.02897)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mmfast.core.errors import SpecError
+from mmfast.core.registry import register
+from mmfast.heads.code_base import Choose, CodeEmbed, CodeState, likeliest
+from mmfast.heads.depth_layers import Norm, StepLinear
+from mmfast.heads.time_layers import TimeStack
+from mmfast.ops.codebook_loss import CodeLoss, adaptive_weights, code_loss
+from mmfast.ops.delay import check_delays
+from mmfast.ops.stream_kv import crop, empty
+
+
+@register("groups", kind="head", paper="2406.02897", needs=("hidden",), sites=("codebooks",))
+class GroupsHead(nn.Module):
+    """Groups of codebooks predicted side by side, each with a history of its own (LiveSpeech).
+
+    A hidden state is projected once per group; the same layers run all groups as one batch; each
+    codebook of a group has an output matrix of its own. All codes of a step come from one pass.
+
+    Args:
+        hidden: Width of the backbone's hidden state.
+        codes: Codebooks K.
+        size: Entries per codebook V; code V stands for "none".
+        groups: Groups G of K / G codebooks.
+        delays: Steps that each codebook lags; None for none.
+        dim: Width.
+        layers: Layers shared by the groups.
+        heads: Attention heads.
+        ffn: Inner width of the feed-forward.
+        window: Steps that a group looks back to; None for all.
+
+    Raises:
+        SpecError: K is no multiple of G.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        codes: int,
+        size: int,
+        *,
+        groups: int = 2,
+        delays: Sequence[int] | None = None,
+        dim: int = 256,
+        layers: int = 2,
+        heads: int = 4,
+        ffn: int = 512,
+        window: int | None = None,
+    ) -> None:
+        super().__init__()
+        if groups < 1 or codes % groups:
+            fits = [g for g in range(1, codes + 1) if codes % g == 0]
+            raise SpecError(f"groups={groups!r} do not divide {codes} codebooks; choices: {fits}")
+        self.codes, self.size, self.groups = codes, size, groups
+        self.delays = check_delays(delays or [0] * codes, codes)
+        self.inputs = CodeEmbed(codes, size, hidden)
+        self.project = StepLinear(hidden, dim, groups)
+        self.stack = TimeStack(dim, layers, heads, ffn, window=window)
+        self.norm = Norm(dim, 1e-6)
+        self.out = StepLinear(dim, size, codes)
+
+    def init_state(self, batch: int = 1) -> CodeState:
+        """Before the first step."""
+        device = self.out.weight.device
+        codes = torch.zeros(batch, 1, self.codes, dtype=torch.long, device=device)
+        return CodeState(codes, empty(batch * self.groups, device))
+
+    @torch.no_grad()
+    def draft(
+        self, state: CodeState, hidden: Tensor, choose: Choose = likeliest
+    ) -> tuple[CodeState, Tensor]:
+        """All codes of the next step: hidden `[B, D]` to codes `[B, K]`."""
+        state, logits = self.logits(state, hidden[:, None])
+        codes = choose(logits[:, 0])
+        kept = torch.cat([state.codes, codes[:, None]], dim=1)[:, -16:]
+        return CodeState(kept, state.kv), codes
+
+    def crop(self, state: CodeState, steps: int) -> CodeState:
+        """Forget the last steps."""
+        assert state.kv is not None
+        kept = state.codes[:, : max(state.codes.shape[1] - steps, 1)]
+        return CodeState(kept, crop(state.kv, state.kv.seen - steps))
+
+    def logits(self, state: CodeState, hidden: Tensor) -> tuple[CodeState, Tensor]:
+        """The next steps: hidden `[B, n, D]` to logits `[B, n, K, V]`."""
+        batch, n = hidden.shape[:2]
+        assert state.kv is not None
+        wide = hidden[:, :, None].expand(-1, -1, self.groups, -1).flatten(0, 1)  # [B n, G, D]
+        x = self.project(wide, 0).unflatten(0, (batch, n)).transpose(1, 2).flatten(0, 1)
+        kv, x = self.stack(state.kv, x)  # [B G, n, D]
+        x = self.norm(x).unflatten(0, (batch, self.groups)).transpose(1, 2).flatten(0, 1)
+        x = x.repeat_interleave(self.codes // self.groups, dim=1)  # [B n, K, D]
+        return CodeState(state.codes, kv), self.out(x, 0).unflatten(0, (batch, n))
+
+    def guess(self, hidden: Tensor, _first: Tensor, _before: Tensor) -> Tensor:
+        """As a drafter of a depth transformer, without history: `[B, D]` to `[B, K, V]`."""
+        return self.logits(self.init_state(len(hidden)), hidden[:, None])[1][:, 0]
+
+    def loss(
+        self, hidden: Tensor, codes: Tensor, *, power: float | None = 0.05, ceiling: float = 0.5
+    ) -> CodeLoss:
+        """Cross-entropy with adaptive weights.
+
+        Args:
+            hidden: `[B, T, D]` of the backbone, at the step whose codes it is to say.
+            codes: `[B, T, K]`, delayed already; V or -100 where there is none.
+            power: λ of the weights; None weighs all codes alike.
+            ceiling: p_max: codes that are likelier are left out.
+        """
+        logits = self.logits(self.init_state(len(hidden)), hidden)[1]
+        weights = None if power is None else adaptive_weights(logits, codes, power, ceiling)
+        return code_loss(logits, codes, weights)

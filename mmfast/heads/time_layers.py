@@ -1,0 +1,116 @@
+"""Decoder layers along time for heads that remember: RoPE, keys and values as a value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmfast.heads.depth_layers import Norm, rotate
+from mmfast.ops.stream_kv import Step, StreamKV, advance
+
+
+class TimeLayer(nn.Module):
+    """Pre-norm attention over what is seen, then a gated feed-forward.
+
+    Args:
+        dim: Width.
+        heads: Attention heads.
+        ffn: Inner width of the feed-forward.
+    """
+
+    def __init__(self, dim: int, heads: int, ffn: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_in, self.norm_out = Norm(dim, 1e-6), Norm(dim, 1e-6)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.o = nn.Linear(dim, dim, bias=False)
+        self.up = nn.Linear(dim, 2 * ffn, bias=False)
+        self.down = nn.Linear(ffn, dim, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        past: tuple[Tensor, Tensor] | None,
+        sees: Tensor,
+        turn: tuple[Tensor, Tensor],
+        lift: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step.
+
+        Args:
+            x: `[B, n, D]`.
+            past: Keys and values `[B, H, N - n, d]` of before.
+            sees: `[B, 1, n, N]` bool.
+            turn: Cosines and sines `[B, 1, n, d]` of the places.
+            lift: `[n, d]` added to queries and keys, or None.
+
+        Returns:
+            `[B, n, D]`, and all keys and values `[B, H, N, d]`.
+        """
+        mixed = self.qkv(self.norm_in(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = mixed.permute(2, 0, 3, 1, 4)  # [B, H, n, d] each
+        if lift is not None:
+            q, k = q + lift, k + lift
+        q, k = rotate(q, turn), rotate(k, turn)
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        gate, up = self.up(self.norm_out(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up), k, v
+
+
+class TimeStack(nn.Module):
+    """Some layers along time.
+
+    Args:
+        dim: Width.
+        layers: How many; 0 changes nothing.
+        heads: Attention heads.
+        ffn: Inner width of the feed-forward.
+        window: Places that a token looks back to, its own included; None for all.
+        width: Tokens per place.
+        theta: Base of RoPE.
+    """
+
+    rates: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        layers: int,
+        heads: int,
+        ffn: int,
+        *,
+        window: int | None = None,
+        width: int = 1,
+        theta: float = 10000.0,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TimeLayer(dim, heads, ffn) for _ in range(layers))
+        self.window, self.width = window, width
+        wide = dim // heads
+        rates = theta ** -(torch.arange(0, wide, 2) / wide)
+        self.register_buffer("rates", rates, persistent=False)
+
+    def forward(
+        self, state: StreamKV, x: Tensor, lift: Tensor | None = None
+    ) -> tuple[StreamKV, Tensor]:
+        """The next tokens `[B, n, D]`, or all of them at once behind an empty state."""
+        step = advance(state, x.shape[1], None, self.window, self.width)
+        keep = None if self.window is None else (self.window - 1) * self.width
+        turn = self._turn(step, x)
+        keys, values = [], []
+        for index, layer in enumerate(self.layers):
+            past = (state.keys[index], state.values[index]) if state.keys else None
+            x, k, v = layer(x, past, step.sees[:, None], turn, lift)
+            keys.append(k if keep is None else k[:, :, max(k.shape[2] - keep, 0) :])
+            values.append(v if keep is None else v[:, :, max(v.shape[2] - keep, 0) :])
+        known = step.known if keep is None else step.known[:, max(step.known.shape[1] - keep, 0) :]
+        return StreamKV(tuple(keys), tuple(values), known, step.seen), x
+
+    def _turn(self, step: Step, x: Tensor) -> tuple[Tensor, Tensor]:
+        # In float64: a stream of days still turns by the right angle.
+        angle = (step.place.clamp(min=0)[:, None, :, None] * self.rates.double()).repeat(1, 1, 1, 2)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
