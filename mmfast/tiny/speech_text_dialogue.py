@@ -117,6 +117,8 @@ def _again(state: _State) -> Exchange:
     said = next((turn.text for turn in reversed(state.turns) if turn.role == "assistant"), "")
     if not said:
         return ask, "i did not say anything."
+    if said[-1] not in ".?":  # it was cut off
+        said = said.rstrip(",") + "."
     return ask, (f"i said, {said}" if ask.startswith("what") else said)
 
 
