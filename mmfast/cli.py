@@ -1,4 +1,4 @@
-"""`mmfast`: ask, watch, methods, doctor, verify, eval, bench, plan.
+"""`mmfast`: ask, watch, say, talk, methods, doctor, verify, eval, bench, plan.
 
 The commands live in `cli_<topic>.py`; a new one is a function there and a line below. Every
 command imports what it needs itself, so that `mmfast --help` and completion stay instant.
@@ -17,6 +17,8 @@ from mmfast.cli_ask import ask
 from mmfast.cli_info import doctor, methods, verify
 from mmfast.cli_measure import bench, evaluate
 from mmfast.cli_plan import plan
+from mmfast.cli_say import say
+from mmfast.cli_talk import talk
 from mmfast.cli_watch import watch
 from mmfast.core.errors import MmfastError
 
@@ -28,6 +30,8 @@ app = typer.Typer(
 )
 app.command()(ask)
 app.command()(watch)
+app.command()(say)
+app.command()(talk)
 app.command()(methods)
 app.command()(doctor)
 app.command()(verify)

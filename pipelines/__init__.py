@@ -13,6 +13,9 @@ TASKS = {
     "image-qa": ("mmfast.pipelines.image_qa", "ImageQA"),
     "video-qa": ("mmfast.pipelines.video_qa", "VideoQA"),
     "video-stream": ("mmfast.pipelines.video_stream", "VideoStream"),
+    "text-to-speech": ("mmfast.pipelines.text_to_speech", "TextToSpeech"),
+    "speech-chat": ("mmfast.pipelines.speech_chat", "SpeechChat"),
+    "omni-chat": ("mmfast.pipelines.omni_chat", "OmniChat"),
 }
 ALIASES = {"image-text-to-text": "image-qa", "video-text-to-text": "video-qa"}
 
@@ -24,13 +27,14 @@ def pipeline(task: str, model: Any = None, **options: Any) -> Any:
 
     Args:
         task: `video-qa`, `image-qa` (or their transformers names `video-text-to-text` and
-            `image-text-to-text`) or `video-stream`.
+            `image-text-to-text`), `video-stream`, `text-to-speech`, `speech-chat` or `omni-chat`.
         model: Directory or hub id of a checkpoint, a `(model, processor)` pair, or None for the
             embedded model, which works offline on a CPU.
         **options: `reduce`, `cache`, `device`, `dtype`, `frames`, `fps`, `max_new_tokens`, or
             instead of `reduce` a target for the planner: `target_ttft_ms`, `target_tokens`,
             `max_memory`, `quality`; see `mmfast.pipelines.visual_qa.VisualQA`. Those of a stream
-            are in `mmfast.pipelines.video_stream.VideoStream`.
+            are in `mmfast.pipelines.video_stream.VideoStream`, those of voice in
+            `mmfast.pipelines.text_to_speech`, `.speech_chat` and `.omni_chat`.
 
     Raises:
         MmfastError: Unknown task; names the choices.

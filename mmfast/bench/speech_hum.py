@@ -24,10 +24,11 @@ LOUD = 0.3
 
 
 def hum(text: str) -> Tensor:
-    """Text as tones `[n]`; a space is one, too."""
+    """Text as tones `[n]`; a space is one, too, and stands for signs that have none."""
     time = torch.arange(TONE, dtype=torch.float64) / RATE
     tones = [
-        torch.sin(2 * math.pi * (LOWEST + STEP * LETTERS.index(letter)) * time) for letter in text
+        torch.sin(2 * math.pi * (LOWEST + STEP * max(LETTERS.find(letter), 0)) * time)
+        for letter in text.lower()
     ]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *tones]).float() * LOUD
 
@@ -162,8 +163,34 @@ class HumChatter:
         self, pcm: Tensor, rate: int = RATE, history: Sequence[Turn] = (), **options: Any
     ) -> Iterator[Sound]:
         """What was hummed `[n]` to the answer as it is hummed."""
-        heard = read(pcm)
+        heard = read(pcm).strip()
+        if not heard:  # a cough
+            yield Sound(torch.zeros(0), RATE, heard="")
+            return
         first: str | None = heard
         for sound in self._speaker.speak(self._answer((*history, Turn("user", heard)))):
             yield Sound(sound.pcm, RATE, sound.text, heard=first, passes=1, tokens=sound.tokens)
             first = None
+
+
+class HumModel(HumSpeaker, HumListener):
+    """All three in one: it says again what it hears, unless told otherwise.
+
+    Args:
+        answer: As of `HumChatter`.
+        piece: As of `HumSpeaker`.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Sequence[Turn]], str | Iterable[str]] | None = None,
+        piece: int = 1600,
+    ) -> None:
+        super().__init__(piece)
+        self._chatter = HumChatter(answer or (lambda turns: turns[-1].text), self)
+
+    def reply(
+        self, pcm: Tensor, rate: int = RATE, history: Sequence[Turn] = (), **options: Any
+    ) -> Iterator[Sound]:
+        """What was hummed `[n]` to the answer as it is hummed."""
+        return self._chatter.reply(pcm, rate, history, **options)

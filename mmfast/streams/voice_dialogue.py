@@ -93,6 +93,9 @@ class Dialogue:
     def hear(self, heard: Heard) -> None:
         """A turn begins, or is over; wants the lock held."""
         place = 1e3 * heard.at / RATE
+        if heard.kind == "timeout":
+            self.outlet.emit("timeout", audio_ms=place)
+            return
         if heard.kind == "started":
             self._open = self._name("item")
             self.outlet.emit("speech_started", item=self._open, audio_ms=place)

@@ -14,15 +14,15 @@ LONGEST = 60.0  # seconds of a turn; then it is taken as it is
 
 @dataclass(frozen=True)
 class Heard:
-    """A turn of speech begins, or is over.
+    """A turn of speech begins, or is over; or nobody has spoken for long.
 
     Args:
-        kind: Which.
+        kind: Which of them.
         at: Sample of the input, padding included.
         pcm: What was said `[n]`, where it is over.
     """
 
-    kind: Literal["started", "stopped"]
+    kind: Literal["started", "stopped", "timeout"]
     at: int
     pcm: Tensor | None = None
 

@@ -18,6 +18,7 @@ Kind = Literal[
     "interrupted",  # the sound stops here: `audio_ms` of the reply were played, `text` was heard
     "truncated",  # as asked for: the context keeps `text`, of `audio_ms`
     "done",  # no more deltas of this reply; `status` says why, `stats` what it cost
+    "timeout",  # nobody has said anything for as long as the ear was told; `audio_ms` of the input
     "cleared",  # what was being said is forgotten
     "deleted",  # an item is forgotten
     "error",  # `text`: what went wrong; the conversation goes on

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
+from mmfast.frontends.audio_array import decode_pcm, to_mono
 from mmfast.ops.resample import Resampler, check_rate
 from mmfast.streams.voice_ear import RATE
 
@@ -60,36 +61,7 @@ class Inlet:
 
     def _samples(self, pcm: Any) -> Tensor:
         if isinstance(pcm, bytes | bytearray | memoryview):
-            data = self._odd + bytes(pcm)
-            even = len(data) // 2 * 2
-            self._odd = data[even:]
-            return torch.frombuffer(bytearray(data[:even]), dtype=torch.int16) / 32768.0
-        return as_mono(pcm)
-
-
-def as_mono(pcm: Any) -> Tensor:
-    """Samples of any kind, `[n]` or `[n, channels]`, as float32 `[n]`.
-
-    Raises:
-        MediaError: They are none, or not finite.
-    """
-    try:
-        found = torch.as_tensor(pcm)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise MediaError(
-            f"{type(pcm).__name__} is no sound; push samples (tensor, array, list) or bytes of "
-            "16-bit PCM"
-        ) from error
-    if found.dtype in (torch.int16, torch.int32):
-        found = found.double() / -float(torch.iinfo(found.dtype).min)
-    if found.ndim == 2 and found.shape[1] <= 32:
-        found = found.double().mean(1)
-    if found.ndim != 1 or found.is_complex() or (not found.is_floating_point() and found.numel()):
-        raise MediaError(
-            f"{list(found.shape)} of {found.dtype} are no samples; push [n] or [n, channels] of "
-            "floats in -1..1, or of 16-bit integers"
-        )
-    found = found.detach().to("cpu", torch.float32)
-    if not bool(found.isfinite().all()):
-        raise MediaError("sound holds NaN or infinity; push finite samples in -1..1")
-    return found.clamp(-1.0, 1.0)
+            found, self._odd = decode_pcm(self._odd + bytes(pcm), "pcm16")
+        else:
+            found = to_mono(pcm, "the chunk")
+        return found.cpu().clamp(-1.0, 1.0)

@@ -1,0 +1,110 @@
+"""Which class speaks, listens or chats for a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmfast.core.errors import MmfastError, ModelError, unknown
+
+# model_type -> (module, function of (path, device=, dtype=)); modules are imported when needed
+LOADERS = {
+    "csm": ("mmfast.models.csm", "load_csm"),
+    "qwen2_5_omni": ("mmfast.models.omni_speech", "load_omni"),
+}
+_PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
+
+
+def load_voice(
+    model: Any, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
+) -> Any:
+    """The embedded speech model, a checkpoint, or an object as it is.
+
+    Args:
+        model: None, a directory, a hub id, or something that speaks, listens or chats.
+        device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
+        dtype: By name, or as torch has it.
+
+    Raises:
+        ModelError: It cannot be loaded, or is of a family that has no voice here.
+    """
+    if model is None:
+        return _embedded(None, device)
+    if not isinstance(model, str | Path):
+        return model
+    kind = _kind_of(model)
+    if kind == "llama" and (Path(model) / "speech.json").is_file():
+        return _embedded(model, device)
+    if kind not in LOADERS:
+        raise ModelError(unknown("speech model type", kind, ["tiny-speech", *LOADERS]))
+    module, name = LOADERS[kind]
+    return getattr(importlib.import_module(module), name)(model, device=device, dtype=dtype)
+
+
+def _embedded(path: str | Path | None, device: str | torch.device | None) -> Any:
+    from mmfast.models.speech import load_speech
+
+    return load_speech(path)
+
+
+def _kind_of(model: str | Path) -> str:
+    where = Path(model)
+    if not (where / "config.json").is_file():
+        if where.exists() or str(model).startswith((".", "/", "~")) or str(model).count("/") != 1:
+            raise ModelError(
+                f"model {str(model)!r} is no directory of a checkpoint; give one, or a hub id"
+            )
+        from transformers import AutoConfig
+
+        try:
+            return str(AutoConfig.from_pretrained(str(model), trust_remote_code=False).model_type)
+        except (OSError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(f"cannot load model {str(model)!r}: {reason}") from error
+    try:
+        found = json.loads((where / "config.json").read_text(encoding="utf-8"))
+        return str(found.get("model_type"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{str(where / 'config.json')!r} cannot be read: {error}") from error
+
+
+def load_speaker(
+    model: Any, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
+) -> Any:
+    """What says text; arguments and errors as for `load_voice`."""
+    return can(load_voice(model, device, dtype), "speak")
+
+
+def can(model: Any, part: str) -> Any:
+    """The model, if it can do a part.
+
+    Raises:
+        ModelError: It cannot.
+    """
+    if not callable(getattr(model, part, None)):
+        raise ModelError(
+            f"{type(model).__name__} cannot {_PARTS[part]}: it has no {part}(); "
+            "give a model that does, or None for the embedded one"
+        )
+    return model
+
+
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are given; a model has its own defaults for the rest.
+
+    Raises:
+        MmfastError: A number where a name belongs, or the other way round.
+    """
+    found = {name: value for name, value in options.items() if value is not None}
+    for name in ("voice", "mode", "verify"):
+        if name in found and not isinstance(found[name], str):
+            raise MmfastError(f"{name}={found[name]!r} is no name; give one such as 'turbo'")
+    for name in ("rate", "pitch"):
+        if name in found and (isinstance(found[name], bool) or not isinstance(found[name], int)):
+            raise MmfastError(f"{name}={found[name]!r} is no whole number; give one")
+    return found

@@ -1,0 +1,164 @@
+"""`omni-chat`: watch without end, be asked by voice, answer by voice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mmfast.core.speech import Turn
+from mmfast.frontends.audio import load_audio
+from mmfast.models.loading import load
+from mmfast.pipelines.omni_session import OmniSession
+from mmfast.pipelines.speech_chat import cascade, ear_of
+from mmfast.pipelines.spoken import collect
+from mmfast.pipelines.video_qa import VideoQA
+from mmfast.pipelines.video_stream import VideoStream
+from mmfast.streams.session import Session
+from mmfast.streams.voice_ear import RATE, Ear
+from mmfast.streams.voice_metrics import Meter
+from mmfast.streams.voice_models import given_options
+from mmfast.streams.voice_session import VoiceSession
+
+_ASKS = r"(?:in |at )?(?:what|which|how|where|who|when|why|is|are|do|does|did|can|was|were)\b"
+_CLIP = ("cache", "frames", "max_new_tokens")  # of a pipeline about clips alone
+_STREAM = ("frame_cache", "gate", "fps", "system", "sized_for", "batch")  # about streams alone
+
+
+def written(heard: str) -> str:
+    """A question as it was heard, as one would write it: without "please tell me", with a mark."""
+    text = " ".join(heard.split())
+    found = re.search(rf"(?:^|[\s,]){_ASKS}", text, re.IGNORECASE)
+    if found is not None:
+        text = text[found.start() :].lstrip(" ,")
+    text = text.rstrip(" .")
+    return text[:1].upper() + text[1:] + ("" if text.endswith(("?", "!")) else "?")
+
+
+class OmniChat:
+    """Video in, spoken questions in, spoken answers out.
+
+    Args:
+        model: Answers about video: None (embedded), a directory, a hub id, or a
+            `(model, processor)` pair.
+        speech: Listens and speaks: None (embedded), a directory, a hub id, or an object.
+        listener: Understands speech; None takes `speech`.
+        speaker: Says the answer; None takes `speech`.
+        wording: Makes a written question of what was heard.
+        device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
+        dtype: Of the video model.
+        voice: Options of the speaker, such as `{"voice": "en-us+f2", "mode": "turbo"}`.
+        **options: Of `VideoStream` (`reduce`, `fps`, `frame_cache`, …) and `VideoQA` (`cache`,
+            `frames`, `max_new_tokens`).
+
+    Raises:
+        ModelError: A checkpoint cannot be loaded.
+
+    Example:
+        >>> omni = OmniChat()
+        >>> omni("clip.mp4", "question.wav").save("answer.wav")
+        >>> with omni.open() as session:
+        ...     for event in session.run("question.wav", frames=[(0.0, frame)]): ...
+    """
+
+    task = "omni-chat"
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        speech: Any = None,
+        listener: Any = None,
+        speaker: Any = None,
+        wording: Callable[[str], str] = written,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        voice: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.wording, self.options = wording, given_options(voice or {})
+        # one checkpoint for clips and streams is loaded once; the embedded ones differ
+        self._model = None if model is None else load(model, device, dtype)
+        self._video = {"device": device, "dtype": dtype, **options}
+        self._voice = (speech, listener, speaker, device)
+        self._parts: tuple[Any, Any] | None = None
+        self._clips: VideoQA | None = None
+        self._streams: VideoStream | None = None
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        """What listens and what speaks, loaded when first needed."""
+        if self._parts is None:
+            speech, listener, speaker, device = self._voice
+            whole = cascade(lambda turns: "", speech, listener, speaker, device, "auto")
+            self._parts = whole.listener, whole.speaker
+        return self._parts
+
+    def _pipe(self, cls: Any, without: Sequence[str]) -> Any:
+        given = {name: value for name, value in self._video.items() if name not in without}
+        return cls(self._model, **given)
+
+    def __call__(self, media: Any, question: Any, **options: Any) -> Any:
+        """Answer a spoken question about a clip; a list of questions gives a list.
+
+        Args:
+            media: A clip, as for `video-qa`; a list of clips goes with a list of questions.
+            question: A recording of the question, or a text.
+            **options: Of the speaker, for this call.
+
+        Returns:
+            A `Spoken`; its `heard` is the question as it was understood.
+
+        Raises:
+            MediaError: Clip or recording cannot be read.
+        """
+        if isinstance(question, list) and question and not isinstance(question[0], int | float):
+            many = media if isinstance(media, list) else [media] * len(question)
+            return [self(m, q, **options) for m, q in zip(many, question, strict=True)]
+        if self._clips is None:
+            self._clips = self._pipe(VideoQA, _STREAM)
+        pipe, (listener, speaker) = self._clips, self.parts
+        given, meter = {**self.options, **given_options(options)}, Meter()
+
+        def chat(turns: Sequence[Turn]) -> Iterable[str]:
+            return pipe.stream(media, self.wording(turns[-1].text))
+
+        whole = cascade(chat, None, listener, speaker, None, "auto")
+        if isinstance(question, str) and question.rstrip().endswith("?"):
+            sounds = whole.answer((Turn("user", question),), **given)
+        else:
+            sounds = whole.reply(load_audio(question, RATE), RATE, **given)
+        return collect(sounds, whole.sample_rate, meter)
+
+    def open(self, ear: Ear | str = "voice", **options: Any) -> OmniSession:
+        """Begin to watch and listen.
+
+        Args:
+            ear: As for `SpeechChat.open`.
+            **options: Of the video, as for `VideoStream.open` (`memory`, `host_bytes`, …); of the
+                conversation, as for `SpeechChat.open` (`clock`, `ahead`, …); `max_new_tokens`.
+        """
+        if self._streams is None:
+            self._streams = self._pipe(VideoStream, _CLIP)
+        names = ("clock", "ahead", "delay", "interrupt", "answer", "history")
+        talking = {name: options.pop(name) for name in names if name in options}
+        longest = options.pop("max_new_tokens", 64)
+        video, (listener, speaker) = self._streams.open(**options), self.parts
+        chat = asker(video, self.wording, longest)
+        whole = cascade(chat, None, listener, speaker, None, "auto")
+        heard_by = ear_of(ear) if isinstance(ear, str) else ear
+        return OmniSession(video, VoiceSession(whole, heard_by, options=self.options, **talking))
+
+
+def asker(
+    video: Session, wording: Callable[[str], str], longest: int
+) -> Callable[[Sequence[Turn]], Iterator[str]]:
+    """A function of turns that asks what the session has seen; leaving early stops the answer."""
+
+    def chat(turns: Sequence[Turn]) -> Iterator[str]:
+        with video.ask(wording(turns[-1].text), max_new_tokens=longest) as reply:
+            yield from reply
+
+    return chat
