@@ -123,7 +123,7 @@ class Turns:
         quiet = state.gate.quiet_from
         last = state.heard if quiet is None else quiet
         stopped = self._event("speech_stopped", state, state.heard, speech_ms=to_ms(last))
-        turn = self._turns(state, min(state.heard, last + self._padding), "end")
+        turn = self._turns(state, self._padded(state, last), "end")
         return [stopped, *turn] if self._activity else turn
 
     def wait(self, state: TurnState) -> TurnState:
@@ -157,9 +157,9 @@ class Turns:
     def _ended(self, state: TurnState) -> tuple[TurnState, list[TurnEvent]]:
         last = state.gate.quiet_from or 0
         stopped = self._event("speech_stopped", state, state.heard, speech_ms=to_ms(last))
-        stop = min(state.heard, last + self._padding)
+        stop = self._padded(state, last)
         events = [stopped, *self._turns(state, stop, "silence")]
-        return self._emptied(state, max(stop, state.kept_from), GateState()), events
+        return self._emptied(state, stop, GateState()), events
 
     def _bounded(
         self, state: TurnState, events: list[TurnEvent]
@@ -196,6 +196,11 @@ class Turns:
         self, kind: Kind, state: TurnState, at: int, speech_ms: int = 0, pcm: Tensor | None = None
     ) -> TurnEvent:
         return TurnEvent(kind, to_ms(at), to_ms(state.kept_from), to_ms(at), speech_ms, pcm)
+
+    def _padded(self, state: TurnState, last: int) -> int:
+        """Where a turn ends whose last word ended at a sample; its start if it has no word."""
+        no_word = self._activity is not None and last <= state.kept_from
+        return state.kept_from if no_word else min(state.heard, last + self._padding)
 
     def _turns(self, state: TurnState, stop: int, reason: Reason) -> list[TurnEvent]:
         """The turn up to a sample; none where all of it was handed over before."""

@@ -158,18 +158,17 @@ def speech_spans(
     gate = gate or Gate(silence=RATE // 10)
     stage = activity or VoiceActivity()
     _, voices = stage.step(stage.start(), pcm[None])
-    state, found = GateState(), []
+    state, found, spans = GateState(), [], []
     for number, voice in enumerate(voices[0].tolist(), start=1):
-        before = state
+        since = state.loud_from
         state, change = gate.step(state, voice, number * WINDOW)
         if change == "stop":
-            found.append((before.loud_from or 0, state.quiet_from or 0))
+            found.append((since or 0, state.quiet_from or 0))
     if state.speaking:
         found.append((state.loud_from or 0, state.quiet_from or len(pcm)))
-    spans = []
-    for at, (start, stop) in enumerate(found):
+    for at, (first, last) in enumerate(found):
         # Half of a short pause goes to either side.
-        before = start - found[at - 1][1] if at else 2 * start
-        behind = found[at + 1][0] - stop if at + 1 < len(found) else 2 * (len(pcm) - stop)
-        spans.append((start - min(padding, before // 2), stop + min(padding, behind // 2)))
+        before = first - found[at - 1][1] if at else 2 * first
+        behind = found[at + 1][0] - last if at + 1 < len(found) else 2 * (len(pcm) - last)
+        spans.append((first - min(padding, before // 2), last + min(padding, behind // 2)))
     return spans
