@@ -5,7 +5,7 @@ learns in about half the steps here, and on matrices this small it costs next to
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +45,29 @@ class Mixed:
         return [*adam, *(p for group in self.groups.values() for p in group)]
 
     @torch.no_grad()
-    def step(self, factor: float, clip: float = 1.0) -> float:
-        """One update at `factor` times the peak rate; returns the gradient's norm."""
+    def step(
+        self, factor: float, clip: float = 1.0, over: Callable[..., Iterable[None]] = map
+    ) -> float:
+        """One update at `factor` times the peak rate; returns the gradient's norm.
+
+        Args:
+            factor: Of the rate.
+            clip: Largest norm of the gradient.
+            over: As `map`; that of a pool turns matrices of several shapes at once.
+        """
         norm = nn.utils.clip_grad_norm_(self.parameters(), clip)
         for options in self.adam.param_groups:
             options["lr"] = self.lr * factor
         self.adam.step()
-        for shape, group in self.groups.items():
+        list(over(lambda shape: self._turn(shape, factor), self.groups))
+        for parameter in self.parameters():
+            parameter.grad = None
+        return float(norm)
+
+    def _turn(self, shape: tuple[int, ...], factor: float) -> None:
+        """Update the matrices of one shape."""
+        with torch.no_grad():
+            group = self.groups[shape]
             grads = torch.stack([p.grad if p.grad is not None else p * 0 for p in group])
             momentum = self.momentum[shape].lerp_(grads, 0.05)
             update = orthogonalise(grads.lerp(momentum, 0.95))
@@ -59,9 +75,6 @@ class Mixed:
             update = update * (rate * 0.2 * math.sqrt(max(shape)))
             for parameter, change in zip(group, update, strict=True):
                 parameter.mul_(1 - 0.01 * rate).sub_(change)
-        for parameter in self.parameters():
-            parameter.grad = None
-        return float(norm)
 
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
