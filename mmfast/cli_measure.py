@@ -14,7 +14,7 @@ from mmfast.core.errors import MmfastError
 def _suites(incomplete: str) -> list[str]:
     from mmfast.tiny.suites import SUITES
 
-    return [name for name in (*SUITES, "stream") if name.startswith(incomplete)]
+    return [name for name in (*SUITES, "stream", "speech") if name.startswith(incomplete)]
 
 
 def _stream_names(incomplete: str) -> list[str]:
@@ -30,7 +30,9 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
     suite: Annotated[
         str,
-        typer.Option(help="video, image, multi-image, document, stream.", autocompletion=_suites),
+        typer.Option(
+            help="video, image, multi-image, document, stream, speech.", autocompletion=_suites
+        ),
     ] = "video",
     seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
     model: Model = None,
@@ -53,6 +55,10 @@ def evaluate(
         from mmfast.cli_eval_stream import eval_stream
 
         return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
+    if suite == "speech":
+        from mmfast.cli_eval_speech import eval_speech
+
+        return eval_speech(n, seed, model, out, as_json)
     from mmfast.bench.results import append, environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
     from mmfast.tiny.suites import suite_of
@@ -72,6 +78,12 @@ def evaluate(
     if out is not None:
         append(out, eval_rows(document, environ))
     print_eval(document, as_json)
+
+
+def _speech_names(incomplete: str) -> list[str]:
+    from mmfast.bench.speech import names
+
+    return [name for name in names() if name.startswith(incomplete)]
 
 
 def bench(
@@ -95,6 +107,10 @@ def bench(
         str | None,
         typer.Option(help="A benchmark of streams instead.", autocompletion=_stream_names),
     ] = None,
+    speech: Annotated[
+        str | None,
+        typer.Option(help="A benchmark of speech instead.", autocompletion=_speech_names),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -108,6 +124,10 @@ def bench(
         from mmfast.cli_bench_stream import bench_stream
 
         return bench_stream(stream, out, as_json)
+    if speech is not None:
+        from mmfast.cli_bench_speech import bench_speech
+
+        return bench_speech(speech, out, as_json)
     if selection:
         from mmfast.bench.selection import result_rows
 

@@ -130,13 +130,15 @@ def question(rng: np.random.Generator, split: Split = "train") -> str:
             return text
 
 
+def spoken_variants(typed_question: str) -> list[str]:
+    """The ways in which a typed question may be spoken: alone, and behind each carrier."""
+    return [carrier + spoken_wording(typed_question) for carrier in CARRIERS]
+
+
 def asked(fact: Fact, rng: np.random.Generator, split: Split = "train") -> str:
     """A question about a fact of a clip as it is spoken, in some wording."""
-    ways = [
-        carrier + spoken_wording(fact.ask(i))
-        for i in range(len(WORDINGS[fact.kind]))
-        for carrier in CARRIERS
-    ]
+    wordings = [fact.ask(i) for i in range(len(WORDINGS[fact.kind]))]
+    ways = [way for wording in wordings for way in spoken_variants(wording)]
     fitting = [way for way in ways if split_of(way) == split]
     return (fitting or ways)[int(rng.integers(len(fitting or ways)))]
 

@@ -83,7 +83,7 @@ def suite_of(name: str) -> Suite:
         MmfastError: There is none; names the choices.
     """
     if name not in SUITES:
-        raise MmfastError(unknown("suite", name, (*SUITES, "stream")))
+        raise MmfastError(unknown("suite", name, (*SUITES, "stream", "speech")))
     return SUITES[name]
 
 
