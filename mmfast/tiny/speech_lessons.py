@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from mmfast.core.speech import Turn
 from mmfast.tiny.espeak import EspeakVoice
 from mmfast.tiny.speech_corpus import Corpus, Line, build_corpus, heard_lines
-from mmfast.tiny.speech_text import Split, question, sentence, voice
+from mmfast.tiny.speech_text import PITCHES, VOICE_NAMES, Split, question, sentence
 from mmfast.tiny.speech_text_dialogue import dialogue
 
+SPEEDS = (140, 165, 195)  # words per minute that the model speaks at
 KINDS = ("say", "hear", "ask", "reply")  # folders of recordings
 MIDDLE = (0.25, 0.5, 0.25)  # the middle speed and pitch are the most wanted
 Style = tuple[int, int, int]  # voice, speed, pitch
@@ -37,6 +38,11 @@ def style(rng: np.random.Generator) -> Style:
     """One of the ways in which the model speaks."""
     drawn = (rng.integers(4), rng.choice(3, p=MIDDLE), rng.choice(3, p=MIDDLE))
     return (int(drawn[0]), int(drawn[1]), int(drawn[2]))
+
+
+def voice(name: int, speed: int, pitch: int) -> EspeakVoice:
+    """How espeak-ng says it."""
+    return EspeakVoice(VOICE_NAMES[name], SPEEDS[speed], PITCHES[pitch])
 
 
 def said_lines(count: int, seed: int, split: Split = "train") -> tuple[list[Line], list[Style]]:
