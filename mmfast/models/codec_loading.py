@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mmfast.frontends.codecs.mimi import mimi_codec
 from mmfast.models.loading import pick_device, pick_dtype
 
 EMBEDDED_CODEC = "tiny-speech"
-CODECS: dict[str, Callable[..., Codec]] = {
+CODECS: dict[str, Callable[..., Any]] = {
     "mimi": mimi_codec,
     "encodec": encodec_codec,
     "dac": dac_codec,
@@ -49,23 +50,18 @@ def load_codec(
     kind = str(getattr(getattr(source, "config", None), "model_type", type(source).__name__))
     if kind not in CODECS:
         raise ModelError(unknown("codec", kind, [*CODECS, EMBEDDED_CODEC]))
-    return build(CODECS[kind], kind, source.eval(), options)
-
-
-def build(make: Callable[..., Codec], kind: str, model: Any, options: dict[str, Any]) -> Codec:
-    """Call a maker with options; one it does not take is named."""
-    allowed = {"codebooks", *(["lookahead"] if kind == "dac" else [])}
+    allowed = ["codebooks", "lookahead"] if kind == "dac" else ["codebooks"]
     for name in options:
         if name not in allowed:
             raise ModelError(unknown(f"option of codec {kind}", name, allowed))
-    return make(model, **options)
+    codec: Codec = CODECS[kind](source.eval(), **options)
+    return codec
 
 
 def _embedded(options: dict[str, Any]) -> Codec:
-    from mmfast.frontends.codecs import embedded
-
     if options:
         raise ModelError(f"codec {EMBEDDED_CODEC!r} takes no options, given: {', '.join(options)}")
+    embedded = import_module("mmfast.frontends.codecs.embedded")
     codec: Codec = embedded.load_embedded()
     return codec
 

@@ -52,15 +52,15 @@ class StackCodec:
         self._encoder: FrameStage | None = None
         self._decoder: FrameStage | None = None
         if encode is not None:
-            first = Pointwise(lambda x: x[:, None].to(like.dtype), (1,))
-            last = Pointwise(quantise, (books,))
+            first = Pointwise(lambda x: x[:, None].to(like.dtype), (1,), like.dtype)
+            last = Pointwise(lambda x: quantise(x).long(), (books,), torch.long)
             self._encoder = FrameStage(
-                Chain([first, encode, last, Pointwise(torch.Tensor.long)]),
+                Chain([first, encode, last]),
                 check_pcm, hop, 1, -1, (books,), whole, like.device,
             )  # fmt: skip
         if decode is not None:
-            first = Pointwise(lookup, (width,))
-            last = Pointwise(lambda x: x[:, 0].float(), ())
+            first = Pointwise(lookup, (width,), like.dtype)
+            last = Pointwise(lambda x: x[:, 0].float(), (), torch.float32)
             self._decoder = FrameStage(
                 Chain([first, decode, last]), self._check_codes, 1, hop, 0.0, device=like.device
             )

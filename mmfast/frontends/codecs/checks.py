@@ -50,7 +50,8 @@ def check_codes(codes: Any, books: int, size: int, batch: int | None = None) -> 
         if low < 0 or high >= size:
             worst = low if low < 0 else high
             raise MediaError(f"code {worst} is not in a codebook; give codes of 0 to {size - 1}")
-    return codes.long()
+    whole_numbers: Tensor = codes.long()
+    return whole_numbers
 
 
 def _check_batch(what: str, x: Tensor, batch: int | None) -> None:

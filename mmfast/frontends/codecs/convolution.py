@@ -105,7 +105,7 @@ class Conv:
         return torch.where(state.fresh[:, None, None], copies, state.context)
 
     def _waits(self, state: Past) -> bool:
-        return self.mode == "reflect" and 0 < self.left and state.total <= self.left
+        return self.mode == "reflect" and self.left > 0 and state.total <= self.left
 
     def _unbegun(self, state: Past, right: int) -> Tensor | None:
         """A stream too short to be mirrored ends: the whole of it at once."""

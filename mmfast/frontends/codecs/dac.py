@@ -1,4 +1,4 @@
-"""DAC, the Descript codec: plain convolutions that see both ways, snake activations, residual codes.
+"""DAC, the Descript codec: convolutions that see both ways, snake activations, residual codes.
 
 Nothing in it is recurrent, and its padding is zeros: streaming is exact, late by what the layers
 see of the future. With less look-ahead each frame comes from a window that ends sooner, and is off

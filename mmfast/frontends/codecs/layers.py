@@ -41,14 +41,18 @@ class Pointwise:
     Args:
         function: From `[B, …, t]` to `[B, *shape, t]`.
         shape: Dimensions of its output between the batch and time; None: those of its input.
+        dtype: Type of its output, where it is not that of its input.
     """
 
     in_step = True
 
     def __init__(
-        self, function: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None
+        self,
+        function: Callable[[Tensor], Tensor],
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.function, self.shape = function, shape
+        self.function, self.shape, self.dtype = function, shape, dtype
 
     def start(self, batch: int) -> Any:
         """Nothing is held back."""
@@ -58,7 +62,8 @@ class Pointwise:
         """Moment by moment; of none, none."""
         if x.shape[-1]:
             return state, self.function(x)
-        return state, x if self.shape is None else x.new_zeros(x.shape[0], *self.shape, 0)
+        shape = x.shape[1:-1] if self.shape is None else self.shape
+        return state, x.new_zeros(x.shape[0], *shape, 0, dtype=self.dtype)
 
     def finish(self, state: Any) -> Tensor | None:
         """Nothing."""
@@ -81,8 +86,8 @@ class Recurrent:
 
     def start(self, batch: int) -> tuple[Tensor, Tensor]:
         """Hidden and cell state, zeros, `[B, layers, H]` each."""
-        weight = self.lstm.weight_hh_l0
-        zeros = torch.zeros(batch, self.lstm.num_layers, self.lstm.hidden_size).to(weight)
+        weight = next(self.lstm.parameters())
+        zeros = weight.new_zeros(batch, self.lstm.num_layers, self.lstm.hidden_size)
         return zeros, zeros
 
     def step(self, state: Any, x: Tensor) -> tuple[Any, Tensor]:
@@ -154,7 +159,8 @@ class Residual:
 
     def start(self, batch: int) -> Waiting:
         """Both branches at their start."""
-        return Waiting(tuple(side.start(batch) for side in self.sides), (None, None))  # type: ignore[arg-type]
+        branch, shortcut = self.sides
+        return Waiting((branch.start(batch), shortcut.start(batch)), (None, None))
 
     def step(self, state: Waiting, x: Tensor) -> tuple[Waiting, Tensor]:
         """`[B, C, t]` to the sum, as far as both branches have come."""

@@ -95,6 +95,8 @@ class FrameStage:
             chunk = torch.cat([state.waiting.to(chunk), chunk], -1)
         whole = chunk.shape[-1] // self.unit * self.unit
         state = state._replace(waiting=chunk[..., whole:].clone())
+        if not whole:
+            return state, self._blanks(state.batch, 0)
         outs = []
         for piece in chunk[..., :whole].split(BLOCK * self.unit, -1):
             state, out = self._advance(state, piece)
@@ -170,11 +172,13 @@ class FrameStage:
             if len(stay):
                 kept.append(take_rows(group, stay)._replace(frames=group.frames))
         new = rows.nonzero().flatten()
-        kind = torch.long if isinstance(self.blank, int) else torch.float32
-        due = torch.full(
-            (len(new), *self.shape, self._lag), self.blank, dtype=kind, device=self.device
-        )
+        due = self._blanks(len(new), self._lag)
         return (*kept, Group(new, self.layers.start(len(new)), due, 0))
+
+    def _blanks(self, rows: int, n: int) -> Tensor:
+        kind = torch.long if isinstance(self.blank, int) else torch.float32
+        shape = (rows, *self.shape, n)
+        return torch.full(shape, self.blank, dtype=kind, device=self.device)
 
     def _of(self, x: Tensor, group: Group, state: Frames) -> Tensor:
         return x if len(state.groups) == 1 else x.index_select(0, group.rows)
