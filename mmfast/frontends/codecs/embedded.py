@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.frontends.codecs.checks import check_codes, check_pcm
 from mmfast.frontends.codecs.embedded_decoder import EmbeddedDecoder
 from mmfast.frontends.codecs.embedded_encoder import EmbeddedEncoder
 from mmfast.frontends.codecs.embedded_features import FRAME
@@ -39,27 +40,38 @@ class EmbeddedCodec:
     sample_rate = 16_000
     hop = FRAME
     frame_rate = sample_rate / hop
+    name = "embedded"
 
     def __init__(self, books: Tensor, bias: Tensor, net: VocoderNet) -> None:
         self.codebooks, self.size = int(books.shape[0]), int(books.shape[1])
         self.encoder = EmbeddedEncoder(books, bias)
         self.decoder = EmbeddedDecoder(books, net)
 
+    def __repr__(self) -> str:
+        return (
+            f"<codec embedded: {self.sample_rate} Hz, {self.frame_rate:g} frames/s, "
+            f"{self.codebooks} x {self.size}>"
+        )
+
     def encode(self, pcm: Tensor) -> Tensor:
-        """Whole sound `[B, n]` to codes `[B, Q, ceil(n / 640)]`; a last part is filled up.
+        """Sound `[B, n]` or `[n]` to codes `[B, Q, ceil(n / 640)]`; a last part is filled up.
 
         Raises:
-            MediaError: Not float samples `[B, n]`, or NaN among them.
+            MediaError: Not finite floating-point samples of that shape.
         """
+        one = isinstance(pcm, Tensor) and pcm.dim() == 1
+        pcm = check_pcm(pcm[None] if one else pcm)
         state, codes = self.encoder.step(self.encoder.start(len(pcm)), pcm)
         return torch.cat([codes, self.encoder.finish(state)], 2)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes `[B, Q, T]` to sound `[B, T * 640]`, float32.
+        """Codes `[B, Q, T]` or `[Q, T]` to sound `[B, T * 640]`, float32.
 
         Raises:
-            MediaError: Codes of another shape or type, or out of range.
+            MediaError: Not whole numbers of that shape and range.
         """
+        one = isinstance(codes, Tensor) and codes.dim() == 2
+        codes = check_codes(codes[None] if one else codes, self.codebooks, self.size)
         state, sound = self.decoder.step(self.decoder.start(len(codes)), codes)
         return torch.cat([sound, self.decoder.finish(state)], 1)[:, : codes.shape[2] * FRAME]
 

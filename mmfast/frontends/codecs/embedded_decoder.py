@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MediaError
+from mmfast.frontends.codecs.checks import check_codes
 from mmfast.frontends.codecs.embedded_features import FRAME, STEPS
 from mmfast.frontends.codecs.embedded_network import LOOKAHEAD, VocoderNet
 from mmfast.frontends.codecs.embedded_synthesis import SynthesisState, synthesise
@@ -32,6 +32,8 @@ class EmbeddedDecoder:
     new one does; what it had not said is dropped.
     """
 
+    lookahead = LOOKAHEAD * FRAME  # samples
+
     def __init__(self, books: Tensor, net: VocoderNet) -> None:
         self.books = books.double()  # [Q, V, 100]
         self.net = net.double().eval().requires_grad_(False)
@@ -45,28 +47,9 @@ class EmbeddedDecoder:
             LOOKAHEAD,
         )
 
-    def check(self, codes: Tensor) -> Tensor:
-        """Codes `[B, Q, t]` on the codec's device.
-
-        Raises:
-            MediaError: Of another shape or type, or out of range.
-        """
-        books, size, _ = self.books.shape
-        if codes.dim() != 3 or codes.shape[1] != books or codes.dtype != torch.long:
-            raise MediaError(
-                f"codes are {tuple(codes.shape)} {codes.dtype}; "
-                f"the codec takes int64 of shape [B, {books}, T]"
-            )
-        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < size:
-            raise MediaError(
-                f"codes run from {int(codes.min())} to {int(codes.max())}; they must be 0 to "
-                f"{size - 1}"
-            )
-        return codes.to(self.books.device)
-
     def features(self, codes: Tensor) -> Tensor:
         """What codes `[B, Q, T]` stand for: the sum of their entries `[B, T, 100]`."""
-        parts = [book[codes[:, index]] for index, book in enumerate(self.books)]
+        parts = [book[code] for book, code in zip(self.books, codes.unbind(1), strict=False)]
         return torch.stack(parts).sum(0)
 
     @torch.no_grad()
@@ -74,10 +57,12 @@ class EmbeddedDecoder:
         """Add codes `[B, Q, t]`; give the sound they make certain `[B, n]`, float32.
 
         Raises:
-            MediaError: Codes of another shape or type, or out of range.
+            MediaError: Not whole numbers of that shape and range.
         """
+        books, size, _ = self.books.shape
+        codes = check_codes(chunk, books, size, len(state.waiting)).to(self.books.device)
         parts = []
-        for block in self.check(chunk).split(_BLOCK, 2):
+        for block in codes.split(_BLOCK, 2):
             if block.shape[2]:
                 state, sound = self._block(state, self.features(block))
                 parts.append(sound)

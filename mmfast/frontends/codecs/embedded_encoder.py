@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MediaError, MmfastError
+from mmfast.frontends.codecs.checks import check_pcm
 from mmfast.frontends.codecs.embedded_features import FRAME, PAST, features
 
 _BLOCK = 250  # frames at once: bounded memory however long the sound
@@ -38,22 +38,6 @@ def quantise(frames: Tensor, books: Tensor, bias: Tensor) -> Tensor:
     return torch.stack(codes, -1)
 
 
-def check_sound(pcm: Tensor) -> Tensor:
-    """Sound `[B, n]` as float64.
-
-    Raises:
-        MediaError: It has another shape or type, or samples that are no numbers.
-    """
-    if pcm.dim() != 2 or not pcm.is_floating_point():
-        raise MediaError(
-            f"pcm is {tuple(pcm.shape)} {pcm.dtype}; the codec takes floats -1..1 of shape [B, n]"
-        )
-    if not bool(pcm.isfinite().all()):
-        bad = int((~pcm.isfinite()).sum())
-        raise MediaError(f"pcm has {bad} samples that are NaN or infinite; clean them first")
-    return pcm.double()
-
-
 @dataclass(frozen=True)
 class EncoderState:
     """Samples that coming frames still need: 480 of the past and the frame begun `[B, 480 + r]`."""
@@ -69,6 +53,8 @@ class EncoderState:
 class EmbeddedEncoder:
     """pcm `[B, n]` to codes `[B, Q, t]` as a `Stage`; a frame is out with its last sample."""
 
+    lookahead = 0
+
     def __init__(self, books: Tensor, bias: Tensor) -> None:
         self.books, self.bias = books.double(), bias.double()
 
@@ -80,9 +66,10 @@ class EmbeddedEncoder:
         """Add samples `[B, n]`, any number; give the frames they complete `[B, Q, t]`.
 
         Raises:
-            MediaError: Not float samples `[B, n]`, or NaN among them.
+            MediaError: Not finite floating-point samples `[B, n]`.
         """
-        heard = torch.cat([state.tail, check_sound(chunk).to(state.tail.device)], 1)
+        pcm = check_pcm(chunk, len(state.tail)).to(state.tail)
+        heard = torch.cat([state.tail, pcm], 1)
         count = (heard.shape[1] - PAST) // FRAME
         codes = [self._block(heard, at, min(count, at + _BLOCK)) for at in range(0, count, _BLOCK)]
         empty = torch.zeros(len(heard), len(self.books), 0, dtype=torch.long, device=heard.device)
@@ -100,15 +87,8 @@ class EmbeddedEncoder:
     def reset(self, state: EncoderState, rows: Tensor) -> EncoderState:
         """Start streams `rows` (`[B]` bool) anew; the others go on.
 
-        Raises:
-            MmfastError: The others are in the middle of a frame, which a batch shares.
+        Samples of a frame that a stream had begun are silence then: rows share frames.
         """
-        if state.pending and not bool(rows.all()):
-            raise MmfastError(
-                f"{state.pending} samples of a frame of {FRAME} are pending: reset single streams "
-                f"of a batch after whole frames, or keep one state per stream"
-            )
-        tail = state.tail[:, :PAST]
-        if not bool(rows.all()) or not state.pending:
-            tail = state.tail
-        return EncoderState(tail.masked_fill(rows.to(tail.device)[:, None], 0.0))
+        if bool(rows.all()):
+            return self.start(len(state.tail))
+        return EncoderState(state.tail.masked_fill(rows.to(state.tail.device)[:, None], 0.0))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 RATE, HOP = 16_000, 160
-SIZE = 1024  # of the transform: a filter rings for 54 ms and does not wrap round
+SIZE = 512  # of the transform: a filter rings for 22 ms, longer than its envelope is sharp
 BINS = SIZE // 2 + 1
 HARMONIC_POINTS, NOISE_POINTS = 64, 32  # of the envelopes, evenly spaced in mel
 POINTS = HARMONIC_POINTS + NOISE_POINTS
@@ -58,36 +58,44 @@ def white(index: Tensor) -> Tensor:
     return (mixed.double() / 0x800000 - 1.0) * math.sqrt(3.0)
 
 
+def _minimum_phase(shape: Tensor) -> Tensor:
+    """Log responses `[..., BINS]` complex of log magnitudes: the phase is linear in them."""
+    fold = shape.new_zeros(SIZE)
+    fold[0] = fold[SIZE // 2] = 1.0
+    fold[1 : SIZE // 2] = 2.0
+    return torch.fft.rfft(torch.fft.irfft(shape, SIZE) * fold)
+
+
 @cache
-def _spread(points: int) -> Tensor:
-    """Linear interpolation in mel from points to bins `[points, BINS]`, float64."""
+def _responses(points: int) -> Tensor:
+    """Log response of each point of an envelope, linear in mel between them `[points, BINS]`."""
     hertz = torch.linspace(0.0, RATE / 2, BINS, dtype=torch.float64)
     mel = (1.0 + hertz / 700.0).log()
     place = mel / mel[-1] * (points - 1)
-    return (1.0 - (place - torch.arange(points)[:, None]).abs()).clamp(min=0.0)
+    shape = (1.0 - (place - torch.arange(points)[:, None]).abs()).clamp(min=0.0)
+    return _minimum_phase(shape)
 
 
 @cache
-def _constants() -> tuple[Tensor, Tensor, Tensor]:
-    """Fold of a cepstrum `[SIZE]`, fade of pulses in log magnitude `[BINS]`, rise `[HOP]`."""
-    fold = torch.zeros(SIZE, dtype=torch.float64)
-    fold[0] = fold[SIZE // 2] = 1.0
-    fold[1 : SIZE // 2] = 2.0
+def _constants() -> tuple[Tensor, Tensor]:
+    """Log response that fades pulses out at the top `[BINS]`, and the rise over a hop `[HOP]`."""
     hertz = torch.linspace(0.0, RATE / 2, BINS, dtype=torch.float64)
-    fade = 12.0 * ((hertz - _EDGE) / (_END - _EDGE)).clamp(0.0, 1.0)
+    fade = _minimum_phase(-12.0 * ((hertz - _EDGE) / (_END - _EDGE)).clamp(0.0, 1.0))
     rise = 0.5 - 0.5 * torch.cos((torch.arange(HOP, dtype=torch.float64) + 0.5) * math.pi / HOP)
-    return fold, fade, rise
+    return fade, rise
+
+
+def _apply(points: Tensor, table: Tensor) -> Tensor:
+    real, imaginary = table.real.to(points), table.imag.to(points)
+    return torch.complex(points @ real, points @ imaginary)
 
 
 def filters(points: Tensor) -> tuple[Tensor, Tensor]:
     """Minimum-phase responses of pulses and of noise, `[..., BINS]` complex, of `[..., 96]`."""
-    fold, fade, _ = _constants()
-    parts = points.split((HARMONIC_POINTS, NOISE_POINTS), -1)
-    tones = parts[0] @ _spread(HARMONIC_POINTS).to(points) - fade.to(points)
-    breath = parts[1] @ _spread(NOISE_POINTS).to(points)
-    cepstrum = torch.fft.irfft(torch.stack([tones, breath]), SIZE) * fold.to(points)
-    response = torch.fft.rfft(cepstrum).exp()
-    return response[0], response[1]
+    tones, breath = points.split((HARMONIC_POINTS, NOISE_POINTS), -1)
+    voiced = _apply(tones, _responses(HARMONIC_POINTS))
+    voiced = voiced + _constants()[0].to(points.device, voiced.dtype)
+    return voiced.exp(), _apply(breath, _responses(NOISE_POINTS)).exp()
 
 
 def pulses(before: Tensor, pitch: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +137,7 @@ def synthesise(
     Returns:
         The state behind them, and sound `[B, T * 160]`.
     """
-    rise = _constants()[2].to(points)
+    rise = _constants()[1].to(points)
     if active is not None:
         points = torch.where(active[..., None], points, torch.full_like(points, SILENT))
         pitch = torch.where(active, pitch, torch.zeros_like(pitch))

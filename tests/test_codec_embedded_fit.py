@@ -1,0 +1,148 @@
+"""Fitting the embedded codec: books, prices, targets, a lesson."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from embedded_codec_cases import codec, speech, voice
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.codecs.embedded_encoder import quantise
+from mmfast.frontends.codecs.embedded_network import VocoderNet
+from mmfast.frontends.codecs.embedded_synthesis import (
+    HOP,
+    SynthesisState,
+    filters,
+    pulses,
+    synthesise,
+    white,
+)
+from mmfast.tiny import speech_codec, speech_codec_vocoder
+from mmfast.tiny.speech_codec import fit_book, fit_codec
+from mmfast.tiny.speech_codec_loss import spectral_loss
+from mmfast.tiny.speech_codec_vocoder import fit_vocoder, make_lessons, target_pitch
+
+
+def test_quantise_against_loops() -> None:
+    draw = torch.Generator().manual_seed(0)
+    frames = torch.randn(9, 5, generator=draw).double()
+    books, bias = torch.randn(2, 7, 5, generator=draw), torch.rand(2, 7, generator=draw)
+    for frame, codes in zip(frames, quantise(frames, books, bias), strict=True):
+        left = frame
+        for book, price, code in zip(books.double(), bias.double(), codes, strict=True):
+            costs = [float((left - e).square().sum() + p) for e, p in zip(book, price, strict=True)]
+            assert int(code) == min(range(7), key=costs.__getitem__)
+            left = left - book[code]
+
+
+def _surprise(codes: torch.Tensor) -> float:
+    share = torch.bincount(codes).double() / len(codes)
+    share = share[share > 0]
+    return float(-(share * share.log()).sum())
+
+
+def test_a_price_on_rare_entries_makes_codes_expected() -> None:
+    draw = torch.Generator().manual_seed(3)
+    frames = torch.randn(3000, 6, generator=draw)
+    frames[:600] = 0.0
+    surprise, error = [], []
+    for price in (0.0, 0.5, 2.0):
+        book, cost = fit_book(frames, 32, price, 1)
+        assert not book[0].any()  # silence
+        codes = quantise(frames.double(), book[None], cost[None])[:, 0]
+        assert not codes[:600].any()
+        surprise.append(_surprise(codes))
+        error.append(float((frames - book[codes]).square().sum(1).mean()))
+    assert surprise[0] > surprise[1] > surprise[2] and error[0] < error[1] < error[2]
+
+
+def test_books_depend_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speech_codec, "ENTRIES", 12)
+    corpus = [speech()[0], voice(0.6, 140, 120)]
+    first, again, other = fit_codec(corpus, 1), fit_codec(corpus, 1), fit_codec(corpus, 2)
+    assert first[0].shape == (2, 12, 100) and first[0].dtype == torch.half
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
+    assert not first[0][0, :, 96:].any()  # book 0 knows nothing of pitch
+
+
+def test_too_little_to_fit_to() -> None:
+    with pytest.raises(MediaError, match="too few for 1024 entries"):
+        fit_codec([speech()[0]])
+
+
+def test_target_pitch_is_where_the_hop_ends() -> None:
+    pcm = voice(0.64, 100, 200)
+    pitch, voiced = target_pitch(pcm)
+    assert pitch.shape == voiced.shape == (64,)
+    wanted = torch.linspace(100, 200, 65)[1:].log() - math.log(110)
+    assert (pitch - wanted)[8:58].abs().max() < 0.02
+    assert not target_pitch(torch.zeros(640))[1].any()
+
+
+def test_noise_is_white_and_the_same_for_the_same_sample() -> None:
+    noise = white(torch.arange(1 << 16))
+    assert abs(float(noise.mean())) < 0.02 and abs(float(noise.square().mean()) - 1) < 0.02
+    power = torch.fft.rfft(noise.view(-1, 256)).abs().square().mean(0)[1:-1]
+    assert float(power.min() / power.mean()) > 0.7 and float(power.max() / power.mean()) < 1.3
+    assert torch.equal(white(torch.arange(500, 600)), noise[500:600])
+
+
+def test_pulses_are_the_sum_of_their_cosines() -> None:
+    hertz = torch.full((1, 3), 130.0, dtype=torch.float64)
+    wave, phase = pulses(hertz, hertz, torch.tensor([0.3], dtype=torch.float64))
+    at = 0.3 + 130.0 * torch.arange(1, 3 * HOP + 1, dtype=torch.float64) / 16000
+    count = 60  # 60 * 130 = 7800
+    slow = torch.stack([(2 * math.pi * k * at).cos() for k in range(1, count + 1)]).sum(0)
+    assert (wave.flatten() - slow * math.sqrt(130 / 16000)).abs().max() < 1e-8
+    assert abs(float(phase) - float(at[-1] % 1)) < 1e-9
+
+
+def test_filters_have_the_magnitudes_asked_for_and_do_not_ring_ahead() -> None:
+    points = torch.zeros(96, dtype=torch.float64)
+    points[20:40] = 2.0
+    response = torch.fft.irfft(filters(points)[0], 512)
+    early, late = response[:256].square().sum(), response[256:].square().sum()
+    assert late < 1e-4 * early
+    assert abs(float(filters(points)[0].abs().log().max()) - 2.0) < 0.05
+
+
+def test_steady_noise_is_as_loud_as_its_envelope() -> None:
+    points = torch.full((1, 50, 96), -30.0, dtype=torch.float64)
+    points[..., 64:] = math.log(0.1)
+    state = SynthesisState.start(1, points)
+    sound = synthesise(state, points.new_full((1, 50), 100.0), points)[1][0, 800:]
+    assert abs(float(sound.square().mean().sqrt()) / 0.1 - 1) < 0.05
+
+
+def test_the_loss_knows_what_is_nearer() -> None:
+    real = speech()[:, :8000]
+    hiss = 0.01 * white(torch.arange(8000)).float()
+    near, far = spectral_loss(real + hiss, real), spectral_loss(real + 10 * hiss, real)
+    assert spectral_loss(real, real) == 0 and 0 < near < far
+
+
+def test_a_vocoder_learns_and_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speech_codec_vocoder, "BATCH", 2)
+    books, bias, corpus = codec().encoder.books, codec().encoder.bias, [speech()[0]]
+    rows: list[dict[str, float]] = []
+    nets = [
+        fit_vocoder(corpus, books, bias, 0, 3, rows.append, VocoderNet(16, 16).apply(_same))
+        for _ in range(2)
+    ]
+    for one, two in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(one, two)
+    lessons = make_lessons(corpus, books, bias)
+    start = torch.tensor([0])
+    before = speech_codec_vocoder.lesson_loss(VocoderNet(16, 16).apply(_same), lessons, start)
+    after = speech_codec_vocoder.lesson_loss(nets[0], lessons, start)
+    assert after[0] < before[0]
+
+
+def _same(module: torch.nn.Module) -> None:
+    """The same start whatever was drawn before."""
+    for index, weight in enumerate(module.parameters(recurse=False)):
+        draw = torch.Generator().manual_seed(index)
+        weight.data = 0.1 * torch.randn(weight.shape, generator=draw)
