@@ -37,7 +37,7 @@ def talk(
     from mmfast.cli_talking import Talking, read_recording, video_pipe, voice_pipe
 
     source = read_recording(recording)
-    how = {"voice": voice, "rate": rate, "pitch": pitch, "mode": mode, "verify": verify}
+    how = {"voice": voice, "speed": rate, "pitch": pitch, "mode": mode, "verify": verify}
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     pipe = video_pipe(clip, model, how, place) if clip else voice_pipe(model, how, place)
     talking = Talking(pipe, whole)

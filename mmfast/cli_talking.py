@@ -110,8 +110,8 @@ class Talking:
             "text": " ".join(turn["text"].strip() for turn in turns).strip(),
             "heard": " ".join(turn["heard"] for turn in turns).strip(),
         }
-        figures = {**stats, "seconds": round(seconds, 4)}
+        figures = {**stats, "seconds": round(seconds, 4), "turns": turns}
         first = next((t["first_audio_ms"] for t in turns if t.get("first_audio_ms")), None)
         figures["first_audio_ms"] = first
         head = {key: figures[key] for key in KEYS}
-        return {"text": said["text"], **head, "heard": said["heard"], "turns": turns, **figures}
+        return {"text": said["text"], **head, "heard": said["heard"], **figures}

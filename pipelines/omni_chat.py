@@ -33,6 +33,8 @@ def written(heard: str) -> str:
     found = re.search(rf"(?:^|[\s,]){_ASKS}", text, re.IGNORECASE)
     if found is not None:
         text = text[found.start() :].lstrip(" ,")
+    # what a recogniser leaves out: "which moves faster, the red circle or …"
+    text = re.sub(r"^((?:which|what)\b.* (?:faster|first)) (?=the )", r"\1, ", text, flags=re.I)
     text = text.rstrip(" .")
     return text[:1].upper() + text[1:] + ("" if text.endswith(("?", "!")) else "?")
 
@@ -49,7 +51,7 @@ class OmniChat:
         wording: Makes a written question of what was heard.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: Of the video model.
-        voice: Options of the speaker, such as `{"voice": "en-us+f2", "mode": "turbo"}`.
+        voice: Options of the speaker, such as `{"voice": "en-us+f2", "speed": 195}`.
         **options: Of `VideoStream` (`reduce`, `fps`, `frame_cache`, …) and `VideoQA` (`cache`,
             `frames`, `max_new_tokens`).
 

@@ -30,7 +30,7 @@ class SpeechChat:
         listener: Understands speech for `chat`; None takes the model.
         speaker: Says what `chat` answers; None takes the model.
         voice: Name of a voice; None takes the model's own.
-        rate: Words per minute.
+        speed: Words per minute.
         pitch: 0 to 99.
         mode: `vanilla`, `balance`, `boost` or `turbo`: audio tokens per pass of the backbone.
         verify: `none` (fastest), `exact` (as one token per pass) or `typical:0.3`.
@@ -58,7 +58,7 @@ class SpeechChat:
         listener: Any = None,
         speaker: Any = None,
         voice: str | None = None,
-        rate: int | None = None,
+        speed: int | None = None,
         pitch: int | None = None,
         mode: str | None = None,
         verify: str | None = None,
@@ -66,7 +66,7 @@ class SpeechChat:
         dtype: str | torch.dtype = "auto",
         **options: Any,
     ) -> None:
-        named = {"voice": voice, "rate": rate, "pitch": pitch, "mode": mode, "verify": verify}
+        named = {"voice": voice, "speed": speed, "pitch": pitch, "mode": mode, "verify": verify}
         self.options = {**given_options(named), **options}
         self.chatter: Chatter
         if chat is None:
@@ -79,7 +79,7 @@ class SpeechChat:
 
         Args:
             media: Path, bytes, file object, array at 16 kHz, or `(array, rate)`.
-            **options: `voice`, `rate`, `pitch`, `mode`, `verify`, for this call.
+            **options: `voice`, `speed`, `pitch`, `mode`, `verify`, for this call.
 
         Returns:
             A `Spoken`, or a list of them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,11 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Listener, Sound, Speaker, Turn
 
 Chat = Callable[[Sequence[Turn]], str | Iterable[str]]
+
+
+def speaking(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a reply as options of `Speaker.speak`, to which `rate` is not the input's."""
+    return {"rate" if name == "speed" else name: value for name, value in options.items()}
 
 
 class Cascade:
@@ -40,7 +45,10 @@ class Cascade:
     def reply(
         self, pcm: Tensor, rate: int = 16000, history: Sequence[Turn] = (), **options: Any
     ) -> Iterator[Sound]:
-        """What was said `[n]` to the answer as it comes; nothing where no word was said."""
+        """What was said `[n]` to the answer as it comes; nothing where no word was said.
+
+        Options are those of the speaker, its `rate` as `speed`.
+        """
         heard = self.listener.transcribe(pcm, rate).strip()
         yield Sound(torch.zeros(0), self.sample_rate, heard=heard)
         if heard:
@@ -50,7 +58,7 @@ class Cascade:
         """A written conversation to the answer as it comes."""
         answer = self.chat(turns)
         if self.speaker is not None:
-            yield from self.speaker.speak(answer, **options)
+            yield from self.speaker.speak(answer, **speaking(options))
             return
         for text in [answer] if isinstance(answer, str) else answer:
             yield Sound(torch.zeros(0), self.sample_rate, text=text)

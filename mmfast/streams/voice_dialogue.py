@@ -10,6 +10,7 @@ from typing import Any
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Chatter, Sound
 from mmfast.streams.clock import Clock, FakeClock
+from mmfast.streams.voice_cascade import speaking
 from mmfast.streams.voice_ear import RATE, Ear, Heard
 from mmfast.streams.voice_events import VoiceEvent
 from mmfast.streams.voice_floor import Floor
@@ -37,7 +38,7 @@ class Dialogue:
         interrupt: Speech cuts a reply off; else only a turn that is over does.
         answer: Every turn is answered; else `respond` is called.
         history: What bounds the past.
-        options: Of every reply, such as `voice`, `rate`, `pitch`, `mode`, `verify`.
+        options: Of every reply, such as `voice`, `speed`, `pitch`, `mode`, `verify`.
     """
 
     def __init__(
@@ -141,8 +142,8 @@ class Dialogue:
             raise MmfastError("this model answers, but does not read out; give speaker=")
         with self.lock:
             self._check_open()
-            options = {**self.options, **options}
-            return self._start(lambda: iter(speaker.speak(text, **options)))
+            how = speaking({**self.options, **options})
+            return self._start(lambda: iter(speaker.speak(text, **how)))
 
     def _start(self, make: Callable[[], Iterator[Sound]], question: Item | None = None) -> str:
         run = Run(self._name("reply"), Item(self._name("item"), "assistant"), make, question)

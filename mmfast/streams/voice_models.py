@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from mmfast.core.errors import MmfastError, ModelError, unknown
+from mmfast.models.loading import pick_device, pick_dtype
 
-# model_type -> (module, function of (path, device=, dtype=)); modules are imported when needed
-LOADERS = {
-    "csm": ("mmfast.models.csm", "load_csm"),
-    "qwen2_5_omni": ("mmfast.models.omni_speech", "load_omni"),
+# model_type -> transformers class, and what gives it a voice: module, class, its argument for
+# the tokenizer
+FAMILIES = {
+    "csm": ("CsmForConditionalGeneration", "mmfast.models.csm_voice", "CsmVoice", "tokenizer"),
+    "moshi": ("MoshiForConditionalGeneration", "mmfast.models.moshi_voice", "MoshiVoice", "words"),
 }
 _PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
 
@@ -40,10 +42,30 @@ def load_voice(
     kind = _kind_of(model)
     if kind == "llama" and (Path(model) / "speech.json").is_file():
         return _embedded(model, device)
-    if kind not in LOADERS:
-        raise ModelError(unknown("speech model type", kind, ["tiny-speech", *LOADERS]))
-    module, name = LOADERS[kind]
-    return getattr(importlib.import_module(module), name)(model, device=device, dtype=dtype)
+    if kind not in FAMILIES:
+        raise ModelError(unknown("speech model type", kind, ["tiny-speech", *FAMILIES]))
+    return _of_family(str(model), kind, device, dtype)
+
+
+def _of_family(
+    model: str, kind: str, device: str | torch.device | None, dtype: str | torch.dtype
+) -> Any:
+    """A stock checkpoint with its tokenizer, and the class here that gives it a voice."""
+    import transformers
+
+    stock, module, name, argument = FAMILIES[kind]
+    place, how = pick_device(device), pick_dtype(dtype)
+    try:
+        loaded = getattr(transformers, stock).from_pretrained(
+            model, dtype=how, use_safetensors=True, trust_remote_code=False
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"cannot load model {model!r}: {reason}") from error
+    cls = getattr(importlib.import_module(module), name)
+    given = tokenizer if argument == "tokenizer" else tokenizer.decode
+    return cls(loaded.to(place).eval(), **{argument: given})
 
 
 def _embedded(path: str | Path | None, device: str | torch.device | None) -> Any:
@@ -104,7 +126,7 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("voice", "mode", "verify"):
         if name in found and not isinstance(found[name], str):
             raise MmfastError(f"{name}={found[name]!r} is no name; give one such as 'turbo'")
-    for name in ("rate", "pitch"):
+    for name in ("rate", "speed", "pitch"):
         if name in found and (isinstance(found[name], bool) or not isinstance(found[name], int)):
             raise MmfastError(f"{name}={found[name]!r} is no whole number; give one")
     return found

@@ -1,0 +1,177 @@
+"""`mmfast say` and `text-to-speech`: what they print and write, and what they refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import wave
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmfast
+from mmfast.bench.speech_hum import HumModel, hum, read
+from mmfast.cli import main
+from mmfast.core.errors import MmfastError, ModelError
+from mmfast.frontends.audio import load_audio
+from mmfast.pipelines.text_to_speech import TextToSpeech
+from mmfast.streams import voice_models
+
+Run = Callable[..., tuple[int, str, str]]
+KEYS = {"text", "seconds", "first_audio_ms", "rtf", "tokens_per_pass"}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line with a humming model; exit code, standard output and error."""
+    monkeypatch.setattr(voice_models, "_embedded", lambda path, device: HumModel())
+
+    def call(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            main([*args])
+        return (int(left.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+def test_say_writes_a_file_and_prints_the_text(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.wav"
+    code, printed, told = run("say", "hello there", "-o", str(out))
+    assert (code, printed) == (0, "hello there\n")
+    assert "real-time factor" in told
+    with wave.open(str(out)) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (16000, 1, 2)
+    assert read(load_audio(out)) == "hello there"
+
+
+def test_json_is_one_document_and_nothing_else(run: Run, tmp_path: Path) -> None:
+    code, printed, told = run("say", "hello there", "-o", str(tmp_path / "o.wav"), "--json")
+    document = json.loads(printed)
+    assert (code, told) == (0, "")
+    assert document.keys() >= KEYS
+    assert document["text"] == "hello there"
+    assert document["seconds"] == 0.22
+    assert document["tokens_per_pass"] == 14.6667
+
+
+def test_text_from_standard_input(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe\n"))
+    assert run("say", "-", "-o", str(tmp_path / "o.wav"))[:2] == (0, "from a pipe\n")
+
+
+def test_sound_to_standard_output(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Out(io.StringIO):
+        buffer = io.BytesIO()
+
+    monkeypatch.setattr(sys, "stdout", Out())
+    with pytest.raises(SystemExit) as left:
+        main(["say", "hello", "-o", "-"])
+    assert not left.value.code
+    assert read(load_audio(Out.buffer.getvalue())) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["say", "", "-o", "a.wav"], "nothing to say"),
+        (["say", " ?!… ", "-o", "a.wav"], "nothing to say"),
+        (["say", "x" * 30_000, "-o", "a.wav"], "too long"),
+        (["say", "hi", "-o", "a.mp3"], ".wav"),
+        (["say", "hi", "-o", "no/such/folder/a.wav"], "existing folder"),
+        (["say", "hi", "-o", "."], ".wav"),
+        (["say", "hi"], "--output"),
+        (["say", "hi", "-o", "-", "--json"], "standard output"),
+        (["say", "hi", "-o", "a.wav", "--rate", "fast"], "--rate"),
+        (["say", "hi", "-o", "a.wav", "--model", "./nowhere"], "no directory of a checkpoint"),
+    ],
+    ids=["empty", "marks", "long", "mp3", "folder", "dot", "no output", "both", "rate", "model"],
+)
+def test_what_cannot_be_said(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, printed, error = run(*args)
+    assert (code, printed) == (2, "")
+    assert told in error and error.startswith("mmfast: error: ") and error.count("\n") == 1
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_model_that_fails_leaves_no_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Iterator[Any]:
+        raise MmfastError("voice='x' is unknown")
+        yield
+
+    monkeypatch.setattr(HumModel, "speak", fail)
+    code, _, error = run("say", "hi", "-o", str(tmp_path / "a.wav"))
+    assert (code, error) == (2, "mmfast: error: voice='x' is unknown\n")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_lists_in_lists_out() -> None:
+    pipe = TextToSpeech(HumModel())
+    one, two = pipe(["one", "and two"])
+    assert (read(one.pcm), read(two.pcm)) == ("one", "and two")
+    assert (one.text, str(two), one.rate) == ("one", "and two", 16000)
+    assert one.seconds == 0.06 and one.stats["first_audio_ms"] > 0
+    assert pipe([]) == []
+    with pytest.raises(MmfastError, match="nothing to say"):
+        pipe(["one", ""])
+
+
+def test_text_is_spoken_as_it_comes() -> None:
+    asked = []
+
+    def write() -> Iterator[str]:
+        for part in ("one ", "two ", "three"):
+            asked.append(part)
+            yield part
+
+    sounds = TextToSpeech(HumModel()).stream(write())
+    first = next(sounds)
+    assert first.text == "one" and len(asked) <= 2
+    assert read(torch.cat([first.pcm, *[sound.pcm for sound in sounds]])) == "one two three"
+    with pytest.raises(MmfastError, match="int cannot be said"):
+        list(TextToSpeech(HumModel()).stream(iter(["one ", 2])))  # type: ignore[list-item]
+
+
+def test_what_was_said_can_be_saved(tmp_path: Path) -> None:
+    spoken = TextToSpeech(HumModel())("hello")
+    spoken.save(tmp_path / "a.wav")
+    buffer = io.BytesIO()
+    spoken.save(buffer)
+    assert buffer.getvalue() == (tmp_path / "a.wav").read_bytes()
+    assert [row.stage for row in spoken.trace.rows] == ["speak"]
+    assert torch.equal(load_audio(tmp_path / "a.wav"), (hum("hello") * 32768).round() / 32768)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"hi", ["a", None], {"a": 1}])
+def test_what_is_no_text(wrong: Any) -> None:
+    with pytest.raises(MmfastError) as error:
+        TextToSpeech(HumModel())(wrong)
+    assert "\n" not in str(error.value)
+
+
+def test_models_that_do_not_speak(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot speak"):
+        mmfast.pipeline("text-to-speech", object())
+    with pytest.raises(ModelError, match="no directory"):
+        mmfast.pipeline("text-to-speech", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ModelError, match=r"choices: csm, moshi, .*tiny-speech"):
+        mmfast.pipeline("text-to-speech", str(tmp_path))
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(ModelError, match="cannot be read"):
+        mmfast.pipeline("text-to-speech", str(tmp_path))
+    for wrong in ({"rate": "fast"}, {"voice": 3}, {"pitch": 1.5}, {"rate": True}):
+        with pytest.raises(MmfastError):
+            TextToSpeech(HumModel(), **wrong)  # type: ignore[arg-type]
