@@ -90,7 +90,8 @@ def _certain(text: str) -> int:
     spaces = [found.end() for found in re.finditer(r"(?<=[^\W\d_][,.?!]|[^\W\d_]{2})\s+", text)]
     for cut in reversed(spaces):
         behind = re.match(r"[^\W\d_]+[,.?!]?\s", text[cut:])
-        if behind and text[:cut].split()[-1].rstrip(",.?!").isalpha():
+        last = text[:cut].split()[-1]
+        if behind and last.rstrip(",.?!").isalpha() and last.lower() not in SHORT:
             return cut
     return 0
 

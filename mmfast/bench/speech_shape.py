@@ -1,0 +1,230 @@
+"""What drafting costs and gains on the shape of a 7-billion model, random weights.
+
+Layers share the weights of two of them, modules too, so that it fits in memory. A layer is larger
+than any cache of a processor: each use reads it from memory anew, as in the whole model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmfast.bench.measure import frozen, interleave, noise, one_thread, paired
+from mmfast.bench.speech_modes import draft_weights, trunk_weights
+from mmfast.bench.synthetic import fill_
+from mmfast.decoding.adapt import Costs
+from mmfast.decoding.guide import Open
+from mmfast.decoding.loop import Decoder
+from mmfast.decoding.schedule import parse_schedule
+
+ROUNDS, PROMPT = 5, 32
+SCHEDULES = {"vanilla": 4, "boost": 2, "turbo": 3}  # cycles that are timed
+Row = dict[str, Any]
+Tick = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a language model; audio rows are the last ones of its vocabulary."""
+
+    name: str = "7b"
+    hidden: int = 3584
+    layers: int = 28
+    inner: int = 18944
+    heads: int = 28
+    keys: int = 4
+    vocabulary: int = 168_072
+    audio: int = 16_384
+    modules: int = 10
+    distinct: int = 2
+
+
+def rows(progress: Tick) -> list[Row]:
+    """Rows of the shape of Qwen2-7B with the vocabulary of VITA-Audio (arXiv 2505.03739)."""
+    return measure(Shape(), ROUNDS, progress)
+
+
+def build(shape: Shape, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Backbone and `mctp` head of a shape, on the CPU."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from mmfast.heads.mctp import Mctp
+    from mmfast.models.backbone import Backbone
+
+    config = Qwen2Config(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.distinct,
+        intermediate_size=shape.inner,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.keys,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    )
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model: Any = Qwen2ForCausalLM(config)
+        model = model.to_empty(device="cpu")
+        model.tie_weights()
+        fill_(model)
+        _rotary(model)
+        layers = model.model.layers
+        spread = [layers[i % shape.distinct] for i in range(shape.layers)]
+        model.model.layers = nn.ModuleList(spread)
+        config.layer_types = ["full_attention"] * shape.layers
+        backbone = Backbone(model.eval(), lean=False, check=False)
+        head = Mctp(_Sharing(backbone, shape.distinct), shape.modules).eval()
+    finally:
+        torch.set_default_dtype(old)
+    return backbone, head
+
+
+class _Sharing:
+    """A trunk whose new layers are those it has, in turn: a module reads as much, and fits."""
+
+    def __init__(self, backbone: Any, distinct: int) -> None:
+        self._backbone, self._distinct, self._made = backbone, distinct, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backbone, name)
+
+    def new_layer(self, ffn: int | None = None) -> nn.Module:
+        """One of the backbone's own."""
+        self._made += 1
+        layer: nn.Module = self._backbone.decoder.layers[self._made % self._distinct]
+        return layer
+
+
+def _rotary(model: Any) -> None:
+    """Angles, which weights on no device do not have."""
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(model.config)
+
+
+def measure(
+    shape: Shape, rounds: int, progress: Tick, dtype: torch.dtype | None = None
+) -> list[Row]:
+    """The same for another shape.
+
+    Args:
+        shape: What is built.
+        rounds: How often each schedule runs.
+        progress: Called with a label, runs done and runs in all.
+        dtype: bfloat16 where the processor multiplies it, else float32, unless told.
+    """
+    dtype = dtype or _dtype()
+    backbone, head = build(shape, dtype)
+    audio = slice(shape.vocabulary - shape.audio, shape.vocabulary)
+    done, names = 0, [*SCHEDULES, "again"]
+    parts: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+
+    def job(name: str) -> Callable[[], dict[str, float]]:
+        schedule = "vanilla" if name == "again" else name
+
+        def run() -> dict[str, float]:
+            nonlocal done
+            figures = decode(backbone, head, schedule, SCHEDULES[schedule], audio)
+            parts[name].append((figures["main"], figures["module"]))
+            done += 1
+            progress(name, done, (rounds + 1) * len(names))
+            return {"ms": figures["ms"]}
+
+        return run
+
+    jobs = {name: job(name) for name in names}
+    with torch.inference_mode(), one_thread(), frozen():
+        for run in jobs.values():  # once before the clock starts
+            run()
+        samples = interleave(jobs, rounds)
+    times = {name: [each["ms"] for each in found] for name, found in samples.items()}
+    base = [(a + b) / 2 for a, b in zip(times["vanilla"], times["again"], strict=True)]
+    share = draft_weights(head, shape.audio) / trunk_weights(backbone, shape.audio)
+    pass_ms = 1e3 * statistics.median(main for main, _ in parts["vanilla"][1:])
+    shared = {
+        "preset": shape.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "distinct_layers": shape.distinct,
+        "module_share": share,
+        "pass_ms": pass_ms,
+        "noise": noise(times["vanilla"], times["again"]),
+        "n": rounds,
+        "clock": "processor time of the process; parts by the wall's",
+        "threads": 1,
+        "device": "cpu",
+    }
+    return [
+        {**shared, **_row(name, times[name], base, parts[name][1:], pass_ms, share)}
+        for name in SCHEDULES
+    ]
+
+
+def _row(
+    name: str,
+    times: list[float],
+    base: list[float],
+    parts: list[tuple[float, float]],
+    pass_ms: float,
+    share: float,
+) -> Row:
+    speedup = 1.0 if name == "vanilla" else paired(base, times)
+    ideal = ideal_speedup(name, share)
+    module = 1e3 * statistics.median(each for _, each in parts)
+    return {
+        "job": name,
+        "score": speedup,
+        "ms_per_token": statistics.median(times),
+        "main_ms": 1e3 * statistics.median(main for main, _ in parts),
+        "module_ms": module,
+        "module_cost": module / pass_ms,
+        "speedup": speedup,
+        "ideal": ideal,
+        "of_ideal": speedup / ideal,
+    }
+
+
+def ideal_speedup(schedule: str, share: float) -> float:
+    """Tokens for the weights read, relative to one token per pass, once the schedule repeats.
+
+    A pass reads the same weights whether it takes in one token or ten; a module reads `share` of
+    them.
+    """
+    main, drafts = parse_schedule(schedule).pairs[-1]
+    return (main + drafts) / (main + share * drafts)
+
+
+def decode(backbone: Any, head: Any, schedule: str, cycles: int, audio: slice) -> dict[str, float]:
+    """Milliseconds per token behind the first cycle; seconds of a main pass and of a module."""
+    opening, (main, drafts) = parse_schedule(schedule).pairs[0], parse_schedule(schedule).pairs[-1]
+    tokens = sum(opening) + cycles * (main + drafts)
+    guide, reserve = Open(tokens, rows=audio), PROMPT + tokens + 32
+    decoder = Decoder(backbone, head, guide, schedule=schedule, costs=Costs(), reserve=reserve)
+    decoder.feed(list(range(PROMPT)))
+    steps = iter(decoder)
+    next(steps)  # the prompt
+    stats, before = decoder.stats, replace(decoder.stats)
+    start = time.process_time()
+    for _ in steps:
+        pass
+    spent = time.process_time() - start
+    passes = stats.passes - before.passes
+    modules = stats.draft_passes - before.draft_passes
+    drafting = stats.draft_seconds - before.draft_seconds
+    return {
+        "ms": 1e3 * spent / (stats.tokens - before.tokens),
+        "main": (stats.main_seconds - before.main_seconds) / passes,
+        "module": drafting / modules if modules else 0.0,
+    }
+
+
+def _dtype() -> torch.dtype:
+    """bfloat16 where the processor has instructions for it; elsewhere it is slower than float32."""
+    capable = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return torch.bfloat16 if capable else torch.float32
