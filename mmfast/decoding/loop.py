@@ -11,19 +11,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.decoding.accept import Rule, parse_rule
 from mmfast.decoding.adapt import Costs
 from mmfast.decoding.drafting import draft_rows
 from mmfast.decoding.guide import Guide
+from mmfast.decoding.reading import Prompt, feed, judge, read
 from mmfast.decoding.row import Row, new_row
 from mmfast.decoding.sampling import Sampling
 from mmfast.decoding.schedule import Schedule, parse_schedule
 from mmfast.decoding.stats import Stats, Step
-
-Prompt = Sequence[int] | Tensor  # ids [n], or embeddings [n, D]
 
 
 class BatchDecoder:
@@ -60,10 +58,9 @@ class BatchDecoder:
         self.costs = costs or Costs(live=chosen.greedy)
         self.rows = [new_row(g, chosen, self.rule, i, self.costs) for i, g in enumerate(guides)]
         self._runs = self.schedule.runs()
-        self._batch, self._reserve = len(self.rows), reserve
         with torch.inference_mode():
-            self.state = backbone.state(self._batch, reserve)
-            self.heads = None if head is None else head.init_state(self._batch, reserve)
+            self.state = backbone.state(len(self.rows), reserve)
+            self.heads = None if head is None else head.init_state(len(self.rows), reserve)
         self._cancelled = False
 
     # --- from outside -------------------------------------------------------------------------
@@ -79,7 +76,7 @@ class BatchDecoder:
         """
         with torch.inference_mode():
             for row, prompt in zip(self.rows, prompts, strict=True):
-                self._feed(row, prompt)
+                feed(self, row, prompt)
         self._runs = self.schedule.runs()
         self._cancelled = False
 
@@ -105,7 +102,7 @@ class BatchDecoder:
                 if row.before is not None and over > cut:
                     kept = max(0, len(row.before) - (over - cut))
                     row.before = row.before[:kept] if kept else None
-            self._crop(
+            self.settle(
                 [min(n, length) for n, length in zip(self.state.lengths, lengths, strict=True)]
             )
 
@@ -124,10 +121,13 @@ class BatchDecoder:
 
     def __iter__(self) -> Iterator[list[Step | None]]:
         """Per pass of the backbone what it made certain, per stream; None for those that ended."""
-        while not self._cancelled and any(not row.guide.done for row in self.rows):
-            yield self._cycle(next(self._runs))
-        for row in self.rows:
-            row.drop_drafts()
+        try:
+            while not self._cancelled and any(not row.guide.done for row in self.rows):
+                yield self._cycle(next(self._runs))
+        finally:  # also where the caller stops listening
+            for row in self.rows:
+                row.drop_drafts()
+            self.settle(self.state.lengths)
 
     # --- a cycle ------------------------------------------------------------------------------
 
@@ -141,99 +141,21 @@ class BatchDecoder:
                 row.take_forced()
                 if not row.waiting:
                     raise ModelError("nothing to read: feed a prompt of at least one token first")
-        width, normed = self._read(live)
-        tokens = self._judge(live, normed)
-        read = time.perf_counter()
-        ran, drafted = 0, [0] * self._batch
+        width, normed = read(self, live)
+        tokens = judge(self, live, normed)
+        judged = time.perf_counter()
+        ran, drafted = 0, [0] * len(self.rows)
         if most and self.head is not None:
             ran, drafted = draft_rows(self, tokens, most)
-        self.costs.time(width, read - began, ran, time.perf_counter() - read)
-        times = (read - began, time.perf_counter() - read)
+        times = (judged - began, time.perf_counter() - judged)
+        self.costs.time(width, times[0], ran, times[1])
         return [
             self._step(row, drafted[i], ran, width, times) if live[i] else None
             for i, row in enumerate(self.rows)
         ]
 
-    def _read(self, live: list[bool]) -> tuple[int, Tensor]:
-        """Read all that waits; how wide that was, and the normed hidden states `[B, n, D]`."""
-        embeds = [
-            self._waiting(row) if alive else None
-            for row, alive in zip(self.rows, live, strict=True)
-        ]
-        counts = [0 if e is None else e.shape[0] for e in embeds]
-        width = max(counts)
-        if self._batch == 1 and embeds[0] is not None:
-            stacked = embeds[0][None]
-        else:
-            like = next(e for e in embeds if e is not None)
-            stacked = like.new_zeros(self._batch, width, like.shape[1])
-            for i, e in enumerate(embeds):
-                if e is not None:
-                    stacked[i, : len(e)] = e
-        raw = self.backbone.run(self.state, stacked, counts)
-        normed: Tensor = self.backbone.norm(raw)
-        if self.head is not None:
-            fed = normed if self.head.reads == "normed" else raw
-            self.head.observe(self.heads, stacked, fed, counts)
-        return width, normed
-
-    def _waiting(self, row: Row) -> Tensor:
-        if not row.unseen:
-            assert row.before is not None
-            return row.before
-        ids = torch.tensor(row.unseen, device=self.backbone.device)
-        embeds: Tensor = self.backbone.embed(ids)
-        return embeds if row.before is None else torch.cat((row.before, embeds))
-
-    def _judge(self, live: list[bool], normed: Tensor) -> list[int | None]:
-        """The backbone's token per stream, None where it has none now; wrong drafts go."""
-        found: list[int | None] = [None] * self._batch
-        kept = list(self.state.lengths)
-        for i, row in enumerate(self.rows):
-            if not live[i]:
-                continue
-            token, back, left = self._judge_row(row, normed[i])
-            kept[i] -= back
-            row.read(left)
-            if token is not None:
-                row.say(token)
-                row.unseen.append(token)
-                row.sure += 1
-            found[i] = token
-        if kept != self.state.lengths or self.rule.kind != "none":
-            self._crop(kept)
-        return found
-
-    def _judge_row(self, row: Row, hidden: Tensor) -> tuple[int | None, int, list[int]]:
-        """The token to say, how many of the tokens just read go, and forced ones to read next."""
-        places, rows, drafts, ahead = row.wanted(), row.rows(), row.drafts, row.ahead
-        chosen = hidden[places] if ahead else hidden[places[0] : places[-1] + 1]
-        logits = self.backbone.logits(chosen, rows)
-        accepted, token = row.judge(logits, rows.indices(self.backbone.vocabulary)[0])
-        row.verified(accepted)
-        for i, draft in enumerate(drafts[:accepted]):
-            row.accepted += 1
-            if not row.say(draft):
-                return None, len(drafts) - i - 1 + len(ahead), []
-        if accepted < len(drafts) or not drafts:
-            return token, len(drafts) - accepted + len(ahead), []
-        forced = list(row.guide.forced())
-        row.history += forced
-        row.forced += len(forced)
-        if forced == ahead:
-            same = row.guide.rows() == rows
-            return token if same else self._again(row, chosen[-1]), 0, []
-        # Not foreseen: what was read behind the drafts goes.
-        last = hidden[places[0] + len(drafts)]
-        return None if forced else self._again(row, last), len(ahead), forced
-
-    def _again(self, row: Row, hidden: Tensor) -> int:
-        """The token behind accepted drafts, of the rows that the guide says now."""
-        rows = row.guide.rows()
-        start = rows.indices(self.backbone.vocabulary)[0]
-        return row.choose(self.backbone.logits(hidden, rows), start)
-
-    def _crop(self, lengths: Sequence[int]) -> None:
+    def settle(self, lengths: Sequence[int]) -> None:
+        """Keep what stands of what was read."""
         self.state.crop(lengths)
         if self.head is not None:
             self.head.crop(self.heads, lengths)
@@ -247,30 +169,6 @@ class BatchDecoder:
         row.stats.main_seconds += times[0]
         row.stats.draft_seconds += times[1]
         return step
-
-    def _feed(self, row: Row, prompt: Prompt) -> None:
-        row.drop_drafts()
-        if not len(prompt):
-            return
-        if isinstance(prompt, Tensor) and prompt.is_floating_point():
-            if prompt.ndim != 2 or prompt.shape[1] != self.backbone.width:
-                raise ModelError(
-                    f"a prompt of shape {list(prompt.shape)} is no list of embeddings of width "
-                    f"{self.backbone.width}; use [n, {self.backbone.width}]"
-                )
-            embeds = prompt.to(self.backbone.device, self.backbone.dtype)
-        else:
-            ids = [int(token) for token in prompt]
-            if min(ids) < 0 or max(ids) >= self.backbone.entries:
-                raise ModelError(
-                    f"token {min(ids) if min(ids) < 0 else max(ids)} of the prompt is not in "
-                    f"0..{self.backbone.entries - 1}; encode it with the model's own tokenizer"
-                )
-            row.history += ids
-            embeds = self.backbone.embed(torch.tensor(ids, device=self.backbone.device))
-        if row.waiting:
-            embeds = torch.cat((self._waiting(row), embeds))
-        row.before, row.unseen, row.sure = embeds, [], 0
 
 
 class Decoder:

@@ -25,7 +25,8 @@ class AudioHead(nn.Module):
         trunk: The language model's parts.
         modules: Modules K: the most tokens that can be drafted at once.
         ffn: Inner width of a module's layer; None is the model's.
-        window: Positions that a module attends to, its own included; 0 is all.
+        window: Positions that a module attends to, its own included; 0 is all. With 1 a module
+            has no keys and catches up on nothing: the cheapest there is.
         history: Most positions that modules catch up on at once; a module that lags further
             starts anew there.
 
@@ -144,6 +145,8 @@ class AudioHead(nn.Module):
 
     def _starts(self, state: HeadState, limit: int) -> list[int]:
         """Where the modules that are to run must start, so that none lags."""
+        if self.window == 1:  # no keys: nothing to catch up on
+            return [end - 1 for end in state.length]
         starts = []
         for row, end in enumerate(state.length):
             start = min(state.filled[module][row] for module in range(limit))

@@ -35,13 +35,18 @@ def lean_fits(layer: nn.Module) -> bool:
 
 def lean_norm(norm: Any) -> Callable[[Tensor], Tensor]:
     """A stock RMS norm in five operations."""
-    weight = norm.weight.detach()
-    eps = torch.tensor(norm.variance_epsilon, dtype=weight.dtype)
-    share = 1 / weight.numel()
+    bare, weight = _bare_norm(norm), norm.weight.detach()
+    return lambda x: bare(x).mul_(weight)
+
+
+def _bare_norm(norm: Any) -> Callable[[Tensor], Tensor]:
+    """The norm without its weight, which the next product has taken in."""
+    eps = torch.tensor(norm.variance_epsilon, dtype=norm.weight.dtype)
+    share, length_of, addcmul = 1 / norm.weight.numel(), torch.linalg.vector_norm, torch.addcmul
 
     def normed(x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(eps, length, length, value=share).rsqrt_() * weight
+        length = length_of(x, dim=-1, keepdim=True)
+        return x * addcmul(eps, length, length, value=share).rsqrt_()
 
     return normed
 
@@ -58,13 +63,17 @@ class Lean:
         self.queries = attention.q_proj.out_features // self.head
         self.turned = self.queries + self.keys
         self.scaling = attention.scaling
-        self.qkv, self.qkv_bias = _joined(parts)
+        self.qkv, self.qkv_bias = _joined(parts, layer.input_layernorm)
         self.out, self.out_bias = _joined((attention.o_proj,))
-        self.up, self.up_bias = _joined((mlp.gate_proj, mlp.up_proj))
-        self.down, self.down_bias = _joined((mlp.down_proj,))
-        self.before, self.between = map(
-            lean_norm, (layer.input_layernorm, layer.post_attention_layernorm)
+        self.up, self.up_bias = _joined(
+            (mlp.gate_proj, mlp.up_proj), layer.post_attention_layernorm
         )
+        self.down, self.down_bias = _joined((mlp.down_proj,))
+        first = self.turned * self.head
+        self.value = self.qkv[:, first:].contiguous()
+        self.value_bias = None if self.qkv_bias is None else self.qkv_bias[first:]
+        self.before = _bare_norm(layer.input_layernorm)
+        self.between = _bare_norm(layer.post_attention_layernorm)
         name = type(mlp.act_fn).__name__
         self.act: Callable[[Tensor], Tensor] = F.silu if "SiLU" in name else mlp.act_fn
         self.head_norm = _head_norm(attention, self.queries, self.keys)
@@ -73,13 +82,19 @@ class Lean:
         """The layer on new tokens, behind those of the slot."""
         batch, n, width = x.shape
         flat = x.reshape(-1, width)
-        qkv = _product(self.before(flat), self.qkv, self.qkv_bias)
-        qkv = qkv.view(batch, n, -1, self.head)
+        mixed = self._alone(flat) if place.alone else self._mixed(flat, batch, n, slot, place)
+        flat = _added(flat, mixed, self.out, self.out_bias)
+        gate, up = _product(self.between(flat), self.up, self.up_bias).chunk(2, -1)
+        flat = _added(flat, self.act(gate).mul_(up), self.down, self.down_bias)
+        return flat.view(batch, n, width)
+
+    def _mixed(self, flat: Tensor, batch: int, n: int, slot: Slot, place: Place) -> Tensor:
+        """What the attention reads, `[B * n, D]`."""
+        qkv = _product(self.before(flat), self.qkv, self.qkv_bias).view(batch, n, -1, self.head)
         turned = qkv[:, :, : self.turned]
         normed = turned if self.head_norm is None else self.head_norm(turned)
         cos, sin = place.turn
-        rolled = normed.roll(self.head // 2, -1)
-        torch.addcmul(normed * cos, rolled, sin, out=turned)
+        torch.addcmul(normed * cos, normed.roll(self.head // 2, -1), sin, out=turned)
         both = qkv[:, :, self.queries :].view(batch, n, 2, self.keys, self.head)
         keys, values = slot.put(both.permute(2, 0, 3, 1, 4), place)
         mixed = F.scaled_dot_product_attention(
@@ -91,11 +106,15 @@ class Lean:
             scale=self.scaling,
             enable_gqa=self.queries != self.keys,
         )
-        mixed = mixed.transpose(1, 2).reshape(batch * n, -1)
-        flat = _added(flat, mixed, self.out, self.out_bias)
-        gate, up = _product(self.between(flat), self.up, self.up_bias).chunk(2, -1)
-        flat = _added(flat, self.act(gate).mul_(up), self.down, self.down_bias)
-        return flat.view(batch, n, width)
+        return mixed.transpose(1, 2).reshape(batch * n, -1)
+
+    def _alone(self, flat: Tensor) -> Tensor:
+        """The same where a token sees itself alone: its own values."""
+        values = _product(self.before(flat), self.value, self.value_bias)
+        if self.queries == self.keys:
+            return values
+        groups = self.queries // self.keys
+        return values.view(-1, self.keys, self.head).repeat_interleave(groups, 1).flatten(1)
 
 
 class Stock:
@@ -136,9 +155,10 @@ class _Cache:
         return self.slot.put_two(key_states, value_states, self.place)
 
 
-def _joined(parts: Any) -> tuple[Tensor, Tensor | None]:
-    """The weights of linear layers side by side, `[in, out]`, and their biases."""
-    weight = torch.cat([part.weight.detach() for part in parts]).t().contiguous()
+def _joined(parts: Any, norm: Any = None) -> tuple[Tensor, Tensor | None]:
+    """Weights of linear layers side by side, `[in, out]`, times a norm's, and their biases."""
+    weight = torch.cat([part.weight.detach() for part in parts])
+    weight = (weight if norm is None else weight * norm.weight.detach()).t().contiguous()
     biases = [part.bias for part in parts]
     if all(bias is None for bias in biases):
         return weight, None

@@ -33,6 +33,7 @@ class Place:
             every key, or where `causal`.
         causal: The pass starts at the first key: plain causal attention.
         at: Streams `[B, 1]` and positions `[B, n]` to write to, where streams differ.
+        alone: Every token sees itself and nothing else: there is nothing to keep.
     """
 
     start: int
@@ -44,6 +45,7 @@ class Place:
     mask: Tensor | None
     causal: bool
     at: tuple[Tensor, Tensor] | None
+    alone: bool = False
 
 
 class Slot:
@@ -147,7 +149,7 @@ class Placer:
         mask = None if causal or n == 1 else self._band(start - first, n)
         turn = (cos4[start:stop], sin4[start:stop])
         angles = (cos[None, start:stop], sin[None, start:stop])
-        return Place(start, stop, first, n, turn, angles, mask, causal, None)
+        return Place(start, stop, first, n, turn, angles, mask, causal, None, self.window == 1)
 
     def uneven(self, starts: Sequence[int], n: int, firsts: Sequence[int] | None = None) -> Place:
         """Every stream at its own position.
@@ -173,7 +175,8 @@ class Placer:
         cos, sin, cos4, sin4 = (table[at] for table in self._rotation(stop))
         rows = torch.arange(len(starts), device=self._device)[:, None]
         turn, angles = (cos4, sin4), (cos, sin)
-        return Place(min(starts), stop, 0, n, turn, angles, mask[:, None], False, (rows, at))
+        alone = self.window == 1
+        return Place(min(starts), stop, 0, n, turn, angles, mask[:, None], False, (rows, at), alone)
 
     def place(self, starts: Sequence[int], n: int, firsts: Sequence[int] | None = None) -> Place:
         """Whichever of both fits."""
