@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Turn
 from mmfast.frontends.audio import load_audio
 from mmfast.models.loading import load
@@ -31,7 +32,7 @@ def written(heard: str) -> str:
     """A question as it was heard, as one would write it: without "please tell me", with a mark."""
     text = " ".join(heard.split())
     found = re.search(rf"(?:^|[\s,]){_ASKS}", text, re.IGNORECASE)
-    if found is not None:
+    if found is not None and len(text[: found.start()].split()) <= 5:
         text = text[found.start() :].lstrip(" ,")
     # what a recogniser leaves out: "which moves faster, the red circle or …"
     text = re.sub(r"^((?:which|what)\b.* (?:faster|first)) (?=the )", r"\1, ", text, flags=re.I)
@@ -118,6 +119,10 @@ class OmniChat:
         """
         if isinstance(question, list) and question and not isinstance(question[0], int | float):
             many = media if isinstance(media, list) else [media] * len(question)
+            if len(many) != len(question):
+                raise MmfastError(
+                    f"{len(many)} clips, {len(question)} questions; give one question per clip"
+                )
             return [self(m, q, **options) for m, q in zip(many, question, strict=True)]
         if self._clips is None:
             self._clips = self._pipe(VideoQA, _STREAM)

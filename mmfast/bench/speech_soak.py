@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,21 @@ def soak(seconds: float = 3600.0, seed: int = 0) -> dict[str, Any]:
         "items": stats["items"],
         **{name: stats[name] for name in names},
     }
+
+
+def rows(progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
+    """`mmfast bench --speech soak`: the hour, and one with other choices."""
+    found = []
+    for seed in range(2):
+        progress("an hour of conversation", seed, 2)
+        document = soak(seed=seed)
+        document["faults"] = len(document["faults"])
+        document["rss_mb"] = document["rss_mb"][-1]
+        del document["objects"]
+        score = document["checks"] - document["faults"]
+        found.append({"job": "soak", "score": score, "n": document["checks"], "seed": seed,
+                      "device": "cpu", **document})  # fmt: skip
+    return found
 
 
 def _resident() -> float:
