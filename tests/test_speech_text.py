@@ -1,0 +1,172 @@
+"""What the embedded speech model talks about."""
+
+import re
+
+import numpy as np
+import pytest
+
+from mmfast.core.errors import SpecError
+from mmfast.tiny import speech_text as domain
+from mmfast.tiny.questions import KINDS, WORDINGS, Fact
+from mmfast.tiny.speech_text_dialogue import dialogue
+from mmfast.tiny.speech_text_rules import PHRASES, RULES
+
+KNOWN = {*domain.WORDS, *domain.MARKS}
+
+
+def _many(make, count=400, seed=0, **options):
+    rng = np.random.default_rng(seed)
+    return [make(rng, **options) for _ in range(count)]
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("make", [domain.sentence, domain.question])
+def test_texts_are_of_known_words(make, split):
+    for text in _many(make, split=split):
+        parts = domain.groups(text)
+        assert set(parts) <= KNOWN
+        assert domain.joined(parts) == text
+        assert text[-1] in ".?"
+
+
+@pytest.mark.parametrize("make", [domain.sentence, domain.question])
+def test_training_and_evaluation_never_meet(make):
+    train = set(_many(make, 3000, split="train"))
+    other = set(_many(make, 1000, seed=1, split="eval"))
+    assert len(other) > 100
+    assert not train & other
+    # Nor where only the marks differ.
+    bare = {re.sub(r"[,.?]", "", text) for text in train}
+    assert not bare & {re.sub(r"[,.?]", "", text) for text in other}
+
+
+def test_every_word_is_trained_on():
+    texts = _many(domain.sentence, 3000) + _many(domain.question, 400)
+    texts += [turn.text for turns in _many(dialogue, 1000) for turn in turns]
+    assert {part for text in texts for part in domain.groups(text)} == KNOWN
+
+
+def test_the_same_seed_says_the_same():
+    assert _many(domain.sentence, 20, 3) == _many(domain.sentence, 20, 3)
+    assert _many(dialogue, 20, 3) == _many(dialogue, 20, 3)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (7, "seven"),
+        (12, "twelve"),
+        (40, "forty"),
+        (42, "forty two"),
+        (100, "one hundred"),
+        (205, "two hundred and five"),
+        (613, "six hundred and thirteen"),
+        (999, "nine hundred and ninety nine"),
+    ],
+)
+def test_numbers_in_words(number, words):
+    assert domain.number_words(number) == words
+
+
+def test_numbers_are_those_of_num2words():
+    num2words = pytest.importorskip("num2words").num2words
+    for number in range(1000):
+        assert domain.number_words(number) == num2words(number).replace("-", " ")
+    with pytest.raises(SpecError, match="0 to 999"):
+        domain.number_words(1000)
+
+
+def test_every_question_about_a_clip_can_be_asked_and_typed_again():
+    slots = {"direction": ("red star",), "position": ("blue cross", "end")}
+    slots |= {"speed": ("red star", "blue cross"), "first": ("red star", "blue cross")}
+    slots |= {"colour": ("star",), "shape": ("red",), "count": (), "number": ()}
+    rng = np.random.default_rng(0)
+    for kind in KINDS:
+        fact = Fact(kind, slots[kind], "")
+        plain = {_bare(fact.ask(i)) for i in range(len(WORDINGS[kind]))}
+        found = {_bare(domain.typed(domain.asked(fact, rng, s))) for s in ("train", "eval")}
+        assert found <= plain
+        assert domain.split_of(domain.asked(fact, rng, "train")) == "train"
+        assert domain.split_of(domain.asked(fact, rng, "eval")) == "eval"
+
+
+def _bare(text):
+    return re.sub(r"[^a-z ]", "", text.lower()).replace("color ", "colour ")
+
+
+def test_typed_questions_have_a_capital_a_comma_and_a_question_mark():
+    assert domain.typed("so what moves faster the red star or the blue cross") == (
+        "What moves faster, the red star or the blue cross?"
+    )
+    assert domain.typed("how many objects are there") == "How many objects are there?"
+
+
+def test_answers_are_said():
+    assert domain.spoken_answer("42") == "forty two"
+    assert domain.spoken_answer("Top left") == "top left"
+
+
+def test_phrases_are_for_training_alone():
+    assert all(domain.split_of(phrase) == "train" for phrase in PHRASES)
+    assert not set(_many(domain.sentence, 500, split="eval")) & set(PHRASES)
+
+
+def test_conversations_take_turns_and_end_with_a_whole_reply():
+    for split in ("train", "eval"):
+        for turns in _many(dialogue, 200, split=split):
+            assert [t.role for t in turns] == ["user", "assistant"] * (len(turns) // 2)
+            assert set(domain.groups(" ".join(t.text for t in turns))) <= KNOWN
+            assert turns[-1].text[-1] in ".?"
+            assert turns[0].text[-1] in ".?"
+
+
+def test_replies_depend_on_what_was_said():
+    numbers = {domain.number_words(n): n for n in range(1000)}
+    seen = set()
+    for turns in _many(dialogue, 1500):
+        for i in range(0, len(turns), 2):
+            asked, reply = turns[i].text, turns[i + 1].text
+            whole = i + 2 == len(turns)
+            if (sum_ := re.match(r"what is (.+) plus (.+)\?", asked)) and whole:
+                total = numbers[sum_[1]] + numbers[sum_[2]]
+                assert reply == f"{sum_[1]} plus {sum_[2]} is {domain.number_words(total)}."
+                seen.add("sum")
+            if asked == "what did you say?" and i and whole:
+                said = turns[i - 1].text
+                assert reply == f"i said, {said if said[-1] in '.?' else said.rstrip(',') + '.'}"
+                seen.add("again")
+            if asked == "what is my favourite colour?" and whole:
+                told = [re.match(r"my favourite colour is (\w+)\.", t.text) for t in turns[:i:2]]
+                told = [found[1] for found in told if found]
+                wanted = f"your favourite colour is {told[-1]}." if told else "you did not tell me."
+                assert reply == wanted
+                seen.add("colour" if told else "untold")
+            if asked.startswith("repeat after me, ") and whole:
+                assert asked == f"repeat after me, {reply}"
+                seen.add("repeat")
+    assert seen == {"sum", "again", "colour", "untold", "repeat"}
+
+
+def test_some_replies_are_cut_off_and_remembered_as_heard():
+    cut = 0
+    for turns in _many(dialogue, 800):
+        for before, ask, reply in zip(turns[1::2], turns[2::2], turns[3::2], strict=False):
+            if before.text[-1] not in ".?," and ask.text == "what did you say?":
+                cut += reply.text == f"i said, {before.text.rstrip(',')}."
+    assert cut > 3
+
+
+def test_voices():
+    assert len(set(domain.VOICES)) == 36
+    assert domain.voice(2, 1, 0).name == domain.VOICE_NAMES[2]
+    rng = np.random.default_rng(0)
+    heard = {domain.heard_voice(rng) for _ in range(200)}
+    assert len({voice.name for voice in heard}) > len(domain.VOICE_NAMES)
+    assert not heard & set(domain.VOICES)
+
+
+def test_rules_are_all_defined():
+    for alternatives in RULES.values():
+        for text in alternatives:
+            assert set(domain.REFERENCE.findall(text)) <= set(RULES)
