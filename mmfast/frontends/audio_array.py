@@ -73,11 +73,10 @@ def check(pcm: Tensor, name: str, before: float = 0.0, rate: int = 0) -> Tensor:
                 f"1.0: divide by 32768 if they were 16-bit integers"
             )
         return pcm
-    bad = (~torch.isfinite(pcm)).nonzero()[:, 0]
-    at = int(bad[0])
+    at = int((~torch.isfinite(pcm)).nonzero()[0, 0])
     where = f"at {before + at / rate:.3f} s" if rate else f"sample {at}"
     raise MediaError(
-        f"{name} has {len(bad)} samples that are no numbers (NaN or infinite), the first {where}: "
+        f"{name} has samples that are no numbers (NaN or infinite), the first {where}: "
         f"repair it, or replace them with numpy.nan_to_num"
     )
 

@@ -100,7 +100,7 @@ def _frames(source: Source, container: Any, stream: Any) -> Iterator[Any]:
     while True:
         try:
             packet = next(packets, None)
-        except av.error.FFmpegError:  # a truncated end
+        except Exception:  # a truncated end, or a stream that the header does not name
             return
         if packet is None:
             return

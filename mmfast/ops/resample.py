@@ -2,8 +2,9 @@
 
 Output `j` stands at input time `j * source / rate` and is a weighted sum of the inputs around it:
 a sinc under a raised cosine, as everywhere. The weights repeat with the period of the two rates,
-so a period of outputs is one row of inputs times a matrix. Computed in float64: rounding to
-float32 hides how much was multiplied at once, so any split gives the same bits.
+so a period of outputs is one row of inputs times a matrix. Samples and weights are rounded to 24
+bits and multiplied as integers in float64, whose sums are then exact in any order: any split gives
+the same bits, however the matrix product is carried out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mmfast.core.errors import MediaError, MmfastError
 LOWEST, HIGHEST = 1_000, 768_000  # samples per second
 ZEROS = 16  # zero crossings of the sinc on each side
 ROLLOFF = 0.95  # cut-off, as a share of half the lower rate
+_SAMPLE, _TAP = 2.0**23, 2.0**24  # 53 bits hold their products' sums up to 24 dB above full scale
 _BLOCK = 1 << 14  # outputs computed at once: windows of 10 minutes would be gigabytes
 _LARGEST = 1 << 20  # entries of a table: 44,101 Hz to 16,000 Hz would need 700 million
 
@@ -51,7 +53,7 @@ class _Plan:
             neighbouring windows do not overlap much.
         reach: Inputs before and behind that an output looks at.
         firsts: `[up]` where the window of each output begins, from that of the period's first.
-        taps: `[up, 2 reach]`, float64.
+        taps: `[up, 2 reach]`, whole numbers in float64.
         table: `[down + 2 reach - 1, up]`, the same as a matrix, unless that were too large.
     """
 
@@ -82,7 +84,7 @@ class _Plan:
         whole = F.pad(inputs, (first - low, high - first - inputs.shape[-1]))
         windows = whole.unfold(-1, self.down + 2 * self.reach - 1, self.down)  # [..., T, K]
         table, many = self.table.to(inputs.device), max(1, _BLOCK // self.up)
-        parts = [(part.double() @ table).to(inputs.dtype) for part in windows.split(many, dim=-2)]
+        parts = [_times(part, table).to(inputs.dtype) for part in windows.split(many, dim=-2)]
         cut = start - turn * self.up
         return torch.cat(parts, dim=-2).flatten(-2)[..., cut : cut + stop - start]
 
@@ -95,9 +97,15 @@ class _Plan:
             j = torch.arange(at, min(at + _BLOCK, stop)) - turn * self.up
             place = j // self.up * self.down + self.firsts[j % self.up]
             rows = place + turn * self.down - first - self.reach + 1
-            spans = windows[..., rows.to(inputs.device), :].double()
-            parts.append((spans * self.taps[j % self.up].to(inputs.device)).sum(-1))
-        return torch.cat(parts, dim=-1).to(inputs.dtype)
+            spans = windows[..., rows.to(inputs.device), None, :]  # [..., j, 1, 2 reach]
+            taps = self.taps[j % self.up].to(inputs.device)[..., None]
+            parts.append(_times(spans, taps)[..., 0, 0].to(inputs.dtype))
+        return torch.cat(parts, dim=-1)
+
+
+def _times(samples: Tensor, taps: Tensor) -> Tensor:
+    """Samples `[..., T, K]` times whole-numbered taps `[..., K, m]`, float64."""
+    return (samples.double() * _SAMPLE).round() @ taps * (1.0 / (_SAMPLE * _TAP))
 
 
 @lru_cache(maxsize=8)
@@ -112,7 +120,7 @@ def _plan(source: int, rate: int, zeros: int, rolloff: float) -> _Plan:
     near = torch.arange(1 - reach, reach + 1)
     away = (firsts[:, None] + near - time[:, None]) * cutoff  # [up, 2 reach]
     window = torch.cos(away.clamp(-zeros, zeros) * (math.pi / zeros / 2)).square()
-    taps, width = torch.sinc(away) * window * cutoff, down + 2 * reach - 1
+    taps, width = (torch.sinc(away) * window * cutoff * _TAP).round(), down + 2 * reach - 1
     table = None
     if up * width <= _LARGEST:
         at = firsts[:, None] + torch.arange(2 * reach)
@@ -123,10 +131,10 @@ def _plan(source: int, rate: int, zeros: int, rolloff: float) -> _Plan:
 def resample(
     pcm: Tensor, source: int, rate: int, zeros: int = ZEROS, rolloff: float = ROLLOFF
 ) -> Tensor:
-    """Sound at another rate.
+    """Sound at another rate; no gradients.
 
     Args:
-        pcm: `[..., n]` float.
+        pcm: `[..., n]` float; what lies below the 24th bit, at -138 dB, is rounded away.
         source: Its samples per second.
         rate: The wanted ones.
         zeros: Zero crossings of the filter on each side; more is steeper and later.
