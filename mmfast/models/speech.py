@@ -112,7 +112,7 @@ class SpeechModel:
             said = True
             decoder = make(guide)
             decoder.feed(prompt)
-            voice.begin(sentence.said)
+            voice.begin(sentence.said, decoder.stats)
             for step in decoder:
                 yield from voice.step(step)
         if not said:
@@ -208,7 +208,7 @@ class SpeechModel:
             rest = torch.tensor([layout.id("<heard>"), *tail])
             decoder.feed(torch.cat([embed(first), sound, embed(rest)]))
         voice = Voice(layout, self.codec)
-        voice.begin_own(guide)
+        voice.begin_own(guide, decoder.stats)
         told = " ".join(text for text in (*earlier, heard) if text)
         yield Sound(torch.zeros(0), self.sample_rate, heard=told)
         for step in decoder:

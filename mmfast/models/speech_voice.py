@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.speech import Codec, Sound
-from mmfast.decoding.stats import Step
+from mmfast.decoding.stats import Stats, Step
 from mmfast.models.speech_frames import Frames
 from mmfast.models.speech_guide import SpeechGuide
 from mmfast.models.speech_layout import MARKS, SpeechLayout
@@ -28,17 +28,19 @@ class Voice:
         self._own: SpeechGuide | None = None
         self._begin()
 
-    def begin(self, said: Sequence[str]) -> None:
-        """The next sentence; `said` grows as its words are handed over."""
-        self._begin()
+    def begin(self, said: Sequence[str], stats: Stats | None = None) -> None:
+        """The next sentence; `said` grows as its words are handed over, `stats` with its drafts."""
+        self._begin(stats)
         self._said, self._own = said, None
 
-    def begin_own(self, guide: SpeechGuide) -> None:
+    def begin_own(self, guide: SpeechGuide, stats: Stats | None = None) -> None:
         """A sentence in the model's own words."""
-        self._begin()
+        self._begin(stats)
         self._own = guide
 
-    def _begin(self) -> None:
+    def _begin(self, stats: Stats | None = None) -> None:
+        self._stats = stats or Stats()
+        self._judged = [[0, 0] for _ in range(self.layout.books)]  # drafts reported, per book
         self._collected = Frames(self.layout)
         self._said: Sequence[str] = ()
         self._noted = 0  # groups whose start has been noted
@@ -104,8 +106,16 @@ class Voice:
             passes=self._passes,
             drafts=self._drafts,
             tokens=self._tokens,
-            notes={"starts": starts} if starts else {},
+            notes={**({"starts": starts} if starts else {}), **self._verified()},
         )
         self._samples += len(pcm)
         self._passes = self._drafts = self._tokens = 0
         return sound
+
+    def _verified(self) -> dict[str, list[int]]:
+        """Drafts verified and accepted since the piece before, one number a codebook."""
+        books = range(self.layout.books)
+        now = [list(self._stats.by_book.get(book, (0, 0))) for book in books]
+        tried, stood = ([now[b][i] - self._judged[b][i] for b in books] for i in range(2))
+        self._judged = now
+        return {"drafted": tried, "accepted": stood} if any(tried) else {}
