@@ -81,7 +81,7 @@ def _distance(codes: Tensor, size: int, exact: Tensor) -> float:
 
 def _sampled(kind: str, share: float, certain: bool, sampling: Sampling) -> tuple[float, float]:
     core = depth_core(kind, codes=3, size=4, hidden=8, first=5, dim=16, layers=1, ffn=16)
-    core.heads.weight.data *= 3
+    core.heads.weight.data *= 3 if kind == "csm" else 0.4  # neither flat nor certain
     n, choice = 20_000, CodeChoice(sampling)
     hidden, first = torch.randn(1, 8), torch.tensor([2])
     exact = _exact(core, hidden, first, choice)
@@ -99,7 +99,7 @@ def _sampled(kind: str, share: float, certain: bool, sampling: Sampling) -> tupl
 def test_sampling_has_the_same_distribution(kind: str, share: float, certain: bool) -> None:
     top_k = 3 if kind == "csm" else 0
     distance, noise = _sampled(kind, share, certain, Sampling(temperature=0.9, top_k=top_k, seed=3))
-    assert noise < 0.02 and distance < 0.02, (distance, noise)
+    assert noise < 0.025 and distance < 0.025, (distance, noise)
 
 
 def _keep_all(drafts: Tensor, _p: Tensor, _q: Tensor, counts: Tensor, *_: Tensor) -> Any:
@@ -126,7 +126,7 @@ def _blind_to_q(
 def test_a_wrong_rule_shows(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codebooks, "accept_sampled", rule)
     distance, _ = _sampled("moshi", 0.0, False, Sampling(temperature=0.9, seed=3))
-    assert distance > 0.04
+    assert distance > 0.1
 
 
 def test_a_wrong_cache_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,13 @@ def test_a_wrong_cache_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, first = torch.randn(200, 24), torch.randint(40, (200,))
     right = one_by_one(core, hidden, first, GREEDY)
     run = core.run
-    monkeypatch.setattr(core, "run", lambda frame, tokens, at: run(frame, tokens.flip(1), at))
+
+    def forgetful(frame: Any, tokens: Tensor, at: int) -> Tensor:
+        for keys in frame.keys:
+            keys[:, :, :at] = 0
+        return run(frame, tokens, at)
+
+    monkeypatch.setattr(core, "run", forgetful)
     drafts = _drafts(right, 0.3)
     assert not torch.equal(draft_and_check(core, hidden, first, drafts, GREEDY), right)
 
