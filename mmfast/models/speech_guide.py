@@ -96,7 +96,8 @@ class SpeechGuide:
 
     def stops(self, token: int) -> bool:
         """At the end of a sound, where text is to follow."""
-        return token in (self.layout.next, self.layout.end) and not self._ended
+        owes = not self._ended or bool(self._owed)  # `<done>` is text that is to follow, too
+        return token in (self.layout.next, self.layout.end) and owes
 
     def book(self, token: int) -> int | None:
         """The codebook of a code."""
