@@ -8,19 +8,17 @@ piece by piece: neither memory nor time per second grows with length.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
+from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.speech import Sound, Turn
 from mmfast.decoding.guide import Open
 from mmfast.decoding.loop import Decoder
 from mmfast.decoding.sampling import Sampling
-from mmfast.decoding.schedule import parse_schedule
 from mmfast.frontends.codecs.embedded import load_embedded
 from mmfast.frontends.spoken import spoken
 from mmfast.models.backbone import Backbone
@@ -32,11 +30,11 @@ from mmfast.models.speech_layout import SpeechLayout
 from mmfast.models.speech_text import Sentence, sentences
 from mmfast.models.speech_tower import Tower, load_tower
 from mmfast.models.speech_voice import Voice
+from mmfast.models.speech_ways import HEADS, Make, decoding
 
 EMBEDDED = "tiny-speech"
 HEARD = 80  # words of one piece of sound
 PAST = 240  # ids of what was said before that a reply sees
-HEADS = ("mctp", "mtp")
 
 
 class SpeechModel:
@@ -102,7 +100,7 @@ class SpeechModel:
         make = self._decoding(mode, verify, head, sampling)
         return self._say(text, style, make)
 
-    def _say(self, text: str | Iterable[str], style: list[int], make: Any) -> Iterator[Sound]:
+    def _say(self, text: str | Iterable[str], style: list[int], make: Make) -> Iterator[Sound]:
         voice, said = Voice(self.layout, self.codec), False
         for sentence in sentences(text):
             guide = SpeechGuide(self.layout, self._ids(sentence))
@@ -228,27 +226,9 @@ class SpeechModel:
 
     def _decoding(
         self, mode: str | Sequence[int], verify: str, head: str, sampling: Sampling | None
-    ) -> Any:
+    ) -> Make:
         """What makes a decoder for a guide; all options are checked now."""
-        schedule = parse_schedule(mode)
-        if head not in HEADS:
-            raise SpecError(unknown("head", head, HEADS))
-        module = self.heads.get(head) if schedule.most else None
-        if schedule.most and module is None:
-            raise ModelError(f"the model has no head {head!r}; use mode='vanilla'")
-        Decoder(self.backbone, module, Open(0), schedule=schedule, verify=verify)
-
-        def make(guide: SpeechGuide) -> Decoder:
-            return Decoder(
-                self.backbone,
-                module,
-                guide,
-                schedule=schedule,
-                verify=verify,
-                sampling=replace(sampling) if sampling else None,
-            )
-
-        return make
+        return decoding(self.backbone, self.heads, mode, verify, head, sampling)
 
 
 def load_speech(path: str | Path | None = None) -> SpeechModel:

@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from mmfast.models.speech_layout import SpeechLayout
 from mmfast.models.speech_tower import FILE as TOWER
 from mmfast.models.speech_tower import load_tower
+from mmfast.tiny.speech_losses import Model
 from mmfast.tiny.speech_net import Shape, from_llama, llama_config, to_llama
-from mmfast.tiny.speech_trainer import Model
 
 
 def tokenizer(layout: SpeechLayout) -> PreTrainedTokenizerFast:

@@ -16,9 +16,11 @@ from mmfast.models.speech_tower import Tower
 from mmfast.tiny.speech_bank import Heard, encoded, hear_bank, load_heard, save_heard, say_bank
 from mmfast.tiny.speech_corpus import Corpus
 from mmfast.tiny.speech_lessons import SPEEDS, Sizes, chats, recorded, said_lines
+from mmfast.tiny.speech_losses import Model
 from mmfast.tiny.speech_net import Net, Shape
+from mmfast.tiny.speech_school import School
 from mmfast.tiny.speech_text import PITCHES, VOICE_NAMES, WORDS
-from mmfast.tiny.speech_trainer import Course, Model, School, Trainer
+from mmfast.tiny.speech_trainer import Course, Trainer
 
 Report = Callable[[dict[str, Any]], None]
 # The ear alone first: it needs no codes, and what it learns, speaking does not undo.
