@@ -40,7 +40,7 @@ class Conv:
     """
 
     def __init__(
-        self, conv: nn.Conv1d, left: int, right: int, mode: str = "constant", whole: bool = False
+        self, conv: Any, left: int, right: int, mode: str = "constant", whole: bool = False
     ) -> None:
         if mode not in MODES:
             raise ModelError(f"cannot stream padding {mode!r}; choices: {', '.join(MODES)}")
@@ -132,7 +132,7 @@ class Overlap(NamedTuple):
 class ConvTranspose:
     """A transposed convolution, of whose output `left` and `right` samples are cut off."""
 
-    def __init__(self, conv: nn.ConvTranspose1d, left: int, right: int) -> None:
+    def __init__(self, conv: Any, left: int, right: int) -> None:
         self.kernel, self.stride = conv.kernel_size[0], conv.stride[0]
         if conv.dilation[0] != 1 or self.kernel < self.stride:
             raise ModelError(

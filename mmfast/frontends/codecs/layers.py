@@ -144,47 +144,62 @@ class Chain:
 
 
 class Waiting(NamedTuple):
-    """What one branch of a residual layer has given before the other."""
+    """What some branches of a sum have given before the others."""
 
-    states: tuple[Any, Any]
-    ahead: tuple[Tensor | None, Tensor | None]  # [B, C, t] each, one of them empty
+    states: tuple[Any, ...]
+    ahead: tuple[Tensor | None, ...]  # [B, C, t] each, one of them empty
 
 
 class Residual:
-    """Two branches, added: where one looks ahead, the other waits for it."""
+    """Branches of one input, added: where one looks ahead, the others wait for it."""
 
-    def __init__(self, branch: Layer, shortcut: Layer) -> None:
-        self.sides = (branch, shortcut)
-        self.in_step = branch.in_step and shortcut.in_step
+    def __init__(self, *branches: Layer) -> None:
+        self.branches = branches
+        self.in_step = all(branch.in_step for branch in branches)
 
     def start(self, batch: int) -> Waiting:
-        """Both branches at their start."""
-        branch, shortcut = self.sides
-        return Waiting((branch.start(batch), shortcut.start(batch)), (None, None))
+        """All branches at their start."""
+        states = tuple(branch.start(batch) for branch in self.branches)
+        return Waiting(states, (None,) * len(states))
 
     def step(self, state: Waiting, x: Tensor) -> tuple[Waiting, Tensor]:
-        """`[B, C, t]` to the sum, as far as both branches have come."""
-        pairs = [side.step(own, x) for side, own in zip(self.sides, state.states, strict=True)]
-        states = (pairs[0][0], pairs[1][0])
+        """`[B, C, t]` to the sum, as far as all branches have come."""
+        pairs = [each.step(own, x) for each, own in zip(self.branches, state.states, strict=True)]
+        states = tuple(pair[0] for pair in pairs)
         if self.in_step:
-            return Waiting(states, (None, None)), pairs[0][1] + pairs[1][1]
-        a, b = (join(old, new) for old, (_, new) in zip(state.ahead, pairs, strict=True))
-        assert a is not None and b is not None
-        n = min(a.shape[-1], b.shape[-1])
-        return Waiting(states, (a[..., n:], b[..., n:])), a[..., :n] + b[..., :n]
+            return Waiting(states, state.ahead), _sum([pair[1] for pair in pairs])
+        outs = [
+            torch.cat([*_some(old), new], -1)
+            for old, (_, new) in zip(state.ahead, pairs, strict=True)
+        ]
+        n = min(out.shape[-1] for out in outs)
+        ahead = tuple(out[..., n:] for out in outs)
+        return Waiting(states, ahead), _sum([out[..., :n] for out in outs])
 
     def finish(self, state: Waiting) -> Tensor | None:
-        """The rest of both, added."""
-        ends = [side.finish(own) for side, own in zip(self.sides, state.states, strict=True)]
-        a, b = (join(old, new) for old, new in zip(state.ahead, ends, strict=True))
-        if a is None or b is None:
+        """The rest of all of them, added."""
+        ends = [each.finish(own) for each, own in zip(self.branches, state.states, strict=True)]
+        outs = [join(old, new) for old, new in zip(state.ahead, ends, strict=True)]
+        rest = [out for out in outs if out is not None]
+        if len(rest) < len(outs):
             return None
-        n = min(a.shape[-1], b.shape[-1])
-        return a[..., :n] + b[..., :n]
+        n = min(out.shape[-1] for out in rest)
+        return _sum([out[..., :n] for out in rest])
 
     def count(self, n: int) -> int:
-        """As many as the slower branch gives."""
-        return min(side.count(n) for side in self.sides)
+        """As many as the slowest branch gives."""
+        return min(branch.count(n) for branch in self.branches)
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _some(x: Tensor | None) -> list[Tensor]:
+    return [] if x is None else [x]
 
 
 def join(head: Tensor | None, tail: Tensor | None) -> Tensor | None:
