@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from mmfast.frontends.codecs.embedded import EmbeddedCodec, load_embedded
-from mmfast.frontends.codecs.embedded_synthesis import pulses, white
+from mmfast.frontends.codecs.embedded_synthesis import white
 
 CHUNKS = (1, 2, 3, 7)  # frames
 
@@ -21,9 +22,10 @@ def codec() -> EmbeddedCodec:
 
 def voice(seconds: float, low: float = 100.0, high: float = 160.0) -> Tensor:
     """Pulses from one pitch to another, dulled as a voice is: `[n]` float32."""
-    hops = int(seconds * 100)
-    hertz = torch.linspace(low, high, hops + 1, dtype=torch.float64)[None]
-    sound = pulses(hertz[:, :-1], hertz[:, 1:], hertz.new_zeros(1))[0].flatten()
+    hertz = torch.linspace(low, high, int(seconds * 16000), dtype=torch.float64)
+    cycles, sound = hertz.cumsum(0) / 16000, torch.zeros_like(hertz)
+    for order in range(1, int(7800 / min(low, high)) + 1):
+        sound += (2 * math.pi * order * cycles).cos() * (order * hertz < 7800)
     dull = 0.9 ** torch.arange(60, dtype=torch.float64)
     sound = torch.nn.functional.conv1d(
         torch.nn.functional.pad(sound, (59, 0))[None, None], dull.flip(0)[None, None]

@@ -19,7 +19,7 @@ from mmfast.frontends.codecs.embedded_network import VocoderNet
 from mmfast.frontends.codecs.embedded_synthesis import SynthesisState
 
 CLOSE = 2e-5
-PINNED = [[1021] * 12, [385, 414, 414, 236, 236, 236, 154, 154, 154, 154, 154, 154]]
+PINNED = [[1021] * 12, [385, 414, 414, 236, 395, 395, 395, 154, 154, 154, 154, 154]]
 
 
 def stream(stage: Any, parts: Any) -> Tensor:

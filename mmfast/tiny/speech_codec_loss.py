@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 SIZES = (256, 640, 1536)  # samples; hops of a quarter
-FLOOR = 1e-2  # of magnitudes at 512 samples, 60 dB under loud speech
+FLOOR = 5e-3  # of magnitudes at 512 samples, 65 dB under loud speech
 
 
 def spectra(sound: Tensor, size: int) -> Tensor:

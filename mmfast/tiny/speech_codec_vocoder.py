@@ -28,7 +28,7 @@ from mmfast.tiny.speech_codec_loss import spectral_loss
 SEGMENT, WARM = 40, 14  # frames in a lesson; of them, at the start, that only fill the layers
 BATCH = 6
 RATE = 2e-3
-PITCH_LOSS = 6.0
+PITCH_LOSS = 12.0
 _LATE = 2.43  # hops by which the middle of a pitch window lies behind the end of a hop
 Report = Callable[[dict[str, Any]], None]
 
@@ -106,7 +106,7 @@ def fit_vocoder(
     books: Tensor,
     bias: Tensor,
     seed: int = 0,
-    steps: int = 3000,
+    steps: int = 4500,
     report: Report = print,
     net: VocoderNet | None = None,
 ) -> VocoderNet:

@@ -1,9 +1,10 @@
-"""Voice from pitch and envelopes: pulses and noise, each through a minimum-phase filter.
+"""Sound from pitch and envelopes: a sum of harmonics, and noise through a filter.
 
-A harmonic-plus-noise synthesiser (X. Serra, J. Smith, 1990) with filters in place of single
-sinusoids: pulses are a closed sum of cosines, so nothing aliases; the filters fade from one hop's
-to the next's. The phase, the count of samples (which draws the noise) and what filters ring on are
-carried from hop to hop.
+A harmonic-plus-noise synthesiser (X. Serra, J. Smith, 1990). Harmonics are sines of one phase,
+those above 890 Hz turned upside down, as in the formant synthesiser the codec is fitted to: the
+shape of its waves comes back, not their spectrum alone. The noise filter is minimum-phase, so
+nothing sounds ahead of its time. Phase, the count of samples (which draws the noise) and what the
+filter rings on are carried from hop to hop; amplitudes and filters move in between.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ BINS = SIZE // 2 + 1
 HARMONIC_POINTS, NOISE_POINTS = 64, 32  # of the envelopes, evenly spaced in mel
 POINTS = HARMONIC_POINTS + NOISE_POINTS
 SILENT = -14.0  # log magnitude of nothing
-_EDGE, _END = 7200.0, 7800.0  # Hz: pulses fade out, so that a harmonic comes and goes unheard
+_EDGE, _END = 7200.0, 7800.0  # Hz: harmonics fade out, so that one comes and goes unheard
+_TURN = 890.0  # Hz: harmonics above have the other sign, which keeps peaks low
+_AT_ONCE = 4_000_000  # sines
 
 
 @dataclass(frozen=True)
@@ -66,43 +69,59 @@ def _minimum_phase(shape: Tensor) -> Tensor:
     return torch.fft.rfft(torch.fft.irfft(shape, SIZE) * fold)
 
 
+def _place(hertz: Tensor, points: int) -> Tensor:
+    """Where frequencies lie between the points of an envelope, even in mel."""
+    return (1.0 + hertz / 700.0).log() * ((points - 1) / math.log(1.0 + RATE / 2 / 700.0))
+
+
 @cache
-def _responses(points: int) -> Tensor:
-    """Log response of each point of an envelope, linear in mel between them `[points, BINS]`."""
-    hertz = torch.linspace(0.0, RATE / 2, BINS, dtype=torch.float64)
-    mel = (1.0 + hertz / 700.0).log()
-    place = mel / mel[-1] * (points - 1)
-    shape = (1.0 - (place - torch.arange(points)[:, None]).abs()).clamp(min=0.0)
+def _responses() -> Tensor:
+    """Log response of each point of the noise's envelope `[32, BINS]`."""
+    place = _place(torch.linspace(0.0, RATE / 2, BINS, dtype=torch.float64), NOISE_POINTS)
+    shape = (1.0 - (place - torch.arange(NOISE_POINTS)[:, None]).abs()).clamp(min=0.0)
     return _minimum_phase(shape)
 
 
 @cache
-def _constants() -> tuple[Tensor, Tensor]:
-    """Log response that fades pulses out at the top `[BINS]`, and the rise over a hop `[HOP]`."""
-    hertz = torch.linspace(0.0, RATE / 2, BINS, dtype=torch.float64)
-    fade = _minimum_phase(-12.0 * ((hertz - _EDGE) / (_END - _EDGE)).clamp(0.0, 1.0))
-    rise = 0.5 - 0.5 * torch.cos((torch.arange(HOP, dtype=torch.float64) + 0.5) * math.pi / HOP)
-    return fade, rise
+def _rise() -> Tensor:
+    """How the end of a hop takes over from its start `[HOP]`."""
+    spots = torch.arange(HOP, dtype=torch.float64) + 0.5
+    return 0.5 - 0.5 * torch.cos(spots * math.pi / HOP)
 
 
-def _apply(points: Tensor, table: Tensor) -> Tensor:
+def noise_filter(points: Tensor) -> Tensor:
+    """Minimum-phase response `[..., BINS]` complex of log magnitudes `[..., 32]`."""
+    table = _responses()
     real, imaginary = table.real.to(points), table.imag.to(points)
-    return torch.complex(points @ real, points @ imaginary)
+    return torch.complex(points @ real, points @ imaginary).exp()
 
 
-def filters(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum-phase responses of pulses and of noise, `[..., BINS]` complex, of `[..., 96]`."""
-    tones, breath = points.split((HARMONIC_POINTS, NOISE_POINTS), -1)
-    voiced = _apply(tones, _responses(HARMONIC_POINTS))
-    voiced = voiced + _constants()[0].to(points.device, voiced.dtype)
-    return voiced.exp(), _apply(breath, _responses(NOISE_POINTS)).exp()
-
-
-def pulses(before: Tensor, pitch: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of all cosines under 7.8 kHz, hop by hop.
+def amplitudes(points: Tensor, pitch: Tensor, count: int) -> Tensor:
+    """Amplitudes of the first harmonics, with their sign.
 
     Args:
-        before: Hz at the start of each hop `[B, T]`; with 0 here and there a hop is silent.
+        points: Log magnitudes of the envelope `[..., 64]`.
+        pitch: Hz `[...]`.
+        count: K.
+
+    Returns:
+        `[..., K]`; 0 above 7.8 kHz.
+    """
+    hertz = pitch[..., None] * torch.arange(1, count + 1, dtype=pitch.dtype, device=pitch.device)
+    place = _place(hertz, HARMONIC_POINTS).clamp(max=HARMONIC_POINTS - 1.001)
+    low = place.floor().long()
+    part = place - low
+    height = points.gather(-1, low) * (1 - part) + points.gather(-1, low + 1) * part
+    height = height - 12.0 * ((hertz - _EDGE) / (_END - _EDGE)).clamp(0.0, 1.0)
+    sign = torch.where(hertz <= _TURN, 1.0, -1.0) * (hertz <= _END)
+    return height.exp() * sign * (pitch[..., None] / RATE).sqrt()
+
+
+def phases(before: Tensor, pitch: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
+    """Cycles of the first harmonic.
+
+    Args:
+        before: Hz at the start of each hop `[B, T]`; 0 at both ends: time stands still.
         pitch: Hz at its end `[B, T]`; in between it moves in a line.
         phase: Cycles at the start of the first `[B]`.
 
@@ -114,13 +133,26 @@ def pulses(before: Tensor, pitch: Tensor, phase: Tensor) -> tuple[Tensor, Tensor
     cycles = (before[..., None] * n + slope * n * (n + 1)) / RATE  # [B, T, HOP] since its start
     total = cycles[..., -1].cumsum(-1)
     starts = phase[:, None] + torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], 1)
-    at = (starts[..., None] + cycles) % 1.0
-    count = (_END / torch.maximum(before, pitch).clamp(min=1.0)).floor()[..., None]
-    low = (math.pi * at).sin()
-    safe = torch.where(low.abs() < 1e-6, torch.ones_like(low), low)
-    wave = 0.5 * ((2 * count + 1) * math.pi * at).sin() / safe - 0.5
-    wave = torch.where(low.abs() < 1e-6, count.expand_as(wave), wave)
-    return wave * (before[..., None] / RATE).sqrt(), (phase + total[:, -1]) % 1.0
+    return (starts[..., None] + cycles) % 1.0, (phase + total[:, -1]) % 1.0
+
+
+def harmonics(cycles: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """Sum of harmonics whose amplitudes move from one hop to the next, `[B, T, HOP]`.
+
+    Args:
+        cycles: Of the first harmonic `[B, T, HOP]`.
+        start: Amplitudes at the start of each hop `[B, T, K]`.
+        end: Amplitudes at its end `[B, T, K]`.
+    """
+    order = torch.arange(1, start.shape[-1] + 1, dtype=cycles.dtype, device=cycles.device)
+    rise, both = _rise().to(start), torch.stack([start, end], -1)  # [B, T, K, 2]
+    hops = max(1, _AT_ONCE // (len(cycles) * HOP * len(order)))
+    parts = []
+    for angle, pair in zip(cycles.split(hops, 1), both.split(hops, 1), strict=True):
+        sines = (2 * math.pi * angle[..., None] * order).sin()  # [B, t, HOP, K]
+        ends = sines @ pair
+        parts.append(ends[..., 0] * (1 - rise) + ends[..., 1] * rise)
+    return torch.cat(parts, 1)
 
 
 def synthesise(
@@ -137,29 +169,39 @@ def synthesise(
     Returns:
         The state behind them, and sound `[B, T * 160]`.
     """
-    rise = _constants()[1].to(points)
     if active is not None:
         points = torch.where(active[..., None], points, torch.full_like(points, SILENT))
         pitch = torch.where(active, pitch, torch.zeros_like(pitch))
     live = torch.ones_like(pitch) if active is None else active.to(pitch.dtype)
     before = torch.cat([state.pitch[:, None], pitch[:, :-1]], 1)
     before = torch.where(before > 0, before, pitch)
-    tones, phase = pulses(before, pitch, state.phase)
-    steps = (live * HOP).long().cumsum(1)  # [B, T] samples behind each hop
-    index = (state.count[:, None] + steps - HOP)[..., None] + torch.arange(HOP, device=pitch.device)
-    breath = white(index).to(points)
+    cycles, phase = phases(before, pitch, state.phase)
     both = torch.cat([state.points[:, None], points], 1)
-    voiced, noisy = filters(both)  # [B, T + 1, BINS]
-    sides = ((1 - rise, slice(None, -1)), (rise, slice(1, None)))
-    spectrum = sum(
-        torch.fft.rfft(tones * side, SIZE) * voiced[:, at]
-        + torch.fft.rfft(breath * side, SIZE) * noisy[:, at]
-        for side, at in sides
+    tones, breath = both.split((HARMONIC_POINTS, NOISE_POINTS), -1)  # [B, T + 1, ...]
+    count = _count(before, pitch)
+    start = amplitudes(tones[:, :-1], before, count)
+    sound = harmonics(cycles, start, amplitudes(tones[:, 1:], pitch, count))
+    steps = (live * HOP).long().cumsum(1)  # [B, T] samples behind each hop
+    hiss, ringing = _noise(state.count[:, None] + steps - HOP, breath, live, state.ringing)
+    made = state.count + steps[:, -1]
+    return SynthesisState(both[:, -1], pitch[:, -1], phase, made, ringing), (
+        sound.flatten(1) + hiss
     )
-    sound = torch.fft.irfft(spectrum, SIZE) * live[..., None]
-    out, ringing = overlap_add(sound, state.ringing)
-    count = state.count + steps[:, -1]
-    return SynthesisState(both[:, -1], pitch[:, -1], phase, count, ringing), out
+
+
+def _count(before: Tensor, pitch: Tensor) -> int:
+    """Harmonics under 7.8 kHz of the lowest pitch."""
+    lowest = torch.cat([before[before > 0], pitch[pitch > 0]])
+    return int(_END / float(lowest.min())) if len(lowest) else 1
+
+
+def _noise(first: Tensor, points: Tensor, live: Tensor, ringing: Tensor) -> tuple[Tensor, Tensor]:
+    """Noise of hops whose first samples have numbers `[B, T]`, and what rings on."""
+    index = first[..., None] + torch.arange(HOP, device=first.device)
+    hiss, rise, response = white(index).to(points), _rise().to(points), noise_filter(points)
+    spectrum = torch.fft.rfft(hiss * (1 - rise), SIZE) * response[:, :-1]
+    spectrum = spectrum + torch.fft.rfft(hiss * rise, SIZE) * response[:, 1:]
+    return overlap_add(torch.fft.irfft(spectrum, SIZE) * live[..., None], ringing)
 
 
 def overlap_add(parts: Tensor, ringing: Tensor) -> tuple[Tensor, Tensor]:
