@@ -27,7 +27,7 @@ from mmfast.models.loading import embedded_path
 from mmfast.models.speech_guide import SpeechGuide
 from mmfast.models.speech_hearing import embeddings, pieces
 from mmfast.models.speech_layout import SpeechLayout
-from mmfast.models.speech_text import Sentence, sentences
+from mmfast.models.speech_text import sentences
 from mmfast.models.speech_tower import Tower, load_tower
 from mmfast.models.speech_voice import Voice
 from mmfast.models.speech_ways import HEADS, Make, decoding
@@ -103,7 +103,7 @@ class SpeechModel:
     def _say(self, text: str | Iterable[str], style: list[int], make: Make) -> Iterator[Sound]:
         voice, said = Voice(self.layout, self.codec), False
         for sentence in sentences(text):
-            guide = SpeechGuide(self.layout, self._ids(sentence))
+            guide = SpeechGuide(self.layout, map(self.layout.group, sentence))
             prompt = [self.layout.id("<speak>"), *style, *guide.opening()]
             if guide.done:
                 continue
@@ -116,9 +116,6 @@ class SpeechModel:
         if not said:
             raise MmfastError("the text has no word that can be said; give words")
         yield from voice.finish()
-
-    def _ids(self, sentence: Sentence) -> Iterator[list[int]]:
-        return (self.layout.group(part) for part in sentence)
 
     def transcribe(self, pcm: Tensor, rate: int = 16000) -> str:
         """What was said, in lower-case words without marks; nothing where nobody spoke.
@@ -135,8 +132,7 @@ class SpeechModel:
 
     def _heard(self, piece: Tensor, before: Sequence[int] = ()) -> tuple[str, Decoder]:
         """Words of one piece, and the decoder behind them."""
-        layout = self.layout
-        done = layout.id("<done>")
+        layout, done = self.layout, self.layout.id("<done>")
         guide = Open(HEARD, (done,), slice(done, layout.texts))
         decoder = Decoder(self.backbone, None, guide)
         first = torch.tensor([*before, layout.id("<listen>")])
@@ -172,10 +168,10 @@ class SpeechModel:
             voice: As of `speak`; `speed` is its `rate`.
             speed: Words per minute.
             pitch: 0 to 99.
-            mode: As of `speak`, like all below.
-            verify: …
-            head: …
-            sampling: …
+            mode: As of `speak`.
+            verify: Likewise.
+            head: Likewise.
+            sampling: Likewise.
 
         Yields:
             The answer as it comes; the first piece says what was heard.

@@ -174,7 +174,10 @@ class SpeechLayout:
             raise ModelError(
                 f"{str(folder)!r} holds no {FILE}; give the folder of a speech model of mmfast"
             ) from None
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        given: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+        }
+        return cls(**given)
 
 
 def _nearest(name: str, value: int | None, known: tuple[int, ...], unit: str) -> int:

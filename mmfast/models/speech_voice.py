@@ -26,6 +26,8 @@ class Voice:
         self._first = True  # no word has been said
         self._words: list[tuple[int, str]] = []  # sample at which it begins, text; not yet said
         self._own: SpeechGuide | None = None
+        self._said: Sequence[str] = ()
+        self._collected = Frames(layout)
         self._begin()
 
     def begin(self, said: Sequence[str], stats: Stats | None = None) -> None:
@@ -41,8 +43,9 @@ class Voice:
     def _begin(self, stats: Stats | None = None) -> None:
         self._stats = stats or Stats()
         self._judged = [[0, 0] for _ in range(self.layout.books)]  # drafts reported, per book
+        self._frames += self._collected.count
         self._collected = Frames(self.layout)
-        self._said: Sequence[str] = ()
+        self._said = ()
         self._noted = 0  # groups whose start has been noted
 
     def step(self, step: Step) -> Iterator[Sound]:
@@ -58,9 +61,6 @@ class Voice:
         if codes.shape[1]:
             self._state, pcm = self.codec.decoder.step(self._state, codes[None])
             yield self._sound(pcm[0], codes)
-        if self._collected.count and step.tokens and step.tokens[-1] == self.layout.end:
-            self._frames += self._collected.count
-            self._collected = Frames(self.layout)
 
     def finish(self) -> Iterator[Sound]:
         """The rest."""

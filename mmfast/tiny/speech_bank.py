@@ -107,7 +107,7 @@ def _encode(pcm: NDArray[np.int16]) -> NDArray[np.int16]:
 def _listen(task: tuple[NDArray[np.int16], int, int]) -> tuple[NDArray[np.float16], int]:
     pcm, seed, number = task
     torch.set_num_threads(1)
-    sound, before = worsen(pcm.astype(np.float32) / 32767, np.random.default_rng([seed, number]))
+    sound, before = worsen((pcm / 32767).astype(np.float32), np.random.default_rng([seed, number]))
     mel = log_mel(torch.from_numpy(sound), torch.float32)
     whole = len(mel) // FRAMES * FRAMES
     return mel[:whole].numpy().astype(np.float16), before

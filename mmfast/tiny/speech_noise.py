@@ -40,7 +40,8 @@ def band(sound: NDArray[np.float64], low: float, high: float) -> NDArray[np.floa
     spectrum = np.fft.rfft(sound)
     hertz = np.fft.rfftfreq(len(sound), 1 / RATE)
     gain = 1 / (1 + (low / np.maximum(hertz, 1)) ** 8) / (1 + (hertz / high) ** 24)
-    return np.fft.irfft(spectrum * gain, len(sound))
+    heard: NDArray[np.float64] = np.fft.irfft(spectrum * gain, len(sound))
+    return heard
 
 
 def noise(count: int, tilt: float, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -48,4 +49,5 @@ def noise(count: int, tilt: float, rng: np.random.Generator) -> NDArray[np.float
     spectrum = np.fft.rfft(rng.standard_normal(count))
     hertz = np.maximum(np.fft.rfftfreq(count, 1 / RATE), 40)
     sound = np.fft.irfft(spectrum / hertz**tilt, count)
-    return sound / np.sqrt(np.mean(sound**2) + 1e-12)
+    even: NDArray[np.float64] = sound / np.sqrt(np.mean(sound**2) + 1e-12)
+    return even

@@ -68,7 +68,8 @@ class School:
     def exam(self, task: str, size: int = 16) -> list[Batch]:
         """Lessons that are never trained on."""
         rng, many = np.random.default_rng(5), HELD
-        count = len({"say": self.said, "hear": self.heard, "chat": self.chats}[task])
+        counts = {"say": len(self.said), "hear": len(self.heard), "chat": len(self.chats)}
+        count = counts[task]
         lines = [self.line(task, i, rng) for i in range(count - many, count)]
         lines.sort(key=lambda line: len(line.ids))
         return [stack(lines[i : i + size]) for i in range(0, many, size)]
