@@ -115,8 +115,10 @@ class Adapter:
 
 # A new family of ours is one line here and one file.
 _FILES = {
+    "audioflamingo3": "mmfast.models.audioflamingo3",
     "fast_vlm": "mmfast.models.fast_vlm",
     "gemma3": "mmfast.models.gemma3",
+    "glmasr": "mmfast.models.glmasr",
     "idefics3": "mmfast.models.idefics3",
     "internvl": "mmfast.models.internvl",
     "lfm2_vl": "mmfast.models.lfm2_vl",
@@ -128,6 +130,7 @@ _FILES = {
     "qwen2_vl": "mmfast.models.qwen2_vl",
     "qwen3_vl": "mmfast.models.qwen3_vl",
     "smolvlm": "mmfast.models.smolvlm",
+    "voxtral": "mmfast.models.voxtral",
 }
 _ADAPTERS: dict[str, Adapter] = {}
 
