@@ -176,11 +176,12 @@ def module_share(model: Any, head: str) -> float:
 def trunk_weights(backbone: Any, entries: int) -> int:
     """Numbers that a pass reads: layers, norm, and `entries` rows of the output head."""
     parts = (*backbone.decoder.layers, backbone.final_norm)
-    return sum(p.numel() for part in parts for p in part.parameters()) + entries * backbone.width
+    own = sum(int(p.numel()) for part in parts for p in part.parameters())
+    return own + entries * int(backbone.width)
 
 
 def draft_weights(head: Any, entries: int) -> float:
     """Numbers that one of its modules reads, on average."""
     named = head.named_parameters(remove_duplicate=False)
     own = sum(p.numel() for name, p in named if not name.startswith("outputs"))
-    return own / head.modules_count + entries * head.trunk.width
+    return float(own / head.modules_count + entries * head.trunk.width)

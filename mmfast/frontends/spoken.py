@@ -98,7 +98,7 @@ def _certain(text: str) -> int:
 
 def _plain(text: str) -> str:
     """Without accents, curly quotes and full-width forms; one kind of white space."""
-    text = unicodedata.normalize("NFKD", text.translate(str.maketrans(ALIKE)))
+    text = unicodedata.normalize("NFKD", text.translate(ALIKE))
     text = "".join(sign for sign in text if not unicodedata.combining(sign))
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r"\s-+\s(?!\d)|(?<!\d)\s-+\s|--+", f" {DASH} ", text)

@@ -148,7 +148,8 @@ class _Engine:
         if code:
             raise MmfastError(f"espeak-ng cannot say {text[:60]!r}: error {code}")
         found = self.sound or [np.zeros(0, np.int16)]
-        return np.concatenate(found).astype(np.float32) / 32768, self.events
+        whole: Samples = np.concatenate(found).astype(np.float32) / np.float32(32768)
+        return whole, self.events
 
 
 def say(text: str, voice: EspeakVoice | None = None) -> Speech:
@@ -198,7 +199,8 @@ def _resample(raw: Samples, rate: int) -> Samples:
         raise MmfastError('scipy is missing; it comes with: pip install "mmfast[speech]"') from None
     common = int(np.gcd(RATE, rate))
     pcm = signal.resample_poly(raw, RATE // common, rate // common)
-    return np.clip(pcm, -1.0, 1.0).astype(np.float32)
+    limited: Samples = np.clip(pcm, -1.0, 1.0).astype(np.float32)
+    return limited
 
 
 def _words(text: str, starts: list[tuple[int, int]], pcm: Samples) -> Iterator[WordTime]:

@@ -6,6 +6,8 @@ The same rules draw sentences and tell the recogniser of the evaluation what it 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mmfast.tiny.questions import WORDINGS
 from mmfast.tiny.world_questions import NOW_WORDINGS, PAST_WORDINGS
 
@@ -70,7 +72,7 @@ def spoken_wording(text: str) -> str:
     return text.lower().replace("color ", "colour ").replace(":", ",")
 
 
-def _wordings(*tables: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _wordings(*tables: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Every way to ask, each once, with rules for what fills it."""
     found: dict[str, None] = {}
     for table in tables:
