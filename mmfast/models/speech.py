@@ -1,8 +1,7 @@
 """The embedded speech model: it speaks, it listens, it answers speech with speech.
 
-A stock language model over text and audio rows, draft modules beside it, a tower of convolutions
-that hears, a codec that sounds. Long texts are said sentence by sentence, long sound is heard
-piece by piece: neither memory nor time per second grows with length.
+A stock language model over text and audio rows, draft modules, a tower that hears, a codec that
+sounds. Long texts are said sentence by sentence, long sound is heard piece by piece.
 """
 
 from __future__ import annotations
@@ -59,11 +58,7 @@ class SpeechModel:
         self.backbone, self.heads, self.tower = backbone, heads, tower
         self.layout, self.codec = layout, codec
         self.sample_rate: int = codec.sample_rate
-
-    @property
-    def voices(self) -> tuple[str, ...]:
-        """Names for `voice=`."""
-        return self.layout.voices
+        self.voices = layout.voices  # names for `voice=`
 
     def speak(
         self,
@@ -159,16 +154,16 @@ class SpeechModel:
         head: str = "mctp",
         sampling: Sampling | None = None,
     ) -> Iterator[Sound]:
-        """Answer speech with speech.
+        """Answer speech.
 
         Args:
             pcm: What was said `[n]`.
             rate: Its samples per second.
             history: What was said before, oldest first.
-            voice: As of `speak`; `speed` is its `rate`.
-            speed: Words per minute.
-            pitch: 0 to 99.
-            mode: As of `speak`.
+            voice: As of `speak`.
+            speed: Its `rate`.
+            pitch: As of `speak`.
+            mode: Likewise.
             verify: Likewise.
             head: Likewise.
             sampling: Likewise.

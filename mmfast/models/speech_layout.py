@@ -169,7 +169,7 @@ class SpeechLayout:
             ModelError: The folder is no speech model.
         """
         try:
-            values: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            values: Any = json.loads((folder / FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             raise ModelError(
                 f"{str(folder)!r} holds no {FILE}; give the folder of a speech model of mmfast"

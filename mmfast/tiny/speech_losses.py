@@ -34,8 +34,9 @@ class Weights:
 class Model(nn.Module):
     """Backbone, ear and the read-outs that are thrown away."""
 
-    def __init__(self, net: Net, tower: Tower, layout: SpeechLayout) -> None:
+    def __init__(self, net: Net, tower: Tower, layout: SpeechLayout, middle: int = MIDDLE) -> None:
         super().__init__()
+        self.middle = middle
         self.net, self.tower = net, tower
         self.last = nn.Linear(net.shape.width, layout.texts)
         self.count = nn.Linear(net.shape.width, COUNTED + 1)
@@ -57,7 +58,7 @@ def losses(
     model: Model, layout: SpeechLayout, batch: Batch, weights: Weights
 ) -> tuple[Tensor, dict[str, Part]]:
     """The sum to be differentiated, and per part its mean, the places and those guessed right."""
-    states, middle = model.net(model.embedded(batch), MIDDLE)
+    states, middle = model.net(model.embedded(batch), model.middle)
     labels = batch.ids[:, 1:]
     total, parts = states.new_zeros(()), {}
     chosen = batch.kind[:, :-1] == TEXT

@@ -26,11 +26,11 @@ class School:
     chats: list[tuple[list[Turn], Heard, Said]]
     seed: int = 0
     tokens: dict[str, int] = field(default_factory=lambda: {"say": 900, "hear": 800, "chat": 900})
+    held: int = HELD
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng([self.seed, 31])
         self._queues: dict[str, Iterator[Any]] = {}
-        self.easy = True
 
     def line(self, task: str, index: int, rng: np.random.Generator) -> Line:
         """One lesson."""
@@ -43,10 +43,10 @@ class School:
 
     def _lengths(self, task: str) -> list[int]:
         if task == "say":
-            return [each.length for each in self.said[:-HELD]]
+            return [each.length for each in self.said[: -self.held]]
         if task == "hear":
-            return [each.length for each in self.heard[:-HELD]]
-        spoken = self.chats[:-HELD]
+            return [each.length for each in self.heard[: -self.held]]
+        spoken = self.chats[: -self.held]
         return [
             heard.length + said.length + sum(len(t.text) // 4 for t in turns[:-2])
             for turns, heard, said in spoken
@@ -67,7 +67,7 @@ class School:
 
     def exam(self, task: str, size: int = 16) -> list[Batch]:
         """Lessons that are never trained on."""
-        rng, many = np.random.default_rng(5), HELD
+        rng, many = np.random.default_rng(5), self.held
         counts = {"say": len(self.said), "hear": len(self.heard), "chat": len(self.chats)}
         count = counts[task]
         lines = [self.line(task, i, rng) for i in range(count - many, count)]

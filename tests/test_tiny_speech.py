@@ -1,0 +1,171 @@
+"""The embedded speech model as it is shipped: stock classes, size, speaking, listening."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmfast.core.errors import MediaError, MmfastError, SpecError
+from mmfast.core.speech import Chatter, Listener, Speaker, Turn
+from mmfast.models.loading import embedded_path
+from mmfast.models.speech import load_speech
+from mmfast.models.speech_layout import SpeechLayout
+
+TEXTS = (
+    "the red circle moves left.",
+    "there are three blue stars.",
+    "it is quarter past nine.",
+    "what colour is the square?",
+    "hello, how are you?",
+)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return embedded_path("tiny-speech")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_speech()
+
+
+def codes(model: Any, text: str, **options: Any) -> torch.Tensor:
+    found = [sound.codes for sound in model.speak(text, **options)]
+    return torch.cat([each for each in found if each is not None], 1)
+
+
+def pcm(model: Any, text: str, **options: Any) -> torch.Tensor:
+    return torch.cat([sound.pcm for sound in model.speak(text, **options)])
+
+
+def test_everything_together_is_small(folder: Path) -> None:
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    assert size < 24e6
+    for name in ("README.md", "codec/config.json", "heads/mctp.safetensors", "heads/mtp.json"):
+        assert (folder / name).is_file(), name
+
+
+def test_stock_classes_load_backbone_and_tokenizer(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    layout = SpeechLayout.load(folder)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert type(stock).__name__ == "LlamaForCausalLM"
+    assert stock.config.vocab_size == layout.total == len(tokenizer)
+    text = "The red circle, zebra."
+    expected = [i for group in layout.groups(text.lower()) for i in group]
+    assert tokenizer(text).input_ids == expected
+    assert layout.text(expected) == "the red circle, zebra."
+    assert tokenizer.convert_ids_to_tokens([layout.next, layout.end]) == ["<next>", "<end>"]
+
+
+def test_it_is_all_three(model: Any) -> None:
+    for protocol in (Speaker, Listener, Chatter):
+        assert isinstance(model, protocol)
+
+
+def test_an_unseen_sentence_can_be_understood(model: Any) -> None:
+    pytest.importorskip("pocketsphinx")
+    from mmfast.bench.speech_speaking import unseen_lines
+    from mmfast.bench.word_errors import Errors, Recogniser, count_errors
+
+    recogniser, found = Recogniser(), Errors()
+    for line in unseen_lines(6, 1):
+        heard = recogniser.transcribe(pcm(model, line.text, mode="vanilla", **line.options))
+        found = found + count_errors(line.text, heard)
+    assert found.rate < 0.3
+
+
+def test_it_understands_recordings(model: Any) -> None:
+    pytest.importorskip("espeakng_loader")
+    from mmfast.bench.speech_speaking import unseen_lines
+    from mmfast.bench.word_errors import Errors, count_errors
+    from mmfast.tiny.espeak import say
+
+    found = Errors()
+    for line in unseen_lines(10, 2):
+        heard = model.transcribe(say(line.text, line.voice).pcm)
+        found = found + count_errors(line.text, heard)
+    assert found.rate < 0.3
+
+
+@pytest.mark.parametrize("head", ["mctp", "mtp"])
+def test_exact_is_one_token_per_pass(model: Any, head: str) -> None:
+    passes = tokens = 0
+    for text in TEXTS[:3]:
+        plain = codes(model, text, mode="vanilla")
+        sounds = list(model.speak(text, mode="turbo", verify="exact", head=head))
+        fast = torch.cat([s.codes for s in sounds if s.codes is not None], 1)
+        assert torch.equal(plain, fast), text
+        passes += sum(s.passes for s in sounds)
+        tokens += sum(s.tokens for s in sounds)
+    assert tokens > 1.3 * passes
+
+
+def test_the_words_of_all_pieces_are_what_was_said(model: Any) -> None:
+    for text in TEXTS:
+        sounds = list(model.speak(text))
+        assert "".join(s.text for s in sounds) == text
+        assert sum(len(s.pcm) for s in sounds) == 640 * sum(
+            s.codes.shape[1] for s in sounds if s.codes is not None
+        )
+    assert sounds[0].passes == 1 and sounds[0].codes is not None  # sound from the first pass
+
+
+def test_text_may_come_as_it_is_written(model: Any) -> None:
+    whole = codes(model, "the red circle moves left. it is nine o'clock.")
+    pieces = codes(model, iter(["the", "red cir cle moves left. it is nine o'clock."]))
+    assert not torch.equal(whole, pieces)  # "cir cle" is two words
+    slow = codes(model, iter(["the red ", "circle mo", "ves left. it", " is nine o'clock."]))
+    assert torch.equal(whole, slow)
+
+
+def test_long_texts_and_long_words_end(model: Any) -> None:
+    text = " ".join(TEXTS * 2) + " " + "a" * 200 + " yes"
+    sounds = list(model.speak(text))
+    assert sum(len(s.pcm) for s in sounds) < 60 * 16000
+    assert "".join(s.text for s in sounds).endswith("yes")
+
+
+def test_a_reply_says_what_was_heard(model: Any) -> None:
+    question = pcm(model, "what is two plus three?", mode="vanilla")
+    history = [Turn("user", "Hello."), Turn("assistant", "hello, how can i help you?")]
+    sounds = list(model.reply(question, history=history))
+    assert sounds[0].heard is not None
+    assert sum(len(s.pcm) for s in sounds) > 3200
+    assert "".join(s.text for s in sounds)
+    again = list(model.reply(question, history=history))
+    assert [s.text for s in again] == [s.text for s in sounds]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"voice": "nobody"}, "en-us"),
+        ({"rate": 900}, "165"),
+        ({"pitch": -3}, "50"),
+        ({"mode": "warp"}, "turbo"),
+        ({"verify": "maybe"}, "exact"),
+        ({"head": "tail"}, "mctp"),
+    ],
+)
+def test_wrong_options_name_the_choices(model: Any, options: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(SpecError, match=wanted) as caught:
+        model.speak("hello.", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_to_say_and_no_sound_are_told_apart(model: Any) -> None:
+    with pytest.raises(MmfastError, match="no word"):
+        list(model.speak(" 。 "))
+    assert model.transcribe(torch.zeros(16000)) == ""
+    assert model.transcribe(torch.zeros(0)) == ""
+    with pytest.raises(MediaError, match="NaN"):
+        model.transcribe(torch.tensor([0.1, float("nan")]))
+    with pytest.raises(MediaError, match=r"\[n\]"):
+        model.transcribe(torch.zeros(2, 100))
