@@ -172,12 +172,17 @@ def test_a_long_turn_is_handed_over_in_parts() -> None:
     assert [event.start_ms for event in turns[1:]] == [event.stop_ms for event in turns[:-1]]
     parts = [event.pcm for event in turns if event.pcm is not None]
     assert torch.equal(torch.cat(parts), pcm[: 100 * 512 + 1600])
-    exact = scene((0.5, 32), (0, 20))  # the end falls on the limit
-    assert kinds(run(Turns(activity=Script(), max_turn_ms=1024), exact, lambda: 512)) == [
-        "speech_started",
-        "turn",
-        "speech_stopped",
-    ]
+
+
+def test_a_long_turn_that_pauses_where_it_is_cut_is_over() -> None:
+    """Whoever is told that somebody speaks is told that he stopped, with a turn."""
+    for loud in (28, 32, 36):
+        pcm = scene((0.5, loud), (0, 20))
+        events = run(Turns(activity=Script(), max_turn_ms=1024), pcm, lambda: 512)
+        assert kinds(events)[-2:] == ["speech_stopped", "turn"]
+        parts = [e.pcm for e in events if e.kind == "turn" and e.pcm is not None]
+        assert torch.equal(torch.cat(parts), pcm[: 512 * loud + 1600])
+        assert kinds(events).count("turn") == (1 if loud < 32 else 2)
 
 
 def test_memory_is_bounded() -> None:

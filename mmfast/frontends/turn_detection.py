@@ -112,19 +112,17 @@ class Turns:
         whole = self._with_begun(state)
         if not whole.gate.speaking or whole.heard == whole.kept_from:
             return state, []
-        turn = self._turns(whole, whole.heard, "commit")
-        return self._emptied(whole, whole.heard, GateState(self._activity is None)), turn
+        turn = self._turn(whole, whole.heard, "commit")
+        return self._emptied(whole, whole.heard, GateState(self._activity is None)), [turn]
 
     def finish(self, state: TurnState) -> list[TurnEvent]:
         """The stream is over: what was still being said is a turn."""
         state = self._with_begun(state)
         if not state.gate.speaking:
             return []
-        quiet = state.gate.quiet_from
-        last = state.heard if quiet is None else quiet
-        stopped = self._event("speech_stopped", state, state.heard, speech_ms=to_ms(last))
-        turn = self._turns(state, self._padded(state, last), "end")
-        return [stopped, *turn] if self._activity else turn
+        if self._activity:
+            return self._ended(state, "end")[1]
+        return [self._turn(state, state.heard, "end")] if state.heard > state.kept_from else []
 
     def wait(self, state: TurnState) -> TurnState:
         """Begin to wait anew, such as when an answer has been played to its end."""
@@ -140,7 +138,7 @@ class Turns:
         if change == "start":
             return self._begun(state)
         if change == "stop":
-            return self._ended(state)
+            return self._ended(state, "silence")
         if gate.speaking:
             return self._bounded(state, self._continued(state, window))
         return self._idled(self._trimmed(state))
@@ -154,21 +152,25 @@ class Turns:
     def _continued(self, state: TurnState, window: Tensor) -> list[TurnEvent]:
         return [self._event("sound", state, state.heard, pcm=window)] if self._sound else []
 
-    def _ended(self, state: TurnState) -> tuple[TurnState, list[TurnEvent]]:
-        last = state.gate.quiet_from or 0
+    def _ended(self, state: TurnState, reason: Reason) -> tuple[TurnState, list[TurnEvent]]:
+        quiet = state.gate.quiet_from
+        last = state.heard if quiet is None else quiet
         stopped = self._event("speech_stopped", state, state.heard, speech_ms=to_ms(last))
-        stop = self._padded(state, last)
-        events = [stopped, *self._turns(state, stop, "silence")]
-        return self._emptied(state, stop, GateState()), events
+        stop = min(state.heard, last + self._padding)
+        turn = self._turn(state, stop, reason)
+        return self._emptied(state, stop, GateState()), [stopped, turn]
 
     def _bounded(
         self, state: TurnState, events: list[TurnEvent]
     ) -> tuple[TurnState, list[TurnEvent]]:
-        """Hand a turn over that has grown too long; it goes on behind that."""
+        """Hand a turn over that has grown too long; it goes on behind that, or ends in a pause."""
         if state.heard - state.kept_from < self._longest:
             return state, events
-        turn = self._turns(state, state.heard, "length")
-        return cut(state, state.heard), [*events, *turn]
+        if state.gate.quiet_from is not None:
+            state, ended = self._ended(state, "length")
+            return state, [*events, *ended]
+        turn = self._turn(state, state.heard, "length")
+        return cut(state, state.heard), [*events, turn]
 
     def _idled(self, state: TurnState) -> tuple[TurnState, list[TurnEvent]]:
         since = state.waiting_from
@@ -197,15 +199,7 @@ class Turns:
     ) -> TurnEvent:
         return TurnEvent(kind, to_ms(at), to_ms(state.kept_from), to_ms(at), speech_ms, pcm)
 
-    def _padded(self, state: TurnState, last: int) -> int:
-        """Where a turn ends whose last word ended at a sample; its start if it has no word."""
-        no_word = self._activity is not None and last <= state.kept_from
-        return state.kept_from if no_word else min(state.heard, last + self._padding)
-
-    def _turns(self, state: TurnState, stop: int, reason: Reason) -> list[TurnEvent]:
-        """The turn up to a sample; none where all of it was handed over before."""
-        if stop <= state.kept_from:
-            return []
-        pcm = torch.cat(state.kept)[: stop - state.kept_from]
+    def _turn(self, state: TurnState, stop: int, reason: Reason) -> TurnEvent:
+        pcm = torch.cat([*state.kept, state.begun[:0]])[: stop - state.kept_from]
         start, end = to_ms(state.kept_from), to_ms(stop)
-        return [TurnEvent("turn", to_ms(state.heard), start, end, 0, pcm, reason)]
+        return TurnEvent("turn", to_ms(state.heard), start, end, 0, pcm, reason)

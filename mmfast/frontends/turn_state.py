@@ -28,8 +28,8 @@ class TurnEvent:
         speech_ms: Of "speech_stopped": where the last word ended.
         pcm: Samples `[n]`: of "speech_started" what the turn holds up to now, of "sound" what came
             since, of "turn" all of it, trailing silence cut to the padding.
-        reason: Of "turn": "silence", "length" (it grew too long and goes on), "commit" (asked
-            for), "end" (the stream is over).
+        reason: Of "turn": "silence", "length" (it grew too long; it goes on unless a
+            "speech_stopped" came before), "commit" (asked for), "end" (the stream is over).
     """
 
     kind: Kind

@@ -42,7 +42,7 @@ class VoiceEar:
 
 
 def _heard(events: list[TurnEvent]) -> list[Heard]:
-    found = []
+    found, before = [], ""
     for event in events:
         if event.kind == "speech_started":
             found.append(Heard("started", event.start_ms * RATE // 1000))
@@ -51,6 +51,7 @@ def _heard(events: list[TurnEvent]) -> list[Heard]:
         elif event.kind == "turn":
             at = event.stop_ms * RATE // 1000
             found.append(Heard("stopped", at, event.pcm))
-            if event.reason == "length":  # he still speaks, and is not to be spoken over
-                found.append(Heard("started", at))
+            if event.reason == "length" and before != "speech_stopped":
+                found.append(Heard("started", at))  # he still speaks: not to be spoken over
+        before = event.kind
     return found
