@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -99,25 +101,28 @@ class BlockPlan:
                 self._right[again][place] = self._right[again][place] * _FORGET + r
 
 
-def measure_share(one: Callable[[], object], many: Callable[[], object], n: int) -> float:
+def measure_share(
+    one: Callable[[], object],
+    many: Callable[[], object],
+    n: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """What a further code of a pass costs here, in passes over one code.
 
     Args:
         one: Runs a pass over one code.
         many: Runs a pass over n codes.
         n: Two at least.
+        clock: Seconds; `time.process_time` on a processor that others use too.
 
     Returns:
         (time of many / time of one - 1) / (n - 1), in 0..1; medians of interleaved runs.
     """
-    import statistics
-    import time
-
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(9):
         for run, taken in ((one, times[0]), (many, times[1])):
-            start = time.perf_counter()
+            start = clock()
             run()
-            taken.append(time.perf_counter() - start)
+            taken.append(clock() - start)
     ratio = statistics.median(times[1]) / max(statistics.median(times[0]), 1e-9)
     return min(max((ratio - 1) / (n - 1), 0.0), 1.0)
