@@ -1,0 +1,134 @@
+"""A stock model called piece by piece gives what it gives in one call; others are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import decode_models as small
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
+
+from mmfast.core.errors import ModelError
+from mmfast.models.backbone import Backbone
+
+IDS = torch.randint(0, small.VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(3))
+FORMS = [(f, a, lean) for f in small.FAMILIES for a in ("sdpa", "eager") for lean in (False, True)]
+FORMS = [form for form in FORMS if form[0] != "gpt_neox" or not form[2]]
+
+
+@pytest.mark.parametrize(("family", "attention", "lean"), FORMS)
+@torch.no_grad()
+def test_pieces_equal_the_stock_forward(family: str, attention: str, lean: bool) -> None:
+    model = small.tiny(family, attn_implementation=attention)
+    want = model(input_ids=IDS, use_cache=False).logits
+    backbone = Backbone(model, lean=lean)
+    state, found = backbone.state(2, 8), []
+    for piece in IDS.split([7, 1, 1, 12, 19], 1):  # grows beyond what was reserved
+        raw = backbone.run(state, backbone.embed(piece), [piece.shape[1]] * 2)
+        found.append(backbone.logits(backbone.norm(raw), slice(None)))
+    torch.testing.assert_close(torch.cat(found, 1), want, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@torch.no_grad()
+def test_streams_of_different_lengths(lean: bool) -> None:
+    """Rows advance by different counts, are cropped and read on: each as if it were alone."""
+    model = small.tiny("llama").double()
+    backbone = Backbone(model, lean=lean)
+    want = model(input_ids=IDS, use_cache=False).logits
+    state = backbone.state(2, 8)
+    embeds = backbone.embed(IDS)
+    at = [0, 0]
+    generator = torch.Generator().manual_seed(0)
+    while min(at) < 30:
+        n = int(torch.randint(1, 6, (1,), generator=generator))
+        counts = [int(torch.randint(0, n + 1, (1,), generator=generator)) for _ in at]
+        counts[0] = n
+        piece = torch.stack([embeds[i, a : a + n] for i, a in enumerate(at)])
+        raw = backbone.run(state, piece, counts)
+        logits = backbone.logits(backbone.norm(raw), slice(None))
+        for i, (a, count) in enumerate(zip(at, counts, strict=True)):
+            torch.testing.assert_close(
+                logits[i, :count], want[i, a : a + count], atol=2e-5, rtol=1e-4
+            )
+        at = [min(a + c, 34) for a, c in zip(at, counts, strict=True)]
+        at = [max(0, a - int(torch.randint(0, 2, (1,), generator=generator))) for a in at]
+        state.crop(at)
+        assert state.lengths == at
+
+
+@torch.no_grad()
+def test_only_the_rows_asked_for() -> None:
+    model = small.tiny("llama")
+    backbone = Backbone(model)
+    hidden = torch.randn(3, backbone.width)
+    whole = backbone.logits(hidden, slice(None))
+    torch.testing.assert_close(backbone.logits(hidden, slice(5, 11)), whole[:, 5:11])
+    assert backbone.logits(hidden, slice(5, 11)).shape == (3, 6)
+
+
+@torch.no_grad()
+def test_bfloat16_runs_the_stock_layers() -> None:
+    model = small.tiny("qwen2", scale=1.5).to(torch.bfloat16)
+    backbone = Backbone(model)
+    raw = backbone.run(backbone.state(2), backbone.embed(IDS), [40, 40])
+    found = backbone.logits(backbone.norm(raw), slice(None))
+    want = model(input_ids=IDS, use_cache=False).logits
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, want, atol=0.02, rtol=0.02)
+
+
+@torch.no_grad()
+def test_two_streams_and_a_stock_call_in_between() -> None:
+    model = small.tiny("llama").double()
+    backbone = Backbone(model)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    want = model(input_ids=IDS, use_cache=False).logits
+    states = [backbone.state(), backbone.state()]
+    for t in range(20):
+        for i, state in enumerate(states):
+            raw = backbone.run(state, backbone.embed(IDS[i : i + 1, t : t + 1]), [1])
+            logits = backbone.logits(backbone.norm(raw), slice(None))
+            torch.testing.assert_close(logits[0, 0], want[i, t], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(model(input_ids=IDS, use_cache=False).logits, want)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def _small(config: Any, **more: Any) -> Any:
+    return config(**{**small.SMALL, **more})
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=24)),
+            "GPT2",
+        ),
+        (lambda: Gemma2ForCausalLM(_small(Gemma2Config, head_dim=8)), "sliding_attention"),
+        (
+            lambda: GraniteForCausalLM(_small(GraniteConfig, embedding_multiplier=7.0)),
+            "does more around",
+        ),
+        (lambda: torch.nn.Linear(3, 3), "no causal language model"),
+        (
+            lambda: small.tiny(
+                "llama",
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+            ),
+            "change",
+        ),
+    ],
+)
+def test_models_that_cannot_be_called_so(make: Any, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason) as error:
+        Backbone(make().eval())
+    assert "\n" not in str(error.value)

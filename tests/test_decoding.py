@@ -1,0 +1,216 @@
+"""Exact decoding says what one token per pass says: greedy, and in distribution when sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import decode_models as small
+import pytest
+import torch
+from torch import Tensor
+
+from mmfast.decoding import row as row_module
+from mmfast.decoding.adapt import Costs
+from mmfast.decoding.guide import Open
+from mmfast.decoding.loop import BatchDecoder, Decoder
+from mmfast.decoding.sampling import Sampling, process
+from mmfast.models.backbone_heads import make_head
+
+HEADS = [("mctp", 0), ("mtp", 0), ("mctp", 1), ("mctp", 5)]
+CHEAP = Costs(draft=0.01, wide=0.0)  # drafts are always worth trying
+
+
+def _prompts(n: int, length: int, seed: int = 0) -> Tensor:
+    return small.sentences(n, length, torch.Generator().manual_seed(seed + 50))
+
+
+def _decode(
+    backbone: Any, head: Any, prompts: Sequence[Any], limit: int = 20, **options: Any
+) -> tuple[list[list[int]], Any]:
+    guides = [Open(limit) for _ in prompts]
+    decoder = BatchDecoder(backbone, head, guides, costs=CHEAP, reserve=32, **options)
+    decoder.feed(prompts)
+    said: list[list[int]] = [[] for _ in prompts]
+    for steps in decoder:
+        for line, step in zip(said, steps, strict=True):
+            line += step.tokens if step is not None else ()
+    assert said == [guide.said for guide in guides]
+    return said, decoder
+
+
+@pytest.mark.parametrize(("name", "window"), HEADS)
+def test_greedy_exact_equals_stock_generate_for_1000_prompts(name: str, window: int) -> None:
+    model, backbone, head = small.trained(name, window)
+    tested = stood = 0
+    for i, schedule in enumerate(("turbo", "boost", "balance", "MmmMMm")):
+        prompts = _prompts(250, 3 + 2 * i, i)
+        want = small.greedy(model, prompts, 16)
+        found, decoder = _decode(
+            backbone, head, prompts.tolist(), 16, schedule=schedule, verify="exact"
+        )
+        assert found == want, schedule
+        for stats in decoder.stats:
+            tested += sum(n for n, _ in stats.by_place)
+            stood += sum(n for _, n in stats.by_place)
+    assert 0.15 < stood / tested < 0.97  # else nothing was put to the test
+
+
+def test_greedy_exact_with_untrained_drafts() -> None:
+    model, backbone, _ = small.trained("mctp")
+    for name in ("mctp", "mtp"):
+        torch.manual_seed(5)
+        head = make_head(name, backbone, modules=3, start="random").eval()
+        prompts = _prompts(50, 4)
+        found, _ = _decode(backbone, head, prompts.tolist(), 12, verify="exact")
+        assert found == small.greedy(model, prompts, 12)
+
+
+@pytest.mark.parametrize("verify", ["exact", "none", "typical:0.2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("name", "window"), HEADS[:3])
+def test_a_batch_says_what_its_streams_say_alone(
+    name: str, window: int, verify: str, temperature: float
+) -> None:
+    _, backbone, head = small.trained(name, window)
+    prompts = [p[: 2 + i].tolist() for i, p in enumerate(_prompts(5, 9))]
+    options: dict[str, Any] = {"schedule": "MmmmMMmm", "verify": verify}
+    sampling = {"temperature": temperature, "top_k": 9, "penalty": 1.2, "penalty_window": 6}
+    together, batch = _decode(
+        backbone, head, prompts, sampling=Sampling(**sampling, seed=7), **options
+    )
+    for i, prompt in enumerate(prompts):
+        alone, decoder = _decode(
+            backbone, head, [prompt], sampling=Sampling(**sampling, seed=7 + i), **options
+        )
+        assert alone[0] == together[i]
+        assert decoder.stats[0].by_place == batch.stats[i].by_place
+
+
+def test_ragged_acceptance_really_happens() -> None:
+    _, backbone, head = small.trained("mctp")
+    _, decoder = _decode(backbone, head, _prompts(8, 6).tolist(), verify="exact")
+    assert len({stats.passes for stats in decoder.stats}) > 1
+
+
+@pytest.mark.parametrize("foresee", [False, True])
+@pytest.mark.parametrize(("name", "window"), HEADS[:3])
+def test_exact_under_a_guide(name: str, window: int, foresee: bool) -> None:
+    """Forced words, rows of the vocabulary, stops: all as with one token per pass."""
+    _, backbone, head = small.trained(name, window)
+    prompts = _prompts(20, 5, 3).tolist()
+    lines = []
+    for drafts in (False, True):
+        guides = [small.Spelling(30, foresee) for _ in prompts]
+        decoder = BatchDecoder(
+            backbone, head if drafts else None, guides, verify="exact", costs=CHEAP
+        )
+        decoder.feed(prompts)
+        for _ in decoder:
+            pass
+        lines.append([guide.line for guide in guides])
+        forced = sum(stats.forced for stats in decoder.stats)
+        passes = sum(stats.passes for stats in decoder.stats)
+    assert lines[0] == lines[1]
+    assert forced > 20 and any(8 in guide.said for guide in guides)
+    assert all(token >= 8 for guide in guides for token in guide.said)
+    assert passes < 30 * 20
+    assert set().union(*(stats.by_book for stats in decoder.stats)) == {0, 1}
+
+
+def test_foresight_saves_passes() -> None:
+    _, backbone, head = small.trained("mctp")
+    passes = []
+    for foresee in (False, True):
+        guides = [small.Spelling(40, foresee) for _ in range(20)]
+        decoder = BatchDecoder(backbone, head, guides, verify="exact", costs=CHEAP)
+        decoder.feed(_prompts(20, 5, 3).tolist())
+        list(decoder)
+        passes.append(sum(stats.passes for stats in decoder.stats))
+    assert passes[1] < passes[0]
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+FEW = slice(3, 6)
+
+
+def _enumerated(
+    backbone: Any, prompt: list[int], sampling: Sampling
+) -> dict[tuple[int, ...], float]:
+    """Chances of all lines of three tokens, one token per pass and nothing shared between."""
+
+    def after(line: tuple[int, ...]) -> Tensor:
+        ids = torch.tensor([[*prompt, *line]])
+        hidden, _ = small.read(backbone, ids)
+        logits = backbone.logits(hidden[0, -1:], FEW)
+        return process(logits, sampling, [[*prompt, *line]], FEW.start)[0].softmax(-1)
+
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        found = {
+            (*line, FEW.start + i): chance * float(share)
+            for line, chance in found.items()
+            for i, share in enumerate(after(line))
+        }
+    return found
+
+
+def _distance(head: str, sampling: Sampling, n: int = 1500) -> float:
+    _, backbone, drafts = small.trained(head)
+    prompt = [4, 5, 6, 5]
+    want = _enumerated(backbone, prompt, sampling)
+    guides = [Open(3, rows=FEW) for _ in range(n)]
+    decoder = BatchDecoder(
+        backbone, drafts, guides, verify="exact", sampling=sampling, costs=CHEAP, reserve=16
+    )
+    decoder.feed([prompt] * n)
+    for _ in decoder:
+        pass
+    counts: dict[tuple[int, ...], float] = {}
+    for guide in guides:
+        counts[tuple(guide.said)] = counts.get(tuple(guide.said), 0) + 1 / n
+    assert sum(stats.draft_passes for stats in decoder.stats) > 0
+    return sum(abs(counts.get(line, 0) - want.get(line, 0)) for line in {*counts, *want}) / 2
+
+
+SAMPLINGS = [
+    Sampling(temperature=1.3, seed=1),
+    Sampling(temperature=1.5, top_k=2, top_p=0.95, penalty=1.6, seed=2),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_sampling_exact_has_the_distribution_of_one_token_per_pass(sampling: Sampling) -> None:
+    assert _distance("mctp", sampling) < 0.045
+
+
+@pytest.mark.parametrize("fault", ["always", "resample"])
+def test_a_planted_wrong_rule_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = row_module.accept_sampled
+
+    def always(drafts: Tensor, p: Tensor, q: Tensor, counts: Tensor, u: Tensor, v: Tensor) -> Any:
+        return counts, row_module.draw(p[:, -1], v)
+
+    def resample(drafts: Tensor, p: Tensor, q: Tensor, counts: Tensor, u: Tensor, v: Tensor) -> Any:
+        accepted, _ = right(drafts, p, q, counts, u, v)
+        return accepted, row_module.draw(p[0, accepted], v)
+
+    monkeypatch.setattr(
+        row_module, "accept_sampled", {"always": always, "resample": resample}[fault]
+    )
+    assert max(_distance("mctp", sampling) for sampling in SAMPLINGS) > 0.09
+
+
+def test_a_seed_says_everything() -> None:
+    _, backbone, head = small.trained("mctp")
+    lines = []
+    for seed in (3, 3, 4):
+        guide = Open(40)
+        decoder = Decoder(
+            backbone, head, guide, verify="exact", sampling=Sampling(temperature=1.5, seed=seed)
+        )
+        decoder.feed([1, 2, 3])
+        list(decoder)
+        lines.append(guide.said)
+    assert lines[0] == lines[1] != lines[2]

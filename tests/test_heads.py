@@ -1,0 +1,272 @@
+"""Heads: losses against a loop, drafts against fresh states, files, and what they cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import decode_models as small
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.registry import get, methods
+from mmfast.heads.files import save_head
+from mmfast.heads.learning import head_loss
+from mmfast.models.backbone import Backbone
+from mmfast.models.backbone_heads import load_head, make_head
+
+NAMES = ("mctp", "mtp")
+
+
+def _made(name: str, **options: Any) -> tuple[Backbone, Any]:
+    backbone = Backbone(small.tiny("llama").double().requires_grad_(False), lean=False)
+    torch.manual_seed(4)
+    head = make_head(name, backbone, modules=3, start="random", **options)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    return backbone, head
+
+
+def _chain(head: Any, backbone: Backbone, hidden: Tensor, embeds: Tensor, t: int) -> list[Tensor]:
+    """States of all modules at position t, from the definition, one prefix at a time."""
+    states: list[Tensor] = []
+    before = hidden
+    for k, layer in enumerate(head.layers):
+        if t + k + 1 >= len(embeds):
+            break
+        line = []
+        for s in range(t + 1):  # every position of the history anew
+            inside = range(max(0, s - head.window + 1) if head.window else 0, s + 1)
+            xs = [_input(head, k, before[i], embeds[i + k + 1]) for i in inside]
+            places = torch.tensor([list(inside)])
+            angles = backbone.decoder.rotary_emb(hidden, places)
+            out = layer(torch.stack(xs)[None], position_embeddings=angles)[0, -1]
+            line.append(backbone.final_norm(out) if head.name == "mctp" else out)
+        before = torch.stack(line)
+        states.append(before[-1] if head.name == "mctp" else head.norms[k](before[-1]))
+    return states
+
+
+def _input(head: Any, k: int, hidden: Tensor, embed: Tensor) -> Tensor:
+    if head.name == "mtp":
+        return hidden
+    pair = torch.cat((head.norms_e[k](embed), head.norms_h[k](hidden)))
+    return pair @ head.projs[k].weight.T
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_equals_a_loop(name: str, window: int) -> None:
+    backbone, head = _made(name, window=window, ffn=24)
+    ids = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :4] = labels[1, 6] = -100
+    hidden, embeds = small.read(backbone, ids, head.reads)
+    want, terms = torch.zeros((), dtype=torch.float64), []
+    for k in range(3):
+        each = []
+        for b in range(2):
+            for t in range(8 - k - 2):
+                if labels[b, t + k + 2] != -100:
+                    state = _chain(head, backbone, hidden[b], embeds[b], t)[k]
+                    logits = head.output(k, state[None], slice(None)).float()
+                    each.append(F.cross_entropy(logits, labels[b, t + k + 2][None]))
+        terms.append(float(torch.stack(each).mean()))
+        want = want + (1 / 3 if name == "mctp" else 0.8 ** (k + 1)) * torch.stack(each).mean()
+    found = head_loss(head, hidden, embeds, labels)
+    torch.testing.assert_close(found.loss.detach(), want.detach(), atol=1e-5, rtol=1e-5)
+    assert found.terms == pytest.approx(terms, abs=1e-5)
+    grads = torch.autograd.grad(found.loss, list(head.parameters()))
+    others = torch.autograd.grad(want, list(head.parameters()))
+    for mine, other in zip(grads, others, strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_sequences_do_not_see_each_other(name: str) -> None:
+    backbone, head = _made(name)
+    ids = torch.randint(0, 24, (2, 9), generator=torch.Generator().manual_seed(2))
+    hidden, embeds = small.read(backbone, ids, head.reads)
+    apart = [head_loss(head, hidden[i : i + 1], embeds[i : i + 1], ids[i : i + 1]) for i in (0, 1)]
+    packed = head_loss(
+        head,
+        hidden.reshape(1, 18, -1),
+        embeds.reshape(1, 18, -1),
+        ids.reshape(1, 18),
+        segments=torch.arange(2).repeat_interleave(9)[None],
+    )
+    want = [(a + b) / 2 for a, b in zip(apart[0].terms, apart[1].terms, strict=True)]
+    assert packed.terms == pytest.approx(want, abs=1e-5)
+
+
+def test_teacher_and_rows() -> None:
+    backbone, head = _made("mctp")
+    ids = torch.randint(8, 24, (2, 9), generator=torch.Generator().manual_seed(2))
+    hidden, embeds = small.read(backbone, ids)
+    rows = slice(8, 24)
+    teacher = F.one_hot(ids.roll(-1, 1) - 8, 16).double().mul(60)  # as sure as labels are
+    hard = head_loss(head, hidden, embeds, ids, rows=rows)
+    soft = head_loss(head, hidden, embeds, ids, rows=rows, teacher=teacher)
+    torch.testing.assert_close(hard.loss, soft.loss, atol=1e-5, rtol=1e-5)
+    assert float(hard.loss) < float(head_loss(head, hidden, embeds, ids).loss)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_learning_makes_guesses_better_and_leaves_the_backbone(name: str) -> None:
+    backbone, head = _made(name)
+    ids = small.sentences(16, 20, torch.Generator().manual_seed(0))
+    hidden, embeds = small.read(backbone, ids, head.reads)
+    optimiser = torch.optim.AdamW(head.train().parameters(), lr=5e-3)
+    losses = []
+    for _ in range(12):
+        found = head_loss(head, hidden, embeds, ids)
+        optimiser.zero_grad()
+        found.loss.backward()
+        optimiser.step()
+        losses.append(float(found.loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(p.grad is None for p in backbone.model.parameters())
+
+
+@pytest.mark.parametrize("window", [0, 1, 4])
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_state_is_that_of_the_tokens_that_stand(name: str, lean: bool, window: int) -> None:
+    """Whatever was drafted and taken back, drafts are those of a fresh state, of each stream."""
+    model = small.tiny("qwen3", seed=1).double()
+    backbone = Backbone(model, lean=lean)
+    torch.manual_seed(0)
+    head = make_head(name, backbone, modules=4, window=window).eval()
+    ids = torch.randint(0, 24, (2, 60), generator=torch.Generator().manual_seed(5))
+    hidden, embeds = small.read(backbone, ids, head.reads)
+    state, at = head.init_state(2, 8), [0, 0]
+    generator = torch.Generator().manual_seed(7)
+
+    def chance(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    for turn in range(12):
+        counts = [chance(1, 5), chance(1, 5)]
+        n = max(counts)
+        pieces = [
+            torch.stack([t[i, a : a + n] for i, a in enumerate(at)]) for t in (embeds, hidden)
+        ]
+        head.observe(state, *pieces, counts)
+        at = [a + c for a, c in zip(at, counts, strict=True)]
+        at = [a - chance(0, min(3, a)) for a in at]
+        head.crop(state, at)
+        limit = chance(1, 5) if turn < 11 else 4
+        token = torch.stack([ids[i, a] for i, a in enumerate(at)])
+        mixed = _drafts(head, state, token, limit)
+        for i, a in enumerate(at):
+            fresh = head.init_state(1, 8)
+            head.observe(fresh, embeds[i : i + 1, :a], hidden[i : i + 1, :a], [a])
+            alone = _drafts(head, fresh, token[i : i + 1], limit)
+            torch.testing.assert_close(mixed[:, i], alone[:, 0], atol=1e-6, rtol=1e-6)
+
+
+def _drafts(head: Any, state: Any, token: Tensor, limit: int) -> Tensor:
+    """Logits `[limit, B, V]` of drafts that are always the likeliest."""
+    found: list[Tensor] = []
+
+    def pick(logits: Tensor, i: int) -> Tensor:
+        assert i == len(found)
+        found.append(logits)
+        return logits.argmax(-1)
+
+    with torch.no_grad():
+        assert head.draft(state, token, limit, slice(None), pick) == limit
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafting_computes_what_training_did(name: str) -> None:
+    backbone, head = _made(name)
+    ids = torch.randint(0, 24, (1, 12), generator=torch.Generator().manual_seed(5))
+    hidden, embeds = small.read(backbone, ids, head.reads)
+    with torch.no_grad():
+        states = head(hidden, embeds)
+        for t in (0, 4, 7):
+            state = head.init_state(1, 4)
+            head.observe(state, embeds[:, : t + 1], hidden[:, : t + 1], [t + 1])
+            forced = iter(ids[0, t + 2 :])
+
+            def pick(logits: Tensor, i: int) -> Tensor:
+                want = head.output(i, states[i][:, t], slice(None))  # noqa: B023
+                torch.testing.assert_close(logits, want, atol=1e-6, rtol=1e-6)
+                return next(forced)[None]  # noqa: B023
+
+            assert head.draft(state, ids[:, t + 1], 3, slice(None), pick) == 3
+
+
+def test_a_module_that_lags_far_starts_anew() -> None:
+    backbone, head = _made("mctp", history=5)
+    ids = torch.randint(0, 24, (1, 40), generator=torch.Generator().manual_seed(5))
+    hidden, embeds = small.read(backbone, ids)
+    state = head.init_state(1, 8)
+    head.observe(state, embeds, hidden, [40])
+    _drafts(head, state, ids[:, 3], 3)
+    assert [first[0] for first in state.first] == [35, 35, 35]
+    assert [filled[0] for filled in state.filled] == [40, 40, 40]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("mctp", {"ffn": 16, "window": 1}), ("mtp", {"own_output": True})]
+)
+def test_files(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    backbone, head = _made(name, **options)
+    path = tmp_path / "heads" / f"{name}.safetensors"
+    save_head(head, path)
+    again = load_head(path, backbone)
+    assert again.config == head.config and not again.training
+    for mine, other in zip(head.state_dict().values(), again.state_dict().values(), strict=True):
+        assert torch.equal(mine, other)
+    save_head(head, path, torch.float16)
+    assert path.stat().st_size < sum(p.numel() for p in head.parameters()) * 2 + 9000
+    assert next(load_head(path, backbone).parameters()).dtype == torch.float64
+    other = Backbone(small.tiny("llama", hidden_size=64))
+    with pytest.raises(ModelError, match="own model"):
+        load_head(path, other)
+    path.with_suffix(".json").unlink()
+    with pytest.raises(ModelError, match="save_head") as error:
+        load_head(path, backbone)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", small.FAMILIES)
+def test_heads_for_every_family(family: str) -> None:
+    model = small.tiny(family)
+    for name in NAMES:
+        head = make_head(name, model, modules=2).eval()
+        state = head.init_state()
+        ids = torch.tensor([[1, 2, 3, 4]])
+        head.observe(state, *reversed(small.read(head.trunk, ids, head.reads)), [4])
+        assert _drafts(head, state, torch.tensor([5]), 2).isfinite().all()
+
+
+def test_registry_and_errors() -> None:
+    rows = {row.name: row for row in methods("head")}
+    assert rows["mctp"].paper == "2505.03739" and rows["mtp"].paper == "2504.04060"
+    assert all(get(name, "head").summary for name in NAMES)
+    model = small.tiny("llama")
+    with pytest.raises(SpecError, match="mctp"):
+        make_head("mctpp", model)
+    for options in ({"modules": 0}, {"start": "first"}, {"windows": 3}):
+        with pytest.raises(ModelError) as error:
+            make_head("mctp", model, **options)
+        assert "\n" not in str(error.value)
+
+
+def test_seed_from_copies_all_of_a_module() -> None:
+    for name in NAMES:
+        _, head = _made(name)
+        head.seed_from(0)
+        state = head.state_dict()
+        first = {key: value for key, value in state.items() if ".0." in key}
+        assert first
+        for key, value in first.items():
+            assert torch.equal(value, state[key.replace(".0.", ".1.", 1)])
