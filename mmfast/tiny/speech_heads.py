@@ -145,7 +145,7 @@ class HeadTrainer:
         hidden = normed if head.reads == "normed" else raw
         owed = batch.kind == AUDIO
         total, right = hidden.new_zeros(()), []
-        for k, (states, _) in enumerate(head(hidden, embeds)):
+        for k, states in enumerate(head(hidden, embeds)):
             n = batch.ids.shape[1] - 2 - k
             whole = torch.stack([owed[:, i : i + n] for i in range(k + 2)]).all(0)
             rows, places = torch.arange(len(whole))[:, None], torch.arange(n)
