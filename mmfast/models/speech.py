@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.speech import Sound, Turn
-from mmfast.decoding.guide import Open
 from mmfast.decoding.loop import Decoder
 from mmfast.decoding.sampling import Sampling
 from mmfast.frontends.codecs.embedded import load_embedded
@@ -23,7 +22,7 @@ from mmfast.frontends.spoken import spoken
 from mmfast.models.backbone import Backbone
 from mmfast.models.backbone_heads import load_head
 from mmfast.models.loading import embedded_path
-from mmfast.models.speech_guide import SpeechGuide
+from mmfast.models.speech_guide import HearingGuide, SpeechGuide
 from mmfast.models.speech_hearing import embeddings, pieces
 from mmfast.models.speech_layout import SpeechLayout
 from mmfast.models.speech_text import sentences
@@ -122,23 +121,24 @@ class SpeechModel:
         Raises:
             MediaError: Samples of another shape or type, or that are no numbers.
         """
-        heard = [self._heard(piece)[0] for piece in pieces(pcm, rate)]
+        listen = self._decoding("vanilla", "none", HEADS[0], None)
+        heard = [self._heard(piece, listen)[0] for piece in pieces(pcm, rate)]
         return " ".join(text for text in heard if text)
 
-    def _heard(self, piece: Tensor, before: Sequence[int] = ()) -> tuple[str, Decoder]:
-        """Words of one piece, and the decoder behind them."""
-        layout, done = self.layout, self.layout.id("<done>")
-        guide = Open(HEARD, (done,), slice(done, layout.texts))
-        decoder = Decoder(self.backbone, None, guide)
-        first = torch.tensor([*before, layout.id("<listen>")])
-        last = torch.tensor([layout.id("<heard>")])
+    def _heard(
+        self, piece: Tensor, make: Make, before: Sequence[int] = ()
+    ) -> tuple[str, Decoder, list[int]]:
+        """Words of one piece, the decoder behind them, and what it still has to read."""
+        guide = HearingGuide(self.layout, HEARD)
+        decoder = make(guide)
+        first = torch.tensor([*before, self.layout.id("<listen>")])
+        last = torch.tensor([self.layout.id("<heard>")])
         with torch.inference_mode():
-            sound = embeddings(self.tower, piece)
-            embed = self.backbone.embed
+            sound, embed = embeddings(self.tower, piece), self.backbone.embed
             decoder.feed(torch.cat([embed(first), sound, embed(last)]))
         for _ in decoder:
             pass
-        return layout.text([i for i in guide.said if i != done]), decoder
+        return self.layout.text(guide.words), decoder, guide.owed
 
     def reply(
         self,
@@ -180,22 +180,15 @@ class SpeechModel:
         return self._reply(pieces(pcm, rate), list(history), style, make)
 
     def _reply(
-        self, parts: list[Tensor], history: list[Turn], style: list[int], make: Any
+        self, parts: list[Tensor], history: list[Turn], style: list[int], make: Make
     ) -> Iterator[Sound]:
-        layout = self.layout
-        parts = parts or [torch.zeros(1600)]
-        earlier = [self._heard(part)[0] for part in parts[:-1]]
-        before = self._past(history)
-        heard, _ = self._heard(parts[-1], before)
+        layout, parts = self.layout, parts or [torch.zeros(1600)]
+        listen = self._decoding("vanilla", "none", HEADS[0], None)
+        earlier = [self._heard(part, listen)[0] for part in parts[:-1]]
+        heard, decoder, owed = self._heard(parts[-1], make, self._past(history))
         guide = SpeechGuide(layout)
-        decoder = make(guide)
-        ids = [i for part in heard.split() for i in layout.group(part)]
-        tail = [*ids, layout.id("<done>"), layout.id("<answer>"), *style]
-        first = torch.tensor([*before, layout.id("<listen>")])
-        with torch.inference_mode():
-            sound, embed = embeddings(self.tower, parts[-1]), self.backbone.embed
-            rest = torch.tensor([layout.id("<heard>"), *tail])
-            decoder.feed(torch.cat([embed(first), sound, embed(rest)]))
+        decoder.guide(guide)
+        decoder.feed([*owed, layout.id("<answer>"), *style])
         voice = Voice(layout, self.codec)
         voice.begin_own(guide, decoder.stats)
         told = " ".join(text for text in (*earlier, heard) if text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mmfast.decoding.guide import Open
 from mmfast.models.speech_layout import LOOK_AHEAD, SpeechLayout
 
 LONGEST = 70  # frames of one group; a word of the domain has 25 at most
@@ -163,3 +164,27 @@ class SpeechGuide:
         self._groups += 1
         self.text += group
         return group
+
+
+class HearingGuide(Open):
+    """Leads what is heard: text to its `<done>`; no drafts, they are sound."""
+
+    def __init__(self, layout: SpeechLayout, limit: int) -> None:
+        self._done = layout.id("<done>")
+        super().__init__(limit, (self._done,))
+        self._texts = slice(self._done, layout.texts)
+        self.draft_rows = slice(layout.texts, layout.total)
+
+    def rows(self) -> slice:
+        """Text rows."""
+        return self._texts
+
+    @property
+    def words(self) -> list[int]:
+        """Ids of what was heard."""
+        return [token for token in self.said if token != self._done]
+
+    @property
+    def owed(self) -> list[int]:
+        """The `<done>` that is missing where the limit came first."""
+        return [] if self._done in self.said else [self._done]
