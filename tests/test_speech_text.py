@@ -9,7 +9,8 @@ from mmfast.core.errors import SpecError
 from mmfast.tiny import speech_text as domain
 from mmfast.tiny.questions import KINDS, WORDINGS, Fact
 from mmfast.tiny.speech_text_dialogue import dialogue
-from mmfast.tiny.speech_text_rules import PHRASES, RULES
+from mmfast.tiny.speech_text_lines import PHRASES
+from mmfast.tiny.speech_text_rules import RULES
 
 KNOWN = {*domain.WORDS, *domain.MARKS}
 

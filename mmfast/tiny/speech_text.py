@@ -16,10 +16,10 @@ import numpy as np
 from mmfast.core.errors import SpecError
 from mmfast.tiny.espeak import EspeakVoice
 from mmfast.tiny.questions import WORDINGS, Fact
+from mmfast.tiny.speech_text_lines import LINES, PHRASES
 from mmfast.tiny.speech_text_rules import (
     CARRIERS,
     DIGITS,
-    PHRASES,
     RULES,
     SENTENCES,
     TEENS,
@@ -167,8 +167,6 @@ def spoken_answer(answer: str) -> str:
 @cache
 def words() -> tuple[str, ...]:
     """Every word of the domain, in alphabetic order."""
-    from mmfast.tiny.speech_text_dialogue import LINES
-
     texts = [*PHRASES, *LINES, *(alternative for rule in RULES.values() for alternative in rule)]
     found = {part for text in texts for part in groups(REFERENCE.sub(" ", text))}
     return tuple(sorted(found - set(MARKS)))

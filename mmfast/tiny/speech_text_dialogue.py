@@ -11,49 +11,6 @@ from mmfast.core.speech import Turn
 from mmfast.tiny import speech_text as domain
 from mmfast.tiny.speech_text_rules import COLOURS, NAMES, OPPOSITES, SHAPES
 
-# What is said in conversations beside the sentences and phrases of the domain.
-LINES = (
-    "what is <number> plus <number>?",
-    "what is <number> minus <number>?",
-    "what is <few> times <few>?",
-    "<number> plus <number> is <number>.",
-    "<number> minus <number> is <number>.",
-    "<few> times <few> is <number>.",
-    "what comes after <number>?",
-    "what comes before <number>?",
-    "<number> comes after <number>.",
-    "<number> comes before <number>.",
-    "count from <number> to <number>.",
-    "<number>, <number>, <number>, <number>, <number>.",
-    "<number>, <number>, <number>, <number>.",
-    "what is the opposite of <quality>?",
-    "the opposite of <quality> is <quality>.",
-    "what did you say?",
-    "say it again, please.",
-    "what did i say?",
-    "i like <colour>.",
-    "<colour> is a nice colour.",
-    "what is my favourite colour?",
-    "your favourite colour is <colour>.",
-    "my favourite shape is the <shape>.",
-    "the <shape> is a nice shape.",
-    "what is my favourite shape?",
-    "your favourite shape is the <shape>.",
-    "my name is <name>.",
-    "hello <name>.",
-    "what is my name?",
-    "your name is <name>.",
-    "remember the number <number>.",
-    "okay, i will remember <number>.",
-    "which number did i say?",
-    "the number was <number>.",
-    "you did not tell me.",
-    "you did not say a number.",
-    "i did not say anything.",
-    "how are you?",
-    "okay, i will stop.",
-)
-
 Memory = dict[str, str]
 Exchange = tuple[str, str]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from mmfast.tiny.speech_text_dialogue import LINES
-from mmfast.tiny.speech_text_rules import PHRASES, RULES, SENTENCES
+from mmfast.tiny.speech_text_lines import LINES, PHRASES
+from mmfast.tiny.speech_text_rules import RULES, SENTENCES
 
 Tree = dict[str, "Tree"]
 PART = re.compile(r"<[a-z ]+>|[a-z']+")

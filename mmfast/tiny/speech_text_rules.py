@@ -191,25 +191,3 @@ RULES: dict[str, tuple[str, ...]] = {
     ),
 }
 SENTENCES = ("motion", "position", "counting", "timing", "talk")
-PHRASES = (
-    "hello.",
-    "hello, how are you?",
-    "hello, how can i help you?",
-    "good morning.",
-    "good evening.",
-    "i am fine, thank you.",
-    "thank you.",
-    "you are welcome.",
-    "goodbye.",
-    "see you later.",
-    "yes.",
-    "no.",
-    "okay.",
-    "stop.",
-    "please wait.",
-    "sorry, i did not hear you.",
-    "i do not know.",
-    "i can not see a video.",
-    "that is right.",
-    "that is wrong.",
-)
