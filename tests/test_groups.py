@@ -6,10 +6,10 @@ import pytest
 import torch
 from codebook_models import depth_core, llama, prompts
 
-from mmfast.core.errors import SpecError
+from mmfast.core.errors import ModelError, SpecError
 from mmfast.decoding.codebook_choice import CodeChoice
 from mmfast.decoding.codebook_types import parallel
-from mmfast.decoding.codebooks import FrameDecoder, one_by_one
+from mmfast.decoding.codebooks import FrameDecoder, copy_frame, one_by_one
 from mmfast.heads.groups import GroupsHead
 from mmfast.models.frame_lm import FrameSteps
 from mmfast.ops.codebook_loss import adaptive_weights, code_loss
@@ -148,3 +148,8 @@ def test_it_drafts_for_a_depth_transformer() -> None:
 def test_groups_that_do_not_divide_are_named() -> None:
     with pytest.raises(SpecError, match=r"groups=3 .* 4 codebooks; choices: \[1, 2, 4\]"):
         GroupsHead(8, 4, 8, groups=3)
+
+
+def test_a_drafter_for_groups_is_refused() -> None:
+    with pytest.raises(ModelError, match="takes no drafter"):
+        FrameSteps(llama(), _head(), drafter=copy_frame)

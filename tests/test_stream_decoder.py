@@ -100,3 +100,8 @@ def test_attention_that_takes_no_mask_is_refused() -> None:
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ModelError, match="'flash_attention_2'"):
         StreamDecoder(model.model)
+
+
+def test_a_window_without_history_is_refused() -> None:
+    with pytest.raises(ModelError, match="window=1"):
+        StreamDecoder(llama().model, 1)

@@ -62,8 +62,9 @@ class BlockPlan:
 
     Args:
         codes: Codebooks K.
-        share: What each further code of a pass costs, in passes over one code: near 0 on a GPU
-            that waits for weights, towards 1 on a CPU (`measure_share` finds it).
+        share: What each further code of a pass costs, in passes over one code: near 0 where
+            the pass waits for weights that all codes share (CSM), more where it computes or
+            where every codebook has weights of its own (Moshi); `measure_share` finds it.
     """
 
     def __init__(self, codes: int, share: float = 0.0) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmfast.core.errors import ModelError
 from mmfast.decoding.codebook_choice import CodeChoice
 from mmfast.decoding.codebook_plan import BlockPlan
 from mmfast.decoding.codebook_types import Drafter
@@ -50,6 +51,9 @@ class FrameSteps:
         drafter: For a depth head: drafts all codes of a step; None says them one by one.
         plan: For a depth head: how many codes a pass takes.
         window: Positions that the model looks back; None for all.
+
+    Raises:
+        ModelError: A drafter for a head that says all codes at once anyway.
     """
 
     def __init__(
@@ -62,6 +66,11 @@ class FrameSteps:
         plan: BlockPlan | None = None,
         window: int | None = None,
     ) -> None:
+        if drafter is not None and not isinstance(head, DepthHead):
+            raise ModelError(
+                "a groups head says all codes of a step at once and takes no drafter; "
+                "leave it out, or use a depth head"
+            )
         self.model, self.head = model, head
         self.choice = choice or CodeChoice()
         self.decoder = StreamDecoder(model.get_decoder(), window)

@@ -52,12 +52,14 @@ class StreamDecoder:
         width: Tokens per place.
 
     Raises:
-        ModelError: Its attention takes no mask of ours.
+        ModelError: Its attention takes no mask of ours, or the window is below 2.
     """
 
     def __init__(self, body: nn.Module, window: int | None = None, width: int = 1) -> None:
         self.body = body
         self.window, self.width = window, width
+        if window is not None and window < 2:
+            raise ModelError(f"window={window!r} holds no history; use 2 or more, or None for all")
         config: Any = body.config
         self.attention = config._attn_implementation
         if self.attention not in ("sdpa", "eager"):
@@ -85,7 +87,7 @@ class StreamDecoder:
         """
         step = advance(state, embeds.shape[1], real, self.window, self.width)
         keep = None if self.window is None else (self.window - 1) * self.width
-        call = _Call(state, keep or None)
+        call = _Call(state, keep)
         out: Tensor = self.body(
             inputs_embeds=embeds,
             attention_mask=self._mask(step.sees[:, None], embeds.dtype),
@@ -93,7 +95,7 @@ class StreamDecoder:
             past_key_values=call,
             use_cache=True,
         ).last_hidden_state
-        known = step.known if not keep else step.known[:, -keep:]
+        known = step.known if keep is None else step.known[:, -keep:]
         return StreamKV(tuple(call.new[0]), tuple(call.new[1]), known, step.seen), out
 
     def _mask(self, sees: Tensor, dtype: torch.dtype) -> Tensor:
