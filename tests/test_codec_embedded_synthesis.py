@@ -40,7 +40,7 @@ def _steady(hertz: float, hops: int, tones: float, hiss: float) -> Tensor:
 
 
 def test_a_steady_voice_is_the_sum_of_its_sines() -> None:
-    """All of one phase; above 890 Hz they have the other sign, above 7,200 Hz they fade."""
+    """All of one phase; up to 890 Hz they have the other sign, above 7,200 Hz they fade."""
     sound = _steady(130.0, 6, math.log(0.1), -60.0)[HOP:]
     at = 130.0 * torch.arange(HOP + 1, 6 * HOP + 1, dtype=torch.float64) / RATE
     wanted = torch.zeros_like(at)
@@ -48,7 +48,7 @@ def test_a_steady_voice_is_the_sum_of_its_sines() -> None:
         hertz = 130.0 * order
         level = 0.1 * math.exp(-12.0 * min(1.0, max(0.0, (hertz - 7200) / 600)))
         sine = (2 * math.pi * order * at).sin()
-        wanted += level * math.sqrt(130 / RATE) * (sine if hertz <= 890 else -sine)
+        wanted += level * math.sqrt(130 / RATE) * (-sine if hertz <= 890 else sine)
     assert (sound - wanted).abs().max() < 1e-9
 
 
@@ -70,7 +70,7 @@ def test_amplitudes_follow_the_envelope() -> None:
     mel = (1 + 200 * order / 700).log() / math.log(1 + 8000 / 700)
     wanted = (-6.0 * mel).exp() * math.sqrt(200 / RATE)
     assert torch.allclose(found[:36].abs(), wanted[:36], atol=1e-9)
-    assert bool((found[:4] > 0).all()) and bool((found[4:36] < 0).all())
+    assert bool((found[:4] < 0).all()) and bool((found[4:36] > 0).all())
     assert not found[39:].any()
 
 

@@ -109,6 +109,7 @@ def fit_vocoder(
     steps: int = 4500,
     report: Report = print,
     net: VocoderNet | None = None,
+    rate: float = RATE,
 ) -> VocoderNet:
     """Train the vocoder of a codec.
 
@@ -120,22 +121,23 @@ def fit_vocoder(
         steps: Of the optimiser.
         report: Gets a row of figures now and then.
         net: Goes on from here, else anew.
+        rate: Of learning, at its highest.
     """
     lessons = make_lessons(corpus, books, bias)
     torch.manual_seed(seed)
     net = (net or VocoderNet()).float().train().requires_grad_(True)
-    optimiser = torch.optim.AdamW(net.parameters(), RATE, betas=(0.9, 0.98), weight_decay=1e-3)
+    optimiser = torch.optim.AdamW(net.parameters(), rate, betas=(0.9, 0.98), weight_decay=1e-3)
     draw = torch.Generator().manual_seed(seed)
     began, sums = time.monotonic(), torch.zeros(2)
     for step in range(steps):
         share = step / steps
-        rate = min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * share)) + 0.01
+        slope = min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * share)) + 0.01
         for group in optimiser.param_groups:
-            group["lr"] = RATE * rate
+            group["lr"] = rate * slope
         starts = torch.randint(len(lessons.frames) - SEGMENT, (BATCH,), generator=draw)
         loss, error = lesson_loss(net, lessons, starts)
         optimiser.zero_grad()
-        (loss + PITCH_LOSS * error).backward()  # type: ignore[no-untyped-call]
+        (loss + PITCH_LOSS * error).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimiser.step()
         sums += torch.tensor([loss.item(), error.item()])

@@ -1,7 +1,7 @@
 """Sound from pitch and envelopes: a sum of harmonics, and noise through a filter.
 
 A harmonic-plus-noise synthesiser (X. Serra, J. Smith, 1990). Harmonics are sines of one phase,
-those above 890 Hz turned upside down, as in the formant synthesiser the codec is fitted to: the
+those up to 890 Hz turned upside down, as in the formant synthesiser the codec is fitted to: the
 shape of its waves comes back, not their spectrum alone. The noise filter is minimum-phase, so
 nothing sounds ahead of its time. Phase, the count of samples (which draws the noise) and what the
 filter rings on are carried from hop to hop; amplitudes and filters move in between.
@@ -23,7 +23,7 @@ HARMONIC_POINTS, NOISE_POINTS = 64, 32  # of the envelopes, evenly spaced in mel
 POINTS = HARMONIC_POINTS + NOISE_POINTS
 SILENT = -14.0  # log magnitude of nothing
 _EDGE, _END = 7200.0, 7800.0  # Hz: harmonics fade out, so that one comes and goes unheard
-_TURN = 890.0  # Hz: harmonics above have the other sign, which keeps peaks low
+_TURN = 890.0  # Hz: harmonics up to here have the other sign, which keeps peaks low
 _AT_ONCE = 4_000_000  # sines
 
 
@@ -58,7 +58,8 @@ def white(index: Tensor) -> Tensor:
     mixed = (index + 1) * 0x5851F42D4C957F2D  # wraps round, as meant
     mixed = (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
     mixed = (mixed ^ (mixed >> 32)) & 0xFFFFFF
-    return (mixed.double() / 0x800000 - 1.0) * math.sqrt(3.0)
+    noise: Tensor = (mixed.double() / 0x800000 - 1.0) * math.sqrt(3.0)
+    return noise
 
 
 def _minimum_phase(shape: Tensor) -> Tensor:
@@ -71,7 +72,8 @@ def _minimum_phase(shape: Tensor) -> Tensor:
 
 def _place(hertz: Tensor, points: int) -> Tensor:
     """Where frequencies lie between the points of an envelope, even in mel."""
-    return (1.0 + hertz / 700.0).log() * ((points - 1) / math.log(1.0 + RATE / 2 / 700.0))
+    place: Tensor = (1.0 + hertz / 700.0).log() * ((points - 1) / math.log(1 + RATE / 2 / 700.0))
+    return place
 
 
 @cache
@@ -113,7 +115,7 @@ def amplitudes(points: Tensor, pitch: Tensor, count: int) -> Tensor:
     part = place - low
     height = points.gather(-1, low) * (1 - part) + points.gather(-1, low + 1) * part
     height = height - 12.0 * ((hertz - _EDGE) / (_END - _EDGE)).clamp(0.0, 1.0)
-    sign = torch.where(hertz <= _TURN, 1.0, -1.0) * (hertz <= _END)
+    sign = torch.where(hertz <= _TURN, -1.0, 1.0) * (hertz <= _END)
     return height.exp() * sign * (pitch[..., None] / RATE).sqrt()
 
 
