@@ -134,7 +134,7 @@ class OmniChat:
 
         whole = cascade(chat, None, listener, speaker, None, "auto")
         if isinstance(question, str) and question.rstrip().endswith("?"):
-            sounds = whole.answer((Turn("user", question),), **given)
+            sounds = whole.answer_turns((Turn("user", question),), **given)
         else:
             sounds = whole.reply(load_audio(question, RATE), RATE, **given)
         return collect(sounds, whole.sample_rate, meter)

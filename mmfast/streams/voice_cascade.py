@@ -52,9 +52,9 @@ class Cascade:
         heard = self.listener.transcribe(pcm, rate).strip()
         yield Sound(torch.zeros(0), self.sample_rate, heard=heard)
         if heard:
-            yield from self.answer((*history, Turn("user", heard)), **options)
+            yield from self.answer_turns((*history, Turn("user", heard)), **options)
 
-    def answer(self, turns: Sequence[Turn], **options: Any) -> Iterator[Sound]:
+    def answer_turns(self, turns: Sequence[Turn], **options: Any) -> Iterator[Sound]:
         """A written conversation to the answer as it comes."""
         answer = self.chat(turns)
         if self.speaker is not None:

@@ -127,7 +127,7 @@ class Dialogue:
                 reply = self.chatter.reply
                 item, pcm = asked
                 return self._start(lambda: iter(reply(pcm, RATE, turns, **options)), item)
-            answer = getattr(self.chatter, "answer", None)
+            answer = getattr(self.chatter, "answer_turns", None)
             if answer is None or not turns:
                 raise MmfastError(
                     "there is nothing to answer; push() speech, or add() text where the model "

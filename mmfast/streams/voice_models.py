@@ -13,12 +13,19 @@ import torch
 from mmfast.core.errors import MmfastError, ModelError, unknown
 from mmfast.models.loading import pick_device, pick_dtype
 
-# model_type -> transformers class, and what gives it a voice: module, class, its argument for
-# the tokenizer
+# model_type -> transformers class, and what gives it a voice: module, class, and its argument for
+# what turns text into ids and back
 FAMILIES = {
     "csm": ("CsmForConditionalGeneration", "mmfast.models.csm_voice", "CsmVoice", "tokenizer"),
+    "qwen2_5_omni": (
+        "Qwen2_5OmniForConditionalGeneration",
+        "mmfast.models.omni_speech",
+        "OmniSpeech",
+        "processor",
+    ),
     "moshi": ("MoshiForConditionalGeneration", "mmfast.models.moshi_voice", "MoshiVoice", "words"),
 }
+_READERS = {"processor": "AutoProcessor"}
 _PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
 
 
@@ -59,12 +66,13 @@ def _of_family(
         loaded = getattr(transformers, stock).from_pretrained(
             model, dtype=how, use_safetensors=True, trust_remote_code=False
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        reader = getattr(transformers, _READERS.get(argument, "AutoTokenizer"))
+        words = reader.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"cannot load model {model!r}: {reason}") from error
     cls = getattr(importlib.import_module(module), name)
-    given = tokenizer if argument == "tokenizer" else tokenizer.decode
+    given = words.decode if argument == "words" else words
     return cls(loaded.to(place).eval(), **{argument: given})
 
 
