@@ -125,9 +125,17 @@ class Spelling:
         limit: Most sounds.
         foresee: Whether it tells what would be forced behind drafts.
         words: The words it owes.
+        every: It also owes a word behind so many sounds, unannounced; 0 does not.
     """
 
-    def __init__(self, limit: int, foresee: bool = True, words: Sequence[int] = range(1, 8)):
+    def __init__(
+        self,
+        limit: int,
+        foresee: bool = True,
+        words: Sequence[int] = range(1, 8),
+        every: int = 0,
+    ) -> None:
+        self.every = every
         self.draft_rows = slice(8, VOCABULARY)
         self.limit, self.foresee, self.words = limit, foresee, list(words)
         self.said: list[int] = []
@@ -157,6 +165,7 @@ class Spelling:
             self.said.append(token)
             self.line.append(token)
             self.owed += token == 8
+            self.owed += bool(self.every) and len(self.said) % self.every == 0
             self.done = self.done or len(self.said) >= self.limit
 
     def book(self, token: int) -> int | None:

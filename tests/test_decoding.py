@@ -93,15 +93,15 @@ def test_ragged_acceptance_really_happens() -> None:
     assert len({stats.passes for stats in decoder.stats}) > 1
 
 
-@pytest.mark.parametrize("foresee", [False, True])
+@pytest.mark.parametrize(("foresee", "every"), [(False, 0), (True, 0), (True, 4)])
 @pytest.mark.parametrize(("name", "window"), HEADS[:3])
-def test_exact_under_a_guide(name: str, window: int, foresee: bool) -> None:
+def test_exact_under_a_guide(name: str, window: int, foresee: bool, every: int) -> None:
     """Forced words, rows of the vocabulary, stops: all as with one token per pass."""
     _, backbone, head = small.trained(name, window)
     prompts = _prompts(20, 5, 3).tolist()
     lines = []
     for drafts in (False, True):
-        guides = [small.Spelling(30, foresee) for _ in prompts]
+        guides = [small.Spelling(30, foresee, every=every) for _ in prompts]
         decoder = BatchDecoder(
             backbone, head if drafts else None, guides, verify="exact", costs=CHEAP
         )

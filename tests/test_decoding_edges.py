@@ -128,8 +128,15 @@ def test_greedy_penalty_equals_generate() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": -1}, {"top_k": -2}, {"top_p": 0}, {"top_p": 1.5}, {"penalty": 0}]
-    + [{"temperature": float("nan")}, {"penalty_window": -1}],
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_k": -2},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"penalty": 0},
+        {"penalty_window": -1},
+    ],
 )
 def test_impossible_sampling(options: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=next(iter(options))):

@@ -75,7 +75,7 @@ def test_loss_equals_a_loop(name: str, window: int) -> None:
                     state = _chain(head, backbone, hidden[b], embeds[b], t)[k]
                     logits = head.output(k, state[None], slice(None)).float()
                     each.append(F.cross_entropy(logits, labels[b, t + k + 2][None]))
-        terms.append(float(torch.stack(each).mean()))
+        terms.append(float(torch.stack(each).mean().detach()))
         want = want + (1 / 3 if name == "mctp" else 0.8 ** (k + 1)) * torch.stack(each).mean()
     found = head_loss(head, hidden, embeds, labels)
     torch.testing.assert_close(found.loss.detach(), want.detach(), atol=1e-5, rtol=1e-5)
@@ -122,13 +122,13 @@ def test_learning_makes_guesses_better_and_leaves_the_backbone(name: str) -> Non
     hidden, embeds = small.read(backbone, ids, head.reads)
     optimiser = torch.optim.AdamW(head.train().parameters(), lr=5e-3)
     losses = []
-    for _ in range(12):
+    for _ in range(20):
         found = head_loss(head, hidden, embeds, ids)
         optimiser.zero_grad()
         found.loss.backward()
         optimiser.step()
         losses.append(float(found.loss.detach()))
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     assert all(p.grad is None for p in backbone.model.parameters())
 
 
@@ -137,36 +137,44 @@ def test_learning_makes_guesses_better_and_leaves_the_backbone(name: str) -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_state_is_that_of_the_tokens_that_stand(name: str, lean: bool, window: int) -> None:
     """Whatever was drafted and taken back, drafts are those of a fresh state, of each stream."""
-    model = small.tiny("qwen3", seed=1).double()
-    backbone = Backbone(model, lean=lean)
+    backbone = Backbone(small.tiny("qwen3", seed=1).double(), lean=lean)
     torch.manual_seed(0)
     head = make_head(name, backbone, modules=4, window=window).eval()
-    ids = torch.randint(0, 24, (2, 60), generator=torch.Generator().manual_seed(5))
-    hidden, embeds = small.read(backbone, ids, head.reads)
-    state, at = head.init_state(2, 8), [0, 0]
     generator = torch.Generator().manual_seed(7)
 
     def chance(low: int, high: int) -> int:
         return int(torch.randint(low, high, (1,), generator=generator))
 
-    for turn in range(12):
-        counts = [chance(1, 5), chance(1, 5)]
-        n = max(counts)
-        pieces = [
-            torch.stack([t[i, a : a + n] for i, a in enumerate(at)]) for t in (embeds, hidden)
-        ]
-        head.observe(state, *pieces, counts)
-        at = [a + c for a, c in zip(at, counts, strict=True)]
-        at = [a - chance(0, min(3, a)) for a in at]
-        head.crop(state, at)
-        limit = chance(1, 5) if turn < 11 else 4
-        token = torch.stack([ids[i, a] for i, a in enumerate(at)])
-        mixed = _drafts(head, state, token, limit)
-        for i, a in enumerate(at):
-            fresh = head.init_state(1, 8)
-            head.observe(fresh, embeds[i : i + 1, :a], hidden[i : i + 1, :a], [a])
-            alone = _drafts(head, fresh, token[i : i + 1], limit)
-            torch.testing.assert_close(mixed[:, i], alone[:, 0], atol=1e-6, rtol=1e-6)
+    lines: list[list[int]] = [[], []]
+    unread = [[chance(0, 24) for _ in range(3 + i)] for i in range(2)]
+    cache, state = backbone.state(2, 8), head.init_state(2, 8)
+    with torch.no_grad():
+        for turn in range(12):
+            n = max(map(len, unread))
+            ids = torch.tensor([line + [0] * (n - len(line)) for line in unread])
+            counts = [len(line) for line in unread]
+            embeds = backbone.embed(ids)
+            raw = backbone.run(cache, embeds, counts)
+            fed = raw if head.reads == "raw" else backbone.norm(raw)
+            head.observe(state, embeds, fed, counts)
+            for line, new in zip(lines, unread, strict=True):  # some of the drafts fall
+                line += new[: chance(1, len(new) + 1)]
+            cache.crop([len(line) for line in lines])
+            head.crop(state, [len(line) for line in lines])
+            limit = chance(1, 5) if turn < 11 else 4
+            token = torch.tensor([chance(0, 24), chance(0, 24)])
+            mixed = _drafts(head, state, token, limit)
+            for i, line in enumerate(lines):
+                fresh = head.init_state(1, 8)
+                hidden, own = small.read(backbone, torch.tensor([line]), head.reads)
+                head.observe(fresh, own, hidden, [len(line)])
+                alone = _drafts(head, fresh, token[i : i + 1], limit)
+                torch.testing.assert_close(mixed[:, i], alone[:, 0], atol=1e-5, rtol=1e-5)
+            drafts = mixed.argmax(-1).T.tolist()
+            unread = [[int(t), *d[: chance(0, 5)]] for t, d in zip(token, drafts, strict=True)]
+            if turn % 3 == 2:  # all of them are forgotten unread
+                head.crop(state, [len(line) for line in lines])
+                unread = [[chance(0, 24)], [chance(0, 24), chance(0, 24)]]
 
 
 def _drafts(head: Any, state: Any, token: Tensor, limit: int) -> Tensor:

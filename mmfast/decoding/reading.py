@@ -74,21 +74,20 @@ def _judge_row(decoder: Any, row: Row, hidden: Tensor) -> tuple[int | None, int,
     logits = decoder.backbone.logits(chosen, rows)
     accepted, token = row.judge(logits, rows.indices(decoder.backbone.vocabulary)[0])
     row.verified(accepted)
+    forced: list[int] = []
     for i, draft in enumerate(drafts[:accepted]):
         row.accepted += 1
+        left = len(drafts) - i - 1
         if not row.say(draft):
-            return None, len(drafts) - i - 1 + len(ahead), []
+            return None, left + len(ahead), []
+        forced = row.owed()
+        if forced and (left or forced != ahead):  # not foreseen: they are to be read first
+            return None, left + len(ahead), forced
     if accepted < len(drafts) or not drafts:
         return token, len(drafts) - accepted + len(ahead), []
-    forced = list(row.guide.forced())
-    row.history += forced
-    row.forced += len(forced)
-    if forced == ahead:
-        same = row.guide.rows() == rows
-        return token if same else _again(decoder, row, chosen[-1]), 0, []
-    # Not foreseen: what was read behind the drafts goes.
-    last = hidden[places[0] + len(drafts)]
-    return None if forced else _again(decoder, row, last), len(ahead), forced
+    if forced != ahead:
+        return _again(decoder, row, hidden[places[0] + len(drafts)]), len(ahead), []
+    return token if row.guide.rows() == rows else _again(decoder, row, chosen[-1]), 0, []
 
 
 def _again(decoder: Any, row: Row, hidden: Tensor) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,17 +61,18 @@ class Row:
         """Rows of the vocabulary of the place behind what waits."""
         return self.guide.draft_rows if self.drafts else self.guide.rows()
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """Put in tokens that stand and that the guide knows of."""
-        self.unseen += tokens
-        self.sure = len(self.unseen)
+    def owed(self) -> list[int]:
+        """What is forced now: it stands."""
+        tokens = list(self.guide.forced())
         self.history += tokens
+        self.forced += len(tokens)
+        return tokens
 
     def take_forced(self) -> None:
         """Put in what is forced now."""
-        if not self.drafts and (tokens := list(self.guide.forced())):
-            self.append(tokens)
-            self.forced += len(tokens)
+        if not self.drafts and (tokens := self.owed()):
+            self.unseen += tokens
+            self.sure = len(self.unseen)
 
     def say(self, token: int) -> bool:
         """Tell the guide of a token that stands; False where it was the last one."""

@@ -43,12 +43,13 @@ class Mctp(AudioHead):
         like = next(self.layers.parameters())
         self.norms_e = nn.ModuleList(trunk.new_norm() for _ in range(modules))
         self.norms_h = nn.ModuleList(trunk.new_norm() for _ in range(modules))
-        self.projs = nn.ModuleList(
+        projs = [
             nn.Linear(2 * width, width, bias=False, device=like.device, dtype=like.dtype)
             for _ in range(modules)
-        )
+        ]
+        self.projs = nn.ModuleList(projs)
         with torch.no_grad():  # both halves get through at first
-            for proj in self.projs:
+            for proj in projs:
                 both = torch.eye(width, dtype=like.dtype, device=like.device).repeat(1, 2)
                 proj.weight.mul_(0.1).add_(both, alpha=0.7)
         self._entries: list[Callable[[Tensor, Tensor], Tensor]] = []
@@ -80,7 +81,7 @@ class Mctp(AudioHead):
     def _prepare(self) -> None:
         norm = self.trunk.normer
         self._entries = [
-            _entry(norm(e), norm(h), proj.weight)
+            _entry(norm(e), norm(h), proj)
             for e, h, proj in zip(self.norms_e, self.norms_h, self.projs, strict=True)
         ]
 
@@ -100,8 +101,10 @@ class Mctp(AudioHead):
 
 
 def _entry(
-    norm_e: Callable[[Tensor], Tensor], norm_h: Callable[[Tensor], Tensor], weight: Tensor
+    norm_e: Callable[[Tensor], Tensor], norm_h: Callable[[Tensor], Tensor], proj: Any
 ) -> Callable[[Tensor, Tensor], Tensor]:
+    weight: Tensor = proj.weight
+
     def enter(embeds: Tensor, hidden: Tensor) -> Tensor:
         return F.linear(torch.cat((norm_e(embeds), norm_h(hidden)), -1), weight)
 

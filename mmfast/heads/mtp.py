@@ -74,7 +74,7 @@ class Mtp(AudioHead):
     def output(self, module: int, states: Tensor, rows: Rows) -> Tensor:
         """See `AudioHead.output`."""
         if len(self.outputs):
-            return nn.functional.linear(states, self.outputs[module].weight[rows])
+            return nn.functional.linear(states, _weight(self.outputs[module])[rows])
         return self.trunk.logits(states, rows)
 
     def _prepare(self) -> None:
@@ -87,3 +87,8 @@ class Mtp(AudioHead):
 
     def _leave(self, module: int, raw: Tensor) -> tuple[Tensor, Tensor]:
         return raw, self._norms[module](raw)
+
+
+def _weight(output: Any) -> Tensor:
+    weight: Tensor = output.weight
+    return weight

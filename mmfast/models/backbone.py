@@ -72,7 +72,7 @@ class Backbone:
 
     def __init__(self, model: Any, *, lean: bool | None = None, check: bool = True) -> None:
         self.model = model
-        self.decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+        self.decoder = _decoder(model)
         self._check_kind()
         self.config = self.decoder.config
         self._table = model.get_input_embeddings()
@@ -158,11 +158,13 @@ class Backbone:
 
     def new_norm(self) -> nn.Module:
         """A norm of the model's own class."""
-        return copy.deepcopy(self.final_norm).requires_grad_(True)
+        norm: nn.Module = copy.deepcopy(self.final_norm).requires_grad_(True)
+        return norm
 
     def new_output(self) -> nn.Module:
         """An output matrix, a copy of the model's to begin with."""
-        return copy.deepcopy(self._output).requires_grad_(True)
+        output: nn.Module = copy.deepcopy(self._output).requires_grad_(True)
+        return output
 
     def block(self, layer: nn.Module) -> Block:
         """The layer as it is called on pieces of streams."""
@@ -230,3 +232,7 @@ class Backbone:
                 f"{type(self.model).__name__} does more around its decoder layers than embedding, "
                 f"norm and output head (logits differ by {float(gap):.2g}); use a Llama-like model"
             )
+
+
+def _decoder(model: Any) -> Any:
+    return model.get_decoder() if hasattr(model, "get_decoder") else None
