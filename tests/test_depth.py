@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from mmfast.decoding.codebook_choice import CodeChoice
 from mmfast.decoding.codebook_plan import BlockPlan
 from mmfast.decoding.codebooks import copy_frame, one_by_one
 from mmfast.heads.depth import DepthHead
+from mmfast.heads.files import save_head
+from mmfast.models.backbone_heads import load_head, make_head
 from mmfast.models.frame_lm import FrameSteps
 from mmfast.ops.delay import undelay
 
@@ -20,6 +24,28 @@ from mmfast.ops.delay import undelay
 def test_the_heads_are_registered() -> None:
     assert {"depth", "groups", "pair"} <= {m.name for m in methods("head")}
     assert get("depth", "head").paper == "2410.00037"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("depth", {"codes": 4, "size": 16, "delays": [0, 1, 1, 2], "per_step": False}),
+        ("groups", {"codes": 4, "size": 16, "groups": 4, "window": 9}),
+        ("pair", {"size": 16, "layers": 2}),
+    ],
+)
+def test_heads_are_made_and_kept_as_the_others(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = llama()
+    head = make_head(name, model, **options).eval()
+    save_head(head, tmp_path / "head.safetensors")
+    again = load_head(tmp_path / "head.safetensors", model)
+    assert again.config == head.config and again.config["head"] == name
+    for one, two in zip(head.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+    if name != "pair":
+        assert again.delays == head.delays
 
 
 @pytest.mark.parametrize("kind", KINDS)

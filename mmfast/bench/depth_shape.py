@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def rows(device: str = "cpu", repeats: int = 2, **sizes: Any) -> list[Row]:
     same = torch.equal(stock(), right)
     tokens = torch.cat([first[:, None], right[:, :-1]], dim=1)
     frame = core.begin(hidden)
-    one, all_of = (lambda n=n: core.run(frame, tokens[:, :n], 0) for n in (1, core.codes))
+    one, all_of = (partial(core.run, frame, tokens[:, :n], 0) for n in (1, core.codes))
     share = measure_share(one, all_of, core.codes, _clock(place))
     ways = {"stock": stock, "code by code": lambda: one_by_one(core, hidden, first, choice)}
     counts = {"stock": core.codes, "code by code": core.codes}

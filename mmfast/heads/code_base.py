@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,19 @@ from mmfast.ops.stream_kv import StreamKV
 
 # Logits [..., V] to codes [...].
 Choose = Callable[[Tensor], Tensor]
+
+
+class Wide(Protocol):
+    """A language model's parts, of which these heads need the width alone."""
+
+    @property
+    def width(self) -> int:
+        """Width D of its hidden states."""
+
+
+def width_of(hidden: int | Wide) -> int:
+    """The width of hidden states, given itself or with the model (`make_head`, `load_head`)."""
+    return hidden if isinstance(hidden, int) else hidden.width
 
 
 def likeliest(logits: Tensor) -> Tensor:

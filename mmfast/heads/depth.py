@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.registry import register
-from mmfast.heads.code_base import Choose, CodeEmbed, CodeState, likeliest
+from mmfast.heads.code_base import Choose, CodeEmbed, CodeState, Wide, likeliest, width_of
 from mmfast.heads.depth_core import DepthCore, DepthShape
 from mmfast.ops.codebook_loss import CodeLoss, code_loss
 from mmfast.ops.delay import check_delays
@@ -23,7 +23,7 @@ class DepthHead(DepthCore):
     codes at once and keeps the output exact.
 
     Args:
-        hidden: Width of the backbone's hidden state.
+        hidden: Width of the backbone's hidden state, or the backbone.
         codes: Codebooks K.
         size: Entries per codebook V; code V stands for "none" where a delay leaves a gap.
         first: Values of the token in front of the codes (the text token of the frame); 1: none.
@@ -37,7 +37,7 @@ class DepthHead(DepthCore):
 
     def __init__(
         self,
-        hidden: int,
+        hidden: int | Wide,
         codes: int,
         size: int,
         *,
@@ -51,7 +51,7 @@ class DepthHead(DepthCore):
     ) -> None:
         super().__init__(
             DepthShape(
-                hidden=hidden,
+                hidden=width_of(hidden),
                 codes=codes,
                 size=size,
                 first=first,
@@ -64,7 +64,12 @@ class DepthHead(DepthCore):
             )
         )
         self.delays = check_delays(delays or [0] * codes, codes)
-        self.inputs = CodeEmbed(codes, size, hidden)
+        sizes = {"dim": dim, "layers": layers, "heads": heads, "ffn": ffn}
+        self.config = {
+            "head": "depth", "codes": codes, "size": size, "first": first,
+            "delays": list(self.delays), **sizes, **kind,
+        }  # fmt: skip
+        self.inputs = CodeEmbed(codes, size, width_of(hidden))
 
     def init_state(self, batch: int = 1) -> CodeState:
         """Before the first frame: a drafter that copies finds code 0."""

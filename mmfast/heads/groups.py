@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import register
-from mmfast.heads.code_base import Choose, CodeEmbed, CodeState, likeliest
+from mmfast.heads.code_base import Choose, CodeEmbed, CodeState, Wide, likeliest, width_of
 from mmfast.heads.depth_layers import Norm, StepLinear
 from mmfast.heads.time_layers import TimeStack
 from mmfast.ops.codebook_loss import CodeLoss, adaptive_weights, code_loss
@@ -25,7 +25,7 @@ class GroupsHead(nn.Module):
     codebook of a group has an output matrix of its own. All codes of a step come from one pass.
 
     Args:
-        hidden: Width of the backbone's hidden state.
+        hidden: Width of the backbone's hidden state, or the backbone.
         codes: Codebooks K.
         size: Entries per codebook V; code V stands for "none".
         groups: Groups G of K / G codebooks.
@@ -42,7 +42,7 @@ class GroupsHead(nn.Module):
 
     def __init__(
         self,
-        hidden: int,
+        hidden: int | Wide,
         codes: int,
         size: int,
         *,
@@ -60,8 +60,13 @@ class GroupsHead(nn.Module):
             raise SpecError(f"groups={groups!r} do not divide {codes} codebooks; choices: {fits}")
         self.codes, self.size, self.groups = codes, size, groups
         self.delays = check_delays(delays or [0] * codes, codes)
-        self.inputs = CodeEmbed(codes, size, hidden)
-        self.project = StepLinear(hidden, dim, groups)
+        sizes = {"dim": dim, "layers": layers, "heads": heads, "ffn": ffn, "window": window}
+        self.config = {
+            "head": "groups", "codes": codes, "size": size, "groups": groups,
+            "delays": list(self.delays), **sizes,
+        }  # fmt: skip
+        self.inputs = CodeEmbed(codes, size, width_of(hidden))
+        self.project = StepLinear(width_of(hidden), dim, groups)
         self.stack = TimeStack(dim, layers, heads, ffn, window=window)
         self.norm = Norm(dim, 1e-6)
         self.out = StepLinear(dim, size, codes)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.core.registry import register
-from mmfast.heads.code_base import Choose, likeliest
+from mmfast.heads.code_base import Choose, Wide, likeliest, width_of
 from mmfast.heads.depth_layers import Norm
 from mmfast.heads.time_layers import TimeStack
 from mmfast.ops.codebook_loss import CodeLoss, code_loss
@@ -22,7 +22,7 @@ class PairHead(nn.Module):
     (`models.frame_lm.PairSteps`).
 
     Args:
-        hidden: Width of the backbone's hidden state.
+        hidden: Width of the backbone's hidden state, or the backbone.
         size: Entries per channel V.
         layers: Layers of its own behind the backbone.
         heads: Attention heads.
@@ -32,7 +32,7 @@ class PairHead(nn.Module):
 
     def __init__(
         self,
-        hidden: int,
+        hidden: int | Wide,
         size: int,
         *,
         layers: int = 1,
@@ -41,7 +41,9 @@ class PairHead(nn.Module):
         window: int | None = None,
     ) -> None:
         super().__init__()
-        self.size = size
+        self.size, hidden = size, width_of(hidden)
+        sizes = {"layers": layers, "heads": heads, "ffn": ffn, "window": window}
+        self.config = {"head": "pair", "size": size, **sizes}
         self.table = nn.Embedding(size, hidden)
         self.channel = nn.Parameter(torch.randn(2, hidden) * 0.02)
         self.lift = nn.Parameter(torch.randn(2, hidden // heads) * 0.02)  # on queries and keys
