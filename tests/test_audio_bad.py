@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -207,6 +208,19 @@ def test_limits() -> None:
     header = bytearray(WAV)  # a header that promises a day
     header[40:44] = (0x7FFFFFF0).to_bytes(4, "little")
     assert len(load_audio(bytes(header), limits=Limits(duration=10.0))) == 8000
+
+
+@pytest.mark.parametrize("rate", [0, 1, 999, 4_000_000_000])
+def test_headers_of_impossible_rates(rate: int) -> None:
+    header = bytearray(WAV)
+    header[24:28] = rate.to_bytes(4, "little")
+    refused(lambda: load_audio(bytes(header)))
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    """Reading one would wait for ever."""
+    os.mkfifo(tmp_path / "pipe.wav")
+    refused(lambda: load_audio(tmp_path / "pipe.wav"), "not a regular file")
 
 
 def test_a_stream_that_never_says_anything_does_not_hang() -> None:
