@@ -94,7 +94,7 @@ def save_embedded(path: str | Path, books: Tensor, bias: Tensor, net: VocoderNet
         "hop": FRAME,
         "codebooks": int(books.shape[0]),
         "size": int(books.shape[1]),
-        "vocoder": {"width": net.enter.out_channels, "fine": net.leave.in_channels},
+        "vocoder": {"width": net.enter.out_features, "fine": net.leave.in_features},
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 

@@ -19,7 +19,7 @@ _BLOCK = 250  # frames at once: bounded memory however long the codes
 class DecoderState:
     """What coming sound depends on, of `B` streams."""
 
-    tails: tuple[Tensor, ...]  # of the network, [B, W, past] each
+    tails: tuple[Tensor, ...]  # of the network, [B, past, W] each
     voice: SynthesisState
     waiting: Tensor  # [B] int64, frames until a stream sounds
     skipped: int  # frames of the batch that still give no sound
