@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from mmfast.bench.measure import frozen, interleave, noise, one_thread, paired
+from mmfast.bench.measure import Sample, frozen, interleave, noise, one_thread, paired
 from mmfast.bench.speech_modes import draft_weights, trunk_weights
 from mmfast.bench.synthetic import fill_
 from mmfast.decoding.adapt import Costs
@@ -122,20 +122,18 @@ def measure(
     """
     dtype = dtype or _dtype()
     backbone, head = build(shape, dtype)
-    audio = slice(shape.vocabulary - shape.audio, shape.vocabulary)
+    clocked, audio = _Clocked(head), slice(shape.vocabulary - shape.audio, shape.vocabulary)
     done, names = 0, [*SCHEDULES, "again"]
-    parts: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
 
     def job(name: str) -> Callable[[], dict[str, float]]:
         schedule = "vanilla" if name == "again" else name
 
         def run() -> dict[str, float]:
             nonlocal done
-            figures = decode(backbone, head, schedule, SCHEDULES[schedule], audio)
-            parts[name].append((figures["main"], figures["module"]))
+            figures = decode(backbone, clocked, schedule, SCHEDULES[schedule], audio)
             done += 1
             progress(name, done, (rounds + 1) * len(names))
-            return {"ms": figures["ms"]}
+            return figures
 
         return run
 
@@ -144,50 +142,59 @@ def measure(
         for run in jobs.values():  # once before the clock starts
             run()
         samples = interleave(jobs, rounds)
-    times = {name: [each["ms"] for each in found] for name, found in samples.items()}
-    base = [(a + b) / 2 for a, b in zip(times["vanilla"], times["again"], strict=True)]
     share = draft_weights(head, shape.audio) / trunk_weights(backbone, shape.audio)
-    pass_ms = 1e3 * statistics.median(main for main, _ in parts["vanilla"][1:])
     shared = {
         "preset": shape.name,
         "dtype": str(dtype).removeprefix("torch."),
         "distinct_layers": shape.distinct,
         "module_share": share,
-        "pass_ms": pass_ms,
-        "noise": noise(times["vanilla"], times["again"]),
         "n": rounds,
-        "clock": "processor time of the process; parts by the wall's",
+        "clock": "processor time of the process",
         "threads": 1,
         "device": "cpu",
     }
-    return [
-        {**shared, **_row(name, times[name], base, parts[name][1:], pass_ms, share)}
-        for name in SCHEDULES
-    ]
+    return [{**shared, **_row(name, samples, share)} for name in SCHEDULES]
 
 
-def _row(
-    name: str,
-    times: list[float],
-    base: list[float],
-    parts: list[tuple[float, float]],
-    pass_ms: float,
-    share: float,
-) -> Row:
-    speedup = 1.0 if name == "vanilla" else paired(base, times)
+def _row(name: str, samples: Mapping[str, Sequence[Sample]], share: float) -> Row:
+    def times(job: str, part: str = "ms") -> list[float]:
+        return [sample[part] for sample in samples[job]]
+
+    base = [(a + b) / 2 for a, b in zip(times("vanilla"), times("again"), strict=True)]
+    speedup = 1.0 if name == "vanilla" else paired(base, times(name))
     ideal = ideal_speedup(name, share)
-    module = 1e3 * statistics.median(each for _, each in parts)
+    module = statistics.median(times(name, "module"))
+    pass_ms = statistics.median([*times("vanilla", "main"), *times("again", "main")])
     return {
         "job": name,
         "score": speedup,
-        "ms_per_token": statistics.median(times),
-        "main_ms": 1e3 * statistics.median(main for main, _ in parts),
+        "ms_per_token": statistics.median(times(name)),
+        "pass_ms": pass_ms,
+        "main_ms": statistics.median(times(name, "main")),
         "module_ms": module,
         "module_cost": module / pass_ms,
         "speedup": speedup,
         "ideal": ideal,
         "of_ideal": speedup / ideal,
+        "noise": noise(times("vanilla"), times("again")),
     }
+
+
+class _Clocked:
+    """A head whose drafting is timed."""
+
+    def __init__(self, head: Any) -> None:
+        self._head, self.seconds = head, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def draft(self, *given: Any) -> int:
+        """As the head's."""
+        start = time.process_time()
+        ran = int(self._head.draft(*given))
+        self.seconds += time.process_time() - start
+        return ran
 
 
 def ideal_speedup(schedule: str, share: float) -> float:
@@ -200,8 +207,10 @@ def ideal_speedup(schedule: str, share: float) -> float:
     return (main + drafts) / (main + share * drafts)
 
 
-def decode(backbone: Any, head: Any, schedule: str, cycles: int, audio: slice) -> dict[str, float]:
-    """Milliseconds per token behind the first cycle; seconds of a main pass and of a module."""
+def decode(
+    backbone: Any, head: _Clocked, schedule: str, cycles: int, audio: slice
+) -> dict[str, float]:
+    """Milliseconds per token behind the first cycle, of a main pass, and of a module."""
     opening, (main, drafts) = parse_schedule(schedule).pairs[0], parse_schedule(schedule).pairs[-1]
     tokens = sum(opening) + cycles * (main + drafts)
     guide, reserve = Open(tokens, rows=audio), PROMPT + tokens + 32
@@ -209,18 +218,16 @@ def decode(backbone: Any, head: Any, schedule: str, cycles: int, audio: slice) -
     decoder.feed(list(range(PROMPT)))
     steps = iter(decoder)
     next(steps)  # the prompt
-    stats, before = decoder.stats, replace(decoder.stats)
+    stats, before, head.seconds = decoder.stats, replace(decoder.stats), 0.0
     start = time.process_time()
     for _ in steps:
         pass
     spent = time.process_time() - start
-    passes = stats.passes - before.passes
     modules = stats.draft_passes - before.draft_passes
-    drafting = stats.draft_seconds - before.draft_seconds
     return {
         "ms": 1e3 * spent / (stats.tokens - before.tokens),
-        "main": (stats.main_seconds - before.main_seconds) / passes,
-        "module": drafting / modules if modules else 0.0,
+        "main": 1e3 * (spent - head.seconds) / (stats.passes - before.passes),
+        "module": 1e3 * head.seconds / modules if modules else 0.0,
     }
 
 
