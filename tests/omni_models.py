@@ -24,8 +24,8 @@ def _thinker() -> dict[str, Any]:
         "encoder_ffn_dim": 16, "output_dim": 16, "n_window": 4, "max_source_positions": 64,
     }  # fmt: skip
     vision = {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
-        "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [0],
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+        "out_hidden_size": 16, "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [0],
     }  # fmt: skip
     return {
         "text_config": text, "audio_config": audio, "vision_config": vision,

@@ -1,8 +1,12 @@
 """Qwen2.5-Omni's talker beside the thinker: a code per pass, from the word that has just come.
 
 Code k hears the thinker on word k + 1, so the talker can run one word behind it; behind the last
-word it hears an end, then silence. Given the same words, its codes are those of `generate`, which
-runs it when the thinker is done.
+word it hears an end, then silence. Given the same words, its codes are those of the stock talker,
+which `generate` runs when the thinker is done.
+
+One thing `generate` of transformers 5.23 does not do: it drops a mask of ones, and the talker,
+which goes by that mask, then leaves out the codes that mark the start of speech, and the positions
+of pictures and sound. They are there here; `parity=True` leaves them out, too.
 """
 
 from __future__ import annotations
@@ -26,14 +30,22 @@ class Talker:
         voice: An entry of `speaker_map`.
         picker: How codes are picked.
         ends: Codes that end the reply.
+        parity: Leave out what `generate` leaves out.
     """
 
     def __init__(
-        self, model: Any, inputs: dict[str, Any], voice: Any, picker: Picker, ends: set[int]
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        voice: Any,
+        picker: Picker,
+        ends: set[int],
+        parity: bool = False,
     ) -> None:
         self.model, self.talker, self.inputs = model, model.talker, inputs
         self.embed = model.thinker.get_input_embeddings()
         self.voice, self.picker, self.ends = voice, picker, ends
+        self.parity = parity
         self.cache: Any = None
 
     @torch.no_grad()
@@ -76,12 +88,15 @@ class Talker:
         codes = torch.cat(
             [torch.full_like(ids, talker.codec_mask_token), ids.new_tensor([marks])], 1
         )
-        added = talker.get_input_embeddings()(ids.new_tensor([marks]))
-        embedded = torch.cat([embedded[:, :-2], embedded[:, -2:] + added], 1)
         text = torch.cat([ids, voice, ids.new_tensor([[first]])], 1)
         mask = self.inputs.get("attention_mask")
         mask = torch.ones_like(ids) if mask is None else mask
         mask = torch.cat([mask, mask.new_ones(1, 2)], 1)
+        if self.parity and bool(mask.all()):
+            places = torch.arange(mask.shape[1], device=ids.device).expand(3, 1, -1)
+            return codes, embedded, places, mask, ids.new_zeros(1, 1)
+        added = talker.get_input_embeddings()(ids.new_tensor([marks]))
+        embedded = torch.cat([embedded[:, :-2], embedded[:, -2:] + added], 1)
         places, delta = place(talker, text, mask, self.inputs)
         delta = delta - (1 - mask).sum(-1, keepdim=True)
         return codes, embedded, places[1:], mask, delta
