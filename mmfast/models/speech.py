@@ -131,6 +131,8 @@ class SpeechModel:
         """Words of one piece, the decoder behind them, and what it still has to read."""
         guide = HearingGuide(self.layout, HEARD)
         decoder = make(guide)
+        row = decoder.batch.rows[0]
+        chosen, row.sampling = row.sampling, Sampling()  # what was heard is not drawn by lot
         first = torch.tensor([*before, self.layout.id("<listen>")])
         last = torch.tensor([self.layout.id("<heard>")])
         with torch.inference_mode():
@@ -138,6 +140,7 @@ class SpeechModel:
             decoder.feed(torch.cat([embed(first), sound, embed(last)]))
         for _ in decoder:
             pass
+        row.sampling = chosen
         return self.layout.text(guide.words), decoder, guide.owed
 
     def reply(

@@ -17,6 +17,7 @@ from mmfast.tiny.speech_packing import AUDIO, TEXT, Batch
 MIDDLE = 6  # behind this layer the states of the ear say which word has just ended
 AHEAD = 5  # tokens behind the next one that states are asked for, too
 ASKED = 3  # one place in so many is
+EARLY = 4  # frames of a word that count as its beginning
 Part = tuple[float, int, int]  # loss, places, places guessed right
 
 
@@ -26,9 +27,10 @@ class Weights:
 
     text: float = 1.0
     dense: float = 0.5
-    books: tuple[float, ...] = (1.0, 0.8, 0.6, 0.5)
+    books: tuple[float, ...] = (1.0, 0.5, 0.5, 0.5)
     turns: float = 1.5  # `<next>` and `<end>`
-    later: float = 0.12  # of each token further ahead
+    starts: float = 2.0  # of book 0 where a word begins, beside elsewhere
+    later: float = 0.08  # of each token further ahead
 
 
 class Model(nn.Module):
@@ -74,6 +76,9 @@ def losses(
         each = cross_entropy(logits, target, reduction="none")
         book = torch.where(target < 2, -1, (target - 2) // layout.entries)
         scale = torch.tensor([weights.turns, *weights.books[: layout.books]])[book + 1]
+        # Which word it is shows in its first frames.
+        early = (book == 0) & (ages(layout, batch.ids)[:, 1:][chosen] <= EARLY * layout.books)
+        scale = torch.where(early, weights.starts * scale, scale)
         total = total + (each * scale).sum()
         for q in range(-1, layout.books):
             mine = book == q
@@ -95,6 +100,15 @@ def losses(
             total = total + weights.dense * loss / 4
             parts[name] = _part(loss, logits, target)
     return total, parts
+
+
+def ages(layout: SpeechLayout, ids: Tensor) -> Tensor:
+    """Audio tokens since the sound of this group began `[B, L]`: 1 at its first code."""
+    sound = (ids >= layout.texts).long().cumsum(1)
+    turn = (ids == layout.next) | (ids == layout.end)
+    return sound - torch.where(turn, sound, 0).cummax(1).values.roll(1, 1).index_fill(
+        1, torch.tensor([0]), 0
+    )
 
 
 def further(model: Model, layout: SpeechLayout, states: Tensor, batch: Batch) -> Tensor:

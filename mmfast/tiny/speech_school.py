@@ -25,7 +25,7 @@ class School:
     heard: list[Heard]
     chats: list[tuple[list[Turn], Heard, Said]]
     seed: int = 0
-    tokens: dict[str, int] = field(default_factory=lambda: {"say": 900, "hear": 800, "chat": 900})
+    tokens: dict[str, int] = field(default_factory=lambda: {"say": 900, "hear": 800, "chat": 850})
     held: int = HELD
 
     def __post_init__(self) -> None:

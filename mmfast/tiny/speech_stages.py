@@ -25,7 +25,8 @@ from mmfast.tiny.speech_trainer import Course, Trainer
 Report = Callable[[dict[str, Any]], None]
 # The ear alone first: it needs no codes, and what it learns, speaking does not undo.
 EAR = Course("ear", ("hear", "hear"), minutes=12, hold=1.0, watch=3.0)
-LANGUAGE = Course("language", ("say", "say", "hear", "chat"), minutes=150, hold=0.5, short=0.08)
+TASKS = ("say", "say", "chat", "say", "hear")
+LANGUAGE = Course("language", TASKS, minutes=120, hold=0.45, short=0.04, warm=0.02)
 RATE = 2e-3
 
 
