@@ -175,34 +175,33 @@ def synthesise(
         points = torch.where(active[..., None], points, torch.full_like(points, SILENT))
         pitch = torch.where(active, pitch, torch.zeros_like(pitch))
     live = torch.ones_like(pitch) if active is None else active.to(pitch.dtype)
-    before = torch.cat([state.pitch[:, None], pitch[:, :-1]], 1)
-    before = torch.where(before > 0, before, pitch)
+    ends = torch.cat([state.pitch[:, None], pitch], 1)  # [B, T + 1] of hops, Hz
+    before = torch.where(ends[:, :-1] > 0, ends[:, :-1], pitch)
     cycles, phase = phases(before, pitch, state.phase)
     both = torch.cat([state.points[:, None], points], 1)
     tones, breath = both.split((HARMONIC_POINTS, NOISE_POINTS), -1)  # [B, T + 1, ...]
-    count = _count(before, pitch)
-    start = amplitudes(tones[:, :-1], before, count)
-    sound = harmonics(cycles, start, amplitudes(tones[:, 1:], pitch, count))
+    heights = amplitudes(tones, ends, _count(ends))
+    sound = harmonics(cycles, heights[:, :-1], heights[:, 1:])
     steps = (live * HOP).long().cumsum(1)  # [B, T] samples behind each hop
     hiss, ringing = _noise(state.count[:, None] + steps - HOP, breath, live, state.ringing)
     made = state.count + steps[:, -1]
-    return SynthesisState(both[:, -1], pitch[:, -1], phase, made, ringing), (
-        sound.flatten(1) + hiss
-    )
+    new = SynthesisState(both[:, -1], pitch[:, -1], phase, made, ringing)
+    return new, sound.flatten(1) + hiss
 
 
-def _count(before: Tensor, pitch: Tensor) -> int:
+def _count(pitch: Tensor) -> int:
     """Harmonics under 7.8 kHz of the lowest pitch."""
-    lowest = torch.cat([before[before > 0], pitch[pitch > 0]])
-    return int(_END / float(lowest.min())) if len(lowest) else 1
+    there = pitch[pitch > 0]
+    return int(_END / float(there.min())) if len(there) else 1
 
 
 def _noise(first: Tensor, points: Tensor, live: Tensor, ringing: Tensor) -> tuple[Tensor, Tensor]:
     """Noise of hops whose first samples have numbers `[B, T]`, and what rings on."""
     index = first[..., None] + torch.arange(HOP, device=first.device)
     hiss, rise, response = white(index).to(points), _rise().to(points), noise_filter(points)
-    spectrum = torch.fft.rfft(hiss * (1 - rise), SIZE) * response[:, :-1]
-    spectrum = spectrum + torch.fft.rfft(hiss * rise, SIZE) * response[:, 1:]
+    sides = torch.stack([1 - rise, rise])  # [2, HOP]
+    halves = torch.fft.rfft(hiss[..., None, :] * sides, SIZE)  # [B, T, 2, BINS]
+    spectrum = halves[..., 0, :] * response[:, :-1] + halves[..., 1, :] * response[:, 1:]
     return overlap_add(torch.fft.irfft(spectrum, SIZE) * live[..., None], ringing)
 
 
