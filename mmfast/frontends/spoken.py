@@ -143,7 +143,12 @@ def _short(token: str, behind: str) -> Iterator[str]:
 
 def _word(token: str) -> Iterator[str]:
     word = token.lower()
-    if 2 <= len(token) <= 5 and token.isupper() and not set(word) & set("aeiouy"):
+    if (
+        2 <= len(token) <= 5
+        and token.isalpha()
+        and token.isupper()
+        and not set(word) & set("aeiouy")
+    ):
         yield from word
         return
     if word in CONTRACTIONS:
