@@ -58,6 +58,8 @@ def evaluate(
     if suite == "speech":
         from mmfast.cli_eval_speech import eval_speech
 
+        if reduce or cache:
+            raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
         return eval_speech(n, seed, model, out, as_json)
     from mmfast.bench.results import append, environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
