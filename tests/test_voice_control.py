@@ -46,6 +46,19 @@ def test_push_to_talk() -> None:
     assert said(work(session)) == "yes"
 
 
+def test_a_turn_that_nobody_has_understood_is_part_of_the_next() -> None:
+    session = VoiceSession(HumModel(), HumEar(padding=0.0))
+    session.push(torch.cat([hum("which way "), PAUSE]))  # too long a pause; nothing is made yet
+    session.push(torch.cat([hum("does it move?"), PAUSE]))
+    events = work(session)
+    assert [event.item for event in events if event.kind == "deleted"] == ["item_1"]
+    users = [item for item in session.history.items.values() if item.role == "user"]
+    assert [item.id for item in users] == ["item_3"]
+    assert users[0].seconds == pytest.approx(1.06, abs=0.03)  # both, and the pauses behind them
+    session.push(torch.cat([hum("yes"), PAUSE]))  # that one has been understood
+    assert "deleted" not in [event.kind for event in work(session)]
+
+
 def test_a_turn_is_answered_when_it_is_asked_for() -> None:
     session = VoiceSession(HumModel(), HumEar(), answer=False)
     session.push(torch.cat([hum("yes"), PAUSE]))

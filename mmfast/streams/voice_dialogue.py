@@ -7,11 +7,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Chatter, Sound
 from mmfast.streams.clock import Clock, FakeClock
 from mmfast.streams.voice_cascade import speaking
-from mmfast.streams.voice_ear import RATE, Ear, Heard
+from mmfast.streams.voice_ear import LONGEST, RATE, Ear, Heard
 from mmfast.streams.voice_events import VoiceEvent
 from mmfast.streams.voice_floor import Floor
 from mmfast.streams.voice_history import History, Item
@@ -68,7 +71,8 @@ class Dialogue:
         self.closed = False
         self._next: dict[str, int] = {"item": 0, "reply": 0}
         self._open = ""  # the item that is being said
-        self._unanswered: tuple[Item, Any] | None = None
+        self._unanswered: tuple[Item, Tensor] | None = None
+        self._last: tuple[Item, Tensor] | None = None  # the turn that was answered last
 
     def push(self, pcm: Any, rate: int = RATE) -> None:
         """Take the next sound of the user.
@@ -104,14 +108,27 @@ class Dialogue:
                 self.floor.interrupt("interrupted")
             return
         assert heard.pcm is not None
-        item = Item(self._open or self._name("item"), "user", seconds=len(heard.pcm) / RATE)
+        pcm = torch.cat([*self._unheard(), heard.pcm])
+        item = Item(self._open or self._name("item"), "user", seconds=len(pcm) / RATE)
         self.outlet.emit("speech_stopped", item=item.id, audio_ms=place)
         self.outlet.emit("committed", item=item.id)
         self.history.add(item)
         self.floor.counts["turns"] += 1
-        self._open, self._unanswered = "", (item, heard.pcm)
+        self._open, self._unanswered = "", (item, pcm)
         if self.answering:
             self.respond()
+
+    def _unheard(self) -> list[Tensor]:
+        """A turn whose reply was cut off before it was understood: the next one goes on with it."""
+        lost, self.floor.lost = self.floor.lost, None
+        if lost is None or self._last is None or self._last[0] is not lost:
+            return []
+        pcm = self._last[1]
+        if lost.id not in self.history.items or len(pcm) > LONGEST * RATE:
+            return []
+        self.history.remove(lost.id)
+        self.outlet.emit("deleted", item=lost.id)
+        return [pcm]
 
     def respond(self, **options: Any) -> str:
         """Answer what was said last, or what `add` wrote; returns the name of the reply.
@@ -125,7 +142,7 @@ class Dialogue:
             turns, options = self.history.turns(), {**self.options, **options}
             if asked is not None:
                 reply = self.chatter.reply
-                item, pcm = asked
+                self._last = item, pcm = asked
                 return self._start(lambda: iter(reply(pcm, RATE, turns, **options)), item)
             answer = getattr(self.chatter, "answer_turns", None)
             if answer is None or not turns:

@@ -8,7 +8,7 @@ from collections import Counter
 from mmfast.core.speech import Sound
 from mmfast.streams.clock import Clock
 from mmfast.streams.voice_events import Status
-from mmfast.streams.voice_history import History
+from mmfast.streams.voice_history import History, Item
 from mmfast.streams.voice_metrics import Totals
 from mmfast.streams.voice_outlet import Outlet
 from mmfast.streams.voice_run import Run
@@ -44,6 +44,7 @@ class Floor:
         self.counts: Counter[str] = Counter()
         self.gaps, self.silent, self.played = 0, 0.0, 0.0
         self.totals = Totals()
+        self.lost: Item | None = None  # cut off before anybody understood it
 
     def start(self, run: Run) -> None:
         """Give it the floor; whoever had it is cut off."""
@@ -129,6 +130,8 @@ class Floor:
         if run is None:
             return False
         making, sounding = not run.over, run.waiting > 0
+        asked, early = run.question, making and status == "interrupted"
+        self.lost = asked if early and asked is not None and not asked.understood else None
         if run.playback is not None:
             run.item.settle(run.playback.stop())
             self.gaps, self.silent = (

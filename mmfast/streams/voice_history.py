@@ -28,6 +28,7 @@ class Item:
         limit: Samples after which it was cut off; None where it was not.
         arrived: Samples that its listener got, once it is settled.
         seconds: Length of the sound of a user's turn.
+        understood: Its sound has become text, which may be none.
     """
 
     id: str
@@ -38,6 +39,7 @@ class Item:
     limit: int | None = None
     arrived: int = 0
     seconds: float = 0.0
+    understood: bool = False
 
     @property
     def text(self) -> str:

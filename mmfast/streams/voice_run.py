@@ -50,7 +50,7 @@ class Run:
     def take(self, sound: Sound, clock: Clock, delay: float) -> None:
         """Note a piece that came."""
         if sound.heard is not None and self.question is not None:
-            self.question.said = sound.heard.strip()
+            self.question.said, self.question.understood = sound.heard.strip(), True
         if self.playback is None:
             self.playback = self.item.playback = Playback(clock, sound.rate, delay)
         self.words.add(sound)
