@@ -10,6 +10,7 @@ stages x layers that look ahead. Paper: arXiv 2503.20215, section 2.4.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 Past = dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values [B, H, block, d]
+Slope = Callable[[Tensor, Tensor], Tensor]  # of time and place
 
 
 class Guide(NamedTuple):
@@ -154,7 +156,7 @@ def _turn_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned, x[:, 1:]], 1)
 
 
-def _runge_kutta(slope: Any, start: Tensor, stop: Tensor, x: Tensor) -> Tensor:
+def _runge_kutta(slope: Slope, start: Tensor, stop: Tensor, x: Tensor) -> Tensor:
     """One step of the 3/8 rule: four slopes."""
     step = stop - start
     k1 = slope(start, x)
