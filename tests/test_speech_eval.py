@@ -163,3 +163,10 @@ def test_the_command_prints_a_document(monkeypatch, capsys, tmp_path):
     assert len(load(tmp_path / "rows.jsonl")) == 3
     cli_eval_speech.eval_speech(2, 7, None, None, False)
     assert "vanilla" in capsys.readouterr().out
+
+
+def test_the_command_says_what_it_does_not_take():
+    from mmfast.cli_measure import evaluate
+
+    with pytest.raises(MmfastError, match="--reduce"):
+        evaluate(reduce=["divprune:0.5"], suite="speech", n=1)
