@@ -99,6 +99,20 @@ def test_any_split_gives_the_same_sound(rates: tuple[int, int], sizes: list[int]
     assert torch.equal(torch.cat(out, dim=1), whole)
 
 
+def test_outputs_that_cancel_to_nothing_are_the_same_too() -> None:
+    """A tone passes through zero, where sums in another order would leave another residue."""
+    at = torch.arange(551, dtype=torch.float64) / 8000
+    pcm = (0.4 * torch.sin(2 * math.pi * 440 * at)).float()[None]
+    for source, rate in ((8000, 16000), (8000, 24000), (48000, 16000), (44100, 16000)):
+        stage, whole = Resampler(source, rate), resample(pcm, source, rate)
+        for sizes in ([100, 441, 10], [1] * 551, [300, 251]):
+            state, out = stage.start(1), []
+            for chunk in pcm.split(sizes, dim=-1):
+                state, new = stage.step(state, chunk)
+                out.append(new)
+            assert torch.equal(torch.cat([*out, stage.finish(state)], dim=1), whole)
+
+
 @pytest.mark.parametrize(("source", "rate"), RATES)
 def test_the_delay_is_as_stated(source: int, rate: int) -> None:
     stage = Resampler(source, rate)
