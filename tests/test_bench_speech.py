@@ -77,6 +77,7 @@ def test_first_sound_counts_time_passes_and_gaps():
 
     row = timed(pieces())
     assert 45 < row["first_ms"] < 150
+    assert row["first_cpu_ms"] < row["first_ms"]
     assert row["passes"] == 3
     assert row["chunk_ms"] == 50
     assert 80 < row["gap_ms"] < 200
