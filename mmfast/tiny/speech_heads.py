@@ -142,6 +142,7 @@ class HeadTrainer:
         with torch.no_grad():
             embeds = self.net.embed[batch.ids]
             normed, raw = self.net(embeds, self.net.shape.layers - 1)
+            chosen = linear(normed, self.net.head[first:]).argmax(-1)  # [B, L] about the next
         hidden = normed if head.reads == "normed" else raw
         owed = batch.kind == AUDIO
         total, right = hidden.new_zeros(()), []
@@ -154,7 +155,7 @@ class HeadTrainer:
                 right.append(0.0)
                 continue
             logits = linear(states[:, :n][whole], self.net.head[first:])
-            labels = batch.ids[:, k + 2 :][whole] - first
+            labels = chosen[:, k + 1 : k + 1 + n][whole]
             total = total + FADE**k * cross_entropy(logits, labels)
             right.append(float((logits.argmax(-1) == labels).float().mean()))
         return total, right
