@@ -52,7 +52,7 @@ class Watched(OmniSpeech):
 
 
 def speech(**options: Any) -> Watched:
-    return Watched(omni(), num_steps=2, talker=GREEDY, parity=True, **options)
+    return Watched(omni(), **{"num_steps": 2, "talker": GREEDY, "parity": True, **options})
 
 
 def joined(pieces: list[Sound]) -> tuple[Tensor, Tensor]:
