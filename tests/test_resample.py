@@ -105,7 +105,7 @@ def test_outputs_that_cancel_to_nothing_are_the_same_too() -> None:
     pcm = (0.4 * torch.sin(2 * math.pi * 440 * at)).float()[None]
     for source, rate in ((8000, 16000), (8000, 24000), (48000, 16000), (44100, 16000)):
         stage, whole = Resampler(source, rate), resample(pcm, source, rate)
-        for sizes in ([100, 441, 10], [1] * 551, [300, 251]):
+        for sizes in ([100, 441, 10], [300, 251]):
             state, out = stage.start(1), []
             for chunk in pcm.split(sizes, dim=-1):
                 state, new = stage.step(state, chunk)
