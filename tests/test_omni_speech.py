@@ -118,7 +118,8 @@ def test_as_trained_it_is_the_stock_talker_with_its_mask(make: Any) -> None:
     ours, _ = joined(list(speech(parity=False).answer(inputs, max_words=12, max_codes=24)))
     dropped, _ = joined(list(speech().answer(inputs, max_words=12, max_codes=24)))
     assert torch.equal(ours, codes)
-    assert not torch.equal(dropped, codes)  # the control: it makes a difference
+    if "input_features" not in inputs:
+        assert not torch.equal(dropped, codes)  # the control: there it makes a difference
 
 
 def test_the_first_sound_comes_while_words_are_still_thought_of() -> None:
