@@ -17,7 +17,7 @@ from mmfast.decoding.loop import BatchDecoder, Decoder
 from mmfast.decoding.sampling import Sampling, process
 from mmfast.models.backbone_heads import make_head
 
-HEADS = [("mctp", 0), ("mtp", 0), ("mctp", 1), ("mctp", 5)]
+HEADS = [("mctp", 0), ("mtp", 0), ("mctp", 1)]
 CHEAP = Costs(draft=0.01, wide=0.0)  # drafts are always worth trying
 
 
@@ -68,7 +68,7 @@ def test_greedy_exact_with_untrained_drafts() -> None:
 
 @pytest.mark.parametrize("verify", ["exact", "none", "typical:0.2"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("name", "window"), HEADS[:3])
+@pytest.mark.parametrize(("name", "window"), HEADS[:2])
 def test_a_batch_says_what_its_streams_say_alone(
     name: str, window: int, verify: str, temperature: float
 ) -> None:
@@ -94,7 +94,7 @@ def test_ragged_acceptance_really_happens() -> None:
 
 
 @pytest.mark.parametrize(("foresee", "every"), [(False, 0), (True, 0), (True, 4)])
-@pytest.mark.parametrize(("name", "window"), HEADS[:3])
+@pytest.mark.parametrize(("name", "window"), HEADS)
 def test_exact_under_a_guide(name: str, window: int, foresee: bool, every: int) -> None:
     """Forced words, rows of the vocabulary, stops: all as with one token per pass."""
     _, backbone, head = small.trained(name, window)

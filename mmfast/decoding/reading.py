@@ -60,7 +60,11 @@ def judge(decoder: Any, live: list[bool], normed: Tensor) -> list[int | None]:
         if token is not None:
             row.say(token)
             row.unseen.append(token)
-            row.sure += 1
+            # What is owed behind it comes before any draft, unless drafts need not be exact.
+            forced = [] if decoder.rule.kind == "none" or row.guide.done else row.owed()
+            row.unseen += forced
+            row.sure = len(row.unseen)
+            token = None if forced else token
         found[i] = token
     if kept != decoder.state.lengths or decoder.rule.kind != "none":
         decoder.settle(kept)
