@@ -119,7 +119,7 @@ def bench(
     """Speed on real model shapes with random weights, baseline interleaved."""
     from mmfast.bench.results import append, bench_rows
     from mmfast.bench.run import run_bench
-    from mmfast.cli_output import print_bench, print_selection, progress, quiet
+    from mmfast.cli_output import print_bench, progress, quiet
 
     quiet()
     if stream is not None:
@@ -131,13 +131,7 @@ def bench(
 
         return bench_speech(speech, out, as_json)
     if selection:
-        from mmfast.bench.selection import result_rows
-
-        with progress("selection") as tick:
-            rows = result_rows(progress=tick)
-        if out is not None:
-            append(out, rows)
-        return print_selection(rows, as_json)
+        return _bench_selection(out, as_json)
     with progress("bench") as tick:
         document = run_bench(
             preset=preset,
@@ -156,3 +150,16 @@ def bench(
     print_bench(document, as_json)
     if not document["ok"]:
         raise typer.Exit(1)
+
+
+def _bench_selection(out: Path | None, as_json: bool) -> None:
+    """The choosing alone, against textbook loops."""
+    from mmfast.bench.results import append
+    from mmfast.bench.selection import result_rows
+    from mmfast.cli_output import print_selection, progress
+
+    with progress("selection") as tick:
+        rows = result_rows(progress=tick)
+    if out is not None:
+        append(out, rows)
+    print_selection(rows, as_json)
