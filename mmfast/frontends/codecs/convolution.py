@@ -45,8 +45,8 @@ class Conv:
         if mode not in MODES:
             raise ModelError(f"cannot stream padding {mode!r}; choices: {', '.join(MODES)}")
         self.weight, self.bias = conv.weight.detach(), conv.bias
-        self.stride, self.dilation, self.groups = conv.stride[0], conv.dilation[0], conv.groups
-        self.kernel = (conv.kernel_size[0] - 1) * self.dilation + 1
+        self.stride, self.dilation = int(conv.stride[0]), int(conv.dilation[0])
+        self.kernel, self.groups = (int(conv.kernel_size[0]) - 1) * self.dilation + 1, conv.groups
         self.left, self.right, self.mode, self.whole = left, right, mode, whole
         mirrored = mode == "reflect" and bool(left or right or (whole and self.stride > 1))
         self.keep = max(left, right + self.stride) + 1 if mirrored else int(mode == "replicate")
@@ -133,7 +133,7 @@ class ConvTranspose:
     """A transposed convolution, of whose output `left` and `right` samples are cut off."""
 
     def __init__(self, conv: Any, left: int, right: int) -> None:
-        self.kernel, self.stride = conv.kernel_size[0], conv.stride[0]
+        self.kernel, self.stride = int(conv.kernel_size[0]), int(conv.stride[0])
         if conv.dilation[0] != 1 or self.kernel < self.stride:
             raise ModelError(
                 f"cannot stream a transposed convolution of kernel {self.kernel}, stride "
