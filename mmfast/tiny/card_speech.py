@@ -121,9 +121,12 @@ def _runs(log: list[dict[str, Any]]) -> str:
 
 
 def _table(log: list[dict[str, Any]]) -> list[str]:
-    rows = [row for row in log if row["stage"] == "held-out" and "say book0" in row]
+    latest: dict[str, Any] = {}
+    for row in log:
+        if row["stage"] == "held-out":
+            latest |= row
     lines = ["| lesson | loss | right |", "|---|---|---|"]
-    for name, value in (rows[-1] if rows else {}).items():
+    for name, value in sorted(latest.items()):
         if isinstance(value, list):
             lines.append(f"| {name} | {value[0]:.2f} | {100 * value[1]:.0f} % |")
     return lines
