@@ -75,7 +75,7 @@ def test_an_unseen_sentence_can_be_understood(model: Any) -> None:
     from mmfast.bench.word_errors import Errors, Recogniser, count_errors
 
     recogniser, found = Recogniser(), Errors()
-    for line in unseen_lines(6, 1):
+    for line in unseen_lines(4, 1):
         heard = recogniser.transcribe(pcm(model, line.text, mode="vanilla", **line.options))
         found = found + count_errors(line.text, heard)
     assert found.rate < 0.3
@@ -88,7 +88,7 @@ def test_it_understands_recordings(model: Any) -> None:
     from mmfast.tiny.espeak import say
 
     found = Errors()
-    for line in unseen_lines(10, 2):
+    for line in unseen_lines(6, 2):
         heard = model.transcribe(say(line.text, line.voice).pcm)
         found = found + count_errors(line.text, heard)
     assert found.rate < 0.3
