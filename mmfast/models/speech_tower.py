@@ -42,7 +42,7 @@ class Tower(nn.Module):
     def __init__(self, width: int = 160, channels: int = 128) -> None:
         super().__init__()
         sizes = (BINS, channels, channels, width, width, width)
-        self.sizes, self.strides = sizes[:-1], (1, 2, 2, 1, 1)
+        self.sizes, self.strides = sizes, (1, 2, 2, 1, 1)
         self.convolutions = nn.ModuleList(
             nn.Conv1d(a, b, KERNEL, stride)
             for (a, b), stride in zip(pairwise(sizes), self.strides, strict=True)
@@ -59,7 +59,7 @@ class Tower(nn.Module):
         where = self.out.weight
         tails = [
             where.new_zeros(batch, channels, KERNEL - stride)
-            for channels, stride in zip(self.sizes, self.strides, strict=True)
+            for channels, stride in zip(self.sizes[:-1], self.strides, strict=True)
         ]
         return TowerState(tuple(tails))
 
@@ -71,7 +71,7 @@ class Tower(nn.Module):
             seen = torch.cat([state.tails[i], x], -1)
             count = max(0, (seen.shape[-1] - KERNEL) // stride + 1)
             tails.append(seen[..., count * stride :])
-            made = F.gelu(layer(seen)) if count else seen.new_zeros(len(x), len(layer.weight), 0)
+            made = F.gelu(layer(seen)) if count else seen.new_zeros(len(x), self.sizes[i + 1], 0)
             x = made if i < 3 else x + made
         return TowerState(tuple(tails)), self.norm(self.out(x.mT))
 
