@@ -15,6 +15,7 @@ RATE = 16000
 LONGEST, SHORTEST = 9 * RATE, 4 * RATE  # of a piece that is cut from longer sound
 LOUDNESS = 1e-3  # sound that never is louder is silence: -60 dB
 WINDOW = RATE // 10
+AROUND = (3200, 1600)  # samples of silence that a piece gets in front and behind
 
 
 def pieces(pcm: Tensor, rate: int = RATE) -> list[Tensor]:
@@ -53,7 +54,11 @@ def quietest(sound: Tensor) -> int:
 
 
 def embeddings(tower: Tower, sound: Tensor) -> Tensor:
-    """Sound at 16 kHz `[n]` to `[n / 640, D]`, the last part filled up with silence."""
-    whole = F.pad(sound, (0, -len(sound) % (HOP * FRAMES)))
+    """Sound at 16 kHz `[n]`, silence around it, to embeddings `[t, D]`, one for 640 samples.
+
+    What was learned from never began at once: without silence in front first words get lost.
+    """
+    around = F.pad(sound, AROUND)
+    whole = F.pad(around, (0, -len(around) % (HOP * FRAMES)))
     found: Tensor = tower(log_mel(whole[None]))[0]
     return found.to(torch.float32)
