@@ -109,7 +109,7 @@ def test_exact_is_one_token_per_pass(model: Any, head: str) -> None:
 
 def test_the_words_of_all_pieces_are_what_was_said(model: Any) -> None:
     for text in TEXTS:
-        sounds = list(model.speak(text))
+        sounds = list(model.speak(text, verify="none"))
         assert "".join(s.text for s in sounds) == text
         assert sum(len(s.pcm) for s in sounds) == 640 * sum(
             s.codes.shape[1] for s in sounds if s.codes is not None

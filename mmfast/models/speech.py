@@ -67,7 +67,7 @@ class SpeechModel:
         rate: int | None = None,
         pitch: int | None = None,
         mode: str | Sequence[int] = "turbo",
-        verify: str = "none",
+        verify: str = "exact",
         head: str = "mctp",
         sampling: Sampling | None = None,
     ) -> Iterator[Sound]:
@@ -79,7 +79,7 @@ class SpeechModel:
             rate: Words per minute; the nearest that was learned is taken.
             pitch: 0 to 99; likewise.
             mode: `vanilla`, `balance`, `boost`, `turbo`, or another schedule.
-            verify: `none`, `exact` or `typical:ε`.
+            verify: `none`, `exact` or `typical:ε`; `none` is faster and less intelligible.
             head: Draft modules, `mctp` or `mtp`.
             sampling: How tokens are chosen; the likeliest unless told.
 
@@ -153,7 +153,7 @@ class SpeechModel:
         speed: int | None = None,
         pitch: int | None = None,
         mode: str | Sequence[int] = "turbo",
-        verify: str = "none",
+        verify: str = "exact",
         head: str = "mctp",
         sampling: Sampling | None = None,
     ) -> Iterator[Sound]:
