@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mmfast.core.registry import register
 from mmfast.heads.base import AudioHead
@@ -52,7 +51,7 @@ class Mctp(AudioHead):
             for proj in projs:
                 both = torch.eye(width, dtype=like.dtype, device=like.device).repeat(1, 2)
                 proj.weight.mul_(0.1).add_(both, alpha=0.7)
-        self._entries: list[Callable[[Tensor, Tensor], Tensor]] = []
+        self._entries: list[Callable[[Tensor], Tensor]] = []
 
     def weights(self) -> list[float]:
         """Every module counts the same: 1 / K."""
@@ -79,9 +78,8 @@ class Mctp(AudioHead):
         return found
 
     def _prepare(self) -> None:
-        norm = self.trunk.normer
         self._entries = [
-            _entry(norm(e), norm(h), proj)
+            self.trunk.entry((e, h), proj)
             for e, h, proj in zip(self.norms_e, self.norms_h, self.projs, strict=True)
         ]
 
@@ -93,19 +91,9 @@ class Mctp(AudioHead):
     def _enter(
         self, state: HeadState, module: int, hidden: Tensor, starts: list[int], n: int
     ) -> Tensor:
-        return self._entries[module](gather(state.embeds, starts, n, module + 1), hidden)
+        embeds = gather(state.embeds, starts, n, module + 1)
+        return self._entries[module](torch.cat((embeds, hidden), -1))
 
     def _leave(self, module: int, raw: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.trunk.norm(raw)
         return normed, normed
-
-
-def _entry(
-    norm_e: Callable[[Tensor], Tensor], norm_h: Callable[[Tensor], Tensor], proj: Any
-) -> Callable[[Tensor, Tensor], Tensor]:
-    weight: Tensor = proj.weight
-
-    def enter(embeds: Tensor, hidden: Tensor) -> Tensor:
-        return F.linear(torch.cat((norm_e(embeds), norm_h(hidden)), -1), weight)
-
-    return enter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ class Trunk(Protocol):
 
     def normer(self, norm: nn.Module) -> Callable[[Tensor], Tensor]:
         """The norm as it is called on pieces of streams."""
+
+    def entry(self, norms: Sequence[nn.Module], linear: nn.Module) -> Callable[[Tensor], Tensor]:
+        """A linear layer on inputs `[.., k D]` side by side, each through its own norm."""
 
     def whole(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
         """The layer on whole sequences `[B, T, D]`, causal, differentiable."""

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
 from mmfast.heads.learning import packed_mask
-from mmfast.models.backbone_blocks import Block, Lean, Stock, lean_fits, lean_norm
+from mmfast.models.backbone_blocks import Block, Lean, Stock, lean_fits
+from mmfast.models.backbone_norms import lean_entry, lean_norm, stock_entry
 from mmfast.models.masks import FULL, kind_of
 from mmfast.models.rotary import Rotary
 from mmfast.ops.row_cache import Angles, Placer, Slot
@@ -173,6 +174,10 @@ class Backbone:
     def normer(self, norm: nn.Module) -> Callable[[Tensor], Tensor]:
         """The norm as it is called on pieces of streams."""
         return lean_norm(norm) if self._lean else norm
+
+    def entry(self, norms: Sequence[nn.Module], linear: nn.Module) -> Callable[[Tensor], Tensor]:
+        """A linear layer on inputs `[.., k D]` side by side, each through its own norm."""
+        return (lean_entry if self._lean else stock_entry)(norms, linear)
 
     def whole(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
         """The layer on whole sequences `[B, T, D]`, causal, differentiable."""

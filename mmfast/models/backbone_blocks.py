@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmfast.models.backbone_norms import bare_norm, head_norm
 from mmfast.ops.row_cache import Place, Slot
 
 Block = Callable[[Tensor, Slot, Place], Tensor]
@@ -31,24 +32,6 @@ def lean_fits(layer: nn.Module) -> bool:
         and weight.dtype in (torch.float32, torch.float64)
         and sum(p.numel() for p in layer.parameters()) <= _LEAN_NUMBERS
     )
-
-
-def lean_norm(norm: Any) -> Callable[[Tensor], Tensor]:
-    """A stock RMS norm in five operations."""
-    bare, weight = _bare_norm(norm), norm.weight.detach()
-    return lambda x: bare(x).mul_(weight)
-
-
-def _bare_norm(norm: Any) -> Callable[[Tensor], Tensor]:
-    """The norm without its weight, which the next product has taken in."""
-    eps = torch.tensor(norm.variance_epsilon, dtype=norm.weight.dtype)
-    share, length_of, addcmul = 1 / norm.weight.numel(), torch.linalg.vector_norm, torch.addcmul
-
-    def normed(x: Tensor) -> Tensor:
-        length = length_of(x, dim=-1, keepdim=True)
-        return x * addcmul(eps, length, length, value=share).rsqrt_()
-
-    return normed
 
 
 class Lean:
@@ -72,11 +55,11 @@ class Lean:
         first = self.turned * self.head
         self.value = self.qkv[:, first:].contiguous()
         self.value_bias = None if self.qkv_bias is None else self.qkv_bias[first:]
-        self.before = _bare_norm(layer.input_layernorm)
-        self.between = _bare_norm(layer.post_attention_layernorm)
+        self.before = bare_norm(layer.input_layernorm)
+        self.between = bare_norm(layer.post_attention_layernorm)
         name = type(mlp.act_fn).__name__
         self.act: Callable[[Tensor], Tensor] = F.silu if "SiLU" in name else mlp.act_fn
-        self.head_norm = _head_norm(attention, self.queries, self.keys)
+        self.head_norm = head_norm(attention, self.queries, self.keys)
 
     def __call__(self, x: Tensor, slot: Slot, place: Place) -> Tensor:
         """The layer on new tokens, behind those of the slot."""
@@ -172,18 +155,3 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _added(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     total = torch.addmm(x, y, weight)
     return total if bias is None else total.add_(bias)
-
-
-def _head_norm(attention: Any, queries: int, keys: int) -> Callable[[Tensor], Tensor] | None:
-    """The norms of queries and keys as one, where the layer has them."""
-    if not hasattr(attention, "q_norm"):
-        return None
-    q, k = attention.q_norm, attention.k_norm
-    weight = torch.cat((q.weight.expand(queries, -1), k.weight.expand(keys, -1))).detach()
-    eps = torch.tensor(q.variance_epsilon, dtype=weight.dtype)
-
-    def normed(x: Tensor) -> Tensor:  # [B, n, queries + keys, d]
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_() * weight
-
-    return normed
