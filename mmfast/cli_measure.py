@@ -123,13 +123,9 @@ def bench(
 
     quiet()
     if stream is not None:
-        from mmfast.cli_bench_stream import bench_stream
-
-        return bench_stream(stream, out, as_json)
+        return _bench_stream(stream, out, as_json)
     if speech is not None:
-        from mmfast.cli_bench_speech import bench_speech
-
-        return bench_speech(speech, out, as_json)
+        return _bench_speech(speech, out, as_json)
     if selection:
         return _bench_selection(out, as_json)
     with progress("bench") as tick:
@@ -163,3 +159,15 @@ def _bench_selection(out: Path | None, as_json: bool) -> None:
     if out is not None:
         append(out, rows)
     print_selection(rows, as_json)
+
+
+def _bench_stream(name: str, out: Path | None, as_json: bool) -> None:
+    from mmfast.cli_bench_stream import bench_stream
+
+    bench_stream(name, out, as_json)
+
+
+def _bench_speech(name: str, out: Path | None, as_json: bool) -> None:
+    from mmfast.cli_bench_speech import bench_speech
+
+    bench_speech(name, out, as_json)
