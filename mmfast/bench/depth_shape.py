@@ -77,7 +77,10 @@ def rows(device: str = "cpu", repeats: int = 2, **sizes: Any) -> list[Row]:
     frame = core.begin(hidden)
     one, all_of = (partial(core.run, frame, tokens[:, :n], 0) for n in (1, core.codes))
     share = measure_share(one, all_of, core.codes, _clock(place))
-    ways = {"stock": stock, "code by code": lambda: one_by_one(core, hidden, first, choice)}
+    ways: dict[str, Callable[[], Tensor]] = {
+        "stock": stock,
+        "code by code": lambda: one_by_one(core, hidden, first, choice),
+    }
     counts = {"stock": core.codes, "code by code": core.codes}
     for wrong in WRONG:
         noise = torch.rand(right.shape, device=place) < wrong

@@ -67,7 +67,8 @@ def _minimum_phase(shape: Tensor) -> Tensor:
     fold = shape.new_zeros(SIZE)
     fold[0] = fold[SIZE // 2] = 1.0
     fold[1 : SIZE // 2] = 2.0
-    return torch.fft.rfft(torch.fft.irfft(shape, SIZE) * fold)
+    folded: Tensor = torch.fft.rfft(torch.fft.irfft(shape, SIZE) * fold)
+    return folded
 
 
 def _place(hertz: Tensor, points: int) -> Tensor:
