@@ -37,6 +37,7 @@ def test_names_and_what_is_none():
 
 
 def test_sound_figures_know_better_from_worse():
+    pytest.importorskip("pesq", reason="pesq has no wheel and needs a C compiler: [speech-eval]")
     recorded = [say(line.text, line.voice).pcm for line in unseen_lines(2, 0)]
     rng = torch.Generator().manual_seed(0)
     noisy = [pcm + 0.05 * torch.randn(pcm.shape, generator=rng) for pcm in recorded]
@@ -56,6 +57,7 @@ def test_log_mel_distance_is_in_decibels():
 
 
 def test_codec_rows():
+    pytest.importorskip("pesq", reason="pesq has no wheel and needs a C compiler: [speech-eval]")
     lines = unseen_lines(2, 0)
     texts = iter([lines[0].text, lines[1].text, lines[0].text, "zero"])
     rows = codec_rows(PlainCodec(), lines, lambda pcm: next(texts), nothing)

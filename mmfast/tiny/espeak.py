@@ -98,7 +98,7 @@ class _Engine:
             loader: Any = importlib.import_module("espeakng_loader")
         except ImportError:
             raise MmfastError(
-                'espeak-ng is missing; it comes with: pip install "mmfast[speech]"'
+                'espeak-ng is missing; it comes with: pip install "mmfast[speech-eval]"'
             ) from None
         try:
             self.library: Any = ctypes.CDLL(loader.get_library_path())
@@ -196,7 +196,9 @@ def _resample(raw: Samples, rate: int) -> Samples:
     try:
         signal: Any = importlib.import_module("scipy.signal")
     except ImportError:
-        raise MmfastError('scipy is missing; it comes with: pip install "mmfast[speech]"') from None
+        raise MmfastError(
+            'scipy is missing; install it with: pip install "mmfast[speech-eval]"'
+        ) from None
     common = int(np.gcd(RATE, rate))
     pcm = signal.resample_poly(raw, RATE // common, rate // common)
     limited: Samples = np.clip(pcm, -1.0, 1.0).astype(np.float32)
