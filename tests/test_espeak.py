@@ -87,7 +87,7 @@ def test_errors_are_one_line(text, voice, says):
 
 def test_a_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
-    with pytest.raises(MmfastError, match=r"mmfast\[speech\]"):
+    with pytest.raises(MmfastError, match=r"mmfast\[speech-eval\]"):
         say("hello")
 
 

@@ -87,7 +87,7 @@ def quality(reference: Sequence[Tensor], coded: Sequence[Tensor]) -> Row:
         stoi: Any = importlib.import_module("pystoi").stoi
     except ImportError as error:
         raise MmfastError(
-            f'{error.name} is missing; it comes with: pip install "mmfast[eval]"'
+            f'{error.name} is missing; it comes with: pip install "mmfast[speech-eval]"'
         ) from None
     pairs = [(a.numpy(), b.numpy()) for a, b in zip(reference, coded, strict=True)]
     distances = [mel_distance(a, b) for a, b in zip(reference, coded, strict=True)]

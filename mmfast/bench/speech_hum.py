@@ -40,6 +40,8 @@ def read(pcm: Tensor) -> str:
         return ""
     start = max(int(loud[0]) - 1, 0)  # a sine begins with a sample of silence
     whole = (len(pcm) - start) // TONE * TONE
+    if not whole:
+        return ""
     frames = pcm[start : start + whole].reshape(-1, TONE)
     power = torch.fft.rfft(frames).abs()  # [letters, TONE / 2 + 1], 50 Hz apart
     first = round(LOWEST / STEP)

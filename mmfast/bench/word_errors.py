@@ -75,7 +75,7 @@ class Recogniser:
             module: Any = importlib.import_module("pocketsphinx")
         except ImportError:
             raise MmfastError(
-                'pocketsphinx is missing; it comes with: pip install "mmfast[eval]"'
+                'pocketsphinx is missing; it comes with: pip install "mmfast[speech-eval]"'
             ) from None
         # Means over the utterance alone, so that its words do not depend on the ones before.
         self.decoder: Any = module.Decoder(lm=None, cmn="batch", loglevel="FATAL")
