@@ -84,7 +84,7 @@ def test_errors_are_one_line(recogniser, monkeypatch):
     with pytest.raises(SpecError, match="16000"):
         recogniser.transcribe(torch.zeros(10), 8000)
     monkeypatch.setitem(__import__("sys").modules, "pocketsphinx", None)
-    with pytest.raises(MmfastError, match=r"mmfast\[eval\]"):
+    with pytest.raises(MmfastError, match=r"mmfast\[speech-eval\]"):
         Recogniser()
 
 
