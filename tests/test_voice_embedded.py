@@ -46,7 +46,8 @@ def test_it_says_the_text_that_it_was_given(model: SpeechModel) -> None:
     assert spoken.text == SENTENCE.lower()
     assert 1.0 < spoken.seconds < 6.0 and float(spoken.pcm.abs().max()) > 0.05
     assert spoken.stats["tokens_per_pass"] > 1.5  # turbo
-    assert torch.equal(pipe(SENTENCE).pcm, spoken.pcm)
+    # How many drafts a pass makes follows the clock: codes do not, nor sound but for rounding.
+    torch.testing.assert_close(pipe(SENTENCE).pcm, spoken.pcm, atol=2e-5, rtol=0)
     pieces = list(pipe.stream(iter(SENTENCE.replace(" ", " |").split("|"))))
     assert "".join(piece.text for piece in pieces) == spoken.text
 
