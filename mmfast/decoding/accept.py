@@ -16,8 +16,6 @@ from torch import Tensor
 from mmfast.core.errors import SpecError
 from mmfast.decoding.sampling import draw
 
-VERIFY = ("none", "exact", "typical:0.3")
-
 
 @dataclass(frozen=True)
 class Rule:

@@ -147,10 +147,9 @@ class BatchDecoder:
         ran, drafted = 0, [0] * len(self.rows)
         if most and self.head is not None:
             ran, drafted = draft_rows(self, tokens, most)
-        times = (judged - began, time.perf_counter() - judged)
-        self.costs.time(width, times[0], ran, times[1])
+        self.costs.time(width, judged - began, ran, time.perf_counter() - judged)
         return [
-            self._step(row, drafted[i], ran, width, times) if live[i] else None
+            self._step(row, drafted[i], ran, width) if live[i] else None
             for i, row in enumerate(self.rows)
         ]
 
@@ -160,14 +159,10 @@ class BatchDecoder:
         if self.head is not None:
             self.head.crop(self.heads, lengths)
 
-    def _step(
-        self, row: Row, drafted: int, ran: int, width: int, times: tuple[float, float]
-    ) -> Step:
+    def _step(self, row: Row, drafted: int, ran: int, width: int) -> Step:
         step = Step(tuple(row.said), drafted, row.accepted, 1, ran, row.forced)
         row.stats.add(step)
         row.stats.widths[width] = row.stats.widths.get(width, 0) + 1
-        row.stats.main_seconds += times[0]
-        row.stats.draft_seconds += times[1]
         return step
 
 

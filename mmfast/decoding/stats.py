@@ -36,8 +36,6 @@ class Stats:
             one that fell is not verified. Empty where nothing is verified.
         by_book: The same per codebook.
         widths: How many main passes read how many tokens.
-        main_seconds: Spent in main passes, choices included.
-        draft_seconds: Spent in draft modules.
     """
 
     tokens: int = 0
@@ -49,8 +47,6 @@ class Stats:
     by_place: list[list[int]] = field(default_factory=list)
     by_book: dict[int, list[int]] = field(default_factory=dict)
     widths: dict[int, int] = field(default_factory=dict)
-    main_seconds: float = 0.0
-    draft_seconds: float = 0.0
 
     def add(self, step: Step) -> None:
         """Count a step."""
@@ -68,11 +64,6 @@ class Stats:
         for counter in counters:
             counter[0] += 1
             counter[1] += stood
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Tokens per pass of the backbone."""
-        return self.tokens / self.passes if self.passes else 0.0
 
     @property
     def acceptance(self) -> float:

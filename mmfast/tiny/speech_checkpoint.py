@@ -6,15 +6,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mmfast.models.speech_layout import SpeechLayout
 from mmfast.models.speech_tower import FILE as TOWER
-from mmfast.models.speech_tower import load_tower
 from mmfast.tiny.speech_losses import Model
-from mmfast.tiny.speech_net import Shape, from_llama, llama_config, to_llama
+from mmfast.tiny.speech_net import llama_config, to_llama
 
 
 def tokenizer(layout: SpeechLayout) -> PreTrainedTokenizerFast:
@@ -64,15 +62,3 @@ def _write(folder: Path, model: Model, layout: SpeechLayout) -> None:
     ear = {name: value.detach().half() for name, value in model.tower.state_dict().items()}
     save_file(ear, folder / TOWER)
     layout.save(folder)
-
-
-def load_checkpoint(folder: Path) -> tuple[Model, SpeechLayout]:
-    """To train on; read-outs start anew."""
-    layout = SpeechLayout.load(folder)
-    weights = load_file(folder / "model.safetensors")
-    rows, width = weights["lm_head.weight"].shape
-    inner = len(weights["model.layers.0.mlp.up_proj.weight"])
-    layers = sum(name.endswith("up_proj.weight") for name in weights)
-    net = from_llama(weights, Shape(rows, width, layers, inner))
-    torch.manual_seed(0)
-    return Model(net, load_tower(folder).train(), layout), layout
