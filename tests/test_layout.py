@@ -81,11 +81,12 @@ def test_demos_use_public_names_only() -> None:
 
 
 def test_packages_listed_are_packages_on_disk() -> None:
-    top = {"kernels": ROOT / "kernels", "pipelines": ROOT / "pipelines", "assets": ROOT / "assets"}
+    beside = ("kernels", "pipelines", "assets", "demos")
+    top = {name: ROOT / name for name in beside}
     disk = {"mmfast"} | {f"mmfast.{name}" for name, path in top.items() if path.is_dir()}
     for path in (ROOT / "mmfast").rglob("*.py"):
         disk.add(".".join(path.parent.relative_to(ROOT).parts))
-    for name in ("kernels", "pipelines"):
+    for name in ("kernels", "pipelines", "demos"):
         for path in top[name].rglob("*.py"):
             disk.add("mmfast." + ".".join(path.parent.relative_to(ROOT).parts))
     assert set(CONFIG["tool"]["setuptools"]["packages"]) == disk

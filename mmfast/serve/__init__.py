@@ -1,0 +1,1 @@
+"""The server: HTTP, WebSocket, scheduler and engines; needs `pip install "mmfast[serve]"`."""

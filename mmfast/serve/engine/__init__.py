@@ -1,0 +1,1 @@
+"""Engines: what answers requests, in this process, in others, or on a cluster."""

@@ -1,0 +1,1 @@
+"""Encode, prefill and decode as Ray deployments; needs `pip install "mmfast[ray]"`."""

@@ -1,0 +1,1 @@
+"""The OpenAI Realtime protocol over a WebSocket: voice, and live video beside it."""

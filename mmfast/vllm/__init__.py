@@ -1,0 +1,1 @@
+"""A vLLM plugin: fixed budgets per item, chosen by the vision encoder's own scores."""
