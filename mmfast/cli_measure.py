@@ -119,13 +119,14 @@ def bench(
     """Speed on real model shapes with random weights, baseline interleaved."""
     from mmfast.bench.results import append, bench_rows
     from mmfast.bench.run import run_bench
+    from mmfast.cli_bench_named import bench_speech, bench_stream
     from mmfast.cli_output import print_bench, progress, quiet
 
     quiet()
     if stream is not None:
-        return _bench_stream(stream, out, as_json)
+        return bench_stream(stream, out, as_json)
     if speech is not None:
-        return _bench_speech(speech, out, as_json)
+        return bench_speech(speech, out, as_json)
     if selection:
         return _bench_selection(out, as_json)
     with progress("bench") as tick:
@@ -159,15 +160,3 @@ def _bench_selection(out: Path | None, as_json: bool) -> None:
     if out is not None:
         append(out, rows)
     print_selection(rows, as_json)
-
-
-def _bench_stream(name: str, out: Path | None, as_json: bool) -> None:
-    from mmfast.cli_bench_stream import bench_stream
-
-    bench_stream(name, out, as_json)
-
-
-def _bench_speech(name: str, out: Path | None, as_json: bool) -> None:
-    from mmfast.cli_bench_speech import bench_speech
-
-    bench_speech(name, out, as_json)

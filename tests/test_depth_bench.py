@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmfast.bench import depth_drafts, depth_shape
+from mmfast.bench import speech_depth_drafts as depth_drafts
+from mmfast.bench import speech_depth_shape as depth_shape
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_ways_through_a_frame_agree_and_are_counted() -> None:
-    rows = depth_shape.rows(
-        repeats=1,
+    rows = depth_shape.measure(
+        1,
+        lambda *_: None,
         num_codebooks=6,
         backbone_hidden_size=16,
         vocab_size=20,
@@ -22,15 +24,15 @@ def test_ways_through_a_frame_agree_and_are_counted() -> None:
         num_key_value_heads=1,
         max_position_embeddings=7,
     )
-    assert [row["way"] for row in rows[:3]] == ["stock", "code by code", "drafts 100% right"]
+    assert [row["job"] for row in rows[:3]] == ["stock", "code by code", "drafts 100% right"]
     assert all(row["identical"] for row in rows)
-    assert [row["passes"] for row in rows[:3]] == [5, 5, 1]
+    assert [row["passes_per_frame"] for row in rows[:3]] == [5, 5, 1]
 
 
 def test_acceptance_is_measured_on_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = [torch.randint(8, (40, 8)) for _ in range(2)]
     monkeypatch.setattr(depth_drafts, "codes_of", lambda *_, **__: (codes, []))
-    rows = depth_drafts.rows(steps=2)
-    assert [row["drafter"] for row in rows[::2]] == ["copy", "mlp", "groups"]
+    rows = depth_drafts.rows(lambda *_: None, steps=2)
+    assert [row["job"] for row in rows[::2]] == ["copy", "mlp", "groups"]
     assert all(row["identical"] == 1.0 for row in rows[::2])
     assert all(1 <= row["passes_per_frame"] <= 8 and len(row["acceptance"]) == 8 for row in rows)

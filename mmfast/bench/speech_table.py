@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from mmfast.bench.named_tables import Cells, Table, markdown, named_tables
 from mmfast.bench.results import Row
 from mmfast.bench.sections import NOT_MEASURED
-
-Cells = Sequence[str]
 
 
 def speech_words(rows: Sequence[Row]) -> list[str]:
@@ -27,10 +26,10 @@ def speech_words(rows: Sequence[Row]) -> list[str]:
             "tokens per pass",
             "codes",
         )
-        lines += [*_table(head, [_said(row, voices) for row in said]), ""]
+        lines += [*markdown(head, [_said(row, voices) for row in said]), ""]
     if heard:
         head = ("questions about clips", "right, %", "of typed, %", "word errors, %")
-        lines += [*_table(head, [_heard(row) for row in heard]), ""]
+        lines += [*markdown(head, [_heard(row) for row in heard]), ""]
     last = rows[-1]
     return [
         *lines,
@@ -61,34 +60,7 @@ def _interval(value: float, row: Row) -> str:
 
 def speech_cost(rows: Sequence[Row]) -> list[str]:
     """A table per benchmark of `mmfast bench --speech`; of a job the latest row."""
-    lines: list[str] = []
-    for name, (title, head, cells) in _TABLES.items():
-        found = _latest([row for row in rows if row["bench"] == name])
-        lines += ["", f"**{title}** (`--speech {name}`): {_basis(found)}", ""]
-        if found:
-            lines += _table(head, [cells(row) for row in found])
-    return lines[1:]
-
-
-def _table(head: Cells, rows: Sequence[Cells]) -> list[str]:
-    lines = [f"| {' | '.join(head)} |", "|---|" + "---|" * (len(head) - 1)]
-    return lines + [f"| {' | '.join(row)} |" for row in rows]
-
-
-def _latest(rows: Sequence[Row]) -> list[Row]:
-    found = {str([row.get(key) for key in ("job", "mode", "preset", "seed")]): row for row in rows}
-    return list(found.values())
-
-
-def _basis(rows: Sequence[Row]) -> str:
-    if not rows:
-        return NOT_MEASURED
-    row = rows[-1]
-    clock = f", {row['clock']}" if "clock" in row else ""
-    threads = f", {row['threads']} threads" if row.get("threads", 1) > 1 else ""
-    noise = f", noise {100 * row['noise']:.1f} %" if "noise" in row else ""
-    where = f"{row['processor']}{clock}{threads}{noise}"
-    return f"{where}, {row['date']}, commit `{row['commit'] or 'none'}`."
+    return named_tables(rows, "speech", _TABLES, ("job", "mode", "preset", "seed"))
 
 
 def _codec(row: Row) -> Cells:
@@ -128,6 +100,19 @@ def _shape(row: Row) -> Cells:
     )
 
 
+def _drafts(row: Row) -> Cells:
+    books = ", ".join(f"{100 * share:.0f} %" for share in row["acceptance"])
+    alike = "" if row["identical"] is None else f"{100 * row['identical']:.0f} %"
+    passes = f"{row['passes_per_frame']:.2f}"
+    return (row["job"], row["mode"], str(row["codebooks"]), passes, books, alike, str(row["n"]))
+
+
+def _depth(row: Row) -> Cells:
+    faster = f"{row['score']:.2f}x"
+    passes = str(row["passes_per_frame"])
+    return (row["job"], str(row["codebooks"]), passes, f"{row['median_ms']:.0f}", faster)
+
+
 def _first(row: Row) -> Cells:
     return (
         row["job"],
@@ -152,7 +137,7 @@ def _soak(row: Row) -> Cells:
     )
 
 
-_TABLES: dict[str, tuple[str, Cells, Callable[[Row], Cells]]] = {
+_TABLES: dict[str, Table] = {
     "codec": (
         "The embedded codec; medians, real-time factors of both ways",
         ("sound", "word errors, %", "PESQ", "STOI", "log-mel", "encode, decode", "sentences"),
@@ -170,6 +155,24 @@ _TABLES: dict[str, tuple[str, Cells, Callable[[Row], Cells]]] = {
         "Drafting on the shape of a 7-billion model, random weights; ideal by the weights read",
         ("shape", "mode", "ms a token", "ms a pass", "module", "faster", "ideal", "of ideal"),
         _shape,
+    ),
+    "depth-drafts": (
+        "Codes of a frame drafted at once and checked in depth passes; a small trained model",
+        (
+            "drafter",
+            "choice",
+            "codebooks",
+            "passes a frame",
+            "accepted",
+            "as code by code",
+            "frames",
+        ),
+        _drafts,
+    ),
+    "depth-shape": (
+        "The same on the depth decoder of CSM, random weights",
+        ("way", "codes", "passes", "ms a frame", "faster than code by code"),
+        _depth,
     ),
     "first-sound": (
         "From the end of a spoken question, or from a text, to sound; median and 95th percentile",

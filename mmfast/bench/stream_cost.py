@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from mmfast.bench.named_tables import Cells, Table, named_tables
 from mmfast.bench.results import Row
-from mmfast.bench.sections import NOT_MEASURED
-
-Cells = Sequence[str]
 
 
 def stream_cost(rows: Sequence[Row]) -> list[str]:
     """A table per benchmark of `mmfast bench --stream`; of a job the latest row."""
-    lines: list[str] = []
-    for name, (title, head, cells) in _TABLES.items():
-        found = _latest([row for row in rows if row["bench"] == name])
-        lines += ["", f"**{title}** (`--stream {name}`): {_basis(found)}", ""]
-        if found:
-            lines += [f"| {' | '.join(head)} |", "|---|" + "---|" * (len(head) - 1)]
-            lines += [f"| {' | '.join(cells(row))} |" for row in found]
-    return lines[1:]
-
-
-def _latest(rows: Sequence[Row]) -> list[Row]:
-    keys = ("job", "preset", "knobs", "fps")
-    return list({str([row.get(key) for key in keys]): row for row in rows}.values())
-
-
-def _basis(rows: Sequence[Row]) -> str:
-    if not rows:
-        return NOT_MEASURED
-    row = rows[-1]
-    clock = f", {row['clock']}" if "clock" in row else ""
-    noise = f", noise {100 * row['noise']:.1f} %" if "noise" in row else ""
-    return f"{row['processor']}{clock}{noise}, {row['date']}, commit `{row['commit'] or 'none'}`."
+    return named_tables(rows, "stream", _TABLES, ("job", "preset", "knobs", "fps"))
 
 
 def _timed(row: Row) -> Cells:
@@ -64,7 +41,7 @@ def _bounded(row: Row) -> Cells:
     )
 
 
-_TABLES: dict[str, tuple[str, Cells, Callable[[Row], Cells]]] = {
+_TABLES: dict[str, Table] = {
     "frame-cache": (
         "Encoder that recomputes a quarter of the patches",
         ("shape", "what", "", "ms a call", "saved"),

@@ -1,4 +1,4 @@
-"""How many drafted codes of a frame stand: `python -m mmfast.bench.depth_drafts`.
+"""How many drafted codes of a frame stand.
 
 Real recordings become eight residual codebooks, a small causal language model with a depth head
 learns them, drafters learn what the depth head says; unseen recordings then show which share of
@@ -7,15 +7,14 @@ the drafts stands, codebook by codebook, and how many depth passes a frame takes
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmfast.bench.results import Row, environment
+from mmfast.bench.results import Row
 from mmfast.decoding.codebook_choice import CodeChoice
 from mmfast.decoding.codebook_plan import BlockPlan
 from mmfast.decoding.codebook_types import Drafter, parallel
@@ -29,6 +28,7 @@ from mmfast.tiny.speech_codec_corpus import recordings
 
 BOOKS, SIZE, WIDTH, STACK = 8, 64, 64, 4  # 25 frames per second
 SPAN, BATCH = 24, 12
+Tick = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,28 +166,26 @@ def measure(model: Learned, codes: Any, name: str, drafter: Drafter, sampling: S
                 same += int(torch.equal(said, alone))
     figures = decoder.count.to_dict()
     return {
-        "bench": "depth-drafts",
-        "drafter": name,
-        "temperature": sampling.temperature,
+        "job": name,
+        "mode": "greedy" if sampling.greedy else f"T {sampling.temperature:g}",
+        "score": decoder.count.rounds / frames,
         "codebooks": BOOKS,
-        "frames": frames,
+        "n": frames,
         "passes_per_frame": round(decoder.count.rounds / frames, 3),
         "identical": same / frames if sampling.greedy else None,
         "acceptance": figures["acceptance"],
-        **environment(),
+        "seed": 0,
+        "device": "cpu",
     }
 
 
-def rows(count: int = 60, steps: int = 400, unseen: int = 5) -> list[Row]:
-    """All rows: three drafters, greedy and sampled."""
+def rows(progress: Tick, count: int = 60, steps: int = 400, unseen: int = 5) -> list[Row]:
+    """All rows: three drafters, greedy and sampled; most of the time is training."""
+    progress("recordings and training", 0, 2)
     seen, books = codes_of(count, seed=0)
     fresh, _ = codes_of(unseen, seed=977, books=books)
     model = learn(seen, steps)
     found = drafters(model, seen, max(steps // 2, 1))
     ways = (Sampling(), Sampling(temperature=0.8, top_k=50))
+    progress("drafting", 1, 2)
     return [measure(model, fresh, name, found[name], way) for name in found for way in ways]
-
-
-if __name__ == "__main__":
-    for row in rows():
-        sys.stdout.write(json.dumps(row) + "\n")
