@@ -1,0 +1,159 @@
+"""What a server is told: one value, from flags, environment and a file (`config_sources`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from mmfast.core.errors import MmfastError, unknown
+
+ENGINES = ("inproc", "processes", "ray")
+HIDDEN = ("api_keys",)  # never printed, logged or part of a repr
+_FROM_ZERO = ("port", "requests_per_minute")  # every other number is above it
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Every option of `mmfast serve`.
+
+    A field `max_tokens` is `--max-tokens`, `MMFAST_MAX_TOKENS` and `max_tokens` in the file;
+    `api_keys` is `--api-key`, given several times.
+
+    Attributes:
+        model: Checkpoint directory or hub id; None is the embedded model.
+        reduce: Spec string of reducers for requests that name none.
+        cache: Spec string of cache policies for requests that name none.
+        device: `cpu`, `cuda`, `cuda:1`; None takes CUDA where there is one.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        name: What the model is called in `/v1/models`; None takes its own name.
+        host: Address to listen on; others than this machine only when it is told so.
+        port: 0 takes a free one.
+        api_keys: Who may call; empty lets everyone who reaches the port.
+        engine: `inproc`, `processes` or `ray`.
+        slots: Requests that are answered at once.
+        context: Longest prompt and answer in tokens; None takes the model's.
+        chunk: Tokens of a prompt that are worked on between two steps of the running answers.
+        queue: Requests that may wait; one more is refused with 429.
+        memory: Bytes of keys and values: `2GB`; None measures what there is.
+        encode_replicas: Of engines with several workers.
+        prefill_replicas: Of engines with several workers.
+        decode_replicas: Of engines with several workers.
+        max_tokens: Longest answer in tokens that a request may ask for.
+        frames: Frames sampled from a clip where the request does not say.
+        max_frames: Most frames that a request may ask for.
+        max_media: Images, clips and sounds of one request.
+        max_text: Letters of one request.
+        max_pixels: Of one picture or frame.
+        decode_workers: Processes that decode media.
+        decode_seconds: That decoding one input may take.
+        decode_bytes: Memory that decoding one input may take.
+        max_body_bytes: Of a request.
+        max_header_bytes: Of all headers of a request.
+        max_headers: Of a request.
+        header_seconds: In which the headers must have come.
+        body_seconds: In which the body must have come.
+        max_json_depth: Nesting of a body.
+        requests_per_minute: Of one key or address; 0 does not limit.
+        remote_hosts: Hosts that media may be fetched from; empty allows `data:` URLs only.
+        remote_seconds: That fetching may take.
+        remote_bytes: Of one fetched file.
+        voice: Whether speech is offered (`/v1/audio/speech`, `/v1/realtime`, `input_audio`).
+        speech: Speech model: directory or hub id; None is the embedded one.
+        realtime_sessions: Open at once; one more is refused.
+        session_seconds: Longest session.
+        idle_seconds: Without an event from the client, then the session is closed.
+        realtime_message_bytes: Of one event.
+        demo: Whether the demo is mounted at `/demo`, where gradio is installed.
+        metrics: Whether `/metrics` is offered, to everybody who reaches the port.
+        json_logs: One JSON object a line.
+        log_text: Whether what is asked and answered is logged; media and keys never are.
+        log_level: `debug`, `info`, `warning` or `error`.
+        connections: Open at once; one more gets 503.
+        keep_alive_seconds: That an idle connection is kept.
+        shutdown_seconds: That running requests get to end.
+    """
+
+    model: str | None = None
+    reduce: str | None = None
+    cache: str | None = None
+    device: str | None = None
+    dtype: str = "auto"
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    engine: str = "inproc"
+    slots: int = 16
+    context: int | None = None
+    chunk: int = 256
+    queue: int = 32
+    memory: str | None = None
+    encode_replicas: int = 1
+    prefill_replicas: int = 1
+    decode_replicas: int = 1
+    max_tokens: int = 1024
+    frames: int = 8
+    max_frames: int = 64
+    max_media: int = 16
+    max_text: int = 200_000
+    max_pixels: int = 33_177_600  # a frame of 8K
+    decode_workers: int = 1
+    decode_seconds: float = 20.0
+    decode_bytes: int = 1 << 30
+    max_body_bytes: int = 64 << 20
+    max_header_bytes: int = 32 << 10
+    max_headers: int = 100
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    max_json_depth: int = 32
+    requests_per_minute: int = 0
+    remote_hosts: tuple[str, ...] = ()
+    remote_seconds: float = 10.0
+    remote_bytes: int = 64 << 20
+    voice: bool = True
+    speech: str | None = None
+    realtime_sessions: int = 4
+    session_seconds: float = 3600.0
+    idle_seconds: float = 300.0
+    realtime_message_bytes: int = 1 << 20
+    demo: bool = True
+    metrics: bool = True
+    json_logs: bool = False
+    log_text: bool = False
+    log_level: str = "info"
+    connections: int = 512
+    keep_alive_seconds: float = 10.0
+    shutdown_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            MmfastError: One line that names the option, the value and the fix.
+        """
+        if self.engine not in ENGINES:
+            raise MmfastError(unknown("engine", self.engine, ENGINES))
+        levels = ("debug", "info", "warning", "error")
+        if self.log_level not in levels:
+            raise MmfastError(unknown("log level", self.log_level, levels))
+        for name, value in vars(self).items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if number and name not in _FROM_ZERO and not value > 0:
+                raise MmfastError(f"{name}={value!r} is not allowed; give more than 0")
+        if not 0 <= self.port <= 65535:
+            raise MmfastError(f"port={self.port} is none; give 1 to 65535, or 0 for a free one")
+        if self.requests_per_minute < 0:
+            raise MmfastError(
+                f"requests_per_minute={self.requests_per_minute} is not allowed; 0 does not limit"
+            )
+        if any(not key.strip() or not key.isascii() for key in self.api_keys):
+            raise MmfastError("an API key is empty or has letters beyond ASCII; give another")
+        if self.frames > self.max_frames:
+            raise MmfastError(f"frames={self.frames} is more than max_frames={self.max_frames}")
+
+    def public(self) -> dict[str, Any]:
+        """All options by name, for `--dry-run` and logs; secrets as how many there are."""
+        shown = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in HIDDEN:
+            shown[name] = f"<{len(shown[name])} hidden>" if shown[name] else []
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in shown.items()}
