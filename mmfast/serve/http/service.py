@@ -1,0 +1,157 @@
+"""What all routes of a server share: its engine, its voice, its counters.
+
+Engine and voice are loaded in the background: the port answers at once, and a request that comes
+early waits for its engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from mmfast.core.errors import MmfastError
+from mmfast.serve.config import ServerConfig
+from mmfast.serve.engine.base import Executor, Health
+from mmfast.serve.guard.errors import ApiError
+from mmfast.serve.http.metrics import Metrics
+
+_log = logging.getLogger("mmfast.serve")
+
+
+class Later:
+    """Something that is loaded once, in a thread of its own, when it is first asked for."""
+
+    def __init__(self, make: Callable[[], Any], value: Any = None) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._future: Future[Any] | None = None
+        if value is not None:
+            self._future = Future()
+            self._future.set_result(value)
+
+    def start(self) -> Future[Any]:
+        """Begin, if nobody has."""
+        with self._lock:
+            if self._future is None:
+                self._future = Future()
+                threading.Thread(target=self._load, args=(self._future,), daemon=True).start()
+            return self._future
+
+    def _load(self, future: Future[Any]) -> None:
+        try:
+            future.set_result(self._make())
+        except BaseException as error:  # whoever asks gets it
+            future.set_exception(error)
+
+    def now(self) -> Any:
+        """What was loaded, or None."""
+        future = self._future
+        loaded = future is not None and future.done() and future.exception() is None
+        return future.result() if future is not None and loaded else None
+
+    async def get(self) -> Any:
+        """Wait for it.
+
+        Raises:
+            ApiError: It cannot be loaded.
+        """
+        try:
+            return await asyncio.shield(asyncio.wrap_future(self.start()))
+        except MmfastError as error:
+            raise ApiError(503, str(error), "server_error", "not_loaded") from error
+
+
+class Service:
+    """One server.
+
+    Args:
+        config: Its options.
+        executor: Answers requests; None loads the one that `config` asks for.
+        voice: Speaks and listens (`Speaker` and `Listener`); None loads the one of `config`.
+
+    Attributes:
+        config: As given.
+        metrics: Counters.
+        created: When it began, in seconds since 1970.
+        parts: What mounted parts keep, by their name.
+    """
+
+    def __init__(self, config: ServerConfig, executor: Any = None, voice: Any = None) -> None:
+        self.config, self.created = config, int(time.time())
+        self._engine = Later(lambda: _engine(config), executor)
+        self._voice = Later(lambda: _voice(config), voice)
+        self.metrics = Metrics(self.health)
+        self.parts: dict[str, Any] = {}
+
+    def start(self) -> Future[Any]:
+        """Begin to load: the engine, then the voice; the future is the engine's."""
+        future = self._engine.start()
+        future.add_done_callback(self._then_voice)
+        return future
+
+    def _then_voice(self, engine: Future[Any]) -> None:
+        if self.config.voice and not engine.cancelled() and engine.exception() is None:
+            self._voice.start()
+
+    async def executor(self) -> Executor:
+        """The engine, when it is there.
+
+        Raises:
+            ApiError: It cannot be loaded.
+        """
+        found: Executor = await self._engine.get()
+        return found
+
+    async def voice(self) -> Any:
+        """What speaks (`speak`, `voices`, `sample_rate`) and listens (`transcribe`).
+
+        Raises:
+            ApiError: The server offers none, or it cannot be loaded.
+        """
+        if not self.config.voice:
+            raise ApiError(
+                404, "this server offers no speech; start it without --no-voice", code="no_voice"
+            )
+        return await self._voice.get()
+
+    def health(self) -> Health | None:
+        """How the engine is; None while it is loaded."""
+        engine = self._engine.now()
+        return None if engine is None else engine.health()
+
+    @property
+    def model(self) -> str:
+        """The name of the model, also while it is loaded."""
+        engine = self._engine.now()
+        return self.config.name or (engine.model if engine is not None else _name(self.config))
+
+    def close(self) -> None:
+        """Stop the engine."""
+        engine = self._engine.now()
+        if engine is not None:
+            engine.close()
+
+
+def _engine(config: ServerConfig) -> Executor:
+    from mmfast.serve.engine.choose import choose
+
+    start = time.monotonic()
+    engine = choose(config)
+    _log.info("engine %s ready after %.1f s", config.engine, time.monotonic() - start)
+    return engine
+
+
+def _voice(config: ServerConfig) -> Any:
+    from mmfast.streams.voice_models import can, load_voice
+
+    return can(can(load_voice(config.speech, config.device, "auto"), "speak"), "transcribe")
+
+
+def _name(config: ServerConfig) -> str:
+    from mmfast.serve.engine.choose import name_of
+
+    return name_of(config)
