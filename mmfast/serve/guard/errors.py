@@ -1,0 +1,115 @@
+"""Errors as a client sees them: the shape of OpenAI's API, one line, no path of this machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmfast.core.errors import MediaError, MmfastError, ModelError
+from mmfast.serve.engine.base import BusyError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_ADVICE = re.compile(r",? or raise (?:Limits\([^)]*\)|\w+=)")  # of the library, not the server
+_LONGEST = 500
+_ROOTS = sorted(
+    {
+        str(path)
+        for path in (
+            *(Path(p) for p in (sys.prefix, sys.base_prefix, tempfile.gettempdir())),
+            *(Path("/", p) for p in "home root tmp usr var opt etc proc sys dev srv mnt".split()),
+            *(Path("/", p) for p in "media data run lib boot work workspace Users".split()),
+            Path.home(),
+            Path.cwd(),
+            Path(__file__).resolve().parents[3],
+        )
+        if str(path) != "/"
+    },
+    key=len,
+    reverse=True,
+)
+_PATHS = re.compile(
+    r"(?<![\w:/.])(?:" + "|".join(map(re.escape, _ROOTS)) + r")(?:/[^\s'\",;:)\]]*)?(?![\w])"
+    r"|\b[A-Za-z]:\\[^\s'\",;)\]]*"
+)
+
+
+class ApiError(MmfastError):
+    """What a request is answered with instead.
+
+    Args:
+        status: Of HTTP, 4xx or 5xx.
+        message: One line that names the value and the fix.
+        type: As in OpenAI's API; from the status when empty.
+        code: A word for programs.
+        param: The part of the request that is wrong.
+        headers: Further headers of the reply.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = "",
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+        self.type = type or _type(status)
+        self.code, self.param = code, param
+        self.headers = dict(headers or {})
+
+
+def _type(status: int) -> str:
+    return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def busy(message: str, retry_after: float = 1.0, code: str = "busy") -> ApiError:
+    """429: come back after so many seconds."""
+    wait = str(max(1, round(retry_after + 0.499)))
+    return ApiError(429, message, code=code, headers={"Retry-After": wait})
+
+
+def api_error(error: BaseException, param: str | None = None) -> ApiError:
+    """Any exception as what the client is told of it; one that is not ours tells nothing."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, BusyError):
+        return busy(str(error), error.retry_after)
+    if isinstance(error, MediaError):
+        return ApiError(400, str(error), code="invalid_media", param=param)
+    if isinstance(error, ModelError):
+        return ApiError(400, str(error), code="model_cannot", param=param)
+    if isinstance(error, MmfastError):
+        return ApiError(400, str(error), code="invalid_value", param=param)
+    return ApiError(500, "the server made an error; its log has it under this request's id")
+
+
+def body(error: BaseException) -> dict[str, Any]:
+    """The reply to a request that failed, as OpenAI's clients expect it."""
+    told = api_error(error)
+    return {
+        "error": {
+            "message": scrub(told.message),
+            "type": told.type,
+            "code": told.code,
+            "param": told.param,
+        }
+    }
+
+
+def scrub(message: str) -> str:
+    """One line without the server's paths and without advice that only its owner can follow."""
+    line = " ".join(_ADVICE.sub("", message).split())
+    line = _PATHS.sub("<path>", line)
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
