@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from mmfast.core.spec import reduce as reduce
     from mmfast.core.tokens import Tokens as Tokens
     from mmfast.core.trace import Trace as Trace
+    from mmfast.frontends.image import kind_of as kind_of
     from mmfast.pipelines import Answer as Answer
     from mmfast.pipelines import pipeline as pipeline
     from mmfast.pipelines.overlay import overlay as overlay
+    from mmfast.tiny.world import World as World
 
 __version__ = "0.1.0"
 
@@ -44,7 +46,9 @@ _LAZY = {
     "SpecError": "mmfast.core.errors",
     "Tokens": "mmfast.core.tokens",
     "Trace": "mmfast.core.trace",
+    "World": "mmfast.tiny.world",
     "attach": "mmfast.attach",
+    "kind_of": "mmfast.frontends.image",
     "methods": "mmfast.core.registry",
     "overlay": "mmfast.pipelines.overlay",
     "pipeline": "mmfast.pipelines",

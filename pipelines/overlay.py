@@ -44,6 +44,24 @@ def overlay(frames: Any, trace: Trace, item: int = 0, *, square: bool = False) -
     Raises:
         MmfastError: The trace has no picture of this item, or there is no frame.
     """
+    tiles = frame_pictures(frames, trace, item, square=square)
+    return _sheet(tiles, _header(trace, item))
+
+
+def frame_pictures(
+    frames: Any, trace: Trace, item: int = 0, *, square: bool = False
+) -> list[tuple[Image.Image, str]]:
+    """The frames of `overlay` one by one, each with a line that counts its tokens.
+
+    Args:
+        frames: As for `overlay`.
+        trace: The trace of the call.
+        item: Image or clip of the batch, in reading order.
+        square: The model saw the middle square only (LLaVA-1.5).
+
+    Raises:
+        MmfastError: The trace has no picture of this item, or there is no frame.
+    """
     pictures = [_square(each) if square else each for each in _frames(frames)]
     high, across = pictures[0].shape[:2]
     cells = trace.cells(item, patches=True, aspect=across / high)
@@ -54,7 +72,22 @@ def overlay(frames: Any, trace: Trace, item: int = 0, *, square: bool = False) -
     for number, cell in enumerate(cells):
         picture = pictures[min(len(pictures) - 1, number * step)]
         tiles.append((_paint(picture, cell, colours, width), _caption(number, cell)))
-    return _sheet(tiles, _header(trace, item))
+    return tiles
+
+
+def draw_shots(shots: Sequence[Any], processor: Any, trace: Trace, item: int) -> list[Any]:
+    """`frame_pictures` of every image or clip of one input, as a pipeline read them."""
+    square = bool(getattr(getattr(processor, "image_processor", None), "do_center_crop", 0))
+    return [
+        frame_pictures(shot.pixels, trace, item + i, square=square and shot.kind == "image")
+        for i, shot in enumerate(shots)
+    ]
+
+
+def draw_sheets(shots: Sequence[Any], processor: Any, trace: Trace, item: int) -> list[Any]:
+    """`overlay` of every image or clip of one input."""
+    drawn = draw_shots(shots, processor, trace, item)
+    return [_sheet(tiles, _header(trace, item + i)) for i, tiles in enumerate(drawn)]
 
 
 def save_sheet(sheets: Sequence[Image.Image], path: str | Path) -> None:

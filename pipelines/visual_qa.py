@@ -216,26 +216,22 @@ class VisualQA:
             for text, (n, m) in zip(texts, counts, strict=True)
         ]
 
-    def overlay(self, media: Any, trace: Trace, item: int = 0) -> list[Any]:
+    def overlay(self, media: Any, trace: Trace, item: int = 0, *, sheets: bool = True) -> list[Any]:
         """Pictures of what the stages kept, merged and dropped; see `mmfast.overlay`.
 
         Args:
             media: What was asked about; it is read again.
             trace: The trace of the answer.
             item: Number of its first image or clip, where several were asked about in a batch.
+            sheets: One sheet each; else a list of `(frame, caption)` each.
 
         Returns:
-            A PIL image per image or clip of `media`.
+            A PIL image, or a list of frames, per image or clip of `media`.
         """
-        from mmfast.pipelines.overlay import overlay
+        from mmfast.pipelines import overlay
 
-        square = bool(
-            getattr(getattr(self.processor, "image_processor", None), "do_center_crop", 0)
-        )
-        return [
-            overlay(shot.pixels, trace, item + i, square=square and shot.kind == "image")
-            for i, shot in enumerate(self._read(media))
-        ]
+        draw = overlay.draw_sheets if sheets else overlay.draw_shots
+        return draw(self._read(media), self.processor, trace, item)
 
     def run(self, inputs: dict[str, Any], **extra: Any) -> torch.Tensor:
         """Stock greedy `generate`; a model must not write placeholder tokens into its answer."""
