@@ -18,11 +18,11 @@ Rate = Annotated[int | None, typer.Option(help="Words per minute.")]
 Pitch = Annotated[int | None, typer.Option(help="Pitch, 0 to 99.")]
 Mode = Annotated[
     str | None,
-    typer.Option(help="Audio tokens per pass: vanilla, balance, boost or turbo."),
+    typer.Option(help="When drafts are made: vanilla, balance, boost or turbo (default)."),
 ]
 Verify = Annotated[
     str | None,
-    typer.Option(help="none (fastest), exact (as one token per pass) or typical:0.3."),
+    typer.Option(help="exact (default), typical:0.3, or none: fastest, hard to understand."),
 ]
 
 

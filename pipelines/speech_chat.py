@@ -32,8 +32,9 @@ class SpeechChat:
         voice: Name of a voice; None takes the model's own.
         speed: Words per minute.
         pitch: 0 to 99.
-        mode: `vanilla`, `balance`, `boost` or `turbo`: audio tokens per pass of the backbone.
-        verify: `none` (fastest), `exact` (as one token per pass) or `typical:0.3`.
+        mode: `vanilla`, `balance`, `boost` or `turbo` (default): when drafts are made.
+        verify: `exact` (default: what one token per pass says), `typical:0.3`, or `none`: the most
+            tokens per pass, and hard to understand on the embedded model.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         **options: Further options of every reply.

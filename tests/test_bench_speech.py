@@ -90,10 +90,10 @@ def test_first_sound_counts_time_passes_and_gaps():
 def test_first_sound_rows():
     lines = unseen_lines(2, 0)
     rows = first_rows(Parrot(), lines, [say("hello").pcm], nothing)
-    jobs = [("say", "turbo"), ("reply", "turbo"), ("say", "vanilla"), ("reply", "vanilla")]
+    jobs = [(job, mode) for mode in ("turbo", "exact", "vanilla") for job in ("say", "reply")]
     assert [(row["job"], row["mode"]) for row in rows] == jobs
     assert all(row["passes_before"] == 1 and row["seconds"] > 0 for row in rows)
-    assert [row["n"] for row in rows] == [2, 1, 2, 1]
+    assert [row["n"] for row in rows] == [2, 1] * 3
 
 
 def test_modes_are_compared_on_the_same_sentences(model):

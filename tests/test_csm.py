@@ -9,7 +9,7 @@ import torch
 from codebook_models import csm, llama, prompts
 from torch import Tensor
 
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.speech import Speaker
 from mmfast.decoding.codebook_plan import BlockPlan
 from mmfast.decoding.codebooks import copy_frame
@@ -158,3 +158,9 @@ def test_what_is_no_csm_is_refused(model: Any) -> None:
     codec.codebooks = 4  # type: ignore[misc]
     with pytest.raises(ModelError, match="4 codebooks does not fit"):
         CsmVoice(model, _Letters(), codec)
+
+
+def test_an_option_it_does_not_have_is_named(model: Any) -> None:
+    voice = CsmVoice(model, _Letters(), audio=GREEDY)
+    with pytest.raises(SpecError, match=r"'mode'.*context, seconds, voice"):
+        voice.speak("hello", mode="turbo")

@@ -10,7 +10,7 @@ import torch
 from codebook_models import llama, moshi
 from torch import Tensor
 
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.speech import Chatter
 from mmfast.decoding.codebook_choice import CodeChoice
 from mmfast.decoding.codebooks import copy_frame
@@ -225,3 +225,9 @@ def test_what_is_no_moshi_is_refused(model: Any) -> None:
     codec.codebooks = 3  # type: ignore[misc]
     with pytest.raises(ModelError, match="3 x 64 codes does not fit"):
         MoshiVoice(model, codec)
+
+
+def test_an_option_it_does_not_have_is_named(model: Any) -> None:
+    voice = MoshiVoice(model, text=GREEDY, audio=GREEDY)
+    with pytest.raises(SpecError, match=r"'verify'.*quiet, seconds"):
+        voice.reply(torch.zeros(1920), 24000, verify="exact")

@@ -13,8 +13,9 @@ from mmfast.bench.speech_listening import unseen_questions
 from mmfast.bench.speech_speaking import MODES, Ear, unseen_lines
 from mmfast.bench.speech_table import speech_words
 from mmfast.core.errors import MmfastError
+from mmfast.pipelines.omni_chat import written
 from mmfast.tiny.espeak import say
-from mmfast.tiny.speech_text import split_of, typed
+from mmfast.tiny.speech_text import split_of
 
 N = 6
 
@@ -74,7 +75,7 @@ def test_word_errors_are_those_of_each_mode():
 
 
 def test_a_listener_that_hears_all_is_as_good_as_typing(asked, spoken):
-    answers = {typed(each.text): each.case.answer for each in asked}
+    answers = {written(each.text): each.case.answer for each in asked}
     document = run_speech_eval(
         N, 0, Parrot(known=spoken), tasks=("listening",),
         answer=lambda cases: [_answer(answers, case) for case in cases],
@@ -97,7 +98,7 @@ def _bare(text):
 
 
 def test_a_deaf_listener_is_not(asked, spoken):
-    answers = {typed(each.text): each.case.answer for each in asked}
+    answers = {written(each.text): each.case.answer for each in asked}
     deaf = [(key, "zero") for key, _ in spoken[: N // 2]] + spoken[N // 2 :]
     _, row = run_speech_eval(
         N, 0, Parrot(known=deaf), tasks=("listening",),
@@ -111,7 +112,7 @@ def test_a_deaf_listener_is_not(asked, spoken):
 def test_questions_are_unseen_and_about_their_clips(asked):
     assert {split_of(each.text) for each in asked} == {"eval"}
     for each in asked:
-        assert _bare(typed(each.text)) == _bare(each.case.question)
+        assert _bare(written(each.text)) == _bare(each.case.question)
     assert len({each.case.kind for each in asked}) > 2
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mmfast.core.errors import SpecError
+from mmfast.pipelines.omni_chat import written
 from mmfast.tiny import speech_text as domain
 from mmfast.tiny.questions import KINDS, WORDINGS, Fact
 from mmfast.tiny.speech_text_dialogue import dialogue
@@ -86,7 +87,7 @@ def test_every_question_about_a_clip_can_be_asked_and_typed_again():
     for kind in KINDS:
         fact = Fact(kind, slots[kind], "")
         plain = {_bare(fact.ask(i)) for i in range(len(WORDINGS[kind]))}
-        found = {_bare(domain.typed(domain.asked(fact, rng, s))) for s in ("train", "eval")}
+        found = {_bare(written(domain.asked(fact, rng, s))) for s in ("train", "eval")}
         assert found <= plain
         assert domain.split_of(domain.asked(fact, rng, "train")) == "train"
         assert domain.split_of(domain.asked(fact, rng, "eval")) == "eval"
@@ -97,10 +98,10 @@ def _bare(text):
 
 
 def test_typed_questions_have_a_capital_a_comma_and_a_question_mark():
-    assert domain.typed("so what moves faster the red star or the blue cross") == (
+    assert written("so what moves faster the red star or the blue cross") == (
         "What moves faster, the red star or the blue cross?"
     )
-    assert domain.typed("how many objects are there") == "How many objects are there?"
+    assert written("how many objects are there") == "How many objects are there?"
 
 
 def test_answers_are_said():

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from mmfast.bench.word_errors import Errors, count_errors
+from mmfast.pipelines.omni_chat import written
 from mmfast.tiny.espeak import EspeakVoice, say
-from mmfast.tiny.speech_text import heard_voice, split_of, spoken_variants, typed
+from mmfast.tiny.speech_text import heard_voice, split_of, spoken_variants
 from mmfast.tiny.statistics import interval
 from mmfast.tiny.suites import Case, suite_of
 
@@ -57,7 +58,7 @@ def listening_rows(model: Any, asked: Sequence[Asked], answer: Answer, progress:
         text = model.transcribe(say(each.text, each.voice).pcm, 16000)
         found = count_errors(each.text, text)
         errors, exact = errors + found, exact + (found.errors == 0)
-        heard.append(replace(each.case, question=typed(text)))
+        heard.append(replace(each.case, question=written(text)))
         progress("listening", i + 1, len(asked))
     typed_row = _row("typed", [each.case for each in asked], answer, progress)
     spoken_row = _row("spoken", heard, answer, progress)

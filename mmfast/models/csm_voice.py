@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import ModelError, SpecError, unknown
 from mmfast.core.speech import Codec, Sound
 from mmfast.decoding.codebook_choice import CodeChoice
 from mmfast.decoding.sampling import Sampling
@@ -74,7 +74,7 @@ class CsmVoice:
         voice: str = "0",
         context: Sequence[Said] = (),
         seconds: float = 20.0,
-        **_options: Any,
+        **others: Any,
     ) -> Iterator[Sound]:
         """Say text, sentence by sentence; each hears the ones before it.
 
@@ -83,11 +83,21 @@ class CsmVoice:
             voice: Number of the speaker.
             context: What was said before; the oldest is dropped when there is no room left.
             seconds: The longest sentence.
+            **others: There are none; what else is given is named in the error.
 
         Yields:
             A frame at a time; the first of a sentence carries its text.
+
+        Raises:
+            SpecError: An option that CSM does not have, such as `rate` or `mode`.
         """
-        turns = list(context)
+        for name in others:
+            raise SpecError(unknown("option of CSM", name, ("voice", "context", "seconds")))
+        return self._say(text, voice, list(context), seconds)
+
+    def _say(
+        self, text: str | Iterable[str], voice: str, turns: list[Said], seconds: float
+    ) -> Iterator[Sound]:
         frames = round(seconds * self.codec.frame_rate)
         mouth = self.codec.decoder.start(1)
         for sentence in _sentences(text):

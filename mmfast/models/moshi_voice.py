@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import ModelError, SpecError, unknown
 from mmfast.core.speech import Codec, Sound, Turn
 from mmfast.decoding.codebook_choice import CodeChoice
 from mmfast.decoding.sampling import Sampling
@@ -138,7 +138,7 @@ class MoshiVoice:
         *,
         seconds: float = 30.0,
         quiet: float = 2.0,
-        **_options: Any,
+        **others: Any,
     ) -> Iterator[Sound]:
         """Moshi's sound from the end of what was said on, while the user is silent.
 
@@ -149,8 +149,17 @@ class MoshiVoice:
                 remember it.
             seconds: The longest answer.
             quiet: Over when it has said words and then none for so long.
+            **others: There are none; what else is given is named in the error.
+
+        Raises:
+            SpecError: An option that Moshi does not have, such as `voice` or `mode`.
         """
         del history
+        for name in others:
+            raise SpecError(unknown("option of Moshi", name, ("seconds", "quiet")))
+        return self._reply(pcm, rate, seconds, quiet)
+
+    def _reply(self, pcm: Tensor, rate: int, seconds: float, quiet: float) -> Iterator[Sound]:
         state, said = self.start(), _Words(self.words, self.silent)
         user = load_audio((pcm, rate), self.sample_rate)
         hop = self.codec.hop

@@ -143,22 +143,6 @@ def asked(fact: Fact, rng: np.random.Generator, split: Split = "train") -> str:
     return (fitting or ways)[int(rng.integers(len(fitting or ways)))]
 
 
-def typed(heard: str) -> str:
-    """What was heard, as the video model is asked: no carrier, a question mark, its commas.
-
-    Words that make none of the known questions stay as they are.
-    """
-    words = [part for part in groups(heard.lower()) if part not in MARKS]
-    for carrier in sorted(CARRIERS, key=len, reverse=True):
-        lead = [part for part in groups(carrier) if part not in MARKS]
-        if lead and words[: len(lead)] == lead:
-            words = words[len(lead) :]
-            break
-    text = re.sub(r"^(which .*faster|which .*first|what .*faster|what .*first) the ", r"\1, the ",
-                  " ".join(words))  # fmt: skip
-    return f"{text[:1].upper()}{text[1:]}?"
-
-
 def spoken_answer(answer: str) -> str:
     """A typed answer such as "42" or "top left", as it is said."""
     return number_words(int(answer)) if answer.isdecimal() else answer.lower()
