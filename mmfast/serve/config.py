@@ -39,12 +39,18 @@ class ServerConfig:
         prefill_replicas: Of engines with several workers.
         decode_replicas: Of engines with several workers.
         max_tokens: Longest answer in tokens that a request may ask for.
+        default_tokens: Longest answer of a request that does not say.
         frames: Frames sampled from a clip where the request does not say.
         max_frames: Most frames that a request may ask for.
         max_media: Images, clips and sounds of one request.
         max_text: Letters of one request.
         max_pixels: Of one picture or frame.
-        decode_workers: Processes that decode media.
+        max_video_pixels: Of one frame of a clip.
+        max_clip_pixels: Of all frames of a clip, also those between the sampled ones.
+        max_media_bytes: Of one input when decoded.
+        max_media_seconds: Of a clip or a sound.
+        held_bytes: Of all decoded media that are in use.
+        decode_workers: Inputs that are decoded at once, each in a process of its own.
         decode_seconds: That decoding one input may take.
         decode_bytes: Memory that decoding one input may take.
         max_body_bytes: Of a request.
@@ -92,12 +98,18 @@ class ServerConfig:
     prefill_replicas: int = 1
     decode_replicas: int = 1
     max_tokens: int = 1024
+    default_tokens: int = 256
     frames: int = 8
     max_frames: int = 64
     max_media: int = 16
     max_text: int = 200_000
     max_pixels: int = 33_177_600  # a frame of 8K
-    decode_workers: int = 1
+    max_video_pixels: int = 9_437_184  # 4096 x 2304
+    max_clip_pixels: int = 20_000_000_000  # five minutes of 1080p at 30 a second
+    max_media_bytes: int = 256 << 20
+    max_media_seconds: float = 600.0
+    held_bytes: int = 2 << 30
+    decode_workers: int = 2
     decode_seconds: float = 20.0
     decode_bytes: int = 1 << 30
     max_body_bytes: int = 64 << 20

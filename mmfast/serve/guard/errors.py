@@ -20,22 +20,13 @@ _TYPES = {
 }
 _ADVICE = re.compile(r",? or raise (?:Limits\([^)]*\)|\w+=)")  # of the library, not the server
 _LONGEST = 500
-_ROOTS = sorted(
-    {
-        str(path)
-        for path in (
-            *(Path(p) for p in (sys.prefix, sys.base_prefix, tempfile.gettempdir())),
-            *(Path("/", p) for p in "home root tmp usr var opt etc proc sys dev srv mnt".split()),
-            *(Path("/", p) for p in "media data run lib boot work workspace Users".split()),
-            Path.home(),
-            Path.cwd(),
-            Path(__file__).resolve().parents[3],
-        )
-        if str(path) != "/"
-    },
-    key=len,
-    reverse=True,
+_TOP = (
+    *("home", "root", "tmp", "usr", "var", "opt", "etc", "proc", "sys", "dev", "srv", "mnt"),
+    *("media", "data", "run", "lib", "boot", "workspace", "Users"),
 )
+_OWN = (sys.prefix, sys.base_prefix, tempfile.gettempdir(), Path.home(), Path.cwd())
+_FOUND = {*map(str, (*_OWN, Path(__file__).resolve().parents[3])), *("/" + name for name in _TOP)}
+_ROOTS = sorted(_FOUND - {"/"}, key=len, reverse=True)
 _PATHS = re.compile(
     r"(?<![\w:/.])(?:" + "|".join(map(re.escape, _ROOTS)) + r")(?:/[^\s'\",;:)\]]*)?(?![\w])"
     r"|\b[A-Za-z]:\\[^\s'\",;)\]]*"

@@ -1,0 +1,110 @@
+"""`data:` URLs: base64 without mercy, measured before it is decoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+
+from mmfast.serve.guard.errors import ApiError
+
+# Type and subtype, parameters, and base64; nothing else is media.
+_HEAD = re.compile(r"data:([a-z]+/[a-z0-9.+-]+)?((?:;[a-z0-9.+-]+=[^;,]*)*);base64,", re.IGNORECASE)
+_LONGEST_HEAD = 256
+# What it claims to be -> the kinds that its first bytes may announce; others claim nothing.
+_CLAIMS = {
+    "image/png": ("png",),
+    "image/jpeg": ("jpeg",),
+    "image/jpg": ("jpeg",),
+    "image/gif": ("gif",),
+    "image/webp": ("webp",),
+    "image/bmp": ("bmp",),
+    "image/tiff": ("tiff",),
+    "image/avif": ("avif",),
+    "video/mp4": ("mp4",),
+    "video/quicktime": ("mp4",),
+    "video/webm": ("mkv",),
+    "video/x-matroska": ("mkv",),
+    "video/x-msvideo": ("avi",),
+    "audio/wav": ("wav",),
+    "audio/x-wav": ("wav",),
+    "audio/mpeg": ("mp3",),
+    "audio/mp3": ("mp3",),
+    "audio/flac": ("flac",),
+    "audio/ogg": ("ogg",),
+}
+
+
+def parse(url: str, most: int, param: str | None = None) -> tuple[str, bytes]:
+    """What a `data:` URL claims to be, and its bytes.
+
+    Raises:
+        ApiError: 400 where it is none, 413 where it is too large.
+    """
+    head = _HEAD.match(url[:_LONGEST_HEAD])
+    if head is None:
+        raise ApiError(
+            400,
+            "a data: URL has the form data:image/png;base64,...: give a media type and base64",
+            code="invalid_data_url",
+            param=param,
+        )
+    return (head[1] or "").lower(), decode(url, most, param, head.end())
+
+
+def decode(text: str, most: int, param: str | None = None, start: int = 0) -> bytes:
+    """Strict base64 from `start` on.
+
+    Raises:
+        ApiError: 400 where it is none, 413 where it is too large.
+    """
+    size = (len(text) - start) // 4 * 3
+    if size - 2 > most:
+        raise too_large(size, most, param)
+    try:
+        data = binascii.a2b_base64(text[start:].encode("ascii"), strict_mode=True)
+    except (binascii.Error, UnicodeEncodeError):
+        raise ApiError(
+            400, "the base64 is broken: send it whole, without spaces", "", "invalid_base64", param
+        ) from None
+    if not data:
+        raise ApiError(400, "the media are empty: send them whole", "", "invalid_media", param)
+    return data
+
+
+def too_large(size: int, most: int, param: str | None) -> ApiError:
+    """413."""
+    text = f"media of {size:,} bytes or more, the limit is {most:,}: cut or re-encode them"
+    return ApiError(413, text, code="media_too_large", param=param)
+
+
+def check_claim(claimed: str, kind: str, wanted: str, param: str | None = None) -> None:
+    """Refuse media that are not what they claim to be, or not what the field is for.
+
+    Args:
+        claimed: The media type, "" where there is none.
+        kind: From the first bytes, "" where they announce nothing.
+        wanted: `image`, `video` or `sound`.
+        param: The part of the request.
+
+    Raises:
+        ApiError: 400.
+    """
+    top = claimed.partition("/")[0]
+    allowed = {"image": ("image",), "video": ("video", "image"), "sound": ("audio", "video")}
+    generic = top in ("", "application")  # application/octet-stream claims nothing
+    right = generic or top in allowed[wanted]
+    claims = _CLAIMS.get(claimed)
+    if not right or (claims is not None and kind not in claims):
+        raise ApiError(
+            400,
+            f"the {wanted} claims to be {claimed!r} but is {kind or 'something else'!s}: "
+            f"give {wanted} data and its true media type",
+            code="media_type_mismatch",
+            param=param,
+        )
+
+
+def encode(data: bytes, claimed: str) -> str:
+    """The URL of some bytes."""
+    return f"data:{claimed};base64,{base64.b64encode(data).decode()}"

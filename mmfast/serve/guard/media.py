@@ -1,0 +1,221 @@
+"""Media of a request: from a URL or bytes to pixels and samples, under the server's limits."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import hashlib
+import threading
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.audio import load_audio
+from mmfast.frontends.audio_kinds import sniff_sound
+from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, magic_kind
+from mmfast.models.prompt import Shot
+from mmfast.serve.config import ServerConfig
+from mmfast.serve.engine.base import Media
+from mmfast.serve.guard import data_url
+from mmfast.serve.guard.errors import ApiError, scrub
+from mmfast.serve.guard.worker import Decoders
+
+Kind = Literal["image", "video"]
+_HEAD = 512
+_shared: dict[tuple[int, int, int], Decoders] = {}
+_lock = threading.Lock()
+
+
+async def load_media(
+    source: str | bytes,
+    kind: Kind,
+    config: ServerConfig,
+    *,
+    frames: int | None = None,
+    fps: float | None = None,
+    param: str | None = None,
+) -> Media:
+    """Decode an image or a clip that a client sent.
+
+    Args:
+        source: A `data:` URL, an http(s) URL of an allowed host, or the encoded bytes.
+        kind: What the field is for.
+        config: Its limits hold.
+        frames: Of a clip, spread over it; the server's number when neither is given.
+        fps: Of a clip, a second; as many frames as allowed at most.
+        param: The part of the request, for messages.
+
+    Returns:
+        Pixels, and a key that is the same for the same content sampled the same way.
+
+    Raises:
+        ApiError: 4xx: it is no such media, too large, broken, or from elsewhere; 429: too busy.
+    """
+    data, claimed = await _bytes(source, config, param)
+    found = magic_kind(data[:_HEAD])
+    data_url.check_claim(claimed, found, kind, param)
+    _check_kind(found, kind, param)
+    job = _job(kind, config)
+    how = ""
+    if kind == "video":
+        frames = _frames(frames, fps, config, param)
+        job |= {"frames": frames, "fps": fps}
+        job |= {"frame_pixels": config.max_video_pixels, "clip_pixels": config.max_clip_pixels}
+        how = f":{frames}:{fps}"
+    pixels, facts = await _decode(data, job, config, param)
+    if kind == "video" and len(pixels) > config.max_frames:
+        raise ApiError(
+            400,
+            f"fps={fps} gives {len(pixels)} frames, the limit is {config.max_frames}: ask for "
+            f"fewer a second, or for a number of frames",
+            code="too_many_frames",
+            param=param,
+        )
+    key = hashlib.sha256(data).hexdigest() + f":{kind}{how}"
+    return Media(Shot(kind, pixels, facts.get("metadata")), key)
+
+
+async def load_sound(
+    source: str | bytes,
+    config: ServerConfig,
+    *,
+    format: str | None = None,
+    rate: int = 16_000,
+    param: str | None = None,
+) -> tuple[Tensor, int]:
+    """Decode a sound that a client sent, such as the `data` of an `input_audio` part.
+
+    Args:
+        source: Base64, a `data:` URL, an http(s) URL of an allowed host, or the encoded bytes.
+        config: Its limits hold.
+        format: What it claims to be, `wav` or `mp3`.
+        rate: Samples per second wanted.
+        param: The part of the request, for messages.
+
+    Returns:
+        Samples [n] float32 in -1..1, and `rate`.
+
+    Raises:
+        ApiError: 4xx: it is no sound, too long, broken, or from elsewhere; 429: too busy.
+    """
+    if isinstance(source, str) and ":" not in source[:16]:
+        source = await asyncio.to_thread(data_url.decode, source, config.max_body_bytes, param)
+    data, claimed = await _bytes(source, config, param)
+    try:
+        found = sniff_sound("the sound", data[:_HEAD])
+    except MediaError as error:
+        raise ApiError(400, scrub(str(error)), code="invalid_media", param=param) from None
+    claimed = claimed or (f"audio/{format.lower()}" if format else "")
+    data_url.check_claim(claimed, found, "sound", param)
+    samples, facts = await _decode(data, _job("sound", config), config, param)
+    pcm = await asyncio.to_thread(_resampled, samples, facts["runs"], rate)
+    return pcm, rate
+
+
+def _resampled(samples: Any, runs: list[list[int]], rate: int) -> Tensor:
+    parts, start = [], 0
+    for own, count in runs:
+        parts.append((torch.from_numpy(samples[start : start + count]), int(own)))
+        start += count
+    return load_audio(iter(parts), rate)
+
+
+async def _bytes(source: str | bytes, config: ServerConfig, param: str | None) -> tuple[bytes, str]:
+    """The encoded bytes and what they claim to be."""
+    if isinstance(source, bytes):
+        if len(source) > config.max_body_bytes:
+            raise data_url.too_large(len(source), config.max_body_bytes, param)
+        return source, ""
+    scheme = source[:8].partition(":")[0].lower()
+    if scheme == "data":
+        claimed, data = await asyncio.to_thread(
+            data_url.parse, source, config.max_body_bytes, param
+        )
+        return data, claimed
+    if scheme in ("http", "https"):
+        raise ApiError(
+            400,
+            "media from other hosts are off; send a data: URL",
+            code="remote_media_off",
+            param=param,
+        )
+    raise ApiError(
+        400,
+        "media are given as data: URLs (data:image/png;base64,...); paths and other schemes "
+        "are refused",
+        code="invalid_url",
+        param=param,
+    )
+
+
+def _check_kind(found: str, wanted: Kind, param: str | None) -> None:
+    known = found in IMAGE_KINDS or (wanted == "video" and found in VIDEO_KINDS)
+    if not known:
+        kinds = IMAGE_KINDS if wanted == "image" else (*VIDEO_KINDS, "gif", "webp")
+        raise ApiError(
+            400,
+            f"the {wanted} is {found or 'of no kind that is known'}: give one of "
+            f"{', '.join(kinds)}",
+            code="invalid_media",
+            param=param,
+        )
+
+
+def _frames(
+    frames: int | None, fps: float | None, config: ServerConfig, param: str | None
+) -> int | None:
+    if fps is not None and frames is not None:
+        raise ApiError(400, "give frames or fps, not both", code="invalid_value", param=param)
+    if fps is not None:
+        return None
+    wanted = config.frames if frames is None else frames
+    if not 0 < wanted <= config.max_frames:
+        raise ApiError(
+            400,
+            f"frames={wanted} is not allowed: give 1 to {config.max_frames}",
+            code="invalid_value",
+            param=param,
+        )
+    return wanted
+
+
+def _job(kind: str, config: ServerConfig) -> dict[str, Any]:
+    limits = {
+        "bytes": max(config.max_body_bytes, config.remote_bytes),
+        "pixels": config.max_pixels,
+        "decoded_bytes": config.max_media_bytes,
+        "duration": config.max_media_seconds,
+        "seconds": config.decode_seconds,
+    }
+    memory = config.decode_bytes
+    return {"kind": kind, "limits": limits, "seconds": config.decode_seconds, "memory": memory}
+
+
+async def _decode(
+    data: bytes, job: dict[str, Any], config: ServerConfig, param: str | None
+) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:
+    try:
+        return await decoders(config).decode(data, job)
+    except MediaError as error:
+        raise ApiError(400, scrub(str(error)), code="invalid_media", param=param) from None
+
+
+def decoders(config: ServerConfig) -> Decoders:
+    """The decoding processes of this process; servers of the same limits share them."""
+    key = (config.decode_workers, config.queue, config.held_bytes)
+    with _lock:
+        if key not in _shared:
+            _shared[key] = Decoders(*key)
+        return _shared[key]
+
+
+@atexit.register
+def close() -> None:
+    """End all decoding processes; they start again when they are needed."""
+    with _lock:
+        for each in _shared.values():
+            each.close()
+        _shared.clear()
