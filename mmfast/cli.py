@@ -14,10 +14,12 @@ import typer
 
 from mmfast import __version__
 from mmfast.cli_ask import ask
+from mmfast.cli_batch import batch
 from mmfast.cli_info import doctor, methods, verify
 from mmfast.cli_measure import bench, evaluate
 from mmfast.cli_plan import plan
 from mmfast.cli_say import say
+from mmfast.cli_serve import serve
 from mmfast.cli_talk import talk
 from mmfast.cli_watch import watch
 from mmfast.core.errors import MmfastError
@@ -29,8 +31,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(ask)
+app.command()(batch)
 app.command()(watch)
 app.command()(say)
+app.command()(serve)
 app.command()(talk)
 app.command()(methods)
 app.command()(doctor)

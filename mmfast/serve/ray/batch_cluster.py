@@ -1,0 +1,171 @@
+"""Workers on Ray: an actor with a model each, one piece of work at a time.
+
+Actors and not Ray Data: that restarts an actor and repeats its work without end, so that one clip
+that kills its decoder would keep the run from ever ending, and its own progress is known block by
+block. Here the worker that died says which clip it was: answered alone it gets a second chance,
+then it is a row with an error. Rows come to one process, which alone writes them; hence no row is
+lost or there twice, whatever dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmfast.core.errors import MmfastError
+from mmfast.frontends.guard import first_line
+from mmfast.serve.ray.batch_job import Job
+from mmfast.serve.ray.batch_rows import Row
+from mmfast.serve.ray.batch_worker import Answerer, Task, blank
+
+CHANCES = 2  # so often a clip may be the last thing a worker did
+
+
+class Worker:
+    """An actor's body: what it raises while loading reaches the user as one line."""
+
+    def __init__(self, job: Job, threads: int) -> None:
+        self._job, self._threads = job, threads
+        self._answer: Answerer | None = None
+
+    def load(self) -> str:
+        """Load the model; returns what is wrong, "" if nothing."""
+        import torch
+
+        from mmfast.cli_output import quiet
+
+        quiet()
+        torch.set_num_threads(self._threads)
+        try:
+            self._answer = Answerer(self._job)
+        except MmfastError as error:
+            return str(error)
+        return ""
+
+    def answer(self, tasks: Sequence[Task]) -> list[Row]:
+        """See `Answerer.__call__`."""
+        assert self._answer is not None
+        return self._answer(tasks)
+
+
+@dataclass
+class _Pool:
+    """Workers, what each of them does now, and what waits."""
+
+    ray: Any
+    job: Job
+    chunks: Iterator[list[Task]]
+    options: dict[str, Any]
+    threads: int
+    again: deque[list[Task]] = field(default_factory=deque)
+    deaths: dict[Task, int] = field(default_factory=dict)
+    busy: dict[Any, tuple[Any, list[Task]]] = field(default_factory=dict)  # future -> who, what
+    loaded: int = 0
+
+    def start(self) -> None:
+        """One more worker; its first work is to load the model."""
+        actor = self.ray.remote(**self.options)(Worker).remote(self.job, self.threads)
+        self.busy[actor.load.remote()] = (actor, [])
+
+    def next(self) -> list[Task]:
+        """What to do next, [] if there is nothing."""
+        return self.again.popleft() if self.again else next(self.chunks, [])
+
+    def give(self, actor: Any) -> None:
+        """Hand an idle worker something to do, if there is any."""
+        tasks = self.next()
+        if tasks:
+            self.busy[actor.answer.remote(tasks)] = (actor, tasks)
+
+    def take(self, future: Any) -> list[Row]:
+        """What a future brought; its worker goes on, or is replaced."""
+        actor, tasks = self.busy.pop(future)
+        try:
+            result = self.ray.get(future)
+        except self.ray.exceptions.RayActorError as error:
+            return self._died(tasks, error)
+        if not tasks:
+            if result:
+                raise MmfastError(result)
+            self.loaded += 1
+        self.give(actor)
+        return result if tasks else []
+
+    def _died(self, tasks: list[Task], error: Exception) -> list[Row]:
+        if not tasks and not self.loaded:
+            raise MmfastError(
+                f"a worker died while it loaded the model ({first_line(error)}): it may need more "
+                "memory; try fewer --workers"
+            ) from None
+        rows = []
+        for task in tasks:
+            # Only a clip that was alone is known to be at fault.
+            self.deaths[task] = self.deaths.get(task, 0) + (len(tasks) == 1)
+            if self.deaths[task] < CHANCES:
+                self.again.append([task])
+            else:
+                reason = f"the worker died {CHANCES} times while it answered this"
+                rows.append(blank(self.job, *task) | {"error": reason})
+        self.start()
+        return rows
+
+
+def answered(
+    job: Job, chunks: Iterator[list[Task]], workers: int | None, address: str = "local"
+) -> Iterator[list[Row]]:
+    """Rows of all chunks as they come, in any order; an empty list now and then.
+
+    Args:
+        job: What is answered, and how.
+        chunks: What one worker does at a time.
+        workers: How many models; None takes one per GPU, or one per two cores.
+        address: `local` starts Ray on this machine and stops it in the end; else a cluster's, of
+            which every node must see the media under the same paths.
+
+    Raises:
+        MmfastError: Ray is not installed or cannot start, or the model cannot be loaded.
+    """
+    with _cluster(address) as ray:
+        have = ray.cluster_resources()
+        on_cpu = job.device is not None and not job.device.startswith("cuda")
+        gpus, cores = 0 if on_cpu else int(have.get("GPU", 0)), int(have.get("CPU", 1))
+        count = workers or gpus or max(1, cores // 2)
+        threads = max(1, cores // count)
+        share = min(1.0, gpus / count) if gpus else 0
+        options: dict[str, Any] = {"num_cpus": min(1.0, cores / count), "num_gpus": share}
+        pool = _Pool(ray, job, chunks, options | {"max_restarts": 0}, threads)
+        for _ in range(count):
+            pool.start()
+        while pool.busy:
+            ready, _ = ray.wait(list(pool.busy), num_returns=1, timeout=1.0)
+            yield []
+            for future in ready:
+                yield pool.take(future)
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[Any]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address == "local":
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine alone
+    try:
+        import ray
+    except ImportError:
+        raise MmfastError(
+            'mmfast batch runs on Ray: pip install "mmfast[ray]", or give --engine inproc'
+        ) from None
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        ray.init(address, **options, **({"include_dashboard": False} if address == "local" else {}))
+    except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+        raise MmfastError(f"Ray cannot start at {address!r}: {first_line(error)}") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()

@@ -1,0 +1,250 @@
+"""What is answered already, on disk, such that a kill at any moment loses or doubles no row.
+
+One process alone writes (a lock sees to that): finished rows gather for two seconds at most, then
+become a shard beside the result, which is there in full or not at all. A row counts as answered
+once its shard has its name. The result is put together from the shards at the end and replaces an
+older one in one step; shards go after that. Where a kill leaves both, the rows are the same ones
+under the same path and question, and the newest of them counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from mmfast.core.errors import MmfastError
+from mmfast.frontends.guard import first_line, quote
+from mmfast.serve.ray.batch_job import differences
+from mmfast.serve.ray.batch_lock import lock
+from mmfast.serve.ray.batch_media import Medium
+from mmfast.serve.ray.batch_rows import (
+    DamagedError,
+    Key,
+    Row,
+    newest,
+    read,
+    sync_folder,
+    table_of,
+    write,
+)
+
+ROWS, SECONDS = 256, 2.0  # what waits for its shard at most
+SHARDS = 128  # then they become one
+
+
+class Seen(NamedTuple):
+    """What is remembered of a row."""
+
+    bytes: int
+    mtime_ns: int
+    content_hash: str | None
+    failed: bool
+
+    @staticmethod
+    def of(row: Row) -> Seen:
+        """Of one row."""
+        facts = (row["bytes"], row["mtime_ns"], row["content_hash"])
+        return Seen(*facts, row["error"] is not None)
+
+
+class Store:
+    """The rows of one job.
+
+    Args:
+        out: The result.
+        identity: Of the job.
+        resume: Go on from what is there; False begins anew.
+        warn: Told in one line of each shard that cannot be read.
+
+    Raises:
+        MmfastError: Another run writes there, the place cannot be written, or it holds the
+            answers of another job or something else altogether.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        identity: Mapping[str, Any],
+        resume: bool = True,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.out, self.parts = out, out.with_name(out.name + ".parts")
+        self._identity, self._warn = identity, warn
+        self._rows: list[Row] = []
+        self._since = time.monotonic()
+        self._check_target(resume)
+        self._lock = self._locked()
+        try:
+            self.done = self._begin(resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.flush()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let another run have it."""
+        os.close(self._lock)
+        with suppress(OSError):  # holds shards: stays
+            if [p.name for p in self.parts.iterdir()] == ["_lock"]:
+                shutil.rmtree(self.parts)
+
+    def lacks(self, medium: Medium, question: str, again: bool = False) -> bool:
+        """Whether there is no answer yet about this content.
+
+        Args:
+            medium: The file; one that was written anew since is answered anew.
+            question: What is asked.
+            again: An answer that is an error is none.
+        """
+        seen = self.done.get((medium.path, question))
+        if seen is None or (again and seen.failed):
+            return True
+        if (seen.bytes, seen.mtime_ns) == (medium.bytes, medium.mtime_ns):
+            return False
+        return seen.content_hash != file_hash(medium.file)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Take finished rows; call it with none now and then, too."""
+        if rows and not self._rows:
+            self._since = time.monotonic()
+        self._rows += rows
+        if len(self._rows) >= ROWS or time.monotonic() - self._since >= SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make what was taken last."""
+        if not self._rows:
+            return
+        shards = self._shards()
+        number = 1 + max((_number(shard) for shard in shards), default=0)
+        write(self._shard(number), table_of(self._rows), self._identity)
+        self.done |= {(row["path"], row["question"]): Seen.of(row) for row in self._rows}
+        self._rows = []
+        if len(shards) >= SHARDS:
+            self._fold([*shards, self._shard(number)])
+
+    def finish(self) -> None:
+        """Put the result together; the shards go."""
+        self.flush()
+        shards = self._shards()
+        if not shards:
+            return
+        tables = [self._mine(self.out)] if self.out.exists() else []
+        tables += [self._own(shard) for shard in shards]
+        write(self.out, newest(tables, self._identity["questions"]), self._identity)
+        for shard in shards:
+            shard.unlink()
+
+    def _fold(self, shards: Sequence[Path]) -> None:
+        table = newest([self._own(shard) for shard in shards], self._identity["questions"])
+        write(shards[-1], table, self._identity)  # older ones only repeat it from here on
+        for shard in shards[:-1]:
+            shard.unlink()
+
+    def _shard(self, number: int) -> Path:
+        return self.parts / f"part-{number:08d}.parquet"
+
+    def _shards(self) -> list[Path]:
+        return sorted(self.parts.glob("part-*.parquet"))
+
+    def _check_target(self, resume: bool) -> None:
+        """Before anything is made or removed: is this place ours?"""
+        if self.out.is_dir():
+            raise MmfastError(f"{quote(self.out)} is a directory; give --out a file name")
+        if self.out.exists():
+            self._mine(self.out, resume)
+
+    def _locked(self) -> int:
+        try:
+            self.parts.mkdir(parents=True, exist_ok=True)
+            return lock(self.parts / "_lock")
+        except BlockingIOError:
+            raise MmfastError(
+                f"another run writes {quote(self.out)} now; wait for it, or give another --out"
+            ) from None
+        except OSError as error:
+            raise MmfastError(
+                f"{quote(self.out)} cannot be written ({first_line(error)}); give another --out"
+            ) from None
+
+    def _begin(self, resume: bool) -> dict[Key, Seen]:
+        for half in (*self.parts.glob(".*.half"), self.out.with_name(f".{self.out.name}.half")):
+            half.unlink(missing_ok=True)
+        if not resume:
+            for shard in self._shards():
+                shard.unlink()
+            self.out.unlink(missing_ok=True)
+            sync_folder(self.parts)
+        tables = [self._mine(self.out)] if self.out.exists() else []
+        tables += [t for shard in self._shards() if (t := self._whole(shard)) is not None]
+        if not tables:
+            return {}
+        rows = newest(tables, self._identity["questions"]).to_pylist()
+        return {(row["path"], row["question"]): Seen.of(row) for row in rows}
+
+    def _whole(self, shard: Path) -> Any | None:
+        try:
+            return self._same(*read(shard), self.parts)
+        except DamagedError as reason:
+            shard.rename(shard.with_suffix(".damaged"))
+            self._warn(f"{shard.name} cannot be read ({reason}): what it held is answered again")
+            return None
+
+    def _own(self, shard: Path) -> Any:
+        try:
+            return read(shard)[0]
+        except DamagedError as reason:  # written or read well before in this very run
+            raise MmfastError(f"{quote(shard)} broke meanwhile ({reason}); run again") from None
+
+    def _mine(self, file: Path, resume: bool = True) -> Any:
+        try:
+            table, identity = read(file)
+        except DamagedError as reason:
+            raise MmfastError(
+                f"{quote(file)} is there and holds no answers ({reason}); give another --out, or "
+                "remove it"
+            ) from None
+        return self._same(table, identity, file) if resume else table
+
+    def _same(self, table: Any, identity: Mapping[str, Any], file: Path) -> Any:
+        other = differences(identity, self._identity)
+        if other:
+            raise MmfastError(
+                f"{quote(file)} holds the answers of another job ({other}); give another --out, "
+                "or --no-resume to begin anew"
+            )
+        return table
+
+
+def file_hash(file: str) -> str | None:
+    """SHA-256 of a file's content; None where it cannot be read."""
+    try:
+        with Path(file).open("rb") as data:
+            return hashlib.file_digest(data, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+def _number(shard: Path) -> int:
+    digits = shard.stem.removeprefix("part-")
+    return int(digits) if digits.isdigit() else 0
