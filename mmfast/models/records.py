@@ -120,7 +120,7 @@ class Recorder:
             planes = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
             record.planes = [_list(plane) for plane in planes]
             record.dropped = output.__dict__.get(CHAINS, [])
-            output.__dict__[_FIELD] = record
+            remember(output, record)
         if self._needs:
             self._collector.clear()
         self.last[kind] = record
@@ -142,6 +142,11 @@ def record_of(output: Any) -> Record | None:
     """The record of an encoder output, if it was encoded while attached."""
     record: Record | None = getattr(output, _FIELD, None)
     return record
+
+
+def remember(output: Any, record: Record) -> None:
+    """Let an encoder output tell its record."""
+    output.__dict__[_FIELD] = record
 
 
 @contextmanager

@@ -1,0 +1,127 @@
+"""One request on its way: what is known of it, and what its caller hears."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.trace import peak_bytes
+from mmfast.serve.engine.base import Delta, Emit, Failure, Finish, Request, Sampling
+from mmfast.serve.engine.parts import Embedded, Prepared
+from mmfast.serve.engine.text import Writer
+
+LOG = logging.getLogger("mmfast.serve")
+
+
+class Answer:
+    """A request from submission to its last event.
+
+    Args:
+        request: The request.
+        emit: Hears the events.
+        sampling: Of the request, its seed set.
+
+    Attributes:
+        prepared: What the processor wrote; None in a lane of its own.
+        embedded: What the encoder made.
+        writer: Turns tokens into text.
+        cached: Tokens whose work was reused.
+        over: The last event was sent.
+        broken: Its caller cannot hear.
+    """
+
+    def __init__(self, request: Request, emit: Emit, sampling: Sampling) -> None:
+        self.request, self._emit, self.sampling = request, emit, sampling
+        self.prepared: Prepared | None = None
+        self.embedded: Embedded | None = None
+        self.writer: Writer | None = None
+        self.cached = self.reserve = 0
+        self.over = self.broken = False
+        self.began = time.perf_counter()
+        self.prefill_ms = 0.0
+        self._first = 0.0
+        self._unsaid = 0
+
+    @property
+    def id(self) -> str:
+        """Of the request."""
+        return self.request.id
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.request.tenant
+
+    @property
+    def priority(self) -> int:
+        """Higher goes first."""
+        return self.request.priority
+
+    def push(self, token: int) -> bool:
+        """The next token; whether the answer goes on."""
+        assert self.writer is not None
+        if not self._first:
+            self._first = time.perf_counter()
+        text = self.writer.push(token)
+        self._unsaid += 1
+        if text:
+            self._send(Delta(text, self._unsaid))
+            self._unsaid = 0
+        return self.writer.over is None and not self.broken
+
+    def fail(self, error: Exception) -> None:
+        """The answer ends here."""
+        if isinstance(error, MmfastError):
+            self.end(Failure(str(error), 400, "invalid_request_error"))
+            return
+        # The text of a foreign error may hold anything, paths too: it is for the log alone.
+        LOG.error("request %s failed", self.id, exc_info=error)
+        self.end(Failure(f"the engine failed on this request ({type(error).__name__})"))
+
+    def end(self, event: Finish | Failure) -> None:
+        """Send the last event, once."""
+        if not self.over:
+            self.over = True
+            self._send(event)
+
+    def finish(self, trace: dict[str, Any], prompt: int) -> None:
+        """The answer is over.
+
+        Args:
+            trace: Rows and reductions so far; those of prefill and decoding are added.
+            prompt: Tokens of the prompt.
+        """
+        assert self.writer is not None and self.writer.over is not None
+        now = time.perf_counter()
+        rows = [
+            *trace["rows"],
+            _row("prefill", trace["prompt"], 1, self.prefill_ms),
+            _row("decode", 1, self.writer.count, (now - self._first) * 1e3),
+        ]
+        told = {
+            "rows": rows,
+            "reductions": trace["reductions"],
+            "visual_tokens": trace["visual_tokens"],
+            "kept_tokens": trace["kept_tokens"],
+            "ttft_ms": (self._first - self.began) * 1e3,
+        }
+        count, reason = self.writer.count, self.writer.over
+        self.end(Finish(reason, prompt, count, self.cached, told))
+
+    def _send(self, event: Delta | Finish | Failure) -> None:
+        try:
+            self._emit(event)
+        except Exception:  # nobody hears it; the others do
+            self.broken = True
+
+
+def _row(stage: str, tokens_in: int, tokens_out: int, ms: float) -> dict[str, Any]:
+    return {
+        "stage": stage,
+        "tokens_in": tokens_in,
+        "tokens_out": tokens_out,
+        "ms": ms,
+        "peak_bytes": peak_bytes(),
+    }

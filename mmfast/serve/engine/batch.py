@@ -1,0 +1,225 @@
+"""The batched lane: encode, prefill and decode of many requests, one unit of work at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from mmfast.serve.engine.answer import Answer
+from mmfast.serve.engine.decode import Decoder
+from mmfast.serve.engine.encoder import Encoder, Result
+from mmfast.serve.engine.parts import Embedded, Filled
+from mmfast.serve.engine.prefill import Job, Prefiller
+from mmfast.serve.engine.prefix import Prefixes
+
+Work = Generator[None, None, list[Result]]
+
+
+class Batch:
+    """Requests at work.
+
+    Args:
+        encoder: Makes embeddings.
+        prefiller: Makes keys and values.
+        decoder: Makes tokens.
+        limit: Bytes of keys and values, those of finished prompts included.
+        served: Told the tenant and how many tokens of work it was given.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        prefiller: Prefiller,
+        decoder: Decoder,
+        limit: int,
+        served: Callable[[str, float], None],
+    ) -> None:
+        self.encoder, self.prefiller, self.decoder = encoder, prefiller, decoder
+        self.limit, self._served = limit, served
+        self.prefixes = Prefixes(limit // 4)
+        self.per_token = token_bytes(prefiller)
+        self._raw: dict[str, Answer] = {}
+        self._encoding: tuple[Work, list[Answer]] | None = None
+        self._jobs: dict[str, tuple[Answer, Job]] = {}
+        self._running: dict[str, Answer] = {}
+        self._prefill_next = False
+
+    # --- what is at work ----------------------------------------------------------------------
+
+    @property
+    def answers(self) -> list[Answer]:
+        """All requests at work."""
+        encoding = self._encoding[1] if self._encoding else []
+        jobs = [answer for answer, _ in self._jobs.values()]
+        return [*self._raw.values(), *encoding, *jobs, *self._running.values()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values of requests at work."""
+        jobs = sum(job.nbytes for _, job in self._jobs.values())
+        return self.decoder.slots.nbytes + jobs
+
+    def worst(self, more: Sequence[Answer] = ()) -> int:
+        """Bytes that everything at work may come to hold, with more requests beside it."""
+        on_way = [*(a for a in self.answers if a.id not in self._running), *more]
+        rows = self.decoder.slots.needed([answer.reserve for answer in on_way])
+        pieces = sum(answer.reserve - answer.sampling.max_tokens for answer in on_way)
+        return (rows + pieces) * self.per_token
+
+    def alone(self, answer: Answer) -> int:
+        """Bytes that a request may come to hold with nothing beside it."""
+        rows, room = self.decoder.slots.shape([answer.reserve])
+        piece = answer.reserve - answer.sampling.max_tokens
+        return (rows * room + piece) * self.per_token
+
+    def fits(self, answer: Answer) -> bool:
+        """Whether a request can start now; finished prompts make room."""
+        if len(self.answers) >= self.decoder.slots.most:
+            return False
+        return self.worst([answer]) <= self.limit
+
+    def start(self, answer: Answer) -> None:
+        """Take a request in."""
+        self._raw[answer.id] = answer
+        self.prefixes.shrink(self.limit - self.worst())
+
+    def cancel(self, name: str) -> Answer | None:
+        """Let a request go, whatever is done with it; its memory is free at once."""
+        answer = self._raw.pop(name, None)
+        if name in self._jobs:
+            answer = self._jobs.pop(name)[0]
+        if name in self._running:
+            answer = self._running.pop(name)
+            self.decoder.release(name)
+        if self._encoding is not None:
+            mine = [each for each in self._encoding[1] if each.id == name]
+            answer = mine[0] if mine else answer
+        return answer
+
+    # --- one unit of work ---------------------------------------------------------------------
+
+    def work(self) -> bool:
+        """One call of the tower or one chunk of prefill, in turns; whether there was any."""
+        encodes = bool(self._raw) or self._encoding is not None
+        if encodes and not (self._jobs and self._prefill_next):
+            self._prefill_next = True
+            self._encode()
+            return True
+        self._prefill_next = False
+        return self._prefill()
+
+    def decode(self) -> bool:
+        """One token for every running answer; whether there was any."""
+        if not self._running:
+            return False
+        for key, token in self.decoder.step():
+            answer = self._running[str(key)]
+            self._served(answer.tenant, 1)
+            if isinstance(token, Exception):
+                self._fail(answer, token)
+            elif not answer.push(token):
+                self._release(answer)
+        return True
+
+    def clear(self) -> list[Answer]:
+        """Let everything go; the requests it was."""
+        gone = self.answers
+        for answer in gone:
+            self.cancel(answer.id)
+        self._encoding = None
+        return gone
+
+    def _encode(self) -> None:
+        if self._encoding is None:
+            batch = list(self._raw.values())
+            self._raw.clear()
+            prepared = [answer.prepared for answer in batch if answer.prepared is not None]
+            self._encoding = self.encoder.steps(prepared), batch
+        steps, batch = self._encoding
+        try:
+            next(steps)
+            return
+        except StopIteration as end:
+            results: list[Result] = end.value
+        self._encoding = None
+        for answer, found in zip(batch, results, strict=True):
+            if answer.over:
+                continue
+            if isinstance(found, Exception):
+                self._fail(answer, found)
+            else:
+                self._encoded(answer, found)
+
+    def _encoded(self, answer: Answer, found: Any) -> None:
+        answer.embedded, answer.prepared = found, None
+        answer.reserve = found.length + answer.sampling.max_tokens
+        prefix = self.prefixes.find(answer.tenant, found.blocks, found.length)
+        job = Job(found, prefix)
+        answer.cached = max(found.reused, job.reused)
+        self._jobs[answer.id] = answer, job
+
+    def _prefill(self) -> bool:
+        plan = self.prefiller.plan([job for _, job in self._jobs.values()])
+        if not plan:
+            return False
+        owners = {job: answer for answer, job in self._jobs.values()}
+        start = time.perf_counter()
+        ended = self.prefiller.run(plan)
+        ms = (time.perf_counter() - start) * 1e3
+        total = sum(n for _, n in plan)
+        for job, n in plan:
+            owners[job].prefill_ms += ms * n / total
+            self._served(owners[job].tenant, n)
+        for job in ended:
+            self._begin(owners[job], self.prefiller.result(job))
+        return True
+
+    def _begin(self, answer: Answer, filled: Filled) -> None:
+        """From prefill to decoding."""
+        del self._jobs[answer.id]
+        assert answer.embedded is not None
+        self.prefixes.put(answer.tenant, answer.embedded.blocks, filled.kv)
+        self._running[answer.id] = answer
+        try:
+            token = self.decoder.first(filled, answer.sampling)
+            if answer.push(token):
+                self.decoder.admit(answer.id, filled, token, answer.sampling)
+            else:
+                self._release(answer)
+        except Exception as error:
+            self._fail(answer, error)
+
+    def _release(self, answer: Answer) -> None:
+        self._running.pop(answer.id, None)
+        self.decoder.release(answer.id)
+        prompt = answer.embedded
+        if answer.broken or prompt is None or prompt.whole is None:
+            answer.over = True
+            return
+        told = {
+            "rows": prompt.rows,
+            "reductions": prompt.reductions,
+            "visual_tokens": prompt.visual_tokens,
+            "kept_tokens": prompt.kept_tokens,
+            "prompt": prompt.length,
+        }
+        answer.finish(told, len(prompt.whole))
+
+    def _fail(self, answer: Answer, error: Exception) -> None:
+        self.cancel(answer.id)
+        answer.fail(error)
+
+
+@torch.inference_mode()
+def token_bytes(prefiller: Prefiller) -> int:
+    """Bytes of keys and values of one token, measured."""
+    embed = prefiller.decoder.get_input_embeddings()
+    table = embed.weight
+    wide = hasattr(getattr(prefiller.decoder, "rotary_emb", None), "mrope_section")
+    places = torch.arange(2, device=table.device).expand(3 if wide else 1, -1)
+    ids = torch.zeros(2, dtype=torch.int64, device=table.device)
+    (filled,) = prefiller.fill([Embedded(embed(ids), places, ids)])
+    return filled.nbytes // 2

@@ -1,0 +1,72 @@
+"""Who goes next: priority first, then the tenant that had least, then who came first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
+
+
+class Waiting(Protocol):
+    """What a queue needs to know."""
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+
+    @property
+    def priority(self) -> int:
+        """Higher goes first."""
+
+
+T = TypeVar("T", bound=Waiting)
+
+
+class FairQueue(Generic[T]):
+    """Requests that wait.
+
+    Work is counted in tokens. A tenant that comes anew starts level with the one that had least
+    among those at work, so that nobody saves up turns.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, T] = OrderedDict()
+        self.served: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterable[T]:  # type: ignore[override]
+        return iter(tuple(self._waiting.values()))
+
+    def push(self, item: T, active: Iterable[str] = ()) -> None:
+        """Let one wait; `active` are the tenants at work."""
+        present = {*active, *(each.tenant for each in self._waiting.values())}
+        if item.tenant not in present:
+            floor = min((self.served.get(name, 0.0) for name in present), default=0.0)
+            self.served[item.tenant] = max(self.served.get(item.tenant, 0.0), floor)
+        self._waiting[item.id] = item
+
+    def peek(self) -> T | None:
+        """Who goes next."""
+        if not self._waiting:
+            return None
+        order = enumerate(self._waiting.values())
+        return min(order, key=lambda p: (-p[1].priority, self.served.get(p[1].tenant, 0.0), p[0]))[
+            1
+        ]
+
+    def remove(self, name: str) -> T | None:
+        """Take one out by name; None where it does not wait."""
+        return self._waiting.pop(name, None)
+
+    def count(self, tenant: str, tokens: float, active: Iterable[str] = ()) -> None:
+        """A tenant was given work of so many tokens."""
+        self.served[tenant] = self.served.get(tenant, 0.0) + tokens
+        if len(self.served) > 4096:  # tenants that left; those at work stay
+            keep = {*active, *(each.tenant for each in self._waiting.values()), tenant}
+            self.served = {name: had for name, had in self.served.items() if name in keep}

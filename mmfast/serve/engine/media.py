@@ -1,0 +1,191 @@
+"""Encoding media: units that can be encoded together, kept apart again, and used again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import ModelError
+from mmfast.models.adapter import Adapter, Layout
+from mmfast.models.prompt_ids import prompt_ids
+from mmfast.models.records import Record, flat, record_of, recording, remember
+from mmfast.models.towers import PIXELS
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Media of one kind that their family encodes together: one where it can be told apart.
+
+    Attributes:
+        kind: `image` or `video`.
+        key: Under which what it becomes can be used again.
+        call: Arguments of the encoding method.
+        ids: `[L]` of its prompt.
+    """
+
+    kind: str
+    key: tuple[Any, ...]
+    call: Mapping[str, Any]
+    ids: Tensor
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Units of the same shape can be encoded in one call."""
+        rest = {
+            name: (value.shape[1:], value.dtype) if isinstance(value, Tensor) else repr(value)
+            for name, value in self.call.items()
+        }
+        return (self.kind, *sorted(rest.items(), key=lambda pair: pair[0]))
+
+    @property
+    def work(self) -> int:
+        """Numbers that enter the tower."""
+        pixels = self.call.get(PIXELS[self.kind])
+        return int(pixels.numel()) if isinstance(pixels, Tensor) else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What a unit became.
+
+    Attributes:
+        output: Class of the encoder's output.
+        features: `[n, D]` of all its media.
+        planes: DeepStack features `[n, D]` each.
+        layouts: One per medium.
+        signals: Signals of the tower, one dictionary per medium.
+        ms: Milliseconds of the tower, its share of a call.
+    """
+
+    output: type[Any]
+    features: Tensor
+    planes: tuple[Tensor, ...]
+    layouts: tuple[Layout, ...]
+    signals: tuple[dict[str, Tensor], ...]
+    ms: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        signals = (each for one in self.signals for each in one.values())
+        return sum(each.nbytes for each in (self.features, *self.planes, *signals))
+
+
+def units(
+    base: Any, kind: str, inputs: Mapping[str, Any], keys: Sequence[str], context: tuple[Any, ...]
+) -> list[Unit]:
+    """The media of one kind of one prompt, apart where that is safe.
+
+    Args:
+        base: The base model.
+        kind: `image` or `video`.
+        inputs: What the processor returned.
+        keys: Of the media, in order.
+        context: What else decides on the result: tenant and signals.
+    """
+    names = inspect.signature(getattr(base, f"get_{kind}_features")).parameters
+    call = {name: inputs[name] for name in names if inputs.get(name) is not None}
+    ids, parts = inputs["input_ids"][0], _split(kind, call, len(keys))
+    if parts is None:
+        return [Unit(kind, (kind, context, *keys), call, ids)]
+    return [
+        Unit(kind, (kind, context, key), part, ids) for key, part in zip(keys, parts, strict=True)
+    ]
+
+
+def _split(kind: str, call: Mapping[str, Any], count: int) -> list[dict[str, Any]] | None:
+    """Arguments of each medium; None where they belong together."""
+    tensors = {name: value for name, value in call.items() if isinstance(value, Tensor)}
+    if len(tensors) < len(call):
+        return None
+    grid = tensors.get(f"{kind}_grid_thw")
+    rows = {name: [1] * count for name in tensors}
+    if grid is not None and PIXELS[kind] in tensors:
+        rows[PIXELS[kind]] = grid.prod(-1).tolist()
+    if any(sum(rows[name]) != len(value) for name, value in tensors.items()):
+        return None
+    cut = {name: value.split(rows[name]) for name, value in tensors.items()}
+    return [{name: parts[i] for name, parts in cut.items()} for i in range(count)]
+
+
+def grouped(waiting: Sequence[Unit], most: int) -> Iterator[list[Unit]]:
+    """Units that go through the tower together, at most `most` numbers in each group."""
+    groups: dict[tuple[Any, ...], list[Unit]] = {}
+    for unit in waiting:
+        if not all(isinstance(value, Tensor) for value in unit.call.values()):
+            yield [unit]
+            continue
+        mine = groups.setdefault(unit.shape, [])
+        if mine and sum(each.work for each in mine) + unit.work > most:
+            yield groups.pop(unit.shape)
+            mine = groups.setdefault(unit.shape, [])
+        mine.append(unit)
+    yield from groups.values()
+
+
+@torch.no_grad()
+def encode(base: Any, adapter: Adapter, needs: Collection[str], group: Sequence[Unit]) -> list[Any]:
+    """Run the tower once for all units of a group; a `Known` each."""
+    kind, first = group[0].kind, group[0].call
+    call = dict(first)
+    if len(group) > 1:
+        call = {name: torch.cat([unit.call[name] for unit in group]) for name in first}
+    longest = max(len(unit.ids) for unit in group)
+    ids = torch.stack([F.pad(u.ids, (longest - len(u.ids), 0), value=-1) for u in group])
+    with prompt_ids(ids), recording(base, adapter, needs):
+        output = getattr(base, f"get_{kind}_features")(**call, return_dict=True)
+    record = record_of(output)
+    if record is None:
+        raise ModelError(f"the {kind} encoder of {adapter.family!r} says nothing of its layout")
+    return _apart(output, record, _shares(record, group))
+
+
+def _shares(record: Record, group: Sequence[Unit]) -> list[int]:
+    """How many layouts each unit has."""
+    if len(group) == 1:
+        return [len(record.layouts)]
+    if len(record.layouts) != len(group):
+        raise ModelError(f"{len(group)} {record.kind}s became {len(record.layouts)} of features")
+    return [1] * len(group)
+
+
+def _apart(output: Any, record: Record, shares: Sequence[int]) -> list[Known]:
+    features = flat(output.pooler_output)
+    planes = [flat(plane) for plane in getattr(output, "deepstack_features", None) or ()]
+    found, item, start = [], 0, 0
+    for share in shares:
+        layouts = tuple(record.layouts[item : item + share])
+        stop = start + sum(each.length for each in layouts)
+        found.append(
+            Known(
+                type(output),
+                features[start:stop].clone(),
+                tuple(plane[start:stop].clone() for plane in planes),
+                layouts,
+                tuple(record.signals[item : item + share]),
+            )
+        )
+        item, start = item + share, stop
+    if start != len(features):
+        raise ModelError(f"{len(features)} features of kind {record.kind!r} fit no {start} places")
+    return found
+
+
+def joined(kind: str, parts: Sequence[Known]) -> Any:
+    """An encoder output of the stock class for all media of one kind of one prompt."""
+    cls = parts[0].output
+    features = [part.features for part in parts]
+    planes = [list(each) for each in zip(*(part.planes for part in parts), strict=True)]
+    needed = {f.name: None for f in fields(cls) if f.default is MISSING}
+    extra = {"deepstack_features": planes} if planes else {}
+    output = cls(**needed, pooler_output=features, **extra)
+    layouts = [layout for part in parts for layout in part.layouts]
+    signals = [signal for part in parts for signal in part.signals]
+    remember(output, Record(kind, layouts, signals, [features, *planes]))
+    return output

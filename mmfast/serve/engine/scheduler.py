@@ -1,0 +1,267 @@
+"""The engine of this process: many requests on one stock model, batched as they come."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from mmfast.core.errors import MmfastError
+from mmfast.models.loading import EMBEDDED, load
+from mmfast.serve.engine.answer import LOG, Answer
+from mmfast.serve.engine.base import BusyError, Emit, Failure, Health, Request, Sampling
+from mmfast.serve.engine.batch import Batch
+from mmfast.serve.engine.decode import Decoder
+from mmfast.serve.engine.encoder import Encoder
+from mmfast.serve.engine.fair import FairQueue
+from mmfast.serve.engine.memory import kv_limit
+from mmfast.serve.engine.prefill import Prefiller
+from mmfast.serve.engine.text import Writer
+
+
+class Scheduler:
+    """Answers requests; see `mmfast.serve.engine.base.Executor`.
+
+    One thread owns the model. Every round it does one unit of work on prompts, a call of the
+    vision tower or a chunk of prefill, and then one decoding step for all running answers, so no
+    answer waits longer than a unit.
+
+    Args:
+        model: Checkpoint directory, hub id, `(model, processor)` pair, or None (embedded).
+        reduce: Spec string of reducers for requests that name none.
+        cache: Spec string of cache policies for requests that name none.
+        device: `cpu`, `cuda`, `cuda:1`; None takes CUDA where there is one.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        slots: Requests that are answered at once.
+        context: Longest prompt and answer in tokens; None takes the model's.
+        chunk: Tokens of prompts between two decoding steps.
+        queue: Requests that may wait; one more raises `BusyError`.
+        memory: Bytes of keys and values: `"2GB"`; None measures what is free.
+        name: What the model is called.
+
+    Raises:
+        SpecError: `reduce` or `cache` is wrong.
+        ModelError: The model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        reduce: str | None = None,
+        cache: str | None = None,
+        device: str | None = None,
+        dtype: str = "auto",
+        slots: int = 16,
+        context: int | None = None,
+        chunk: int = 256,
+        queue: int = 32,
+        memory: str | int | None = None,
+        name: str | None = None,
+    ) -> None:
+        self._reduce, self._cache = reduce, cache
+        stock, processor = load(model, device, dtype)
+        self.model = name or (EMBEDDED if model is None else str(model))
+        limit = kv_limit(memory, stock.device)
+        self._queue: FairQueue[Answer] = FairQueue()
+        self._most, self._slots = slots + queue, slots
+        self.context = context or _context_of(stock)
+        self._batch = Batch(
+            Encoder(stock, processor, min(limit // 4, 256 << 20)),
+            Prefiller(stock, chunk),
+            Decoder(stock, slots),
+            limit,
+            self._count,
+        )
+        self._processor = processor
+        self._wake = threading.Condition()
+        self._known: dict[str, Answer | None] = {}
+        self._new: deque[Answer] = deque()
+        self._gone: set[str] = set()
+        self._closed = False
+        self._pace, self._ended = 0.1, time.perf_counter()  # seconds between two ends
+        self._thread = threading.Thread(target=self._run, name="mmfast-engine", daemon=True)
+        self._thread.start()
+
+    # --- from any thread ----------------------------------------------------------------------
+
+    def submit(self, request: Request, emit: Emit) -> None:
+        """See `Executor.submit`."""
+        sampling = _checked(request.sampling)
+        with self._wake:
+            self._open(request)
+            self._known[request.id] = None  # its place, while it is prepared
+        try:
+            answer = self._prepared(request, emit, sampling)
+        except BaseException:
+            with self._wake:
+                self._known.pop(request.id, None)
+                self._gone.discard(request.id)
+            raise
+        with self._wake:
+            if self._closed:
+                self._known.pop(request.id, None)
+                raise MmfastError("the engine is closed; start another one")
+            self._known[request.id] = answer
+            self._new.append(answer)
+            self._wake.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """See `Executor.cancel`."""
+        with self._wake:
+            if request_id in self._known:
+                self._gone.add(request_id)
+                self._wake.notify()
+
+    def health(self) -> Health:
+        """See `Executor.health`."""
+        with self._wake:
+            batch = self._batch
+            running = len(batch.answers)
+            waiting = len(self._known) - running
+            ready = not self._closed and self._thread.is_alive()
+        kept, prefixes = batch.encoder.kept, batch.prefixes.held
+        gauges = {
+            "kv_bytes": float(batch.nbytes),
+            "kv_bytes_limit": float(batch.limit),
+            "kv_bytes_per_token": float(batch.per_token),
+            "prefix_bytes": float(prefixes.nbytes),
+            "encoder_bytes": float(kept.nbytes),
+            "cache_hits": float(kept.hits + prefixes.hits),
+            "cache_misses": float(kept.misses + prefixes.misses),
+        }
+        return Health(ready, running, max(0, waiting), gauges)
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _open(self, request: Request) -> None:
+        """Refuse what cannot come in now."""
+        if self._closed:
+            raise MmfastError("the engine is closed; start another one")
+        if request.id in self._known:
+            raise MmfastError(f"request id {request.id!r} is at work already; give another")
+        if len(self._known) >= self._most:
+            wait = min(30.0, max(0.1, self._pace))
+            raise BusyError(
+                f"{len(self._known)} requests run or wait already; try again in {wait:.1f} s", wait
+            )
+
+    def _prepared(self, request: Request, emit: Emit, sampling: Sampling) -> Answer:
+        answer = Answer(request, emit, sampling)
+        reduce = self._reduce if request.options.reduce is None else request.options.reduce
+        prepared = self._batch.encoder.prepare(request, reduce)
+        most = prepared.length + sampling.max_tokens
+        if most > self.context:
+            raise MmfastError(
+                f"{prepared.length} tokens of prompt and max_tokens={sampling.max_tokens} are more "
+                f"than the {self.context} that fit; ask for less, or give fewer or smaller media"
+            )
+        answer.prepared, answer.reserve = prepared, most
+        needed = self._batch.alone(answer)
+        if needed > self._batch.limit:
+            raise MmfastError(
+                f"this request takes {needed:,} bytes of keys and values, and there are "
+                f"{self._batch.limit:,}; ask for fewer tokens, or give the server more memory"
+            )
+        ends = self._batch.decoder.chooser.ends
+        answer.writer = Writer(self._processor.tokenizer, sampling, ends)
+        return answer
+
+    # --- the engine's thread ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._closed or self._new or self._gone or self._busy()):
+                    self._wake.wait()
+                if self._closed:
+                    break
+                self._take()
+            try:
+                self._round()
+            except Exception as error:  # what is not one request's fault ends all that run
+                LOG.exception("the engine failed")
+                for answer in self._batch.clear():
+                    answer.fail(error)
+            self._tidy()
+        self._end_all()
+
+    def _busy(self) -> bool:
+        return bool(self._batch.answers) or len(self._queue) > 0
+
+    def _take(self) -> None:
+        """What other threads brought; called with the lock."""
+        while self._new:
+            answer = self._new.popleft()
+            self._queue.push(answer, {each.tenant for each in self._batch.answers})
+        for name in tuple(self._gone):
+            answer_or_place = self._known.get(name)
+            if name not in self._known:
+                self._gone.discard(name)
+            if answer_or_place is None:
+                continue  # still being prepared, or over
+            self._gone.discard(name)
+            self._queue.remove(name)
+            self._batch.cancel(name)
+            answer_or_place.end(Failure("cancelled", 499, "cancelled"))
+
+    def _round(self) -> None:
+        while (first := self._queue.peek()) is not None and self._batch.fits(first):
+            self._queue.remove(first.id)
+            self._batch.start(first)
+        self._batch.work()
+        self._batch.decode()
+
+    def _tidy(self) -> None:
+        """Forget what is over."""
+        with self._wake:
+            over = [name for name, a in self._known.items() if a is not None and a.over]
+            for name in over:
+                del self._known[name]
+        if over:
+            now = time.perf_counter()
+            self._pace += 0.2 * ((now - self._ended) / len(over) - self._pace)
+            self._ended = now
+
+    def _end_all(self) -> None:
+        self._batch.clear()
+        with self._wake:
+            left = [answer for answer in self._known.values() if answer is not None]
+            self._known.clear()
+        for answer in left:
+            answer.end(Failure("the engine is closed", 503))
+
+    def _count(self, tenant: str, tokens: float) -> None:
+        self._queue.count(tenant, tokens)
+
+
+def _context_of(model: Any) -> int:
+    config = model.config.get_text_config()
+    return int(getattr(config, "max_position_embeddings", None) or 4096)
+
+
+def _checked(sampling: Sampling) -> Sampling:
+    """The same with a seed.
+
+    Raises:
+        MmfastError: A number is outside its range.
+    """
+    ranges = {
+        "max_tokens": (sampling.max_tokens, sampling.max_tokens >= 1, "1 or more"),
+        "temperature": (sampling.temperature, 0 <= sampling.temperature <= 100, "0 to 100"),
+        "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+    }
+    for name, (value, fine, choices) in ranges.items():
+        if not fine:
+            raise MmfastError(f"{name}={value!r} is not allowed; give {choices}")
+    seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+    return replace(sampling, seed=seed)

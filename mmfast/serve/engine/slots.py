@@ -1,0 +1,213 @@
+"""Keys and values of running answers: one row each, every row at its own length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+STEP = 64  # tokens; rows grow in steps of these
+
+
+class Slots:
+    """Keys and values `[2, rows, H, room, d]` per layer; rows `0..count-1` are answers.
+
+    What stands behind the length of a row is finite and never read. Memory is that of the rows
+    in use, each as wide as the widest answer may become: `needed` says it before.
+
+    Args:
+        layers: Decoder layers.
+        most: Rows at most.
+
+    Attributes:
+        lengths: Tokens held per row.
+        reserved: Tokens per row that it may come to hold.
+    """
+
+    def __init__(self, layers: int, most: int) -> None:
+        self.most = most
+        self.data: list[Tensor | None] = [None] * layers
+        self.lengths: list[int] = []
+        self.reserved: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(each.nbytes for each in self.data if each is not None)
+
+    def shape(self, reserved: Sequence[int]) -> tuple[int, int]:
+        """Rows and tokens per row of the tensors that hold answers of these lengths."""
+        rows = min(self.most, 1 << (len(reserved) - 1).bit_length()) if reserved else 0
+        return rows, -(-max(reserved, default=0) // STEP) * STEP
+
+    def needed(self, more: Sequence[int] = ()) -> int:
+        """Tokens of memory with answers of these lengths beside those that run."""
+        rows, room = self.shape([*self.reserved, *more])
+        return rows * room
+
+    def add(self, kv: Sequence[Tensor], reserve: int) -> int:
+        """Copy in keys and values `[2, H, m, d]` per layer; the number of the row."""
+        row, length = len(self.lengths), int(kv[0].shape[2])
+        self.lengths.append(length)
+        self.reserved.append(max(reserve, length + 1))
+        self._fit(kv)
+        for own, new in zip(self.data, kv, strict=True):
+            assert own is not None
+            own[:, row, :, :length] = new
+            # A row that was here may have left infinities, and 0 * inf is no 0.
+            own[:, row, :, length:] = 0
+        return row
+
+    def remove(self, row: int) -> int | None:
+        """Let a row go; the row that takes its number is the last one, None where it was that."""
+        last = len(self.lengths) - 1
+        if row != last:
+            length = self.lengths[last]
+            for own in self.data:
+                assert own is not None
+                own[:, row] = own[:, last]
+            self.lengths[row], self.reserved[row] = length, self.reserved[last]
+        self.lengths.pop()
+        self.reserved.pop()
+        self._fit(())
+        return None if row == last else last
+
+    def row(self, number: int) -> tuple[Tensor, ...]:
+        """Keys and values `[2, H, m, d]` of a row per layer, copied."""
+        length = self.lengths[number]
+        return tuple(own[:, number, :, :length].clone() for own in self.data if own is not None)
+
+    def _fit(self, like: Sequence[Tensor]) -> None:
+        """Make room, or give back what is no longer needed."""
+        rows, room = self.shape(self.reserved)
+        for i, own in enumerate(self.data):
+            if own is not None and own.shape[1] == rows and own.shape[3] == room:
+                continue
+            if not rows:
+                self.data[i] = None
+                continue
+            source = like[i] if own is None else own
+            heads, width = source.shape[-3], source.shape[-1]
+            new = source.new_zeros(2, rows, heads, room, width)
+            if own is not None:
+                r, c = min(rows, own.shape[1]), min(room, own.shape[3])
+                new[:, :r, :, :c] = own[:, :r, :, :c]
+            self.data[i] = new
+
+
+class RowCache(Cache):  # type: ignore[misc]  # transformers has no types
+    """The rows as the cache of one decoding step: one new token per row.
+
+    Args:
+        slots: The rows.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__(layers=[])
+        self._data, lengths = slots.data, slots.lengths
+        first = self._data[0]
+        assert first is not None
+        self._count, self._stop = len(lengths), max(lengths) + 1
+        self._rows = torch.arange(self._count, device=first.device)
+        self._at = torch.tensor(lengths, device=first.device)
+        even = min(lengths) == max(lengths)
+        self.mask = None if even else self._seen(first.dtype)
+
+    def _seen(self, dtype: torch.dtype) -> Tensor:
+        """`[B, 1, 1, keys]` added to the scores: a row sees its own tokens."""
+        keys = torch.arange(self._stop, device=self._at.device)
+        hidden = keys > self._at[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self._at.device)
+        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None, None]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new token of every row; all keys and values up to the longest row."""
+        data = self._data[layer_idx]
+        assert data is not None
+        keys, values = data[0], data[1]
+        keys[self._rows, :, self._at] = key_states[:, :, 0]
+        values[self._rows, :, self._at] = value_states[:, :, 0]
+        return keys[: self._count, :, : self._stop], values[: self._count, :, : self._stop]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row."""
+        return self._stop - 1
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """As `get_seq_length`."""
+        return self._stop - 1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys that are read, and the first of them."""
+        return self._stop, 0
+
+
+class PackCache(Cache):  # type: ignore[misc]
+    """Parts of several prompts behind each other as one row, each with its own past.
+
+    Args:
+        kv: Per prompt the tensors `[2, H, m, d]` per layer; empty lists are filled.
+        spans: Per prompt the tokens of this pass, `(start, stop)`.
+        room: Per prompt m.
+        dtype: Of the mask.
+        device: Of the mask.
+    """
+
+    def __init__(
+        self,
+        kv: Sequence[list[Tensor]],
+        spans: Sequence[tuple[int, int]],
+        room: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(layers=[])
+        self._kv, self._spans, self._room = kv, spans, room
+        self._count = sum(stop - start for start, stop in spans)
+        self._keys = sum(stop for _, stop in spans)
+        causal = len(spans) == 1 and spans[0][0] == 0
+        self.mask = None if causal else self._blocks(dtype, device)
+
+    def _blocks(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`[1, 1, n, keys]` added to the scores: a token sees what stands before it in its own."""
+        mask = torch.full((self._count, self._keys), torch.finfo(dtype).min, dtype=dtype)
+        row = column = 0
+        for start, stop in self._spans:
+            n = stop - start
+            mask[row : row + n, column : column + stop].triu_(start + 1)
+            row, column = row + n, column + stop
+        return mask[None, None].to(device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new tokens of every prompt; keys and values of all of them."""
+        row, parts = 0, []
+        heads, width = key_states.shape[1], key_states.shape[3]
+        for own, (start, stop), room in zip(self._kv, self._spans, self._room, strict=True):
+            if len(own) <= layer_idx:
+                own.append(key_states.new_zeros(2, heads, room, width))
+            held = own[layer_idx]
+            held[0, :, start:stop] = key_states[0, :, row : row + stop - start]
+            held[1, :, start:stop] = value_states[0, :, row : row + stop - start]
+            row += stop - start
+            parts.append(held[:, :, :stop])
+        both = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return both[0][None], both[1][None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before these."""
+        return self._keys - self._count
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """As `get_seq_length`."""
+        return self._keys - self._count
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys that are read, and the first of them."""
+        return self._keys, 0
