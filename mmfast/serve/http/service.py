@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import PurePath
+from typing import Any, TypeVar
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig
@@ -20,6 +21,9 @@ from mmfast.serve.engine.base import Executor, Health
 from mmfast.serve.guard.errors import ApiError
 from mmfast.serve.http.metrics import Metrics
 
+T = TypeVar("T")
+SPEECH = "mmfast-tiny-speech"
+VOICES = 2  # speeches and recordings that are worked on at once
 _log = logging.getLogger("mmfast.serve")
 
 
@@ -52,6 +56,11 @@ class Later:
         future = self._future
         loaded = future is not None and future.done() and future.exception() is None
         return future.result() if future is not None and loaded else None
+
+    def failure(self) -> BaseException | None:
+        """Why it could not be loaded."""
+        future = self._future
+        return future.exception() if future is not None and future.done() else None
 
     async def get(self) -> Any:
         """Wait for it.
@@ -86,6 +95,7 @@ class Service:
         self._voice = Later(lambda: _voice(config), voice)
         self.metrics = Metrics(self.health)
         self.parts: dict[str, Any] = {}
+        self._threads = ThreadPoolExecutor(VOICES, "voice")
 
     def start(self) -> Future[Any]:
         """Begin to load: the engine, then the voice; the future is the engine's."""
@@ -118,6 +128,14 @@ class Service:
             )
         return await self._voice.get()
 
+    def spawn_voice(self, work: Callable[[], None]) -> None:
+        """Begin a speech in one of the same threads."""
+        self._threads.submit(work)
+
+    async def in_voice_thread(self, work: Callable[[], T]) -> T:
+        """Speech is worked on in a few threads of its own, so that it never starves the rest."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
     def health(self) -> Health | None:
         """How the engine is; None while it is loaded."""
         engine = self._engine.now()
@@ -129,8 +147,19 @@ class Service:
         engine = self._engine.now()
         return self.config.name or (engine.model if engine is not None else _name(self.config))
 
+    @property
+    def speech_model(self) -> str:
+        """The name of the model that speaks."""
+        speech = self.config.speech
+        return SPEECH if speech is None else PurePath(speech).name
+
+    def failure(self) -> BaseException | None:
+        """Why there is no engine; None where there is one, or will be."""
+        return self._engine.failure()
+
     def close(self) -> None:
-        """Stop the engine."""
+        """Stop the engine and what is still said."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         engine = self._engine.now()
         if engine is not None:
             engine.close()

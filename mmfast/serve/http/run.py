@@ -1,0 +1,127 @@
+"""From options to a listening server and back."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from mmfast.core.errors import MmfastError
+from mmfast.serve.config import ServerConfig
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The socket to listen on, taken before anything is loaded.
+
+    Raises:
+        MmfastError: Somebody else has it, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((config.host, config.port))
+    except (OSError, UnicodeError) as error:
+        found.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise MmfastError(
+            f"cannot listen on {config.host}:{config.port} ({reason}); "
+            "give another --port (0 takes a free one) or --host"
+        ) from None
+    return found
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where clients find it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn, hardened by the options, that ends a process cleanly on SIGINT and SIGTERM.
+
+    Args:
+        app: The application.
+        config: Its options.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                # h11 limits what it keeps of unfinished headers; httptools does not
+                http="h11",
+                h11_max_incomplete_event_size=config.max_header_bytes,
+                ws="websockets-sansio",
+                ws_max_size=config.realtime_message_bytes,
+                ws_ping_interval=20.0,
+                ws_ping_timeout=20.0,
+                limit_concurrency=config.connections,
+                timeout_keep_alive=round(config.keep_alive_seconds),
+                timeout_graceful_shutdown=round(config.shutdown_seconds),
+                server_header=False,
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                lifespan="on",
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop on a signal, and do not raise it again behind: that would be a failure."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {each: signal.signal(each, self._stop) for each in signals}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.handle_exit(number, frame)
+
+
+def serve(config: ServerConfig, listening: socket.socket, loaded: Callable[[], Any]) -> None:
+    """Serve until a signal comes.
+
+    Args:
+        config: All options.
+        listening: From `bind`.
+        loaded: Called when the engine is there.
+
+    Raises:
+        MmfastError: The engine cannot be loaded.
+    """
+    from mmfast.serve.http.app import create_app
+
+    app = create_app(config)
+    server = Server(app, config)
+    engine: Future[Any] = app.state.service.start()
+
+    def done(future: Future[Any]) -> None:
+        if future.exception() is None:
+            loaded()
+        else:
+            server.should_exit = True
+
+    engine.add_done_callback(done)
+    server.run(sockets=[listening])
+    error = app.state.service.failure()
+    if isinstance(error, MmfastError):
+        raise error
+    if error is not None:
+        raise MmfastError(
+            f"the engine cannot be loaded: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,168 @@
+"""`POST /v1/audio/speech`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from mmfast.core.errors import MmfastError, unknown
+from mmfast.pipelines.spoken import check_text
+from mmfast.serve.guard.errors import ApiError, api_error, body, busy
+from mmfast.serve.http.event_stream import EVENTS, Growing, event
+from mmfast.serve.http.replies import ERRORS
+from mmfast.serve.http.running import unless_gone
+from mmfast.serve.http.service import VOICES, Service
+from mmfast.serve.http.sound_writer import TYPES, sound_writer
+from mmfast.serve.http.speech_request import SpeechRequest
+
+WAITING = 8  # speeches that wait for a thread; one more is refused
+RATE = 165  # words per minute at speed 1
+# OpenAI's names, low voices to the low one; others take turns
+VOICE_NAMES = {
+    "alloy": 0, "ash": 1, "ballad": 0, "cedar": 1, "coral": 2, "echo": 1, "fable": 0,
+    "marin": 3, "nova": 2, "onyx": 1, "sage": 3, "shimmer": 3, "verse": 0,
+}  # fmt: skip
+MODEL_NAMES = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
+router = APIRouter()
+
+
+@router.post(
+    "/v1/audio/speech",
+    response_class=Response,
+    responses={
+        **ERRORS,
+        200: {
+            "description": "The sound, as it is made.",
+            "content": {kind: {} for kind in (*dict.fromkeys(TYPES.values()), EVENTS)},
+        },
+    },
+    summary="Say a text",
+)
+async def speech(asked: SpeechRequest, http: HttpRequest) -> Response:
+    """Say a text."""
+    return await unless_gone(http, _say(asked, http.app.state.service))
+
+
+async def _say(asked: SpeechRequest, service: Service) -> Response:
+    if asked.model not in (service.speech_model, *MODEL_NAMES):
+        raise ApiError(
+            404,
+            f"model {asked.model[:80]!r} speaks not here; ask for {service.speech_model!r}",
+            code="model_not_found",
+            param="model",
+        )
+    speaker = await service.voice()
+    saying = Saying(service, speaker, asked)
+    try:
+        first = await saying.next()  # so that what cannot be said has a status of its own
+    except BaseException:
+        saying.close()
+        raise
+    if asked.stream_format == "sse":
+        return Growing(saying.events(first), EVENTS, saying.close)
+    return Growing(saying.parts(first), TYPES[asked.response_format or "mp3"], saying.close)
+
+
+def voice_of(name: str, voices: tuple[str, ...]) -> str:
+    """The model's name of a voice.
+
+    Raises:
+        ApiError: There is none of that name.
+    """
+    if name in voices or not voices:
+        return name
+    if name.lower() in VOICE_NAMES:
+        return voices[VOICE_NAMES[name.lower()] % len(voices)]
+    text = unknown("voice", name[:80], [*voices, *VOICE_NAMES])
+    raise ApiError(400, text, code="invalid_value", param="voice")
+
+
+class Saying:
+    """A text on its way to sound, in a thread of the service."""
+
+    def __init__(self, service: Service, speaker: Any, asked: SpeechRequest) -> None:
+        waiting: set[Saying] = service.parts.setdefault("speech", set())
+        if len(waiting) >= VOICES + WAITING:
+            raise busy(f"{len(waiting)} texts are being said or wait; try again in a second")
+        self._service, self._start, self._gone = service, time.perf_counter(), False
+        self._queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
+        self._loop, self._waiting = asyncio.get_running_loop(), waiting
+        options: dict[str, Any] = {"voice": voice_of(asked.voice, tuple(speaker.voices))}
+        if asked.speed not in (None, 1.0):
+            options["rate"] = round(RATE * asked.speed)
+        try:
+            check_text(asked.input)
+            sounds = speaker.speak(asked.input, **options)
+        except MmfastError as error:
+            raise api_error(error, "speed" if "rate" in str(error) else "input") from error
+        waiting.add(self)
+        writer = sound_writer(asked.response_format or "mp3", speaker.sample_rate)
+        service.spawn_voice(lambda: self._work(sounds, writer))
+
+    def _work(self, sounds: Any, writer: Any) -> None:
+        """Runs in the thread."""
+        last: BaseException | None = None
+        try:
+            for sound in sounds:
+                if self._gone:
+                    return
+                if len(sound.pcm):
+                    self._put(writer.write(sound.pcm))
+            self._put(writer.close())
+        except BaseException as error:  # the reply tells it
+            last = error
+        finally:
+            getattr(sounds, "close", lambda: None)()
+            self._put(last)
+
+    def _put(self, part: bytes | BaseException | None) -> None:
+        if part != b"" and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, part)
+
+    async def next(self) -> bytes | None:
+        """The next piece; None at the end.
+
+        Raises:
+            ApiError: It cannot be said.
+        """
+        part = await self._queue.get()
+        if isinstance(part, MmfastError):
+            raise api_error(part, "input")
+        if isinstance(part, BaseException):
+            raise part
+        if part is not None and self._start:
+            self._service.metrics.first_audio(time.perf_counter() - self._start, "speech")
+            self._start = 0.0
+        return part
+
+    async def parts(self, first: bytes | None) -> AsyncGenerator[bytes, None]:
+        """The file."""
+        part = first
+        while part is not None:
+            yield part
+            part = await self.next()
+
+    async def events(self, first: bytes | None) -> AsyncGenerator[bytes, None]:
+        """The file in events."""
+        part = first
+        try:
+            while part is not None:
+                sound = base64.b64encode(part).decode()
+                yield event({"type": "speech.audio.delta", "audio": sound})
+                part = await self.next()
+        except Exception as error:
+            yield event(body(error))
+            return
+        yield event({"type": "speech.audio.done"})
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        self._gone = True
+        self._waiting.discard(self)
