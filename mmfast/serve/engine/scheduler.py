@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +42,7 @@ class Scheduler:
         queue: Requests that may wait; one more raises `BusyError`.
         memory: Bytes of keys and values: `"2GB"`; None measures what is free.
         name: What the model is called.
+        encoder: Makes the encoder of a model, a processor and bytes to keep results in.
 
     Raises:
         SpecError: `reduce` or `cache` is wrong.
@@ -61,6 +63,7 @@ class Scheduler:
         queue: int = 32,
         memory: str | int | None = None,
         name: str | None = None,
+        encoder: Callable[[Any, Any, int], Encoder] = Encoder,
     ) -> None:
         self._reduce, self._cache = reduce, cache
         stock, processor = load(model, device, dtype)
@@ -70,7 +73,7 @@ class Scheduler:
         self._most, self._slots = slots + queue, slots
         self.context = context or _context_of(stock)
         self._batch = Batch(
-            Encoder(stock, processor, min(limit // 4, 256 << 20)),
+            encoder(stock, processor, min(limit // 4, 256 << 20)),
             Prefiller(stock, chunk),
             Decoder(stock, slots),
             limit,
