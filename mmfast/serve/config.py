@@ -9,7 +9,8 @@ from mmfast.core.errors import MmfastError, unknown
 
 ENGINES = ("inproc", "processes", "ray")
 HIDDEN = ("api_keys",)  # never printed, logged or part of a repr
-_FROM_ZERO = ("port", "requests_per_minute")  # every other number is above it
+_QUOTAS = ("requests_per_minute", "bytes_per_minute", "tokens_per_minute", "requests_at_once")
+_FROM_ZERO = ("port", *_QUOTAS)  # every other number is above it
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,12 @@ class ServerConfig:
         body_seconds: In which the body must have come.
         max_json_depth: Nesting of a body.
         requests_per_minute: Of one key or address; 0 does not limit.
+        bytes_per_minute: Of bodies and messages of one key or address; 0 does not limit.
+        tokens_per_minute: Of prompts and answers of one key or address; 0 does not limit.
+        requests_at_once: Of one key or address, open sessions with them; 0 does not limit.
+        send_seconds: That a client may take nothing of its reply.
+        origins: Sites whose pages may call this server from a browser: `https://example.com`.
+        metrics_need_key: Whether `/metrics` asks for a key where the rest does.
         remote_hosts: Hosts that media may be fetched from; empty allows `data:` URLs only.
         remote_seconds: That fetching may take.
         remote_bytes: Of one fetched file.
@@ -119,6 +126,12 @@ class ServerConfig:
     body_seconds: float = 30.0
     max_json_depth: int = 32
     requests_per_minute: int = 0
+    bytes_per_minute: int = 0
+    tokens_per_minute: int = 0
+    requests_at_once: int = 0
+    send_seconds: float = 60.0
+    origins: tuple[str, ...] = ()
+    metrics_need_key: bool = False
     remote_hosts: tuple[str, ...] = ()
     remote_seconds: float = 10.0
     remote_bytes: int = 64 << 20
@@ -154,10 +167,9 @@ class ServerConfig:
                 raise MmfastError(f"{name}={value!r} is not allowed; give more than 0")
         if not 0 <= self.port <= 65535:
             raise MmfastError(f"port={self.port} is none; give 1 to 65535, or 0 for a free one")
-        if self.requests_per_minute < 0:
-            raise MmfastError(
-                f"requests_per_minute={self.requests_per_minute} is not allowed; 0 does not limit"
-            )
+        for name in _QUOTAS:
+            if getattr(self, name) < 0:
+                raise MmfastError(f"{name}={getattr(self, name)} is not allowed; 0 does not limit")
         if any(not key.strip() or not key.isascii() for key in self.api_keys):
             raise MmfastError("an API key is empty or has letters beyond ASCII; give another")
         if self.frames > self.max_frames:

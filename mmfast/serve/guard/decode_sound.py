@@ -88,7 +88,8 @@ def _mono(frame: Any, name: str) -> Samples:
     array = frame.to_ndarray()
     if not frame.format.is_planar:
         array = array.reshape(-1, frame.layout.nb_channels).T
-    return _scaled(array, name).mean(axis=0, dtype=np.float32)
+    mono: Samples = _scaled(array, name).mean(axis=0, dtype=np.float32)
+    return mono
 
 
 def _scaled(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, np.dtype[np.float32]]:

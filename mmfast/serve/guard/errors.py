@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tempfile
@@ -97,6 +98,18 @@ def body(error: BaseException) -> dict[str, Any]:
             "param": told.param,
         }
     }
+
+
+def reply(error: BaseException) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of the answer to a request that failed."""
+    told = api_error(error)
+    data = json.dumps(body(told)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(data)).encode()),
+        *((k.lower().encode(), v.encode()) for k, v in told.headers.items()),
+    ]
+    return told.status, headers, data
 
 
 def scrub(message: str) -> str:

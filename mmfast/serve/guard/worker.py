@@ -25,6 +25,7 @@ from mmfast.serve.guard.wire import anonymous, fill, get, put
 
 _ADD_SEALS, _KEEP_SIZE = 1033, 0x2 | 0x4  # fcntl: neither shrink nor grow
 _START = 30.0  # seconds for the first process to import what it needs
+_TYPES: dict[str, np.dtype[Any]] = {"|u1": np.dtype(np.uint8), "<f4": np.dtype(np.float32)}
 _CHILD = "mmfast.serve.guard.child"
 Array = np.ndarray[Any, Any]
 
@@ -232,7 +233,7 @@ class _Task:
     def _mapped(self, fd: int, reply: dict[str, Any]) -> Array:
         """The result where the process left it; a change of ours is ours alone."""
         _keep_size(fd)
-        dtype = {"|u1": np.dtype(np.uint8), "<f4": np.dtype("<f4")}[reply["dtype"]]
+        dtype: np.dtype[Any] = _TYPES[reply["dtype"]]
         shape = tuple(int(n) for n in reply["shape"])
         count = int(np.prod(shape, dtype=np.int64))
         size = count * dtype.itemsize
@@ -240,7 +241,8 @@ class _Task:
             raise ValueError(f"a result of {size} bytes")
         memory = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
         self._held.keep(memory, size)
-        return np.frombuffer(memory, dtype, count).reshape(shape)
+        flat: Array = np.frombuffer(memory, dtype, count)
+        return flat.reshape(shape)
 
 
 class _Pid:

@@ -1,0 +1,142 @@
+"""What comes in with a request, counted while it comes: nothing is gathered here."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from mmfast.serve.config import ServerConfig
+from mmfast.serve.guard.errors import ApiError
+from mmfast.serve.guard.json_depth import Depth
+from mmfast.serve.guard.keys import Headers, values
+
+Message = dict[str, Any]
+_BODIES = ("POST", "PUT", "PATCH")
+
+
+class Intake:
+    """`receive` of a request: counted, timed, and its JSON measured.
+
+    Args:
+        receive: Of the server.
+        config: Limits.
+        headers: Of the request.
+        json: Whether the body is JSON.
+
+    Attributes:
+        size: Bytes so far.
+        refused: Why the rest is not taken.
+        over: Whether the body has come whole.
+    """
+
+    def __init__(self, receive: Any, config: ServerConfig, headers: Headers, json: bool) -> None:
+        self._receive, self._most = receive, config.max_body_bytes
+        self._seconds = config.body_seconds
+        self._deadline = asyncio.get_running_loop().time() + config.body_seconds
+        self._depth = Depth(config.max_json_depth) if json else None
+        self.size, self.over = 0, False
+        self.refused: ApiError | None = None
+
+    async def __call__(self) -> Message:
+        """The next message.
+
+        Raises:
+            ApiError: The body is too large, too slow or too deep.
+        """
+        if self.refused is not None:
+            raise self.refused
+        if self.over:  # what comes now is that the client is gone, whenever that is
+            message: Message = await self._receive()
+            return message
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise self._refuse(_slow(self._seconds)) from None
+        if message["type"] != "http.request":
+            self.over = True
+            return message
+        self._count(message.get("body", b""))
+        self.over = not message.get("more_body", False)
+        return message
+
+    def _count(self, piece: bytes) -> None:
+        self.size += len(piece)
+        if self.size > self._most:
+            raise self._refuse(too_large(self._most))
+        if self._depth is not None:
+            try:
+                self._depth.feed(piece)
+            except ApiError as error:
+                raise self._refuse(error) from None
+
+    def _refuse(self, error: ApiError) -> ApiError:
+        self.refused = error
+        return error
+
+    async def drain(self, most: int = 8 << 20, seconds: float = 0.5) -> None:
+        """Read on for a moment: a client that is still sending would not see the reply."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.over and most > 0:
+                    message = await self._receive()
+                    most -= len(message.get("body", b""))
+                    self.over = not message.get("more_body", False)
+        except TimeoutError:
+            return
+
+
+def too_large(most: int) -> ApiError:
+    """413."""
+    text = f"the body is larger than {most:,} bytes: send less"
+    return ApiError(413, text, code="body_too_large")
+
+
+def _slow(seconds: float) -> ApiError:
+    text = f"the body took over {seconds:g} s: send it faster, or less"
+    return ApiError(408, text, code="body_too_slow")
+
+
+def check_head(headers: Headers, config: ServerConfig) -> None:
+    """Refuse by the headers alone.
+
+    Raises:
+        ApiError: 431 too many or too large, 413 a body that says it is too large.
+    """
+    size = sum(len(key) + len(value) + 4 for key, value in headers)
+    if len(headers) > config.max_headers or size > config.max_header_bytes:
+        raise ApiError(
+            431,
+            f"{len(headers):,} headers of {size:,} bytes; {config.max_headers} of "
+            f"{config.max_header_bytes:,} are allowed",
+            code="headers_too_large",
+        )
+    for length in values(headers, b"content-length"):
+        if not length.isdigit() or len(length) > 18:
+            raise ApiError(400, "Content-Length is no number", code="invalid_header")
+        if int(length) > config.max_body_bytes:
+            raise too_large(config.max_body_bytes)
+
+
+def check_type(method: str, path: str, headers: Headers) -> bool:
+    """Whether the body is JSON; below `/v1/` it must be.
+
+    Raises:
+        ApiError: 415.
+    """
+    given = values(headers, b"content-type")
+    kind = given[0].split(b";")[0].strip().lower() if given else b""
+    json = kind == b"application/json" or (kind.endswith(b"+json") and b"/" in kind)
+    sent = values(headers, b"content-length") not in ([], [b"0"])
+    sent = sent or bool(values(headers, b"transfer-encoding"))
+    if method in _BODIES and sent and path.startswith("/v1/"):
+        if not json or len(given) > 1:
+            shown = kind.decode("latin-1")[:60] or "missing"
+            raise ApiError(
+                415,
+                f"Content-Type is {shown!r}: send JSON, as application/json",
+                code="unsupported_media_type",
+            )
+        if values(headers, b"content-encoding") not in ([], [b"identity"]):
+            raise ApiError(415, "a compressed body is refused: send it plain", code="encoded_body")
+    return json

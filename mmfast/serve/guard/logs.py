@@ -1,0 +1,99 @@
+"""Logs of the server: for people or one JSON object a line; never media, and no text unasked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, TextIO
+
+from mmfast.serve.config import ServerConfig
+
+ACCESS = logging.getLogger("mmfast.serve.access")
+_HIDDEN = "<key>"
+_LONGEST = 16_000  # letters of a record
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Takes keys out of whatever is logged, also by libraries and in tracebacks."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        super().__init__(sys.stderr)
+        self._keys = [key for key in config.api_keys if len(key) >= 4]
+        self.setFormatter(Lines() if config.json_logs else People())
+
+    def format(self, record: logging.LogRecord) -> str:
+        out = super().format(record)
+        for key in self._keys:
+            out = out.replace(key, _HIDDEN)
+        return out[:_LONGEST]
+
+
+class People(logging.Formatter):
+    """`12:00:01 info  mmfast.serve  POST /v1/chat/completions 200 41.2 ms id=…`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record as a line, a traceback below it."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        more = " ".join(f"{k}={v}" for k, v in fields_of(record).items() if v is not None)
+        line = f"{clock} {record.levelname.lower():7} {_one_line(record.getMessage())} {more}"
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        return line.rstrip() + ("\n" + trace if trace else "")
+
+
+class Lines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record as JSON."""
+        out: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **fields_of(record),
+        }
+        if record.exc_info:
+            out["trace"] = self.formatException(record.exc_info)
+        return json.dumps({k: v for k, v in out.items() if v is not None}, default=str)
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """What was logged beside the message, as `extra={"fields": {...}}`."""
+    found = getattr(record, "fields", None)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def configure(config: ServerConfig) -> logging.Handler:
+    """Send the logs of the server and of uvicorn to stderr; once more replaces what was set."""
+    handler = _Handler(config)
+    for name in ("mmfast", "uvicorn", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        for old in [h for h in logger.handlers if isinstance(h, _Handler)]:
+            logger.removeHandler(old)
+        logger.setLevel(config.log_level.upper() if name == "mmfast" else logging.WARNING)
+        if name != "uvicorn.error":  # its records go up to "uvicorn"
+            logger.addHandler(handler)
+            logger.propagate = False
+    return handler
+
+
+def text(value: str, config: ServerConfig) -> str:
+    """What may be logged of a question or an answer: itself only where the owner wants that."""
+    return _one_line(value) if config.log_text else f"<{len(value)} letters>"
+
+
+def request(quiet: bool, method: str, path: str, status: int, fields: dict[str, Any]) -> None:
+    """One line for a request that is over."""
+    level = logging.DEBUG if quiet else logging.INFO
+    if ACCESS.isEnabledFor(level):
+        more = {"method": method, "path": path[:200], "status": status, **fields}
+        shown = _one_line(f"{method} {path[:200]} {status}")
+        ACCESS.log(level, "%s", shown, extra={"fields": more})
+
+
+def _one_line(value: str) -> str:
+    """Nothing that a client sends may look like a line of its own."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
