@@ -92,7 +92,7 @@ def check_claim(claimed: str, kind: str, wanted: str, param: str | None = None) 
     """
     top = claimed.partition("/")[0]
     allowed = {"image": ("image",), "video": ("video", "image"), "sound": ("audio", "video")}
-    generic = top in ("", "application")  # application/octet-stream claims nothing
+    generic = top in ("", "application", "binary")  # application/octet-stream claims nothing
     right = generic or top in allowed[wanted]
     claims = _CLAIMS.get(claimed)
     if not right or (claims is not None and kind not in claims):

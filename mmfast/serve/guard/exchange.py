@@ -86,6 +86,7 @@ class Exchange:
             return
         self._started = True
         self._status, headers, data = reply(error)
+        self._out = len(data)
         unread = self._unread()
         close = [(b"connection", b"close")] if unread else []
         start = {"type": "http.response.start", "status": self._status}

@@ -12,6 +12,8 @@ from mmfast.serve.config import ServerConfig
 
 ACCESS = logging.getLogger("mmfast.serve.access")
 _HIDDEN = "<key>"
+# uvicorn's word for every handshake that was answered with an HTTP error.
+_REFUSED = "ASGI callable returned without completing handshake."
 _LONGEST = 16_000  # letters of a record
 
 
@@ -22,6 +24,7 @@ class _Handler(logging.StreamHandler[TextIO]):
         super().__init__(sys.stderr)
         self._keys = [key for key in config.api_keys if len(key) >= 4]
         self.setFormatter(Lines() if config.json_logs else People())
+        self.addFilter(lambda record: record.msg != _REFUSED)
 
     def format(self, record: logging.LogRecord) -> str:
         out = super().format(record)

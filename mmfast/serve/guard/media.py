@@ -21,6 +21,7 @@ from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Media
 from mmfast.serve.guard import data_url
 from mmfast.serve.guard.errors import ApiError, scrub
+from mmfast.serve.guard.fetch import fetch
 from mmfast.serve.guard.worker import Decoders
 
 Kind = Literal["image", "video"]
@@ -136,12 +137,8 @@ async def _bytes(source: str | bytes, config: ServerConfig, param: str | None) -
         )
         return data, claimed
     if scheme in ("http", "https"):
-        raise ApiError(
-            400,
-            "media from other hosts are off; send a data: URL",
-            code="remote_media_off",
-            param=param,
-        )
+        claimed, data = await fetch(source, config, param)
+        return data, claimed
     raise ApiError(
         400,
         "media are given as data: URLs (data:image/png;base64,...); paths and other schemes "

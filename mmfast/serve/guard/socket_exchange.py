@@ -101,7 +101,7 @@ class SocketExchange:
             return
         start = {"type": "websocket.http.response.start", "status": self._status}
         await self._send({**start, "headers": [*headers, self._id()]})
-        await self._send({"type": "websocket.http.response.body", "body": data})
+        await self._send({"type": "websocket.http.response.body", "body": data, "more_body": False})
 
     def log(self, quiet: bool, ms: float) -> None:
         """One line, when it is over."""
