@@ -1,4 +1,4 @@
-"""`mmfast`: ask, watch, say, talk, methods, doctor, verify, eval, bench, plan.
+"""`mmfast`: ask, watch, say, talk, methods, doctor, verify, eval, bench, plan, demo.
 
 The commands live in `cli_<topic>.py`; a new one is a function there and a line below. Every
 command imports what it needs itself, so that `mmfast --help` and completion stay instant.
@@ -15,6 +15,7 @@ import typer
 from mmfast import __version__
 from mmfast.cli_ask import ask
 from mmfast.cli_batch import batch
+from mmfast.cli_demo import demo
 from mmfast.cli_info import doctor, methods, verify
 from mmfast.cli_measure import bench, evaluate
 from mmfast.cli_plan import plan
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.command()(ask)
 app.command()(batch)
+app.command()(demo)
 app.command()(watch)
 app.command()(say)
 app.command()(serve)

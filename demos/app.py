@@ -1,0 +1,82 @@
+"""The demo as a page, and where it is mounted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+
+from mmfast.demos import page
+from mmfast.demos.about_tab import about_tab
+from mmfast.demos.ask_tab import ask_tab
+from mmfast.demos.compare_tab import compare_tab
+from mmfast.demos.shelf import Shelf
+from mmfast.demos.voice_socket import VoiceSocket
+from mmfast.demos.voice_tab import voice_tab
+from mmfast.demos.watch_tab import watch_tab
+
+WAITING = 64  # events of visitors that may wait; those beyond are told to come back
+LARGEST = "50mb"  # of an upload
+SWEEP = (600, 3600)  # every so many seconds, files older than so many are removed
+
+
+def build(shelf: Shelf) -> Any:
+    """All tabs on one page."""
+    with gr.Blocks(title=page.TITLE, analytics_enabled=False, delete_cache=SWEEP) as blocks:
+        gr.HTML(page.HEAD)
+        with gr.Tabs():
+            with gr.Tab("Ask", id="ask"):
+                ask_tab(shelf)
+            with gr.Tab("Compare", id="compare"):
+                compare_tab()
+            with gr.Tab("Watch", id="watch"):
+                watch_tab(shelf, blocks)
+            with gr.Tab("Voice", id="voice"):
+                voice_tab(shelf)
+            with gr.Tab("About", id="about"):
+                about_tab(shelf)
+        blocks.load(shelf.warm_soon, api_visibility="private", queue=False)
+    blocks.queue(max_size=WAITING, default_concurrency_limit=4)
+    return blocks
+
+
+def mount(
+    app: Any,
+    path: str = "/demo",
+    *,
+    model: Any = None,
+    device: Any = None,
+    dtype: Any = "auto",
+    shelf: Shelf | None = None,
+    **options: Any,
+) -> Any:
+    """Put the demo on a FastAPI application.
+
+    Args:
+        app: The application; a WebSocket route for the voice tab is added to it, too.
+        path: Where the page is.
+        model: As for `mmfast.pipeline`; loaded when the first visitor needs it.
+        device: As for `mmfast.pipeline`.
+        dtype: As for `mmfast.pipeline`.
+        shelf: Models that are there already, instead of the three above.
+        **options: Further options of `gradio.mount_gradio_app`, such as `auth_dependency`.
+
+    Returns:
+        The application.
+    """
+    shelf = Shelf(model, device, dtype) if shelf is None else shelf
+    where = "/" + path.strip("/")
+    socket = VoiceSocket(shelf, options.get("auth_dependency"))
+    app.add_api_websocket_route(where.rstrip("/") + "/voice-socket", socket.serve)
+    given: dict[str, Any] = {
+        "show_error": False,  # what went wrong inside is no visitor's business
+        "max_file_size": LARGEST,
+        "footer_links": [],
+        "run_history": False,
+        "ssr_mode": False,
+        "mcp_server": False,
+        "enable_monitoring": False,
+        "pwa": False,
+        **page.dress(),
+    }
+    return gr.mount_gradio_app(app, build(shelf), path=where, **{**given, **options})

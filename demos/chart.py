@@ -1,0 +1,125 @@
+"""Accuracy against the share of tokens kept: an SVG that is read with mouse, finger or keyboard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from mmfast.demos.evidence import Point, Suite
+
+COLOURS = ("#0f766e", "#c2410c", "#4338ca", "#a21caf", "#a16207", "#0369a1", "#be123c", "#4d7c0f")
+TICKS = (0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+class Canvas(NamedTuple):
+    """Sizes of a drawing in its own units, which are pixels at its natural width."""
+
+    width: int
+    height: int
+    left: int = 44
+    right: int = 14
+    top: int = 30
+    bottom: int = 44
+
+    def x(self, share: float) -> float:
+        """A share of the tokens, on a logarithmic axis."""
+        part = math.log(max(share, TICKS[0]) / TICKS[0]) / math.log(TICKS[-1] / TICKS[0])
+        return self.left + (self.width - self.left - self.right) * part
+
+    def y(self, accuracy: float) -> float:
+        """From 0, so that a difference looks as large as it is."""
+        return self.height - self.bottom - (self.height - self.bottom - self.top) * accuracy
+
+
+WIDE, NARROW = Canvas(1040, 430), Canvas(340, 330)
+
+
+def chart(suite: Suite, chosen: Sequence[str]) -> str:
+    """The curves of all methods, those chosen in colour, for wide and for narrow screens."""
+    picked = [name for name in chosen if name in suite.curves]
+    drawings = "".join(
+        f'<div class="mm-{name}">{_drawing(canvas, suite, picked)}</div>'
+        for name, canvas in (("wide", WIDE), ("narrow", NARROW))
+    )
+    keys = "".join(
+        f'<li><i style="background:{COLOURS[i % len(COLOURS)]}"></i>{escape(name)}</li>'
+        for i, name in enumerate(picked)
+    )
+    return (
+        f'<figure class="mm-chart">{drawings}<ul class="mm-keys">{keys}<li><i class="mm-dash"></i>'
+        f"all tokens: {suite.full.accuracy:.1%}</li><li><i class=mm-grey></i>the other methods</li>"
+        f'</ul><figcaption class="mm-soft">{escape(suite.source)}. Point at a dot, or reach it '
+        "with Tab, for its figures.</figcaption></figure>"
+    )
+
+
+def _drawing(canvas: Canvas, suite: Suite, picked: Sequence[str]) -> str:
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(picked)}
+    rest = [name for name in suite.curves if name not in picked]
+    curves = [
+        _curve(canvas, name, suite.curves[name], colours.get(name), suite.full.accuracy)
+        for name in [*rest, *picked]
+    ]
+    level = canvas.y(suite.full.accuracy)
+    line = (
+        f'<line class="mm-level" x1="{canvas.left}" x2="{canvas.width - canvas.right}" '
+        f'y1="{level:.1f}" y2="{level:.1f}"/>'
+    )
+    return (
+        f'<svg viewBox="0 0 {canvas.width} {canvas.height}" role="group" '
+        f'aria-label="Right answers against visual tokens kept">{_axes(canvas)}{line}'
+        f"{''.join(curves)}</svg>"
+    )
+
+
+def _axes(canvas: Canvas) -> str:
+    low, high = canvas.y(0), canvas.y(1)
+    parts = []
+    for share in TICKS:
+        x = canvas.x(share)
+        parts.append(f'<line class="mm-grid" x1="{x:.1f}" x2="{x:.1f}" y1="{low}" y2="{high}"/>')
+        anchor = "end" if share == TICKS[-1] else "middle"
+        parts.append(f'<text x="{x:.1f}" y="{low + 18}" text-anchor="{anchor}">{share:.0%}</text>')
+    for step in range(0, 101, 20):
+        y = canvas.y(step / 100)
+        right = canvas.width - canvas.right
+        parts.append(
+            f'<line class="mm-grid" x1="{canvas.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text x="{canvas.left - 6}" y="{y + 4:.1f}" text-anchor="end">{step}%</text>'
+        )
+    middle = (canvas.left + canvas.width - canvas.right) / 2
+    parts.append(
+        f'<text x="{middle}" y="{canvas.height - 6}" text-anchor="middle">visual tokens kept</text>'
+        f'<text x="{canvas.left}" y="14">right answers</text>'
+    )
+    return "".join(parts)
+
+
+def _curve(
+    canvas: Canvas, name: str, points: Sequence[Point], colour: str | None, full: float
+) -> str:
+    """A line through the measured points to all tokens, which no method changes."""
+    corners = [*((p.share, p.accuracy) for p in points), (1.0, full)]
+    place = " ".join(f"{canvas.x(share):.1f},{canvas.y(right):.1f}" for share, right in corners)
+    style = "" if colour is None else f' style="--c:{colour}"'
+    kind = "mm-curve" if colour is None else "mm-curve mm-chosen"
+    dots = "".join(_dot(canvas, name, point, colour is not None) for point in points)
+    return f'<g class="{kind}"{style}><polyline points="{place}"/>{dots}</g>'
+
+
+def _dot(canvas: Canvas, name: str, point: Point, chosen: bool) -> str:
+    says = (
+        f"{name} at {point.share:.0%}: {point.accuracy:.1%} right "
+        f"({point.low:.0%} to {point.high:.0%}), {point.tokens:.0f} tokens"
+    )
+    at = f'cx="{canvas.x(point.share):.1f}" cy="{canvas.y(point.accuracy):.1f}"'
+    reach = ' tabindex="0"' if chosen else ""
+    middle = (canvas.left + canvas.width) / 2
+    return (
+        f'<g class="mm-dot" role="img" aria-label="{escape(says)}"{reach}>'
+        f'<circle class="mm-near" {at} r="9"/><circle {at} r="3.5"/>'
+        f'<text class="mm-says" x="{middle}" y="{14 if canvas.width > 600 else 26}" '
+        f'text-anchor="middle">{escape(says)}</text></g>'
+    )

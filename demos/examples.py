@@ -1,0 +1,56 @@
+"""The generated clips and the picture that come with mmfast, and what can be asked about them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+CLIPS = Path(str(files("mmfast.assets").joinpath("clips")))
+RESULTS = Path(str(files("mmfast.assets").joinpath("results")))
+OWN = "my own file"
+_FIRST = {
+    "red-circle.mp4": "Which way does the red circle move?",
+    "fast-and-slow.mp4": "Which moves faster, the red circle or the white square?",
+    "latecomer.mp4": "Which appears first, the purple cross or the yellow square?",
+    "four-shapes.mp4": "How many objects are there?",
+    "number.mp4": "What number is on the screen?",
+    "behind-a-bar.mp4": "Where is the yellow triangle at the start?",
+    "picture.jpg": "What colour is the square?",
+}
+
+
+@cache
+def listing() -> dict[str, dict[str, str]]:
+    """Questions and their right answers, by file."""
+    rows = json.loads((CLIPS / "clips.json").read_text(encoding="utf-8"))
+    found = {name: {q["question"]: q["answer"] for q in asked} for name, asked in rows.items()}
+    found["picture.jpg"] = {
+        "What colour is the square?": "red",
+        "How many objects are there?": "3",
+        "What number is on the screen?": "88",
+        "Where is the red square?": "bottom left",
+    }
+    return found
+
+
+def names() -> list[tuple[str, str]]:
+    """`(label, file)` of every example."""
+    there = [name for name in _FIRST if (CLIPS / name).is_file()]
+    return [(name.rsplit(".", 1)[0].replace("-", " "), name) for name in there]
+
+
+def questions(name: str, most: int = 6) -> list[str]:
+    """A few questions about an example, of different kinds, the one to begin with first."""
+    asked = list(listing().get(name, {}))
+    first = [_FIRST[name]] if name in _FIRST else []
+    kinds: dict[str, str] = {}
+    for question in asked:
+        kinds.setdefault(" ".join(question.split()[:2]), question)
+    return list(dict.fromkeys([*first, *kinds.values()]))[:most]
+
+
+def right_answer(name: str, question: str) -> str | None:
+    """What is right, where it is known."""
+    return listing().get(name, {}).get(question.strip())

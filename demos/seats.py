@@ -1,0 +1,75 @@
+"""Places of visitors: bounded in number, given up when nobody sits there any more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import mmfast
+
+T = TypeVar("T", bound=Any)
+
+
+class Seats(Generic[T]):
+    """What belongs to one visitor each, and must be closed.
+
+    Args:
+        most: Visitors at once.
+        idle: Seconds after which a place that nobody used may be given to somebody else.
+    """
+
+    def __init__(self, most: int = 8, idle: float = 300.0) -> None:
+        self.most, self.idle = most, idle
+        self._lock = threading.Lock()
+        self._taken: dict[str, tuple[T, float]] = {}
+
+    def get(self, who: str) -> T | None:
+        """What somebody has, if anything."""
+        with self._lock:
+            if who not in self._taken:
+                return None
+            thing = self._taken[who][0]
+            self._taken[who] = thing, time.monotonic()
+            return thing
+
+    def take(self, who: str, make: Callable[[], T]) -> T:
+        """What somebody has, made if there is none yet.
+
+        Raises:
+            MmfastError: Every place is taken.
+        """
+        thing = self.get(who)
+        if thing is not None:
+            return thing
+        self._sweep()
+        made = make()
+        with self._lock:
+            full = len(self._taken) >= self.most
+            if not full:
+                self._taken[who] = made, time.monotonic()
+        if full:
+            made.close()
+            raise mmfast.MmfastError(f"all {self.most} places are taken; try again in some minutes")
+        return made
+
+    def leave(self, who: str) -> None:
+        """Close what somebody has."""
+        with self._lock:
+            thing, _ = self._taken.pop(who, (None, 0.0))
+        if thing is not None:
+            thing.close()
+
+    def close(self) -> None:
+        """Close all."""
+        for who in list(self._taken):
+            self.leave(who)
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def _sweep(self) -> None:
+        limit = time.monotonic() - self.idle
+        for who in [who for who, (_, used) in list(self._taken.items()) if used < limit]:
+            self.leave(who)

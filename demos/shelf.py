@@ -1,0 +1,98 @@
+"""The models of the demo: each loaded once, when it is first needed, and shared by all visitors."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import mmfast
+
+ANSWER_TOKENS = 64
+
+
+class Shelf:
+    """What answers, watches and speaks.
+
+    Args:
+        model: Answers about media: None (embedded), a directory, a hub id, or a
+            `(model, processor)` pair. It watches streams, too, where its family can.
+        device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+    """
+
+    def __init__(self, model: Any = None, device: Any = None, dtype: Any = "auto") -> None:
+        self.model, self.place = model, {"device": device, "dtype": dtype}
+        self._lock = threading.RLock()
+        self._loaded: dict[str, Any] = {}
+        self._warmed = False
+
+    @property
+    def name(self) -> str:
+        """Of the model that answers."""
+        if self.model is None:
+            return "tiny-video (embedded)"
+        given = self.model if isinstance(self.model, str) else "a model of the caller's"
+        return given.rstrip("/").rsplit("/", 1)[-1]
+
+    def visual(self, kind: str, reduce: str | None = None) -> Any:
+        """The pipeline that answers about a `video` or an `image`.
+
+        Raises:
+            MmfastError: The model cannot be loaded, or does not take such media.
+        """
+        pair = self._once("pair", self._pair)
+        options = {**self.place, "reduce": reduce, "max_new_tokens": ANSWER_TOKENS}
+        return mmfast.pipeline(f"{kind}-qa", pair, **options)
+
+    def _pair(self) -> tuple[Any, Any]:
+        pipe = mmfast.pipeline("image-qa", self.model, **self.place)
+        return pipe.model, pipe.processor
+
+    def stream(self) -> Any:
+        """The pipeline that watches: the model's, or the embedded one where it cannot."""
+        return self._once("stream", self._stream)
+
+    def _stream(self) -> Any:
+        if self.model is not None:
+            try:
+                pair = self._once("pair", self._pair)
+                return mmfast.pipeline("video-stream", pair, **self.place)
+            except mmfast.MmfastError:
+                pass  # a family that answers about clips alone
+        return mmfast.pipeline("video-stream", None, device=self.place["device"])
+
+    def speaker(self) -> Any:
+        """The pipeline that reads out."""
+        device = self.place["device"]
+        return self._once("speaker", lambda: mmfast.pipeline("text-to-speech", device=device))
+
+    def talk(self, chat: Any = None, **options: Any) -> Any:
+        """A pipeline that converses: the embedded speech model, or `chat` with its voice."""
+        return mmfast.pipeline("speech-chat", self.speaker().speaker, chat=chat, **options)
+
+    def wording(self, heard: str) -> str:
+        """What was heard, as a question is written."""
+        made = self._once("omni", lambda: mmfast.pipeline("omni-chat", speech=object()))
+        written: str = made.wording(heard)
+        return written
+
+    def warm_soon(self) -> None:
+        """Warm up in a thread, once."""
+        with self._lock:
+            first, self._warmed = not self._warmed, True
+        if first:
+            threading.Thread(target=self.warm, name="mmfast-demo-warm", daemon=True).start()
+
+    def warm(self) -> None:
+        """Load what a visitor needs first; failures are told when it is used."""
+        for load in (lambda: self.visual("image"), self.stream, self.speaker):
+            try:
+                load()
+            except mmfast.MmfastError:
+                continue
+
+    def _once(self, name: str, make: Any) -> Any:
+        with self._lock:
+            if name not in self._loaded:
+                self._loaded[name] = make()
+            return self._loaded[name]
