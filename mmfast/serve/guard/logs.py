@@ -69,7 +69,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     return dict(found) if isinstance(found, dict) else {}
 
 
-def configure(config: ServerConfig) -> logging.Handler:
+def set_up(config: ServerConfig) -> logging.Handler:
     """Send the logs of the server and of uvicorn to stderr; once more replaces what was set."""
     handler = _Handler(config)
     for name in ("mmfast", "uvicorn", "uvicorn.error"):
