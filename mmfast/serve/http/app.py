@@ -19,8 +19,10 @@ from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Executor
 from mmfast.serve.guard.errors import ApiError, api_error, body
+from mmfast.serve.guard.shield import Shield
 from mmfast.serve.http import chat, listing, speech
 from mmfast.serve.http.bad_request import refusal
+from mmfast.serve.http.counting import Counting
 from mmfast.serve.http.demo import Demo
 from mmfast.serve.http.running import ClientGoneError
 from mmfast.serve.http.service import Service
@@ -68,10 +70,8 @@ def create_app(
     _errors(app, service)
     if config.demo and find_spec("gradio") is not None:
         app.add_middleware(Demo, service=service)
-    if find_spec("mmfast.serve.guard.shield") is not None:
-        from mmfast.serve.guard.shield import Shield
-
-        app.add_middleware(Shield, config=config)
+    app.add_middleware(Counting, metrics=service.metrics)
+    app.add_middleware(Shield, config=config, rejected=service.metrics.rejected)
     return app
 
 

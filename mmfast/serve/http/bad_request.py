@@ -79,7 +79,8 @@ def _tag(found: dict[str, Any], param: str, value: Any) -> ApiError:
     name = str(ctx.get("discriminator", "type")).strip("'")
     given = value.get(name) if isinstance(value, dict) else None
     if given is None:
-        return _error(f"{param}.{name} is missing; give it", "missing_required_parameter", param)
+        where = f"{param}.{name}"
+        return _error(f"{where} is missing; give it", "missing_required_parameter", where)
     choices = re.findall(r"'([^']*)'", str(ctx.get("expected_tags", "")))
     where = f"{param}.{name}"
     return _error(unknown(where, _plain(given), choices), "invalid_value", where)

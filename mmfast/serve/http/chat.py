@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Delta, Event, Failure, Finish, Options, Request, Sampling
+from mmfast.serve.guard.caller import Caller, caller_of
 from mmfast.serve.guard.errors import ApiError, body
 from mmfast.serve.http.chat_reply import Reply
 from mmfast.serve.http.chat_request import ChatRequest, MmfastOptions
@@ -21,7 +22,6 @@ from mmfast.serve.http.event_stream import DONE, EVENTS, WAITING, Growing, event
 from mmfast.serve.http.replies import ERRORS, Completion
 from mmfast.serve.http.running import Run, failed, unless_gone
 from mmfast.serve.http.service import Service
-from mmfast.serve.http.tenants import tenant_of
 
 PATIENCE = 2.0  # seconds for which a stream waits with its status: what fails at once gets its own
 HEARTBEAT = 15.0  # seconds between signs of life of a stream that has to wait
@@ -43,7 +43,7 @@ router = APIRouter()
 async def chat(asked: ChatRequest, http: HttpRequest) -> Response:
     """Answer a conversation."""
     service: Service = http.app.state.service
-    answer = Answer(service, asked, tenant_of(http, asked.user))
+    answer = Answer(service, asked, caller_of(http.scope))
     if asked.stream:
         return await unless_gone(http, answer.stream())
     return await unless_gone(http, answer.whole())
@@ -52,8 +52,8 @@ async def chat(asked: ChatRequest, http: HttpRequest) -> Response:
 class Answer:
     """One request of a client and its answer."""
 
-    def __init__(self, service: Service, asked: ChatRequest, tenant: str) -> None:
-        self._service, self._asked, self._tenant = service, asked, tenant
+    def __init__(self, service: Service, asked: ChatRequest, caller: Caller) -> None:
+        self._service, self._asked, self._caller = service, asked, caller
         self._start = self._last = time.perf_counter()
         self._reply = Reply(f"chatcmpl-{uuid.uuid4().hex}", asked.model)
         self._begun = False
@@ -96,7 +96,8 @@ class Answer:
             messages,
             _sampling(asked, service.config),
             Options(options.reduce, options.cache, options.target_ttft_ms),
-            self._tenant,
+            # a key's users are tenants of their own
+            f"{self._caller.tenant}/{asked.user or ''}",
             options.priority or 0,
         )
         return Run(executor, request)
@@ -132,6 +133,7 @@ class Answer:
             self._begun, self._last = True, now
         elif isinstance(found, Finish):
             metrics.finished(found)
+            self._caller.spend(found.prompt_tokens + found.completion_tokens)
         return found
 
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig
+from mmfast.serve.guard.uvicorn_options import uvicorn_options
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -54,26 +55,8 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                # h11 limits what it keeps of unfinished headers; httptools does not
-                http="h11",
-                h11_max_incomplete_event_size=config.max_header_bytes,
-                ws="websockets-sansio",
-                ws_max_size=config.realtime_message_bytes,
-                ws_ping_interval=20.0,
-                ws_ping_timeout=20.0,
-                limit_concurrency=config.connections,
-                timeout_keep_alive=round(config.keep_alive_seconds),
-                timeout_graceful_shutdown=round(config.shutdown_seconds),
-                server_header=False,
-                access_log=False,
-                log_config=None,
-                log_level="warning",
-                lifespan="on",
-            )
-        )
+        options = {**uvicorn_options(config), "lifespan": "on"}
+        super().__init__(uvicorn.Config(app, **options))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -104,6 +87,7 @@ def serve(config: ServerConfig, listening: socket.socket, loaded: Callable[[], A
     Raises:
         MmfastError: The engine cannot be loaded.
     """
+    from mmfast.serve.guard.media import decoders
     from mmfast.serve.http.app import create_app
 
     app = create_app(config)
@@ -117,6 +101,7 @@ def serve(config: ServerConfig, listening: socket.socket, loaded: Callable[[], A
             server.should_exit = True
 
     engine.add_done_callback(done)
+    threading.Thread(target=decoders(config).warm, daemon=True).start()
     server.run(sockets=[listening])
     error = app.state.service.failure()
     if isinstance(error, MmfastError):

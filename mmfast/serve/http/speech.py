@@ -13,7 +13,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.pipelines.spoken import check_text
 from mmfast.serve.guard.errors import ApiError, api_error, body, busy
 from mmfast.serve.http.event_stream import EVENTS, Growing, event
 from mmfast.serve.http.replies import ERRORS
@@ -97,9 +96,11 @@ class Saying:
         options: dict[str, Any] = {"voice": voice_of(asked.voice, tuple(speaker.voices))}
         if asked.speed not in (None, 1.0):
             options["rate"] = round(RATE * asked.speed)
+        from mmfast.pipelines.spoken import check_text
+
         try:
             check_text(asked.input)
-            sounds = speaker.speak(asked.input, **options)
+            sounds = iter(speaker.speak(asked.input, **options))
         except MmfastError as error:
             raise api_error(error, "speed" if "rate" in str(error) else "input") from error
         waiting.add(self)
@@ -110,12 +111,13 @@ class Saying:
         """Runs in the thread."""
         last: BaseException | None = None
         try:
-            for sound in sounds:
-                if self._gone:
-                    return
+            while not self._gone:
+                sound = next(sounds, None)
+                if sound is None:
+                    self._put(writer.close())
+                    break
                 if len(sound.pcm):
                     self._put(writer.write(sound.pcm))
-            self._put(writer.close())
         except BaseException as error:  # the reply tells it
             last = error
         finally:

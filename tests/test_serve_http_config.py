@@ -1,0 +1,140 @@
+"""Options of the server: where they come from, what is refused, what is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmfast.core.errors import MmfastError
+from mmfast.serve.config import ServerConfig
+from mmfast.serve.config_sources import helps, resolve, types_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_flags_beat_the_environment_beats_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        'port = 1\nslots = 2\nidle-seconds = 7\nremote_hosts = ["a.org"]\ndemo = false\n'
+    )
+    environ = {
+        "MMFAST_SLOTS": "3",
+        "MMFAST_QUEUE": "5",
+        "MMFAST_API_KEY": "one, two",
+        "MMFAST_DEMO": "yes",
+    }
+    found = resolve({"queue": 6, "model": None}, file, environ)
+    assert (found.port, found.slots, found.queue, found.idle_seconds) == (1, 3, 6, 7.0)
+    assert found.remote_hosts == ("a.org",) and found.api_keys == ("one", "two") and found.demo
+    assert resolve({}, None, {"MMFAST_CONFIG": str(file)}).port == 1
+    assert resolve({}, None, {}) == ServerConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot = 1", "did you mean 'port'"),
+        ("port = true", "whole number"),
+        ('port = "8"', "whole number"),
+        ("api_keys = [1]", "texts"),
+        ("port = ", "no TOML"),
+        ("port = 99999", "port=99999"),
+        ("slots = 0", "slots=0"),
+        ('engine = "rai"', "did you mean 'ray'"),
+        ('log_level = "loud"', "unknown log level"),
+        ('api_keys = [""]', "API key is empty"),
+    ],
+)
+def test_wrong_files_say_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(text)
+    with pytest.raises(MmfastError, match=re.escape(message)) as caught:
+        resolve({}, file, {})
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_environment_and_missing_file() -> None:
+    for name, value in (("PORT", "9x"), ("DEMO", "perhaps"), ("IDLE_SECONDS", "long")):
+        with pytest.raises(MmfastError, match=f"MMFAST_{name}="):
+            resolve({}, None, {f"MMFAST_{name}": value})
+    with pytest.raises(MmfastError, match="cannot be read"):
+        resolve({}, "nowhere.toml", {})
+
+
+def test_every_option_is_explained_and_has_a_plain_type() -> None:
+    names = [each.name for each in fields(ServerConfig)]
+    assert list(helps()) == names  # in the docstring's order: one line each, none forgotten
+    assert set(types_of().values()) <= {str, int, float, bool, tuple}
+    with pytest.raises(FrozenInstanceError):
+        ServerConfig().port = 1  # type: ignore[misc]
+
+
+def test_keys_are_never_shown() -> None:
+    config = ServerConfig(api_keys=("sk-very-secret",))
+    assert "secret" not in repr(config) and "secret" not in json.dumps(config.public())
+
+
+def cli(*args: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    given = {k: v for k, v in os.environ.items() if not k.startswith("MMFAST_")}
+    return subprocess.run(
+        [sys.executable, "-m", "mmfast", "serve", *args],
+        cwd=ROOT, env={**given, **(environ or {})}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+
+
+def test_dry_run_prints_every_option_and_no_key() -> None:
+    done = cli("--dry-run", "--api-key", "sk-secret", "--no-demo", environ={"MMFAST_PORT": "81"})
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and set(found) == {each.name for each in fields(ServerConfig)}
+    assert found["port"] == 81 and found["demo"] is False and "secret" not in done.stdout
+
+
+def test_wrong_usage_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for args, message in (
+            (["--port", port], "cannot listen"),
+            (["--reduce", "evz:0.5"], "did you mean 'evs'"),
+            (["--engine", "rai"], "did you mean 'ray'"),
+            (["--model", "./nowhere"], "./nowhere"),
+        ):
+            done = cli(*args)
+            assert done.returncode == 2 and message in done.stderr, (args, done.stderr)
+            assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_starts_answers_and_stops_on_a_signal(number: signal.Signals) -> None:
+    import httpx
+
+    command = [sys.executable, "-m", "mmfast", "serve", "--port", "0", "--no-voice", "--no-demo"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        lines: list[str] = []
+        for line in process.stderr or ():
+            lines.append(line)
+            if line.startswith("  curl"):
+                break
+        url = re.search(r"http://127.0.0.1:\d+", "".join(lines))
+        assert url, lines
+        document: dict[str, Any] = {
+            "model": "mmfast-tiny-video",
+            "messages": [{"role": "user", "content": "Hello?"}],
+        }
+        reply = httpx.post(f"{url[0]}/v1/chat/completions", json=document, timeout=120)
+        process.send_signal(number)
+        rest = process.stderr.read() if process.stderr else ""
+        code = process.wait(60)
+    assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] > 0
+    assert code == 0 and "Traceback" not in rest and "stopped" in rest
