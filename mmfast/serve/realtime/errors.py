@@ -1,0 +1,40 @@
+"""What goes wrong with one event: the client is told, and the socket stays open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmfast.core.errors import MmfastError
+from mmfast.serve.guard.errors import api_error, scrub
+
+
+class EventError(MmfastError):
+    """An event cannot be done; nothing of it was.
+
+    Args:
+        message: One line that names the value and the fix.
+        code: A word for programs.
+        param: The part of the event that is wrong, such as `session.audio.output.voice`.
+        type: `invalid_request_error` or `server_error`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        code: str = "invalid_value",
+        param: str | None = None,
+        type: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(message)
+        self.code, self.param, self.type = code, param, type
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    """Any exception as the `error` of an event; one that is not ours tells nothing."""
+    if isinstance(error, EventError):
+        found = {"type": error.type, "code": error.code, "param": error.param}
+        return {"message": scrub(str(error)), **found}
+    known = api_error(error)
+    wrong = "invalid_request_error" if known.status < 500 else "server_error"
+    code = known.code or "internal_error"
+    return {"message": scrub(known.message), "type": wrong, "code": code, "param": known.param}

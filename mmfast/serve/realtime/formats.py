@@ -1,0 +1,120 @@
+"""Sound as the protocol carries it: base64 of 16-bit PCM at 24 kHz, or of G.711 at 8 kHz."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmfast.frontends.audio_array import decode_pcm
+from mmfast.ops.resample import Resampler
+from mmfast.serve.realtime.errors import EventError
+from mmfast.streams.voice_ear import RATE
+from mmfast.streams.voice_inlet import Inlet
+
+# name -> encoding of `decode_pcm`, samples per second
+FORMATS = {
+    "audio/pcm": ("pcm16", 24000),
+    "audio/pcmu": ("mulaw", 8000),
+    "audio/pcma": ("alaw", 8000),
+}
+
+
+def unpack(text: str, param: str, most: int) -> bytes:
+    """Base64 to bytes.
+
+    Raises:
+        EventError: It is none, or too long.
+    """
+    if len(text) > most:
+        raise EventError(
+            f"{len(text)} letters of base64 are too many; send {most} at most",
+            "string_above_max_length",
+            param,
+        )
+    try:
+        return base64.b64decode(text.encode("ascii"), validate=True)
+    except (ValueError, binascii.Error):
+        raise EventError("this is no base64", "invalid_value", param) from None
+
+
+class Incoming:
+    """Chunks of one stream to samples at 16 kHz, without a seam between them.
+
+    Args:
+        format: A name of `FORMATS`.
+    """
+
+    def __init__(self, format: str) -> None:
+        self.format, self._inlet, self._rest = format, Inlet(), b""
+
+    def take(self, data: bytes) -> Tensor:
+        """The next samples `[n]`."""
+        encoding, rate = FORMATS[self.format]
+        pcm, self._rest = decode_pcm(self._rest + data, encoding)
+        return self._inlet.take(pcm, rate)
+
+
+def whole(data: bytes, format: str) -> Tensor:
+    """A whole recording as samples at 16 kHz."""
+    return Incoming(format).take(data)
+
+
+class Outgoing:
+    """Samples of one reply to chunks, without a seam between them.
+
+    Args:
+        format: A name of `FORMATS`.
+        rate: Of the samples that come.
+    """
+
+    def __init__(self, format: str, rate: int) -> None:
+        self._encoding, self.rate = FORMATS[format]
+        self._stage = Resampler(rate, self.rate)
+        self._state: Any = self._stage.start()
+
+    def step(self, pcm: Tensor) -> str:
+        """The next samples `[n]` as base64."""
+        self._state, out = self._stage.step(self._state, pcm[None].float().cpu())
+        return self._packed(out[0])
+
+    def finish(self) -> str:
+        """What was held back for samples that did not come."""
+        return self._packed(self._stage.finish(self._state)[0])
+
+    def _packed(self, pcm: Tensor) -> str:
+        return base64.b64encode(encode(pcm, self._encoding)).decode("ascii")
+
+
+def encode(pcm: Tensor, encoding: str) -> bytes:
+    """Samples `[n]` in -1..1 as bytes of `pcm16`, `mulaw` or `alaw`."""
+    clean = torch.nan_to_num(pcm.float()).clamp(-1.0, 1.0)
+    values = (clean * 32767.0).round().numpy().astype("<i2")
+    if encoding == "pcm16":
+        return bytes(values.tobytes())
+    codes, levels = _levels(encoding)
+    above = np.clip(np.searchsorted(levels, values), 1, len(levels) - 1)
+    nearer = values - levels[above - 1] <= levels[above] - values
+    return bytes(codes[above - nearer].tobytes())
+
+
+@cache
+def _levels(encoding: str) -> tuple[Any, Any]:
+    """Codes of G.711, and what they stand for, from the lowest up."""
+    pcm, _ = decode_pcm(bytes(range(256)), encoding)
+    values = (pcm * 32768.0).round().numpy().astype(np.int64)
+    order = np.argsort(values, kind="stable")
+    return order.astype(np.uint8), values[order]
+
+
+def shown(pcm: Tensor, format: str) -> str:
+    """Samples `[n]` at 16 kHz as the client would have sent them, in base64."""
+    out = Outgoing(format, RATE)
+    return base64.b64encode(
+        base64.b64decode(out.step(pcm)) + base64.b64decode(out.finish())
+    ).decode("ascii")

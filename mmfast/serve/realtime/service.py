@@ -1,0 +1,215 @@
+"""What all sessions of a server share: models, threads, limits, and who is connected."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from mmfast.serve.config import ServerConfig
+from mmfast.serve.guard.errors import ApiError, busy
+from mmfast.serve.guard.media import load_media
+from mmfast.serve.realtime.brain import ChatterVoices, Voices
+from mmfast.serve.realtime.formats import unpack
+from mmfast.serve.realtime.hearing import ear_of
+from mmfast.streams.clock import SystemClock
+from mmfast.streams.voice_ear import Ear
+
+T = TypeVar("T")
+_log = logging.getLogger("mmfast.serve")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one session may take.
+
+    Attributes:
+        seconds: It may last.
+        idle: Seconds without an event from the client and without a response.
+        message: Letters of one event.
+        frames: That wait to be watched; one more drops the oldest.
+        responses: At once, the one in the conversation included.
+        ahead: Seconds of a reply that are made before they would be played.
+        slow: Seconds that a client may take to read an event.
+        pixels: Of one frame.
+        tokens: Of one answer, for `inf`.
+        workers: Steps of models at once, of all sessions.
+    """
+
+    seconds: float = 3600.0
+    idle: float = 300.0
+    message: int = 1 << 20
+    frames: int = 8
+    responses: int = 4
+    ahead: float = 30.0
+    slow: float = 30.0
+    pixels: int = 1 << 22
+    tokens: int = 4096
+    workers: int = 1
+
+
+class RealtimeService:
+    """The realtime part of one server.
+
+    Args:
+        config: Options of the server.
+        load: Loads what listens and answers, in a thread, when the first session opens.
+        model: The name that clients give; None takes any.
+        metrics: Counts sessions and latencies; None counts nothing.
+        limits: Of a session; None takes them from `config`.
+        ear: Finds turns as settings ask for.
+        clock: Tells when sound has been played.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        load: Callable[[], Voices],
+        *,
+        model: Callable[[], str] = lambda: "mmfast",
+        metrics: Any = None,
+        limits: Limits | None = None,
+        ear: Callable[[dict[str, Any]], Ear] = ear_of,
+        clock: Any = None,
+    ) -> None:
+        self.config, self._load, self.model, self.metrics = config, load, model, metrics
+        self.limits = limits or Limits(
+            config.session_seconds,
+            config.idle_seconds,
+            config.realtime_message_bytes,
+            pixels=min(config.max_pixels, Limits.pixels),
+        )
+        self.ear, self.clock = ear, clock or SystemClock()
+        self.sessions: set[Any] = set()
+        self.opened = 0  # sessions so far
+        self._voices: asyncio.Future[Voices] | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._ears: ThreadPoolExecutor | None = None
+        self._turn: asyncio.Semaphore | None = None
+
+    def admit(self) -> object:
+        """A place for one more session, which `leave` gives back.
+
+        Raises:
+            ApiError: All are taken.
+        """
+        if len(self.sessions) >= self.config.realtime_sessions:
+            self.count("rejected", "session")
+            raise busy(
+                f"{self.config.realtime_sessions} sessions are open already; try again later",
+                retry_after=5.0,
+                code="too_many_sessions",
+            )
+        place = object()
+        self.sessions.add(place)
+        self.opened += 1
+        self.count("session_opened")
+        return place
+
+    def leave(self, place: object) -> None:
+        """The session is over."""
+        self.sessions.discard(place)
+        self.count("session_closed")
+
+    def count(self, name: str, *values: Any) -> None:
+        """Call a helper of the metrics, where there are some."""
+        if self.metrics is not None:
+            getattr(self.metrics, name)(*values)
+
+    async def voices(self) -> Voices:
+        """The models, loaded once.
+
+        Raises:
+            ApiError: They cannot be loaded.
+        """
+        if self._voices is None or (self._voices.done() and self._voices.exception()):
+            self._voices = asyncio.ensure_future(self.listen(self._load))
+        try:
+            return await asyncio.shield(self._voices)
+        except ApiError:
+            raise
+        except Exception as error:
+            _log.exception("the voice cannot be loaded")
+            text = "the voice of this server cannot be loaded; its log says why"
+            raise ApiError(503, text, "server_error", "not_loaded") from error
+
+    async def work(self, step: Callable[[], T]) -> T:
+        """One step of a model in a thread, when it is this session's turn.
+
+        Whoever waits longest goes first, and a reply asks again for each of its pieces: no
+        session waits for more than a step of every other.
+        """
+        if self._turn is None:
+            self._turn = asyncio.Semaphore(self.limits.workers)
+            self._pool = ThreadPoolExecutor(self.limits.workers, "mmfast-realtime")
+        async with self._turn:
+            return await self.run(self._pool, step)
+
+    async def listen(self, step: Callable[[], T]) -> T:
+        """Something short in a thread, which no model may hold up: who interrupts is heard."""
+        if self._ears is None:
+            self._ears = ThreadPoolExecutor(2, "mmfast-ears")
+        return await self.run(self._ears, step)
+
+    async def run(self, pool: ThreadPoolExecutor | None, step: Callable[[], T]) -> T:
+        """A step in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(pool, step)
+
+    async def picture(self, url: str, param: str) -> Any:
+        """A data URI as a frame uint8 `[H, W, 3]`, decoded where it can do no harm.
+
+        Raises:
+            ApiError: It is none, or too large.
+        """
+        given: str | bytes = url if ":" in url[:8] else unpack(url, param, self.limits.message)
+        config = replace(self.config, max_pixels=self.limits.pixels)
+        return (await load_media(given, "image", config, param=param)).shot.pixels
+
+    def close(self) -> None:
+        """Stop the threads."""
+        for pool in (self._pool, self._ears):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+def realtime_of(service: Any) -> RealtimeService:
+    """The realtime part of a server, made when it is first asked for.
+
+    Args:
+        service: A `mmfast.serve.http.service.Service`, or a `RealtimeService` as it is.
+    """
+    if isinstance(service, RealtimeService):
+        return service
+    found = service.parts.get("realtime")
+    if found is None:
+        config, loop = service.config, asyncio.get_running_loop()
+
+        def speech() -> Any:  # called in a thread
+            return asyncio.run_coroutine_threadsafe(service.voice(), loop).result()
+
+        found = RealtimeService(
+            config,
+            lambda: load_voices(config, speech()),
+            model=lambda: str(service.model),
+            metrics=service.metrics,
+        )
+        service.parts["realtime"] = found
+    assert isinstance(found, RealtimeService)
+    return found
+
+
+def load_voices(config: ServerConfig, speech: Any) -> Voices:
+    """What a server with these options answers with: it sees, where its model can watch streams."""
+    from mmfast.core.errors import ModelError
+    from mmfast.pipelines.omni_chat import OmniChat
+    from mmfast.serve.realtime.omni import OmniVoices
+
+    try:
+        omni = OmniChat(config.model, speech=speech, device=config.device, dtype=config.dtype)
+        return OmniVoices(omni, follows=config.model is not None)
+    except ModelError:
+        _log.warning("%s cannot watch; /v1/realtime answers speech alone", config.model)
+        return ChatterVoices(speech)

@@ -1,0 +1,204 @@
+"""Settings of a session: what `session.update` may change, and what is in effect."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmfast.core.errors import unknown
+from mmfast.serve.realtime.errors import EventError
+from mmfast.serve.realtime.shapes import AudioOutput, Session, Voice, Wish
+
+# Names that stock clients ask for; each is one of the model's own voices.
+NAMES = ["alloy", "ash", "ballad", "coral", "echo", "sage", "shimmer", "verse", "marin", "cedar"]
+_PCM = {"type": "audio/pcm", "rate": 24000}
+_SERVER_VAD = {
+    "type": "server_vad",
+    "threshold": 0.5,
+    "prefix_padding_ms": 300,
+    "silence_duration_ms": 500,
+    "idle_timeout_ms": None,
+    "create_response": True,
+    "interrupt_response": True,
+}
+_SEMANTIC_VAD = {
+    "type": "semantic_vad",
+    "eagerness": "auto",
+    "create_response": True,
+    "interrupt_response": True,
+}
+# Milliseconds of silence that end a turn: no model judges here whether a sentence is complete.
+EAGERNESS = {"low": 1500, "medium": 800, "auto": 800, "high": 400}
+_DEFAULTS = {"server_vad": _SERVER_VAD, "semantic_vad": _SEMANTIC_VAD}
+_NO_EFFECT = (
+    *("truncation", "tracing", "include", "prompt", "reasoning", "parallel_tool_calls"),
+    *("expires_at", "id", "object", "type"),
+)
+
+
+class Settings:
+    """What is in effect.
+
+    Args:
+        id: Of the session.
+        model: Its name.
+        voices: Of the model, the first one the default; none where it has no names for them.
+        seconds: That the session may last.
+        limit: Most tokens of an answer, for `inf`.
+    """
+
+    def __init__(self, id: str, model: str, voices: Sequence[str], seconds: float) -> None:
+        self._voices = tuple(voices)
+        self.values: dict[str, Any] = {
+            "type": "realtime",
+            "object": "realtime.session",
+            "id": id,
+            "model": model,
+            "output_modalities": ["audio"],
+            "instructions": "",
+            "tools": [],
+            "tool_choice": "auto",
+            "max_output_tokens": "inf",
+            "truncation": "auto",
+            "tracing": None,
+            "prompt": None,
+            "include": None,
+            "expires_at": int(time.time() + seconds),
+            "audio": {
+                "input": {
+                    "format": dict(_PCM),
+                    "transcription": None,
+                    "noise_reduction": None,
+                    "turn_detection": dict(_SERVER_VAD),
+                },
+                "output": {
+                    "format": dict(_PCM),
+                    "voice": self._voices[0] if self._voices else "default",
+                    "speed": 1.0,
+                },
+            },
+        }
+
+    def update(self, asked: Session) -> None:
+        """Change what is given, all of it or nothing.
+
+        Raises:
+            EventError: Something of it cannot be had here.
+        """
+        given = asked.model_dump(exclude_unset=True)
+        if asked.model not in (None, self.values["model"]):
+            raise EventError(
+                f"the model of a session stays {self.values['model']!r}; open another session",
+                param="session.model",
+            )
+        no_tools(asked.tools, "session.tools")
+        changed = copy.deepcopy(self.values)
+        for name in ("instructions", "output_modalities", "max_output_tokens", "tool_choice"):
+            if given.get(name) is not None:
+                changed[name] = given[name]
+        audio = given.get("audio") or {}
+        _input(changed["audio"]["input"], audio.get("input") or {})
+        out = audio.get("output") or {}
+        changed["audio"]["output"].update(self.output(out, "session.audio.output"))
+        self.values = changed
+
+    def output(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Checked settings of what goes out, those that are given."""
+        found = {name: value for name, value in given.items() if value is not None}
+        if "format" in found:
+            found["format"] = _format(found["format"])
+        if "voice" in found:
+            found["voice"] = self.voice(found["voice"], f"{where}.voice")
+        return found
+
+    def voice(self, asked: str | Mapping[str, Any] | Voice, where: str) -> str:
+        """The name of a voice that can be had.
+
+        Raises:
+            EventError: It cannot.
+        """
+        name = asked["id"] if isinstance(asked, Mapping) else str(asked)
+        if name not in self._voices and name not in NAMES and name != "default":
+            raise EventError(unknown("voice", name, [*self._voices, *NAMES]), param=where)
+        return name
+
+    def own_voice(self, name: str) -> str | None:
+        """What the model calls a voice; None lets it choose."""
+        if name in self._voices:
+            return name
+        if name in NAMES and self._voices:
+            return self._voices[NAMES.index(name) % len(self._voices)]
+        return None
+
+    @property
+    def turn_detection(self) -> dict[str, Any] | None:
+        """How turns are found; None leaves it to the client."""
+        found: dict[str, Any] | None = self.values["audio"]["input"]["turn_detection"]
+        return found
+
+    @property
+    def transcribes(self) -> bool:
+        """Whether the client wants to read what it said."""
+        return self.values["audio"]["input"]["transcription"] is not None
+
+    @property
+    def input_format(self) -> str:
+        """Of sound that comes in."""
+        return str(self.values["audio"]["input"]["format"]["type"])
+
+    def of_response(self, wish: Wish) -> dict[str, Any]:
+        """What is in effect for one response.
+
+        Raises:
+            EventError: Something of it cannot be had here.
+        """
+        no_tools(wish.tools, "response.tools")
+        own, values = wish.model_dump(exclude_unset=True), self.values
+        names = ("instructions", "output_modalities", "max_output_tokens")
+        found = {name: values[name] for name in names}
+        found.update({name: own[name] for name in names if own.get(name) is not None})
+        asked = AudioOutput() if wish.audio is None else wish.audio.output or AudioOutput()
+        given = self.output(asked.model_dump(exclude_unset=True), "response.audio.output")
+        output = {**values["audio"]["output"], **given}
+        return {**found, "output": output, "asked": own.get("instructions") or ""}
+
+
+def no_tools(tools: Sequence[Any] | None, where: str) -> None:
+    """Models here call none.
+
+    Raises:
+        EventError: There are some.
+    """
+    if tools:
+        raise EventError("this model calls no tools; send an empty list", param=where)
+
+
+def _input(current: dict[str, Any], given: Mapping[str, Any]) -> None:
+    if given.get("format") is not None:
+        current["format"] = _format(given["format"])
+    if "transcription" in given:
+        asked = given["transcription"]
+        if asked is not None and not isinstance(asked.get("model", ""), str | None):
+            raise EventError("give a name", param="session.audio.input.transcription.model")
+        names = ("model", "language", "prompt")
+        current["transcription"] = asked and {k: asked[k] for k in names if asked.get(k)}
+    if "turn_detection" in given:
+        current["turn_detection"] = _turns(current["turn_detection"], given["turn_detection"])
+
+
+def _turns(
+    current: Mapping[str, Any] | None, given: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Of the same kind what is left out stays; another kind begins with its defaults."""
+    if given is None:
+        return None
+    kind = given["type"]
+    before = current if current is not None and current["type"] == kind else _DEFAULTS[kind]
+    set_ = {k: v for k, v in given.items() if v is not None or k == "idle_timeout_ms"}
+    return {**before, **set_}
+
+
+def _format(given: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(_PCM) if given["type"] == "audio/pcm" else {"type": given["type"]}
