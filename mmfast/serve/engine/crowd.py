@@ -1,0 +1,240 @@
+"""Requests over worker processes: who answers, who encodes, and what happens when one dies."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmfast.core.errors import MmfastError
+from mmfast.serve.engine.base import BusyError, Delta, Emit, Event, Failure, Health, Request
+from mmfast.serve.engine.crew import Crew, Place, Restarts
+from mmfast.serve.engine.shared import Packet, free, unpack
+from mmfast.serve.engine.worker import Maker
+
+ANSWER, ENCODE = "decode", "encode"
+ADMIT = 60.0  # seconds for a worker to say whether it takes a request
+
+
+@dataclass(eq=False)
+class _Stream:
+    """A request that somebody waits for."""
+
+    request: Request
+    emit: Emit
+    place: Place
+    verdict: Any = None  # None yet; True taken; an exception: refused
+    decided: threading.Event = field(default_factory=threading.Event)
+
+
+class Crowd:
+    """An `Executor` of worker processes.
+
+    Args:
+        model: The name it goes by.
+        answer: Makes the role of workers that answer (`roles.Answering`).
+        answering: How many there are.
+        encode: Makes the role of workers that encode (`roles.Encoding`).
+        encoding: How many there are; 0 where those that answer encode, too.
+        restarts: How often workers are started again.
+        start_seconds: To wait for the workers.
+
+    Raises:
+        MmfastError: A role has no worker that starts.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        answer: Maker,
+        answering: int = 1,
+        encode: Maker | None = None,
+        encoding: int = 0,
+        restarts: Restarts | None = None,
+        start_seconds: float = 300.0,
+    ) -> None:
+        self.model = model
+        self._lock, self._jobs = threading.Lock(), itertools.count(1)
+        self._streams: dict[str, _Stream] = {}
+        self._calls: dict[str, tuple[Place, str]] = {}  # encoding: who asked, under which name
+        self._health: dict[Place, Health] = {}
+        self._closed = False
+        roles = {ANSWER: (answer, answering)}
+        if encode is not None and encoding:
+            roles[ENCODE] = (encode, encoding)
+        self._crew = Crew(roles, self._hear, self._lose, restarts)
+        self._crew.wait(start_seconds)
+        for role in roles:
+            if not any(place.ready for place in self._crew.of(role)):
+                reason = self._crew.of(role)[0].reason or f"not ready in {start_seconds:.0f} s"
+                self.close()
+                raise MmfastError(f"no worker that can {role} starts: {reason}")
+
+    def submit(self, request: Request, emit: Emit) -> None:
+        """See `Executor.submit`."""
+        job, stream = self._enter(request, emit)
+        if not stream.place.say("submit", job, request):
+            self._drop(job)
+            raise BusyError("a worker was lost just now; try again in a second")
+        if not stream.decided.wait(ADMIT):
+            self._drop(job)
+            stream.place.say("cancel", job)
+            raise BusyError(f"no worker took the request in {ADMIT:.0f} s; try again later", ADMIT)
+        if isinstance(stream.verdict, Exception):
+            raise stream.verdict
+
+    def _enter(self, request: Request, emit: Emit) -> tuple[str, _Stream]:
+        with self._crew.changed:
+            if self._closed:
+                raise BusyError("the engine is closed")
+            free_places = [place for place in self._crew.of(ANSWER) if place.ready]
+            if not free_places:
+                raise BusyError("no worker is ready; it is being started", 2.0)
+            place = min(free_places, key=lambda each: len(each.jobs))
+            job, stream = f"{next(self._jobs)}", _Stream(request, emit, place)
+            with self._lock:
+                self._streams[job] = stream
+            place.jobs.add(job)
+        return job, stream
+
+    def cancel(self, request_id: str) -> None:
+        """See `Executor.cancel`."""
+        with self._lock:
+            found = [(j, s) for j, s in self._streams.items() if s.request.id == request_id]
+        for job, stream in found:
+            stream.place.say("cancel", job)
+
+    def health(self) -> Health:
+        """See `Executor.health`."""
+        with self._lock:
+            known = [h for place, h in self._health.items() if place.ready]
+            held = len(self._streams)
+        gauges: dict[str, float] = {}
+        for each in known:
+            for name, value in each.gauges.items():
+                gauges[name] = gauges.get(name, 0.0) + value
+        ready = not self._closed
+        for role in {place.role for place in self._crew.places}:
+            places = self._crew.of(role)
+            gauges[f"workers_{role}"] = float(sum(place.ready for place in places))
+            gauges[f"deaths_{role}"] = float(sum(place.total for place in places))
+            ready = ready and gauges[f"workers_{role}"] > 0
+        waiting = min(held, sum(each.waiting for each in known))
+        return Health(ready, held - waiting, waiting, gauges)
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._crew.close()
+        with self._lock:
+            streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            _end(stream, Failure("the server stops", 503))
+
+    def _hear(self, place: Place, kind: str, job: str, packet: Packet) -> None:
+        handlers: dict[str, Callable[[Place, str, Packet], None]] = {
+            "event": self._event,
+            "accepted": self._verdict,
+            "refused": self._verdict,
+            "failed": self._failed,
+            "health": self._note,
+            "encode": self._ask,
+            "encoded": self._told,
+        }
+        handlers[kind](place, job, packet)
+
+    def _event(self, place: Place, job: str, packet: Packet) -> None:
+        event: Event = unpack(packet)
+        with self._lock:
+            stream = self._streams.get(job)
+        if stream is None:
+            return
+        if not isinstance(event, Delta):
+            self._drop(job)
+        if not stream.decided.is_set():  # it was quicker than the word that it was taken
+            stream.verdict = True
+            stream.decided.set()
+        stream.emit(event)
+
+    def _verdict(self, place: Place, job: str, packet: Packet) -> None:
+        verdict = unpack(packet)
+        with self._lock:
+            stream = self._streams.get(job)
+        if isinstance(verdict, Exception):
+            self._drop(job)
+        if stream is not None:
+            stream.verdict = verdict
+            stream.decided.set()
+
+    def _failed(self, place: Place, job: str, packet: Packet) -> None:
+        """A role raised while it took a message: the one request fails."""
+        if place.role == ENCODE:
+            self._told(place, job, packet, "failed")
+            return
+        stream, reason = self._drop(job), unpack(packet)
+        if stream is not None:
+            _end(stream, Failure(reason, 500))
+
+    def _note(self, place: Place, job: str, packet: Packet) -> None:
+        self._health[place] = unpack(packet)
+
+    def _ask(self, place: Place, job: str, packet: Packet) -> None:
+        """An answering worker wants media encoded: on to the encoder with the least to do."""
+        with self._crew.changed:
+            ready = [each for each in self._crew.of(ENCODE) if each.ready]
+            call = f"{next(self._jobs)}"
+            if ready:
+                encoder = _near(ready, job)
+                encoder.jobs.add(call)
+        if not ready:
+            free(packet.name)
+            place.say("lost", job, "no encode worker is ready")
+            return
+        self._calls[call] = place, job
+        encoder.forward("encode", call, packet)
+
+    def _told(self, place: Place, job: str, packet: Packet, kind: str = "encoded") -> None:
+        place.jobs.discard(job)
+        asker, name = self._calls.pop(job)
+        asker.forward(kind, name, packet)
+
+    def _lose(self, place: Place, jobs: set[str]) -> None:
+        self._health.pop(place, None)
+        for job in jobs:
+            if place.role == ENCODE and job in self._calls:
+                asker, name = self._calls.pop(job)
+                asker.say("lost", name, "the encode worker was lost")
+            elif (stream := self._drop(job)) is not None:
+                _end(stream, Failure("the worker that answered was lost", 503, "replica_lost"))
+
+    def _drop(self, job: str) -> _Stream | None:
+        with self._lock:
+            stream = self._streams.pop(job, None)
+        if stream is not None:
+            stream.place.jobs.discard(job)
+        return stream
+
+
+def _near(ready: list[Place], call: str) -> Place:
+    """The encoder that had the same media before, unless others have less to do.
+
+    Args:
+        ready: Encoders.
+        call: Ends in a number that stands for the media.
+    """
+    home = ready[int(call.rpartition(":")[2]) % len(ready)]
+    idle = min(ready, key=lambda each: len(each.jobs))
+    return home if len(home.jobs) <= len(idle.jobs) + 1 else idle
+
+
+def _end(stream: _Stream, failure: Failure) -> None:
+    """A stream that nobody answers any more; one that `submit` still waits for is refused."""
+    if stream.decided.is_set():
+        stream.emit(failure)
+    else:
+        stream.verdict = BusyError(f"{failure.message}; try again in a second")
+        stream.decided.set()

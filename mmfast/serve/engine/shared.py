@@ -1,0 +1,233 @@
+"""Tensors between processes of one machine: in shared memory, the rest of a message beside them.
+
+A message is pickled without its tensors; those lie in one segment of shared memory, each named by
+an `EmbedRef`. Who takes a message copies them out and frees the segment. A segment whose taker
+died first is freed by whoever sent it the name (`free`), and by Python's resource tracker should
+the whole family of processes be killed.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SMALL = 1 << 15  # bytes that travel with the message: a pipe is quicker than a new segment
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class EmbedRef:
+    """A tensor or array in a segment of shared memory.
+
+    Attributes:
+        name: The segment; "" where the bytes travel with the message.
+        offset: Where it starts, in bytes.
+        shape: As of the tensor.
+        dtype: Name in torch, such as `bfloat16`; of an array its numpy code, such as `<f4`.
+        array: It is a numpy array.
+    """
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    array: bool = False
+
+
+@dataclass(frozen=True)
+class Packet:
+    """A message on its way.
+
+    Attributes:
+        body: Pickle of everything but tensors, with an `EmbedRef` for each.
+        name: Segment of the tensors; "" without one.
+        size: Bytes of all tensors.
+        inline: The tensors themselves, where they are small.
+    """
+
+    body: bytes
+    name: str = ""
+    size: int = 0
+    inline: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        """For a pipe."""
+        return pickle.dumps((self.body, self.name, self.size, self.inline), protocol=5)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Packet:
+        """The opposite of `to_bytes`."""
+        return Packet(*pickle.loads(data))
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """A message for those who carry arrays without copying them, such as Ray.
+
+    Attributes:
+        body: Pickle of everything but tensors, with an `EmbedRef` for each.
+        data: `[bytes]` uint8 of all tensors.
+    """
+
+    body: bytes
+    data: np.ndarray[Any, Any]
+
+
+class Names:
+    """Names of the segments that one process makes, in an order that its parent knows, too.
+
+    Args:
+        prefix: Of all its names.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix, self.count = prefix, 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.count += 1
+        return f"{self.prefix}-{self.count}"
+
+
+class _Packer(pickle.Pickler):
+    """Takes tensors out of what it pickles; one that occurs twice travels once."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.found: dict[int, tuple[EmbedRef, Any, Any]] = {}  # ref, its bytes, and the object
+        self.size = 0
+
+    def persistent_id(self, value: Any) -> EmbedRef | None:
+        known = self.found.get(id(value))
+        if known is not None:
+            return known[0]
+        if type(value) is Tensor or type(value) is torch.nn.Parameter:
+            data, ref = _of_tensor(value, self.size)
+        elif type(value) is np.ndarray and not value.dtype.hasobject:
+            # reshape: ascontiguousarray makes a vector of a scalar
+            data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            ref = EmbedRef("", self.size, value.shape, value.dtype.str, True)
+        else:
+            return None
+        self.found[id(value)] = (ref, data, value)
+        self.size += -(-data.nbytes // ALIGN) * ALIGN
+        return ref
+
+
+def _of_tensor(value: Tensor, offset: int) -> tuple[Any, EmbedRef]:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    name = str(value.dtype).removeprefix("torch.")
+    # numpy knows no bfloat16, so everything goes as bytes
+    return flat.view(torch.uint8).numpy(), EmbedRef("", offset, tuple(value.shape), name)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, body: bytes, data: memoryview | bytes) -> None:
+        super().__init__(io.BytesIO(body))
+        self._data, self._made = data, dict[EmbedRef, Any]()
+
+    def persistent_load(self, ref: Any) -> Any:
+        if ref not in self._made:
+            self._made[ref] = _made(ref, self._data)
+        return self._made[ref]
+
+
+def _made(ref: EmbedRef, data: memoryview | bytes) -> Any:
+    kind: Any = np.dtype(ref.dtype) if ref.array else getattr(torch, ref.dtype)
+    count = int(np.prod(ref.shape, dtype=np.int64)) * kind.itemsize
+    own = bytearray(data[ref.offset : ref.offset + count])  # the segment is freed behind it
+    if ref.array:
+        return np.frombuffer(own, kind).reshape(ref.shape)
+    if not count:
+        return torch.empty(ref.shape, dtype=kind)
+    return torch.frombuffer(own, dtype=kind).reshape(ref.shape)
+
+
+def pack(value: Any, names: Names) -> Packet:
+    """Pickle a value, its tensors and arrays in shared memory.
+
+    Tensors of a device come to the CPU; the taker moves them where it wants them.
+
+    Args:
+        value: Anything that can be pickled.
+        names: Where the next segment gets its name.
+    """
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(value)
+    if packer.size <= SMALL:
+        inline = bytearray(packer.size)
+        _fill(inline, packer)
+        return Packet(file.getvalue(), size=packer.size, inline=bytes(inline))
+    segment = SharedMemory(next(names), create=True, size=packer.size)
+    try:
+        _fill(segment.buf, packer)
+    except BaseException:
+        segment.unlink()
+        raise
+    finally:
+        segment.close()
+    return Packet(file.getvalue(), segment.name, packer.size)
+
+
+def wrap(value: Any) -> Parcel:
+    """As `pack`, without shared memory."""
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(value)
+    data = np.zeros(packer.size, np.uint8)
+    _fill(memoryview(data), packer)
+    return Parcel(file.getvalue(), data)
+
+
+def unwrap(parcel: Parcel) -> Any:
+    """The value of a parcel; its tensors are copies."""
+    return _Unpacker(parcel.body, memoryview(parcel.data)).load()
+
+
+def _fill(target: memoryview | bytearray, packer: _Packer) -> None:
+    for ref, data, _ in packer.found.values():
+        target[ref.offset : ref.offset + data.nbytes] = memoryview(data)
+
+
+def unpack(packet: Packet) -> Any:
+    """The value of a packet; its segment is freed, so a packet can be taken once.
+
+    Raises:
+        FileNotFoundError: Its segment is gone.
+    """
+    if not packet.name:
+        return _Unpacker(packet.body, packet.inline).load()
+    segment = SharedMemory(packet.name)
+    try:
+        return _Unpacker(packet.body, segment.buf).load()
+    finally:
+        segment.unlink()
+        segment.close()
+
+
+def free(name: str) -> bool:
+    """Free a segment that nobody took.
+
+    Returns:
+        Whether it was there.
+    """
+    if not name:
+        return False
+    try:
+        segment = SharedMemory(name)
+    except FileNotFoundError:
+        return False
+    segment.unlink()
+    segment.close()
+    return True

@@ -1,0 +1,77 @@
+"""Requests and fakes for tests of engines."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmfast.models.prompt import Shot
+from mmfast.serve.engine.base import Delta, Event, Media, Message, Options, Request, Sampling
+from mmfast.serve.engine.echo import Echo
+
+QUESTIONS = (
+    "Which way does the shape move?",
+    "What color is the shape?",
+    "How many shapes are there?",
+    "What happens in this clip?",
+)
+
+
+def clip(seed: int, frames: int = 8, side: int = 48) -> Media:
+    """Noise that is always the same."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (frames, side, side, 3), np.uint8)
+    meta = {
+        "total_num_frames": frames,
+        "fps": 4.0,
+        "duration": frames / 4.0,
+        "frames_indices": list(range(frames)),
+    }
+    key = hashlib.sha256(pixels.tobytes()).hexdigest()
+    return Media(Shot("video", pixels, meta), key)
+
+
+def asked(
+    name: str, seed: int = 0, tokens: int = 16, reduce: str | None = None, tenant: str = ""
+) -> Request:
+    """A question about a clip."""
+    message = Message("user", (clip(seed), QUESTIONS[seed % len(QUESTIONS)]))
+    return Request(name, (message,), Sampling(tokens), Options(reduce=reduce), tenant)
+
+
+def said(name: str, words: int) -> Request:
+    """So many words, for `Echo`."""
+    text = " ".join(f"w{i}" for i in range(words))
+    return Request(name, (Message("user", (text,)),), Sampling(max_tokens=10_000))
+
+
+def eventually(true: Callable[[], Any], seconds: float = 120.0) -> None:
+    """Wait for it."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.02)
+
+
+class Inbox(list[Event]):
+    """What came of a request."""
+
+    @property
+    def text(self) -> str:
+        return "".join(each.text for each in self if isinstance(each, Delta))
+
+    @property
+    def over(self) -> bool:
+        return bool(self) and not isinstance(self[-1], Delta)
+
+
+def once(marker: str, **given: Any) -> Echo:
+    """An engine that can be made once only."""
+    if Path(marker).exists():
+        raise ImportError("it was here before")
+    Path(marker).touch()
+    return Echo(**given)
