@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ ENGINES = ("ray", "inproc")
 class Tick(Protocol):
     """Moves a progress bar."""
 
-    def __call__(self, done: int, total: int, label: str | None = None) -> None:
+    def __call__(self, done: int, total: int, /) -> None:
         """Say that `done` of `total` answers are there."""
 
 
@@ -83,7 +84,7 @@ def run_batch(
     out: Path,
     way: Way | None = None,
     *,
-    tick: Tick | None = None,
+    tick: Tick = lambda done, total: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Answer what is not answered yet, and put the result together.
@@ -114,23 +115,32 @@ def run_batch(
     with Store(out, job.identity(), way.resume, warn) as store:
         todo = [task for task in wanted if store.lacks(*task, way.retry_errors)]
         done = before = len(wanted) - len(todo)
-        for rows in _engine(job, way)(_chunks(todo, job.batch_size)) if todo else ():
-            store.add(rows)
-            done += len(rows)
-            if tick is not None:
-                tick(done, len(wanted))
+        tick(done, len(wanted))
+        if todo:
+            with closing(_answers(job, way, todo, warn)) as answers:
+                for rows in answers:
+                    store.add(rows)
+                    done += len(rows)
+                    tick(done, len(wanted))
         store.finish()
         failed = sum(store.done[medium.path, question].failed for medium, question in wanted)
     seconds = time.perf_counter() - start
     return Outcome(out, len(media), len(wanted), before, failed, seconds)
 
 
-def _engine(job: Job, way: Way) -> Callable[[Iterator[list[Task]]], Iterable[list[Row]]]:
-    if way.engine == "inproc":
-        return lambda chunks: map(Answerer(job), chunks)
-    from mmfast.serve.ray.batch_cluster import answered
+def _answers(
+    job: Job, way: Way, todo: list[Task], warn: Callable[[str], None]
+) -> Generator[list[Row], None, None]:
+    chunks = _chunks(todo, job.batch_size)
+    if way.engine == "ray":
+        from mmfast.serve.ray.batch_cluster import answered
 
-    return lambda chunks: answered(job, chunks, way.workers, way.address)
+        return answered(job, chunks, way.workers, way.address, warn)
+    return _one_by_one(job, chunks)
+
+
+def _one_by_one(job: Job, chunks: Iterator[list[Task]]) -> Generator[list[Row], None, None]:
+    yield from map(Answerer(job), chunks)
 
 
 def _chunks(tasks: list[Task], size: int) -> Iterator[list[Task]]:

@@ -9,11 +9,15 @@ lost or there twice, whatever dies.
 
 from __future__ import annotations
 
+import io
 import logging
+import math
 import os
+import sys
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +66,7 @@ class _Pool:
     chunks: Iterator[list[Task]]
     options: dict[str, Any]
     threads: int
+    warn: Callable[[str], None]
     again: deque[list[Task]] = field(default_factory=deque)
     deaths: dict[Task, int] = field(default_factory=dict)
     busy: dict[Any, tuple[Any, list[Task]]] = field(default_factory=dict)  # future -> who, what
@@ -102,6 +107,7 @@ class _Pool:
                 f"a worker died while it loaded the model ({first_line(error)}): it may need more "
                 "memory; try fewer --workers"
             ) from None
+        self.warn(f"a worker died ({first_line(error)}); another one takes over")
         rows = []
         for task in tasks:
             # Only a clip that was alone is known to be at fault.
@@ -116,8 +122,12 @@ class _Pool:
 
 
 def answered(
-    job: Job, chunks: Iterator[list[Task]], workers: int | None, address: str = "local"
-) -> Iterator[list[Row]]:
+    job: Job,
+    chunks: Iterator[list[Task]],
+    workers: int | None,
+    address: str = "local",
+    warn: Callable[[str], None] = lambda line: None,
+) -> Generator[list[Row], None, None]:
     """Rows of all chunks as they come, in any order; an empty list now and then.
 
     Args:
@@ -126,19 +136,14 @@ def answered(
         workers: How many models; None takes one per GPU, or one per two cores.
         address: `local` starts Ray on this machine and stops it in the end; else a cluster's, of
             which every node must see the media under the same paths.
+        warn: Told in one line of each worker that died.
 
     Raises:
         MmfastError: Ray is not installed or cannot start, or the model cannot be loaded.
     """
     with _cluster(address) as ray:
-        have = ray.cluster_resources()
-        on_cpu = job.device is not None and not job.device.startswith("cuda")
-        gpus, cores = 0 if on_cpu else int(have.get("GPU", 0)), int(have.get("CPU", 1))
-        count = workers or gpus or max(1, cores // 2)
-        threads = max(1, cores // count)
-        share = min(1.0, gpus / count) if gpus else 0
-        options: dict[str, Any] = {"num_cpus": min(1.0, cores / count), "num_gpus": share}
-        pool = _Pool(ray, job, chunks, options | {"max_restarts": 0}, threads)
+        count, options, threads = _shares(job, workers, ray.cluster_resources())
+        pool = _Pool(ray, job, chunks, options, threads, warn)
         for _ in range(count):
             pool.start()
         while pool.busy:
@@ -146,6 +151,19 @@ def answered(
             yield []
             for future in ready:
                 yield pool.take(future)
+
+
+def _shares(
+    job: Job, workers: int | None, have: Mapping[str, float]
+) -> tuple[int, dict[str, Any], int]:
+    """How many workers, the actor options of each, and its threads."""
+    on_cpu = job.device is not None and not job.device.startswith("cuda")
+    gpus, cores = 0 if on_cpu else int(have.get("GPU", 0)), int(have.get("CPU", 1))
+    count = workers or gpus or max(1, cores // 2)
+    # Rounded down: shares that add up to a little more than there is are waited for without end.
+    options: dict[str, Any] = {"num_cpus": math.floor(1000 * min(1.0, cores / count)) / 1000}
+    options |= {"num_gpus": 1 / math.ceil(count / gpus) if gpus else 0, "max_restarts": 0}
+    return count, options, max(1, cores // count)
 
 
 @contextmanager
@@ -161,11 +179,28 @@ def _cluster(address: str) -> Iterator[Any]:
             'mmfast batch runs on Ray: pip install "mmfast[ray]", or give --engine inproc'
         ) from None
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options |= {"include_dashboard": False} if address == "local" else {}
     try:
-        ray.init(address, **options, **({"include_dashboard": False} if address == "local" else {}))
+        ray.init(address, **options)
     except (RuntimeError, ConnectionError, ValueError, OSError) as error:
         raise MmfastError(f"Ray cannot start at {address!r}: {first_line(error)}") from None
     try:
-        yield ray
+        with redirect_stdout(_MyThread()):
+            yield ray
     finally:
         ray.shutdown()
+
+
+class _MyThread(io.TextIOBase):
+    """Standard output of the thread that makes it: Ray's listener prints there, too."""
+
+    def __init__(self) -> None:
+        self._out, self._thread = sys.stdout, threading.get_ident()
+
+    def write(self, text: str, /) -> int:
+        """Pass it on, or drop it."""
+        return self._out.write(text) if threading.get_ident() == self._thread else len(text)
+
+    def flush(self) -> None:
+        """Pass it on."""
+        self._out.flush()
