@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import peak_bytes
 from mmfast.serve.engine.base import Delta, Emit, Failure, Finish, Request, Sampling
+from mmfast.serve.engine.encoder import early
 from mmfast.serve.engine.parts import Embedded, Prepared
 from mmfast.serve.engine.text import Writer
 
@@ -27,7 +29,12 @@ class Answer:
         prepared: What the processor wrote; None in a lane of its own.
         embedded: What the encoder made.
         writer: Turns tokens into text.
+        reduce: Spec string of reducers; of the planner where there is a target.
+        cache: Spec string of cache policies.
+        target: Milliseconds to the first token that the planner aims at.
+        plan_ms: Milliseconds of planning.
         cached: Tokens whose work was reused.
+        reserve: Tokens it may come to hold.
         over: The last event was sent.
         broken: Its caller cannot hear.
     """
@@ -37,6 +44,10 @@ class Answer:
         self.prepared: Prepared | None = None
         self.embedded: Embedded | None = None
         self.writer: Writer | None = None
+        self.reduce: str | None = None
+        self.cache: str | None = None
+        self.target: float | None = None
+        self.plan_ms: float | None = None
         self.cached = self.reserve = 0
         self.over = self.broken = False
         self.began = time.perf_counter()
@@ -58,6 +69,12 @@ class Answer:
     def priority(self) -> int:
         """Higher goes first."""
         return self.request.priority
+
+    def adopt(self, reduce: str | None) -> None:
+        """Take the reducers that the planner chose."""
+        self.reduce = reduce
+        if self.prepared is not None and early(reduce):
+            self.prepared = replace(self.prepared, reduce=reduce)
 
     def push(self, token: int) -> bool:
         """The next token; whether the answer goes on."""
@@ -95,8 +112,11 @@ class Answer:
         """
         assert self.writer is not None and self.writer.over is not None
         now = time.perf_counter()
+        planned = [] if self.plan_ms is None else [_row("plan", 0, 0, self.plan_ms)]
         rows = [
-            *trace["rows"],
+            *trace["rows"][:1],
+            *planned,
+            *trace["rows"][1:],
             _row("prefill", trace["prompt"], 1, self.prefill_ms),
             _row("decode", 1, self.writer.count, (now - self._first) * 1e3),
         ]

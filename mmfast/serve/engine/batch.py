@@ -15,7 +15,8 @@ from mmfast.serve.engine.parts import Embedded, Filled
 from mmfast.serve.engine.prefill import Job, Prefiller
 from mmfast.serve.engine.prefix import Prefixes
 
-Work = Generator[None, None, list[Result]]
+Work = Generator[tuple[int, Result] | None, None, None]
+_END = object()
 
 
 class Batch:
@@ -25,7 +26,7 @@ class Batch:
         encoder: Makes embeddings.
         prefiller: Makes keys and values.
         decoder: Makes tokens.
-        limit: Bytes of keys and values, those of finished prompts included.
+        limit: Bytes of finished prompts that are kept.
         served: Told the tenant and how many tokens of work it was given.
     """
 
@@ -38,23 +39,34 @@ class Batch:
         served: Callable[[str, float], None],
     ) -> None:
         self.encoder, self.prefiller, self.decoder = encoder, prefiller, decoder
-        self.limit, self._served = limit, served
-        self.prefixes = Prefixes(limit // 4)
+        self._served = served
+        self.prefixes = Prefixes(limit)
         self.per_token = token_bytes(prefiller)
         self._raw: dict[str, Answer] = {}
-        self._encoding: tuple[Work, list[Answer]] | None = None
+        self._encoding: tuple[Work, list[Answer | None]] | None = None
         self._jobs: dict[str, tuple[Answer, Job]] = {}
         self._running: dict[str, Answer] = {}
         self._prefill_next = False
+        self.pace = 0.02  # seconds of a chunk
 
     # --- what is at work ----------------------------------------------------------------------
 
     @property
     def answers(self) -> list[Answer]:
         """All requests at work."""
-        encoding = self._encoding[1] if self._encoding else []
+        encoding = [a for a in self._encoding[1] if a is not None] if self._encoding else []
         jobs = [answer for answer, _ in self._jobs.values()]
         return [*self._raw.values(), *encoding, *jobs, *self._running.values()]
+
+    @property
+    def coming(self) -> list[Answer]:
+        """Requests that have no token yet."""
+        return [answer for answer in self.answers if answer.id not in self._running]
+
+    @property
+    def encoding(self) -> bool:
+        """Whether a call of the tower is under way."""
+        return self._encoding is not None
 
     @property
     def nbytes(self) -> int:
@@ -69,22 +81,9 @@ class Batch:
         pieces = sum(answer.reserve - answer.sampling.max_tokens for answer in on_way)
         return (rows + pieces) * self.per_token
 
-    def alone(self, answer: Answer) -> int:
-        """Bytes that a request may come to hold with nothing beside it."""
-        rows, room = self.decoder.slots.shape([answer.reserve])
-        piece = answer.reserve - answer.sampling.max_tokens
-        return (rows * room + piece) * self.per_token
-
-    def fits(self, answer: Answer) -> bool:
-        """Whether a request can start now; finished prompts make room."""
-        if len(self.answers) >= self.decoder.slots.most:
-            return False
-        return self.worst([answer]) <= self.limit
-
     def start(self, answer: Answer) -> None:
         """Take a request in."""
         self._raw[answer.id] = answer
-        self.prefixes.shrink(self.limit - self.worst())
 
     def cancel(self, name: str) -> Answer | None:
         """Let a request go, whatever is done with it; its memory is free at once."""
@@ -94,16 +93,24 @@ class Batch:
         if name in self._running:
             answer = self._running.pop(name)
             self.decoder.release(name)
-        if self._encoding is not None:
-            mine = [each for each in self._encoding[1] if each.id == name]
-            answer = mine[0] if mine else answer
+        batch = self._encoding[1] if self._encoding else []
+        for i, each in enumerate(batch):
+            if each is not None and each.id == name:
+                answer, batch[i] = each, None
+        if self._encoding is not None and not any(batch):
+            self._encoding[0].close()
+            self._encoding = None
         return answer
 
     # --- one unit of work ---------------------------------------------------------------------
 
-    def work(self) -> bool:
-        """One call of the tower or one chunk of prefill, in turns; whether there was any."""
-        encodes = bool(self._raw) or self._encoding is not None
+    def work(self, new: bool = True) -> bool:
+        """A slice of the tower or a chunk of prefill, in turns; whether there was any.
+
+        Args:
+            new: The tower may be called anew.
+        """
+        encodes = (bool(self._raw) and new) or self._encoding is not None
         if encodes and not (self._jobs and self._prefill_next):
             self._prefill_next = True
             self._encode()
@@ -129,25 +136,25 @@ class Batch:
         gone = self.answers
         for answer in gone:
             self.cancel(answer.id)
-        self._encoding = None
         return gone
 
     def _encode(self) -> None:
         if self._encoding is None:
-            batch = list(self._raw.values())
+            fresh = [a for a in self._raw.values() if a.prepared is not None]
             self._raw.clear()
-            prepared = [answer.prepared for answer in batch if answer.prepared is not None]
-            self._encoding = self.encoder.steps(prepared), batch
+            prepared = [a.prepared for a in fresh if a.prepared is not None]
+            self._encoding = self.encoder.steps(prepared), [*fresh]
         steps, batch = self._encoding
-        try:
-            next(steps)
-            return
-        except StopIteration as end:
-            results: list[Result] = end.value
-        self._encoding = None
-        for answer, found in zip(batch, results, strict=True):
-            if answer.over:
-                continue
+        # With nobody to wait for it, the tower need not stop.
+        self.encoder.slicer.budget = self.pace if self._running else None
+        step = next(steps, _END)
+        if step is _END:
+            self._encoding = None
+        elif isinstance(step, tuple):
+            answer, found = batch[step[0]], step[1]
+            batch[step[0]] = None
+            if answer is None:
+                return
             if isinstance(found, Exception):
                 self._fail(answer, found)
             else:
@@ -170,6 +177,8 @@ class Batch:
         ended = self.prefiller.run(plan)
         ms = (time.perf_counter() - start) * 1e3
         total = sum(n for _, n in plan)
+        if total > self.prefiller.chunk // 2:  # what a whole chunk takes here and now
+            self.pace += 0.2 * (ms / 1e3 * self.prefiller.chunk / total - self.pace)
         for job, n in plan:
             owners[job].prefill_ms += ms * n / total
             self._served(owners[job].tenant, n)

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import Spec, parse
-from mmfast.core.trace import Trace
 from mmfast.models.adapter import adapter_for, check_media
-from mmfast.models.compress import compress
 from mmfast.models.inner import AHEAD
 from mmfast.models.prompt import chat_inputs
+from mmfast.models.records import features_given
 from mmfast.serve.engine.base import Media, Request
-from mmfast.serve.engine.embed import embedded, identities
+from mmfast.serve.engine.finish import Key, Result, finished
 from mmfast.serve.engine.lru import Lru
-from mmfast.serve.engine.media import Known, Unit, encode, grouped, joined, units
-from mmfast.serve.engine.parts import Embedded, Prepared
+from mmfast.serve.engine.media import Known, Unit, encode, grouped, units, whole
+from mmfast.serve.engine.parts import Prepared
+from mmfast.serve.engine.slicer import Slicer
 
-Result = Embedded | Exception
+__all__ = ["Encoder", "Result", "Steps", "early"]
+
+Steps = Generator[tuple[int, Result] | None, None, None]
+_MOST = 8 << 20  # numbers of pixels that enter the tower at once; one medium may be more
 
 
 def early(reduce: str | None) -> bool:
@@ -48,16 +49,16 @@ class Encoder:
         model: A stock model of a known family.
         processor: Its processor.
         memory: Bytes of encoded media that are kept.
-        most: Numbers of pixels that enter the tower at once; one medium may be more.
 
     Attributes:
         kept: What is kept.
+        slicer: Stops calls of the tower that take long.
+        most: Numbers of pixels that enter the tower at once, learnt from how long that takes.
     """
 
-    def __init__(
-        self, model: Any, processor: Any, memory: int = 64 << 20, most: int = 8 << 20
-    ) -> None:
-        self.model, self.processor, self.most = model, processor, most
+    def __init__(self, model: Any, processor: Any, memory: int = 64 << 20) -> None:
+        self.model, self.processor, self.most = model, processor, _MOST
+        self.slicer = Slicer()
         self.base, self.adapter = model.base_model, adapter_for(model)
         self.kept: Lru[Known] = Lru(memory, lambda known: known.nbytes)
         self._lock = threading.Lock()  # tokenizers are not for two threads at once
@@ -95,132 +96,91 @@ class Encoder:
 
     def encode(self, batch: Sequence[Prepared]) -> list[Result]:
         """Encode, reduce and embed; a request that cannot gets its error, the others go on."""
-        steps = self.steps(batch)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                found: list[Result] = end.value
-                return found
+        found = dict(step for step in self.steps(batch) if step is not None)
+        return [found[i] for i in range(len(batch))]
 
-    def steps(self, batch: Sequence[Prepared]) -> Generator[None, None, list[Result]]:
-        """As `encode`, with a pause behind every call of the tower."""
-        plans = [self._units(each) for each in batch]
-        known: dict[tuple[Any, ...], Known | Exception] = {}
-        fresh: dict[tuple[Any, ...], Unit] = {}
-        for mine in plans:
-            for unit in mine:
-                held = self.kept.get(unit.key) if unit.key not in fresh else None
-                if held is not None:
-                    known[unit.key] = held
-                elif unit.key not in known:
-                    fresh.setdefault(unit.key, unit)
-        for needs in dict.fromkeys(key[1][1] for key in fresh):
-            waiting = [unit for unit in fresh.values() if unit.key[1][1] == needs]
-            for group in grouped(waiting, self.most):
-                known |= self._run(needs, group)
-                yield
-        first = set(fresh)
-        results: list[Result] = []
-        for prepared, mine in zip(batch, plans, strict=True):
-            reused = {unit.key for unit in mine} - first
-            first -= {unit.key for unit in mine}
-            results.append(self._finished(prepared, mine, known, reused))
-        return results  # the value of the generator
+    def steps(self, batch: Sequence[Prepared]) -> Steps:
+        """As `encode`, in small steps: what became of a request, by number, or None in between."""
+        plans = {i: self._units(each) for i, each in enumerate(batch)}
+        known: dict[Key, Known | Exception] = {}
+        fresh: dict[Key, Unit] = {}
+        for unit in (unit for mine in plans.values() for unit in mine):
+            held = None if unit.key in fresh or unit.key in known else self.kept.get(unit.key)
+            if held is not None:
+                known[unit.key] = held
+            elif unit.key not in known:
+                fresh.setdefault(unit.key, unit)
+        owed = set(fresh)  # whose encoding is nobody's yet: the first to use it pays
+        yield from self._ready(batch, plans, known, owed)
+        while fresh:
+            needs = next(iter(fresh))[1][1]
+            alike = [unit for unit in fresh.values() if unit.key[1][1] == needs]
+            group = next(iter(grouped(alike, self.most)))
+            known |= yield from self._run(needs, group)
+            for unit in group:
+                del fresh[unit.key]
+            yield from self._ready(batch, plans, known, owed)
+
+    def _ready(
+        self,
+        batch: Sequence[Prepared],
+        plans: dict[int, list[Unit]],
+        known: dict[Key, Known | Exception],
+        owed: set[Key],
+    ) -> Iterator[tuple[int, Result]]:
+        """Requests whose media are all known."""
+        for i in [i for i, mine in plans.items() if all(unit.key in known for unit in mine)]:
+            mine = plans.pop(i)
+            reused = {unit.key for unit in mine} - owed
+            owed -= {unit.key for unit in mine}
+            yield i, finished(self.model, batch[i], mine, known, reused)
 
     def _units(self, prepared: Prepared) -> list[Unit]:
         needs = tuple(sorted({n for s in parse(prepared.reduce) for n in s.method.needs}))
         context = (prepared.request.tenant, needs)
+        keys = {kind: [m.key for m in media] for kind, media in prepared.media.items()}
+        given = list(features_given(prepared.inputs))
+        if set(given) != set(keys):  # a family whose clips go in as images
+            both = [key for mine in keys.values() for key in mine]
+            return [whole(self.base, kind, prepared.inputs, both, context) for kind in given]
         return [
             unit
-            for kind, media in prepared.media.items()
-            for unit in units(
-                self.base, kind, prepared.inputs, [each.key for each in media], context
-            )
+            for kind in given
+            for unit in units(self.base, kind, prepared.inputs, keys[kind], context)
         ]
 
     def _run(
         self, needs: tuple[str, ...], group: list[Unit]
-    ) -> dict[tuple[Any, ...], Known | Exception]:
+    ) -> Generator[None, None, dict[Key, Known | Exception]]:
         """Encode a group; where that fails, one by one, so that only the broken ones fail."""
-        start = time.perf_counter()
+        blocks = self.adapter.tower_of(self.base, group[0].kind).blocks
         try:
-            found = encode(self.base, self.adapter, needs, group)
+            found = yield from self.slicer.run(
+                lambda: encode(self.base, self.adapter, needs, group), blocks
+            )
         except Exception as error:
             if len(group) == 1:
                 return {group[0].key: error}
-            apart = [self._run(needs, [unit]) for unit in group]
-            return {key: value for each in apart for key, value in each.items()}
-        ms = (time.perf_counter() - start) * 1e3 / len(group)
+            apart: dict[Key, Known | Exception] = {}
+            for unit in group:
+                apart |= yield from self._run(needs, [unit])
+            return apart
+        self._learn(group)
+        ms = self.slicer.total * 1e3 / len(group)
         known = {u.key: replace(each, ms=ms) for u, each in zip(group, found, strict=True)}
         for key, each in known.items():
             self.kept.put(key, each)
         return {**known}
 
-    def _finished(
-        self,
-        prepared: Prepared,
-        mine: Sequence[Unit],
-        known: dict[tuple[Any, ...], Known | Exception],
-        reused: set[tuple[Any, ...]],
-    ) -> Result:
-        try:
-            return self._embedded(prepared, mine, known, reused)
-        except Exception as error:
-            return error
-
-    @torch.no_grad()
-    def _embedded(
-        self,
-        prepared: Prepared,
-        mine: Sequence[Unit],
-        known: dict[tuple[Any, ...], Known | Exception],
-        reused: set[tuple[Any, ...]],
-    ) -> Embedded:
-        parts: dict[str, list[Known]] = {}
-        ms = 0.0
-        for unit in mine:
-            each = known[unit.key]
-            if isinstance(each, Exception):
-                raise each
-            parts.setdefault(unit.kind, []).append(each)
-            ms += 0.0 if unit.key in reused else each.ms
-        outputs = {kind: joined(kind, each) for kind, each in parts.items()}
-        visual = sum(len(y.content()) for p in parts.values() for k in p for y in k.layouts)
-        again = sum(
-            y.length
-            for unit in mine
-            if unit.key in reused
-            for k in [known[unit.key]]
-            if isinstance(k, Known)
-            for y in k.layouts
-        )
-        trace = Trace()
-        trace.add("read", 0, prepared.length, prepared.ms)
-        trace.add("encode", visual, visual, ms)
-        inputs = {**prepared.inputs, "mm_encoder_outputs": outputs}
-        rest = compress(self.model, inputs, prepared.reduce, trace)
-        named = identities(mine, parts, prepared.reduce)
-        found = embedded(self.model, rest, outputs, named)
-        kept = visual if not trace.reductions else _left(visual, trace)
-        told = trace.to_dict()
-        return Embedded(
-            **found,
-            whole=prepared.inputs["input_ids"][0],
-            reused=again,
-            visual_tokens=visual,
-            kept_tokens=kept,
-            rows=told["rows"],
-            reductions=told["reductions"],
-        )
-
-
-def _left(visual: int, trace: Trace) -> int:
-    """Visual tokens behind all reductions."""
-    chains: dict[int, tuple[int, int]] = {}
-    for _, item, reduction in trace.reductions:
-        chains[item] = (chains.get(item, (reduction.n, 0))[0], reduction.m)
-    return visual - sum(before - after for before, after in chains.values())
+    def _learn(self, group: Sequence[Unit]) -> None:
+        """So much enters the tower at once that a block takes no longer than a slice may."""
+        budget, work = self.slicer.budget, sum(unit.work for unit in group)
+        if budget is None or not work:
+            return
+        if self.slicer.longest > budget:
+            self.most = max(1, min(self.most, work) // 2)
+        elif self.slicer.longest < budget / 2 and 2 * work > self.most:
+            self.most = min(_MOST, 2 * self.most)
 
 
 def _media(request: Request) -> dict[str, tuple[Media, ...]]:

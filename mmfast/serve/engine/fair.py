@@ -40,9 +40,6 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterable[T]:  # type: ignore[override]
-        return iter(tuple(self._waiting.values()))
-
     def push(self, item: T, active: Iterable[str] = ()) -> None:
         """Let one wait; `active` are the tenants at work."""
         present = {*active, *(each.tenant for each in self._waiting.values())}

@@ -89,14 +89,23 @@ def units(
         keys: Of the media, in order.
         context: What else decides on the result: tenant and signals.
     """
+    together = whole(base, kind, inputs, keys, context)
+    parts = _split(kind, together.call, len(keys))
+    if parts is None:
+        return [together]
+    return [
+        Unit(kind, (kind, context, key), part, together.ids)
+        for key, part in zip(keys, parts, strict=True)
+    ]
+
+
+def whole(
+    base: Any, kind: str, inputs: Mapping[str, Any], keys: Sequence[str], context: tuple[Any, ...]
+) -> Unit:
+    """All media of one kind of one prompt as one unit; arguments as of `units`."""
     names = inspect.signature(getattr(base, f"get_{kind}_features")).parameters
     call = {name: inputs[name] for name in names if inputs.get(name) is not None}
-    ids, parts = inputs["input_ids"][0], _split(kind, call, len(keys))
-    if parts is None:
-        return [Unit(kind, (kind, context, *keys), call, ids)]
-    return [
-        Unit(kind, (kind, context, key), part, ids) for key, part in zip(keys, parts, strict=True)
-    ]
+    return Unit(kind, (kind, context, *keys), call, inputs["input_ids"][0])
 
 
 def _split(kind: str, call: Mapping[str, Any], count: int) -> list[dict[str, Any]] | None:

@@ -101,7 +101,7 @@ class Prefiller:
         room, first = self.chunk, waiting[0]
         held = min(first.left, max(1, room // 2))
         room -= held
-        plan = {}
+        plan: dict[Job, int] = {}
         for job in sorted(waiting[1:], key=lambda job: job.left):
             if room and (job.left <= room or not plan):
                 plan[job] = min(job.left, room)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.spec import parse
+from mmfast.models.kv_plan import call_plan
 from mmfast.models.loading import EMBEDDED, load
+from mmfast.planner.target import check_alone, make_target
 from mmfast.serve.engine.answer import LOG, Answer
-from mmfast.serve.engine.base import BusyError, Emit, Failure, Health, Request, Sampling
-from mmfast.serve.engine.batch import Batch
-from mmfast.serve.engine.decode import Decoder
-from mmfast.serve.engine.encoder import Encoder
+from mmfast.serve.engine.base import BusyError, Emit, Failure, Health, Options, Request, Sampling
+from mmfast.serve.engine.checks import checked, context_of
+from mmfast.serve.engine.encoder import Encoder, early
 from mmfast.serve.engine.fair import FairQueue
+from mmfast.serve.engine.lanes import Lanes
 from mmfast.serve.engine.memory import kv_limit
-from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.text import Writer
 
 
@@ -65,21 +65,17 @@ class Scheduler:
         name: str | None = None,
         encoder: Callable[[Any, Any, int], Encoder] = Encoder,
     ) -> None:
-        self._reduce, self._cache = reduce, cache
+        parse(reduce), call_plan(cache)
         stock, processor = load(model, device, dtype)
         self.model = name or (EMBEDDED if model is None else str(model))
         limit = kv_limit(memory, stock.device)
         self._queue: FairQueue[Answer] = FairQueue()
         self._most, self._slots = slots + queue, slots
-        self.context = context or _context_of(stock)
-        self._batch = Batch(
-            encoder(stock, processor, min(limit // 4, 256 << 20)),
-            Prefiller(stock, chunk),
-            Decoder(stock, slots),
-            limit,
-            self._count,
-        )
-        self._processor = processor
+        self.context = context or context_of(stock)
+        kept = encoder(stock, processor, min(limit // 4, 256 << 20))
+        self._lanes = Lanes(kept, slots, chunk, limit, self._queue.count, model)
+        self._default = Options(reduce, cache)
+        self._lanes.check(self._answer(Request("", ()), print, Sampling()))
         self._wake = threading.Condition()
         self._known: dict[str, Answer | None] = {}
         self._new: deque[Answer] = deque()
@@ -93,7 +89,7 @@ class Scheduler:
 
     def submit(self, request: Request, emit: Emit) -> None:
         """See `Executor.submit`."""
-        sampling = _checked(request.sampling)
+        sampling = checked(request.sampling)
         with self._wake:
             self._open(request)
             self._known[request.id] = None  # its place, while it is prepared
@@ -122,21 +118,10 @@ class Scheduler:
     def health(self) -> Health:
         """See `Executor.health`."""
         with self._wake:
-            batch = self._batch
-            running = len(batch.answers)
+            running = len(self._lanes.answers)
             waiting = len(self._known) - running
             ready = not self._closed and self._thread.is_alive()
-        kept, prefixes = batch.encoder.kept, batch.prefixes.held
-        gauges = {
-            "kv_bytes": float(batch.nbytes),
-            "kv_bytes_limit": float(batch.limit),
-            "kv_bytes_per_token": float(batch.per_token),
-            "prefix_bytes": float(prefixes.nbytes),
-            "encoder_bytes": float(kept.nbytes),
-            "cache_hits": float(kept.hits + prefixes.hits),
-            "cache_misses": float(kept.misses + prefixes.misses),
-        }
-        return Health(ready, running, max(0, waiting), gauges)
+        return Health(ready, running, max(0, waiting), self._lanes.gauges())
 
     def close(self) -> None:
         """See `Executor.close`."""
@@ -158,10 +143,21 @@ class Scheduler:
                 f"{len(self._known)} requests run or wait already; try again in {wait:.1f} s", wait
             )
 
+    def _answer(self, request: Request, emit: Emit, sampling: Sampling) -> Answer:
+        """A request with the engine's own options where it has none."""
+        answer, mine = Answer(request, emit, sampling), request.options
+        answer.cache = self._default.cache if mine.cache is None else mine.cache
+        answer.target = mine.target_ttft_ms
+        if mine.target_ttft_ms is not None:
+            check_alone(make_target(mine.target_ttft_ms), mine.reduce)
+        else:
+            answer.reduce = self._default.reduce if mine.reduce is None else mine.reduce
+        return answer
+
     def _prepared(self, request: Request, emit: Emit, sampling: Sampling) -> Answer:
-        answer = Answer(request, emit, sampling)
-        reduce = self._reduce if request.options.reduce is None else request.options.reduce
-        prepared = self._batch.encoder.prepare(request, reduce)
+        answer, lanes = self._answer(request, emit, sampling), self._lanes
+        lanes.check(answer)
+        prepared = lanes.encoder.prepare(request, answer.reduce if early(answer.reduce) else None)
         most = prepared.length + sampling.max_tokens
         if most > self.context:
             raise MmfastError(
@@ -169,14 +165,8 @@ class Scheduler:
                 f"than the {self.context} that fit; ask for less, or give fewer or smaller media"
             )
         answer.prepared, answer.reserve = prepared, most
-        needed = self._batch.alone(answer)
-        if needed > self._batch.limit:
-            raise MmfastError(
-                f"this request takes {needed:,} bytes of keys and values, and there are "
-                f"{self._batch.limit:,}; ask for fewer tokens, or give the server more memory"
-            )
-        ends = self._batch.decoder.chooser.ends
-        answer.writer = Writer(self._processor.tokenizer, sampling, ends)
+        lanes.check_fits(answer)
+        answer.writer = Writer(lanes.processor.tokenizer, sampling, lanes.chooser.ends)
         return answer
 
     # --- the engine's thread ------------------------------------------------------------------
@@ -193,19 +183,19 @@ class Scheduler:
                 self._round()
             except Exception as error:  # what is not one request's fault ends all that run
                 LOG.exception("the engine failed")
-                for answer in self._batch.clear():
+                for answer in self._lanes.clear():
                     answer.fail(error)
             self._tidy()
         self._end_all()
 
     def _busy(self) -> bool:
-        return bool(self._batch.answers) or len(self._queue) > 0
+        return bool(self._lanes.answers) or len(self._queue) > 0
 
     def _take(self) -> None:
         """What other threads brought; called with the lock."""
         while self._new:
             answer = self._new.popleft()
-            self._queue.push(answer, {each.tenant for each in self._batch.answers})
+            self._queue.push(answer, {each.tenant for each in self._lanes.answers})
         for name in tuple(self._gone):
             answer_or_place = self._known.get(name)
             if name not in self._known:
@@ -214,15 +204,14 @@ class Scheduler:
                 continue  # still being prepared, or over
             self._gone.discard(name)
             self._queue.remove(name)
-            self._batch.cancel(name)
+            self._lanes.cancel(name)
             answer_or_place.end(Failure("cancelled", 499, "cancelled"))
 
     def _round(self) -> None:
-        while (first := self._queue.peek()) is not None and self._batch.fits(first):
+        while (first := self._queue.peek()) is not None and self._lanes.fits(first):
             self._queue.remove(first.id)
-            self._batch.start(first)
-        self._batch.work()
-        self._batch.decode()
+            self._lanes.start(first)
+        self._lanes.round()
 
     def _tidy(self) -> None:
         """Forget what is over."""
@@ -236,35 +225,10 @@ class Scheduler:
             self._ended = now
 
     def _end_all(self) -> None:
-        self._batch.clear()
+        self._lanes.clear()
+        self._lanes.encoder.slicer.close()
         with self._wake:
             left = [answer for answer in self._known.values() if answer is not None]
             self._known.clear()
         for answer in left:
             answer.end(Failure("the engine is closed", 503))
-
-    def _count(self, tenant: str, tokens: float) -> None:
-        self._queue.count(tenant, tokens)
-
-
-def _context_of(model: Any) -> int:
-    config = model.config.get_text_config()
-    return int(getattr(config, "max_position_embeddings", None) or 4096)
-
-
-def _checked(sampling: Sampling) -> Sampling:
-    """The same with a seed.
-
-    Raises:
-        MmfastError: A number is outside its range.
-    """
-    ranges = {
-        "max_tokens": (sampling.max_tokens, sampling.max_tokens >= 1, "1 or more"),
-        "temperature": (sampling.temperature, 0 <= sampling.temperature <= 100, "0 to 100"),
-        "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
-    }
-    for name, (value, fine, choices) in ranges.items():
-        if not fine:
-            raise MmfastError(f"{name}={value!r} is not allowed; give {choices}")
-    seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-    return replace(sampling, seed=seed)

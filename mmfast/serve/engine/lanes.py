@@ -1,0 +1,226 @@
+"""Who goes which way: the batched lane, or a lane of its own; and whether there is room."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mmfast.attach import check_sites
+from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.schedule import expand
+from mmfast.core.spec import parse
+from mmfast.models.kv_plan import call_plan
+from mmfast.pipelines.planning import PipelinePlanner
+from mmfast.planner.planner import PlanWarning
+from mmfast.planner.target import make_target
+from mmfast.serve.engine.answer import Answer
+from mmfast.serve.engine.batch import Batch, token_bytes
+from mmfast.serve.engine.decode import Decoder
+from mmfast.serve.engine.encoder import Encoder, early
+from mmfast.serve.engine.prefill import Prefiller
+from mmfast.serve.engine.sample import Chooser
+from mmfast.serve.engine.slots import Slots
+from mmfast.serve.engine.solo import Solo
+
+
+class Lanes:
+    """All that is at work on one model.
+
+    Args:
+        encoder: Of the model and its processor.
+        slots: Requests at once.
+        chunk: Tokens of prompts in one pass.
+        limit: Bytes of keys and values, those of finished prompts included.
+        served: Told the tenant and how many tokens of work it was given.
+        name: The model as the caller named it; None is the embedded one.
+
+    Attributes:
+        batch: None where the model's rows cannot be at different lengths in one pass.
+        per_token: Bytes of keys and values of one token.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        slots: int,
+        chunk: int,
+        limit: int,
+        served: Callable[[str, float], None],
+        name: Any,
+    ) -> None:
+        self.encoder, self.model, self.processor = encoder, encoder.model, encoder.processor
+        self._slots, self.limit, self._name = slots, limit, name
+        self.chooser = Chooser(self.model)
+        self.solo = Solo(self.model, self.chooser, served)
+        self.batch: Batch | None = None
+        try:
+            parts = Prefiller(self.model, chunk), Decoder(self.model, slots)
+            self.per_token = token_bytes(parts[0])
+            self.batch = Batch(self.encoder, *parts, limit // 4, served)
+        except ModelError:  # windows, convolutions, images that see forward: one by one
+            self.per_token = _stated_bytes(self.model)
+        self._planner: PipelinePlanner | None = None
+        self._prompt_turn = False
+
+    # --- room ---------------------------------------------------------------------------------
+
+    @property
+    def answers(self) -> list[Answer]:
+        """All requests at work."""
+        return [*(self.batch.answers if self.batch else ()), *self.solo.answers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values of requests at work."""
+        return (self.batch.nbytes if self.batch else 0) + self.solo.nbytes
+
+    def worst(self, more: Sequence[Answer] = ()) -> int:
+        """Tokens of memory that all at work may come to hold, with more requests beside them."""
+        mine = [answer for answer in more if self.batched(answer)]
+        own = [*self.solo.answers, *(answer for answer in more if not self.batched(answer))]
+        rows = pieces = 0
+        if self.batch is not None:
+            waiting = [*self.batch.coming, *mine]
+            rows = self.batch.decoder.slots.needed([answer.reserve for answer in waiting])
+            # Until it is copied to its row, a prompt lies in a piece of its own.
+            pieces = sum(answer.reserve - answer.sampling.max_tokens for answer in waiting)
+        return rows + pieces + sum(answer.reserve for answer in own)
+
+    def check_fits(self, answer: Answer) -> None:
+        """Refuse a request that is too large even alone.
+
+        Raises:
+            MmfastError: Says by how much.
+        """
+        tokens = answer.reserve
+        if self.batched(answer):
+            rows, room = Slots(0, self._slots).shape([answer.reserve])
+            tokens = rows * room + answer.reserve - answer.sampling.max_tokens
+        if tokens * self.per_token > self.limit:
+            raise MmfastError(
+                f"this request takes {tokens * self.per_token:,} bytes of keys and values, and "
+                f"there are {self.limit:,}; ask for fewer tokens, or give the server more memory"
+            )
+
+    def fits(self, answer: Answer) -> bool:
+        """Whether a request can start now; finished prompts make room."""
+        if len(self.answers) >= self._slots:
+            return False
+        return self.worst([answer]) * self.per_token <= self.limit
+
+    def gauges(self) -> dict[str, float]:
+        """Figures for `Health`."""
+        kept, prefixes = self.encoder.kept, self.batch.prefixes.held if self.batch else None
+        hits, misses = kept.hits, kept.misses
+        if prefixes is not None:
+            hits, misses = hits + prefixes.hits, misses + prefixes.misses
+        return {
+            "kv_bytes": float(self.nbytes),
+            "kv_bytes_limit": float(self.limit),
+            "kv_bytes_per_token": float(self.per_token),
+            "prefix_bytes": float(prefixes.nbytes if prefixes is not None else 0),
+            "encoder_bytes": float(kept.nbytes),
+            "cache_hits": float(hits),
+            "cache_misses": float(misses),
+        }
+
+    # --- in and out ---------------------------------------------------------------------------
+
+    def check(self, answer: Answer) -> None:
+        """Read the specs of a request.
+
+        Raises:
+            SpecError: One is wrong.
+            MmfastError: A target beside a spec, or a target that cannot be.
+        """
+        call_plan(answer.cache)
+        specs = parse(answer.reduce)
+        if not early(answer.reduce):
+            layers = self.model.get_decoder().layers
+            check_sites(expand(specs, len(layers), None), self.model)
+        if answer.target is not None:
+            make_target(target_ttft_ms=answer.target)
+
+    def batched(self, answer: Answer) -> bool:
+        """Whether a request goes the batched way."""
+        return self.batch is not None and not answer.cache and early(answer.reduce)
+
+    def start(self, answer: Answer) -> None:
+        """Take a request in; one with a target is planned now."""
+        if answer.target is not None:
+            try:
+                self._plan(answer)
+            except Exception as error:
+                answer.fail(error)
+                return
+        if self.batched(answer):
+            assert self.batch is not None
+            self.batch.start(answer)
+            self.batch.prefixes.shrink(self.limit - self.worst() * self.per_token)
+        else:
+            self.solo.start(answer)
+
+    def cancel(self, name: str) -> None:
+        """Let a request go; its memory is free at once."""
+        if self.batch is not None:
+            self.batch.cancel(name)
+        self.solo.cancel(name)
+
+    def clear(self) -> list[Answer]:
+        """Let everything go; the requests it was."""
+        gone = self.answers
+        for answer in gone:
+            self.cancel(answer.id)
+        return gone
+
+    # --- work ---------------------------------------------------------------------------------
+
+    def round(self) -> None:
+        """One unit of work on prompts, then a token for every answer of the batch."""
+        batch = self.batch
+        # A prompt under hooks would be heard by a call of the tower that is under way.
+        free = self.solo.waits and not (batch and batch.encoding)
+        if free and (self._prompt_turn or not (batch and batch.coming)):
+            self.solo.step(prompts=True)
+            self._prompt_turn = False
+        elif batch is not None:
+            batch.work(new=not self.solo.waits)
+            self._prompt_turn = True
+        if batch is not None:
+            batch.decode()
+        self.solo.step(prompts=False)
+
+    def _plan(self, answer: Answer) -> None:
+        assert answer.prepared is not None
+        if self._planner is None:
+            pipe = SimpleNamespace(model=self.model, cache=None, run=self._generate)
+            self._planner = PipelinePlanner(pipe, self._name)
+        start, inputs = time.perf_counter(), answer.prepared.inputs
+        items = sum(len(media) for media in answer.prepared.media.values())
+        target = make_target(target_ttft_ms=answer.target)
+        if not items:
+            answer.reduce = None
+            return
+        with warnings.catch_warnings():  # out of reach: the fastest plan, as documented
+            warnings.simplefilter("ignore", PlanWarning)
+            plan, measuring = self._planner.plan(inputs, [items], target, answer.began)
+        answer.plan_ms = (time.perf_counter() - start) * 1e3 - measuring
+        answer.began += measuring / 1e3  # the device, once and for all: no part of answering
+        answer.adopt(plan.spec)
+
+    def _generate(self, inputs: dict[str, Any], **extra: Any) -> Any:
+        with torch.inference_mode():
+            return self.model.generate(**inputs, do_sample=False, **extra)
+
+
+def _stated_bytes(model: Any) -> int:
+    """Bytes of keys and values of one token, by the configuration."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)

@@ -1,0 +1,144 @@
+"""What the tests of the scheduler share: models, requests, and the stock answer one by one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import queue
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_models import tiny
+
+from mmfast.models.loading import load
+from mmfast.models.prompt import Shot, chat_inputs
+from mmfast.serve.engine.base import (
+    Delta,
+    Event,
+    Executor,
+    Media,
+    Message,
+    Options,
+    Request,
+    Sampling,
+)
+
+EMBEDDED = "embedded"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>\n{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}{{ place[part['type']] }}"
+    "{% endif %}{% endfor %}\n{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+
+
+@functools.cache
+def model_of(family: str) -> tuple[Any, Any]:
+    """A tiny random model with a chat template, or the embedded one; with its processor."""
+    if family == EMBEDDED:
+        return load(None, "cpu", "float32")  # type: ignore[return-value]
+    this = tiny(family)
+    processor = copy.copy(this.processor)
+    places = {k: this.facts.placeholder(k) for k in this.facts.kinds if k != "audio"}
+    processor.chat_template = "{% set place = " + repr(places) + " %}" + TEMPLATE
+    return this.model, processor
+
+
+def image(seed: int, size: tuple[int, int] = (40, 56)) -> Media:
+    """A random image."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    return Media(Shot("image", pixels), f"image-{seed}-{size}")
+
+
+def clip(seed: int, frames: int = 4, size: tuple[int, int] = (40, 56)) -> Media:
+    """A random clip of two frames a second."""
+    rng = np.random.default_rng(seed + 1000)
+    pixels = rng.integers(0, 256, (frames, *size, 3), dtype=np.uint8)
+    facts = {
+        "total_num_frames": frames,
+        "fps": 2.0,
+        "duration": frames / 2,
+        "frames_indices": list(range(frames)),
+        "width": size[1],
+        "height": size[0],
+    }
+    return Media(Shot("video", pixels, facts), f"clip-{seed}-{frames}-{size}")
+
+
+def ask(name: str, *parts: str | Media, tokens: int = 6, **more: Any) -> Request:
+    """A request of one message."""
+    return talk(name, [parts], tokens=tokens, **more)
+
+
+def talk(
+    name: str,
+    turns: Sequence[Sequence[str | Media]],
+    tokens: int = 6,
+    sampling: Sampling | None = None,
+    **more: Any,
+) -> Request:
+    """A request of several messages, the user's first."""
+    roles = ("user", "assistant")
+    messages = tuple(Message(roles[i % 2], tuple(turn)) for i, turn in enumerate(turns))
+    options = {k: more.pop(k) for k in ("reduce", "cache", "target_ttft_ms") if k in more}
+    return Request(
+        name, messages, sampling or Sampling(max_tokens=tokens), Options(**options), **more
+    )
+
+
+class Ear:
+    """Hears the events of one request."""
+
+    def __init__(self, executor: Executor, request: Request) -> None:
+        self.events: list[Event] = []
+        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        executor.submit(request, self._inbox.put)
+
+    def next(self) -> Event:
+        """The next event."""
+        self.events.append(self._inbox.get(timeout=120))
+        return self.events[-1]
+
+    def wait(self) -> Event:
+        """The last event."""
+        while isinstance(self.next(), Delta):
+            pass
+        assert self._inbox.empty()
+        return self.events[-1]
+
+    @property
+    def text(self) -> str:
+        """What was said so far."""
+        return "".join(event.text for event in self.events if isinstance(event, Delta))
+
+
+def answers(executor: Executor, requests: Sequence[Request]) -> list[tuple[str, Event]]:
+    """Texts and last events of requests submitted at once."""
+    ears = [Ear(executor, request) for request in requests]
+    return [(ear.wait(), ear)[1] and (ear.text, ear.events[-1]) for ear in ears]
+
+
+def stock(pair: tuple[Any, Any], request: Request) -> str:
+    """The answer of stock `generate` to one request."""
+    model, processor = pair
+    chat = [
+        {
+            "role": message.role,
+            "content": [p.shot if isinstance(p, Media) else p for p in message.content],
+        }
+        for message in request.messages
+    ]
+    inputs = chat_inputs(processor, [chat], model.device)
+    config = model.config
+    named = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    with torch.inference_mode():
+        output = model.generate(
+            **inputs,
+            max_new_tokens=request.sampling.max_tokens,
+            do_sample=False,
+            suppress_tokens=[i for i in named if i is not None],
+        )
+    new = output[:, inputs["input_ids"].shape[1] :]
+    found: str = processor.batch_decode(new, skip_special_tokens=True)[0]
+    return found
