@@ -55,6 +55,7 @@ class ServerConfig:
         decode_seconds: That decoding one input may take.
         decode_bytes: Memory that decoding one input may take.
         max_body_bytes: Of a request.
+        bodies_bytes: Of all requests that are being read or answered.
         max_header_bytes: Of all headers of a request.
         max_headers: Of a request.
         header_seconds: In which the headers must have come.
@@ -120,6 +121,7 @@ class ServerConfig:
     decode_seconds: float = 20.0
     decode_bytes: int = 1 << 30
     max_body_bytes: int = 64 << 20
+    bodies_bytes: int = 512 << 20
     max_header_bytes: int = 32 << 10
     max_headers: int = 100
     header_seconds: float = 10.0

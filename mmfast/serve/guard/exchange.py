@@ -93,7 +93,7 @@ class Exchange:
         await self._send({**start, "headers": [*headers, *close, self._id()]})
         await self._send({"type": "http.response.body", "body": data, "more_body": unread})
         if unread:
-            intake = self.intake or Intake(self.receive, self._config, [], False)
+            intake = self.intake or Intake(self.receive, self._config)
             await intake.drain()
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -106,6 +106,8 @@ class Exchange:
     def log(self, quiet: bool, ms: float) -> None:
         """One line, when it is over."""
         size = self.intake.size if self.intake else 0
+        if self.intake:
+            self.intake.close()
         self._caller.quotas.spend(self._caller.who, "bytes", size)
         fields = {
             "id": self._caller.id,

@@ -62,11 +62,11 @@ class Network:
     connect: Callable[[str, int, str, bool], Awaitable[Any]] = _connect
 
 
-SYSTEM = Network()
+NETWORK = Network()  # of this process
 
 
 async def fetch(
-    url: str, config: ServerConfig, param: str | None = None, network: Network = SYSTEM
+    url: str, config: ServerConfig, param: str | None = None, network: Network | None = None
 ) -> tuple[str, bytes]:
     """Get what is behind a URL.
 
@@ -90,7 +90,7 @@ async def fetch(
     _running += 1
     try:
         async with asyncio.timeout(config.remote_seconds):
-            return await _follow(url, config, param, network)
+            return await _follow(url, config, param, network or NETWORK)
     except TimeoutError:
         text = f"fetching took over {config.remote_seconds:g} s: send a data: URL"
         raise ApiError(400, text, code="fetch_timeout", param=param) from None

@@ -6,12 +6,37 @@ import asyncio
 from typing import Any
 
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.guard.errors import ApiError
+from mmfast.serve.guard.errors import ApiError, busy
 from mmfast.serve.guard.json_depth import Depth
 from mmfast.serve.guard.keys import Headers, values
 
 Message = dict[str, Any]
 _BODIES = ("POST", "PUT", "PATCH")
+
+
+class Bodies:
+    """Bytes of all bodies that are being read or answered.
+
+    Args:
+        most: How many there may be.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._now = most, 0
+
+    def add(self, size: int) -> None:
+        """So many came.
+
+        Raises:
+            ApiError: 429: there are too many.
+        """
+        if self._now + size > self._most:
+            raise busy("the server is reading as much as it may", code="bodies")
+        self._now += size
+
+    def drop(self, size: int) -> None:
+        """They are no longer needed."""
+        self._now -= size
 
 
 class Intake:
@@ -20,8 +45,8 @@ class Intake:
     Args:
         receive: Of the server.
         config: Limits.
-        headers: Of the request.
         json: Whether the body is JSON.
+        bodies: Those of all requests.
 
     Attributes:
         size: Bytes so far.
@@ -29,8 +54,11 @@ class Intake:
         over: Whether the body has come whole.
     """
 
-    def __init__(self, receive: Any, config: ServerConfig, headers: Headers, json: bool) -> None:
+    def __init__(
+        self, receive: Any, config: ServerConfig, json: bool = False, bodies: Bodies | None = None
+    ) -> None:
         self._receive, self._most = receive, config.max_body_bytes
+        self._bodies, self._held = bodies or Bodies(config.max_body_bytes), 0
         self._seconds = config.body_seconds
         self._deadline = asyncio.get_running_loop().time() + config.body_seconds
         self._depth = Depth(config.max_json_depth) if json else None
@@ -64,15 +92,22 @@ class Intake:
         self.size += len(piece)
         if self.size > self._most:
             raise self._refuse(too_large(self._most))
-        if self._depth is not None:
-            try:
+        try:
+            self._bodies.add(len(piece))
+            self._held += len(piece)
+            if self._depth is not None:
                 self._depth.feed(piece)
-            except ApiError as error:
-                raise self._refuse(error) from None
+        except ApiError as error:
+            raise self._refuse(error) from None
 
     def _refuse(self, error: ApiError) -> ApiError:
         self.refused = error
         return error
+
+    def close(self) -> None:
+        """The request is over."""
+        self._bodies.drop(self._held)
+        self._held = 0
 
     async def drain(self, most: int = 8 << 20, seconds: float = 0.5) -> None:
         """Read on for a moment: a client that is still sending would not see the reply."""

@@ -17,7 +17,7 @@ from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard.caller import Caller, caller_of, client_of
 from mmfast.serve.guard.errors import ApiError
 from mmfast.serve.guard.exchange import Exchange
-from mmfast.serve.guard.intake import Intake, check_head, check_type
+from mmfast.serve.guard.intake import Bodies, Intake, check_head, check_type
 from mmfast.serve.guard.keys import Keys, from_elsewhere, given_key, loopback, values
 from mmfast.serve.guard.quotas import Quotas, Rates
 from mmfast.serve.guard.socket_exchange import SocketExchange
@@ -44,7 +44,7 @@ class Shield:
     ) -> None:
         self._app, self._config = app, config
         self._keys, self._rejected = Keys(config.api_keys), rejected
-        self._local = loopback(config.host)
+        self._local, self._bodies = loopback(config.host), Bodies(config.bodies_bytes)
         self.quotas = Quotas(
             Rates(
                 config.requests_per_minute,
@@ -101,7 +101,7 @@ class Shield:
 
     async def _http(self, scope: Any, exchange: Exchange) -> None:
         is_json = check_type(scope["method"], scope["path"], scope["headers"])
-        exchange.intake = Intake(exchange.receive, self._config, scope["headers"], is_json)
+        exchange.intake = Intake(exchange.receive, self._config, is_json, self._bodies)
         await exchange.run(self._app)
 
     async def _refuse(self, exchange: Any, error: ApiError) -> None:
