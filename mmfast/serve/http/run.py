@@ -30,6 +30,7 @@ def bind(config: ServerConfig) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((config.host, config.port))
+        found.listen(2048)  # who comes early waits; where somebody else listens, it fails here
     except (OSError, UnicodeError) as error:
         found.close()
         reason = getattr(error, "strerror", None) or str(error)

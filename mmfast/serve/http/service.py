@@ -49,6 +49,8 @@ class Later:
         try:
             future.set_result(self._make())
         except BaseException as error:  # whoever asks gets it
+            if not isinstance(error, MmfastError):
+                _log.error("cannot load", exc_info=error)
             future.set_exception(error)
 
     def now(self) -> Any:
@@ -70,8 +72,10 @@ class Later:
         """
         try:
             return await asyncio.shield(asyncio.wrap_future(self.start()))
-        except MmfastError as error:
-            raise ApiError(503, str(error), "server_error", "not_loaded") from error
+        except Exception as error:
+            ours = isinstance(error, MmfastError)
+            text = str(error) if ours else "the model cannot be loaded; the server's log says why"
+            raise ApiError(503, text, "server_error", "not_loaded") from error
 
 
 class Service:
