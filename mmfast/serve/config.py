@@ -39,6 +39,7 @@ class ServerConfig:
         encode_replicas: Of engines with several workers.
         prefill_replicas: Of engines with several workers.
         decode_replicas: Of engines with several workers.
+        ray_address: Of a cluster, for the engine `ray`; `local` starts one on this machine.
         max_tokens: Longest answer in tokens that a request may ask for.
         default_tokens: Longest answer of a request that does not say.
         frames: Frames sampled from a clip where the request does not say.
@@ -105,6 +106,7 @@ class ServerConfig:
     encode_replicas: int = 1
     prefill_replicas: int = 1
     decode_replicas: int = 1
+    ray_address: str = "local"
     max_tokens: int = 1024
     default_tokens: int = 256
     frames: int = 8

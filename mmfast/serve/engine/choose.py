@@ -50,7 +50,8 @@ def _on_ray(config: ServerConfig) -> Executor:
             f"--engine ray needs {error.name}, which is not installed; "
             'pip install "mmfast[ray]", or choose inproc or processes'
         ) from error
-    return RayEngine(config.model, **_shared(config), **_replicas(config))
+    where = {"address": config.ray_address}
+    return RayEngine(config.model, **_shared(config), **_replicas(config), **where)
 
 
 def _shared(config: ServerConfig) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def _shared(config: ServerConfig) -> dict[str, Any]:
     }
 
 
-def _replicas(config: ServerConfig) -> dict[str, int]:
+def _replicas(config: ServerConfig) -> dict[str, Any]:
     return {
         "encode": config.encode_replicas,
         "prefill": config.prefill_replicas,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mmfast.core.errors import MmfastError
-from mmfast.serve.engine.base import Media, Message
+from mmfast.serve.engine.base import Media, Message, Role
 from mmfast.serve.guard.errors import ApiError, api_error
 from mmfast.serve.guard.media import load_media, load_sound
 from mmfast.serve.http import chat_request as asked
@@ -88,7 +88,7 @@ class Reader:
             )
 
     async def _message(self, given: Any, number: int) -> Message:
-        role = "system" if given.role == "developer" else given.role
+        role: Role = "system" if given.role == "developer" else given.role
         if isinstance(given.content, str):
             return Message(role, (given.content,))
         parts = [self._part(part, (number, i)) for i, part in enumerate(given.content)]

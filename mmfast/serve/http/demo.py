@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -51,9 +50,8 @@ class Demo:
 
 
 def _build(service: Service) -> FastAPI:
-    from mmfast.demos import mount
+    from mmfast.demos.app import mount
 
-    inner = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    build: Any = mount
-    build(inner, service)
+    inner, config = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), service.config
+    mount(inner, PATH, model=config.model, device=config.device, dtype=config.dtype)
     return inner

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -12,7 +14,9 @@ from mmfast.serve.http.replies import ERRORS, HealthReply, Model, Models
 from mmfast.serve.http.service import Service
 
 router = APIRouter()
-_REFUSALS = {status: ERRORS[status] for status in (400, 401, 404, 429)}
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: ERRORS[status] for status in (400, 401, 404, 429)
+}
 
 
 def _service(http: HttpRequest) -> Service:
