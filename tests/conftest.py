@@ -21,6 +21,12 @@ def clip_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-out", help="write what `-m matrix` ran to this .jsonl file")
+    parser.addoption(
+        "--realtime-sequences",
+        type=int,
+        default=100,
+        help="random sequences of events on the realtime socket; 2000 is the long proof",
+    )
 
 
 @pytest.fixture(scope="session")
