@@ -90,7 +90,7 @@ class HumBrain:
             text = self.voices.say(question.turns, len(self.frames))
             if isinstance(text, Exception):
                 raise text
-            for sound in HumSpeaker(1600).speak(text):
+            for sound in HumSpeaker(1600, self.voices.each).speak(text):
                 yield sound if question.aloud else silent(sound)
         finally:
             self.voices.answering -= 1
@@ -113,8 +113,12 @@ class HumVoices:
 
     voices, pace = ("hum", "hmm"), (100, 150, 200)
 
-    def __init__(self, say: Callable[[Sequence[Turn], int], Any] = lambda *_: ANSWER) -> None:
-        self.say, self.questions = say, list[Question]()
+    def __init__(
+        self,
+        say: Callable[[Sequence[Turn], int], Any] = lambda *_: ANSWER,
+        each: Callable[[], Any] | None = None,
+    ) -> None:
+        self.say, self.each, self.questions = say, each, list[Question]()
         self.open_brains = self.answering = 0
 
     def open(self) -> HumBrain:

@@ -1,0 +1,118 @@
+"""The official client, and a server for it on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, WebSocket
+from openai import AsyncOpenAI
+from realtime_checks import Rules
+
+from mmfast.serve.guard.uvicorn_options import uvicorn_options
+from mmfast.serve.realtime.service import RealtimeService
+from mmfast.serve.realtime.socket import realtime
+
+
+@contextmanager
+def listening(service: RealtimeService) -> Iterator[str]:
+    """A server in a thread; gives its address."""
+    app = FastAPI()
+
+    @app.websocket("/v1/realtime")
+    async def talk(websocket: WebSocket) -> None:
+        await realtime(websocket, service)
+
+    taken = socket.create_server(("127.0.0.1", 0))
+    options = uvicorn_options(service.config)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", **options))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+        service.close()
+
+
+class Talk:
+    """A connection whose events are looked at as they come."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection, self.rules = connection, Rules()
+        self.events: list[dict[str, Any]] = []
+        self.times: list[float] = []
+        self._news = asyncio.Condition()
+        self.error: BaseException | None = None
+
+    async def listen(self) -> None:
+        """Until it is closed."""
+        try:
+            while True:
+                event = json.loads(await self.connection.recv_bytes())
+                self.rules.server(event)
+                self.events.append(event)
+                self.times.append(asyncio.get_running_loop().time())
+                async with self._news:
+                    self._news.notify_all()
+        except AssertionError as error:
+            self.error = error
+            async with self._news:
+                self._news.notify_all()
+
+    async def until(self, ready: Callable[[], Any]) -> Any:
+        """Wait for something that the events so far say."""
+        async with asyncio.timeout(120), self._news:
+            await self._news.wait_for(lambda: ready() or self.error)
+        if self.error is not None:
+            raise self.error
+        return ready()
+
+    async def event(self, kind: str, count: int = 1) -> dict[str, Any]:
+        """Wait for the nth event of a kind."""
+        await self.until(lambda: len(self.of(kind)) >= count)
+        return self.of(kind)[count - 1]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Events of a kind so far."""
+        return [event for event in self.events if event["type"] == kind]
+
+    async def say(self, text: str) -> None:
+        """Write, and ask for an answer."""
+        content = [{"type": "input_text", "text": text}]
+        item = {"type": "message", "role": "user", "content": content}
+        await self.connection.conversation.item.create(item=item)
+        await self.connection.response.create()
+
+    async def speak(self, sound: str, milliseconds: int = 100, wait: float = 0.0) -> None:
+        """Send sound in pieces, in real time where `wait` is their length."""
+        raw, size = base64.b64decode(sound), 48 * milliseconds
+        for at in range(0, len(raw), size):
+            piece = base64.b64encode(raw[at : at + size]).decode()
+            await self.connection.input_audio_buffer.append(audio=piece)
+            await asyncio.sleep(wait)
+
+
+@asynccontextmanager
+async def talking(url: str, **options: Any) -> AsyncIterator[Talk]:
+    """The official client, connected."""
+    client = AsyncOpenAI(api_key=options.pop("api_key", "none"), base_url=url, max_retries=0)
+    async with client, client.realtime.connect(**{"model": "mmfast", **options}) as connection:
+        talk = Talk(connection)
+        task = asyncio.create_task(talk.listen())
+        try:
+            await talk.event("session.created")
+            yield talk
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    if talk.error is not None:
+        raise talk.error
