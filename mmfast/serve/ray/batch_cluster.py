@@ -178,17 +178,27 @@ def _cluster(address: str) -> Iterator[Any]:
         raise MmfastError(
             'mmfast batch runs on Ray: pip install "mmfast[ray]", or give --engine inproc'
         ) from None
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    options |= {"include_dashboard": False} if address == "local" else {}
-    try:
-        ray.init(address, **options)
-    except (RuntimeError, ConnectionError, ValueError, OSError) as error:
-        raise MmfastError(f"Ray cannot start at {address!r}: {first_line(error)}") from None
+    _start(ray, address)
     try:
         with redirect_stdout(_MyThread()):
             yield ray
     finally:
         ray.shutdown()
+
+
+def _start(ray: Any, address: str) -> None:
+    """Connect, or start Ray here: half a minute, all it waits, is too short on a busy machine."""
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options |= {"include_dashboard": False} if address == "local" else {}
+    for last in (False, False, True):
+        try:
+            ray.init(address, **options)
+            return
+        except Exception as error:  # a bare Exception when it was too slow
+            ray.shutdown()
+            if last or address != "local":
+                reason = f"Ray cannot start at {address!r}: {first_line(error)}"
+                raise MmfastError(reason) from None
 
 
 class _MyThread(io.TextIOBase):
