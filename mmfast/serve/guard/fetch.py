@@ -28,6 +28,7 @@ _CONNECT = 5.0  # seconds
 _HEADERS = 32 << 10
 _AT_ONCE = 16
 _PIECE = 1 << 16
+_LEADS = "the URL leads to"
 _running = 0
 
 
@@ -106,24 +107,32 @@ async def _follow(
 ) -> tuple[str, bytes]:
     before: Target | None = None
     for _ in range(_HOPS + 1):
-        target = check_url(url, config.remote_hosts, param)
-        if before is not None and before.scheme == "https" and target.scheme == "http":
-            raise ApiError(
-                400, "the URL leads to one without TLS", code="url_not_allowed", param=param
+        try:
+            target = check_url(url, config.remote_hosts, param)
+            if before is not None and before.scheme == "https" and target.scheme == "http":
+                raise _astray("one without TLS", param)
+            address = check_addresses(
+                await network.resolve(target.host, target.port), target.host, param
             )
-        found = await _get(target, config, param, network)
+        except ApiError as error:  # where a host leads to is not for everybody to know
+            if before is None or error.message.startswith(_LEADS):
+                raise
+            raise _astray("one that is not allowed", param) from None
+        found = await _get(target, address, config.remote_bytes, param, network)
         if not isinstance(found, str):
             return found
         before, url = target, urljoin(target.url, found)
-    raise ApiError(400, f"the URL leads on over {_HOPS} times", code="url_not_allowed", param=param)
+    raise _astray(f"others over {_HOPS} times", param)
+
+
+def _astray(where: str, param: str | None) -> ApiError:
+    return ApiError(400, f"{_LEADS} {where}", code="url_not_allowed", param=param)
 
 
 async def _get(
-    target: Target, config: ServerConfig, param: str | None, network: Network
+    target: Target, address: str, most: int, param: str | None, network: Network
 ) -> str | tuple[str, bytes]:
     """One request: where it leads, or what is there."""
-    addresses = await network.resolve(target.host, target.port)
-    address = check_addresses(addresses, target.host, param)
     async with asyncio.timeout(_CONNECT):
         reader, writer = await network.connect(
             address, target.port, target.host, target.scheme == "https"
@@ -132,7 +141,7 @@ async def _get(
         conn = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEADERS)
         writer.write(_request(conn, target))
         await writer.drain()
-        return await _answer(conn, reader, config.remote_bytes, param)
+        return await _answer(conn, reader, most, param)
     finally:
         writer.transport.abort()
         with suppress(OSError):

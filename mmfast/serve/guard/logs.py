@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from mmfast.serve.config import ServerConfig
 
 ACCESS = logging.getLogger("mmfast.serve.access")
+_IN_MESSAGE = ("method", "path", "status")
 _HIDDEN = "<key>"
 # uvicorn's word for every handshake that was answered with an HTTP error.
 _REFUSED = "ASGI callable returned without completing handshake."
@@ -39,7 +40,10 @@ class People(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One record as a line, a traceback below it."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        more = " ".join(f"{k}={v}" for k, v in fields_of(record).items() if v is not None)
+        told = fields_of(record).items()
+        more = " ".join(
+            f"{k}={_one_line(str(v))}" for k, v in told if v is not None and k not in _IN_MESSAGE
+        )
         line = f"{clock} {record.levelname.lower():7} {_one_line(record.getMessage())} {more}"
         trace = self.formatException(record.exc_info) if record.exc_info else ""
         return line.rstrip() + ("\n" + trace if trace else "")
