@@ -1,0 +1,59 @@
+"""Qwen3-VL for vLLM; imports vLLM, so nobody but vLLM imports this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.models import qwen3_vl as stock
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from mmfast.vllm.model import PrunedVideos, field
+from mmfast.vllm.processor import PrunedText
+
+
+class Qwen3VLMultiModalProcessor(
+    PrunedText,
+    stock.Qwen3VLMultiModalProcessor,  # type: ignore[misc]
+):
+    """Reserves places for what is kept."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen3VLMultiModalProcessor,
+    info=stock.Qwen3VLProcessingInfo,
+    dummy_inputs=stock.Qwen3VLDummyInputsBuilder,
+)
+class Qwen3VLForConditionalGeneration(
+    PrunedVideos,
+    stock.Qwen3VLForConditionalGeneration,  # type: ignore[misc]
+):
+    """Keeps what the plan chooses; vLLM adds timestamps and positions as for its own methods."""
+
+    mmfast_needs = (*PrunedVideos.mmfast_needs, "_create_final_video_embeddings")
+
+    def _postprocess_video_embeds_evs(
+        self, video_embeds_split: tuple[Tensor, ...], video_input: Any
+    ) -> tuple[Tensor, ...]:
+        """Prune each video `[N, D]`; timestamps and positions are added by vLLM."""
+        if self.mmfast_plan is None:
+            pruned: tuple[Tensor, ...] = super()._postprocess_video_embeds_evs(
+                video_embeds_split, video_input
+            )
+            return pruned
+        sizes = field(video_input, "video_grid_thw").tolist()
+        times = field(video_input, "timestamps")
+        done = []
+        for embeds, size, seconds in zip(video_embeds_split, sizes, times, strict=True):
+            chosen, mask = self.mmfast_choose(embeds, size, self.visual_dim)
+            per_frame = mask.reshape(size[0], -1).sum(dim=1).tolist()
+            done.append(
+                self._create_final_video_embeddings(
+                    video_embeddings=chosen.apply(embeds),
+                    num_tokens_per_frame=per_frame,
+                    timestamps=seconds,
+                    video_grid_thw=size,
+                    retention_mask=mask,
+                )
+            )
+        return tuple(done)
