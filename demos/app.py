@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
@@ -47,6 +48,7 @@ def mount(
     model: Any = None,
     device: Any = None,
     dtype: Any = "auto",
+    read: Callable[[str], Any] | None = None,
     shelf: Shelf | None = None,
     **options: Any,
 ) -> Any:
@@ -58,13 +60,14 @@ def mount(
         model: As for `mmfast.pipeline`; loaded when the first visitor needs it.
         device: As for `mmfast.pipeline`.
         dtype: As for `mmfast.pipeline`.
-        shelf: Models that are there already, instead of the three above.
+        read: Decodes an uploaded file to pixels, apart from this process; None decodes here.
+        shelf: Models that are there already, instead of the four above.
         **options: Further options of `gradio.mount_gradio_app`, such as `auth_dependency`.
 
     Returns:
         The application.
     """
-    shelf = Shelf(model, device, dtype) if shelf is None else shelf
+    shelf = Shelf(model, device, dtype, read) if shelf is None else shelf
     where = "/" + path.strip("/")
     socket = VoiceSocket(shelf, options.get("auth_dependency"))
     app.add_api_websocket_route(where.rstrip("/") + "/voice-socket", socket.serve)

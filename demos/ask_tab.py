@@ -7,7 +7,6 @@ from typing import Any
 
 import gradio as gr
 
-import mmfast
 from mmfast.demos import asking, examples, views
 from mmfast.demos.polite import polite
 from mmfast.demos.shelf import Shelf
@@ -21,7 +20,7 @@ def ask_tab(shelf: Shelf) -> None:
     """Lay out the tab and wire it."""
     with gr.Row(equal_height=False):
         with gr.Column(scale=4, min_width=300):
-            example, upload, player, picture = _media()
+            example, upload, player = _media()
             question = gr.Textbox(
                 examples.questions(START)[0], label="Question", max_length=500, submit_btn=False
             )
@@ -50,7 +49,7 @@ def ask_tab(shelf: Shelf) -> None:
     tries.click(lambda row: row[0], tries, question, api_visibility="private", queue=False).then(
         fresh, given, shown, api_visibility="private", **how
     )
-    _choosing(example, upload, player, picture, question, tries)
+    _choosing(example, upload, player, question, tries)
 
     def answered(example: str, question: str, reduce: str) -> dict[str, Any]:
         """Answer a question about an example; "" as `reduce` keeps all tokens."""
@@ -59,21 +58,15 @@ def ask_tab(shelf: Shelf) -> None:
     gr.api(answered, api_name="ask", **how)
 
 
-def _media() -> tuple[Any, Any, Any, Any]:
+def _media() -> tuple[Any, Any, Any]:
     example = gr.Dropdown(
         [*examples.names(), examples.OWN], value=START, label="Clip or picture", filterable=False
     )
     upload = gr.File(
         label="Your own clip or picture, up to 50 MB", file_types=MEDIA, height=120, visible=False
     )
-    player = gr.Video(
-        str(examples.CLIPS / START), label="Clip", interactive=False, loop=True, autoplay=True, buttons=[],
-        height=220,
-    )  # fmt: skip
-    picture = gr.Image(
-        label="Picture", interactive=False, visible=False, height=220, buttons=[], type="filepath"
-    )
-    return example, upload, player, picture
+    player = gr.HTML(views.player(str(examples.CLIPS / START)), elem_id="player")
+    return example, upload, player
 
 
 def _method() -> tuple[Any, Any, Any]:
@@ -89,41 +82,30 @@ def _method() -> tuple[Any, Any, Any]:
     return method, budget, about
 
 
-def _choosing(
-    example: Any, upload: Any, player: Any, picture: Any, question: Any, tries: Any
-) -> None:
+def _choosing(example: Any, upload: Any, player: Any, question: Any, tries: Any) -> None:
     """Choosing another file shows it, and what can be asked about it."""
-    outputs = [upload, player, picture, question, tries]
+    outputs = [upload, player, question, tries]
     quick: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
     example.change(polite(choose), [example, upload], outputs, **quick)
-    upload.upload(polite(take), upload, [player, picture], **quick)
-    upload.clear(lambda: (None, None), None, [player, picture], **quick)
+    upload.upload(polite(take), upload, player, **quick)
+    upload.clear(lambda: take(None), None, player, **quick)
 
 
 def choose(example: str, upload: str | None) -> tuple[Any, ...]:
     """Another example, or room for an upload."""
     if example == examples.OWN:
-        shown = take(upload) if upload else (gr.Video(visible=False), gr.Image(visible=False))
-        return gr.File(visible=True), *shown, gr.skip(), gr.Dataset(samples=[])
+        return gr.File(visible=True), take(upload), gr.skip(), gr.Dataset(samples=[])
     asked = examples.questions(example)
     samples = gr.Dataset(samples=[[each] for each in asked])
-    return gr.File(visible=False), *_shown(str(examples.CLIPS / example)), asked[0], samples
+    shown = views.player(str(examples.CLIPS / example))
+    return gr.File(visible=False), shown, asked[0], samples
 
 
-def take(upload: str | None) -> tuple[Any, Any]:
+def take(upload: str | None) -> str:
     """Show an upload, or say why it is none."""
     if not upload:
-        return gr.Video(visible=False), gr.Image(visible=False)
-    return _shown(upload)
-
-
-def _shown(path: str) -> tuple[Any, Any]:
-    clip = mmfast.kind_of(path) == "video"
-    moving = clip and not path.lower().endswith((".gif", ".webp"))
-    return (
-        gr.Video(path if moving else None, visible=moving),
-        gr.Image(None if moving else path, visible=not moving),
-    )
+        return views.note("Choose a file: mp4, webm, mov, mkv, avi, gif, png, jpg, webp.")
+    return views.player(upload, uploaded=True)
 
 
 def about_method(name: str) -> str:
@@ -146,8 +128,9 @@ def compare(
 
     While the slider moves, the answer with all tokens is the one of before.
     """
-    media, spec = asking.chosen(example, upload), asking.spec_of(method, budget)
-    about = (media, question.strip())
+    path, spec = asking.chosen(example, upload), asking.spec_of(method, budget)
+    media = shelf.read(path) if example == examples.OWN else path
+    about = (path, question.strip())
     if fresh or before is None or before[0] != about:
         base, fast = asking.answers(shelf, media, question, [None, spec])
     else:

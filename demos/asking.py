@@ -64,7 +64,7 @@ def offered() -> list[Any]:
 
 
 def answers(
-    shelf: Shelf, media: str, question: str, specs: list[str | None], patience: float = PATIENCE
+    shelf: Shelf, media: Any, question: str, specs: list[str | None], patience: float = PATIENCE
 ) -> list[Shown]:
     """Answer in each way, turn by turn, and time it.
 
@@ -72,7 +72,7 @@ def answers(
 
     Args:
         shelf: Where the models are.
-        media: File that is asked about.
+        media: File that is asked about, or its frames.
         question: The question.
         specs: Ways to answer; None keeps all tokens.
         patience: Seconds after which no further round is begun.
@@ -93,7 +93,7 @@ def answers(
     ]
 
 
-def _shown(pipe: Any, media: str, spec: str | None, found: list[Any]) -> Shown:
+def _shown(pipe: Any, media: Any, spec: str | None, found: list[Any]) -> Shown:
     last = found[-1]
     return Shown(
         spec,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import mmfast
@@ -18,9 +19,17 @@ class Shelf:
             `(model, processor)` pair. It watches streams, too, where its family can.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        read: Decodes an upload to pixels, apart from this process; None decodes here.
     """
 
-    def __init__(self, model: Any = None, device: Any = None, dtype: Any = "auto") -> None:
+    def __init__(
+        self,
+        model: Any = None,
+        device: Any = None,
+        dtype: Any = "auto",
+        read: Callable[[str], Any] | None = None,
+    ) -> None:
+        self._read = read
         self.model, self.place = model, {"device": device, "dtype": dtype}
         self._lock = threading.RLock()
         self._loaded: dict[str, Any] = {}
@@ -33,6 +42,10 @@ class Shelf:
             return "tiny-video (embedded)"
         given = self.model if isinstance(self.model, str) else "a model of the caller's"
         return given.rstrip("/").rsplit("/", 1)[-1]
+
+    def read(self, path: str) -> Any:
+        """What a pipeline gets of an upload: its pixels, or the file."""
+        return path if self._read is None else self._read(path)
 
     def visual(self, kind: str, reduce: str | None = None) -> Any:
         """The pipeline that answers about a `video` or an `image`.

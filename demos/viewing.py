@@ -108,11 +108,13 @@ class Viewing:
         frames = max(stats["units"], 1)
         return [
             ("frames seen", f"{stats['frames']:,}"),
-            ("time of the stream", _clock(stats["seconds"] or 0.0)),
-            ("tokens in the window", f"{memory['live_tokens']:,} of {stats['tokens']:,}"),
-            ("frames in the archive", f"{sum(archive.get('blocks', {}).values()):,}"),
+            ("stream time", _clock(stats["seconds"] or 0.0)),
+            ("tokens seen", f"{stats['tokens']:,}"),
+            ("live tokens", f"{memory['live_tokens']:,}"),
+            ("archived frames", f"{sum(archive.get('blocks', {}).values()):,}"),
             ("memory", f"{(memory['bytes'] + stored) / 1e6:,.1f} MB"),
             ("work per frame", f"{(stats['encode_ms'] + stats['prefill_ms']) / frames:,.0f} ms"),
+            ("questions", f"{stats['questions']:,}"),
         ]
 
     def close(self) -> None:

@@ -7,8 +7,11 @@ import io
 import json
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import mmfast
 from mmfast.demos.asking import Shown, same
 
 LEGEND = (
@@ -17,6 +20,26 @@ LEGEND = (
     ("dark", "dropped"),
     ("pale", "merged inside the vision tower"),
 )
+
+
+def player(path: str, uploaded: bool = False) -> str:
+    """A clip that plays or a picture, as the browser shows it.
+
+    Raises:
+        MmfastError: It is neither.
+    """
+    kind, suffix = mmfast.kind_of(path), path.rsplit(".", 1)[-1].lower()
+    if uploaded:
+        source = "gradio_api/file=" + quote(path)
+    else:
+        data = base64.b64encode(Path(path).read_bytes()).decode()
+        source = f"data:{'video/mp4' if suffix == 'mp4' else 'image/jpeg'};base64,{data}"
+    if kind == "video" and suffix not in ("gif", "webp"):
+        return (
+            f'<video class="mm-player" src="{escape(source)}" controls loop muted autoplay '
+            'playsinline aria-label="The clip"></video>'
+        )
+    return f'<img class="mm-player" src="{escape(source)}" alt="The picture">'
 
 
 def cards(base: Shown, fast: Shown, right: str | None) -> str:

@@ -29,9 +29,8 @@ MODES = {
 CAN_SAY = (
     "What is three plus four?",
     "What comes after nine?",
-    "Count from three to seven.",
     "What is the opposite of left?",
-    "My name is ... / What is my name?",
+    "and often mishears: it is small",
 )
 LONGEST = 300  # letters that are read out at once
 
@@ -55,9 +54,7 @@ def voice_tab(shelf: Shelf) -> None:
                 )
             button = gr.Button("Say it", variant="primary", elem_id="say")
         with gr.Column(scale=5, min_width=280):
-            sound = gr.Audio(
-                label="Speech", autoplay=True, interactive=False, buttons=["download"]
-            )
+            sound = gr.Audio(label="Speech", autoplay=True, interactive=False, buttons=["download"])
             figures = gr.HTML(views.note("Its figures come here."), elem_id="say-figures")
     how: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
     spoken = polite(partial(say, shelf))
@@ -84,7 +81,7 @@ def say(shelf: Shelf, text: str, voice: str, mode: str) -> tuple[tuple[int, Any]
 
 def talking() -> str:
     """The conversation's element; voice.js brings it to life."""
-    about = [[CHAT, CHAT], *([name, f"about: {label}"] for label, name in examples.names())]
+    about = [*([name, f"about: {label}"] for label, name in examples.names()), [CHAT, CHAT]]
     data = {"about": about, "voices": [[n, f"{n} ({how})"] for n, how in VOICES.items()]}
     asks = {CHAT: list(CAN_SAY)}
     asks |= {name: examples.questions(name, 4) for _, name in examples.names()}

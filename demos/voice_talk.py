@@ -37,7 +37,9 @@ class Talk:
         if about != CHAT and about not in dict(examples.names()).values():
             raise mmfast.MmfastError("there is nothing of that name to talk about")
         chat = None if about == CHAT else _about(shelf, about)
-        options = {"voice": str(wish["voice"])} if wish.get("voice") else {}
+        options = {"mode": "boost", "verify": "exact"}
+        if wish.get("voice"):
+            options["voice"] = str(wish["voice"])
         self.rate, self._tell = rate, tell
         self.session = shelf.talk(chat, **options).open()
         self._telling = threading.Thread(target=self._events, name="mmfast-demo-voice", daemon=True)

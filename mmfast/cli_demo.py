@@ -56,13 +56,14 @@ def _application(model: str | None, device: str | None, dtype: str) -> Any:
 
         from mmfast.demos.app import mount
         from mmfast.demos.shelf import Shelf
+        from mmfast.serve.uploads import read_upload
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "gradio", "starlette"):
             raise
         raise MmfastError(
             f'the demo needs {error.name}, which is not installed: pip install "mmfast[demo]"'
         ) from None
-    shelf = Shelf(model, device, dtype)
+    shelf = Shelf(model, device, dtype, read_upload)
     if model is not None:
         shelf.visual("image")  # a wrong name is told now, not to the first visitor
     shelf.warm_soon()

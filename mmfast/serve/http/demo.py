@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmfast.serve.http.service import Service
+from mmfast.serve.uploads import read_upload
 
 PATH = "/demo"
 
@@ -53,5 +55,6 @@ def _build(service: Service) -> FastAPI:
     from mmfast.demos.app import mount
 
     inner, config = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), service.config
-    mount(inner, PATH, model=config.model, device=config.device, dtype=config.dtype)
+    read = partial(read_upload, config=config)
+    mount(inner, PATH, model=config.model, device=config.device, dtype=config.dtype, read=read)
     return inner
