@@ -49,6 +49,11 @@ def said(name: str, words: int) -> Request:
     return Request(name, (Message("user", (text,)),), Sampling(max_tokens=10_000))
 
 
+def hello(name: str) -> Request:
+    """A question about nothing."""
+    return Request(name, (Message("user", ("Hello, what is this?",)),), Sampling(max_tokens=4))
+
+
 def eventually(true: Callable[[], Any], seconds: float = 120.0) -> None:
     """Wait for it."""
     until = time.monotonic() + seconds

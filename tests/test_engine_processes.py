@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_requests import Inbox, asked, eventually, said
+from engine_requests import Inbox, asked, eventually, hello, said
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.engine.base import Delta, Failure, Finish
@@ -242,7 +242,7 @@ def test_wrong_requests_are_refused(split: Processes) -> None:
         split.submit(asked("wrong", reduce="divprun:0.5"), Inbox().append)
     with pytest.raises(MmfastError, match="that fit"):
         split.submit(asked("long", tokens=10**6), Inbox().append)
-    assert "".join(e.text for e in events(split, said("text", 4)) if isinstance(e, Delta))
+    assert "".join(e.text for e in events(split, hello("text")) if isinstance(e, Delta))
 
 
 def test_a_killed_encoder_ends_the_streams_that_it_encodes(split: Processes) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 from mmfast.core.errors import MmfastError
+from mmfast.serve.engine.awaited import Awaited
 from mmfast.serve.engine.base import BusyError, Delta, Emit, Event, Failure, Health, Request
 from mmfast.serve.engine.crew import Crew, Place, Restarts
 from mmfast.serve.engine.shared import Packet, free, unpack
@@ -16,17 +15,6 @@ from mmfast.serve.engine.worker import Maker
 
 ANSWER, ENCODE = "decode", "encode"
 ADMIT = 60.0  # seconds for a worker to say whether it takes a request
-
-
-@dataclass(eq=False)
-class _Stream:
-    """A request that somebody waits for."""
-
-    request: Request
-    emit: Emit
-    place: Place
-    verdict: Any = None  # None yet; True taken; an exception: refused
-    decided: threading.Event = field(default_factory=threading.Event)
 
 
 class Crowd:
@@ -57,7 +45,7 @@ class Crowd:
     ) -> None:
         self.model = model
         self._lock, self._jobs = threading.Lock(), itertools.count(1)
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Awaited] = {}
         self._calls: dict[str, tuple[Place, str]] = {}  # encoding: who asked, under which name
         self._health: dict[Place, Health] = {}
         self._closed = False
@@ -85,7 +73,7 @@ class Crowd:
         if isinstance(stream.verdict, Exception):
             raise stream.verdict
 
-    def _enter(self, request: Request, emit: Emit) -> tuple[str, _Stream]:
+    def _enter(self, request: Request, emit: Emit) -> tuple[str, Awaited]:
         with self._crew.changed:
             if self._closed:
                 raise BusyError("the engine is closed")
@@ -93,7 +81,7 @@ class Crowd:
             if not free_places:
                 raise BusyError("no worker is ready; it is being started", 2.0)
             place = min(free_places, key=lambda each: len(each.jobs))
-            job, stream = f"{next(self._jobs)}", _Stream(request, emit, place)
+            job, stream = f"{next(self._jobs)}", Awaited(request, emit, place)
             with self._lock:
                 self._streams[job] = stream
             place.jobs.add(job)
@@ -124,6 +112,18 @@ class Crowd:
         waiting = min(held, sum(each.waiting for each in known))
         return Health(ready, held - waiting, waiting, gauges)
 
+    def workers(self, request_id: str) -> dict[str, int]:
+        """Process that writes a running answer, by role."""
+        with self._lock:
+            found = [s.place for s in self._streams.values() if s.request.id == request_id]
+        return {place.role: int(place.info["pid"]) for place in found if place.ready}
+
+    def pids(self, role: str) -> list[int]:
+        """Processes of a role, those with most to do first."""
+        ready = [place for place in self._crew.of(role) if place.ready]
+        ready.sort(key=lambda place: -len(place.jobs))
+        return [int(place.info["pid"]) for place in ready]
+
     def close(self) -> None:
         """See `Executor.close`."""
         if self._closed:
@@ -133,7 +133,7 @@ class Crowd:
         with self._lock:
             streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
-            _end(stream, Failure("the server stops", 503))
+            stream.end(Failure("the server stops", 503))
 
     def _hear(self, place: Place, kind: str, job: str, packet: Packet) -> None:
         handlers: dict[str, Callable[[Place, str, Packet], None]] = {
@@ -155,10 +155,7 @@ class Crowd:
             return
         if not isinstance(event, Delta):
             self._drop(job)
-        if not stream.decided.is_set():  # it was quicker than the word that it was taken
-            stream.verdict = True
-            stream.decided.set()
-        stream.emit(event)
+        stream.hear(event)
 
     def _verdict(self, place: Place, job: str, packet: Packet) -> None:
         verdict = unpack(packet)
@@ -167,8 +164,7 @@ class Crowd:
         if isinstance(verdict, Exception):
             self._drop(job)
         if stream is not None:
-            stream.verdict = verdict
-            stream.decided.set()
+            stream.decide(verdict)
 
     def _failed(self, place: Place, job: str, packet: Packet) -> None:
         """A role raised while it took a message: the one request fails."""
@@ -177,7 +173,7 @@ class Crowd:
             return
         stream, reason = self._drop(job), unpack(packet)
         if stream is not None:
-            _end(stream, Failure(reason, 500))
+            stream.end(Failure(reason, 500))
 
     def _note(self, place: Place, job: str, packet: Packet) -> None:
         self._health[place] = unpack(packet)
@@ -209,9 +205,9 @@ class Crowd:
                 asker, name = self._calls.pop(job)
                 asker.say("lost", name, "the encode worker was lost")
             elif (stream := self._drop(job)) is not None:
-                _end(stream, Failure("the worker that answered was lost", 503, "replica_lost"))
+                stream.end(Failure("the worker that answered was lost", 503, "replica_lost"))
 
-    def _drop(self, job: str) -> _Stream | None:
+    def _drop(self, job: str) -> Awaited | None:
         with self._lock:
             stream = self._streams.pop(job, None)
         if stream is not None:
@@ -229,12 +225,3 @@ def _near(ready: list[Place], call: str) -> Place:
     home = ready[int(call.rpartition(":")[2]) % len(ready)]
     idle = min(ready, key=lambda each: len(each.jobs))
     return home if len(home.jobs) <= len(idle.jobs) + 1 else idle
-
-
-def _end(stream: _Stream, failure: Failure) -> None:
-    """A stream that nobody answers any more; one that `submit` still waits for is refused."""
-    if stream.decided.is_set():
-        stream.emit(failure)
-    else:
-        stream.verdict = BusyError(f"{failure.message}; try again in a second")
-        stream.decided.set()

@@ -27,6 +27,7 @@ class Processes(Crowd):
         decode: Workers that answer, each with `slots` and `queue` of its own.
         threads: Of torch per worker; 0 shares the machine's cores out.
         restarts: How often workers are started again.
+        linger: Seconds by which encoders hold back each result: for trials of faults.
         **given: Further arguments of the `Scheduler`.
 
     Raises:
@@ -43,6 +44,7 @@ class Processes(Crowd):
         decode: int = 1,
         threads: int = 0,
         restarts: Restarts | None = None,
+        linger: float = 0.0,
         **given: Any,
     ) -> None:
         _check(model, encode, prefill, decode)
@@ -55,7 +57,7 @@ class Processes(Crowd):
             else Maker(f"{_ROLES}:Answering", {"engine": whole}, threads)
         )
         device, dtype = given.get("device"), given.get("dtype", "auto")
-        alike = {"model": given["model"], "device": device, "dtype": dtype}
+        alike = {"model": given["model"], "device": device, "dtype": dtype, "linger": linger}
         encoder = Maker(f"{_ROLES}:Encoding", alike, threads)
         name = given.get("name") or (EMBEDDED if model is None else str(model))
         super().__init__(name, answer, decode, encoder, encode, restarts)

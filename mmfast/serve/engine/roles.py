@@ -119,16 +119,24 @@ class Encoding:
         model: As of `load`.
         device: As of `load`.
         dtype: As of `load`.
+        linger: Seconds by which each result is held back: for trials of faults.
         memory: As of `Encoder`.
     """
 
-    def __init__(self, model: Any, device: str | None, dtype: str, memory: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: str | None,
+        dtype: str,
+        linger: float = 0.0,
+        memory: int = 64 << 20,
+    ) -> None:
         from mmfast.models.loading import load
         from mmfast.serve.engine.encoder import Encoder
         from mmfast.serve.engine.gathering import Gathering
 
         stock, processor = load(model, device, dtype)
-        self._gathering = Gathering(Encoder(stock, processor, memory))
+        self._gathering, self._linger = Gathering(Encoder(stock, processor, memory)), linger
 
     def start(self, say: Say) -> dict[str, Any]:
         """See `Role.start`."""
@@ -137,11 +145,17 @@ class Encoding:
 
     def take(self, kind: str, job: str, value: Any) -> None:
         """See `Role.take`."""
-        self._gathering.encode(value).add_done_callback(partial(self._told, job))
+        self._gathering.encode(value).add_done_callback(partial(self._done, job))
 
     def close(self) -> None:
         """See `Role.close`."""
         self._gathering.close()
+
+    def _done(self, job: str, future: Future[Any]) -> None:
+        if self._linger:
+            threading.Timer(self._linger, self._told, (job, future)).start()
+        else:
+            self._told(job, future)
 
     def _told(self, job: str, future: Future[Any]) -> None:
         error = future.exception()

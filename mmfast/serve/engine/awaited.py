@@ -1,0 +1,46 @@
+"""A request that somebody waits for, while a worker answers it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from mmfast.serve.engine.base import BusyError, Emit, Event, Failure, Request
+from mmfast.serve.engine.crew import Place
+
+
+@dataclass(eq=False)
+class Awaited:
+    """A request and where it is.
+
+    Attributes:
+        request: The request.
+        emit: Hears the events.
+        place: Of the worker that answers.
+        verdict: None until the worker took it or not; True, or why not.
+        decided: There is a verdict.
+    """
+
+    request: Request
+    emit: Emit
+    place: Place
+    verdict: Exception | bool | None = None
+    decided: threading.Event = field(default_factory=threading.Event)
+
+    def decide(self, verdict: Exception | bool) -> None:
+        """The first verdict counts."""
+        if not self.decided.is_set():
+            self.verdict = verdict
+            self.decided.set()
+
+    def hear(self, event: Event) -> None:
+        """Pass an event on; a worker that sends one has taken the request."""
+        self.decide(True)
+        self.emit(event)
+
+    def end(self, failure: Failure) -> None:
+        """Nobody answers any more: an error, or a refusal where nobody ever began."""
+        if self.decided.is_set():
+            self.emit(failure)
+        else:
+            self.decide(BusyError(f"{failure.message}; try again in a second"))

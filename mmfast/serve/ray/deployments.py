@@ -1,0 +1,166 @@
+"""Encode, prefill and decode as deployments of their own, each with its number of replicas.
+
+A request goes through one replica of each: encode gives embeddings, prefill keys and values with
+the logits of the first token, decode the answer, in one batch with all others of its replica. What
+one gives lies in Ray's object store and goes straight to the next one; if the giver dies, it is
+still there. What goes wrong with a request travels the same way, as a `Failure`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from mmfast.core.errors import MmfastError
+from mmfast.models.loading import load
+from mmfast.serve.engine.base import Delta, Event, Failure, Request
+from mmfast.serve.engine.shared import Parcel, unwrap, wrap
+
+ROLES = ("encode", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every replica is told.
+
+    Attributes:
+        model: As of `load`.
+        device: As of `load`.
+        dtype: As of `load`.
+        threads: Of torch in each replica; 0 leaves them.
+        slots: Answers at once in one decode replica.
+        chunk: Most tokens of one prefill pass.
+        context: Longest prompt and answer in tokens; None takes the model's.
+        memory: Of keys and values in one decode replica, as of the `Scheduler`.
+        linger: Seconds by which encode and prefill hold back each result: for trials of faults.
+    """
+
+    model: str | None = None
+    device: str | None = None
+    dtype: str = "auto"
+    threads: int = 1
+    slots: int = 16
+    chunk: int = 256
+    context: int | None = None
+    memory: str | int | None = None
+    linger: float = 0.0
+
+    def load(self) -> tuple[Any, Any]:
+        """Model and processor."""
+        import torch
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        return load(self.model, self.device, self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """What one role gives the next.
+
+    Attributes:
+        parcel: `Embedded`, or `Piece`.
+        workers: Process of each role so far.
+    """
+
+    parcel: Parcel
+    workers: dict[str, int]
+
+
+class Encode:
+    """Replica that encodes media, and reduces and embeds prompts."""
+
+    def __init__(self, plan: Plan) -> None:
+        from mmfast.serve.engine.encoder import Encoder
+        from mmfast.serve.engine.gathering import Gathering
+
+        self._gathering, self._linger = Gathering(Encoder(*plan.load())), plan.linger
+
+    async def __call__(self, request: Request, reduce: str | None) -> Handed | Failure:
+        """Embeddings of a request."""
+        try:
+            prepare = self._gathering.encoder.prepare
+            prepared = await asyncio.to_thread(prepare, request, reduce)
+            embedded = await asyncio.wrap_future(self._gathering.encode(prepared))
+        except Exception as error:
+            return _failure(error)
+        await asyncio.sleep(self._linger)
+        return Handed(wrap(embedded), {"encode": os.getpid()})
+
+
+class Prefill:
+    """Replica that reads prompts."""
+
+    def __init__(self, plan: Plan) -> None:
+        from mmfast.serve.engine.checks import context_of
+        from mmfast.serve.engine.filling import Filling
+        from mmfast.serve.engine.prefill import Prefiller
+
+        model, _ = plan.load()
+        context = plan.context or context_of(model)
+        self._filling, self._linger = Filling(Prefiller(model, plan.chunk), context), plan.linger
+
+    async def __call__(self, given: Handed | Failure, answer: int) -> Handed | Failure:
+        """Keys and values of a prompt whose answer may have so many tokens."""
+        if isinstance(given, Failure):
+            return given
+        try:
+            future = self._filling.fill(unwrap(given.parcel), answer)
+            piece = await asyncio.wrap_future(future)
+        except Exception as error:
+            return _failure(error)
+        await asyncio.sleep(self._linger)
+        return Handed(wrap(piece), {**given.workers, "prefill": os.getpid()})
+
+
+class Decode:
+    """Replica that writes answers."""
+
+    def __init__(self, plan: Plan) -> None:
+        from mmfast.serve.engine.continuing import Continuing
+        from mmfast.serve.engine.decode import Decoder
+        from mmfast.serve.engine.memory import kv_limit
+
+        model, processor = plan.load()
+        limit = kv_limit(plan.memory, model.device)
+        self._continuing = Continuing(Decoder(model, plan.slots), processor.tokenizer, limit)
+
+    async def __call__(
+        self, request: Request, given: Handed | Failure
+    ) -> AsyncIterator[dict[str, int] | tuple[Event, ...]]:
+        """First the processes that had to do with it, then events as they come."""
+        if isinstance(given, Failure):
+            yield (given,)
+            return
+        yield {**given.workers, "decode": os.getpid()}
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def emit(event: Event) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, event)
+
+        self._continuing.add(request, unwrap(given.parcel), emit)
+        over = False
+        try:
+            while not over:
+                events = [await inbox.get()]
+                while not inbox.empty():
+                    events.append(inbox.get_nowait())
+                over = not isinstance(events[-1], Delta)
+                yield tuple(events)
+        finally:
+            if not over:  # whoever listened is gone
+                self._continuing.cancel(request.id)
+
+    async def load(self) -> dict[str, float]:
+        """How much there is to do."""
+        return self._continuing.load()
+
+
+def _failure(error: Exception) -> Failure:
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    if isinstance(error, MmfastError):
+        return Failure(reason, 400, "invalid_request_error")
+    return Failure(f"the engine failed on this request: {type(error).__name__}: {reason}")

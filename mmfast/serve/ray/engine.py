@@ -1,0 +1,218 @@
+"""The engine on Ray: drives encode, prefill and decode replicas from the server's process."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mmfast.core.errors import MmfastError, SpecError
+from mmfast.models.loading import EMBEDDED
+from mmfast.serve.engine.base import BusyError, Emit, Event, Failure, Health, Request
+from mmfast.serve.engine.checks import checked
+from mmfast.serve.engine.encoder import early
+from mmfast.serve.ray.cluster import Cluster
+from mmfast.serve.ray.deployments import ROLES, Plan
+from mmfast.serve.ray.driving import CANCELLED, Stream, drive, failure_of
+from mmfast.serve.ray.rollout import deploy
+
+
+class RayEngine:
+    """Answers requests on Ray; see `mmfast.serve.engine.base.Executor`.
+
+    Reducers act between vision tower and language model (site `pre`); what acts inside the
+    language model, or on its cache, is for the engines `inproc` and `processes`.
+
+    Args:
+        model: Checkpoint directory, hub id, or None (embedded); every machine has it.
+        reduce: Spec string of reducers for requests that name none.
+        cache: Has to be None.
+        device: As of the `Scheduler`.
+        dtype: As of the `Scheduler`.
+        slots: Requests that one decode replica answers at once.
+        context: As of the `Scheduler`.
+        chunk: As of the `Scheduler`.
+        queue: Requests that may wait; one more raises `BusyError`.
+        memory: Of keys and values of one decode replica.
+        name: What the model is called.
+        encode: Replicas that encode.
+        prefill: Replicas that read prompts.
+        decode: Replicas that write answers.
+        address: `local` starts Ray on this machine; else that of a cluster.
+        cpus: Cores that a local cluster says it has.
+        threads: Of torch in each replica.
+        linger: As of `Plan`.
+
+    Raises:
+        SpecError: `reduce` or `cache` is not possible here.
+        MmfastError: Ray cannot start, or a replica does not.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        reduce: str | None = None,
+        cache: str | None = None,
+        device: str | None = None,
+        dtype: str = "auto",
+        slots: int = 16,
+        context: int | None = None,
+        chunk: int = 256,
+        queue: int = 32,
+        memory: str | int | None = None,
+        name: str | None = None,
+        encode: int = 1,
+        prefill: int = 1,
+        decode: int = 1,
+        address: str = "local",
+        cpus: int | None = None,
+        threads: int = 1,
+        linger: float = 0.0,
+    ) -> None:
+        _check(reduce, cache)
+        self._reduce = reduce
+        self.model = name or (EMBEDDED if model is None else str(model))
+        self._most = slots * decode + queue
+        where = None if model is None else str(model)
+        plan = Plan(where, device, dtype, threads, slots, chunk, context, memory, linger)
+        self._streams: dict[str, Stream] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self.replicas: dict[str, int] = dict(zip(ROLES, (encode, prefill, decode), strict=True))
+        self._running = dict(self.replicas)
+        self._cluster = Cluster(address, cpus)
+        self._app = f"mmfast-{secrets.token_hex(3)}"
+        try:
+            self._handles = deploy(self._cluster, self._apps, plan, self.replicas)
+        except BaseException:
+            self._cluster.close(self._apps)
+            raise
+        self._loop = asyncio.new_event_loop()
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name="mmfast-ray", daemon=True)
+            for target in (self._loop.run_forever, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def _apps(self) -> list[str]:
+        return [f"{self._app}-{role}" for role in ROLES]
+
+    def submit(self, request: Request, emit: Emit) -> None:
+        """See `Executor.submit`."""
+        reduce = self._reduce if request.options.reduce is None else request.options.reduce
+        _check(reduce, request.options.cache)
+        if request.options.target_ttft_ms is not None:
+            raise MmfastError("target_ttft_ms is not possible on Ray; name reducers instead")
+        sampling = checked(request.sampling)
+        stream = Stream(replace(request, sampling=sampling), emit)
+        with self._lock:
+            if self._closed:
+                raise MmfastError("the engine is closed; start another one")
+            if request.id in self._streams:
+                raise MmfastError(f"request id {request.id!r} is at work already; give another")
+            if len(self._streams) >= self._most:
+                raise BusyError(f"{len(self._streams)} requests run or wait already; try again")
+            if not self._running["decode"]:
+                raise BusyError("no decode replica is ready; it is being started", 2.0)
+            self._streams[request.id] = stream
+        self._loop.call_soon_threadsafe(self._begin, stream, reduce)
+
+    def cancel(self, request_id: str) -> None:
+        """See `Executor.cancel`."""
+        with self._lock:
+            stream = self._streams.get(request_id)
+        if stream is not None:
+            self._loop.call_soon_threadsafe(self._stop, stream)
+
+    def health(self) -> Health:
+        """See `Executor.health`."""
+        with self._lock:
+            held = len(self._streams)
+            running = sum(bool(each.workers) for each in self._streams.values())
+        gauges = {f"workers_{role}": float(n) for role, n in self._running.items()}
+        ready = not self._closed and all(self._running.values())
+        return Health(ready, running, held - running, gauges)
+
+    def workers(self, request_id: str) -> Mapping[str, int]:
+        """Processes of the replicas that have to do with a running answer, by role."""
+        with self._lock:
+            stream = self._streams.get(request_id)
+        return {} if stream is None else stream.workers
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._over.set()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        for thread in self._threads:
+            thread.join()
+        self._loop.close()
+        self._cluster.close(self._apps)
+
+    # --- the loop's thread --------------------------------------------------------------------
+
+    def _begin(self, stream: Stream, reduce: str | None) -> None:
+        stream.task = self._loop.create_task(self._answer(stream, reduce))
+
+    def _stop(self, stream: Stream) -> None:
+        if stream.task is not None:
+            stream.task.cancel()
+
+    async def _answer(self, stream: Stream, reduce: str | None) -> None:
+        last: Event
+        try:
+            last = await drive(self._handles, stream, reduce)
+        except asyncio.CancelledError:
+            last = Failure("the server stops", 503) if self._closed else CANCELLED
+        except Exception as error:
+            last = failure_of(error)
+        with self._lock:
+            self._streams.pop(stream.request.id, None)
+        stream.emit(last)
+
+    async def _end(self) -> None:
+        tasks = [each.task for each in self._streams.values() if each.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- the watching thread ------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        from ray import serve
+
+        while not self._over.wait(1.0):
+            try:
+                known = serve.status().applications
+            except Exception:  # the controller is being started again
+                continue
+            for role, app in zip(ROLES, self._apps, strict=True):
+                states = known[app].deployments[role].replica_states if app in known else {}
+                self._running[role] = int(states.get("RUNNING", 0))
+
+
+def _check(reduce: str | None, cache: str | None) -> None:
+    """Refuse what acts inside the language model.
+
+    Raises:
+        SpecError: It does.
+    """
+    if not early(reduce):
+        raise SpecError(
+            f"{reduce!r} acts inside the model, which Ray runs in parts; name reducers at site "
+            "'pre', or take the engine inproc or processes"
+        )
+    if cache:
+        raise SpecError(
+            f"cache {cache!r} is not possible on Ray; take the engine inproc or processes"
+        )
