@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -28,6 +29,12 @@ class Batch:
         decoder: Makes tokens.
         limit: Bytes of finished prompts that are kept.
         served: Told the tenant and how many tokens of work it was given.
+
+    Attributes:
+        prefixes: Beginnings of prompts that can be used again.
+        pace: Seconds of a chunk of prefill, as it was lately.
+        gaps: Seconds between decoding steps of late, by the clock and of the processor.
+        passes: Tokens of passes of prefill of late, and their seconds by both clocks.
     """
 
     def __init__(
@@ -48,6 +55,9 @@ class Batch:
         self._running: dict[str, Answer] = {}
         self._prefill_next = False
         self.pace = 0.02  # seconds of a chunk
+        self.gaps: deque[tuple[float, float]] = deque(maxlen=4096)
+        self.passes: deque[tuple[int, float, float]] = deque(maxlen=4096)
+        self._stepped: tuple[float, float] | None = None
 
     # --- what is at work ----------------------------------------------------------------------
 
@@ -121,8 +131,14 @@ class Batch:
     def decode(self) -> bool:
         """One token for every running answer; whether there was any."""
         if not self._running:
+            self._stepped = None
             return False
-        for key, token in self.decoder.step():
+        found = self.decoder.step()
+        now = time.perf_counter(), time.process_time()
+        if self._stepped is not None:
+            self.gaps.append((now[0] - self._stepped[0], now[1] - self._stepped[1]))
+        self._stepped = now
+        for key, token in found:
             answer = self._running[str(key)]
             self._served(answer.tenant, 1)
             if isinstance(token, Exception):
@@ -173,10 +189,11 @@ class Batch:
         if not plan:
             return False
         owners = {job: answer for answer, job in self._jobs.values()}
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         ended = self.prefiller.run(plan)
         ms = (time.perf_counter() - start) * 1e3
         total = sum(n for _, n in plan)
+        self.passes.append((total, ms / 1e3, time.process_time() - worked))
         if total > self.prefiller.chunk // 2:  # what a whole chunk takes here and now
             self.pace += 0.2 * (ms / 1e3 * self.prefiller.chunk / total - self.pace)
         for job, n in plan:

@@ -119,7 +119,10 @@ class Lanes:
         hits, misses = kept.hits, kept.misses
         if prefixes is not None:
             hits, misses = hits + prefixes.hits, misses + prefixes.misses
+        gaps = [gap for gap, _ in tuple(self.batch.gaps)] if self.batch else []
         return {
+            "decode_gap_ms": 1e3 * max(gaps, default=0.0),
+            "chunk_ms": 1e3 * (self.batch.pace if self.batch else 0.0),
             "kv_bytes": float(self.nbytes),
             "kv_bytes_limit": float(self.limit),
             "kv_bytes_per_token": float(self.per_token),

@@ -135,12 +135,13 @@ class Scheduler:
         """Refuse what cannot come in now."""
         if self._closed:
             raise MmfastError("the engine is closed; start another one")
-        if request.id in self._known:
+        known = {name: a for name, a in self._known.items() if a is None or not a.over}
+        if request.id in known:
             raise MmfastError(f"request id {request.id!r} is at work already; give another")
-        if len(self._known) >= self._most:
+        if len(known) >= self._most:
             wait = min(30.0, max(0.1, self._pace))
             raise BusyError(
-                f"{len(self._known)} requests run or wait already; try again in {wait:.1f} s", wait
+                f"{len(known)} requests run or wait already; try again in {wait:.1f} s", wait
             )
 
     def _answer(self, request: Request, emit: Emit, sampling: Sampling) -> Answer:
@@ -216,7 +217,7 @@ class Scheduler:
     def _tidy(self) -> None:
         """Forget what is over."""
         with self._wake:
-            over = [name for name, a in self._known.items() if a is not None and a.over]
+            over = [name for name, a in self._known.items() if a and a.over]
             for name in over:
                 del self._known[name]
         if over:
