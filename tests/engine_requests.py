@@ -36,11 +36,17 @@ def clip(seed: int, frames: int = 8, side: int = 48) -> Media:
 
 
 def asked(
-    name: str, seed: int = 0, tokens: int = 16, reduce: str | None = None, tenant: str = ""
+    name: str,
+    of: int = 0,
+    tokens: int = 16,
+    reduce: str | None = None,
+    heat: float = 0.0,
+    seed: int | None = 3,
 ) -> Request:
-    """A question about a clip."""
-    message = Message("user", (clip(seed), QUESTIONS[seed % len(QUESTIONS)]))
-    return Request(name, (message,), Sampling(tokens), Options(reduce=reduce), tenant)
+    """A question about a clip; `of` is the number of both."""
+    message = Message("user", (clip(of), QUESTIONS[of % len(QUESTIONS)]))
+    sampling = Sampling(tokens, temperature=heat, seed=seed)
+    return Request(name, (message,), sampling, Options(reduce=reduce))
 
 
 def said(name: str, words: int) -> Request:

@@ -19,6 +19,9 @@ from mmfast.core.errors import MmfastError
 from mmfast.serve.engine.base import Delta, Failure, Finish
 from mmfast.serve.engine.crew import Restarts
 from mmfast.serve.engine.crowd import Crowd
+from mmfast.serve.engine.filling import Piece
+from mmfast.serve.engine.moving import moved
+from mmfast.serve.engine.parts import Embedded, Filled
 from mmfast.serve.engine.processes import Processes
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.engine.shared import EmbedRef, Names, free, pack, unpack
@@ -74,6 +77,15 @@ def test_packet_round_trip(rows: int) -> None:
 def test_packet_that_nobody_takes_is_freed() -> None:
     packet = pack(torch.zeros(100_000), Names(f"mmfast-test-{os.getpid()}"))
     assert free(packet.name) and not free(packet.name) and not free("")
+
+
+def test_what_comes_from_a_process_goes_to_the_device() -> None:
+    prompt = Embedded(torch.zeros(2, 4), torch.zeros(1, 2), torch.zeros(2), planes=(torch.ones(1),))
+    piece = Piece(Filled((torch.zeros(2, 1, 2, 4),), torch.zeros(1), torch.zeros(9)), 2)
+    there = torch.device("meta")
+    assert moved(prompt, there).planes[0].device == there == moved(piece, there).filled.kv[0].device
+    assert moved({"a": [torch.zeros(1), "b"]}, there)["a"][1] == "b"
+    assert moved(prompt, torch.device("cpu")) is prompt
 
 
 def test_refs_are_typed() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from mmfast.models.prompt import Shot
 from mmfast.serve.engine.base import Media
 from mmfast.serve.engine.encoder import Encoder, Result, Steps
+from mmfast.serve.engine.moving import moved
 from mmfast.serve.engine.parts import Prepared
 
 PAUSE = 0.0005  # seconds that an engine with nothing else to do waits for an encoder at a time
@@ -68,7 +69,7 @@ class RemoteEncoder(Encoder):
         """A result, or why there is none; of any thread."""
         with self._some:
             if call in self._results:
-                self._results[call] = result
+                self._results[call] = moved(result, self.model.device)
                 self._some.notify()
 
     def _send(self, prepared: Prepared) -> str:

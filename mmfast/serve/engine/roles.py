@@ -145,7 +145,10 @@ class Encoding:
 
     def take(self, kind: str, job: str, value: Any) -> None:
         """See `Role.take`."""
-        self._gathering.encode(value).add_done_callback(partial(self._done, job))
+        from mmfast.serve.engine.moving import moved
+
+        prepared = moved(value, self._gathering.encoder.model.device)
+        self._gathering.encode(prepared).add_done_callback(partial(self._done, job))
 
     def close(self) -> None:
         """See `Role.close`."""

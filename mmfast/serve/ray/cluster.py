@@ -45,8 +45,14 @@ class Cluster:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # this machine alone reaches it
             options |= {"include_dashboard": False, "object_store_memory": objects}
             options |= {} if cpus is None else {"num_cpus": cpus}
-        import ray
-
+        try:
+            import ray
+            from ray import serve
+        except ImportError as error:
+            raise MmfastError(
+                f"the engine 'ray' needs {error.name}, which is not installed: "
+                'pip install "mmfast[ray]", or take the engine inproc or processes'
+            ) from None
         self._own = not ray.is_initialized()
         if self._own:
             try:
@@ -54,8 +60,6 @@ class Cluster:
             except Exception as error:  # Ray raises plain ones, too
                 reason = " ".join(str(error).split())[:300]
                 raise MmfastError(f"Ray cannot start at {address!r}: {reason}") from None
-        from ray import serve
-
         self._serves = self._own and address == "local"
         with calm():
             serve.start(proxy_location="Disabled")

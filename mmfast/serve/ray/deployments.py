@@ -17,6 +17,7 @@ from typing import Any
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import load
 from mmfast.serve.engine.base import Delta, Event, Failure, Request
+from mmfast.serve.engine.moving import moved
 from mmfast.serve.engine.shared import Parcel, unwrap, wrap
 
 ROLES = ("encode", "prefill", "decode")
@@ -100,6 +101,7 @@ class Prefill:
         from mmfast.serve.engine.prefill import Prefiller
 
         model, _ = plan.load()
+        self._device = model.device
         context = plan.context or context_of(model)
         self._filling, self._linger = Filling(Prefiller(model, plan.chunk), context), plan.linger
 
@@ -108,7 +110,7 @@ class Prefill:
         if isinstance(given, Failure):
             return given
         try:
-            future = self._filling.fill(unwrap(given.parcel), answer)
+            future = self._filling.fill(moved(unwrap(given.parcel), self._device), answer)
             piece = await asyncio.wrap_future(future)
         except Exception as error:
             return _failure(error)
@@ -125,7 +127,8 @@ class Decode:
         from mmfast.serve.engine.memory import kv_limit
 
         model, processor = plan.load()
-        limit = kv_limit(plan.memory, model.device)
+        self._device = model.device
+        limit = kv_limit(plan.memory, self._device)
         self._continuing = Continuing(Decoder(model, plan.slots), processor.tokenizer, limit)
 
     async def __call__(
@@ -141,7 +144,7 @@ class Decode:
         def emit(event: Event) -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
-        self._continuing.add(request, unwrap(given.parcel), emit)
+        self._continuing.add(request, moved(unwrap(given.parcel), self._device), emit)
         over = False
         try:
             while not over:

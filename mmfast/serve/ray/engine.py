@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.models.loading import EMBEDDED
@@ -162,20 +163,21 @@ class RayEngine:
     # --- the loop's thread --------------------------------------------------------------------
 
     def _begin(self, stream: Stream, reduce: str | None) -> None:
-        stream.task = self._loop.create_task(self._answer(stream, reduce))
+        stream.task = self._loop.create_task(drive(self._handles, stream, reduce))
+        # Not code of the task: one that is cancelled before it began runs none.
+        stream.task.add_done_callback(partial(self._finish, stream))
 
     def _stop(self, stream: Stream) -> None:
         if stream.task is not None:
             stream.task.cancel()
 
-    async def _answer(self, stream: Stream, reduce: str | None) -> None:
+    def _finish(self, stream: Stream, task: asyncio.Task[Event]) -> None:
         last: Event
-        try:
-            last = await drive(self._handles, stream, reduce)
-        except asyncio.CancelledError:
+        if task.cancelled():
             last = Failure("the server stops", 503) if self._closed else CANCELLED
-        except Exception as error:
-            last = failure_of(error)
+        else:
+            error = task.exception()
+            last = task.result() if error is None else failure_of(error)
         with self._lock:
             self._streams.pop(stream.request.id, None)
         stream.emit(last)
