@@ -22,6 +22,12 @@ def clip_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-out", help="write what `-m matrix` ran to this .jsonl file")
     parser.addoption(
+        "--fuzz-minutes",
+        type=float,
+        default=0.0,
+        help="send the server made-up requests for so long; 5 is the long proof",
+    )
+    parser.addoption(
         "--realtime-sequences",
         type=int,
         default=100,
