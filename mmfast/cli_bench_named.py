@@ -1,4 +1,4 @@
-"""`mmfast bench --stream NAME` and `--speech NAME`: measure one benchmark and print its rows."""
+"""`mmfast bench --stream NAME`, `--speech NAME`, `--serve NAME`: measure, print the rows."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ def bench_speech(name: str, out: Path | None, as_json: bool) -> None:
     def measure() -> list[Row]:
         with progress(name) as tick:
             return speech_rows(name, lambda label, done, total: tick(done, total, label))
+
+    _show(measure, out, as_json)
+
+
+def bench_serve(name: str, out: Path | None, as_json: bool) -> None:
+    """A benchmark of the server's engine."""
+    from mmfast.bench.serve import serve_rows
+
+    def measure() -> list[Row]:
+        with progress(name) as tick:
+            return serve_rows(name, lambda label, done, total: tick(done, total, label))
 
     _show(measure, out, as_json)
 

@@ -88,6 +88,12 @@ def _speech_names(incomplete: str) -> list[str]:
     return [name for name in names() if name.startswith(incomplete)]
 
 
+def _serve_names(incomplete: str) -> list[str]:
+    from mmfast.bench.serve import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
 def bench(
     preset: Annotated[
         str, typer.Option(help="Model shape.", autocompletion=complete_preset)
@@ -113,13 +119,17 @@ def bench(
         str | None,
         typer.Option(help="A benchmark of speech instead.", autocompletion=_speech_names),
     ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(help="A benchmark of the server instead.", autocompletion=_serve_names),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Speed on real model shapes with random weights, baseline interleaved."""
     from mmfast.bench.results import append, bench_rows
     from mmfast.bench.run import run_bench
-    from mmfast.cli_bench_named import bench_speech, bench_stream
+    from mmfast.cli_bench_named import bench_serve, bench_speech, bench_stream
     from mmfast.cli_output import print_bench, progress, quiet
 
     quiet()
@@ -127,6 +137,8 @@ def bench(
         return bench_stream(stream, out, as_json)
     if speech is not None:
         return bench_speech(speech, out, as_json)
+    if serve is not None:
+        return bench_serve(serve, out, as_json)
     if selection:
         return _bench_selection(out, as_json)
     with progress("bench") as tick:

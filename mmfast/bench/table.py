@@ -19,6 +19,7 @@ from mmfast.bench.plan_table import plan
 from mmfast.bench.recall_table import stream_recall
 from mmfast.bench.results import Row, load
 from mmfast.bench.sections import Points, accuracy, bench, kinds, points, selection, subset
+from mmfast.bench.serve_table import serve_load
 from mmfast.bench.speech_table import speech_cost, speech_words
 from mmfast.bench.stream_cost import stream_cost
 from mmfast.bench.systems import table as systems
@@ -60,6 +61,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "stream": ("stream", stream_cost),
     "speech": ("eval-speech", speech_words),
     "speech_cost": ("speech", speech_cost),
+    "serve": ("serve", serve_load),
     "bench": ("bench", bench),
     "selection": ("selection", selection),
     "matrix": ("matrix", matrix),

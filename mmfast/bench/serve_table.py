@@ -1,0 +1,45 @@
+"""What `mmfast bench --serve NAME` measured, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmfast.bench.named_tables import Cells, Table, named_tables
+from mmfast.bench.results import Row
+
+
+def serve_load(rows: Sequence[Row]) -> list[str]:
+    """A table per benchmark of `mmfast bench --serve`; of a job the latest row."""
+    mine = [row for row in rows if row["bench"] in _TABLES]
+    return named_tables(mine, "serve", _TABLES, ("bench", "job"))
+
+
+def _load(row: Row) -> Cells:
+    if "lost" in row:
+        ends = f"{row['answered']} answered, {row['busy']} told to come back, {row['lost']} lost"
+        return (f"{row['job']}: {ends}", "", "", "")
+    gap = f"{row['gap_chunks']:.2f} ({row['cpu_gap_chunks']:.2f})" if "gap_ms" in row else ""
+    speed = f"{row['speedup']:.2f}x ({row['cpu_speedup']:.2f}x)"
+    return (row["job"], f"{row['tokens_per_s']:.0f}", speed, gap)
+
+
+def _fairness(row: Row) -> Cells:
+    if "places" in row:
+        places = ", ".join(map(str, row["places"]))
+        return (f"{row['job']}: who asked last is answered as {places} of {row['of']}", "", "", "")
+    wall, cpu = f"{row['gap_ms']:.0f}", f"{row['cpu_gap_ms']:.0f}"
+    return (row["job"], wall, cpu, f"{row['gap_chunks']:.2f} ({row['cpu_gap_chunks']:.2f})")
+
+
+_TABLES: dict[str, Table] = {
+    "load": (
+        "Chats about an image, 32 tokens each; in brackets by processor time",
+        ("chats", "tokens/s", "faster", "longest gap in chunks of prefill"),
+        _load,
+    ),
+    "fairness": (
+        "Longest gap in a running answer when a prompt comes; in brackets by processor time",
+        ("beside it", "ms", "processor ms", "in chunks of prefill"),
+        _fairness,
+    ),
+}
