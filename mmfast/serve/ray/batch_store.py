@@ -14,7 +14,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -103,10 +102,13 @@ class Store:
 
     def close(self) -> None:
         """Let another run have it."""
-        os.close(self._lock)
-        with suppress(OSError):  # holds shards: stays
-            if [p.name for p in self.parts.iterdir()] == ["_lock"]:
-                shutil.rmtree(self.parts)
+        try:
+            if [p.name for p in self.parts.iterdir()] == ["_lock"]:  # else there are shards
+                shutil.rmtree(self.parts)  # while nobody else can have it
+        except OSError:
+            pass
+        finally:
+            os.close(self._lock)
 
     def lacks(self, medium: Medium, question: str, again: bool = False) -> bool:
         """Whether there is no answer yet about this content.
@@ -176,7 +178,6 @@ class Store:
 
     def _locked(self) -> int:
         try:
-            self.parts.mkdir(parents=True, exist_ok=True)
             return lock(self.parts / "_lock")
         except BlockingIOError:
             raise MmfastError(
