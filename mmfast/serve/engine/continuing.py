@@ -129,6 +129,7 @@ class Continuing:
 
     def _leave(self, name: str) -> Answer:
         with self._some:
-            answer, _ = self._running.pop(name, None) or self._waiting.pop(name)
+            held = self._running if name in self._running else self._waiting
+            answer, _ = held.pop(name)
         self._decoder.release(name)
         return answer

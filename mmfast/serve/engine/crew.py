@@ -191,7 +191,7 @@ class Crew:
             pause = max(0.0, min(due) - time.monotonic()) if due else None
             for pipe in connection.wait([self._woken, *alive], pause):
                 if pipe in alive:
-                    self._read(alive[pipe])  # type: ignore[index]
+                    self._read(alive[pipe])
             for place in self.places:
                 if place.wire is None and not place.given_up and place.since <= time.monotonic():
                     self._start(place)

@@ -171,7 +171,7 @@ def pack(value: Any, names: Names) -> Packet:
         return Packet(file.getvalue(), size=packer.size, inline=bytes(inline))
     segment = SharedMemory(next(names), create=True, size=packer.size)
     try:
-        _fill(segment.buf, packer)
+        _fill(_bytes(segment), packer)
     except BaseException:
         segment.unlink()
         raise
@@ -186,18 +186,18 @@ def wrap(value: Any) -> Parcel:
     packer = _Packer(file)
     packer.dump(value)
     data = np.zeros(packer.size, np.uint8)
-    _fill(memoryview(data), packer)
+    _fill(data.data, packer)
     return Parcel(file.getvalue(), data)
 
 
 def unwrap(parcel: Parcel) -> Any:
     """The value of a parcel; its tensors are copies."""
-    return _Unpacker(parcel.body, memoryview(parcel.data)).load()
+    return _Unpacker(parcel.body, parcel.data.data).load()
 
 
 def _fill(target: memoryview | bytearray, packer: _Packer) -> None:
     for ref, data, _ in packer.found.values():
-        target[ref.offset : ref.offset + data.nbytes] = memoryview(data)
+        target[ref.offset : ref.offset + data.nbytes] = data.data
 
 
 def unpack(packet: Packet) -> Any:
@@ -210,10 +210,15 @@ def unpack(packet: Packet) -> Any:
         return _Unpacker(packet.body, packet.inline).load()
     segment = SharedMemory(packet.name)
     try:
-        return _Unpacker(packet.body, segment.buf).load()
+        return _Unpacker(packet.body, _bytes(segment)).load()
     finally:
         segment.unlink()
         segment.close()
+
+
+def _bytes(segment: SharedMemory) -> memoryview:
+    assert segment.buf is not None
+    return segment.buf
 
 
 def free(name: str) -> bool:

@@ -6,19 +6,21 @@ import contextlib
 import logging
 import math
 import os
+import signal
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from mmfast.core.errors import MmfastError
 
-OBJECTS = 256 << 20  # bytes of the object store of a local cluster, if nothing else is said
+
+TRIES = 3  # to start a node
 
 
 def quiet() -> None:
-    """Environment of Ray: it reports nothing to anybody, and a busy machine may start slowly."""
+    """Environment of Ray: it reports nothing to anybody."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 
 
 class Cluster:
@@ -30,21 +32,24 @@ class Cluster:
         address: `local` starts Ray on this machine and stops it in the end; else that of a
             cluster.
         cpus: Cores that a local cluster says it has; None counts them.
-        objects: Bytes of a local cluster's object store.
+        objects: Bytes of a local cluster's object store; None leaves that to Ray.
 
     Raises:
         MmfastError: Ray cannot start, or there is no cluster.
     """
 
     def __init__(
-        self, address: str = "local", cpus: int | None = None, objects: int = OBJECTS
+        self, address: str = "local", cpus: int | None = None, objects: int | None = None
     ) -> None:
         quiet()
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address == "local":
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # this machine alone reaches it
-            options |= {"include_dashboard": False, "object_store_memory": objects}
-            options |= {} if cpus is None else {"num_cpus": cpus}
+            options |= {
+                "include_dashboard": False,
+                "num_cpus": cpus,
+                "object_store_memory": objects,
+            }
         try:
             import ray
             from ray import serve
@@ -55,11 +60,7 @@ class Cluster:
             ) from None
         self._own = not ray.is_initialized()
         if self._own:
-            try:
-                ray.init(address, **options)
-            except Exception as error:  # Ray raises plain ones, too
-                reason = " ".join(str(error).split())[:300]
-                raise MmfastError(f"Ray cannot start at {address!r}: {reason}") from None
+            _start(ray, address, options)
         self._serves = self._own and address == "local"
         with calm():
             serve.start(proxy_location="Disabled")
@@ -68,7 +69,7 @@ class Cluster:
         """CPUs and GPUs of all machines."""
         import ray
 
-        found: Mapping[str, float] = ray.cluster_resources()
+        found: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         return found
 
     def close(self, apps: list[str]) -> None:
@@ -83,7 +84,32 @@ class Cluster:
                 for app in apps:
                     serve.delete(app)
         if self._own:
-            ray.shutdown()
+            ray.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _start(ray: Any, address: str, options: Mapping[str, Any]) -> None:
+    """Connect; on a busy machine a node may need a second try, for Ray gives it 30 s."""
+    for left in range(TRIES - 1, -1, -1):
+        before = _children()
+        try:
+            ray.init(address, **options)
+            return
+        except Exception as error:  # Ray raises plain ones, too
+            for pid in _children() - before:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            reason = " ".join(str(error).split())[:300]
+            if not left or "timed out during startup" not in reason:
+                raise MmfastError(f"Ray cannot start at {address!r}: {reason}") from None
+
+
+def _children() -> set[int]:
+    """Processes that this one started, where the system tells."""
+    found: set[int] = set()
+    for tasks in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found |= {int(pid) for pid in tasks.read_text(encoding="ascii").split()}
+    return found
 
 
 def share(have: Mapping[str, float], replicas: int, device: str | None) -> dict[str, float]:

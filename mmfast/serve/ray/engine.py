@@ -199,7 +199,7 @@ class RayEngine:
             except Exception:  # the controller is being started again
                 continue
             for role, app in zip(ROLES, self._apps, strict=True):
-                states = known[app].deployments[role].replica_states if app in known else {}
+                states: Any = known[app].deployments[role].replica_states if app in known else {}
                 self._running[role] = int(states.get("RUNNING", 0))
 
 

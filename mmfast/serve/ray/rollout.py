@@ -35,7 +35,7 @@ def deploy(
     parts = share(cluster.resources(), sum(replicas.values()), plan.device)
     targets = []
     for role, app in zip(ROLES, apps, strict=True):
-        deployment = serve.deployment(
+        deployment: Any = serve.deployment(
             BODIES[role],
             name=role,
             num_replicas=replicas[role],
