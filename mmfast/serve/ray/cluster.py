@@ -13,7 +13,6 @@ from typing import Any
 
 from mmfast.core.errors import MmfastError
 
-
 TRIES = 3  # to start a node
 
 

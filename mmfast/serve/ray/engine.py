@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.models.loading import EMBEDDED
