@@ -57,9 +57,14 @@ class Told:
 
 
 class Rules:
-    """Looks at events as they come, and raises at the first that breaks a rule."""
+    """Looks at events as they come, and raises at the first that breaks a rule.
 
-    def __init__(self) -> None:
+    Args:
+        hums: Replies are hummed, so that what sounds can be read.
+    """
+
+    def __init__(self, hums: bool = True) -> None:
+        self.hums = hums
         self.ids: set[str] = set()
         self.items: list[str] = []
         self.responses: dict[str, Told] = {}
@@ -148,7 +153,7 @@ class Rules:
         """What the context holds of a cut reply is in the sound before the cut."""
         item = event["item"]
         told = self.by_item.get(item["id"])
-        if told is None or item["id"] not in self.cuts:
+        if told is None or item["id"] not in self.cuts or not self.hums:
             return
         kept = item["content"][0]["transcript"].split()
         samples = 16 * self.cuts[item["id"]] + TONE
@@ -214,7 +219,7 @@ class Rules:
             content = item["content"][0]
             assert item["id"] == told.item
             assert content.get("transcript", content.get("text")) == told.text
-        if status == "completed" and told.aloud and told.text and not told.own:
+        if self.hums and status == "completed" and told.aloud and told.text:
             assert read(told.heard) == told.text.lower(), "what sounds is not what is written"
 
     def finish(self) -> None:

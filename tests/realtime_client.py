@@ -5,49 +5,23 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
-import uvicorn
-from fastapi import FastAPI, WebSocket
 from openai import AsyncOpenAI
 from realtime_checks import Rules
 
-from mmfast.serve.guard.uvicorn_options import uvicorn_options
-from mmfast.serve.realtime.service import RealtimeService
-from mmfast.serve.realtime.socket import realtime
+from mmfast.bench.serve_realtime import listening
 
-
-@contextmanager
-def listening(service: RealtimeService) -> Iterator[str]:
-    """A server in a thread; gives its address."""
-    app = FastAPI()
-
-    @app.websocket("/v1/realtime")
-    async def talk(websocket: WebSocket) -> None:
-        await realtime(websocket, service)
-
-    taken = socket.create_server(("127.0.0.1", 0))
-    options = uvicorn_options(service.config)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", **options))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-    finally:
-        server.should_exit = True
-        thread.join()
-        service.close()
+__all__ = ["Talk", "listening", "talking"]
 
 
 class Talk:
     """A connection whose events are looked at as they come."""
 
-    def __init__(self, connection: Any) -> None:
-        self.connection, self.rules = connection, Rules()
+    def __init__(self, connection: Any, hums: bool = True) -> None:
+        self.connection, self.rules = connection, Rules(hums)
         self.events: list[dict[str, Any]] = []
         self.times: list[float] = []
         self._news = asyncio.Condition()
@@ -104,9 +78,10 @@ class Talk:
 @asynccontextmanager
 async def talking(url: str, **options: Any) -> AsyncIterator[Talk]:
     """The official client, connected."""
+    hums = options.pop("hums", True)
     client = AsyncOpenAI(api_key=options.pop("api_key", "none"), base_url=url, max_retries=0)
     async with client, client.realtime.connect(**{"model": "mmfast", **options}) as connection:
-        talk = Talk(connection)
+        talk = Talk(connection, hums)
         task = asyncio.create_task(talk.listen())
         try:
             await talk.event("session.created")

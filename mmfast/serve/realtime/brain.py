@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -155,11 +156,15 @@ def told_turns(question: Question) -> Sequence[Turn]:
 
 
 def voiced(text: str | Iterable[str], speaker: Any, question: Question) -> Iterator[Sound]:
-    """A written answer as it is spoken, or as it is."""
-    if question.aloud and speaker is not None:
-        yield from speaker.speak(text, **speaking(question.options))
+    """A written answer as it is spoken, or as it is; nothing where nothing is written."""
+    parts = iter([text] if isinstance(text, str) else text)
+    first = next((part for part in parts if part.strip()), "")
+    if not first:
         return
-    for each in [text] if isinstance(text, str) else text:
+    if question.aloud and speaker is not None:
+        yield from speaker.speak(chain([first], parts), **speaking(question.options))
+        return
+    for each in chain([first], parts):
         yield Sound(torch.zeros(0), RATE, text=each)
 
 

@@ -1,0 +1,195 @@
+"""How soon `/v1/realtime` answers what was said, and how soon it falls silent when interrupted.
+
+A client on this machine sends sound as a microphone would, through a real socket: what is measured
+holds the whole server, and the models that are embedded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.bench.measure import frozen, quantile
+from mmfast.ops.resample import resample
+from mmfast.serve.config import ServerConfig
+
+N, SEED, SESSIONS = 8, 5, (1, 4)
+STORY = "The red circle moves to the left. The blue square moves up. The green ring stays. " * 3
+BLOCK = 0.032  # seconds of sound a message
+Row = dict[str, Any]
+Tick = Callable[[str, int, int], None]
+
+
+def rows(progress: Tick) -> list[Row]:
+    """Rows of the embedded models: one client, and several at once."""
+    from mmfast.bench.speech_listening import unseen_questions
+    from mmfast.models.speech import load_speech
+    from mmfast.serve.realtime.brain import ChatterVoices
+    from mmfast.serve.realtime.service import load_voices
+    from mmfast.streams.voice_cascade import Cascade
+    from mmfast.tiny.espeak import say
+
+    speech: Any = load_speech()
+    asked = [say(each.text, each.voice).pcm for each in unseen_questions(N, SEED)]
+    story = ChatterVoices(Cascade(speech, lambda turns: STORY, speech))
+    omni = load_voices(ServerConfig(), speech)
+    found, done, total = [], 0, 2 * len(SESSIONS)
+    for job, voices, what in (("reply", omni, _replies), ("barge-in", story, _interruptions)):
+        for sessions in SESSIONS:
+            with frozen():
+                figures = measure(voices, sessions, asked, what)
+            found.append({"job": job, "sessions": sessions, **_row(figures)})
+            done += 1
+            progress(f"{job}, {sessions} sessions", done, total)
+    return found
+
+
+def measure(voices: Any, sessions: int, asked: list[Tensor], what: Any) -> list[Row]:
+    """Figures of every question of every session, all at once."""
+    from mmfast.serve.realtime.service import RealtimeService
+
+    service = RealtimeService(ServerConfig(realtime_sessions=sessions), lambda: voices)
+
+    async def main(url: str) -> list[Row]:
+        parts = [asked[i::sessions] for i in range(sessions)]
+        async with asyncio.timeout(500):
+            found = await asyncio.gather(*(_session(url, part, what) for part in parts))
+        return [figures for each in found for figures in each]
+
+    with listening(service) as url:
+        return asyncio.run(main(url.replace("http", "ws") + "/realtime"))
+
+
+@contextmanager
+def listening(service: Any) -> Iterator[str]:
+    """A server in a thread, with nothing but the one route; gives its address."""
+    import uvicorn
+    from fastapi import FastAPI, WebSocket
+
+    from mmfast.serve.guard.uvicorn_options import uvicorn_options
+    from mmfast.serve.realtime.socket import realtime
+
+    async def talk(websocket: WebSocket) -> None:
+        await realtime(websocket, service)
+
+    app = FastAPI()
+    talk.__annotations__ = {"websocket": WebSocket}  # where it is imported, not where it is used
+    app.add_api_websocket_route("/v1/realtime", talk)
+    taken = socket.create_server(("127.0.0.1", 0))
+    options = uvicorn_options(service.config)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", **options))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+        service.close()
+
+
+class _Client:
+    """A connection, and when each of its events came."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self.times: dict[str, list[float]] = {}
+        self._news = asyncio.Condition()
+
+    async def listen(self) -> None:
+        async for message in self._connection:
+            now, kind = time.perf_counter(), json.loads(message)["type"]
+            async with self._news:
+                self.times.setdefault(kind, []).append(now)
+                self._news.notify_all()
+
+    async def send(self, type: str, **fields: Any) -> float:
+        await self._connection.send(json.dumps({"type": type, **fields}))
+        return time.perf_counter()
+
+    async def hear(self, pcm: Tensor) -> None:
+        samples = (resample(pcm, 16000, 24000) * 32767).round().to(torch.int16).numpy()
+        audio = base64.b64encode(samples.tobytes()).decode()
+        await self.send("input_audio_buffer.append", audio=audio)
+
+    def count(self, kind: str) -> int:
+        return len(self.times.get(kind, ()))
+
+    async def event(self, kind: str, count: int) -> float:
+        """When the nth event of a kind came."""
+        async with self._news:
+            await self._news.wait_for(lambda: self.count(kind) >= count)
+        return self.times[kind][count - 1]
+
+
+async def _session(url: str, asked: list[Tensor], what: Any) -> list[Row]:
+    from websockets.asyncio.client import connect
+
+    async with connect(f"{url}?model=mmfast", max_size=None) as connection:
+        client = _Client(connection)
+        task = asyncio.create_task(client.listen())
+        try:
+            await client.event("session.created", 1)
+            return [await what(client, pcm, number + 1) for number, pcm in enumerate(asked)]
+        finally:
+            task.cancel()
+
+
+async def _replies(client: _Client, pcm: Tensor, number: int) -> Row:
+    """Push to talk: from the end of the question to the first sound of the answer."""
+    off = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
+    await client.send("session.update", session=off)
+    before = client.count("response.output_audio.delta")
+    await client.hear(pcm)
+    await client.send("input_audio_buffer.commit")
+    asked = await client.send("response.create")
+    done = await client.event("response.done", number)
+    if client.count("response.output_audio.delta") == before:
+        return {}  # nothing was said: the question was not understood
+    first = client.times["response.output_audio.delta"][before]
+    return {"first_audio_ms": 1e3 * (first - asked), "whole_ms": 1e3 * (done - asked)}
+
+
+async def _interruptions(client: _Client, pcm: Tensor, number: int) -> Row:
+    """Speech while a long answer is being made: from its notice to the end of the answer."""
+    done = client.count("response.done")
+    sounds = client.count("response.output_audio.delta")
+    await client.hear(torch.cat([pcm, torch.zeros(16000)]))
+    await client.event("response.output_audio.delta", sounds + 1)
+    noticed = client.count("input_audio_buffer.speech_started")
+    began = time.perf_counter()
+    for block in pcm.split(round(16000 * BLOCK)):
+        await client.hear(block)
+        await asyncio.sleep(BLOCK)
+        if client.count("input_audio_buffer.speech_started") > noticed:
+            break
+    started = await client.event("input_audio_buffer.speech_started", noticed + 1)
+    over = await client.event("response.done", done + 1)
+    await client.send("input_audio_buffer.clear")
+    if over < started:
+        return {}  # it had ended by itself
+    return {"barge_in_ms": 1e3 * (over - started), "noticed_ms": 1e3 * (started - began)}
+
+
+def _row(figures: list[Row]) -> Row:
+    """Medians and the worst twentieth."""
+    kept = [each for each in figures if each]
+    found: Row = {"n": len(kept), "left_out": len(figures) - len(kept), "seed": SEED}
+    for name in dict.fromkeys(name for each in kept for name in each):
+        values = [each[name] for each in kept]
+        found[name] = round(statistics.median(values), 2)
+        found[name.replace("_ms", "_p95_ms")] = round(quantile(values, 0.95), 2)
+    main = "first_audio_ms" if "first_audio_ms" in found else "barge_in_ms"
+    threads = torch.get_num_threads()
+    return {"score": found.get(main), **found, "clock": "wall", "threads": threads, "device": "cpu"}
