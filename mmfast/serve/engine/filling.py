@@ -99,7 +99,9 @@ class Filling:
         except Exception as error:
             # Which of them it was cannot be told: those of the plan fail, the others go on.
             for job, _ in self._prefiller.plan(jobs):
-                self._jobs.pop(job)[0].set_exception(error)
+                future, _at = self._jobs.pop(job)
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
             return
         for job in ended:
             future, at = self._jobs.pop(job)
