@@ -32,6 +32,7 @@ def serve(config: str | None = None, dry_run: bool = False, **flags: Any) -> Non
         return print_json(resolved.public())
     quiet()
     try:
+        from mmfast.serve.guard.keys import loopback
         from mmfast.serve.http.run import bind, url_of
         from mmfast.serve.http.run import serve as run
     except ModuleNotFoundError as error:
@@ -43,6 +44,8 @@ def serve(config: str | None = None, dry_run: bool = False, **flags: Any) -> Non
     listening = bind(resolved)
     _logs(resolved)
     url = url_of(listening)
+    if not (resolved.api_keys or loopback(resolved.host)):
+        _say("warning: whoever reaches this port may ask, without a key; give --api-key")
     _say(f"listening on {url} · loading the model …")
     run(resolved, listening, lambda: _say(_welcome(url, resolved)))
     _say("stopped")
@@ -82,7 +85,7 @@ def _welcome(url: str, config: ServerConfig) -> str:
         f'{{"model": "{name_of(config)}", "messages": [{{"role": "user", "content": "Hello?"}}]}}'
     )
     lines = [
-        f"ready: {url}/v1 (documentation at {url}/docs"
+        f"ready: {url}/v1 (described by {url}/openapi.json"
         + (f", demo at {url}/demo)" if config.demo else ")"),
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
     ]

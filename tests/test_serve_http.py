@@ -422,3 +422,15 @@ def test_a_request_waits_for_an_engine_that_is_loaded(monkeypatch: pytest.Monkey
 def test_cancelled_from_elsewhere_is_the_servers_fault() -> None:
     reply = post(app_of(saying(Failure("cancelled", 499, "cancelled"))), asked())
     assert reply.status_code == 503 and reply.json()["error"]["code"] == "cancelled"
+
+
+def test_what_is_asked_is_logged_where_the_owner_wants_that_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "mmfast")
+    for wanted in (False, True):
+        app = app_of(saying(*ANSWER), log_text=wanted)
+        assert post(app, asked(user(image_part(), text("A secret?")))).status_code == 200
+        fields = str([getattr(record, "fields", None) for record in caplog.records])
+        assert ("A secret?" in fields) == ("to the left" in fields) == wanted
+        assert "base64" not in fields

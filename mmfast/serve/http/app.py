@@ -28,7 +28,10 @@ from mmfast.serve.http.running import ClientGoneError
 from mmfast.serve.http.service import Service
 
 _log = logging.getLogger("mmfast.serve")
-_NAMES = {404: "there is no {path}; see /docs", 405: "{method} is not for {path}; see /docs"}
+_NAMES = {
+    404: "there is no {path}; see /openapi.json",
+    405: "{method} is not for {path}; see /openapi.json",
+}
 
 
 def create_app(
@@ -60,7 +63,7 @@ def create_app(
         version=mmfast.__version__,
         summary="Chat about images, clips and sound as OpenAI's API has it, and what it cost.",
         lifespan=life,
-        docs_url="/docs",
+        docs_url=None,  # its page would fetch scripts from elsewhere
         redoc_url=None,
     )
     app.state.service = service

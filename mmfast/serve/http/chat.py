@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Delta, Event, Failure, Finish, Options, Request, Sampling
+from mmfast.serve.guard import logs
 from mmfast.serve.guard.caller import Caller, caller_of
 from mmfast.serve.guard.errors import ApiError, body
 from mmfast.serve.http.chat_reply import Reply
@@ -25,6 +27,7 @@ from mmfast.serve.http.service import Service
 
 PATIENCE = 2.0  # seconds for which a stream waits with its status: what fails at once gets its own
 HEARTBEAT = 15.0  # seconds between signs of life of a stream that has to wait
+_log = logging.getLogger("mmfast.serve")
 router = APIRouter()
 
 
@@ -56,21 +59,18 @@ class Answer:
         self._service, self._asked, self._caller = service, asked, caller
         self._start = self._last = time.perf_counter()
         self._reply = Reply(f"chatcmpl-{uuid.uuid4().hex}", asked.model)
-        self._begun = False
+        self._begun, self._said = False, list[str]()
         _check(asked, service)
 
     async def whole(self) -> Response:
         """The answer in one document."""
         async with await self._run() as run:
-            texts: list[str] = []
             while True:
                 found = self._noted(await run.next())
-                if isinstance(found, Delta):
-                    texts.append(found.text)
-                elif isinstance(found, Failure):
+                if isinstance(found, Failure):
                     raise failed(found)
-                elif isinstance(found, Finish):
-                    return JSONResponse(self._reply.whole("".join(texts), found))
+                if isinstance(found, Finish):
+                    return JSONResponse(self._reply.whole("".join(self._said), found))
 
     async def stream(self) -> Response:
         """The answer as it comes; what fails at once is an error with a status of its own."""
@@ -126,6 +126,7 @@ class Answer:
         """Count what came."""
         now, metrics = time.perf_counter(), self._service.metrics
         if isinstance(found, Delta):
+            self._said.append(found.text)
             if self._begun:
                 metrics.gap(now - self._last, found.tokens)
             else:
@@ -134,7 +135,18 @@ class Answer:
         elif isinstance(found, Finish):
             metrics.finished(found)
             self._caller.spend(found.prompt_tokens + found.completion_tokens)
+            self._log()
         return found
+
+    def _log(self) -> None:
+        """What was asked and answered, where the owner wants that."""
+        config, content = self._service.config, self._asked.messages[-1].content
+        if config.log_text:
+            parts = [content] if isinstance(content, str) else content
+            words = [p if isinstance(p, str) else getattr(p, "text", f"<{p.type}>") for p in parts]
+            asked, said = logs.text(" ".join(words), config), logs.text("".join(self._said), config)
+            fields = {"id": self._caller.id, "asked": asked, "answered": said}
+            _log.info("answered", extra={"fields": fields})
 
 
 def _check(asked: ChatRequest, service: Service) -> None:
