@@ -21,7 +21,7 @@ from mmfast.pipelines import pipeline  # noqa: E402
 from mmfast.serve.ray import batch_rows, batch_store  # noqa: E402
 from mmfast.serve.ray.batch import Way, run_batch  # noqa: E402
 from mmfast.serve.ray.batch_job import Job  # noqa: E402
-from mmfast.serve.ray.batch_media import Medium, find_media  # noqa: E402
+from mmfast.serve.ray.batch_media import Medium, file_hash, find_media  # noqa: E402
 from mmfast.serve.ray.batch_rows import Row, read, table_of, write  # noqa: E402
 from mmfast.serve.ray.batch_store import Store  # noqa: E402
 from mmfast.serve.ray.batch_worker import Answerer, Task, blank  # noqa: E402
@@ -116,7 +116,7 @@ class Fake:
             if len(Fake.asked) == Fake.stop_at:
                 raise KeyboardInterrupt
             Fake.asked.append((medium.path, question))
-            digest = batch_store.file_hash(medium.file)
+            digest = file_hash(medium.file)
             row = blank(self._job, medium, question) | {"content_hash": digest}
             bad = medium.path.endswith("bad.mp4")
             rows.append(row | ({"error": "bad"} if bad else {"answer": f"about {medium.path}"}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,3 +101,12 @@ def _medium(file: Path, name: PurePath) -> Medium:
     # A name is bytes; those that are no text are escaped.
     text = os.fsencode(name.as_posix()).decode("utf-8", "backslashreplace")
     return Medium(str(file), text, size, written)
+
+
+def file_hash(file: str) -> str | None:
+    """SHA-256 of a file's content; None where it cannot be read."""
+    try:
+        with Path(file).open("rb") as data:
+            return hashlib.file_digest(data, "sha256").hexdigest()
+    except OSError:
+        return None

@@ -9,7 +9,6 @@ under the same path and question, and the newest of them counts.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import time
@@ -22,7 +21,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.frontends.guard import first_line, quote
 from mmfast.serve.ray.batch_job import differences
 from mmfast.serve.ray.batch_lock import lock
-from mmfast.serve.ray.batch_media import Medium
+from mmfast.serve.ray.batch_media import Medium, file_hash
 from mmfast.serve.ray.batch_rows import (
     DamagedError,
     Key,
@@ -235,15 +234,6 @@ class Store:
                 "or --no-resume to begin anew"
             )
         return table
-
-
-def file_hash(file: str) -> str | None:
-    """SHA-256 of a file's content; None where it cannot be read."""
-    try:
-        with Path(file).open("rb") as data:
-            return hashlib.file_digest(data, "sha256").hexdigest()
-    except OSError:
-        return None
 
 
 def _number(shard: Path) -> int:

@@ -9,9 +9,8 @@ from typing import Any
 from mmfast.core.errors import MmfastError
 from mmfast.frontends.guard import first_line
 from mmfast.serve.ray.batch_job import Job
-from mmfast.serve.ray.batch_media import Medium
+from mmfast.serve.ray.batch_media import Medium, file_hash
 from mmfast.serve.ray.batch_rows import SCHEMA, Row
-from mmfast.serve.ray.batch_store import file_hash
 
 Task = tuple[Medium, str]  # a file and a question
 
