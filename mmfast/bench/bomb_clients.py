@@ -30,13 +30,13 @@ class Bomb:
         name: What it is.
         sent: Bytes that it has to send; 0 where it never ends.
         fire: Called with the server's port; returns the status.
-        waits: Whether it is the server's patience that is measured.
+        waits: The option of the server that says how long it is patient with this one.
     """
 
     name: str
     sent: int
     fire: Callable[[int], int]
-    waits: bool = False
+    waits: str = ""
 
 
 def chat(port: int, kind: str, url: str) -> int:
@@ -67,8 +67,8 @@ def all_bombs() -> list[Bomb]:
     found += [
         Bomb("endless body", 0, _endless),
         Bomb("10,000 headers", 100_000, _headers),
-        Bomb("slow-loris, headers", 0, lambda port: _slow(port, b"GET / HTTP/1.1\r\n"), True),
-        Bomb("slow-loris, body", 0, lambda port: _slow(port, _HALF), True),
+        Bomb("slow-loris, headers", 0, lambda port: _slow(port, _START), "header_seconds"),
+        Bomb("slow-loris, body", 0, lambda port: _slow(port, _HALF), "body_seconds"),
     ]
     return found + [_address(*each) for each in _urls()]
 
@@ -141,6 +141,7 @@ def _endless(port: int) -> int:
     return post(port, pieces(), chunked=True)
 
 
+_START = b"GET / HTTP/1.1\r\n"
 _HALF = f"POST {_CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
 _HALF += b"Content-Length: 1000\r\n\r\n{"
 
