@@ -1,0 +1,149 @@
+"""Workers of `mmfast batch` that die, without a cluster: a stand-in for Ray that runs in place."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyarrow.parquet")
+
+from mmfast.core.errors import MmfastError
+from mmfast.serve.ray import batch_cluster
+from mmfast.serve.ray.batch_cluster import _MyThread, _shares, answered
+from mmfast.serve.ray.batch_job import Job
+from mmfast.serve.ray.batch_media import Medium
+from mmfast.serve.ray.batch_rows import Row
+from mmfast.serve.ray.batch_worker import Task, blank
+
+JOB = Job(Path("folder"), ("?",))
+
+
+class DiedError(Exception):
+    """Ray's `RayActorError`."""
+
+
+class FakeRay:
+    """Actors that work when they are asked for what they did; those that meet poison are gone.
+
+    Args:
+        poison: Paths that no worker outlives.
+        load: What a worker says when it loads; None dies.
+    """
+
+    exceptions = SimpleNamespace(RayActorError=DiedError)
+
+    def __init__(self, poison: set[str], load: str | None = "") -> None:
+        self.poison, self.load = poison, load
+        self.started, self.done = 0, 0
+        self.dead: set[int] = set()
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 4.0}
+
+    def remote(self, **options: Any) -> Any:
+        return lambda cls: SimpleNamespace(remote=lambda job, threads: self._actor())
+
+    def _actor(self) -> Any:
+        me = self.started
+        self.started += 1
+
+        def answer(tasks: list[Task]) -> list[Row]:
+            assert me not in self.dead, "asked again after it died"
+            if any(medium.path in self.poison for medium, _ in tasks):
+                self.dead.add(me)
+                raise DiedError("gone\nfor good")
+            self.done += len(tasks)
+            return [blank(JOB, *task) | {"answer": "yes"} for task in tasks]
+
+        def load() -> str:
+            if self.load is None:
+                raise DiedError("out of memory")
+            return self.load
+
+        return SimpleNamespace(
+            load=SimpleNamespace(remote=lambda: _Future(load)),
+            answer=SimpleNamespace(remote=lambda tasks: _Future(lambda: answer(tasks))),
+        )
+
+    def wait(self, futures: list[Any], num_returns: int, timeout: float) -> tuple[Any, Any]:
+        return futures[-1:], futures[:-1]  # the youngest: answers come in no order
+
+    def get(self, future: Any) -> Any:
+        return future.run()
+
+
+class _Future:
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Answers forty files in chunks, on the stand-in; gives rows and warnings."""
+
+    def go(ray: FakeRay, size: int = 3, workers: int | None = 3) -> tuple[list[Row], list[str]]:
+        @contextmanager
+        def cluster(address: str) -> Iterator[Any]:
+            yield ray
+
+        monkeypatch.setattr(batch_cluster, "_cluster", cluster)
+        tasks = [(Medium(f"{n}.mp4", f"{n}.mp4", 1, 1), "?") for n in range(40)]
+        chunks = (tasks[i : i + size] for i in range(0, 40, size))
+        said: list[str] = []
+        rows = [row for part in answered(JOB, chunks, workers, "", said.append) for row in part]
+        return rows, said
+
+    return go
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_poison_becomes_a_row(run: Any, size: int) -> None:
+    ray = FakeRay({"0.mp4", "20.mp4", "39.mp4"})
+    rows, said = run(ray, size)
+    assert sorted(row["path"] for row in rows) == sorted(f"{n}.mp4" for n in range(40))
+    failed = {row["path"] for row in rows if row["error"]}
+    assert failed == ray.poison and ray.done == 37
+    assert all("died 2 times" in row["error"] for row in rows if row["error"])
+    assert ray.started == 3 + len(ray.dead) == 3 + len(said)
+    assert all("\n" not in line for line in said)
+
+
+def test_workers_that_cannot_load(run: Any) -> None:
+    with pytest.raises(MmfastError, match="no such model"):
+        run(FakeRay(set(), "no such model"))
+    with pytest.raises(MmfastError, match="fewer --workers"):
+        run(FakeRay(set(), None))
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+@pytest.mark.parametrize("workers", [None, 1, 2, 3, 5])
+def test_shares_always_fit(cores: int, gpus: int, workers: int | None) -> None:
+    """Shares that do not fit would be waited for without end."""
+    count, options, threads = _shares(JOB, workers, {"CPU": cores, "GPU": gpus})
+    assert count == (workers or gpus or max(1, cores // 2))
+    assert options["num_cpus"] > 0 and count * options["num_cpus"] <= cores
+    per_gpu = int(1 / options["num_gpus"] + 1e-9) if options["num_gpus"] else 0
+    assert per_gpu * gpus >= (count if gpus else 0)
+    assert threads >= 1 and threads * count <= max(cores, count)
+    on_cpu = Job(Path("folder"), ("?",), device="cpu")
+    assert _shares(on_cpu, workers, {"CPU": cores, "GPU": gpus})[1]["num_gpus"] == 0
+
+
+def test_ray_prints_nothing_on_standard_output() -> None:
+    """Its listener prints there when a worker dies, in the middle of our JSON."""
+    target = io.StringIO()
+    with redirect_stdout(target), redirect_stdout(_MyThread()):
+        other = threading.Thread(target=lambda: print("(raylet) a worker died", file=sys.stdout))
+        other.start()
+        other.join()
+        print("ours", flush=True)
+    assert target.getvalue() == "ours\n"
