@@ -50,8 +50,9 @@ def _on_ray(config: ServerConfig) -> Executor:
             f"--engine ray needs {error.name}, which is not installed; "
             'pip install "mmfast[ray]", or choose inproc or processes'
         ) from error
-    where = {"address": config.ray_address}
-    return RayEngine(config.model, **_shared(config), **_replicas(config), **where)
+    return RayEngine(
+        config.model, **_shared(config), **_replicas(config), address=config.ray_address
+    )
 
 
 def _shared(config: ServerConfig) -> dict[str, Any]:
