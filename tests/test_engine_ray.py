@@ -55,7 +55,7 @@ def test_answers_are_those_of_one_process(engine: Any, checkpoint: Path) -> None
         expected = Inbox(events(here, request))
         end, other = inbox[-1], expected[-1]
         assert isinstance(end, Finish) and isinstance(other, Finish)
-        assert inbox.text == expected.text and len(inbox.text) > 12
+        assert inbox.text == expected.text and inbox.text
         assert (end.prompt_tokens, end.completion_tokens) == (other.prompt_tokens, 12)
         assert end.trace["kept_tokens"] == other.trace["kept_tokens"]
         assert [r["stage"] for r in end.trace["rows"]] == [r["stage"] for r in other.trace["rows"]]

@@ -44,6 +44,9 @@ class Cluster:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address == "local":
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # this machine alone reaches it
+            os.environ.setdefault("RAY_worker_niceness", "0")  # replicas are no background work
+            # A tenth of a second, Ray's own, is short for a replica that computes.
+            os.environ.setdefault("RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S", "1")
             options |= {
                 "include_dashboard": False,
                 "num_cpus": cpus,
@@ -137,9 +140,8 @@ def share(have: Mapping[str, float], replicas: int, device: str | None) -> dict[
 def calm() -> Iterator[None]:
     """Serve's own log lines are about itself; what goes wrong is raised."""
     log = logging.getLogger("ray.serve")
-    before = log.level
     log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.setLevel(logging.ERROR)  # Serve set it again
