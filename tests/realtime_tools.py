@@ -19,6 +19,7 @@ from mmfast.bench.speech_hum import HumEar, HumSpeaker, hum, read
 from mmfast.core.speech import Sound, Turn
 from mmfast.ops.resample import resample
 from mmfast.serve.config import ServerConfig
+from mmfast.serve.guard.errors import ApiError
 from mmfast.serve.realtime.brain import Question, silent
 from mmfast.serve.realtime.service import Limits, RealtimeService
 from mmfast.serve.realtime.socket import realtime
@@ -146,7 +147,9 @@ class HumService(RealtimeService):
 
     async def picture(self, url: str, param: str) -> Any:
         await asyncio.sleep(1e-3)
-        return await super().picture(url, param) if "broken" in url else torch.zeros(4, 4, 3)
+        if "broken" in url:
+            raise ApiError(400, "this is no picture", param=param)
+        return torch.zeros(4, 4, 3)
 
 
 class Wire:

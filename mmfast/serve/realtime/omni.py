@@ -32,6 +32,7 @@ class OmniVoices:
         _, speaker = omni.parts
         self.voices: tuple[str, ...] = tuple(getattr(speaker, "voices", ()))
         self.pace = pace_of(speaker)
+        self.open().close()  # loads the model, which may be one that cannot watch
 
     def open(self) -> OmniBrain:
         """See `mmfast.serve.realtime.brain.Voices`."""

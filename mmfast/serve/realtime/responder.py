@@ -65,13 +65,12 @@ class Responder:
 
     def answer_turn(self) -> None:
         """Answer what was just said, unless a reply must not be interrupted."""
+        settings = self._session.settings.of_response(Wish())
         try:
             self._check_free()
+            self._start(Response(self._session, settings), self._items())
         except EventError as error:
             self._session.fail(error, None)
-            return
-        settings = self._session.settings.of_response(Wish())
-        self._start(Response(self._session, settings), self._items())
 
     def _check_free(self) -> None:
         if self.current is not None and not self.current.over:
@@ -203,6 +202,7 @@ class Responder:
 
     def ended(self, response: Response) -> None:
         """A response has said that it is done."""
+        self._session.spend(response.spent.total - response.spent.image_in)
         if response is self.current:
             self.current = None
 

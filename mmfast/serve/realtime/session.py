@@ -43,6 +43,9 @@ class Session:
         self.hearing = Hearing(self)
         self.seeing = Seeing(self, limits.frames)
         self.responder = Responder(self)
+        self.spend: Callable[[int], None] = lambda tokens: (
+            None
+        )  # counts them where there are quotas
         self._understanding: dict[str, asyncio.Task[None]] = {}
         self._handlers: dict[type[e.Event], Callable[[Any], Awaitable[None] | None]] = {
             e.SessionUpdate: self._update,

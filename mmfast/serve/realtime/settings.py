@@ -32,10 +32,6 @@ _SEMANTIC_VAD = {
 # Milliseconds of silence that end a turn: no model judges here whether a sentence is complete.
 EAGERNESS = {"low": 1500, "medium": 800, "auto": 800, "high": 400}
 _DEFAULTS = {"server_vad": _SERVER_VAD, "semantic_vad": _SEMANTIC_VAD}
-_NO_EFFECT = (
-    *("truncation", "tracing", "include", "prompt", "reasoning", "parallel_tool_calls"),
-    *("expires_at", "id", "object", "type"),
-)
 
 
 class Settings:
@@ -46,7 +42,6 @@ class Settings:
         model: Its name.
         voices: Of the model, the first one the default; none where it has no names for them.
         seconds: That the session may last.
-        limit: Most tokens of an answer, for `inf`.
     """
 
     def __init__(self, id: str, model: str, voices: Sequence[str], seconds: float) -> None:
@@ -95,7 +90,7 @@ class Settings:
             )
         no_tools(asked.tools, "session.tools")
         changed = copy.deepcopy(self.values)
-        for name in ("instructions", "output_modalities", "max_output_tokens", "tool_choice"):
+        for name in ("instructions", "output_modalities", "max_output_tokens"):
             if given.get(name) is not None:
                 changed[name] = given[name]
         audio = given.get("audio") or {}
@@ -180,12 +175,14 @@ def _input(current: dict[str, Any], given: Mapping[str, Any]) -> None:
         current["format"] = _format(given["format"])
     if "transcription" in given:
         asked = given["transcription"]
-        if asked is not None and not isinstance(asked.get("model", ""), str | None):
-            raise EventError("give a name", param="session.audio.input.transcription.model")
         names = ("model", "language", "prompt")
-        current["transcription"] = asked and {k: asked[k] for k in names if asked.get(k)}
+        current["transcription"] = None if asked is None else _texts(asked, names)
     if "turn_detection" in given:
         current["turn_detection"] = _turns(current["turn_detection"], given["turn_detection"])
+
+
+def _texts(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+    return {name: given[name] for name in names if isinstance(given.get(name), str)}
 
 
 def _turns(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -10,6 +11,7 @@ from fastapi import WebSocket
 from fastapi.responses import JSONResponse
 
 from mmfast.core.errors import unknown
+from mmfast.serve.guard.caller import caller_of
 from mmfast.serve.guard.errors import ApiError, api_error, body
 from mmfast.serve.guard.keys import Keys, from_elsewhere, given_key, loopback
 from mmfast.serve.realtime.service import RealtimeService, realtime_of
@@ -38,7 +40,10 @@ async def realtime(websocket: WebSocket, service: Any) -> None:
         await deny(websocket, error)
         return
     try:
-        await converse(websocket, Session(service, voices, brain))
+        session = Session(service, voices, brain)
+        with contextlib.suppress(TypeError):  # no guard in front, no quotas
+            session.spend = caller_of(websocket.scope).spend
+        await converse(websocket, session)
     finally:
         service.leave(place)
 
@@ -106,13 +111,13 @@ async def converse(websocket: WebSocket, session: Session) -> None:
 
 async def _close(websocket: WebSocket, session: Session, code: int) -> None:
     """Send what waits, as far as the client reads it, and close."""
-    try:
+    with contextlib.suppress(RuntimeError, TimeoutError, OSError):  # it may have gone
         async with asyncio.timeout(2.0):
             while code == GOING and (text := await session.outbox.next()) is not None:
                 await websocket.send_text(text)
+    with contextlib.suppress(RuntimeError, TimeoutError, OSError):
+        async with asyncio.timeout(2.0):
             await websocket.close(code)
-    except (RuntimeError, TimeoutError, OSError):
-        pass  # it has gone
 
 
 async def _read(websocket: WebSocket, session: Session) -> int:

@@ -41,6 +41,7 @@ class Telling:
         self.first_audio: float | None = None
         self._sent = ""  # text that has left
         self._out: Outgoing | None = None
+        self._held = 0  # samples whose sound waits for those behind them
 
     def begin(self) -> None:
         """Say that it is being made."""
@@ -100,9 +101,10 @@ class Telling:
             self._sound(self._out.step(piece), len(piece))
 
     def _sound(self, packed: str, samples: int) -> None:
-        playback = self.reply.playback
+        playback, count = self.reply.playback, self._held + samples
+        self._held = 0 if packed else count
         if packed and playback is not None:
-            self._delta("response.output_audio.delta", packed, lambda: playback.add(samples))
+            self._delta("response.output_audio.delta", packed, lambda: playback.add(count))
 
     def _delta(self, kind: str, delta: str, sent: Any) -> None:
         place = self._place()

@@ -24,13 +24,18 @@ class Spent:
     text_out: int = 0
     audio_out: int = 0
 
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.text_in + self.audio_in + self.image_in + self.text_out + self.audio_out
+
     def usage(self) -> dict[str, Any]:
         """As the client sees it."""
         came = self.text_in + self.audio_in + self.image_in
         went = self.text_out + self.audio_out
         cached = {"text_tokens": 0, "audio_tokens": 0, "image_tokens": self.image_in}
         return {
-            "total_tokens": came + went,
+            "total_tokens": self.total,
             "input_tokens": came,
             "output_tokens": went,
             "input_token_details": {

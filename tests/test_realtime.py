@@ -1,0 +1,381 @@
+"""The realtime socket in a time of its own: limits, late events, frames, slow readers, fairness."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from typing import Any
+
+import pytest
+import torch
+from realtime_checks import Rules
+from realtime_tools import (
+    ANSWER,
+    MANUAL,
+    HumService,
+    HumVoices,
+    Wire,
+    fast,
+    packed,
+    png,
+    said,
+)
+
+from mmfast.bench.speech_hum import HumModel, hum, read
+from mmfast.frontends.audio_array import decode_pcm
+from mmfast.ops.resample import resample
+from mmfast.serve.realtime.brain import ChatterVoices
+from mmfast.serve.realtime.formats import encode
+from mmfast.serve.realtime.hearing import ear_of
+from mmfast.serve.realtime.service import Limits
+
+LONG = "one two three four five six seven eight nine ten " * 20
+VAD = {"type": "server_vad"}
+
+
+def turns(**options: Any) -> dict[str, Any]:
+    return {"type": "realtime", "audio": {"input": {"turn_detection": {**VAD, **options}}}}
+
+
+def test_a_session_ends_and_a_quiet_one_earlier() -> None:
+    async def ends(limits: Limits, busy: bool) -> tuple[float, str, int | None]:
+        service = HumService(limits=limits)
+        wire = Wire(service, Rules().server)
+        while not wire.task.done():
+            await asyncio.sleep(1.0)
+            if busy and wire.code is None:
+                wire.send("input_audio_buffer.clear")
+        assert not service.sessions and not service.hums.open_brains
+        return wire.times[-1], wire.events[-1]["error"]["code"], wire.code
+
+    at, code, close = fast(ends(Limits(idle=5.0, seconds=60.0), busy=False))
+    assert (code, close) == ("session_idle", 1001) and 5.0 <= at < 5.2
+    at, code, close = fast(ends(Limits(idle=5.0, seconds=60.0), busy=True))
+    assert (code, close) == ("session_expired", 1001) and 60.0 <= at < 60.2
+
+
+def test_who_does_not_read_slows_his_own_responses_and_is_let_go() -> None:
+    async def main() -> None:
+        service = HumService(HumVoices(lambda *_: LONG * 5), Limits(slow=100.0, ahead=1e9))
+        slow, other = Wire(service), Wire(service, Rules().server)
+        await slow.event("session.created")
+        slow.reading.clear()
+        slow.send("session.update", session=MANUAL)
+        for wire in (slow, other):
+            wire.send("response.create", response={"instructions": "tell a story"})
+        await asyncio.sleep(80.0)
+        made = service.hums.questions and service.hums.answering
+        assert made == 1 and other.of("response.done")  # one has its answer, the other waits
+        await asyncio.sleep(40.0)
+        slow.reading.set()
+        await slow.task
+        assert slow.code == 1008 and not other.task.done() and service.hums.open_brains == 1
+        await other.close()
+        assert not service.hums.answering and not service.sessions
+
+    fast(main())
+
+
+def test_who_sends_without_reading_is_not_read_either() -> None:
+    async def main() -> None:
+        wire = Wire(HumService(limits=Limits(slow=1e6)))
+        await wire.event("session.created")
+        wire.reading.clear()
+        for _ in range(500):
+            wire.raw("x" * 2000)
+        await asyncio.sleep(5.0)
+        assert wire._in.qsize() == 0  # errors are small: all were read
+        for _ in range(2000):
+            wire.send("session.update", session={"type": "realtime", "instructions": "x" * 4000})
+        await asyncio.sleep(5.0)
+        assert wire._in.qsize() > 1000
+        wire.reading.set()
+        await asyncio.sleep(5.0)
+        assert wire._in.qsize() == 0 and len(wire.of("session.updated")) == 2000
+        await wire.close()
+
+    fast(main())
+
+
+def test_sessions_take_turns() -> None:
+    async def main() -> None:
+        service = HumService(HumVoices(lambda *_: LONG), Limits(ahead=1e9))
+        wires = [Wire(service, Rules().server) for _ in range(3)]
+        for wire in wires:
+            wire.send("response.create", response={"instructions": "tell a story"})
+        await asyncio.sleep(6.0)
+        counts = [len(wire.of("response.output_audio.delta")) for wire in wires]
+        assert min(counts) > 50 and max(counts) - min(counts) <= 1
+        for wire in wires:
+            await wire.close()
+
+    fast(main())
+
+
+def test_a_reply_is_not_made_long_before_it_is_heard() -> None:
+    async def main() -> None:
+        wire = Wire(HumService(HumVoices(lambda *_: LONG), Limits(ahead=2.0)), Rules().server)
+        wire.send("response.create", response={"instructions": "tell a story"})
+        await asyncio.sleep(10.0)
+        deltas = wire.of("response.output_audio.delta")
+        seconds = sum(len(base64.b64decode(each["delta"])) for each in deltas) / 48000
+        assert 11.0 <= seconds <= 12.5
+        await wire.close()
+
+    fast(main())
+
+
+def test_frames_are_dropped_oldest_first_and_counted() -> None:
+    async def main() -> None:
+        service = HumService(limits=Limits(frames=4))
+        wire = Wire(service, Rules().server)
+        for number in range(20):
+            wire.send("mmfast.input_image_buffer.append", image="AAAA", time=number)
+        item = {"type": "message", "role": "user", "content": [_text("what was there?")]}
+        wire.send("conversation.item.create", item=item)
+        wire.send("response.create")
+        done = await wire.event("response.done")
+        counts = done["response"]["mmfast"]["frames"]
+        assert counts["came"] == 20 and counts["dropped"] >= 15
+        assert counts["seen"] + counts["dropped"] == 20  # the question waited for what was left
+        await wire.close()
+
+    fast(main())
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "input_text", "text": text}
+
+
+def test_a_frame_that_is_none_is_told_and_the_others_are_seen() -> None:
+    async def main() -> None:
+        wire = Wire(HumService(), Rules().server)
+        wire.send("mmfast.input_image_buffer.append", image="broken", event_id="bad")
+        wire.send("mmfast.input_image_buffer.append", image="AAAA")
+        error = await wire.event("error")
+        assert error["error"]["event_id"] == "bad" and error["error"]["param"] == "image"
+        wire.send("response.create", response={"instructions": "what is there?"})
+        done = await wire.event("response.done")
+        counts = done["response"]["mmfast"]["frames"]
+        assert (counts["seen"], counts["failed"]) == (1, 1)
+        await wire.close()
+
+    fast(main())
+
+
+def test_only_so_many_frames_stay_items() -> None:
+    async def main() -> None:
+        wire = Wire(HumService())
+        content = [{"type": "input_image", "image_url": png()}]
+        item = {"type": "message", "role": "user", "content": content}
+        for _ in range(40):
+            wire.send("conversation.item.create", item=item)
+        await wire.event("conversation.item.done", 40)
+        first, last = (wire.of("conversation.item.added")[i]["item"]["id"] for i in (0, -1))
+        wire.send("conversation.item.retrieve", item_id=first)
+        wire.send("conversation.item.retrieve", item_id=last)
+        await wire.event("conversation.item.retrieved")
+        assert wire.of("error")[0]["error"]["code"] == "item_not_found"
+        assert "image_url" not in wire.of("conversation.item.added")[0]["item"]["content"][0]
+        await wire.close()
+
+    fast(main())
+
+
+def test_a_long_silence_is_told() -> None:
+    async def main() -> None:
+        wire = Wire(HumService(), Rules().server)
+        wire.send("session.update", session=turns(idle_timeout_ms=1000))
+        wire.send("input_audio_buffer.append", audio=said("what is it?"))
+        timeout = await wire.event("input_audio_buffer.timeout_triggered")
+        done = wire.times[wire.kinds().index("response.done")]
+        at = wire.times[wire.kinds().index("input_audio_buffer.timeout_triggered")]
+        spoken = len(ANSWER) * 0.02  # it counts from the end of the answer's sound
+        assert 1.0 <= at - done <= 1.3 + spoken
+        assert timeout["item_id"] in [e["item_id"] for e in wire.of("input_audio_buffer.committed")]
+        await wire.close()
+
+    fast(main())
+
+
+def test_who_may_finish_and_who_is_not_answered() -> None:
+    async def main() -> None:
+        wire = Wire(HumService(HumVoices(lambda *_: LONG)), Rules().server)
+        wire.send("session.update", session=turns(interrupt_response=False))
+        wire.send("input_audio_buffer.append", audio=said("tell me"))
+        await wire.event("response.output_audio.delta", 3)
+        wire.send("input_audio_buffer.append", audio=said("and now?"))
+        error = await wire.event("error")
+        assert error["error"]["code"] == "conversation_already_has_active_response"
+        assert not wire.of("response.done")
+        wire.send("session.update", session=turns(create_response=False))
+        wire.send("response.cancel")
+        await wire.event("response.done")
+        wire.send("input_audio_buffer.append", audio=said("hello"))
+        await wire.event("input_audio_buffer.committed", 3)
+        await asyncio.sleep(5.0)
+        assert len(wire.of("response.created")) == 1
+        await wire.close()
+
+    fast(main())
+
+
+def test_a_pause_in_a_sentence_makes_no_two_questions() -> None:
+    async def main() -> None:
+        voices = HumVoices()
+        wire = Wire(HumService(voices), Rules().server)
+        wire.send("input_audio_buffer.append", audio=said("what"))
+        wire.send("input_audio_buffer.append", audio=said("is it?"))
+        await wire.event("response.done", 2)
+        assert wire.of("response.done")[0]["response"]["status"] == "cancelled"
+        assert [turn.text for turn in voices.questions[-1].turns] == ["what is it?"]
+        await wire.close()
+
+    fast(main())
+
+
+def test_items_stand_where_they_are_put() -> None:
+    async def main() -> None:
+        voices = HumVoices()
+        wire = Wire(HumService(voices), Rules().server)
+        for id, after, role in (("b", None, "user"), ("a", "root", "user"), ("c", "b", "system")):
+            more = {} if after is None else {"previous_item_id": after}
+            item = {"type": "message", "role": role, "id": id, "content": [_text(id)]}
+            wire.send("conversation.item.create", item=item, **more)
+        wire.send("session.update", session={"type": "realtime", "instructions": "be kind"})
+        wire.send("response.create")
+        await wire.event("response.done")
+        asked = voices.questions[-1]
+        assert [turn.text for turn in asked.turns] == ["a", "b"]
+        assert asked.instructions == "be kind\n\nc"
+        await wire.close()
+
+    fast(main())
+
+
+def test_a_model_that_answers_speech_itself() -> None:
+    async def main() -> None:
+        wire = Wire(HumService(ChatterVoices(HumModel())), Rules().server)
+        asked = {"audio": {"input": {"transcription": {"model": "x"}, "turn_detection": VAD}}}
+        wire.send("session.update", session={"type": "realtime", **asked})
+        wire.send("input_audio_buffer.append", audio=said("hello there"))
+        done = await wire.event("response.done")
+        content = done["response"]["output"][0]["content"][0]
+        assert content["transcript"] == "hello there"
+        heard = wire.of("conversation.item.input_audio_transcription.completed")
+        assert [each["transcript"] for each in heard] == ["hello there"]
+        item = {"type": "message", "role": "user", "content": [_text("hello")]}
+        wire.send("conversation.item.create", item=item)
+        wire.send("response.create")
+        failed = (await wire.event("response.done", 2))["response"]["status_details"]["error"]
+        assert "speech alone" in failed["message"]
+        await wire.close()
+
+    fast(main())
+
+
+@pytest.mark.parametrize(("format", "encoding"), [("audio/pcmu", "mulaw"), ("audio/pcma", "alaw")])
+def test_telephones(format: str, encoding: str) -> None:
+    async def main() -> None:
+        wire = Wire(HumService(), Rules(hums=False).server)
+        kind = {"type": format}
+        audio = {"input": {"format": kind, "turn_detection": None}, "output": {"format": kind}}
+        wire.send("session.update", session={"type": "realtime", "audio": audio})
+        pcm = resample(torch.cat([hum("what is it?"), torch.zeros(1600)]), 16000, 8000)
+        data = base64.b64encode(encode(pcm, encoding)).decode()
+        wire.send("input_audio_buffer.append", audio=data)
+        wire.send("input_audio_buffer.commit")
+        wire.send("response.create")
+        await wire.event("response.done")
+        deltas = [base64.b64decode(e["delta"]) for e in wire.of("response.output_audio.delta")]
+        sound, _ = decode_pcm(b"".join(deltas), encoding)
+        assert read(resample(sound, 8000, 16000)) == ANSWER
+        await wire.close()
+
+    fast(main())
+
+
+@pytest.mark.parametrize("encoding", ["mulaw", "alaw"])
+def test_g711_is_the_nearest_code(encoding: str) -> None:
+    values, _ = decode_pcm(bytes(range(256)), encoding)
+    again, _ = decode_pcm(encode(values, encoding), encoding)
+    assert torch.equal(again, values)
+    pcm = torch.linspace(-1, 1, 2001)
+    back, _ = decode_pcm(encode(pcm, encoding), encoding)
+    nearest = (values[None] - pcm[:, None]).abs().min(1).values
+    assert float(((back - pcm).abs() - nearest).max()) < 2**-14
+
+
+def test_settings_become_ears() -> None:
+    """Of real detectors: what the client asks for is what finds turns."""
+    eager = ear_of({"type": "semantic_vad", "eagerness": "high"})
+    asked = {"threshold": 0.2, "prefix_padding_ms": 100, "silence_duration_ms": 200}
+    assert eager.hear(torch.zeros(512)) == [] == ear_of({**VAD, **asked}).hear(torch.zeros(512))
+
+
+def test_a_wrong_update_changes_nothing() -> None:
+    async def main() -> None:
+        wire = Wire(HumService(), Rules().server)
+        audio = {"output": {"voice": "nobody"}}
+        wire.send("session.update", session={"instructions": "be rude", "audio": audio})
+        wire.send("session.update", session={"tools": [{"type": "function", "name": "f"}]})
+        wire.send("session.update", session={"model": "another"})
+        wire.send("session.update", session={})
+        updated = await wire.event("session.updated")
+        assert updated["session"]["instructions"] == ""
+        params = [error["error"]["param"] for error in wire.of("error")]
+        assert params == ["session.audio.output.voice", "session.tools", "session.model"]
+        await wire.close()
+
+    fast(main())
+
+
+def test_a_voice_that_cannot_be_loaded() -> None:
+    class Broken(HumService):
+        async def voices(self) -> Any:
+            self._load = lambda: 1 // 0  # type: ignore[assignment,return-value]
+            return await super().voices()
+
+    async def main() -> None:
+        service = Broken()
+        wire = Wire(service)
+        await wire.task
+        assert wire.messages[0]["status"] == 503 and not service.sessions
+        assert "zero" not in json.loads(wire.messages[1]["body"])["error"]["message"]
+
+    fast(main())
+
+
+def test_pages_of_other_hosts_stay_out() -> None:
+    async def status(*headers: tuple[bytes, bytes]) -> int:
+        wire = Wire(HumService(), headers=[(b"host", b"localhost:8000"), *headers])
+        await asyncio.sleep(1.0)
+        if not wire.messages or wire.messages[0]["type"] == "websocket.accept":
+            await wire.close()
+            return 101
+        return int(wire.messages[0]["status"])
+
+    assert fast(status()) == 101
+    assert fast(status((b"origin", b"http://localhost:8000"))) == 101
+    assert fast(status((b"origin", b"https://evil.example"))) == 403
+
+
+def test_speech_goes_on_while_a_model_works() -> None:
+    """Steps of seconds hold up neither who interrupts nor the end of what is cut off."""
+
+    async def main() -> None:
+        service = HumService(HumVoices(lambda *_: LONG))
+        service.cost = 3.0
+        wire = Wire(service, Rules().server)
+        wire.send("response.create", response={"instructions": "tell a story"})
+        await wire.event("response.output_audio.delta")
+        await asyncio.sleep(0.1)
+        wire.send("input_audio_buffer.append", audio=packed(hum("stop")))
+        done = await wire.event("response.done")
+        started = wire.times[wire.kinds().index("input_audio_buffer.speech_started")]
+        assert done["response"]["status_details"]["reason"] == "turn_detected"
+        assert wire.times[wire.kinds().index("response.done")] - started < 0.1
+        await wire.close()
+
+    fast(main())
