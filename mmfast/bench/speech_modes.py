@@ -182,6 +182,10 @@ def trunk_weights(backbone: Any, entries: int) -> int:
 
 def draft_weights(head: Any, entries: int) -> float:
     """Numbers that one of its modules reads, on average."""
-    named = head.named_parameters(remove_duplicate=False)
-    own = sum(p.numel() for name, p in named if not name.startswith("outputs"))
+    unread = ("q_proj", "k_proj") if head.window == 1 else ()  # one sees itself alone
+    own = sum(
+        p.numel()
+        for name, p in head.named_parameters(remove_duplicate=False)
+        if not name.startswith("outputs") and not any(part in name for part in unread)
+    )
     return float(own / head.modules_count + entries * head.trunk.width)

@@ -72,28 +72,28 @@ class _Run:
             self.chosen.append(best + self.start if self.start else best)
             return self.chosen[-1]
         tokens = self._plain(logits) if self.plain else self._any(logits)
-        if not any(self.open):
-            return None
-        return torch.tensor(tokens, device=logits.device)
+        return tokens if any(self.open) else None
 
-    def _plain(self, logits: Tensor) -> list[int]:
+    def _plain(self, logits: Tensor) -> Tensor:
         peaks, best = logits.softmax(-1).max(-1)
-        tokens = [token + self.start for token in best.tolist()]
-        for b, (row, peak) in enumerate(zip(self.rows, peaks.tolist(), strict=True)):
+        if self.start:
+            best += self.start
+        found = zip(self.rows, best.tolist(), peaks.tolist(), strict=True)
+        for b, (row, token, peak) in enumerate(found):
             if self.open[b]:
                 if not math.isfinite(peak):
                     raise ModelError(not_finite())
-                row.keep_draft(tokens[b], peak)
-                self._kept(b, row, tokens[b], peak)
-        return tokens
+                row.keep_draft(token, peak)
+                self._kept(b, row, token, peak)
+        return best
 
-    def _any(self, logits: Tensor) -> list[int]:
+    def _any(self, logits: Tensor) -> Tensor:
         tokens = []
         for b, row in enumerate(self.rows):
             tokens.append(row.draw_draft(logits[b], self.start) if self.open[b] else self.start)
             if self.open[b]:
                 self._kept(b, row, tokens[b], row.confidences[-1])
-        return tokens
+        return torch.tensor(tokens, device=logits.device)
 
     def _kept(self, b: int, row: Row, token: int, confidence: float) -> None:
         self.made[b] += 1

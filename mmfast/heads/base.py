@@ -120,6 +120,8 @@ class AudioHead(nn.Module):
         limit = min(limit, self.modules_count)
         if not limit:
             return 0
+        if self.window == 1:
+            return self._draft_alone(state, token, limit, rows, pick)
         starts, ends = self._starts(state, limit), state.length
         width = max(end - start for start, end in zip(starts, ends, strict=True))
         room(state, max(ends) + width + limit + 1)
@@ -143,10 +145,26 @@ class AudioHead(nn.Module):
             token = chosen
         return limit
 
+    def _draft_alone(
+        self, state: HeadState, token: Tensor, limit: int, rows: Rows, pick: Pick
+    ) -> int:
+        """As `draft`, where a module sees one place alone: there is nothing to keep or catch up."""
+        starts = [end - 1 for end in state.length]
+        room(state, max(state.length) + 1)
+        blocks, placer = self._ready()
+        place, hidden = placer.place(starts, 1), at(state.hidden, starts)  # [B, D]
+        for module in range(limit):
+            x = self._enter_alone(module, token, hidden)[:, None]
+            raw = blocks[module](x, state.slots[module], place)
+            hidden, normed = self._leave(module, raw[:, 0])
+            chosen = pick(self.output(module, normed, rows), module)
+            if chosen is None:
+                return module + 1
+            token = chosen
+        return limit
+
     def _starts(self, state: HeadState, limit: int) -> list[int]:
         """Where the modules that are to run must start, so that none lags."""
-        if self.window == 1:  # no keys: nothing to catch up on
-            return [end - 1 for end in state.length]
         starts = []
         for row, end in enumerate(state.length):
             start = min(state.filled[module][row] for module in range(limit))
@@ -183,6 +201,10 @@ class AudioHead(nn.Module):
         self, state: HeadState, module: int, hidden: Tensor, starts: list[int], n: int
     ) -> Tensor:
         """Input `[B, n, D]` of a module's layer."""
+        raise NotImplementedError
+
+    def _enter_alone(self, module: int, token: Tensor, hidden: Tensor) -> Tensor:
+        """The same of one place: from the token `[B]` in front of the module, and `[B, D]`."""
         raise NotImplementedError
 
     def _leave(self, module: int, raw: Tensor) -> tuple[Tensor, Tensor]:

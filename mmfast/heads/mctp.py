@@ -94,6 +94,9 @@ class Mctp(AudioHead):
         embeds = gather(state.embeds, starts, n, module + 1)
         return self._entries[module](torch.cat((embeds, hidden), -1))
 
+    def _enter_alone(self, module: int, token: Tensor, hidden: Tensor) -> Tensor:
+        return self._entries[module](torch.cat((self.trunk.embed(token), hidden), -1))
+
     def _leave(self, module: int, raw: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.trunk.norm(raw)
         return normed, normed

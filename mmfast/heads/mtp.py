@@ -85,6 +85,9 @@ class Mtp(AudioHead):
     ) -> Tensor:
         return hidden
 
+    def _enter_alone(self, module: int, token: Tensor, hidden: Tensor) -> Tensor:
+        return hidden
+
     def _leave(self, module: int, raw: Tensor) -> tuple[Tensor, Tensor]:
         return raw, self._norms[module](raw)
 

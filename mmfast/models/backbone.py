@@ -102,7 +102,7 @@ class Backbone:
         """Read the weights anew."""
         self.blocks: list[Block] = [self.block(layer) for layer in self.decoder.layers]
         self._normed = self.normer(self.final_norm)
-        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+        self._parts: dict[tuple[int, int], Tensor] = {}  # of the output head, laid out for products
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -147,6 +147,10 @@ class Backbone:
         weight, bias = self._output.weight, self._output.bias
         if stop - start == self.vocabulary:
             return F.linear(hidden, weight, bias)
+        if self._lean and bias is None and not torch.is_grad_enabled():
+            if (start, stop) not in self._parts:
+                self._parts[start, stop] = weight[start:stop].detach().t().contiguous()
+            return hidden @ self._parts[start, stop]
         return F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
 
     def new_layer(self, ffn: int | None = None) -> nn.Module:

@@ -52,9 +52,7 @@ class Lean:
             (mlp.gate_proj, mlp.up_proj), layer.post_attention_layernorm
         )
         self.down, self.down_bias = _joined((mlp.down_proj,))
-        first = self.turned * self.head
-        self.value = self.qkv[:, first:].contiguous()
-        self.value_bias = None if self.qkv_bias is None else self.qkv_bias[first:]
+        self.through, self.through_bias = self._through()
         self.before = bare_norm(layer.input_layernorm)
         self.between = bare_norm(layer.post_attention_layernorm)
         name = type(mlp.act_fn).__name__
@@ -65,8 +63,11 @@ class Lean:
         """The layer on new tokens, behind those of the slot."""
         batch, n, width = x.shape
         flat = x.reshape(-1, width)
-        mixed = self._alone(flat) if place.alone else self._mixed(flat, batch, n, slot, place)
-        flat = _added(flat, mixed, self.out, self.out_bias)
+        if place.alone:
+            flat = _added(flat, self.before(flat), self.through, self.through_bias)
+        else:
+            mixed = self._mixed(flat, batch, n, slot, place)
+            flat = _added(flat, mixed, self.out, self.out_bias)
         gate, up = _product(self.between(flat), self.up, self.up_bias).chunk(2, -1)
         flat = _added(flat, self.act(gate).mul_(up), self.down, self.down_bias)
         return flat.view(batch, n, width)
@@ -91,13 +92,17 @@ class Lean:
         )
         return mixed.transpose(1, 2).reshape(batch * n, -1)
 
-    def _alone(self, flat: Tensor) -> Tensor:
-        """The same where a token sees itself alone: its own values."""
-        values = _product(self.before(flat), self.value, self.value_bias)
-        if self.queries == self.keys:
-            return values
-        groups = self.queries // self.keys
-        return values.view(-1, self.keys, self.head).repeat_interleave(groups, 1).flatten(1)
+    def _through(self) -> tuple[Tensor, Tensor | None]:
+        """Attention where a token sees itself alone: its own values, projected, as one product."""
+        first, groups = self.turned * self.head, self.queries // self.keys
+        rows = torch.arange(self.keys * self.head).view(self.keys, self.head)
+        rows = first + rows.repeat_interleave(groups, 0).flatten()  # one per query head
+        out = self.out.double()
+        through = (self.qkv[:, rows].double() @ out).to(self.out.dtype)
+        if self.qkv_bias is None:
+            return through, self.out_bias
+        bias = (self.qkv_bias[rows].double() @ out).to(self.out.dtype)
+        return through, bias if self.out_bias is None else bias + self.out_bias
 
 
 class Stock:
