@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import queue
 import threading
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from mmfast.serve.engine.base import (
 )
 
 EMBEDDED = "embedded"
+_PLUGS = itertools.count()
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>\n{% for part in message['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}{{ place[part['type']] }}"
@@ -122,7 +124,7 @@ def together(executor: Executor, requests: Sequence[Request]) -> list[Ear]:
         here.set()
         held.wait(60)
 
-    executor.submit(ask("plug", "a", tokens=1), hold)
+    executor.submit(ask(f"plug-{next(_PLUGS)}", "a", tokens=1), hold)
     assert here.wait(120)
     try:
         return [Ear(executor, request) for request in requests]

@@ -381,6 +381,26 @@ def test_a_broken_request_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(gone) == 1
 
 
+def test_a_prompt_that_breaks_a_pass_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast.serve.engine.prefill import Prefiller
+
+    run = Prefiller.run
+
+    def breaking(self: Prefiller, plan: Any) -> Any:
+        if any(job.prompt.length == 46 for job, _ in plan):
+            raise RuntimeError("shapes")
+        return run(self, plan)
+
+    monkeypatch.setattr(Prefiller, "run", breaking)
+    requests = [ask(name, "x" * n, tokens=6) for name, n in (("a", 6), ("b", 27), ("c", 9))]
+    with scheduler("llava_onevision", chunk=256) as engine:
+        assert [engine._lanes.encoder.prepare(r).length for r in requests] == [25, 46, 28]
+        found = answers(engine, requests)
+    assert [isinstance(end, Finish) for _, end in found] == [True, False, True]
+    pair = model_of("llava_onevision")
+    assert [found[0][0], found[2][0]] == [stock(pair, requests[0]), stock(pair, requests[2])]
+
+
 def test_infinite_logits_end_one_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast.serve.engine.sample import Chooser
 

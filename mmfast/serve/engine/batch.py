@@ -7,13 +7,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import torch
-
 from mmfast.serve.engine.answer import Answer
 from mmfast.serve.engine.decode import Decoder
 from mmfast.serve.engine.encoder import Encoder, Result
-from mmfast.serve.engine.parts import Embedded, Filled
-from mmfast.serve.engine.prefill import Job, Prefiller
+from mmfast.serve.engine.parts import Filled
+from mmfast.serve.engine.prefill import Job, Prefiller, token_bytes
 from mmfast.serve.engine.prefix import Prefixes
 
 Work = Generator[tuple[int, Result] | None, None, None]
@@ -65,7 +63,7 @@ class Batch:
     def answers(self) -> list[Answer]:
         """All requests at work."""
         encoding = [a for a in self._encoding[1] if a is not None] if self._encoding else []
-        jobs = [answer for answer, _ in self._jobs.values()]
+        jobs = [answer for answer, _ in list(self._jobs.values())]  # health is of any thread
         return [*self._raw.values(), *encoding, *jobs, *self._running.values()]
 
     @property
@@ -81,7 +79,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values of requests at work."""
-        jobs = sum(job.nbytes for _, job in self._jobs.values())
+        jobs = sum(job.nbytes for _, job in list(self._jobs.values()))
         return self.decoder.slots.nbytes + jobs
 
     def worst(self, more: Sequence[Answer] = ()) -> int:
@@ -185,10 +183,23 @@ class Batch:
         self._jobs[answer.id] = answer, job
 
     def _prefill(self) -> bool:
-        plan = self.prefiller.plan([job for _, job in self._jobs.values()])
+        order = sorted(self._jobs.values(), key=lambda both: -both[0].priority)
+        plan = self.prefiller.plan([job for _, job in order])
         if not plan:
             return False
-        owners = {job: answer for answer, job in self._jobs.values()}
+        owners = {job: answer for answer, job in order}
+        try:
+            self._pass(plan, owners)
+        except Exception:  # one of them is broken: alone, only that one fails
+            for job, n in plan:
+                try:
+                    self._pass([(job, n)], owners)
+                except Exception as error:
+                    self._fail(owners[job], error)
+        return True
+
+    def _pass(self, plan: Sequence[tuple[Job, int]], owners: dict[Job, Answer]) -> None:
+        """One pass of prefill; nothing has happened where it raises."""
         start, worked = time.perf_counter(), time.process_time()
         ended = self.prefiller.run(plan)
         ms = (time.perf_counter() - start) * 1e3
@@ -201,7 +212,6 @@ class Batch:
             self._served(owners[job].tenant, n)
         for job in ended:
             self._begin(owners[job], self.prefiller.result(job))
-        return True
 
     def _begin(self, answer: Answer, filled: Filled) -> None:
         """From prefill to decoding."""
@@ -237,15 +247,3 @@ class Batch:
     def _fail(self, answer: Answer, error: Exception) -> None:
         self.cancel(answer.id)
         answer.fail(error)
-
-
-@torch.inference_mode()
-def token_bytes(prefiller: Prefiller) -> int:
-    """Bytes of keys and values of one token, measured."""
-    embed = prefiller.decoder.get_input_embeddings()
-    table = embed.weight
-    wide = hasattr(getattr(prefiller.decoder, "rotary_emb", None), "mrope_section")
-    places = torch.arange(2, device=table.device).expand(3 if wide else 1, -1)
-    ids = torch.zeros(2, dtype=torch.int64, device=table.device)
-    (filled,) = prefiller.fill([Embedded(embed(ids), places, ids)])
-    return filled.nbytes // 2

@@ -24,7 +24,8 @@ from mmfast.serve.engine.slicer import Slicer
 __all__ = ["Encoder", "Result", "Steps", "early"]
 
 Steps = Generator[tuple[int, Result] | None, None, None]
-_MOST = 8 << 20  # numbers of pixels that enter the tower at once; one medium may be more
+# Numbers of pixels that enter the tower at once; one medium may be more.
+_MOST, _START = 8 << 20, 1 << 18
 
 
 def early(reduce: str | None) -> bool:
@@ -53,11 +54,12 @@ class Encoder:
     Attributes:
         kept: What is kept.
         slicer: Stops calls of the tower that take long.
-        most: Numbers of pixels that enter the tower at once, learnt from how long that takes.
+        most: Numbers of pixels that enter the tower at once while others wait for its slices,
+            learnt from how long those take.
     """
 
     def __init__(self, model: Any, processor: Any, memory: int = 64 << 20) -> None:
-        self.model, self.processor, self.most = model, processor, _MOST
+        self.model, self.processor, self.most = model, processor, _START
         self.slicer = Slicer()
         self.base, self.adapter = model.base_model, adapter_for(model)
         self.kept: Lru[Known] = Lru(memory, lambda known: known.nbytes)
@@ -115,7 +117,8 @@ class Encoder:
         while fresh:
             needs = next(iter(fresh))[1][1]
             alike = [unit for unit in fresh.values() if unit.key[1][1] == needs]
-            group = next(iter(grouped(alike, self.most)))
+            most = _MOST if self.slicer.budget is None else self.most
+            group = next(iter(grouped(alike, most)))
             known |= yield from self._run(needs, group)
             for unit in group:
                 del fresh[unit.key]

@@ -19,7 +19,7 @@ from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
 from mmfast.planner.target import make_target
 from mmfast.serve.engine.answer import Answer
-from mmfast.serve.engine.batch import Batch, token_bytes
+from mmfast.serve.engine.batch import Batch
 from mmfast.serve.engine.decode import Decoder
 from mmfast.serve.engine.encoder import Encoder, early
 from mmfast.serve.engine.prefill import Prefiller
@@ -60,8 +60,8 @@ class Lanes:
         self.batch: Batch | None = None
         try:
             parts = Prefiller(self.model, chunk), Decoder(self.model, slots)
-            self.per_token = token_bytes(parts[0])
             self.batch = Batch(self.encoder, *parts, limit // 4, served)
+            self.per_token = self.batch.per_token
         except ModelError:  # windows, convolutions, images that see forward: one by one
             self.per_token = _stated_bytes(self.model)
         self._planner: PipelinePlanner | None = None

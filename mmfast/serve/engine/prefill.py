@@ -175,6 +175,18 @@ def logits(output: Any, decoder: Any, hidden: Tensor) -> Tensor:
     return found if cap is None else cap * torch.tanh(found / cap)
 
 
+@torch.inference_mode()
+def token_bytes(prefiller: Prefiller) -> int:
+    """Bytes of keys and values of one token, measured."""
+    embed = prefiller.decoder.get_input_embeddings()
+    table = embed.weight
+    wide = hasattr(getattr(prefiller.decoder, "rotary_emb", None), "mrope_section")
+    places = torch.arange(2, device=table.device).expand(3 if wide else 1, -1)
+    ids = torch.zeros(2, dtype=torch.int64, device=table.device)
+    (filled,) = prefiller.fill([Embedded(embed(ids), places, ids)])
+    return filled.nbytes // 2
+
+
 def _planes(parts: Sequence[tuple[Embedded, int, int]]) -> dict[str, Any]:
     """DeepStack features of the tokens of a pass."""
     count = max(len(prompt.planes) for prompt, _, _ in parts)

@@ -175,8 +175,9 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closed or self._new or self._gone or self._busy()):
+                while not (self._closed or self._new or self._leaving() or self._busy()):
                     self._wake.wait()
+                    self._ended = time.perf_counter()
                 if self._closed:
                     break
                 self._take()
@@ -191,6 +192,10 @@ class Scheduler:
 
     def _busy(self) -> bool:
         return bool(self._lanes.answers) or len(self._queue) > 0
+
+    def _leaving(self) -> bool:
+        """Whether a request that is here was cancelled; one that is being prepared comes later."""
+        return any(self._known.get(name, self) is not None for name in self._gone)
 
     def _take(self) -> None:
         """What other threads brought; called with the lock."""

@@ -52,7 +52,7 @@ class Solo:
     @property
     def answers(self) -> list[Answer]:
         """All requests at work."""
-        return [own.answer for own in self._own.values()]
+        return [own.answer for own in list(self._own.values())]  # health is of any thread
 
     def start(self, answer: Answer) -> None:
         """Take a request in."""
@@ -66,13 +66,14 @@ class Solo:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        layers = (x for own in self._own.values() if own.cache for x in own.cache.layers)
+        mine = list(self._own.values())
+        layers = (x for own in mine if own.cache for x in list(own.cache.layers))
         return sum(_nbytes(layer) for layer in layers)
 
     @property
     def waits(self) -> bool:
         """Whether a prompt is still to be read."""
-        return any(own.cache is None for own in self._own.values())
+        return any(own.cache is None for own in list(self._own.values()))
 
     def step(self, prompts: bool) -> bool:
         """A prompt, or a token, of the answer whose turn it is; whether there was one.
@@ -144,6 +145,9 @@ class Solo:
     def _finish(self, own: _Own) -> None:
         answer, prepared = own.answer, own.answer.prepared
         assert prepared is not None
+        if answer.broken:
+            answer.over = True
+            return
         counts = [
             pair
             for kind in features_given(prepared.inputs)
