@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import wave
 from collections.abc import Coroutine, Iterator
@@ -242,8 +243,13 @@ def test_whoever_leaves_takes_his_process_along(own: Decoders) -> None:
 
 def test_so_many_wait_and_no_more(own: Decoders) -> None:
     async def crowd() -> list[Any]:
+        held = threading.Event()
+        own._threads.submit(held.wait)  # the one that decodes has something else to do
         work = [own.decode(bombs.picture(), _job()) for _ in range(8)]
-        return await asyncio.gather(*work, return_exceptions=True)
+        tasks = [asyncio.create_task(each) for each in work]
+        await asyncio.sleep(0)
+        held.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     found = run(crowd())
     refused = [f for f in found if isinstance(f, ApiError)]

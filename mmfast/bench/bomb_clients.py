@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -63,7 +64,7 @@ def post(port: int, body: Any, chunked: bool = False) -> int:
 def all_bombs() -> list[Bomb]:
     """All of them."""
     found = [_media(*each) for each in _files()]
-    found += [Bomb(name, len(body), lambda port, b=body: post(port, b)) for name, body in _bodies()]
+    found += [Bomb(name, len(body), partial(post, body=body)) for name, body in _bodies()]
     found += [
         Bomb("endless body", 0, _endless),
         Bomb("10,000 headers", 100_000, _headers),

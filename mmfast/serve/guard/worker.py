@@ -5,28 +5,25 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.serve.guard.errors import ApiError, busy
+from mmfast.serve.guard.forking import Parent, Pid
 from mmfast.serve.guard.wire import anonymous, fill, get, put
 
 _ADD_SEALS, _KEEP_SIZE = 1033, 0x2 | 0x4  # fcntl: neither shrink nor grow
-_START = 30.0  # seconds for the first process to import what it needs
+_FORK = 10.0  # seconds for a process to begin
 _TYPES: dict[str, np.dtype[Any]] = {"|u1": np.dtype(np.uint8), "<f4": np.dtype(np.float32)}
-_CHILD = "mmfast.serve.guard.child"
 Array = np.ndarray[Any, Any]
 
 
@@ -43,7 +40,7 @@ class Decoders:
         self._threads = ThreadPoolExecutor(workers, "mmfast-decode")
         self._most, self._pending = workers + waiting, 0
         self._held, self._room = _Held(held), threading.Lock()
-        self._parent = _Parent()
+        self._parent = Parent()
 
     def warm(self) -> None:
         """Start the process that the others are forked from."""
@@ -92,94 +89,25 @@ class _Held:
 
     def __init__(self, most: int) -> None:
         self._most, self._now, self._lock = most, 0, threading.Lock()
+        self._dropped: deque[int] = deque()  # what a finalizer may do at any time: append
 
     def keep(self, owner: Any, size: int) -> None:
         """Count `size` bytes until `owner` is gone."""
         with self._lock:
+            while self._dropped:
+                self._now -= self._dropped.popleft()
             if self._now + size > self._most:
                 raise busy("the server holds as many decoded media as it may", 2.0, "media_memory")
             self._now += size
-        weakref.finalize(owner, self._drop, size).atexit = False
-
-    def _drop(self, size: int) -> None:
-        # A finalizer may run within `keep`, on the same thread: so no lock, one subtraction.
-        self._now -= size
-
-
-class _Parent:
-    """The process that is forked; started when it is first needed and when it has died."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-
-    def start(self) -> None:
-        """Start it, unless it runs."""
-        with self._lock:
-            self._ready()
-
-    def fork(self, theirs: socket.socket, media: int) -> None:
-        """Have it fork a process for this connection and this input.
-
-        Raises:
-            ApiError: It does not start.
-        """
-        with self._lock:
-            for _ in range(2):  # it may have died since the last input
-                control = self._ready()
-                with suppress(OSError):
-                    socket.send_fds(control, [b"j"], [theirs.fileno(), media])
-                    return
-                self._end()
-        raise ApiError(503, "the process that decodes media does not start", code="decoder")
-
-    def _ready(self) -> socket.socket:
-        if self._control is not None and self._process and self._process.poll() is None:
-            return self._control
-        self._end()
-        ours, theirs = socket.socketpair()
-        root = str(Path(__file__).resolve().parents[3])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _CHILD, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=env,
-            )
-        self._control = ours
-        ours.settimeout(_START)
-        with suppress(OSError):
-            if ours.recv(1) == b"r":
-                ours.settimeout(5.0)
-                return ours
-        self._end()
-        raise ApiError(503, "the process that decodes media does not start", code="decoder")
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._control = self._process = None
-
-    def close(self) -> None:
-        """End it; what it forked ends by its own clock."""
-        with self._lock:
-            self._end()
+        weakref.finalize(owner, self._dropped.append, size).atexit = False
 
 
 class _Task:
     """One input, from the thread that waits for it."""
 
-    def __init__(self, parent: _Parent, held: _Held, data: bytes, job: dict[str, Any]) -> None:
+    def __init__(self, parent: Parent, held: _Held, data: bytes, job: dict[str, Any]) -> None:
         self._parent, self._held, self._data, self._job = parent, held, data, job
-        self._stopped, self._pid = False, _Pid()
+        self._stopped, self._pid = False, Pid()
 
     def stop(self) -> None:
         """Nobody waits any more."""
@@ -214,8 +142,12 @@ class _Task:
             os.close(media)
 
     def _talk(self, sock: socket.socket, deadline: float) -> tuple[Array, dict[str, Any]]:
-        sock.settimeout(10.0)
-        said, _ = get(sock)
+        sock.settimeout(_FORK)
+        try:
+            said, _ = get(sock)
+        except OSError:
+            self._parent.close()  # it does not fork: the next input gets another one
+            raise
         self._pid.open(int(said["pid"]))
         if self._stopped:
             raise ConnectionError("nobody waits")
@@ -243,32 +175,6 @@ class _Task:
         self._held.keep(memory, size)
         flat: Array = np.frombuffer(memory, dtype, count)
         return flat.reshape(shape)
-
-
-class _Pid:
-    """A process that may be killed at any time, and never another one of its number."""
-
-    def __init__(self) -> None:
-        self._pid, self._fd, self._lock = 0, -1, threading.Lock()
-
-    def open(self, pid: int) -> None:
-        with self._lock, suppress(OSError):
-            self._pid = pid
-            if hasattr(os, "pidfd_open"):
-                self._fd = os.pidfd_open(pid)
-
-    def kill(self) -> None:
-        with self._lock, suppress(OSError):
-            if self._fd >= 0:
-                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
-            elif self._pid and not hasattr(os, "pidfd_open"):
-                os.kill(self._pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd, self._pid = -1, 0
 
 
 def _keep_size(fd: int) -> None:
