@@ -32,7 +32,7 @@ from mmfast.serve.engine.base import (
     Sampling,
 )
 
-REPLICAS, STREAMS, BYSTANDERS, LINGER, EVERY = 2, 16, 3, 1.0, 0.2
+REPLICAS, LATER, BYSTANDERS, LINGER, EVERY = 2, 8, 4, 1.0, 0.2
 Row = dict[str, Any]
 _NUMBERS = itertools.count()
 
@@ -104,7 +104,7 @@ class Heard:
 def trial(
     engine: Any,
     role: str,
-    streams: int = STREAMS,
+    later: int = LATER,
     bystanders: int = BYSTANDERS,
     every: float = EVERY,
     tokens: int = 1500,
@@ -116,7 +116,7 @@ def trial(
         engine: `Processes` or `RayEngine`, whose encoding (and prefill) lingers, so that there is
             always something in it.
         role: Of the worker.
-        streams: Answers that are asked for one after the other around the kill.
+        later: Answers that are asked for after the kill.
         bystanders: Long answers that are being written meanwhile.
         every: Seconds between two requests.
         tokens: Length of a long answer.
@@ -130,25 +130,27 @@ def trial(
         _feed(engine, fed, every, patience)
     begun = {each.name for each in (*long, *fed) if each.begun.is_set() and not each.over.is_set()}
     victim = _victim(engine, role, long)
-    hit = {name for name in begun if engine.workers(name).get(role) == victim}
+    mine = {name for name in begun if engine.workers(name).get(role) == victim}
+    # What is being written has left encode and prefill behind.
+    spared = begun - mine if role == "decode" else begun
     os.kill(victim, signal.SIGKILL)
     killed = time.perf_counter()
     recovered = _watch(lambda: engine.health().gauges[f"workers_{role}"], before, killed, patience)
     asked = len(fed)
-    while len(fed) < asked + streams // 2:
+    while len(fed) < asked + later:
         _feed(engine, fed, every, patience)
     everyone = [*long, *fed]
     _await([each.over for each in everyone], patience)
     recovered[0].join()
     lost = {each.name for each in everyone if _lost(each)}
-    touched = hit if role == "decode" else {each.name for each in everyone} - begun
     answered = [each.at for each in fed[asked:] if isinstance(each.last, Finish)]
     return {
         "role": role,
         "streams": len(everyone),
         "lost": len(lost),
         "completed": sum(isinstance(each.last, Finish) for each in everyone),
-        "wrongly_lost": len(lost - touched),
+        "wrongly_lost": len(lost & spared),
+        "lost_later": len(lost & {each.name for each in fed[asked:]}),
         "other_errors": sum(isinstance(e.last, Failure) and not _lost(e) for e in everyone),
         "seconds_to_answer": round(min(answered) - killed, 3) if answered else None,
         "seconds_to_recover": recovered[1],

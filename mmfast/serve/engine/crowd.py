@@ -173,7 +173,7 @@ class Crowd:
             return
         stream, reason = self._drop(job), unpack(packet)
         if stream is not None:
-            stream.end(Failure(reason, 500))
+            stream.end(Failure(f"the engine failed on this request ({reason})"))
 
     def _note(self, place: Place, job: str, packet: Packet) -> None:
         self._health[place] = unpack(packet)

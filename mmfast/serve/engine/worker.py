@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,6 +16,7 @@ from typing import Any, Protocol
 
 from mmfast.serve.engine.shared import Names, Packet, free, pack, unpack
 
+LOG = logging.getLogger("mmfast.serve")
 Say = Callable[..., None]  # say(kind, job, value): to the parent, from any thread
 
 
@@ -118,6 +121,7 @@ class Wire:
 
 def work(pipe: Connection, prefix: str, maker: Maker) -> None:
     """Main function of a worker; returns when told to stop, exits when the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which says stop
     wire, box = Wire(pipe, Names(prefix)), _Box()
     # Reads from the beginning: a parent that dies while the model is loading is noticed, too.
     threading.Thread(target=_read, args=(wire, box), daemon=True).start()
@@ -161,7 +165,8 @@ def _take(role: Role, wire: Wire, kind: str, job: str, packet: Packet) -> None:
         wire.taken += 1
         role.take(kind, job, value)
     except Exception as error:
-        wire.say("failed", job, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        LOG.error("a request failed", exc_info=error)  # its text may hold anything, paths too
+        wire.say("failed", job, type(error).__name__)
 
 
 def _read(wire: Wire, box: _Box) -> None:

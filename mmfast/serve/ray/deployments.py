@@ -9,6 +9,7 @@ still there. What goes wrong with a request travels the same way, as a `Failure`
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from mmfast.serve.engine.base import Delta, Event, Failure, Request
 from mmfast.serve.engine.moving import moved
 from mmfast.serve.engine.shared import Parcel, unwrap, wrap
 
+LOG = logging.getLogger("mmfast.serve")
 ROLES = ("encode", "prefill", "decode")
 
 
@@ -163,7 +165,8 @@ class Decode:
 
 
 def _failure(error: Exception) -> Failure:
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
     if isinstance(error, MmfastError):
-        return Failure(reason, 400, "invalid_request_error")
-    return Failure(f"the engine failed on this request: {type(error).__name__}: {reason}")
+        return Failure(str(error), 400, "invalid_request_error")
+    # The text of a foreign error may hold anything, paths too: it is for the log alone.
+    LOG.error("a request failed", exc_info=error)
+    return Failure(f"the engine failed on this request ({type(error).__name__})")

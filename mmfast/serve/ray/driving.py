@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from mmfast.serve.engine.base import Delta, Emit, Event, Failure, Finish, Request
 
+LOG = logging.getLogger("mmfast.serve")
 LOST = Failure("the replica that worked on this answer was lost; ask again", 503, "replica_lost")
 CANCELLED = Failure("cancelled", 499, "cancelled")
 
@@ -88,5 +90,5 @@ def failure_of(error: BaseException) -> Failure:
         if isinstance(cause, exceptions.TaskCancelledError):
             return CANCELLED
         cause = getattr(cause, "cause", None) or cause.__cause__
-    reason = " ".join(str(error).split())[:200]
-    return Failure(f"the engine failed on this request: {type(error).__name__}: {reason}")
+    LOG.error("a request failed", exc_info=error)  # its text may hold anything, paths too
+    return Failure(f"the engine failed on this request ({type(error).__name__})")
