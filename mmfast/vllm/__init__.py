@@ -11,6 +11,8 @@ mmfast picks::
 
 `--video-pruning-rate` switches vLLM's own road for pruned videos on, which this plugin takes: what
 it adds is the method and the count. A spec without a budget (`divprune`) keeps one minus that rate.
+Prefer the first two ways: the third hands the spec to vLLM's Hugging Face processor, too, wherever
+vLLM does not ask ours first.
 
 What is allowed, and why: vLLM reserves places in the prompt before there is any embedding, so the
 count follows from the size of the video alone; and it stores results under a hash of the media, so
