@@ -41,7 +41,7 @@ def choose(suite: str, methods: Sequence[str]) -> tuple[Any, str, str]:
     """Other questions: the methods measured on them, their curves and their table."""
     curves = evidence.suite(suite).curves
     known = [name for name in methods if name in curves]
-    return gr.Dropdown(choices=list(curves), value=known), draw(suite, known), table(suite)
+    return gr.update(choices=list(curves), value=known), draw(suite, known), table(suite)
 
 
 def draw(suite: str, methods: Sequence[str]) -> str:

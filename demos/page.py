@@ -43,4 +43,5 @@ def dress() -> dict[str, Any]:
     here = files("mmfast.demos")
     scripts = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     css = here.joinpath("page.css").read_text(encoding="utf-8")
-    return {"theme": theme(), "css": css, "head": f"<script>{scripts}</script>"}
+    # Not as `css`: what Gradio makes of that does not hold inside @media.
+    return {"theme": theme(), "head": f"<style>{css}</style><script>{scripts}</script>"}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 pytest.register_assert_rewrite("reducer_checks", "compress_checks")
 
 from media_factory import write_video  # noqa: E402
@@ -48,3 +52,17 @@ def note_cell(request: pytest.FixtureRequest) -> Any:
     if target and not request.session.testsfailed:
         lines = "".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda r: [*r.values()]))
         Path(target).write_text(lines, encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def demo_url() -> Iterator[str]:
+    """Where `mmfast demo` serves, in a process of its own."""
+    command = [sys.executable, "-m", "mmfast", "demo", "--port", "0", "--no-open"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("mmfast demo: http://"), line
+            yield line.split()[2]
+        finally:
+            process.terminate()
