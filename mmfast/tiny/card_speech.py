@@ -133,10 +133,11 @@ def _table(log: list[dict[str, Any]]) -> list[str]:
 
 
 def _heads(log: list[dict[str, Any]]) -> list[str]:
-    rows = [row for row in log if row["stage"] == "heads"]
+    rows = [row for row in log if row["stage"] in ("heads", "drafts")]
     lines = ["| head | right |", "|---|---|"]
     for name in ("mctp", "mtp"):
-        shares = [row[name] for row in rows if name in row][-5:]
+        mine = [row for row in rows if name in row]
+        shares = [row[name] for row in mine if "held" in row][-1:] or [r[name] for r in mine[-5:]]
         if shares:
             mean = [sum(column) / len(column) for column in zip(*shares, strict=True)]
             lines.append(f"| {name} | {', '.join(f'{100 * m:.0f}' for m in mean)} % |")

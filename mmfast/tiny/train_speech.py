@@ -28,6 +28,7 @@ from mmfast.tiny.speech_checkpoint import save_checkpoint
 from mmfast.tiny.speech_codec import fit_codec
 from mmfast.tiny.speech_codec_corpus import recordings as codec_recordings
 from mmfast.tiny.speech_codec_vocoder import fit_vocoder
+from mmfast.tiny.speech_drafts import DraftTrainer, places
 from mmfast.tiny.speech_heads import HeadCourse, HeadTrainer, own_words
 from mmfast.tiny.speech_lessons import Sizes
 from mmfast.tiny.speech_losses import Model
@@ -112,6 +113,11 @@ class Recipe:
         said = own_words(backbone, wanted, options.own, options.seed)
         self.report({"stage": "own words", "seconds": round(time.monotonic() - start)})
         net = from_llama(backbone.model.state_dict(), model.net.shape)
+        drafts = DraftTrainer(net, backbone, wanted, options.seed)
+        many = max(1, len(said) // 20)
+        data, held = (places(net, wanted, s, options.seed) for s in (said[many:], said[:many]))
+        drafts.train(data, held, options.drafts, options.rate, self.report)
+        drafts.save(options.out)
         trainer = HeadTrainer(net, backbone, wanted, said, options.seed)
         course = HeadCourse(options.heads, options.rate)
         trainer.train(course, self.report, lambda: trainer.save(options.out))
@@ -129,7 +135,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=LANGUAGE.minutes, help="for all together")
     parser.add_argument("--vocoder", type=int, default=4500, help="steps of the vocoder")
     parser.add_argument("--own", type=int, default=4000, help="texts that draft modules learn from")
-    parser.add_argument("--heads", type=float, default=40, help="minutes for draft modules")
+    parser.add_argument("--drafts", type=float, default=40, help="minutes for chained modules")
+    parser.add_argument("--heads", type=float, default=8, help="minutes for independent ones")
     parser.add_argument("--rate", type=float, default=RATE)
     parser.add_argument("--hold", type=float, default=LANGUAGE.hold)
     return parser.parse_args(argv)
