@@ -20,7 +20,7 @@ from mmfast.serve.guard.errors import ApiError, body
 from mmfast.serve.http.chat_reply import Reply
 from mmfast.serve.http.chat_request import ChatRequest, MmfastOptions
 from mmfast.serve.http.conversation import Reader
-from mmfast.serve.http.event_stream import DONE, EVENTS, WAITING, Growing, event
+from mmfast.serve.http.event_stream import DONE, EVENT_SCHEMA, EVENTS, WAITING, Growing, event
 from mmfast.serve.http.replies import ERRORS, Completion
 from mmfast.serve.http.running import Run, failed, unless_gone
 from mmfast.serve.http.service import Service
@@ -38,7 +38,7 @@ router = APIRouter()
         **ERRORS,
         200: {
             "description": "The answer; as `text/event-stream` where `stream` is true.",
-            "content": {EVENTS: {"schema": {"type": "string"}}},
+            "content": {EVENTS: {"schema": EVENT_SCHEMA}},
         },
     },
     summary="Answer a conversation about images, clips, sound and text",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mmfast.serve.guard.errors import api_error
 from mmfast.serve.http.metrics import Metrics
 
 
@@ -33,6 +34,9 @@ class Counting:
 
         try:
             await self._app(scope, receive, noted)
+        except Exception as error:  # whoever stands in front answers it
+            status = api_error(error).status
+            raise
         finally:
             route = getattr(scope.get("route"), "path", "none")  # never what the client sent
             self._metrics.request(route, status)

@@ -16,6 +16,12 @@ from mmfast.serve.http.running import left
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"  # a comment: keeps proxies from closing the connection
 EVENTS = "text/event-stream"
+# of the OpenAPI document: every event has data, a JSON document or [DONE]
+EVENT_SCHEMA = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
 
 
 def event(document: Mapping[str, Any], name: str = "") -> bytes:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.serve.guard.errors import ApiError, api_error, body, busy
-from mmfast.serve.http.event_stream import EVENTS, Growing, event
+from mmfast.serve.http.event_stream import EVENT_SCHEMA, EVENTS, Growing, event
 from mmfast.serve.http.replies import ERRORS
 from mmfast.serve.http.running import unless_gone
 from mmfast.serve.http.service import VOICES, Service
@@ -39,7 +39,10 @@ router = APIRouter()
         **ERRORS,
         200: {
             "description": "The sound, as it is made.",
-            "content": {kind: {} for kind in (*dict.fromkeys(TYPES.values()), EVENTS)},
+            "content": {
+                **{kind: {} for kind in TYPES.values()},
+                EVENTS: {"schema": EVENT_SCHEMA},
+            },
         },
     },
     summary="Say a text",
