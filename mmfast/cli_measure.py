@@ -94,6 +94,12 @@ def _serve_names(incomplete: str) -> list[str]:
     return [name for name in names() if name.startswith(incomplete)]
 
 
+_Serve = Annotated[
+    str | None,
+    typer.Option(help="A benchmark of the server instead.", autocompletion=_serve_names),
+]
+
+
 def bench(
     preset: Annotated[
         str, typer.Option(help="Model shape.", autocompletion=complete_preset)
@@ -119,10 +125,7 @@ def bench(
         str | None,
         typer.Option(help="A benchmark of speech instead.", autocompletion=_speech_names),
     ] = None,
-    serve: Annotated[
-        str | None,
-        typer.Option(help="A benchmark of the server instead.", autocompletion=_serve_names),
-    ] = None,
+    serve: _Serve = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -133,12 +136,10 @@ def bench(
     from mmfast.cli_output import print_bench, progress, quiet
 
     quiet()
-    if stream is not None:
-        return bench_stream(stream, out, as_json)
-    if speech is not None:
-        return bench_speech(speech, out, as_json)
-    if serve is not None:
-        return bench_serve(serve, out, as_json)
+    named = ((stream, bench_stream), (speech, bench_speech), (serve, bench_serve))
+    for name, show in named:
+        if name is not None:
+            return show(name, out, as_json)
     if selection:
         return _bench_selection(out, as_json)
     with progress("bench") as tick:
