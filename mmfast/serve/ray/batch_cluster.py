@@ -26,6 +26,7 @@ from mmfast.frontends.guard import first_line
 from mmfast.serve.ray.batch_job import Job
 from mmfast.serve.ray.batch_rows import Row
 from mmfast.serve.ray.batch_worker import Answerer, Task, blank
+from mmfast.serve.ray.cluster import quiet, start
 
 CHANCES = 2  # so often a clip may be the last thing a worker did
 
@@ -168,37 +169,24 @@ def _shares(
 
 @contextmanager
 def _cluster(address: str) -> Iterator[Any]:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    quiet()
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine alone
+        os.environ.setdefault("RAY_agent_register_timeout_ms", "100000")  # of a busy machine
+        options["include_dashboard"] = False
     try:
         import ray
     except ImportError:
         raise MmfastError(
             'mmfast batch runs on Ray: pip install "mmfast[ray]", or give --engine inproc'
         ) from None
-    _start(ray, address)
+    start(ray, address, options)
     try:
         with redirect_stdout(_MyThread()):
             yield ray
     finally:
         ray.shutdown()
-
-
-def _start(ray: Any, address: str) -> None:
-    """Connect, or start Ray here: half a minute, all it waits, is too short on a busy machine."""
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    options |= {"include_dashboard": False} if address == "local" else {}
-    for last in (False, False, True):
-        try:
-            ray.init(address, **options)
-            return
-        except Exception as error:  # a bare Exception when it was too slow
-            ray.shutdown()
-            if last or address != "local":
-                reason = f"Ray cannot start at {address!r}: {first_line(error)}"
-                raise MmfastError(reason) from None
 
 
 class _MyThread(io.TextIOBase):

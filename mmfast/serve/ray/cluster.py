@@ -62,7 +62,7 @@ class Cluster:
             ) from None
         self._own = not ray.is_initialized()
         if self._own:
-            _start(ray, address, options)
+            start(ray, address, options)
         self._serves = self._own and address == "local"
         with calm():
             serve.start(proxy_location="Disabled")
@@ -89,7 +89,7 @@ class Cluster:
             ray.shutdown()  # type: ignore[no-untyped-call]
 
 
-def _start(ray: Any, address: str, options: Mapping[str, Any]) -> None:
+def start(ray: Any, address: str, options: Mapping[str, Any]) -> None:
     """Connect; on a busy machine a node may need a second try, for Ray gives it 30 s."""
     for left in range(TRIES - 1, -1, -1):
         before = _children()
