@@ -110,10 +110,8 @@ def _curve(
 
 
 def _dot(canvas: Canvas, name: str, point: Point, chosen: bool) -> str:
-    says = (
-        f"{name} at {point.share:.0%}: {point.accuracy:.1%} right "
-        f"({point.low:.0%} to {point.high:.0%}), {point.tokens:.0f} tokens"
-    )
+    short = f"{name} at {point.share:.0%}: {point.accuracy:.1%} right"
+    says = f"{short} ({point.low:.0%} to {point.high:.0%}), {point.tokens:.0f} tokens"
     at = f'cx="{canvas.x(point.share):.1f}" cy="{canvas.y(point.accuracy):.1f}"'
     reach = ' tabindex="0"' if chosen else ""
     middle = (canvas.left + canvas.width) / 2
@@ -121,5 +119,5 @@ def _dot(canvas: Canvas, name: str, point: Point, chosen: bool) -> str:
         f'<g class="mm-dot" role="img" aria-label="{escape(says)}"{reach}>'
         f'<circle class="mm-near" {at} r="9"/><circle {at} r="3.5"/>'
         f'<text class="mm-says" x="{middle}" y="{14 if canvas.width > 600 else 26}" '
-        f'text-anchor="middle">{escape(says)}</text></g>'
+        f'text-anchor="middle">{escape(says if canvas.width > 600 else short)}</text></g>'
     )
