@@ -84,7 +84,8 @@ def better(body: Any, mode: GenerationMode) -> None:
         return
     dice = random.Random(json.dumps(body, sort_keys=True, default=str))
     speech = "input" in body
-    if isinstance(body.get("model"), str) and dice.random() < 0.875:
+    name = body.get("model")
+    if isinstance(name, str) and 0 < len(name) <= 256 and dice.random() < 0.875:
         body["model"] = "tts-1" if speech else MODEL
     if mode is GenerationMode.NEGATIVE:
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -84,39 +83,59 @@ def test_keys_are_never_shown() -> None:
     assert "secret" not in repr(config) and "secret" not in json.dumps(config.public())
 
 
-def cli(*args: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    given = {k: v for k, v in os.environ.items() if not k.startswith("MMFAST_")}
-    return subprocess.run(
-        [sys.executable, "-m", "mmfast", "serve", *args],
-        cwd=ROOT, env={**given, **(environ or {})}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+def cli(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    from mmfast.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *args])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
 
 
-def test_dry_run_prints_every_option_and_no_key() -> None:
-    done = cli("--dry-run", "--api-key", "sk-secret", "--no-demo", environ={"MMFAST_PORT": "81"})
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and set(found) == {each.name for each in fields(ServerConfig)}
-    assert found["port"] == 81 and found["demo"] is False and "secret" not in done.stdout
+def test_dry_run_prints_every_option_and_no_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMFAST_PORT", "81")
+    code, out, _ = cli(capsys, "--dry-run", "--api-key", "sk-secret", "--no-demo")
+    found = json.loads(out)
+    assert code == 0 and set(found) == {each.name for each in fields(ServerConfig)}
+    assert found["port"] == 81 and found["demo"] is False and "secret" not in out
 
 
-def test_wrong_usage_is_one_line() -> None:
+def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         for args, message in (
             (["--port", port], "cannot listen"),
+            (["--host", "not a host"], "cannot listen"),
+            (["--port", "99999"], "port=99999"),
             (["--reduce", "evz:0.5"], "did you mean 'evs'"),
+            (["--cache", "snapkw:64"], "did you mean 'snapkv'"),
             (["--engine", "rai"], "did you mean 'ray'"),
             (["--model", "./nowhere"], "./nowhere"),
         ):
-            done = cli(*args)
-            assert done.returncode == 2 and message in done.stderr, (args, done.stderr)
-            assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+            code, out, err = cli(capsys, *args)
+            assert code == 2 and message in err and not out, (args, err)
+            assert len(err.strip().splitlines()) == 1, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_starts_answers_and_stops_on_a_signal(number: signal.Signals) -> None:
+def test_both_signals_stop_a_server_and_are_not_raised_again() -> None:
+    pytest.importorskip("uvicorn")
+    from mmfast.serve.http.run import Server
+
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        server = Server(lambda *_: None, ServerConfig())  # type: ignore[arg-type]
+        with server.capture_signals():
+            signal.raise_signal(number)
+        assert server.should_exit
+    assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_it_starts_answers_and_stops() -> None:
+    pytest.importorskip("fastapi")
     import httpx
 
     command = [sys.executable, "-m", "mmfast", "serve", "--port", "0", "--no-voice", "--no-demo"]
@@ -133,7 +152,7 @@ def test_it_starts_answers_and_stops_on_a_signal(number: signal.Signals) -> None
             "messages": [{"role": "user", "content": "Hello?"}],
         }
         reply = httpx.post(f"{url[0]}/v1/chat/completions", json=document, timeout=120)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         rest = process.stderr.read() if process.stderr else ""
         code = process.wait(60)
     assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] > 0
