@@ -31,6 +31,13 @@ def _fairness(row: Row) -> Cells:
     return (row["job"], wall, cpu, f"{row['gap_chunks']:.2f} ({row['cpu_gap_chunks']:.2f})")
 
 
+def _bombs(row: Row) -> Cells:
+    sent = f"{row['sent_bytes']:,}" if row["sent_bytes"] else "without end"
+    clock = f"{row['ms']:.0f}" + (" after its time" if row["allowed_ms"] else "")
+    where = " ".join(f"`{word}`" if "/" in word else word for word in row["job"].split())
+    return (where, sent, f"{row['status']}", clock, f"{row['cpu_ms']}", f"{row['mb']:.0f}")
+
+
 _TABLES: dict[str, Table] = {
     "load": (
         "Chats about an image, 32 tokens each; in brackets by processor time",
@@ -41,5 +48,10 @@ _TABLES: dict[str, Table] = {
         "Longest gap in a running answer when a prompt comes; in brackets by processor time",
         ("beside it", "ms", "processor ms", "in chunks of prefill"),
         _fairness,
+    ),
+    "bombs": (
+        "What is sent to do harm: answer, time, memory of the server and all its processes",
+        ("what", "bytes sent", "status", "ms", "processor ms", "MB more"),
+        _bombs,
     ),
 }
