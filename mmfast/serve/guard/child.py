@@ -6,6 +6,7 @@ start programs or write files, and is gone afterwards, whatever the input did to
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfast.core.errors import MediaError
+from mmfast.frontends.image import read_image
 from mmfast.serve.guard.confine import confine
 from mmfast.serve.guard.decode import decode
 from mmfast.serve.guard.wire import anonymous, fill, get, path_of, put
@@ -40,11 +42,17 @@ def main(control: socket.socket) -> None:
 
 
 def _warm() -> None:
-    """Import what decoders import when they are first used."""
+    """Import what decoders import when they are first used.
+
+    Pictures are also decoded once; clips not, whose threads no fork would have.
+    """
     import soundfile  # noqa: F401
     from PIL import Image
 
     Image.init()
+    for kind in ("PNG", "JPEG", "WEBP"):
+        Image.new("RGB", (8, 8)).save(file := io.BytesIO(), kind)
+        read_image(file.getvalue())
 
 
 def _one(sock: socket.socket, media: int) -> None:
