@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import time
@@ -286,7 +287,11 @@ def engine() -> Any:
     made.close()
 
 
-@settings(max_examples=12, deadline=None)
+# More of them: MMFAST_ARRIVALS=1000 pytest tests/test_scheduler_parts.py -k byte_is_lost
+ARRIVALS = int(os.environ.get("MMFAST_ARRIVALS", "12"))
+
+
+@settings(max_examples=ARRIVALS, deadline=None)
 @given(st.lists(_STEP, min_size=1, max_size=9))
 def test_no_slot_and_no_byte_is_lost(engine: Scheduler, steps: list[Any]) -> None:
     ears = []

@@ -22,7 +22,7 @@ class _Answer:
     sampling: Sampling
     token: int
     step: int
-    position: Tensor  # [A] of the token that is read next
+    position: list[int]  # [A] of the token that is read next
     seen: Tensor | None
 
 
@@ -81,9 +81,8 @@ class Decoder:
         seen = filled.seen
         if seen is not None:
             seen = torch.cat([seen, seen.new_tensor([token])]).unique()
-        device = self._table.weight.device
         self.slots.add(filled.kv, filled.length + sampling.max_tokens)
-        row = _Answer(key, sampling, token, 1, filled.position.to(device), seen)
+        row = _Answer(key, sampling, token, 1, filled.position.tolist(), seen)
         self._rows.append(row)
 
     @torch.inference_mode()
@@ -105,7 +104,8 @@ class Decoder:
             return []
         device = self._table.weight.device
         tokens = torch.tensor([[row.token] for row in rows], device=device)
-        positions = torch.stack([row.position for row in rows], 1)[..., None]  # [A, B, 1]
+        places = [list(axis) for axis in zip(*(row.position for row in rows), strict=True)]
+        positions = torch.tensor(places, device=device)[..., None]  # [A, B, 1]
         cache = RowCache(self.slots)
         output = self.decoder(
             inputs_embeds=self._table(tokens),
@@ -119,7 +119,7 @@ class Decoder:
         draws = [Draw(row.sampling, row.step) for row in rows]
         chosen = self.chooser.choose(found, draws, [row.seen for row in rows])
         for row, token in zip(rows, chosen, strict=True):
-            row.step, row.position = row.step + 1, row.position + 1
+            row.step, row.position = row.step + 1, [place + 1 for place in row.position]
             if isinstance(token, int):
                 row.token = token
                 if row.seen is not None:

@@ -94,19 +94,27 @@ class Prefiller:
         return [self.result(job) for job in jobs]
 
     def plan(self, jobs: Sequence[Job]) -> list[tuple[Job, int]]:
-        """Which tokens go next: the first job gets half a chunk at least, short ones the rest."""
+        """Which tokens go next.
+
+        The first job gets half a chunk at least, short ones that fit as a whole the rest of it;
+        what is left then goes to the first, and behind its end to the next in line.
+        """
         waiting = [job for job in jobs if job.left]
         if not waiting:
             return []
-        room, first = self.chunk, waiting[0]
-        held = min(first.left, max(1, room // 2))
-        room -= held
-        plan: dict[Job, int] = {}
-        for job in sorted(waiting[1:], key=lambda job: job.left):
-            if room and (job.left <= room or not plan):
-                plan[job] = min(job.left, room)
-                room -= plan[job]
-        return [(first, min(first.left, held + room)), *plan.items()]
+        first, *others = waiting
+        plan = {first: min(first.left, max(1, self.chunk // 2))}
+        room = self.chunk - plan[first]
+        for job in sorted(others, key=lambda job: job.left):
+            if job.left <= room:
+                plan[job] = job.left
+                room -= job.left
+        more = min(first.left - plan[first], room)
+        plan[first] += more
+        following = next((job for job in others if job not in plan), None)
+        if room > more and following is not None:
+            plan[following] = min(following.left, room - more)
+        return list(plan.items())
 
     @torch.inference_mode()
     def step(self, jobs: Sequence[Job]) -> list[Job]:

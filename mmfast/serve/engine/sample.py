@@ -37,7 +37,9 @@ class Chooser:
         self.penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
         named = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
         blocked = [i for i in named if i is not None]  # an answer has no placeholders
-        self._blocked = torch.tensor(sorted({*blocked, *(config.suppress_tokens or ())}))
+        rows = model.get_output_embeddings().weight.shape[0]
+        inside = sorted(i for i in {*blocked, *(config.suppress_tokens or ())} if i < rows)
+        self._blocked = torch.tensor(inside, device=model.device, dtype=torch.int64)
 
     def choose(
         self, logits: Tensor, draws: Sequence[Draw], seen: Sequence[Tensor | None]
@@ -50,8 +52,7 @@ class Chooser:
             seen: Per row the token ids so far, where there is a penalty.
         """
         if len(self._blocked):
-            inside = self._blocked[self._blocked < logits.shape[1]].to(logits.device)
-            logits[:, inside] = -torch.inf
+            logits[:, self._blocked] = -torch.inf
         for row, mine in enumerate(seen):
             if mine is not None and self.penalty != 1:
                 old = logits[row, mine]

@@ -28,7 +28,9 @@ class Scheduler:
 
     One thread owns the model. Every round it does one unit of work on prompts, a call of the
     vision tower or a chunk of prefill, and then one decoding step for all running answers, so no
-    answer waits longer than a unit.
+    answer waits longer than a unit. Two things are longer: the prompt of a request whose specs act
+    inside the model or on its cache is read in one piece, in a lane of its own, and the first
+    request with a latency target has the device measured.
 
     Args:
         model: Checkpoint directory, hub id, `(model, processor)` pair, or None (embedded).
