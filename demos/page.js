@@ -12,8 +12,24 @@
   class Frames extends HTMLElement {
     static at = 0; // survives a new answer: the slider of budgets replaces the element
 
+    static observedAttributes = ["data-frames"];
+
     connectedCallback() {
-      if (this.childElementCount) return;
+      // Gradio writes a new answer into the old element: other data, and no children.
+      this.watcher ??= new MutationObserver(() => this.childElementCount || this.draw());
+      this.watcher.observe(this, { childList: true });
+      this.draw();
+    }
+
+    disconnectedCallback() { this.watcher.disconnect(); }
+
+    attributeChangedCallback(name, before) {
+      if (before !== null && this.isConnected) this.draw();
+    }
+
+    draw() {
+      this.replaceChildren();
+      this.range = null;
       this.frames = JSON.parse(this.dataset.frames);
       const pair = make("div", { class: "mm-pair" });
       for (const side of ["seen", "kept"]) {

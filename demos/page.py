@@ -42,6 +42,9 @@ def dress() -> dict[str, Any]:
     """Options of `mount_gradio_app` that say how the page looks."""
     here = files("mmfast.demos")
     scripts = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
-    css = here.joinpath("page.css").read_text(encoding="utf-8")
-    # Not as `css`: what Gradio makes of that does not hold inside @media.
-    return {"theme": theme(), "head": f"<style>{css}</style><script>{scripts}</script>"}
+    css, phone = (
+        here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "phone.css")
+    )
+    # What Gradio makes of `css` does not hold inside @media.
+    head = f"<style>{phone}</style><script>{scripts}</script>"
+    return {"theme": theme(), "css": css, "head": head}

@@ -209,21 +209,20 @@ def test_a_world_is_watched_and_asked(shelf: Shelf, monkeypatch: pytest.MonkeyPa
     assert str(fact.number) == viewing.log[-1][2] and answer.endswith(viewing.log[-1][2])
     assert viewing.shown()[-1][:3] == (fact.name, fact.number, fact.corner)
     viewing.play()
-    _until(lambda: viewing.seconds > at + 40)
+    _until(lambda: viewing.seconds > at + 3)
     viewing.close()
-    figures = dict(viewing.figures()) if not viewing.session.closed else {}
-    assert figures == {} and not viewing.playing
+    assert viewing.session.closed and not viewing.playing
 
 
 def test_memory_stays_bounded_and_counters_say_so(shelf: Shelf) -> None:
     viewing = Viewing(shelf.stream().open(memory=SMALL))
     sizes = []
-    for second, (frame, _) in zip(range(80), viewing.world.frames(), strict=False):
+    for second, (frame, _) in zip(range(48), viewing.world.frames(), strict=False):
         viewing.session.push(frame, float(second))
         sizes.append(viewing.session.stats()["memory"]["bytes"])
     assert sizes[-1] == sizes[40]
     figures = dict(viewing.figures())
-    assert figures["frames seen"] == "80" and int(figures["archived frames"]) > 40
+    assert figures["frames seen"] == "48" and int(figures["archived frames"]) > 10
     assert int(figures["live tokens"].replace(",", "")) <= 64 + 1152 + 36
     viewing.close()
 
