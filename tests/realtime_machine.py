@@ -29,13 +29,14 @@ JUNK = {
     "no base64": '{"type":"input_audio_buffer.append","audio":"*"}',
     "half a letter": '{"event_id":"\\ud800"}',
 }
+QUESTION = {"type": "input_text", "text": "what is it?"}
 VAD = {"type": "server_vad"}
 CHANGES: dict[str, dict[str, Any]] = {
     "manual": MANUAL,
     "vad": {"audio": {"input": {"turn_detection": VAD}}},
     "polite": {"audio": {"input": {"turn_detection": {**VAD, "interrupt_response": False}}}},
     "listens": {"audio": {"input": {"turn_detection": {**VAD, "create_response": False}}}},
-    "asks": {"audio": {"input": {"turn_detection": {**VAD, "idle_timeout_ms": 400}}}},
+    "asks": {"audio": {"input": {"turn_detection": {**VAD, "idle_timeout_ms": 1500}}}},
     "writes": {"audio": {"input": {"transcription": {"model": "any"}}}},
     "text": {"output_modalities": ["text"]},
     "sound": {"output_modalities": ["audio"]},
@@ -44,15 +45,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "voice": {"audio": {"output": {"voice": "marin", "speed": 1.5}}},
     "other": {"type": "transcription"},
 }
-PAUSES = [0.0, 0.0, 0.0, 0.001, 0.03, 0.1, 0.5, 4.0]
-_IDS = st.sampled_from(["last", "reply", "first", "item_of_nobody", "mine"])
+PAUSES = [0.0, 0.0, 0.001, 0.03, 0.1, 0.2, 0.5, 4.0]
+_IDS = st.sampled_from(["reply", "reply", "last", "first", "item_of_nobody", "mine"])
 
 
 def answer(turns: Any, frames: int) -> Any:
     """Fails now and then, like a model."""
     if turns and "fail" in turns[-1].text:
         return ModelError("the model cannot")
-    return "the red circle moves to the left side of it"
+    return "the red circle moves to the left side of it and then it goes on to the other side"
 
 
 def act(**drawn: Any) -> Any:
@@ -78,12 +79,15 @@ class Clients(RuleBasedStateMachine):
         self.runner = asyncio.Runner(loop_factory=FastLoop)
         self.rules, self.number = Rules(), 0
         self.broken: AssertionError | None = None
+        self.abrupt = False
         self.runner.run(self._open())
 
     async def _open(self) -> None:
         self.service = HumService(HumVoices(answer))
         self.wire = Wire(self.service, self._seen)
         await self.wire.event("session.created")
+        item = {"type": "message", "role": "user", "content": [QUESTION]}
+        self._send("conversation.item.create", item=item)
 
     def _seen(self, event: dict[str, Any]) -> None:
         try:
@@ -98,6 +102,19 @@ class Clients(RuleBasedStateMachine):
             self.runner.close()
 
     async def _end(self) -> None:
+        if not self.abrupt:
+            await self._wait_for_all()
+        await self.wire.close()
+        if self.broken is not None:
+            raise self.broken
+        if not self.abrupt:
+            self.rules.finish()
+        hums = self.service.hums
+        assert not self.service.sessions and not hums.open_brains, "a session is left"
+        assert not hums.answering, "a model still answers"
+        assert len(asyncio.all_tasks()) == 1, "a task is left"
+
+    async def _wait_for_all(self) -> None:
         self.wire.reading.set()
         self._send("session.update", session={"type": "realtime"})
         updates = self.rules.sent["session.update"]
@@ -108,14 +125,6 @@ class Clients(RuleBasedStateMachine):
         running = self.rules.responses.values()
         await self.wire.until(lambda: all(each.over for each in running) or self.broken)
         assert self.wire.code is None and not self.wire.task.done(), "closed unasked"
-        await self.wire.close()
-        if self.broken is not None:
-            raise self.broken
-        self.rules.finish()
-        hums = self.service.hums
-        assert not self.service.sessions and not hums.open_brains, "a session is left"
-        assert not hums.answering, "a model still answers"
-        assert len(asyncio.all_tasks()) == 1, "a task is left"
 
     def _send(self, type: str, **fields: Any) -> None:
         self.number += 1
@@ -201,6 +210,35 @@ class Clients(RuleBasedStateMachine):
         if brought is not None:
             wish["input"] = [{"type": "item_reference", "id": self._id(id)} for id in brought]
         self._send("response.create", response=wish)
+
+    @act(
+        wait=st.sampled_from([0.01, 0.07, 0.15, 0.25, 2.0]),
+        then=st.sampled_from(
+            ["speak", "cancel", "truncate", "truncate", "delete", "ask again", "clear"]
+        ),
+    )
+    def ask_and_change_your_mind(self, wait: float, then: str) -> None:
+        item = {"type": "message", "role": "user", "content": [QUESTION]}
+        self._send("conversation.item.create", item=item)
+        self._send("response.create")
+        self.pause(wait)
+        reply = self._id("reply")
+        if then == "speak":
+            self._send("input_audio_buffer.append", audio=SAYINGS["stop"])
+        elif then == "truncate":
+            cut = {"content_index": 0, "audio_end_ms": 100}
+            self._send("conversation.item.truncate", item_id=reply, **cut)
+            self._send("conversation.item.retrieve", item_id=reply)
+        elif then == "delete":
+            self._send("conversation.item.delete", item_id=reply)
+        elif then == "ask again":
+            self._send("response.create")
+        else:
+            self._send("response.cancel" if then == "cancel" else "output_audio_buffer.clear")
+
+    @act(much=st.sampled_from([False, False, True]))
+    def leave_in_the_middle(self, much: bool) -> None:
+        self.abrupt = self.abrupt or much
 
     @act(which=st.sampled_from([None, "any", "nobody"]))
     def cancel(self, which: str | None) -> None:

@@ -28,6 +28,7 @@ from mmfast.ops.resample import resample
 from mmfast.serve.realtime.brain import ChatterVoices
 from mmfast.serve.realtime.formats import encode
 from mmfast.serve.realtime.hearing import ear_of
+from mmfast.serve.realtime.responder import Responder
 from mmfast.serve.realtime.service import Limits
 
 LONG = "one two three four five six seven eight nine ten " * 20
@@ -57,7 +58,7 @@ def test_a_session_ends_and_a_quiet_one_earlier() -> None:
 
 def test_who_does_not_read_slows_his_own_responses_and_is_let_go() -> None:
     async def main() -> None:
-        service = HumService(HumVoices(lambda *_: LONG * 5), Limits(slow=100.0, ahead=1e9))
+        service = HumService(HumVoices(lambda *_: LONG * 3), Limits(slow=100.0, ahead=1e9))
         slow, other = Wire(service), Wire(service, Rules().server)
         await slow.event("session.created")
         slow.reading.clear()
@@ -379,3 +380,21 @@ def test_speech_goes_on_while_a_model_works() -> None:
         await wire.close()
 
     fast(main())
+
+
+def test_the_rules_notice_who_talks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        wire = Wire(HumService(HumVoices(lambda *_: LONG)))
+        wire.send("response.create", response={"instructions": "tell a story"})
+        await wire.event("response.output_audio.delta")
+        wire.send("input_audio_buffer.append", audio=packed(hum("stop")))
+        await asyncio.sleep(3.0)
+        await wire.close()
+        rules = Rules()
+        for event in wire.events:
+            rules.server(event)
+
+    fast(main())
+    monkeypatch.setattr(Responder, "interrupt", lambda self: None)
+    with pytest.raises(AssertionError, match="after somebody spoke"):
+        fast(main())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -21,18 +19,16 @@ def test_random_sequences(request: pytest.FixtureRequest) -> None:
 
 
 def late(patch: pytest.MonkeyPatch) -> None:
-    """Deltas that a cancel overtook come after all."""
-    purge = Outbox.purge
+    """A piece that comes after the cancel is told."""
+    take = Response._take
 
-    def leak(self: Outbox, response: str) -> None:
-        lost = [each for each in self._letters if each.response == response]
-        purge(self, response)
-        events = [json.loads(each.text) for each in lost]
-        for event in events:
-            asyncio.get_running_loop().call_later(0.001, self.put, {**event, "event_id": "late"})
+    def wrong(self: Response, run: Any, sound: Any) -> None:
+        if self.over and sound is not None and sound.text:
+            self._text(sound.text)
+        else:
+            take(self, run, sound)
 
-    patch.setattr(Outbox, "purge", leak)
-    patch.setattr(Response, "_ready", lambda self, ahead: asyncio.sleep(0, not self.reply.limit))
+    patch.setattr(Response, "_take", wrong)
 
 
 def drop(kind: str, times: int = 1) -> Callable[[pytest.MonkeyPatch], None]:
@@ -68,11 +64,6 @@ def forget(patch: pytest.MonkeyPatch) -> None:
 KEPT: list[Any] = []
 
 
-def talk_on(patch: pytest.MonkeyPatch) -> None:
-    """Who speaks does not interrupt."""
-    patch.setattr("mmfast.serve.realtime.responder.Responder.interrupt", lambda self: None)
-
-
 def crash(patch: pytest.MonkeyPatch) -> None:
     """A wrong event ends the connection."""
 
@@ -82,27 +73,26 @@ def crash(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Session, "fail", fail)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        late,
-        drop("response.output_item.added", 0),
-        drop("response.content_part.added", 0),
-        drop("response.output_audio.delta", 0),
-        drop("response.output_audio.delta", 2),
-        drop("conversation.item.added", 0),
-        drop("conversation.item.truncated", 0),
-        drop("response.done", 0),
-        deaf,
-        leak,
-        forget,
-        talk_on,
-        crash,
-    ],
-    ids=lambda plant: plant.__qualname__.split(".")[0],
-)
-def test_faults_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+FAULTS = {
+    "delta after the end": (late, "after response.done"),
+    "no output_item.added": (drop("response.output_item.added", 0), "not announced"),
+    "no content_part.added": (drop("response.content_part.added", 0), "not announced"),
+    "sound is missing": (drop("response.output_audio.delta", 0), "what sounds"),
+    "sound comes twice": (drop("response.output_audio.delta", 2), "what sounds"),
+    "no item.added": (drop("conversation.item.added", 0), "never added"),
+    "no truncated": (drop("conversation.item.truncated", 0), "0 conversation.item.truncated"),
+    "no end": (drop("response.done", 0), ""),
+    "truncate does nothing": (deaf, "is kept"),
+    "session leaks": (leak, "a session is left"),
+    "model leaks": (forget, "a model still answers"),
+    "errors close": (crash, ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, said = FAULTS[fault]
     plant(monkeypatch)
-    with pytest.raises((AssertionError, TimeoutError)):
+    with pytest.raises((AssertionError, TimeoutError), match=said):
         sequences(60)
     KEPT.clear()

@@ -105,6 +105,7 @@ class _Client:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self.times: dict[str, list[float]] = {}
+        self.work: dict[str, list[float]] = {}  # of this process, server included
         self._news = asyncio.Condition()
 
     async def listen(self) -> None:
@@ -112,6 +113,7 @@ class _Client:
             now, kind = time.perf_counter(), json.loads(message)["type"]
             async with self._news:
                 self.times.setdefault(kind, []).append(now)
+                self.work.setdefault(kind, []).append(time.process_time())
                 self._news.notify_all()
 
     async def send(self, type: str, **fields: Any) -> float:
@@ -153,16 +155,24 @@ async def _replies(client: _Client, pcm: Tensor, number: int) -> Row:
     before = client.count("response.output_audio.delta")
     await client.hear(pcm)
     await client.send("input_audio_buffer.commit")
-    asked = await client.send("response.create")
+    asked, work = await client.send("response.create"), time.process_time()
     done = await client.event("response.done", number)
     if client.count("response.output_audio.delta") == before:
         return {}  # nothing was said: the question was not understood
     first = client.times["response.output_audio.delta"][before]
-    return {"first_audio_ms": 1e3 * (first - asked), "whole_ms": 1e3 * (done - asked)}
+    worked = client.work["response.output_audio.delta"][before] - work
+    return {
+        "first_audio_ms": 1e3 * (first - asked),
+        "whole_ms": 1e3 * (done - asked),
+        "first_audio_cpu_ms": 1e3 * worked,  # of all sessions together
+    }
 
 
 async def _interruptions(client: _Client, pcm: Tensor, number: int) -> Row:
-    """Speech while a long answer is being made: from its notice to the end of the answer."""
+    """Speech while a long answer is being made: from its first sample to the end of the answer.
+
+    `told_ms` is the part of it from `speech_started` to `response.done`.
+    """
     done = client.count("response.done")
     sounds = client.count("response.output_audio.delta")
     await client.hear(torch.cat([pcm, torch.zeros(16000)]))
@@ -179,7 +189,7 @@ async def _interruptions(client: _Client, pcm: Tensor, number: int) -> Row:
     await client.send("input_audio_buffer.clear")
     if over < started:
         return {}  # it had ended by itself
-    return {"barge_in_ms": 1e3 * (over - started), "noticed_ms": 1e3 * (started - began)}
+    return {"barge_in_ms": 1e3 * (over - began), "told_ms": 1e3 * (over - started)}
 
 
 def _row(figures: list[Row]) -> Row:

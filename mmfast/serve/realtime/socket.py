@@ -7,7 +7,7 @@ import contextlib
 import logging
 from typing import Any
 
-from fastapi import WebSocket
+from fastapi import WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 
 from mmfast.core.errors import unknown
@@ -18,6 +18,7 @@ from mmfast.serve.realtime.service import RealtimeService, realtime_of
 from mmfast.serve.realtime.session import Session
 
 _log = logging.getLogger("mmfast.serve")
+GONE = (WebSocketDisconnect, RuntimeError, OSError)  # of a client, while something is sent
 GOING, SLOW, BROKEN = 1001, 1008, 1011  # close codes: time is up, does not read, our fault
 
 
@@ -111,11 +112,11 @@ async def converse(websocket: WebSocket, session: Session) -> None:
 
 async def _close(websocket: WebSocket, session: Session, code: int) -> None:
     """Send what waits, as far as the client reads it, and close."""
-    with contextlib.suppress(RuntimeError, TimeoutError, OSError):  # it may have gone
+    with contextlib.suppress(TimeoutError, *GONE):
         async with asyncio.timeout(2.0):
             while code == GOING and (text := await session.outbox.next()) is not None:
                 await websocket.send_text(text)
-    with contextlib.suppress(RuntimeError, TimeoutError, OSError):
+    with contextlib.suppress(TimeoutError, *GONE):
         async with asyncio.timeout(2.0):
             await websocket.close(code)
 
@@ -141,8 +142,8 @@ async def _write(websocket: WebSocket, session: Session) -> int:
                 await websocket.send_text(text)
         except TimeoutError:
             return SLOW
-        except (RuntimeError, OSError):
-            return 0  # it has gone
+        except GONE:
+            return 0
     return 0
 
 
