@@ -79,7 +79,7 @@ def test_too_many_and_cancelled(engine: Any) -> None:
     with pytest.raises(BusyError, match="run or wait already"):
         for i in range(SLOTS * 2 + QUEUE + 1):
             inboxes[f"many-{i}"] = Inbox()
-            engine.submit(asked(f"many-{i}", i % 4, 4000), inboxes[f"many-{i}"].append)
+            engine.submit(asked(f"many-{i}", i % 4, 2000), inboxes[f"many-{i}"].append)
     refused = inboxes.pop(f"many-{SLOTS * 2 + QUEUE}")
     eventually(lambda: engine.health().running, 600)
     for name in inboxes:  # some wait, some are encoded, some are written
