@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mmfast.bench.bomb_clients import all_bombs, chat, elsewhere
+from mmfast.bench.bomb_clients import Bomb, all_bombs, chat, elsewhere
 from mmfast.bench.serve_bombs import PATIENCE, Bombed, measure, serving
 
 MB = 200  # more than before, all processes of the server together
@@ -26,12 +27,27 @@ def server() -> Iterator[Bombed]:
         yield found
 
 
-def test_every_bomb_is_refused(server: Bombed) -> None:
-    bombs = all_bombs()
+@pytest.fixture(scope="module")
+def bombs() -> list[Bomb]:
+    return all_bombs()
+
+
+def test_every_bomb_is_refused(server: Bombed, bombs: list[Bomb]) -> None:
     assert len(bombs) >= 30
     rows = [measure(server, bomb) for bomb in bombs]
     kept = [r for r in rows if 400 <= r["status"] < 500 and r["ms"] < MS and r["mb"] < MB]
     assert kept == rows
+    assert server.alive() == 200
+
+
+def test_many_bombs_at_once_are_refused_as_one(server: Bombed, bombs: list[Bomb]) -> None:
+    wanted = ("PNG of 500 MB", "mp4 of 4.4 GB", "animated GIF of 3.6 GB", "JSON of 4 million lists")
+    some = [bomb for bomb in bombs if bomb.name in wanted]
+    assert len(some) == len(wanted)
+    with server.watched() as watch, ThreadPoolExecutor(12) as threads:
+        found = list(threads.map(lambda bomb: bomb.fire(server.port), some * 3))
+    assert all(400 <= status < 500 for status in found)
+    assert watch.grown < MB * 1e6
     assert server.alive() == 200
 
 

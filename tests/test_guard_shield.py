@@ -157,6 +157,16 @@ def test_slow_clients_are_let_go(server: Guarded) -> None:
     assert 0.3 < time.monotonic() - start < 20
 
 
+def test_many_slow_clients_hold_nobody_up(server: Guarded) -> None:
+    slow = [server.connect(b"GET /v1/x HT") for _ in range(60)]
+    start = time.monotonic()
+    assert _get(server, "/v1/x", AUTH).status_code == 200
+    assert time.monotonic() - start < 10
+    for sock in slow:
+        assert b" 408 " in sock.recv(4096)
+        sock.close()
+
+
 def test_streams_are_not_gathered(server: Guarded) -> None:
     with httpx.stream("GET", server.url + "/v1/stream", headers=AUTH, **PLAIN) as reply:
         times = [time.monotonic() for _ in reply.iter_raw()]
