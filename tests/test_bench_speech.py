@@ -146,6 +146,10 @@ def test_shape_rows():
     assert rows["turbo"]["ideal"] == pytest.approx(11 / (1 + 10 * share))
     assert rows["boost"]["ideal"] == pytest.approx(14 / (4 + 10 * share))
     assert rows["vanilla"]["module_ms"] == 0
+    wide = rows["turbo"]["wide_ms"] / rows["turbo"]["pass_ms"]
+    assert rows["turbo"]["ideal_here"] == pytest.approx(11 / (wide + 10 * share))
+    assert rows["boost"]["ideal_here"] == pytest.approx(14 / (3 + wide + 10 * share))
+    assert rows["vanilla"]["of_ideal_here"] == 1
     assert rows["turbo"]["module_cost"] > 0
     assert all(row["ms_per_token"] > 0 and row["main_ms"] > 0 for row in rows.values())
 

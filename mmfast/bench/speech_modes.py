@@ -182,7 +182,8 @@ def trunk_weights(backbone: Any, entries: int) -> int:
 
 def draft_weights(head: Any, entries: int) -> float:
     """Numbers that one of its modules reads, on average."""
-    unread = ("q_proj", "k_proj") if head.window == 1 else ()  # one sees itself alone
+    alone = head.window == 1 and head.trunk.lean  # one sees itself: no queries, no keys
+    unread = ("q_proj", "k_proj") if alone else ()
     own = sum(
         p.numel()
         for name, p in head.named_parameters(remove_duplicate=False)

@@ -97,6 +97,9 @@ def _shape(row: Row) -> Cells:
         f"{row['speedup']:.2f}x",
         f"{row['ideal']:.2f}x",
         f"{row['of_ideal']:.2f}",
+        f"{row['wide_ms'] / row['pass_ms']:.2f}",
+        f"{row['ideal_here']:.2f}x",
+        f"{row['of_ideal_here']:.2f}",
     )
 
 
@@ -153,7 +156,19 @@ _TABLES: dict[str, Table] = {
     ),
     "shape": (
         "Drafting on the shape of a 7-billion model, random weights; ideal by the weights read",
-        ("shape", "mode", "ms a token", "ms a pass", "module", "faster", "ideal", "of ideal"),
+        (
+            "shape",
+            "mode",
+            "ms a token",
+            "ms a pass",
+            "module",
+            "faster",
+            "ideal",
+            "of ideal",
+            "11 tokens at once, in passes",
+            "ideal with that",
+            "of that",
+        ),
         _shape,
     ),
     "depth-drafts": (

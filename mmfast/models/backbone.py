@@ -63,6 +63,7 @@ class Backbone:
         check: Compare a few tokens with the stock forward pass first.
 
     Attributes:
+        lean: Whether it runs its layers in fewer operations.
         width: D.
         entries: Rows of the embedding.
         vocabulary: Rows of the output head.
@@ -91,8 +92,8 @@ class Backbone:
                 f"{type(self.decoder).__name__} has positions of {self._rotary.axes} axes; "
                 "speech models need a text model of one"
             )
-        self._lean = lean_fits(self.decoder.layers[0]) if lean is None else lean
-        eager = self.config._attn_implementation == "eager" and not self._lean
+        self.lean = lean_fits(self.decoder.layers[0]) if lean is None else lean
+        eager = self.config._attn_implementation == "eager" and not self.lean
         self.placer = Placer(self._angles, self.device, self.dtype, explicit=eager)
         self.refresh()
         if check:
@@ -147,7 +148,7 @@ class Backbone:
         weight, bias = self._output.weight, self._output.bias
         if stop - start == self.vocabulary:
             return F.linear(hidden, weight, bias)
-        if self._lean and bias is None and not torch.is_grad_enabled():
+        if self.lean and bias is None and not torch.is_grad_enabled():
             if (start, stop) not in self._parts:
                 self._parts[start, stop] = weight[start:stop].detach().t().contiguous()
             return hidden @ self._parts[start, stop]
@@ -173,15 +174,15 @@ class Backbone:
 
     def block(self, layer: nn.Module) -> Block:
         """The layer as it is called on pieces of streams."""
-        return Lean(layer) if self._lean else Stock(layer)
+        return Lean(layer) if self.lean else Stock(layer)
 
     def normer(self, norm: nn.Module) -> Callable[[Tensor], Tensor]:
         """The norm as it is called on pieces of streams."""
-        return lean_norm(norm) if self._lean else norm
+        return lean_norm(norm) if self.lean else norm
 
     def entry(self, norms: Sequence[nn.Module], linear: nn.Module) -> Callable[[Tensor], Tensor]:
         """A linear layer on inputs `[.., k D]` side by side, each through its own norm."""
-        return (lean_entry if self._lean else stock_entry)(norms, linear)
+        return (lean_entry if self.lean else stock_entry)(norms, linear)
 
     def whole(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
         """The layer on whole sequences `[B, T, D]`, causal, differentiable."""
