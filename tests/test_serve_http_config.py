@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
 import signal
@@ -157,3 +159,40 @@ def test_it_starts_answers_and_stops() -> None:
         code = process.wait(60)
     assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] > 0
     assert code == 0 and "Traceback" not in rest and "stopped" in rest
+
+
+def test_a_missing_extra_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "mmfast.serve.http.run", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, _, err = cli(capsys, "--port", "0")
+    assert code == 2 and 'pip install "mmfast[serve]"' in err and "uvicorn" in err
+
+
+@pytest.mark.parametrize(
+    ("engine", "module", "name"),
+    [
+        ("inproc", "mmfast.serve.engine.scheduler", "Scheduler"),
+        ("processes", "mmfast.serve.engine.processes", "Processes"),
+        ("ray", "mmfast.serve.ray.engine", "RayEngine"),
+    ],
+)
+def test_every_engine_gets_its_options(
+    engine: str, module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmfast.serve.engine.choose import choose
+
+    if engine == "ray":
+        pytest.importorskip("ray")
+    home = importlib.import_module(module)
+    signature = inspect.signature(getattr(home, name))
+    monkeypatch.setattr(home, name, signature.bind)  # what it does not take raises
+    config = ServerConfig(
+        engine=engine, model="org/some", reduce="evs:0.5", slots=3, queue=4, decode_replicas=2
+    )
+    found: Any = choose(config)
+    given = {**found.arguments, **found.arguments.get("given", {})}
+    assert given["model"] == "org/some" and given["name"] == "org/some"
+    assert (given["reduce"], given["slots"], given["queue"]) == ("evs:0.5", 3, 4)
+    assert given.get("decode", 2) == 2 and given.get("address", "local") == "local"
