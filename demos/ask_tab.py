@@ -87,8 +87,7 @@ def _choosing(example: Any, upload: Any, player: Any, question: Any, tries: Any)
     outputs = [upload, player, question, tries]
     quick: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
     example.change(polite(choose), [example, upload], outputs, **quick)
-    upload.upload(polite(take), upload, player, **quick)
-    upload.clear(lambda: take(None), None, player, **quick)
+    upload.change(polite(take), upload, player, **quick)
 
 
 def choose(example: str, upload: str | None) -> tuple[Any, ...]:

@@ -173,7 +173,7 @@ def test_comparing_tells_the_figures_of_a_dot(visit: Visit) -> None:
     dot = page.locator(".mm-wide .mm-chosen .mm-dot").first
     dot.focus()
     says = dot.locator(".mm-says")
-    assert says.is_visible() and re.fullmatch(r"dtd at 5%: \d+\.\d% right .*", says.inner_text())
+    assert says.is_visible() and re.fullmatch(r"dtd at 5%: \d+\.\d% right .*", says.text_content())
     other = page.locator(".mm-wide .mm-chosen .mm-dot").nth(6)
     other.locator(".mm-near").hover()
     assert other.locator(".mm-says").is_visible()
