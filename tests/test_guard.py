@@ -166,6 +166,20 @@ def test_depth_is_what_a_parser_finds(value: Any, most: int, plain: bool, data: 
     assert deep == (_depth(value) > most)
 
 
+def test_depth_is_the_same_wherever_a_text_is_cut() -> None:
+    text = json.dumps({'a"\\': ['\\"[[{', "\\\\", '"']}).encode()
+    for first in range(len(text) + 1):
+        for second in range(first, len(text) + 1):
+            pieces = (text[:first], text[first:second], text[second:])
+            counter = Depth(2)
+            for piece in pieces:
+                counter.feed(piece)
+            with pytest.raises(ApiError):
+                shallow = Depth(1)
+                for piece in pieces:
+                    shallow.feed(piece)
+
+
 def test_json_that_would_fell_a_parser() -> None:
     for text, code in (
         (b"[" * 100_000, "too_deep"),
