@@ -14,6 +14,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from mmfast.cli_output import quiet
 from mmfast.serve.engine.shared import Names, Packet, free, pack, unpack
 
 LOG = logging.getLogger("mmfast.serve")
@@ -126,6 +127,7 @@ def work(pipe: Connection, prefix: str, maker: Maker) -> None:
     # Reads from the beginning: a parent that dies while the model is loading is noticed, too.
     threading.Thread(target=_read, args=(wire, box), daemon=True).start()
     try:
+        quiet()
         role: Role = maker.make()
         said = role.start(wire.say)
     except BaseException as error:

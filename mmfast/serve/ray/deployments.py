@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from mmfast.cli_output import quiet
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import load
 from mmfast.serve.engine.base import Delta, Event, Failure, Request
@@ -55,6 +56,7 @@ class Plan:
         """Model and processor."""
         import torch
 
+        quiet()
         if self.threads:
             torch.set_num_threads(self.threads)
         return load(self.model, self.device, self.dtype)
