@@ -53,6 +53,7 @@ def measure(server: Bombed, bomb: Bomb) -> Row:
         "allowed_ms": allowed,
         "cpu_ms": round(1e3 * watch.worked),
         "mb": round(watch.grown / 1e6, 1),
+        "load": round(os.getloadavg()[0] / (os.cpu_count() or 1), 1),  # others' work, too
         "device": "cpu",
     }
 
