@@ -52,7 +52,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("devices")
     camera = camera_file(folder / "camera.mjpeg")
     spoken = mmfast.pipeline("text-to-speech", verify="exact")(ASKED)
-    microphone = microphone_file(folder / "microphone.wav", spoken, silence=3.0)
+    microphone = microphone_file(folder / "microphone.wav", spoken, silence=60.0)
     args = [
         *FLAGS,
         "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
@@ -160,6 +160,7 @@ def test_a_file_that_is_no_clip_is_refused_in_one_line(visit: Visit, tmp_path: P
     bad.write_bytes(b"no film at all")
     page.get_by_label("Clip or picture").click()
     page.get_by_role("option", name="my own file").click()
+    page.get_by_text("Choose a file").wait_for()
     page.locator("input[type=file]").first.set_input_files(bad)
     page.get_by_text("That did not work").wait_for()
     assert "holiday.mp4" in page.locator(".toast-body").first.inner_text()
@@ -214,14 +215,25 @@ def test_the_camera_is_watched_and_asked(visit: Visit) -> None:
 def test_a_spoken_question_is_heard_answered_and_interrupted(visit: Visit) -> None:
     visit.tab("Voice")
     page = visit.page
+    # somebody who interrupts as soon as there is something to hear
+    page.evaluate(
+        """() => {
+            const voice = document.querySelector('mm-voice'), sound = voice.sound.bind(voice);
+            voice.sound = (pcm) => {
+                sound(pcm);
+                window.heard = [pcm.length, voice.player.pieces.length, voice.player.sounding];
+                voice.hush.click();
+            };
+        }"""
+    )
     page.get_by_role("button", name="Start talking").click()
-    visit.wait("() => document.querySelector('.mm-you')?.innerText.includes('red circle')")
-    visit.wait("() => document.querySelector('.mm-it')?.innerText.includes('left')")
-    visit.wait("() => document.querySelector('mm-voice').player.pieces.length > 0")
-    # the microphone's file begins anew, and cuts off what is said then, or the button does
-    page.get_by_role("button", name="Interrupt").click()
+    visit.wait("() => document.querySelector('.mm-you')?.innerText.includes('red circle move')")
     page.locator(".mm-cut").first.wait_for()
     assert "this much was heard" in page.locator(".mm-cut").first.inner_text()
+    visit.wait("() => document.querySelector('.mm-cut')?.innerText.includes('left')")
+    samples, pieces, sounding = page.evaluate("() => window.heard")
+    assert samples > 100 and pieces >= 1 and sounding
+    assert "Interrupted" in page.locator("mm-voice [role=status]").inner_text()
     visit.shoot("voice")
     page.get_by_role("button", name="Stop talking").click()
     assert page.get_by_role("button", name="Start talking").is_enabled()
