@@ -180,9 +180,9 @@ class Encoder:
         budget, work = self.slicer.budget, sum(unit.work for unit in group)
         if budget is None or not work:
             return
-        if self.slicer.longest > budget:
+        if self.slicer.longest > 2 * budget:  # a single block is longer than the budget
             self.most = max(1, min(self.most, work) // 2)
-        elif self.slicer.longest < budget / 2 and 2 * work > self.most:
+        elif self.slicer.longest < 1.5 * budget and 2 * work > self.most:
             self.most = min(_MOST, 2 * self.most)
 
 
