@@ -96,6 +96,18 @@ def test_bodies_are_counted(server: Guarded) -> None:
     assert _post(server, content=b" " * (1 << 20), headers=JSON).status_code == 200
 
 
+def test_a_body_without_a_length_is_counted_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "UNDECLARED", 1000)
+    with guarded(max_body_bytes=4000) as own:
+        for body, status in (
+            (bytes(3000), 200),
+            (iter([bytes(900)]), 200),
+            (iter([bytes(3000)]), 413),
+        ):
+            reply = httpx.post(own.url + "/v1/x", content=body, headers=JSON, **PLAIN)
+            assert reply.status_code == status
+
+
 def test_a_guard_that_trusts_the_length_lets_more_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake.Intake, "_count", lambda self, piece: None)
     with guarded(max_body_bytes=1000) as planted:

@@ -12,6 +12,7 @@ from mmfast.serve.guard.keys import Headers, values
 
 Message = dict[str, Any]
 _BODIES = ("POST", "PUT", "PATCH")
+UNDECLARED = 16 << 20  # bytes of a body that does not say how long it is: it may never end
 
 
 class Bodies:
@@ -47,6 +48,7 @@ class Intake:
         config: Limits.
         json: Whether the body is JSON.
         bodies: Those of all requests.
+        endless: Whether its length is not declared.
 
     Attributes:
         size: Bytes so far.
@@ -55,9 +57,15 @@ class Intake:
     """
 
     def __init__(
-        self, receive: Any, config: ServerConfig, json: bool = False, bodies: Bodies | None = None
+        self,
+        receive: Any,
+        config: ServerConfig,
+        json: bool = False,
+        bodies: Bodies | None = None,
+        endless: bool = False,
     ) -> None:
-        self._receive, self._most = receive, config.max_body_bytes
+        self._receive = receive
+        self._most = min(config.max_body_bytes, UNDECLARED if endless else config.max_body_bytes)
         self._bodies, self._held = bodies or Bodies(config.max_body_bytes), 0
         self._seconds = config.body_seconds
         self._deadline = asyncio.get_running_loop().time() + config.body_seconds
@@ -123,7 +131,7 @@ class Intake:
 
 def too_large(most: int) -> ApiError:
     """413."""
-    text = f"the body is larger than {most:,} bytes: send less"
+    text = f"the body is larger than {most:,} bytes: send less, and its Content-Length"
     return ApiError(413, text, code="body_too_large")
 
 

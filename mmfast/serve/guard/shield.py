@@ -101,7 +101,8 @@ class Shield:
 
     async def _http(self, scope: Any, exchange: Exchange) -> None:
         is_json = check_type(scope["method"], scope["path"], scope["headers"])
-        exchange.intake = Intake(exchange.receive, self._config, is_json, self._bodies)
+        endless = bool(values(scope["headers"], b"transfer-encoding"))
+        exchange.intake = Intake(exchange.receive, self._config, is_json, self._bodies, endless)
         await exchange.run(self._app)
 
     async def _refuse(self, exchange: Any, error: ApiError) -> None:
