@@ -27,7 +27,7 @@ from mmfast.demos import asking, ask_tab, chart, compare_tab, evidence, examples
 from mmfast.demos.seats import Seats
 from mmfast.demos.shelf import Shelf
 from mmfast.demos.viewing import SMALL, Viewing
-from mmfast.demos.voice_talk import CHAT, Talk
+from mmfast.demos.voice_talk import Talk
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIP, QUESTION = "red-circle.mp4", "Which way does the red circle move?"
@@ -316,12 +316,9 @@ def test_an_interrupted_reply_keeps_what_was_heard(shelf: Shelf, question: bytes
 
 
 @pytest.mark.parametrize(
-    "wish", [{}, {"rate": 1}, {"rate": "16000"}, {"rate": 16000, "about": "../x.mp4"},
-             {"rate": 16000, "voice": "nobody", "about": CHAT}],
-)  # fmt: skip
+    "wish", [{}, {"rate": 1}, {"rate": "16000"}, {"rate": 16000, "about": "../x.mp4"}]
+)
 def test_wrong_wishes_of_a_conversation(shelf: Shelf, wish: dict[str, Any]) -> None:
-    if "voice" in wish:  # told when it is to speak, as any option of a reply
-        return
     with pytest.raises(MmfastError):
         Talk(shelf, wish, _Told())
 
