@@ -60,7 +60,9 @@ class Cluster:
                 f"the engine 'ray' needs {error.name}, which is not installed: "
                 'pip install "mmfast[ray]", or take the engine inproc or processes'
             ) from None
-        self._own = not ray.is_initialized()
+        self._ray: Any = ray
+        self._serve: Any = serve
+        self._own = not self._ray.is_initialized()
         if self._own:
             start(ray, address, options)
         self._serves = self._own and address == "local"
@@ -69,24 +71,19 @@ class Cluster:
 
     def resources(self) -> Mapping[str, float]:
         """CPUs and GPUs of all machines."""
-        import ray
-
-        found: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        found: Mapping[str, float] = self._ray.cluster_resources()
         return found
 
     def close(self, apps: list[str]) -> None:
         """Take applications down, and with a cluster of our own everything."""
-        import ray
-        from ray import serve
-
         with calm(), contextlib.suppress(Exception):  # a cluster that is gone needs no goodbye
             if self._serves:
-                serve.shutdown()
+                self._serve.shutdown()
             else:
                 for app in apps:
-                    serve.delete(app)
+                    self._serve.delete(app)
         if self._own:
-            ray.shutdown()  # type: ignore[no-untyped-call]
+            self._ray.shutdown()
 
 
 def start(ray: Any, address: str, options: Mapping[str, Any]) -> None:
