@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from mmfast.demos.examples import RESULTS
 
@@ -60,8 +61,8 @@ def suite(name: str) -> Suite:
     return Suite(full, ordered, source)
 
 
-def _point(row: dict[str, object]) -> Point:
+def _point(row: dict[str, Any]) -> Point:
     name, _, budget = str(row["reduce"] or "all:1.0").rpartition(":")
-    low, high = row["interval"]  # type: ignore[misc]
+    low, high = row["interval"]
     share = float(budget) if name and "." in budget else 1.0
-    return Point(share, float(row["accuracy"]), low, high, float(row["kept"]))  # type: ignore[arg-type]
+    return Point(share, float(row["accuracy"]), low, high, float(row["kept"]))
