@@ -138,7 +138,15 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MMFAST_VLLM_REDUCE", raising=False)
 
 
-SPECS = ["divprune:0.25", "evs:0.4", "evs:5", "uniform:5", "tome:0.5", "evs:0.5+random:0.5", "divprune:1"]
+SPECS = [
+    "divprune:0.25",
+    "evs:0.4",
+    "evs:5",
+    "uniform:5",
+    "tome:0.5",
+    "evs:0.5+random:0.5",
+    "divprune:1",
+]
 
 
 @pytest.mark.parametrize("spec", SPECS)
