@@ -46,6 +46,8 @@ def _warm() -> None:
 
     Pictures are also decoded once; clips not, whose threads no fork would have.
     """
+    import av.subtitles.stream  # noqa: F401
+    import numpy.ma  # noqa: F401
     import soundfile  # noqa: F401
     from PIL import Image
 
