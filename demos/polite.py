@@ -30,6 +30,6 @@ def polite(fn: F) -> F:
             return fn(*args, **options)
         except mmfast.MmfastError as error:
             message = html.escape(one_line(error))
-            raise gr.Error(message, title="That did not work", print_exception=False) from None
+            raise gr.Error(message, print_exception=False) from None
 
     return told  # type: ignore[return-value]

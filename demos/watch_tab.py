@@ -96,7 +96,7 @@ class Watching:
                 yield log([*before, (at, question, text)])
         except mmfast.MmfastError as error:
             message = escape(one_line(error))
-            raise gr.Error(message, title="No answer", print_exception=False) from None
+            raise gr.Error(message, print_exception=False) from None
 
     def leave(self, request: gr.Request) -> None:
         """The visitor closed the page."""
