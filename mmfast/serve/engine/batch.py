@@ -31,7 +31,7 @@ class Batch:
     Attributes:
         prefixes: Beginnings of prompts that can be used again.
         pace: Seconds of a chunk of prefill, as it was lately.
-        gaps: Seconds between decoding steps of late, by the clock and of the processor.
+        gaps: Seconds between decoding steps of late, by the clock and of the engine's threads.
         passes: Tokens of passes of prefill of late, and their seconds by both clocks.
     """
 
@@ -132,7 +132,7 @@ class Batch:
             self._stepped = None
             return False
         found = self.decoder.step()
-        now = time.perf_counter(), time.process_time()
+        now = time.perf_counter(), time.thread_time() + self.encoder.slicer.worked
         if self._stepped is not None:
             self.gaps.append((now[0] - self._stepped[0], now[1] - self._stepped[1]))
         self._stepped = now
@@ -201,11 +201,11 @@ class Batch:
 
     def _pass(self, plan: Sequence[tuple[Job, int]], owners: dict[Job, Answer]) -> None:
         """One pass of prefill; nothing has happened where it raises."""
-        start, worked = time.perf_counter(), time.process_time()
+        start, worked = time.perf_counter(), time.thread_time()
         ended = self.prefiller.run(plan)
         ms = (time.perf_counter() - start) * 1e3
         total = sum(n for _, n in plan)
-        self.passes.append((total, ms / 1e3, time.process_time() - worked))
+        self.passes.append((total, ms / 1e3, time.thread_time() - worked))
         if total > self.prefiller.chunk // 2:  # what a whole chunk takes here and now
             self.pace += 0.2 * (ms / 1e3 * self.prefiller.chunk / total - self.pace)
         for job, n in plan:

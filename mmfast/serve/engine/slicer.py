@@ -27,11 +27,12 @@ class Slicer:
         budget: Seconds after which a call stops at the next block; None never stops it.
         longest: Seconds of the longest slice of the last call.
         total: Seconds of all slices of the last call.
+        worked: Processor seconds of the thread so far.
     """
 
     def __init__(self) -> None:
         self.budget: float | None = None
-        self.longest = self.total = 0.0
+        self.longest = self.total = self.worked = 0.0
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._call: Callable[[], Any] | None = None
         self._result: tuple[bool, Any] | None = None
@@ -96,6 +97,7 @@ class Slicer:
         if threading.current_thread() is not self._thread or self.budget is None:
             return
         if time.perf_counter() - self._since >= self.budget:
+            self.worked = time.thread_time()
             self._back.release()
             self._go.acquire()
             if self._stopping:
@@ -110,5 +112,5 @@ class Slicer:
                 self._result = True, self._call()
             except BaseException as error:
                 self._result = False, error
-            self._call = None
+            self._call, self.worked = None, time.thread_time()
             self._back.release()
