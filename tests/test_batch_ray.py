@@ -53,7 +53,7 @@ def test_killed_half_way_and_resumed(folder: Path, tmp_path: Path) -> None:
     script = [str(ROOT / "tests" / "batch_driver.py"), str(folder), str(out), QUESTION]
     ended, workers = _watched([sys.executable, *script])
     assert ended == -signal.SIGKILL
-    assert len(workers) >= 3  # one was killed and replaced
+    assert len(workers) >= 2  # one of them was killed before
     assert not psutil.wait_procs(workers, timeout=60)[1]  # nobody works on for a dead driver
     assert not out.exists()
     kept = [row for shard in sorted(tmp_path.glob("*.parts/part-*")) for row in _rows(shard)]
