@@ -75,17 +75,17 @@ def crash(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS = {
     "delta after the end": (late, "after response.done"),
-    "no output_item.added": (drop("response.output_item.added", 0), "not announced"),
+    "no output_item.added": (drop("response.output_item.added", 0), "lacks the item|not announced"),
     "no content_part.added": (drop("response.content_part.added", 0), "not announced"),
     "sound is missing": (drop("response.output_audio.delta", 0), "what sounds"),
     "sound comes twice": (drop("response.output_audio.delta", 2), "what sounds"),
     "no item.added": (drop("conversation.item.added", 0), "never added"),
     "no truncated": (drop("conversation.item.truncated", 0), "0 conversation.item.truncated"),
-    "no end": (drop("response.done", 0), ""),
+    "no end": (drop("response.done", 0), None),
     "truncate does nothing": (deaf, "is kept"),
     "session leaks": (leak, "a session is left"),
     "model leaks": (forget, "a model still answers"),
-    "errors close": (crash, ""),
+    "errors close": (crash, None),
 }
 
 
