@@ -177,7 +177,7 @@ def test_comparing_tells_the_figures_of_a_dot(visit: Visit) -> None:
     says = dot.locator(".mm-says")
     assert says.is_visible() and re.fullmatch(r"dtd at 5%: \d+\.\d% right .*", says.text_content())
     other = page.locator(".mm-wide .mm-chosen .mm-dot").nth(20)
-    other.locator(".mm-near").hover()
+    other.locator("circle").nth(1).hover()
     assert other.locator(".mm-says").is_visible()
     page.get_by_label("pages").check()
     page.get_by_text("model tiny-document").wait_for()
