@@ -40,8 +40,8 @@ class Shelf:
         """Of the model that answers."""
         if self.model is None:
             return "tiny-video (embedded)"
-        given = self.model if isinstance(self.model, str) else "a model of the caller's"
-        return given.rstrip("/").rsplit("/", 1)[-1]
+        path = self.model if isinstance(self.model, str) else self.model[0].name_or_path
+        return str(path).rstrip("/").rsplit("/", 1)[-1] or "a model of the caller's"
 
     def read(self, path: str) -> Any:
         """What a pipeline gets of an upload: its pixels, or the file."""
@@ -98,7 +98,8 @@ class Shelf:
 
     def warm(self) -> None:
         """Load what a visitor needs first; failures are told when it is used."""
-        for load in (lambda: self.visual("image"), self.stream, self.speaker):
+        needed: list[Callable[[], Any]] = [lambda: self.visual("image"), self.stream, self.speaker]
+        for load in needed:
             try:
                 load()
             except mmfast.MmfastError:

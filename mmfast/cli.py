@@ -1,4 +1,4 @@
-"""`mmfast`: ask, watch, say, talk, methods, doctor, verify, eval, bench, plan, demo.
+"""`mmfast`: ask, watch, say, talk, serve, demo, batch, methods, doctor, verify, eval, bench, plan.
 
 The commands live in `cli_<topic>.py`; a new one is a function there and a line below. Every
 command imports what it needs itself, so that `mmfast --help` and completion stay instant.

@@ -57,20 +57,25 @@ def batch(
     runner = _runner()
     asked = read_questions(question or [], questions)
     how: dict[str, Any] = {"model": model, "reduce": reduce, "cache": cache, "dtype": dtype}
-    how |= {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
-    job = Job(folder.resolve(), asked, **how, device=device, batch_size=batch_size)
+    how |= {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens, "device": device}
+    job = Job(folder.resolve(), asked, **how, batch_size=batch_size)
     way = runner.Way(engine, workers, address, pattern, limit, resume, retry_errors)
+    target = out.parent.resolve() / out.name
     with progress("answers") as tick:
-        done = runner.run_batch(job, out.parent.resolve() / out.name, way, tick=tick, warn=_warn)
+        done = runner.run_batch(job, target, way, tick=tick, warn=_warn)
     if as_json:
         print_json(done.to_dict())
     else:
         print(done.out)
-        _warn(
-            f"{done.answers} answers about {done.files} files, {done.before} of them from before, "
-            f"{done.failed} failed; {done.seconds:.1f} s"
-        )
+        _warn(_said(done))
     return int(done.failed > 0)
+
+
+def _said(done: Any) -> str:
+    return (
+        f"{done.answers} answers about {done.files} files, {done.before} of them from before, "
+        f"{done.failed} failed; {done.seconds:.1f} s"
+    )
 
 
 def _runner() -> Any:

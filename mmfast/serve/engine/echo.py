@@ -13,6 +13,7 @@ from mmfast.serve.engine.base import (
     Finish,
     Health,
     Media,
+    Reason,
     Request,
 )
 
@@ -51,7 +52,7 @@ class Echo:
         if gone.is_set():
             emit(Failure("cancelled", 499, "cancelled"))
         else:
-            reason = "stop" if len(said) == len(words) else "length"
+            reason: Reason = "stop" if len(said) == len(words) else "length"
             emit(Finish(reason, len(words), len(said)))
 
     def cancel(self, request_id: str) -> None:
