@@ -11,7 +11,7 @@ from mmfast.bench.results import Row
 def serve_load(rows: Sequence[Row]) -> list[str]:
     """A table per benchmark of `mmfast bench --serve`; of a job the latest row."""
     mine = [row for row in rows if row["bench"] in _TABLES]
-    return named_tables(mine, "serve", _TABLES, ("bench", "job"))
+    return named_tables(mine, "serve", _TABLES, _KEYS)
 
 
 def _load(row: Row) -> Cells:
@@ -42,6 +42,32 @@ def _bombs(row: Row) -> Cells:
     return (where, sent, f"{row['status']}", clock, f"{row['cpu_ms']}", f"{row['mb']:.0f}")
 
 
+def _start(row: Row) -> Cells:
+    return (row["job"], f"{row['answer_s']:.1f}", f"{row['worst_s']:.1f}", f"{row['cpu_s']:.1f}")
+
+
+def _realtime(row: Row) -> Cells:
+    name = "first_audio" if row["job"] == "reply" else "barge_in"
+    what = "end of a question to first sound" if row["job"] == "reply" else "barge-in to silence"
+    return (what, f"{row['sessions']}", f"{row[f'{name}_ms']:.0f}", f"{row[f'{name}_p95_ms']:.0f}")
+
+
+def _faults(row: Row) -> Cells:
+    counts = [f"{row[name]}" for name in ("replicas", "streams", "lost", "wrongly_lost")]
+    clock = (f"{row['seconds_to_answer']:.1f}", f"{row['seconds_to_recover']:.1f}")
+    return (row["engine"], row["role"], *counts, *clock)
+
+
+def _batch(row: Row) -> Cells:
+    return (
+        row["job"],
+        f"{row['clips_per_s']:.1f}",
+        f"{row['speedup']:.2f}x",
+        f"{row['start_s']:.0f}",
+    )
+
+
+_KEYS = ("bench", "job", "sessions", "engine", "role")
 _TABLES: dict[str, Table] = {
     "load": (
         "Chats about an image, 32 tokens each; in brackets by processor time",
@@ -52,6 +78,29 @@ _TABLES: dict[str, Table] = {
         "Longest gap in a running answer when a prompt comes; in brackets by processor time",
         ("beside it", "ms", "processor ms", "in chunks of prefill"),
         _fairness,
+    ),
+    "start": (
+        "Seconds from `mmfast serve` to the first answer",
+        ("question", "median", "worst", "processor time"),
+        _start,
+    ),
+    "realtime": (
+        "Milliseconds on the Realtime socket",
+        ("from and to", "sessions", "median", "p95"),
+        _realtime,
+    ),
+    "faults": (
+        "A worker of each role killed under load: its streams end, the rest complete",
+        (
+            *("engine", "killed", "replicas", "streams", "lost on it", "lost elsewhere"),
+            *("s to an answer", "s to all workers"),
+        ),
+        _faults,
+    ),
+    "batch": (
+        "Clips a second of `mmfast batch`",
+        ("engine", "clips/s", "faster", "s to the first"),
+        _batch,
     ),
     "bombs": (
         "What is sent to do harm: answer, time, memory of the server and all its processes",
