@@ -167,6 +167,8 @@ def test_short_prompts_share_a_pass() -> None:
     assert dict(prefiller.plan([short, long])) == {short: 20, long: 44}
     assert dict(prefiller.plan([long])) == {long: 64}
     assert not prefiller.plan([])
+    long.done = 250  # attention to what was read takes its part of the pass
+    assert 0 < dict(prefiller.plan([long]))[long] < 50
 
 
 def test_models_without_even_layers_say_why() -> None:

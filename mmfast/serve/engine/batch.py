@@ -62,7 +62,7 @@ class Batch:
     @property
     def answers(self) -> list[Answer]:
         """All requests at work."""
-        encoding = [a for a in self._encoding[1] if a is not None] if self._encoding else []
+        encoding = [a for a in self._encoding[1] if a] if self._encoding else []
         jobs = [answer for answer, _ in list(self._jobs.values())]  # health is of any thread
         return [*self._raw.values(), *encoding, *jobs, *self._running.values()]
 
@@ -81,13 +81,6 @@ class Batch:
         """Bytes of keys and values of requests at work."""
         jobs = sum(job.nbytes for _, job in list(self._jobs.values()))
         return self.decoder.slots.nbytes + jobs
-
-    def worst(self, more: Sequence[Answer] = ()) -> int:
-        """Bytes that everything at work may come to hold, with more requests beside it."""
-        on_way = [*(a for a in self.answers if a.id not in self._running), *more]
-        rows = self.decoder.slots.needed([answer.reserve for answer in on_way])
-        pieces = sum(answer.reserve - answer.sampling.max_tokens for answer in on_way)
-        return (rows + pieces) * self.per_token
 
     def start(self, answer: Answer) -> None:
         """Take a request in."""
@@ -113,11 +106,13 @@ class Batch:
     # --- one unit of work ---------------------------------------------------------------------
 
     def work(self, new: bool = True) -> bool:
-        """A slice of the tower or a chunk of prefill, in turns; whether there was any.
+        """A slice of the tower or a chunk of prefill, in turns, or what ends one; whether any was.
 
         Args:
             new: The tower may be called anew.
         """
+        if self._begin_some():
+            return True
         encodes = (bool(self._raw) and new) or self._encoding is not None
         if encodes and not (self._jobs and self._prefill_next):
             self._prefill_next = True
@@ -202,7 +197,7 @@ class Batch:
     def _pass(self, plan: Sequence[tuple[Job, int]], owners: dict[Job, Answer]) -> None:
         """One pass of prefill; nothing has happened where it raises."""
         start, worked = time.perf_counter(), time.thread_time()
-        ended = self.prefiller.run(plan)
+        self.prefiller.run(plan)
         ms = (time.perf_counter() - start) * 1e3
         total = sum(n for _, n in plan)
         self.passes.append((total, ms / 1e3, time.thread_time() - worked))
@@ -211,8 +206,18 @@ class Batch:
         for job, n in plan:
             owners[job].prefill_ms += ms * n / total
             self._served(owners[job].tenant, n)
-        for job in ended:
-            self._begin(owners[job], self.prefiller.result(job))
+        if not self._running:  # nobody waits for the next step
+            self._begin_some()
+
+    def _begin_some(self) -> bool:
+        """Prompts that are read begin to decode, for half a chunk's time; whether any was."""
+        start = time.perf_counter()
+        ended = [(answer, job) for answer, job in self._jobs.values() if not job.left]
+        for answer, job in ended:
+            self._begin(answer, self.prefiller.result(job))
+            if time.perf_counter() - start > self.pace / 2:
+                break
+        return bool(ended)
 
     def _begin(self, answer: Answer, filled: Filled) -> None:
         """From prefill to decoding."""
@@ -236,13 +241,8 @@ class Batch:
         if answer.broken or prompt is None or prompt.whole is None:
             answer.over = True
             return
-        told = {
-            "rows": prompt.rows,
-            "reductions": prompt.reductions,
-            "visual_tokens": prompt.visual_tokens,
-            "kept_tokens": prompt.kept_tokens,
-            "prompt": prompt.length,
-        }
+        names = ("rows", "reductions", "visual_tokens", "kept_tokens")
+        told = {**{name: getattr(prompt, name) for name in names}, "prompt": prompt.length}
         answer.finish(told, len(prompt.whole))
 
     def _fail(self, answer: Answer, error: Exception) -> None:

@@ -73,7 +73,7 @@ class Prefiller:
 
     Args:
         model: A stock model of full-attention layers.
-        chunk: Most tokens of one pass.
+        chunk: Most tokens of one pass, of prompts that begin with it.
 
     Raises:
         ModelError: Its rows cannot be at different lengths in one pass.
@@ -83,6 +83,14 @@ class Prefiller:
         check_batches(model)
         self.model, self.chunk = model, chunk
         self.decoder, self._output = model.get_decoder(), model.get_output_embeddings()
+        layer, config = self.decoder.layers[0], self.decoder.config
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        # Tokens before it that cost a token's attention as much as the weights of a layer do.
+        self._even = sum(each.numel() for each in layer.parameters()) // (
+            2 * width * config.num_attention_heads
+        )
         config = model.generation_config
         self._penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
 
@@ -97,14 +105,16 @@ class Prefiller:
         """Which tokens go next.
 
         The first job gets half a chunk at least, short ones that fit as a whole the rest of it;
-        what is left then goes to the first, and behind its end to the next in line.
+        what is left then goes to the first, and behind its end to the next in line. A chunk is
+        smaller the more the first has read: no pass is longer because its prompt is.
         """
         waiting = [job for job in jobs if job.left]
         if not waiting:
             return []
         first, *others = waiting
-        plan = {first: min(first.left, max(1, self.chunk // 2))}
-        room = self.chunk - plan[first]
+        chunk = max(1, self.chunk * self._even // (self._even + first.done))
+        plan = {first: min(first.left, max(1, chunk // 2))}
+        room = chunk - plan[first]
         for job in sorted(others, key=lambda job: job.left):
             if job.left <= room:
                 plan[job] = job.left
