@@ -38,7 +38,27 @@ def build(shelf: Shelf) -> Any:
                 about_tab(shelf)
         blocks.load(shelf.warm_soon, api_visibility="private", queue=False)
     blocks.queue(max_size=WAITING, default_concurrency_limit=4)
+    blocks.has_launched = True  # else a mounted page takes any file of this machine for an upload
+    for block in blocks.blocks.values():
+        _local(block)
     return blocks
+
+
+def _local(block: Any) -> None:
+    """What a visitor gives is uploaded: no address is fetched for anybody."""
+    later, now = block.async_move_resource_to_block_cache, block.move_resource_to_block_cache
+
+    async def moved_later(path: Any) -> Any:
+        return await later(_uploaded(path))
+
+    block.async_move_resource_to_block_cache = moved_later
+    block.move_resource_to_block_cache = lambda path: now(_uploaded(path))
+
+
+def _uploaded(path: Any) -> Any:
+    if "://" in str(path):
+        raise gr.Error("this page fetches nothing from elsewhere; upload the file")
+    return path
 
 
 def mount(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,16 @@ ROOT = Path(__file__).resolve().parents[1]
 pytest.register_assert_rewrite("reducer_checks", "compress_checks")
 
 from media_factory import write_video  # noqa: E402
+
+_SERVING = re.compile(r"test_(batch|demo|engine|guard|realtime|scheduler|serve|voice)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def swept(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A socket or a loop that a module leaves open is found there, and not in a later test."""
+    yield
+    if _SERVING.match(request.module.__name__):
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

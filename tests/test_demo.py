@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import gc
 import io
 import json
 import re
@@ -25,6 +25,7 @@ from mmfast.core.errors import MmfastError
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install mmfast[demo]")
 
 from mmfast.demos import asking, ask_tab, chart, compare_tab, evidence, examples, views  # noqa: I001
+from mmfast.demos.app import build
 from mmfast.demos.seats import Seats
 from mmfast.demos.shelf import Shelf
 from mmfast.demos.viewing import SMALL, Viewing
@@ -40,13 +41,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def swept() -> Iterator[None]:
-    """What others leave open is found here, where it is ignored, and not in a later test."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -424,3 +418,24 @@ def _until(what: Any, patience: float = 120.0) -> None:
     while not what():
         assert time.monotonic() < limit, "it did not happen"
         time.sleep(0.01)
+
+
+# --------------------------------------------------------------------------------------- uploads
+
+
+@pytest.mark.parametrize("path", ["/etc/hostname", "/dev/zero", "http://example.com/x.png"])
+def test_what_nobody_uploaded_is_not_taken(path: str, shelf: Shelf) -> None:
+    import gradio as gr
+    from gradio.context import LocalContext
+    from gradio.processing_utils import async_move_files_to_cache
+
+    blocks = build(shelf)
+    token = LocalContext.blocks.set(blocks)
+    try:
+        for block in list(blocks.blocks.values()):
+            given = {"path": path, "meta": {"_type": "gradio.FileData"}}
+            with pytest.raises((gr.Error, gr.exceptions.InvalidPathError)):
+                asyncio.run(async_move_files_to_cache(given, block, check_in_upload_folder=True))
+            assert not block.temp_files
+    finally:
+        LocalContext.blocks.reset(token)

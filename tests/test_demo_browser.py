@@ -5,7 +5,6 @@ Pictures go to the folder that MMFAST_SCREENSHOTS names, or to pytest's temporar
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import shutil
@@ -44,13 +43,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def swept() -> Iterator[None]:
-    """What others leave open is found here, where it is ignored, and not in a later test."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ def numbered(count: int, step: float = 1.0) -> Iterator[tuple[np.ndarray, float]
 
 
 def mmfast_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("mmfast")]
+    of_feeds = ("mmfast-feed", "mmfast-source", "mmfast-slice")
+    return [t.name for t in threading.enumerate() if t.name.startswith(of_feeds)]
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _modules() -> list[str]:
     names = []
-    prefixes = {"mmfast": "mmfast", "pipelines": "mmfast.pipelines", "kernels": "mmfast.kernels"}
+    beside = ("pipelines", "kernels", "demos")
+    prefixes = {"mmfast": "mmfast", **{name: f"mmfast.{name}" for name in beside}}
     for top, prefix in prefixes.items():
         for path in (ROOT / top).rglob("*.py"):
             parts = path.relative_to(ROOT / top).with_suffix("").parts
@@ -57,7 +58,8 @@ def _modules() -> list[str]:
 
 def _needs_more(module: str) -> bool:
     """Whether a module needs what only an extra or a GPU machine has."""
-    return ".kernels." in module or module == "mmfast.bench.lmms"
+    runs_in_vllm = module.startswith("mmfast.vllm.qwen")
+    return ".kernels." in module or module == "mmfast.bench.lmms" or runs_in_vllm
 
 
 def test_wheel_holds_everything(wheel: Path) -> None:
@@ -66,7 +68,7 @@ def test_wheel_holds_everything(wheel: Path) -> None:
     for path in (ROOT / "assets" / "models").rglob("*"):
         if path.is_file():
             assert f"mmfast/{path.relative_to(ROOT)}" in names
-    for top in ("mmfast", "kernels", "pipelines"):
+    for top in ("mmfast", "kernels", "pipelines", "demos"):
         for path in (ROOT / top).rglob("*.py"):
             inside = str(path.relative_to(ROOT))
             assert (inside if top == "mmfast" else f"mmfast/{inside}") in names

@@ -168,7 +168,8 @@ def test_short_prompts_share_a_pass() -> None:
     assert dict(prefiller.plan([long])) == {long: 64}
     assert not prefiller.plan([])
     long.done = 250  # attention to what was read takes its part of the pass
-    assert 0 < dict(prefiller.plan([long]))[long] < 50
+    assert 0 < dict(prefiller.plan([long], waited=True))[long] < 50
+    assert dict(prefiller.plan([long])) == {long: 50}  # nobody waits: all that is left
 
 
 def test_models_without_even_layers_say_why() -> None:
@@ -191,6 +192,9 @@ def test_queue_is_fair() -> None:
     first = queue.peek()
     assert first is not None and first.id == "new"
     queue.push(ask("urgent", "x", tenant="many", priority=1))
+    first = queue.peek()
+    assert first is not None and first.id == "new"  # nobody buys the turn of another
+    queue.remove("new")
     first = queue.peek()
     assert first is not None and first.id == "urgent"
     assert queue.remove("urgent") is first and queue.remove("urgent") is None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, field
 
 from mmfast.serve.engine.base import BusyError, Emit, Event, Failure, Request
 from mmfast.serve.engine.crew import Place
+
+LOG = logging.getLogger("mmfast.serve")
 
 
 @dataclass(eq=False)
@@ -36,11 +39,17 @@ class Awaited:
     def hear(self, event: Event) -> None:
         """Pass an event on; a worker that sends one has taken the request."""
         self.decide(True)
-        self.emit(event)
+        self._tell(event)
 
     def end(self, failure: Failure) -> None:
         """Nobody answers any more: an error, or a refusal where nobody ever began."""
         if self.decided.is_set():
-            self.emit(failure)
+            self._tell(failure)
         else:
             self.decide(BusyError(f"{failure.message}; try again in a second"))
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self.emit(event)
+        except Exception:  # whoever listened is gone; others still wait for this thread
+            LOG.exception("request %s cannot be told", self.request.id)

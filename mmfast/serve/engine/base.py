@@ -88,7 +88,7 @@ class Request:
         options: What is reduced, and how far.
         tenant: Whose request it is: results are reused within a tenant only, and tenants share
             the machine fairly.
-        priority: Higher goes first.
+        priority: Higher goes first, among those of its tenant.
     """
 
     id: str

@@ -10,7 +10,6 @@ from typing import Any
 from mmfast.serve.engine.answer import Answer
 from mmfast.serve.engine.decode import Decoder
 from mmfast.serve.engine.encoder import Encoder, Result
-from mmfast.serve.engine.parts import Filled
 from mmfast.serve.engine.prefill import Job, Prefiller, token_bytes
 from mmfast.serve.engine.prefix import Prefixes
 
@@ -111,7 +110,8 @@ class Batch:
         Args:
             new: The tower may be called anew.
         """
-        if self._begin_some():
+        if read := self._read():
+            self._begin(*read[0])
             return True
         encodes = (bool(self._raw) and new) or self._encoding is not None
         if encodes and not (self._jobs and self._prefill_next):
@@ -180,7 +180,7 @@ class Batch:
 
     def _prefill(self) -> bool:
         order = sorted(self._jobs.values(), key=lambda both: -both[0].priority)
-        plan = self.prefiller.plan([job for _, job in order])
+        plan = self.prefiller.plan([job for _, job in order], bool(self._running))
         if not plan:
             return False
         owners = {job: answer for answer, job in order}
@@ -192,37 +192,35 @@ class Batch:
                     self._pass([(job, n)], owners)
                 except Exception as error:
                     self._fail(owners[job], error)
+        for answer, job in self._read():
+            # Copying a long prompt to its row takes as long as a pass: a unit of its own.
+            if job.prompt.length <= self.prefiller.chunk or not self._running:
+                self._begin(answer, job)
         return True
+
+    def _read(self) -> list[tuple[Answer, Job]]:
+        """Prompts that are read, and wait to begin."""
+        return [(answer, job) for answer, job in self._jobs.values() if not job.left]
 
     def _pass(self, plan: Sequence[tuple[Job, int]], owners: dict[Job, Answer]) -> None:
         """One pass of prefill; nothing has happened where it raises."""
+        work = sum(self.prefiller.cost(job, n) for job, n in plan)
         start, worked = time.perf_counter(), time.thread_time()
         self.prefiller.run(plan)
         ms = (time.perf_counter() - start) * 1e3
         total = sum(n for _, n in plan)
         self.passes.append((total, ms / 1e3, time.thread_time() - worked))
-        if total > self.prefiller.chunk // 2:  # what a whole chunk takes here and now
-            self.pace += 0.2 * (ms / 1e3 * self.prefiller.chunk / total - self.pace)
+        if work > self.prefiller.chunk // 2:  # what a whole chunk takes here and now
+            self.pace += 0.2 * (ms / 1e3 * self.prefiller.chunk / work - self.pace)
         for job, n in plan:
             owners[job].prefill_ms += ms * n / total
             self._served(owners[job].tenant, n)
-        if not self._running:  # nobody waits for the next step
-            self._begin_some()
 
-    def _begin_some(self) -> bool:
-        """Prompts that are read begin to decode, for half a chunk's time; whether any was."""
-        start = time.perf_counter()
-        ended = [(answer, job) for answer, job in self._jobs.values() if not job.left]
-        for answer, job in ended:
-            self._begin(answer, self.prefiller.result(job))
-            if time.perf_counter() - start > self.pace / 2:
-                break
-        return bool(ended)
-
-    def _begin(self, answer: Answer, filled: Filled) -> None:
+    def _begin(self, answer: Answer, job: Job) -> None:
         """From prefill to decoding."""
         del self._jobs[answer.id]
         assert answer.embedded is not None
+        filled = self.prefiller.result(job)
         self.prefixes.put(answer.tenant, answer.embedded.blocks, filled.kv)
         self._running[answer.id] = answer
         try:

@@ -176,7 +176,8 @@ class Crowd:
             stream.end(Failure(f"the engine failed on this request ({reason})"))
 
     def _note(self, place: Place, job: str, packet: Packet) -> None:
-        self._health[place] = unpack(packet)
+        with self._lock:
+            self._health[place] = unpack(packet)
 
     def _ask(self, place: Place, job: str, packet: Packet) -> None:
         """An answering worker wants media encoded: on to the encoder with the least to do."""
@@ -199,7 +200,8 @@ class Crowd:
         asker.forward(kind, name, packet)
 
     def _lose(self, place: Place, jobs: set[str]) -> None:
-        self._health.pop(place, None)
+        with self._lock:
+            self._health.pop(place, None)
         for job in jobs:
             if place.role == ENCODE and job in self._calls:
                 asker, name = self._calls.pop(job)

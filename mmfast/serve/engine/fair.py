@@ -1,4 +1,4 @@
-"""Who goes next: priority first, then the tenant that had least, then who came first."""
+"""Who goes next: of the tenant that had least, by priority, then who came first."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FairQueue(Generic[T]):
         if not self._waiting:
             return None
         order = enumerate(self._waiting.values())
-        return min(order, key=lambda p: (-p[1].priority, self.served.get(p[1].tenant, 0.0), p[0]))[
+        return min(order, key=lambda p: (self.served.get(p[1].tenant, 0.0), -p[1].priority, p[0]))[
             1
         ]
 

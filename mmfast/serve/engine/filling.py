@@ -93,20 +93,24 @@ class Filling:
             self._pass()
 
     def _pass(self) -> None:
-        jobs = list(self._jobs)
+        plan = self._prefiller.plan(list(self._jobs))
         try:
-            ended = self._prefiller.step(jobs)
-        except Exception as error:
-            # Which of them it was cannot be told: those of the plan fail, the others go on.
-            for job, _ in self._prefiller.plan(jobs):
-                future, _at = self._jobs.pop(job)
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(error)
-            return
+            ended = self._prefiller.run(plan)
+        except Exception:  # one of them is broken: alone, only that one fails
+            ended = [job for part in plan for job in self._alone(part)]
         for job in ended:
             future, at = self._jobs.pop(job)
             if future.set_running_or_notify_cancel():
                 future.set_result(self._piece(job, (time.perf_counter() - at) * 1e3))
+
+    def _alone(self, part: tuple[Job, int]) -> list[Job]:
+        try:
+            return self._prefiller.run([part])
+        except Exception as error:
+            future, _ = self._jobs.pop(part[0])
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+            return []
 
     def _piece(self, job: Job, ms: float) -> Piece:
         prompt = job.prompt

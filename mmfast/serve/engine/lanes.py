@@ -164,9 +164,10 @@ class Lanes:
         if self.batched(answer):
             assert self.batch is not None
             self.batch.start(answer)
-            self.batch.prefixes.shrink(self.limit - self.worst() * self.per_token)
         else:
             self.solo.start(answer)
+        if self.batch is not None:
+            self.batch.prefixes.shrink(self.limit - self.worst() * self.per_token)
 
     def cancel(self, name: str) -> None:
         """Let a request go; its memory is free at once."""

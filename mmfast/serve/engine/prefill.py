@@ -88,7 +88,7 @@ class Prefiller:
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
         # Tokens before it that cost a token's attention as much as the weights of a layer do.
-        self._even = sum(each.numel() for each in layer.parameters()) // (
+        self._even: int = sum(each.numel() for each in layer.parameters()) // (
             2 * width * config.num_attention_heads
         )
         config = model.generation_config
@@ -101,29 +101,38 @@ class Prefiller:
             self.step(jobs)
         return [self.result(job) for job in jobs]
 
-    def plan(self, jobs: Sequence[Job]) -> list[tuple[Job, int]]:
+    def cost(self, job: Job, tokens: int = 1) -> float:
+        """Work on the next tokens of a job, in tokens that have nothing before them."""
+        return tokens * (self._even + job.done) / self._even
+
+    def plan(self, jobs: Sequence[Job], waited: bool = False) -> list[tuple[Job, int]]:
         """Which tokens go next.
 
         The first job gets half a chunk at least, short ones that fit as a whole the rest of it;
-        what is left then goes to the first, and behind its end to the next in line. A chunk is
-        smaller the more the first has read: no pass is longer because its prompt is.
+        what is left then goes to the first, and behind its end to the next in line.
+
+        Args:
+            jobs: In the order of their turns.
+            waited: Somebody waits for the end of the pass: attention to what was read before
+                takes its part of the chunk, so that no pass is longer because its prompt is.
         """
+        price = self.cost if waited else _one
         waiting = [job for job in jobs if job.left]
         if not waiting:
             return []
         first, *others = waiting
-        chunk = max(1, self.chunk * self._even // (self._even + first.done))
-        plan = {first: min(first.left, max(1, chunk // 2))}
-        room = chunk - plan[first]
+        plan = {first: min(first.left, max(1, int(self.chunk // 2 / price(first))))}
+        room = self.chunk - plan[first] * price(first)
         for job in sorted(others, key=lambda job: job.left):
-            if job.left <= room:
+            if job.left * price(job) <= room:
                 plan[job] = job.left
-                room -= job.left
-        more = min(first.left - plan[first], room)
+                room -= job.left * price(job)
+        more = min(first.left - plan[first], int(max(room, 0) / price(first)))
         plan[first] += more
+        room -= more * price(first)
         following = next((job for job in others if job not in plan), None)
-        if room > more and following is not None:
-            plan[following] = min(following.left, room - more)
+        if following is not None and room >= price(following):
+            plan[following] = min(following.left, int(room / price(following)))
         return list(plan.items())
 
     @torch.inference_mode()
@@ -170,15 +179,20 @@ class Prefiller:
         ended, at, row = [], [], 0
         for job, n in plan:
             row += n
-            job.done += n
-            if not job.left:
+            if job.left == n:
                 ended.append(job)
                 at.append(row - 1)
-        if ended:
+        if ended:  # before anything counts as read: it may fail
             found = logits(self._output, self.decoder, hidden[at])
             for job, mine in zip(ended, found, strict=True):
                 job.logits = mine
+        for job, n in plan:
+            job.done += n
         return ended
+
+
+def _one(job: Job) -> float:
+    return 1.0
 
 
 def reusable(length: int) -> int:

@@ -55,15 +55,20 @@ class RemoteEncoder(Encoder):
         here = [i for i, each in enumerate(batch) if not each.media]
         for step in super().steps([batch[i] for i in here]):
             yield None if step is None else (here[step[0]], step[1])
-        while calls:
-            found = self._found(calls)
-            for call, result in found.items():
-                number = calls.pop(call)
-                if isinstance(result, LostError):
-                    self.lost.add(batch[number].request.id)
-                yield number, result
-            if not found:
-                yield None
+        try:
+            while calls:
+                found = self._found(calls)
+                for call, result in found.items():
+                    number = calls.pop(call)
+                    if isinstance(result, LostError):
+                        self.lost.add(batch[number].request.id)
+                    yield number, result
+                if not found:
+                    yield None
+        finally:  # nobody waits any more: what still comes is not kept
+            with self._some:
+                for call in calls:
+                    self._results.pop(call, None)
 
     def told(self, call: str, result: Result) -> None:
         """A result, or why there is none; of any thread."""

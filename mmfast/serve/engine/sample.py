@@ -15,6 +15,8 @@ from mmfast.decoding.sampling import draw, not_finite, process
 from mmfast.models.towers import KINDS
 from mmfast.serve.engine.parts import Draw
 
+_GREEDY = 1e-5  # a temperature under it: logits divided by it are no numbers any more
+
 
 class Chooser:
     """What `generate` of a model does to logits, without its state.
@@ -64,7 +66,7 @@ class Chooser:
         for row, each in enumerate(draws):
             if not fine[row]:
                 found.append(ModelError(not_finite()))
-            elif each.sampling.temperature == 0:
+            elif each.sampling.temperature < _GREEDY:
                 found.append(tokens[row])
             else:
                 found.append(_drawn(logits[row], each))

@@ -68,7 +68,7 @@ class Scheduler:
         encoder: Callable[[Any, Any, int], Encoder] = Encoder,
     ) -> None:
         parse(reduce), call_plan(cache)
-        self.pair = stock, processor = load(model, device, dtype)
+        stock, processor = load(model, device, dtype)
         self.model = name or (EMBEDDED if model is None else str(model))
         limit = kv_limit(memory, stock.device)
         self._queue: FairQueue[Answer] = FairQueue()

@@ -54,7 +54,7 @@ class Slicer:
             except GeneratorExit:
                 self._stopping = True
                 self._resumed()
-                self._stopping = False
+                self._stopping, self._result = False, None  # its frames hold the call's memory
                 raise
         found: T = self._value()
         return found
@@ -70,7 +70,7 @@ class Slicer:
     def _value(self) -> Any:
         """What the call returned; or raises what it raised."""
         assert self._result is not None
-        fine, value = self._result
+        (fine, value), self._result = self._result, None
         if not fine:
             raise value
         return value

@@ -53,7 +53,12 @@ class Slots:
         row, length = len(self.lengths), int(kv[0].shape[2])
         self.lengths.append(length)
         self.reserved.append(max(reserve, length + 1))
-        self._fit(kv)
+        try:
+            self._fit(kv)
+        except BaseException:  # no memory: nothing has come
+            self.lengths.pop()
+            self.reserved.pop()
+            raise
         for own, new in zip(self.data, kv, strict=True):
             assert own is not None
             own[:, row, :, :length] = new
@@ -83,6 +88,7 @@ class Slots:
     def _fit(self, like: Sequence[Tensor]) -> None:
         """Make room, or give back what is no longer needed."""
         rows, room = self.shape(self.reserved)
+        made: list[tuple[int, Tensor]] = []
         for i, own in enumerate(self.data):
             if own is not None and own.shape[1] == rows and own.shape[3] == room:
                 continue
@@ -95,6 +101,8 @@ class Slots:
             if own is not None:
                 r, c = min(rows, own.shape[1]), min(room, own.shape[3])
                 new[:, :r, :, :c] = own[:, :r, :, :c]
+            made.append((i, new))
+        for i, new in made:  # all or nothing
             self.data[i] = new
 
 

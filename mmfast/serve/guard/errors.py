@@ -19,8 +19,9 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-_ADVICE = re.compile(r",? or raise (?:Limits\([^)]*\)|\w+=)")  # of the library, not the server
-_LONGEST = 500
+# Of the library, not the server; bounded, for the text may be a client's.
+_ADVICE = re.compile(r",? or raise (?:Limits\([^)]{0,200}\)|\w+=)")
+_LONGEST, _READ = 500, 4000  # letters that are told, and that are looked at
 _TOP = (
     *("home", "root", "tmp", "usr", "var", "opt", "etc", "proc", "sys", "dev", "srv", "mnt"),
     *("media", "data", "run", "lib", "boot", "workspace", "Users"),
@@ -114,6 +115,6 @@ def reply(error: BaseException) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
 
 def scrub(message: str) -> str:
     """One line without the server's paths and without advice that only its owner can follow."""
-    line = " ".join(_ADVICE.sub("", message).split())
+    line = " ".join(_ADVICE.sub("", message[:_READ]).split())
     line = _PATHS.sub("<path>", line)
     return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."

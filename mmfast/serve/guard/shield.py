@@ -59,7 +59,7 @@ class Shield:
                 self._guard,
                 allow_origins=list(config.origins),
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type", "x-request-id"],
+                allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after"],
             )
 

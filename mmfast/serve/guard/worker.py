@@ -37,7 +37,7 @@ class Decoders:
     """
 
     def __init__(self, workers: int, waiting: int = 64, held: int = 2 << 30) -> None:
-        self._threads = ThreadPoolExecutor(workers, "mmfast-decode")
+        self._threads = ThreadPoolExecutor(workers, "decoders")
         self._most, self._pending = workers + waiting, 0
         self._held, self._room = _Held(held), threading.Lock()
         self._parent = Parent()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,10 +126,10 @@ def _names(keys: Sequence[str | int], body: Any) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = repr(value[:60]) if isinstance(value, str) else reprlib.repr(value)
     return _plain(text if len(text) <= 60 else text[:57] + "…")
 
 
 def _plain(text: object) -> str:
     """On one line, and fit to be sent."""
-    return " ".join(str(text).encode("utf-8", "replace").decode().split())[:200]
+    return " ".join(str(text)[:400].encode("utf-8", "replace").decode().split())[:200]

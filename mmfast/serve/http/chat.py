@@ -59,7 +59,7 @@ class Answer:
         self._service, self._asked, self._caller = service, asked, caller
         self._start = self._last = time.perf_counter()
         self._reply = Reply(f"chatcmpl-{uuid.uuid4().hex}", asked.model)
-        self._begun, self._said = False, list[str]()
+        self._begun, self._said, self._spent = False, list[str](), 0
         _check(asked, service)
 
     async def whole(self) -> Response:
@@ -127,6 +127,8 @@ class Answer:
         now, metrics = time.perf_counter(), self._service.metrics
         if isinstance(found, Delta):
             self._said.append(found.text)
+            self._caller.spend(found.tokens)  # as it comes: who leaves early pays, too
+            self._spent += found.tokens
             if self._begun:
                 metrics.gap(now - self._last, found.tokens)
             else:
@@ -134,7 +136,7 @@ class Answer:
             self._begun, self._last = True, now
         elif isinstance(found, Finish):
             metrics.finished(found)
-            self._caller.spend(found.prompt_tokens + found.completion_tokens)
+            self._caller.spend(found.prompt_tokens + max(found.completion_tokens - self._spent, 0))
             self._log()
         return found
 

@@ -91,8 +91,15 @@ class Reader:
         role: Role = "system" if given.role == "developer" else given.role
         if isinstance(given.content, str):
             return Message(role, (given.content,))
-        parts = [self._part(part, (number, i)) for i, part in enumerate(given.content)]
-        return Message(role, tuple(await asyncio.gather(*parts)))
+        parts = [
+            asyncio.ensure_future(self._part(part, (number, i)))
+            for i, part in enumerate(given.content)
+        ]
+        try:
+            return Message(role, tuple(await asyncio.gather(*parts)))
+        finally:  # where one fails, nobody waits for the others
+            for part in parts:
+                part.cancel()
 
     async def _part(self, part: Any, place: tuple[int, int]) -> str | Media:
         if isinstance(part, asked.TextPart):

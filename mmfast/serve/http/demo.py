@@ -55,6 +55,7 @@ def _build(service: Service) -> FastAPI:
     from mmfast.demos.app import mount
 
     inner, config = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), service.config
-    read, model = partial(read_upload, config=config), service.weights()
-    mount(inner, PATH, model=model, device=config.device, dtype=config.dtype, read=read)
+    read = partial(read_upload, config=config)
+    # A model of its own: methods of visitors put hooks on it, which the engine's must not hear.
+    mount(inner, PATH, model=config.model, device=config.device, dtype=config.dtype, read=read)
     return inner

@@ -132,16 +132,6 @@ class Service:
             )
         return await self._voice.get()
 
-    def weights(self) -> Any:
-        """The model for those beside the engine, to be called in a thread: loaded only once.
-
-        Returns:
-            `(model, processor)` of an engine in this process; else what `config.model` says.
-        """
-        if self.config.model is None:
-            return None  # each takes the embedded model for what it does
-        return getattr(self._engine.start().result(), "pair", self.config.model)
-
     def spawn_voice(self, work: Callable[[], None]) -> None:
         """Begin a speech in one of the same threads."""
         self._threads.submit(work)

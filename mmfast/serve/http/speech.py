@@ -106,8 +106,8 @@ class Saying:
             sounds = iter(speaker.speak(asked.input, **options))
         except MmfastError as error:
             raise api_error(error, "speed" if "rate" in str(error) else "input") from error
-        waiting.add(self)
         writer = sound_writer(asked.response_format or "mp3", speaker.sample_rate)
+        waiting.add(self)
         service.spawn_voice(lambda: self._work(sounds, writer))
 
     def _work(self, sounds: Any, writer: Any) -> None:

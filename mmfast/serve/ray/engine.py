@@ -123,7 +123,7 @@ class RayEngine:
             if not self._running["decode"]:
                 raise BusyError("no decode replica is ready; it is being started", 2.0)
             self._streams[request.id] = stream
-        self._loop.call_soon_threadsafe(self._begin, stream, reduce)
+            self._loop.call_soon_threadsafe(self._begin, stream, reduce)
 
     def cancel(self, request_id: str) -> None:
         """See `Executor.cancel`."""
@@ -197,11 +197,13 @@ class RayEngine:
         while not self._over.wait(1.0):
             try:
                 known = serve.status().applications
+                for role, app in zip(ROLES, self._apps, strict=True):
+                    states: Any = (
+                        known[app].deployments[role].replica_states if app in known else {}
+                    )
+                    self._running[role] = int(states.get("RUNNING", 0))
             except Exception:  # the controller is being started again
                 continue
-            for role, app in zip(ROLES, self._apps, strict=True):
-                states: Any = known[app].deployments[role].replica_states if app in known else {}
-                self._running[role] = int(states.get("RUNNING", 0))
 
 
 def _check(reduce: str | None, cache: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -65,21 +66,21 @@ class ItemDelete(Event):
     """Forget an item."""
 
     type: Literal["conversation.item.delete"]
-    item_id: str
+    item_id: Name
 
 
 class ItemRetrieve(Event):
     """Show an item."""
 
     type: Literal["conversation.item.retrieve"]
-    item_id: str
+    item_id: Name
 
 
 class ItemTruncate(Event):
     """So much of a reply was heard."""
 
     type: Literal["conversation.item.truncate"]
-    item_id: str
+    item_id: Name
     content_index: int
     audio_end_ms: float = Field(allow_inf_nan=False)
 
@@ -95,7 +96,7 @@ class ResponseCancel(Event):
     """Stop answering."""
 
     type: Literal["response.cancel"]
-    response_id: str | None = None
+    response_id: Name | None = None
 
 
 class ImageAppend(Event):
@@ -170,7 +171,7 @@ def _precise(error: ValidationError) -> EventError:
 
 
 def _brief(value: Any) -> str:
-    text = repr(value)
+    text = repr(value[:60]) if isinstance(value, str) else reprlib.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -192,7 +192,7 @@ def realtime_of(service: Any) -> RealtimeService:
 
         found = RealtimeService(
             config,
-            lambda: load_voices(config, speech(), service.weights()),
+            lambda: load_voices(config, speech()),
             model=lambda: str(service.model),
             metrics=service.metrics,
         )
@@ -201,21 +201,15 @@ def realtime_of(service: Any) -> RealtimeService:
     return found
 
 
-def load_voices(config: ServerConfig, speech: Any, model: Any = None) -> Voices:
-    """What a server with these options answers with: it sees, where its model can watch streams.
-
-    Args:
-        config: Options of the server.
-        speech: Listens and speaks.
-        model: As for a pipeline; None takes the embedded one.
-    """
+def load_voices(config: ServerConfig, speech: Any) -> Voices:
+    """What a server with these options answers with: it sees, where its model can watch streams."""
     from mmfast.core.errors import ModelError
     from mmfast.pipelines.omni_chat import OmniChat
     from mmfast.serve.realtime.omni import OmniVoices
 
     try:
-        omni = OmniChat(model, speech=speech, device=config.device, dtype=config.dtype)
-        return OmniVoices(omni, follows=model is not None)
+        omni = OmniChat(config.model, speech=speech, device=config.device, dtype=config.dtype)
+        return OmniVoices(omni, follows=config.model is not None)
     except ModelError:
         _log.warning("%s cannot watch; /v1/realtime answers speech alone", config.model)
         return ChatterVoices(speech)
