@@ -155,8 +155,8 @@ class Batch:
             self._encoding = self.encoder.steps(prepared), [*fresh]
         steps, batch = self._encoding
         # With nobody to wait for it, the tower need not stop.
-        # A slice ends at the first block behind half a chunk's time: with that block it is a chunk.
-        self.encoder.slicer.budget = self.pace / 2 if self._running else None
+        # A slice ends at the first block behind its time: with that block it is about a chunk.
+        self.encoder.slicer.budget = 0.7 * self.pace if self._running else None
         step = next(steps, _END)
         if step is _END:
             self._encoding = None

@@ -193,7 +193,11 @@ class Lanes:
             self.solo.step(prompts=True)
             self._prompt_turn = False
         elif batch is not None:
-            batch.work(new=not self.solo.waits)
+            start = time.perf_counter()
+            # Small units share a step: each step costs as much as a few of them.
+            while batch.work(new=not self.solo.waits):
+                if time.perf_counter() - start > batch.pace / 3:
+                    break
             self._prompt_turn = True
         if batch is not None:
             batch.decode()
