@@ -70,7 +70,10 @@ def send(operation: Any, mode: GenerationMode, cases: int, number: int, seen: Co
         better(case.body, mode)
         reply = case.call(timeout=60)
         seen[f"{operation.label} {reply.status_code}"] += 1
-        case.validate_response(reply, checks=wanted)
+        # A body over the limit is refused before anybody looks at its schema, and rightly with 413.
+        rejected = [check for check in wanted if check.__name__ == "negative_data_rejection"]
+        known = rejected if reply.status_code == 413 else []
+        case.validate_response(reply, checks=[check for check in wanted if check not in known])
 
     one()
 

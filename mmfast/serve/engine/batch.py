@@ -105,10 +105,13 @@ class Batch:
     # --- one unit of work ---------------------------------------------------------------------
 
     def work(self, new: bool = True) -> bool:
-        """A slice of the tower or a chunk of prefill, in turns, or what ends one; whether any was.
+        """A slice of the tower or a chunk of prefill, in turns, or what ends one.
 
         Args:
             new: The tower may be called anew.
+
+        Returns:
+            Whether another unit may follow without a decoding step: never behind a pass.
         """
         if read := self._read():
             self._begin(*read[0])
@@ -119,7 +122,8 @@ class Batch:
             self._encode()
             return True
         self._prefill_next = False
-        return self._prefill()
+        self._prefill()
+        return False
 
     def decode(self) -> bool:
         """One token for every running answer; whether there was any."""
@@ -178,11 +182,10 @@ class Batch:
         answer.cached = max(found.reused, job.reused)
         self._jobs[answer.id] = answer, job
 
-    def _prefill(self) -> bool:
+    def _prefill(self) -> None:
         order = sorted(self._jobs.values(), key=lambda both: -both[0].priority)
-        plan = self.prefiller.plan([job for _, job in order], bool(self._running))
-        if not plan:
-            return False
+        if not (plan := self.prefiller.plan([job for _, job in order], bool(self._running))):
+            return
         owners = {job: answer for answer, job in order}
         try:
             self._pass(plan, owners)
@@ -196,7 +199,6 @@ class Batch:
             # Copying a long prompt to its row takes as long as a pass: a unit of its own.
             if job.prompt.length <= self.prefiller.chunk or not self._running:
                 self._begin(answer, job)
-        return True
 
     def _read(self) -> list[tuple[Answer, Job]]:
         """Prompts that are read, and wait to begin."""
