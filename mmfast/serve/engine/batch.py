@@ -56,8 +56,6 @@ class Batch:
         self.passes: deque[tuple[int, float, float]] = deque(maxlen=4096)
         self._stepped: tuple[float, float] | None = None
 
-    # --- what is at work ----------------------------------------------------------------------
-
     @property
     def answers(self) -> list[Answer]:
         """All requests at work."""
@@ -128,7 +126,6 @@ class Batch:
     def decode(self) -> bool:
         """One token for every running answer; whether there was any."""
         if not self._running:
-            self._stepped = None
             return False
         found = self.decoder.step()
         now = time.perf_counter(), time.thread_time() + self.encoder.slicer.worked
@@ -224,6 +221,8 @@ class Batch:
         assert answer.embedded is not None
         filled = self.prefiller.result(job)
         self.prefixes.put(answer.tenant, answer.embedded.blocks, filled.kv)
+        if not self._running:
+            self._stepped = None  # nobody waited until now
         self._running[answer.id] = answer
         try:
             token = self.decoder.first(filled, answer.sampling)
