@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from kernel_tools import assert_clean, compiled, interpreted, planted
 
-ROOT = Path(__file__).resolve().parents[1]
-triton = pytest.importorskip("triton", reason="triton has wheels for Linux on x86-64 only")
-
-# Triton 3.6 turns a loop bound into an index through an array of one element, which numpy 2.4
-# refuses; reading that element by hand is what later releases do.
-INTERPRETER = """
-import triton.runtime.interpreter as interpreter
-patch = interpreter._patch_lang_tensor
-def patched(tensor, *scope):
-    patch(tensor, *scope)
-    tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])
-interpreter._patch_lang_tensor = patched
-"""
+pytest.importorskip("triton", reason="triton has wheels for Linux on x86-64 only")
 
 AGAINST_REFERENCE = """
 import torch
@@ -59,60 +42,63 @@ for item in range(2):
 print("same picks")
 """
 
-COMPILE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from mmfast.kernels.max_min_select import _select, warps
-
-capability, block = int(sys.argv[1]), int(sys.argv[2])
-names = ["similarity_ptr", "first_ptr", "picks_ptr"]
-types = ["*fp32", "*i64", "*i64"]
-signature = dict(zip(names, types)) | dict.fromkeys(["n", "count"], "i32")
-signature |= dict.fromkeys(["item_stride", "row_stride"], "i64") | {"block": "constexpr"}
-source = ASTSource(fn=_select, signature=signature, constexprs={"block": block})
-target = GPUTarget("cuda", capability, 32)
-compiled = triton.compile(source, target=target, options={"num_warps": warps(block)})
-open(sys.argv[3], "wb").write(compiled.asm["cubin"])
-"""
-
-
-def python(code: str, *arguments: str, **environment: str) -> str:
-    """Run code in a process of its own: Triton reads its switches when it is imported."""
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env=clean | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+SIGNATURE = {"similarity_ptr": "*fp32", "first_ptr": "*i64", "picks_ptr": "*i64"}
+SIGNATURE |= dict.fromkeys(["n", "count"], "i32") | dict.fromkeys(
+    ["item_stride", "row_stride"], "i64"
+)
 
 
 def test_interpreter_agrees_with_the_reference() -> None:
-    assert "same picks" in python(INTERPRETER + AGAINST_REFERENCE, TRITON_INTERPRET="1")
+    assert "same picks" in interpreted(AGAINST_REFERENCE)
 
 
-@pytest.mark.parametrize("block", [2048, 8192, 16384])
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_compiles_without_spills(capability: int, block: int, tmp_path: Path) -> None:
-    binary = tmp_path / "kernel.cubin"
-    cache = str(tmp_path / "cache")
-    python(COMPILE, str(capability), str(block), str(binary), TRITON_CACHE_DIR=cache)
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    usage = subprocess.run(
-        [tools / "cuobjdump", "-res-usage", binary], capture_output=True, text=True, check=True
-    ).stdout
-    stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", usage).groups()
-    assert int(stack) == int(local) == 0, usage
-    code = subprocess.run(
-        [tools / "cuobjdump", "-sass", binary], capture_output=True, text=True, check=True
-    ).stdout
-    assert "STL" not in code and "LDG" in code
+def test_compiles_without_spills() -> None:
+    from mmfast.kernels.max_min_select import warps
+
+    jobs = [
+        {
+            "fn": "_select",
+            "signature": SIGNATURE,
+            "constexprs": {"block": block},
+            "capability": capability,
+            "num_warps": warps(block),
+        }
+        for block in (2048, 8192, 16384)
+        for capability in (80, 90, 100)
+    ]
+    for binary in compiled("max_min_select", jobs):
+        assert_clean(binary)
+        assert "LDG" in binary.sass
+
+
+def test_gates_fail_on_planted_bugs() -> None:
+    planted(
+        "max_min_select",
+        AGAINST_REFERENCE,
+        ("tl.maximum(nearest, similarity)", "tl.minimum(nearest, similarity)"),
+        ("inside = columns < n", "inside = columns < n - 1"),
+        ("item * count + step", "item * n + step"),
+    )
+
+
+def test_bfloat16_arithmetic_is_refused_on_the_interpreter() -> None:
+    code = """
+import torch, triton, triton.language as tl
+@triton.jit
+def kernel(x_ptr, out_ptr, cast: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, 4))
+    x = x.to(tl.float32) if cast else x
+    tl.store(out_ptr + tl.arange(0, 4), x + x)
+x, out = torch.arange(4).bfloat16(), torch.empty(4)
+kernel[(1,)](x, out, cast=True)
+assert out.tolist() == [0.0, 2.0, 4.0, 6.0]
+try:
+    kernel[(1,)](x, out, cast=False)
+except Exception as error:
+    assert "bfloat16 reached" in str(error), error
+    print("refused")
+"""
+    assert "refused" in interpreted(code)
 
 
 def test_bad_arguments_are_refused() -> None:
