@@ -1,49 +1,34 @@
-"""`mmfast bench --stream NAME`, `--speech NAME`, `--serve NAME`: measure, print the rows."""
+"""`mmfast bench --SUITE NAME`: measure one named benchmark, print its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from mmfast.bench.results import Row, append
 from mmfast.cli_output import print_json, print_rows, progress
 
 # What every row carries to be repeated, and a person does not need to see.
 _HIDDEN = {"suite", "bench", "versions", "commit", "date", "processor", "clock", "knobs", "dtype"}
 
 
-def bench_stream(name: str, out: Path | None, as_json: bool) -> None:
-    """A benchmark of streams."""
-    from mmfast.bench.stream import stream_rows
+def completer(suite: str) -> Callable[[str], list[str]]:
+    """Completes the names of a suite's benchmarks on a command line."""
 
-    _show(lambda: stream_rows(name), out, as_json)
+    def complete(incomplete: str) -> list[str]:
+        from mmfast.bench.named import names
 
+        return [name for name in names(suite) if name.startswith(incomplete)]
 
-def bench_speech(name: str, out: Path | None, as_json: bool) -> None:
-    """A benchmark of speech."""
-    from mmfast.bench.speech import speech_rows
-
-    def measure() -> list[Row]:
-        with progress(name) as tick:
-            return speech_rows(name, lambda label, done, total: tick(done, total, label))
-
-    _show(measure, out, as_json)
+    return complete
 
 
-def bench_serve(name: str, out: Path | None, as_json: bool) -> None:
-    """A benchmark of the server's engine."""
-    from mmfast.bench.serve import serve_rows
+def bench_named(suite: str, name: str, out: Path | None, as_json: bool) -> None:
+    """Measure `name` of `suite`, append the rows to `out`, print them."""
+    from mmfast.bench.named import named_rows
+    from mmfast.bench.results import append
 
-    def measure() -> list[Row]:
-        with progress(name) as tick:
-            return serve_rows(name, lambda label, done, total: tick(done, total, label))
-
-    _show(measure, out, as_json)
-
-
-def _show(measure: Callable[[], list[Row]], out: Path | None, as_json: bool) -> None:
-    """Measure, append the rows to `out`, print them."""
-    rows = measure()
+    with progress(name) as tick:
+        rows = named_rows(suite, name, lambda label, done, total: tick(done, total, label))
     if out is not None:
         append(out, rows)
     if as_json:

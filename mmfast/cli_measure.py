@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from mmfast.cli_bench_named import bench_named, completer
 from mmfast.cli_options import Caches, Device, Dtype, Json, Model, Reduces, complete_preset
 from mmfast.core.errors import MmfastError
 
@@ -15,12 +16,6 @@ def _suites(incomplete: str) -> list[str]:
     from mmfast.tiny.suites import SUITES
 
     return [name for name in (*SUITES, "stream", "speech") if name.startswith(incomplete)]
-
-
-def _stream_names(incomplete: str) -> list[str]:
-    from mmfast.bench.stream import names
-
-    return [name for name in names() if name.startswith(incomplete)]
 
 
 def evaluate(
@@ -82,22 +77,8 @@ def evaluate(
     print_eval(document, as_json)
 
 
-def _speech_names(incomplete: str) -> list[str]:
-    from mmfast.bench.speech import names
-
-    return [name for name in names() if name.startswith(incomplete)]
-
-
-def _serve_names(incomplete: str) -> list[str]:
-    from mmfast.bench.serve import names
-
-    return [name for name in names() if name.startswith(incomplete)]
-
-
-_Serve = Annotated[
-    str | None,
-    typer.Option(help="A benchmark of the server instead.", autocompletion=_serve_names),
-]
+def _named(suite: str, what: str) -> Any:
+    return typer.Option(help=f"A benchmark of {what} instead.", autocompletion=completer(suite))
 
 
 def bench(
@@ -117,29 +98,25 @@ def bench(
     selection: Annotated[
         bool, typer.Option("--selection", help="Time the choosing alone, against textbook loops.")
     ] = False,
-    stream: Annotated[
-        str | None,
-        typer.Option(help="A benchmark of streams instead.", autocompletion=_stream_names),
-    ] = None,
-    speech: Annotated[
-        str | None,
-        typer.Option(help="A benchmark of speech instead.", autocompletion=_speech_names),
-    ] = None,
-    serve: _Serve = None,
+    stream: Annotated[str | None, _named("stream", "streams")] = None,
+    speech: Annotated[str | None, _named("speech", "speech")] = None,
+    serve: Annotated[str | None, _named("serve", "the server")] = None,
+    kernels: Annotated[str | None, _named("kernels", "a kernel")] = None,
+    decode: Annotated[str | None, _named("decode", "decoding steps")] = None,
+    encoder: Annotated[str | None, _named("encoder", "the encoder")] = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Speed on real model shapes with random weights, baseline interleaved."""
+    from mmfast.bench.named import SUITES
     from mmfast.bench.results import append, bench_rows
     from mmfast.bench.run import run_bench
-    from mmfast.cli_bench_named import bench_serve, bench_speech, bench_stream
     from mmfast.cli_output import print_bench, progress, quiet
 
     quiet()
-    named = ((stream, bench_stream), (speech, bench_speech), (serve, bench_serve))
-    for name, show in named:
+    for suite, name in zip(SUITES, (stream, speech, serve, kernels, decode, encoder), strict=True):
         if name is not None:
-            return show(name, out, as_json)
+            return bench_named(suite, name, out, as_json)
     if selection:
         return _bench_selection(out, as_json)
     with progress("bench") as tick:

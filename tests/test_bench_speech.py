@@ -7,7 +7,7 @@ import pytest
 import torch
 from speech_fakes import RATE, Parrot, PlainCodec, random_speech_model
 
-from mmfast.bench import speech, speech_modes, speech_shape
+from mmfast.bench import named, speech_modes, speech_shape
 from mmfast.bench.speech_codec import measure as codec_rows
 from mmfast.bench.speech_codec import mel_distance, quality
 from mmfast.bench.speech_first_sound import measure as first_rows
@@ -30,9 +30,9 @@ def model():
 
 
 def test_names_and_what_is_none():
-    assert {"codec", "modes", "shape", "first-sound"} <= set(speech.names())
+    assert {"codec", "modes", "shape", "first-sound"} <= set(named.names("speech"))
     with pytest.raises(MmfastError, match="codec") as caught:
-        speech.speech_rows("codex")
+        named.named_rows("speech", "codex")
     assert "\n" not in str(caught.value)
 
 

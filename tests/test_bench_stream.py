@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mmfast.bench import stream, stream_frame_cache, stream_prefill
+from mmfast.bench import named, stream_frame_cache, stream_jobs, stream_prefill
 from mmfast.bench import stream_frame_cache_quality as quality
 from mmfast.bench.presets import get_preset
 from mmfast.bench.stream_cost import stream_cost
@@ -21,15 +20,13 @@ from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load
 
 
-def module_of(name: str) -> Any:
-    return importlib.import_module(f"mmfast.bench.stream_{name.replace('-', '_')}")
-
-
 def test_modules_are_found_by_name() -> None:
-    assert {"frame-cache", "prefill"} <= {*stream.names()}
-    assert all(callable(module_of(name).rows) for name in stream.names())
+    assert {"frame-cache", "prefill"} <= {*named.names("stream")}
+    for suite in named.SUITES:
+        for name in named.names(suite):
+            assert callable(named.module_of(suite, name).rows)
     with pytest.raises(MmfastError, match="frame-cache"):
-        stream.stream_rows("frame-cash")
+        named.named_rows("stream", "frame-cash")
 
 
 @pytest.fixture
@@ -81,13 +78,13 @@ def test_features_are_near_on_the_embedded_clips() -> None:
 
 def test_jobs_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks: Iterator[float] = iter(range(10**6))
-    monkeypatch.setattr(stream.time, "process_time", lambda: float(next(ticks)))
+    monkeypatch.setattr(stream_jobs.time, "process_time", lambda: float(next(ticks)))
 
     def slow() -> None:
         for _ in range(3):
             next(ticks)
 
-    base, half = stream.compare({"slow": slow, "fast": lambda: None}, rounds=3)
+    base, half = stream_jobs.compare({"slow": slow, "fast": lambda: None}, rounds=3)
     assert base["speedup"] == 1.0 and base["noise"] == 0.0
     assert half["speedup"] == pytest.approx(4.0)
     assert half["saved"] == pytest.approx(0.75)

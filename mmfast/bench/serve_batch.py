@@ -7,9 +7,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from mmfast.bench.serve import Tick
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.serve.ray.batch import Way, run_batch
 from mmfast.serve.ray.batch_job import Job
 from mmfast.tiny.render import draw
@@ -18,7 +18,6 @@ from mmfast.tiny.video_io import encode
 
 FILES, QUESTION = 240, "How many shapes are there?"
 WAYS = (("inproc", 1), ("ray", 1), ("ray", 2))
-Row = dict[str, Any]
 
 
 def rows(

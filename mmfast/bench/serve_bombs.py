@@ -16,10 +16,10 @@ from typing import Any
 
 from mmfast.bench import bombs
 from mmfast.bench.bomb_clients import Bomb, all_bombs, chat, elsewhere
-from mmfast.bench.serve import Tick
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.serve.guard.data_url import encode
 
-Row = dict[str, Any]
 # How long the server is patient here; by default 10 and 30 seconds.
 PATIENCE = {"header_seconds": 1.0, "body_seconds": 3.0}
 _ROOT = Path(__file__).resolve().parents[2]

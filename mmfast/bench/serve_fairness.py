@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import queue
 import statistics
-from typing import Any
 
 import torch
 
 from mmfast.bench.measure import frozen
-from mmfast.bench.serve import Tick
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.bench.serve_chats import Heard, Spent, chat, engine, forget, gap_and_chunk
 from mmfast.serve.engine.base import Delta, Event
 from mmfast.serve.engine.scheduler import Scheduler
 
 WORDS, TOKENS, ROUNDS = 2000, 160, 5
 MANY, FEW = 24, 4  # requests of two tenants
-Row = dict[str, Any]
 
 
 def rows(progress: Tick, rounds: int = ROUNDS, words: int = WORDS) -> list[Row]:

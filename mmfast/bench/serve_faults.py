@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mmfast.bench.serve import Tick
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.models.loading import embedded_path
 from mmfast.models.prompt import Shot
 from mmfast.serve.engine.base import (
@@ -33,7 +34,6 @@ from mmfast.serve.engine.base import (
 )
 
 REPLICAS, LATER, BYSTANDERS, LINGER, EVERY = 2, 8, 4, 1.0, 0.2
-Row = dict[str, Any]
 _NUMBERS = itertools.count()
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 import torch
 
 from mmfast.bench.measure import frozen, paired
-from mmfast.bench.serve import Tick
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.bench.serve_chats import Heard, Spent, all_ended, chat, engine, forget, gap_and_chunk
 from mmfast.serve.engine.base import BusyError, Finish
 from mmfast.serve.engine.scheduler import Scheduler
 
 CHATS, TOKENS, ROUNDS, MANY = 16, 32, 5, 64
-Row = dict[str, Any]
 
 
 def rows(progress: Tick, rounds: int = ROUNDS, tokens: int = TOKENS) -> list[Row]:

@@ -13,7 +13,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from mmfast.bench.measure import frozen, quantile
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.ops.resample import resample
 from mmfast.serve.config import ServerConfig
 
 N, SEED, SESSIONS = 8, 5, (1, 4)
 STORY = "The red circle moves to the left. The blue square moves up. The green ring stays. " * 3
 BLOCK = 0.032  # seconds of sound a message
-Row = dict[str, Any]
-Tick = Callable[[str, int, int], None]
 
 
 def rows(progress: Tick) -> list[Row]:

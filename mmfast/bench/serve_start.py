@@ -16,7 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mmfast.bench.serve import Tick
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.core.errors import MmfastError
 
 ROUNDS, WAIT = 5, 120.0  # servers started, seconds until one is given up
@@ -24,7 +25,6 @@ ASKED = {
     "text": "Hello?",
     "clip": "Which way does the red circle move?",
 }
-Row = dict[str, Any]
 
 
 def rows(progress: Tick, rounds: int = ROUNDS) -> list[Row]:

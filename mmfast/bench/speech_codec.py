@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from mmfast.bench.measure import one_thread
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.bench.speech_speaking import Line, unseen_lines
 from mmfast.bench.word_errors import Errors, Recogniser, count_errors
 from mmfast.core.errors import MmfastError
@@ -23,8 +25,6 @@ from mmfast.tiny.statistics import interval
 
 RATE, N, SEED = 16000, 60, 0
 DECIBELS = 10 / math.log(10)
-Row = dict[str, Any]
-Tick = Callable[[str, int, int], None]
 Hear = Callable[[Tensor], str]
 
 

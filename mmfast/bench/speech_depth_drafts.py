@@ -7,13 +7,13 @@ the drafts stands, codebook by codebook, and how many depth passes a frame takes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
 from mmfast.decoding.codebook_choice import CodeChoice
 from mmfast.decoding.codebook_plan import BlockPlan
@@ -28,7 +28,6 @@ from mmfast.tiny.speech_codec_corpus import recordings
 
 BOOKS, SIZE, WIDTH, STACK = 8, 64, 64, 4  # 25 frames per second
 SPAN, BATCH = 24, 12
-Tick = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmfast.bench.measure import frozen, interleave, one_thread, paired
+from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
 from mmfast.decoding.codebook_choice import CodeChoice
 from mmfast.decoding.codebook_plan import BlockPlan, FrameCount, measure_share
@@ -25,7 +26,6 @@ from mmfast.heads.depth_core import DepthCore
 from mmfast.models.depth_weights import csm_depth
 
 WRONG = (0.0, 0.1)  # share of wrong drafts
-Tick = Callable[[str, int, int], None]
 
 
 def build(**sizes: Any) -> Any:

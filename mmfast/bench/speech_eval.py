@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
-from mmfast.bench.speech_listening import Answer, Tick, listening_rows, unseen_questions
+from mmfast.bench.speech_listening import Answer, listening_rows, unseen_questions
 from mmfast.bench.speech_speaking import MODES, Hear, speaking_rows, unseen_lines
 from mmfast.core.errors import MmfastError, unknown
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mmfast.bench.measure import frozen, quantile
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.bench.speech_listening import unseen_questions
 from mmfast.bench.speech_speaking import MODES, Line, unseen_lines
 from mmfast.core.speech import Sound
@@ -15,8 +17,6 @@ from mmfast.tiny.espeak import say
 
 N, SEED = 20, 5
 WAYS = ("turbo", "exact", "vanilla")  # of MODES
-Row = dict[str, Any]
-Tick = Callable[[str, int, int], None]
 
 
 def rows(progress: Tick) -> list[Row]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.bench.word_errors import Errors, count_errors
 from mmfast.pipelines.omni_chat import written
 from mmfast.tiny.espeak import EspeakVoice, say
@@ -16,8 +18,6 @@ from mmfast.tiny.speech_text import heard_voice, split_of, spoken_variants
 from mmfast.tiny.statistics import interval
 from mmfast.tiny.suites import Case, suite_of
 
-Row = dict[str, Any]
-Tick = Callable[[str, int, int], None]
 Answer = Callable[[Sequence[Case]], list[str]]
 BATCH, LOOKS = 20, 40  # questions answered together; cases looked at for one that fits
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmfast.bench.measure import frozen, interleave, noise, one_thread, paired
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.bench.speech_speaking import MODES, Line, unseen_lines
 from mmfast.decoding.loop import Decoder
 from mmfast.decoding.stats import Stats
@@ -16,8 +18,6 @@ from mmfast.models.speech_guide import SpeechGuide
 from mmfast.tiny.speech_text import groups
 
 ROUNDS, SEED = 24, 3
-Row = dict[str, Any]
-Tick = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from mmfast.bench.measure import Sample, frozen, interleave, noise, one_thread, paired
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.bench.speech_modes import draft_weights, trunk_weights
 from mmfast.bench.synthetic import fill_
 from mmfast.decoding.adapt import Costs
@@ -29,8 +31,6 @@ from mmfast.decoding.schedule import parse_schedule
 
 ROUNDS, PROMPT = 5, 8
 SCHEDULES = {"vanilla": 4, "boost": 2, "turbo": 3}  # cycles that are timed
-Row = dict[str, Any]
-Tick = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

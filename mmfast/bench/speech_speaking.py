@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.bench.word_errors import Errors, count_errors
 from mmfast.core.speech import Sound
 from mmfast.tiny.espeak import EspeakVoice, say
@@ -19,8 +21,6 @@ from mmfast.tiny.speech_text import PITCHES, SPEEDS, VOICE_NAMES, sentence
 from mmfast.tiny.statistics import interval
 
 Hear = Callable[[Tensor], str]
-Tick = Callable[[str, int, int], None]
-Row = dict[str, Any]
 EVAL = 77  # keeps these sentences apart from other draws of the same seed
 
 # How a sentence is said: the schedule of draft modules, and what is done with drafts.

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmfast.bench.measure import one_thread
-from mmfast.bench.stream import Row
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 
 FRAMES, EARLY, PART = 20_000, 2_000, 1_000
 MEMORY = "sink:64+window:512+retrieve:4"
@@ -29,12 +30,12 @@ QUESTION = "What colour is the circle?"
 _ASK, _LOOK, _SIDE = 500, 50, 96
 
 
-def rows() -> list[Row]:
+def rows(progress: Tick) -> list[Row]:
     """One row: 20,000 frames of the embedded model."""
     import mmfast
 
     pipe = mmfast.pipeline("video-stream", device="cpu", dtype="float32", reduce="dtd:0.5")
-    return [measure(pipe)]
+    return [measure(pipe, tick=lambda done, total: progress("frames", done, total))]
 
 
 def measure(

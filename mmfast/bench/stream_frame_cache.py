@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from mmfast.bench.cases import Case, build
+from mmfast.bench.named import Tick
 from mmfast.bench.presets import Preset, get_preset
-from mmfast.bench.stream import Row, compare
+from mmfast.bench.results import Row
+from mmfast.bench.stream_jobs import compare
 from mmfast.core.errors import MmfastError
 from mmfast.models.frame_cache import FrameCache
 
@@ -27,9 +29,13 @@ _SMALL_TEXT = {
 }
 
 
-def rows() -> list[Row]:
+def rows(progress: Tick) -> list[Row]:
     """Rows of both shapes: a frame by the stock tower, by the cache, and the cost over a stream."""
-    return [row for name in SHAPES for row in measure(name, ROUNDS)]
+    found: list[Row] = []
+    for done, name in enumerate(SHAPES):
+        progress(name, done, len(SHAPES))
+        found += measure(name, ROUNDS)
+    return found
 
 
 def measure(name: str, rounds: int) -> list[Row]:

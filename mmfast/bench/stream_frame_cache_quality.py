@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmfast.bench.stream import Row
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.core.errors import MmfastError
 from mmfast.frontends.video import read_video
 from mmfast.models.frame_cache import FrameCache
@@ -29,7 +30,7 @@ CASES: tuple[tuple[float, dict[str, Any]], ...] = (
 )
 
 
-def rows() -> list[Row]:
+def rows(progress: Tick) -> list[Row]:
     """A row per case: cosine of every token with the stock one, over all frames but the first.
 
     Raises:
@@ -39,7 +40,11 @@ def rows() -> list[Row]:
     if not paths:
         raise MmfastError(f"no clips at {str(CLIPS)!r}; run in a checkout of mmfast")
     model, processor = load(embedded_path(MODEL), "cpu", "float32")
-    return [measure(model, processor, paths, fps, knobs) for fps, knobs in CASES]
+    found: list[Row] = []
+    for done, (fps, knobs) in enumerate(CASES):
+        progress(f"{fps:g} frames/s", done, len(CASES))
+        found.append(measure(model, processor, paths, fps, knobs))
+    return found
 
 
 def measure(

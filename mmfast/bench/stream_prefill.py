@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mmfast.bench.cases import Case, build
+from mmfast.bench.named import Tick
 from mmfast.bench.presets import get_preset
-from mmfast.bench.stream import Row, compare
+from mmfast.bench.results import Row
+from mmfast.bench.stream_jobs import compare
 from mmfast.core.errors import MmfastError
 from mmfast.core.tokens import Tokens
 from mmfast.streams.reducing import StreamReducer
@@ -21,8 +23,9 @@ PRESET, SPEC = "llava-onevision-0.5b", "stc_pruner:0.3"
 LAYERS, FRAMES, ROUNDS = 24, 8, 3
 
 
-def rows() -> list[Row]:
+def rows(progress: Tick) -> list[Row]:
     """Rows of a stream of 8 frames of 196 tokens, appended to the cache one by one."""
+    progress(PRESET, 0, 1)
     return measure(LAYERS, FRAMES, ROUNDS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -15,12 +16,13 @@ import av
 import numpy as np
 
 from mmfast.bench.measure import Sample, frozen, interleave, noise, paired, quantile
+from mmfast.bench.named import Tick
+from mmfast.bench.results import Row
 from mmfast.core.errors import MmfastError
 from mmfast.frontends import iter_video
 from mmfast.frontends.long_file import cores
 from mmfast.frontends.picture import Frame
 
-Row = dict[str, Any]
 ROUNDS = 5
 FPS = 1.0
 
@@ -40,7 +42,7 @@ class Shape:
         return f"{size}, {self.seconds} s, {self.rate}/s, H.264, GOP {self.gop}"
 
 
-def rows(shape: Shape | None = None, rounds: int = ROUNDS) -> list[Row]:
+def rows(progress: Tick, shape: Shape | None = None, rounds: int = ROUNDS) -> list[Row]:
     """A row per way of reading the clip: times, ratio to the baseline, whether frames are equal.
 
     Wall clock, which is what threads are for, and beside it the processor time, which the load
@@ -60,8 +62,12 @@ def rows(shape: Shape | None = None, rounds: int = ROUNDS) -> list[Row]:
         want = jobs["PyAV, one thread"]()
         for name, job in jobs.items():
             _check(name, job(), want)
+        timed = {name: _timed(job) for name, job in _with_again(jobs).items()}
+        steps = itertools.count(1)
         with frozen():
-            found = interleave({n: _timed(job) for n, job in _with_again(jobs).items()}, rounds)
+            found = interleave(
+                timed, rounds, lambda: progress("read", next(steps), rounds * len(timed))
+            )
     return _table(found, shape, len(want))
 
 
