@@ -203,6 +203,8 @@ def print_selection(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     """One line a case of choosing tokens, against the textbook formulation."""
     if as_json:
         return print_json(rows)
-    keys = ("case", "ms", "textbook_ms", "speedup", "same_indices")
-    names = ("case", "ms", "textbook ms", "faster", "same indices")
-    _table(_out(), names, [[row[key] for key in keys] for row in rows])
+    keys = ("case", "ms", "textbook_ms", "speedup", "same_indices", "noise")
+    names = ["case", "ms", "textbook ms", "faster", "same indices", "noise"]
+    peaks = ("extra_mb", "textbook_extra_mb")  # of a few cases
+    cells = [[row.get(key) for key in (*keys, *peaks)] for row in rows]
+    _table(_out(), [*names, "peak MB", "textbook peak MB"], cells)

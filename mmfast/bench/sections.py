@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mmfast.bench.results import Row, share
 from mmfast.core.errors import SpecError
@@ -192,7 +192,18 @@ def selection(rows: Sequence[Row]) -> list[str]:
         times = f"{row['textbook_ms']:.1f} | {row['median_ms']:.1f}"
         same = "yes" if row["same_indices"] else "no"
         lines.append(f"| {name} | {times} | {row['speedup']:.1f}x | {same} |")
-    return lines
+    return lines + _extra_memory(latest)
+
+
+def _extra_memory(rows: Mapping[str, Row]) -> list[str]:
+    """Peak memory of the cases that measured it."""
+    lines = [
+        f"| {name} | {row['textbook_extra_mb']:.0f} | {row['extra_mb']:.0f} |"
+        for name, row in rows.items()
+        if "extra_mb" in row
+    ]
+    head = ["", "| peak memory above the inputs | textbook MB | mmfast MB |", "|---|---|---|"]
+    return head + lines if lines else []
 
 
 def _percent(value: float | None) -> str:

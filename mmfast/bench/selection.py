@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmfast.bench.measure import one_thread
+from mmfast.bench.measure import noise, one_thread, peak_during
 from mmfast.bench.results import environment
+from mmfast.bench.selection_ops import OPS, Job, OpCase
+from mmfast.bench.selection_textbooks import TEXTBOOKS
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import count, reduce
 from mmfast.core.tokens import Tokens
+
+_ENOUGH_MS = 5.0  # of one sample: what takes less is run several times in a row
+_SLOW_MS = 1000.0  # a textbook that takes longer runs once
 
 
 @dataclass(frozen=True)
@@ -29,37 +35,71 @@ class Case:
     d: int
     share: float
 
+    @property
+    def n(self) -> int:
+        """Tokens of the video."""
+        frames, rows, columns = self.grid
+        return frames * rows * columns
 
-CASES = (
+    def job(self) -> Job:
+        """The method and its textbook on a synthetic video.
+
+        Raises:
+            MmfastError: The method has no textbook formulation here.
+        """
+        name = self.method.partition("@")[0]
+        if name not in TEXTBOOKS:
+            raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")
+        tokens, budget = video(self.grid, self.d), self.budget
+        return Job(
+            lambda: _ours(tokens, f"{self.method}:{budget}"),
+            lambda: TEXTBOOKS[name](tokens, budget),
+            lambda kept, expected: kept.equal(expected.sort().values),
+        )
+
+    @property
+    def budget(self) -> int:
+        """Tokens to keep."""
+        return count(self.share, self.n) or 1
+
+    def fields(self) -> dict[str, Any]:
+        """What a row says of the case."""
+        case = f"{self.method}, {self.n:,} x {self.d:,}, keep {self.share:.0%}"
+        sizes = {"n": self.n, "d": self.d, "budget": self.budget}
+        return {"case": case, "method": self.method, **sizes}
+
+
+CASES: tuple[Case | OpCase, ...] = (
     Case("divprune", (32, 14, 14), 1024, 0.25),
     Case("divprune", (8, 14, 14), 896, 0.25),
     Case("divprune", (8, 14, 14), 896, 0.10),
     Case("evs", (8, 14, 14), 896, 0.25),
     Case("evs", (32, 14, 14), 1024, 0.25),
+    Case("evs", (32, 14, 14), 3584, 0.25),
     Case("holitom_inner@llm2", (8, 14, 14), 896, 0.25),
+    *OPS,
 )
 
 
-def measure(cases: Sequence[Case] = CASES, repeats: int = 5) -> Iterator[dict[str, Any]]:
-    """Time every case on one thread, method and textbook in turn.
+def measure(cases: Sequence[Case | OpCase] = CASES, repeats: int = 9) -> Iterator[dict[str, Any]]:
+    """Time every case on one thread, ours and textbook in turn.
 
     Args:
         cases: What to measure.
-        repeats: Rounds; the textbook loop of more than 4,000 tokens, many seconds, runs once.
+        repeats: Rounds; a textbook of more than a second runs once.
 
     Yields:
         Rows with `method`, `n`, `d`, `budget`, the medians `ms` and `textbook_ms` in processor
-        milliseconds, `speedup` and `same_indices`; `case` and `median_ms` are for the table.
+        milliseconds, `speedup`, `same_indices` and `noise`, the difference of two runs of ours in
+        a round; `extra_mb` and `textbook_extra_mb`, the peak of memory above what was there
+        before, of cases that ask for it; `case` and `median_ms` are for the table.
 
     Raises:
         MmfastError: A method has no textbook formulation here.
     """
     for case in cases:
-        name = case.method.partition("@")[0]
-        if name not in TEXTBOOKS:
-            raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")
         with one_thread():
-            yield _row(case, TEXTBOOKS[name], repeats)
+            yield {**case.fields(), **_compare(case.job(), repeats), "threads": 1}
 
 
 def result_rows(progress: Callable[[int, int], None] | None = None) -> list[dict[str, Any]]:
@@ -73,45 +113,58 @@ def result_rows(progress: Callable[[int, int], None] | None = None) -> list[dict
     return rows
 
 
-def _row(case: Case, textbook: Callable[[Tokens, int], Tensor], repeats: int) -> dict[str, Any]:
-    tokens = video(case.grid, case.d)
-    budget = count(case.share, tokens.n) or 1
-    times: dict[str, list[float]] = {"ours": [], "textbook": []}
-    kept, expected = _ours(tokens, case, budget), torch.empty(0)
+def _compare(job: Job, repeats: int) -> dict[str, Any]:
+    jobs = {"ours": job.ours, "textbook": job.textbook, "again": job.ours}
+    results: dict[str, Any] = {}
+    samples: dict[str, list[float]] = {name: [] for name in jobs}
+    first = {name: _processor_ms(partial(_keep, results, name, jobs[name]), 1) for name in jobs}
+    if first["textbook"] > _SLOW_MS:
+        samples["textbook"].append(first["textbook"])
+    often = {name: 1 + int(_ENOUGH_MS / max(ms, 1e-3)) for name, ms in first.items()}
     for turn in range(repeats):
-        kept = _timed(times["ours"], lambda: _ours(tokens, case, budget))
-        if turn == 0 or tokens.n <= 4000:
-            expected = _timed(times["textbook"], lambda: textbook(tokens, budget))
-    ms, slow = (statistics.median(times[key]) for key in ("ours", "textbook"))
+        for name in jobs if turn % 2 == 0 else reversed(jobs):
+            if name != "textbook" or first["textbook"] <= _SLOW_MS:
+                samples[name].append(_processor_ms(jobs[name], often[name]))
+    ms, textbook_ms = median(samples["ours"]), median(samples["textbook"])
     return {
-        "case": f"{case.method}, {tokens.n:,} x {case.d:,}, keep {case.share:.0%}",
-        "method": case.method,
-        "n": tokens.n,
-        "d": case.d,
-        "budget": budget,
         "ms": ms,
         "median_ms": ms,
-        "textbook_ms": slow,
-        "speedup": slow / ms,
-        "same_indices": kept.equal(expected.sort().values),
-        "threads": 1,
+        "textbook_ms": textbook_ms,
+        "speedup": textbook_ms / ms,
+        "same_indices": job.same(results["ours"], results["textbook"]),
+        "noise": noise(samples["ours"], samples["again"]),
+        **(_memory(job) if job.memory else {}),
     }
 
 
-def _ours(tokens: Tokens, case: Case, budget: int) -> Tensor:
-    found = reduce(tokens, f"{case.method}:{budget}")
-    if not isinstance(found, Reduction):
-        raise MmfastError(f"{case.method!r} gave several reductions for one item")
-    found.apply(tokens.x)
-    return found.keep
+def _keep(results: dict[str, Any], name: str, call: Callable[[], Any]) -> None:
+    results[name] = call()
 
 
-def _timed(times: list[float], call: Callable[[], Tensor]) -> Tensor:
+def _processor_ms(call: Callable[[], Any], often: int) -> float:
     # Time of this process alone: other load on the machine counts little.
     start = time.process_time()
-    result = call()
-    times.append((time.process_time() - start) * 1e3)
-    return result
+    for _ in range(often):
+        call()
+    return (time.process_time() - start) * 1e3 / often
+
+
+def _memory(job: Job) -> dict[str, float]:
+    """Peak megabytes above what was resident before, results included."""
+    extra = {}
+    for key, call in (("extra_mb", job.ours), ("textbook_extra_mb", job.textbook)):
+        resident = peak_during(lambda: None)
+        extra[key] = max(0.0, peak_during(call) - resident)
+    return extra
+
+
+def _ours(tokens: Tokens, spec: str) -> Tensor:
+    found = reduce(tokens, spec)
+    if not isinstance(found, Reduction):
+        raise MmfastError(f"{spec!r} gave several reductions for one item")
+    if not found.pure:  # the textbook merges too
+        found.apply(tokens.x)
+    return found.keep
 
 
 def video(grid: tuple[int, int, int], d: int, seed: int = 0) -> Tokens:
@@ -129,43 +182,3 @@ def video(grid: tuple[int, int, int], d: int, seed: int = 0) -> Tokens:
         clip[frame, top : top + side, left : left + side] = patch
     attn = torch.rand(frames * rows * columns, generator=generator)
     return Tokens(clip.reshape(-1, d), attn=attn, grid=grid)
-
-
-def _divprune(tokens: Tokens, budget: int) -> Tensor:
-    """Every step reads the distances to all chosen rows again."""
-    rows = F.normalize(tokens.x, dim=-1)
-    distance = 1 - rows @ rows.T
-    picks = [int(distance.topk(2, dim=0, largest=False).values[1].argmax())]
-    while len(picks) < budget:
-        picks.append(int(distance[torch.tensor(picks)].amin(0).argmax()))
-    return torch.tensor(picks)
-
-
-def _evs(tokens: Tokens, budget: int) -> Tensor:
-    """Cosine over full-size temporaries and a sort of everything."""
-    frames = tokens.grid[0] if tokens.grid else 1
-    clip = tokens.x.unflatten(0, (frames, -1))
-    change = 1 - F.cosine_similarity(clip[1:], clip[:-1], dim=-1)
-    change = torch.cat([255 * torch.ones_like(change[:1]), change])
-    return change.flatten().argsort(descending=True, stable=True)[:budget]
-
-
-def _holitom_inner(tokens: Tokens, budget: int) -> Tensor:
-    """One merge after the other, each on the states that the last one left."""
-    attn = tokens.need("attn")
-    keep = attn.argsort(descending=True, stable=True)[:budget]
-    rows = F.normalize(tokens.x, dim=-1)
-    states = tokens.x.clone()
-    chosen = set(keep.tolist())
-    for token in range(tokens.n):
-        if token not in chosen:
-            target = keep[(rows[keep] @ rows[token]).argmax()]
-            states[target] = (states[target] + states[token]) / 2
-    return keep
-
-
-TEXTBOOKS: dict[str, Callable[[Tokens, int], Tensor]] = {
-    "divprune": _divprune,
-    "evs": _evs,
-    "holitom_inner": _holitom_inner,
-}
