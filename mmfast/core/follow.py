@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from mmfast.core.gather_rows import gather_rows
 from mmfast.core.reduction import Reduction
 from mmfast.core.tokens import Tokens
 
@@ -43,5 +44,5 @@ def _one(name: str, value: Tensor, reduction: Reduction) -> Tensor:
     if value.ndim == keep.ndim:  # [..., N]
         return value.gather(-1, keep)
     if not value.is_floating_point():  # [..., N, d] of integers
-        return value.gather(-2, keep[..., None].expand(*keep.shape, value.shape[-1]))
+        return gather_rows(value, keep)
     return reduction.apply(value)

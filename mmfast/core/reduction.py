@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.gather_rows import gather_rows
 from mmfast.core.mixing import mixed_then
+from mmfast.core.segments import Segments, merged
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,7 @@ class Reduction:
 
     def sizes(self) -> Tensor:
         """How many sources each output holds, `[..., M]` int64."""
-        ones = (self.owner >= 0).to(torch.int64)
-        zeros = torch.zeros_like(self.keep)
-        return zeros.scatter_add_(-1, self.owner.clamp_min(0), ones)
+        return Segments(self.owner, self.m).counts()
 
     def share(self) -> Tensor:
         """Weight of each source in its output, `[..., N]`; 0 where it is dropped."""
@@ -129,31 +130,20 @@ class Reduction:
                 f"Reduction.apply got shape {list(x.shape)}; "
                 f"give [{', '.join(map(str, self.owner.shape))}, D]"
             )
-        out = self._gather(x) if self.pure else self._combine(x)
-        if emit and self.order is not None:
-            out = out.gather(-2, self.order[..., None].expand(*self.order.shape, x.shape[-1]))
-        return out
+        out = gather_rows(x, self.keep) if self.pure else merged(x, self.segments)
+        return gather_rows(out, self.order) if emit and self.order is not None else out
 
-    def _gather(self, x: Tensor) -> Tensor:
-        if x.ndim == 2:
-            return x.index_select(0, self.keep)  # 15 times faster than an expanded gather on CPU
-        return x.gather(-2, self.keep[..., None].expand(*self.keep.shape, x.shape[-1]))
-
-    def _combine(self, x: Tensor) -> Tensor:
+    @cached_property
+    def segments(self) -> Segments:
+        """The same sources and outputs as a sum over segments."""
         if self.mix is not None:
-            mixed = _scatter_rows(x, self.mix.output, self.mix.source, self.mix.weight, self.m)
-            return mixed.to(x.dtype)
-        source = torch.arange(self.n, device=x.device).expand_as(self.owner)
-        if self.weight is not None:
-            return _scatter_rows(x, self.owner, source, self.weight, self.m).to(x.dtype)
-        # A mean is a sum and one division: the share of a lone token stays exactly 1.
-        total = _scatter_rows(x, self.owner, source, None, self.m)
-        return (total / self.sizes().clamp_min(1)[..., None]).to(x.dtype)
+            return Segments(self.mix.output, self.m, self.mix.source, self.mix.weight)
+        return Segments(self.owner, self.m, weight=self.weight, mean=self.weight is None)
 
     def expand(self, y: Tensor) -> Tensor:
         """Copy outputs `[..., M, D]` to all their sources `[..., N, D]`; dropped ones get 0."""
-        index = self.owner.clamp_min(0)[..., None].expand(*self.owner.shape, y.shape[-1])
-        return y.gather(-2, index).masked_fill((self.owner < 0)[..., None], 0)
+        rows = gather_rows(y, self.owner.clamp_min(0))
+        return rows.masked_fill_((self.owner < 0)[..., None], 0)
 
     def then(self, other: Reduction) -> Reduction:
         """This reduction (N to M) followed by `other` (M to K), as one (N to K).
@@ -217,29 +207,3 @@ class Reduction:
         for rule, broken in rules.items():
             if broken:
                 raise MmfastError(f"invalid Reduction of {self.n} onto {self.m} tokens: {rule}")
-
-
-def _scatter_rows(
-    x: Tensor, output: Tensor, source: Tensor, weight: Tensor | None, m: int
-) -> Tensor:
-    """Sum `weight * x[source]` into rows `output`, in at least float32."""
-    lead, width = x.shape[:-2], x.shape[-1]
-    count = lead.numel()
-    flat = x.reshape(count, x.shape[-2], width)
-    out_row, src_row = output.reshape(count, -1), source.reshape(count, -1)
-    base = torch.arange(count, device=x.device)[:, None]
-    valid = (out_row >= 0).reshape(-1)
-    dest = (out_row + base * m).reshape(-1)[valid]
-    rows = flat.reshape(-1, width).index_select(
-        0, (src_row + base * x.shape[-2]).reshape(-1)[valid]
-    )
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rows = rows.to(wide)
-    if weight is not None:
-        rows = rows * weight.reshape(-1)[valid][:, None].to(wide)
-    total = torch.zeros(count * m, width, dtype=wide, device=x.device)
-    if x.is_cuda:  # sorts first: there index_add_ adds in any order and rounds differently each run
-        total.index_put_((dest,), rows, accumulate=True)
-    else:
-        total.index_add_(0, dest, rows)
-    return total.reshape(*lead, m, width)

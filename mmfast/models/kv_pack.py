@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.mixed_bits import MixedPacked, unpack_mixed
 from mmfast.ops.quantise import Packed, dequantise
 
@@ -78,9 +79,8 @@ class Row:
             values = torch.cat([*(unpack(p.values) for p in packs), values], 1)
         if index is None:
             return keys, values
-        index = index[..., None].to(keys.device)
-        wide = (index.expand(*index.shape[:2], x.shape[-1]) for x in (keys, values))
-        return keys.gather(1, next(wide)), values.gather(1, next(wide))
+        index = index.to(keys.device)
+        return gather_rows(keys, index), gather_rows(values, index)
 
     def index(self, recent: int) -> Tensor | None:
         """`live` with what came since, `[H, m]`."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
 from mmfast.models.kv_drafts import hidden
+from mmfast.ops.gather_rows import gather_rows
 
 
 def parted(
@@ -41,8 +42,8 @@ def parted(
         key, value = key.index_select(2, where), value.index_select(2, where)
         mask = None if mask is None else _last(mask, read.shape[1]).index_select(-1, where)
         return key, value, mask
-    wide = index[:, None, :, None]
-    key, value = (x.gather(2, wide.expand(*x.shape[:2], -1, x.shape[3])) for x in (key, value))
+    wide = index[:, None].expand(-1, key.shape[1], -1)  # [B, Hkv, m]
+    key, value = gather_rows(key, wide), gather_rows(value, wide)
     if mask is None:
         return key, value, None
     mask = _last(mask, read.shape[1])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.nearest import nearest
 from mmfast.ops.ranking import stable_topk
 from mmfast.ops.unit import unit_rows
@@ -49,7 +50,7 @@ def match(
         cosine[..., :, 0] = -torch.inf
     partner = nearest(cosine)  # [..., a]
     # Once more, row by row: equal pairs then have equal bits, and the lowest index wins.
-    best = torch.linalg.vecdot(even, _take(odd, partner)).clamp(max=_SAME)
+    best = torch.linalg.vecdot(even, gather_rows(odd, partner)).clamp(max=_SAME)
     if class_token:
         best[..., 0] = -torch.inf
     rank = stable_topk(best, best.shape[-1])
@@ -57,7 +58,3 @@ def match(
     if class_token:
         unmerged = unmerged.sort(dim=-1).values
     return Matching(unmerged, source, partner.gather(-1, source))
-
-
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    return rows.gather(-2, index[..., None].expand(*index.shape, rows.shape[-1]))

@@ -11,6 +11,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.ops.complement import complement
 from mmfast.ops.even_spots import even_spots
+from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.nearest import nearest
 from mmfast.ops.unit import unit_rows
 
@@ -73,11 +74,7 @@ def context_count(context: float, budget: int, method: str) -> int:
 def _assign(metric: Tensor, rest: Tensor, targets: Tensor) -> Tensor:
     """For every remaining token the number of the target with the most similar row, `[..., R]`."""
     rows = unit_rows(metric)
-
-    def take(index: Tensor) -> Tensor:
-        return rows.gather(-2, index[..., None].expand(*index.shape, rows.shape[-1]))
-
-    return nearest(take(rest) @ take(targets).transpose(-1, -2))
+    return nearest(gather_rows(rows, rest) @ gather_rows(rows, targets).transpose(-1, -2))
 
 
 def _weights(merged: Reduction, target: Tensor, half: float) -> Tensor:

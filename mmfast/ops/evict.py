@@ -11,6 +11,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.ops.complement import complement
+from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.grouped_topk import marked
 
 
@@ -119,7 +120,7 @@ def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
         if value.ndim == 0:  # the number of a layer, for example
             return value
         if value.shape == tokens.x.shape:  # values beside keys
-            return value.gather(-2, wide[..., None].expand(*wide.shape, value.shape[-1]))
+            return gather_rows(value, wide)
         return value.gather(-1, wide if value.ndim == wide.ndim else index)
 
     signals = {name: pick(value) for name, value in tokens.signals.items()}

@@ -8,6 +8,7 @@ from torch import Tensor
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.ops.complement import complement
+from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.nearest import nearest
 from mmfast.ops.unit import unit_rows
 
@@ -39,7 +40,7 @@ def fold_evicted(keep: Tensor, keys: Tensor, joins: Tensor, fold: str) -> Reduct
         return Reduction.prune(keep, n)
     gone = complement(keep, n)  # [..., E]
     units = unit_rows(keys)
-    slot, cosine = _partners(_rows(units, gone), _rows(units, keep))
+    slot, cosine = _partners(gather_rows(units, gone), gather_rows(units, keep))
     lost = ~joins.expand(*keep.shape[:-1], n).gather(-1, gone)
     pull = {"averaged": torch.ones_like(cosine), "weighted": cosine.clamp_min(0)}.get(fold)
     pull = torch.full_like(cosine, 0.5) if pull is None else pull  # what it weighs, a kept one 1
@@ -51,10 +52,6 @@ def fold_evicted(keep: Tensor, keys: Tensor, joins: Tensor, fold: str) -> Reduct
     target = target.scatter(-1, gone, keep.gather(-1, slot).masked_fill(lost, -1))
     weight = torch.zeros_like(target, dtype=pull.dtype).scatter_(-1, keep, own / total)
     return Reduction.merge(keep, target, weight.scatter_(-1, gone, pull / total.gather(-1, slot)))
-
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))
 
 
 def _partners(gone: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:

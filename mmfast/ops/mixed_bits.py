@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmfast.core.reduction import Reduction
 from mmfast.ops.complement import complement
+from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.grouped_topk import marked
 from mmfast.ops.quantise import Packed, dequantise, quantise
 
@@ -70,7 +71,7 @@ def pack_mixed(
     """
     keep, n = important.keep, x.shape[-2]
     parts = [
-        _pack(_rows(x, index), width, group, keys)
+        _pack(gather_rows(x, index), width, group, keys)
         for index, width in zip((keep, complement(keep, n)), bits, strict=True)
     ]
     return MixedPacked(important.owner >= 0, parts[0], parts[1])
@@ -82,11 +83,8 @@ def unpack_mixed(packed: MixedPacked) -> Tensor:
     parts = (packed.high, packed.low)
     rows = [dequantise(p) if isinstance(p, Packed) else p for p in parts if p is not None]
     joined = torch.cat(rows, -2)
-    return torch.empty_like(joined).scatter_(-2, index[..., None].expand(joined.shape), joined)
-
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))
+    places = torch.arange(index.shape[-1], device=index.device).expand_as(index)
+    return gather_rows(joined, torch.empty_like(index).scatter_(-1, index, places))
 
 
 def _pack(x: Tensor, bits: int, group: int, keys: bool) -> Part:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.reduction import Mix, Reduction
+from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.unit import unit_rows
 
 _STEP = 2.0**30  # cosines are compared in whole numbers of these
@@ -80,7 +81,7 @@ def _neighbours(rows: Tensor, listed: Tensor, rest: Tensor, most: int) -> tuple[
     n, m = rows.shape[-2], listed.shape[-1]
     candidates = torch.cat([listed, rest], dim=-1)  # [..., C]
     count = min(most, candidates.shape[-1] - 1)
-    others = _take(rows, candidates)
+    others = gather_rows(rows, candidates)
     place = torch.arange(m, device=rows.device)
     near: list[Tensor] = []
     for start in range(0, m, _BLOCK):
@@ -93,7 +94,3 @@ def _neighbours(rows: Tensor, listed: Tensor, rest: Tensor, most: int) -> tuple[
         near.append(candidates[..., None, :].expand(key.shape).gather(-1, best).flatten(-2))
     source = place.repeat_interleave(count).expand(*listed.shape[:-1], -1)
     return source, torch.cat([source[..., :0], *near], dim=-1)
-
-
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    return rows.gather(-2, index[..., None].expand(*index.shape, rows.shape[-1]))

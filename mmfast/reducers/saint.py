@@ -10,6 +10,7 @@ from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.complement import complement
 from mmfast.ops.cosine_table import cosine_table
+from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.graph_redundancy import graph_redundancy
 from mmfast.ops.nearest import nearest
 from mmfast.ops.ranking import stable_topk
@@ -40,7 +41,7 @@ def saint(
     metric = tokens.x if keys is None else keys
     kept = torch.arange(tokens.n, device=metric.device).expand(metric.shape[:-1])
     while kept.shape[-1] > (budget or 1):
-        rows = metric.gather(-2, kept[..., None].expand(*kept.shape, metric.shape[-1]))
+        rows = gather_rows(metric, kept)
         redundancy, degree = graph_redundancy(rows, tau)
         if budget is None:  # run() hands over one item at a time
             count = int((degree >= min(neighbours, kept.shape[-1] // 2)).sum())
@@ -57,7 +58,7 @@ def saint(
 
 def _represented(kept: Tensor, metric: Tensor) -> Reduction:
     """Keep `kept` `[..., M]` as they are; every other token stands behind the most similar one."""
-    rows = metric.gather(-2, kept[..., None].expand(*kept.shape, metric.shape[-1]))
+    rows = gather_rows(metric, kept)
     target = kept.gather(-1, nearest(cosine_table(metric, rows))).scatter_(-1, kept, kept)
     own = target == torch.arange(metric.shape[-2], device=kept.device)
     return Reduction.merge(kept, target, own.to(torch.get_default_dtype()))
