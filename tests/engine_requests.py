@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmfast.models.prompt import Shot
-from mmfast.serve.engine.base import Delta, Event, Media, Message, Options, Request, Sampling
+from mmfast.serve.engine.base import (
+    Delta,
+    Event,
+    Executor,
+    Media,
+    Message,
+    Options,
+    Request,
+    Sampling,
+)
 from mmfast.serve.engine.echo import Echo
 
 QUESTIONS = (
@@ -66,6 +76,26 @@ def eventually(true: Callable[[], Any], seconds: float = 120.0) -> None:
     while not true():
         assert time.monotonic() < until, "it never came true"
         time.sleep(0.02)
+
+
+def events(executor: Executor, request: Request) -> Iterator[Event]:
+    """Submit, and yield what comes; leaving early cancels.
+
+    Raises:
+        BusyError: No room now.
+        MmfastError: The request can never be answered.
+    """
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    executor.submit(request, inbox.put)
+    over = False
+    try:
+        while not over:
+            event = inbox.get()
+            over = not isinstance(event, Delta)
+            yield event
+    finally:
+        if not over:
+            executor.cancel(request.id)
 
 
 class Inbox(list[Event]):

@@ -94,7 +94,7 @@ class Ear:
     """Hears the events of one request."""
 
     def __init__(self, executor: Executor, request: Request) -> None:
-        self.events: list[Event] = []
+        self.events, self.name = list[Event](), request.id
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         executor.submit(request, self._inbox.put)
 

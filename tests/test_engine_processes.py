@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_requests import Inbox, asked, eventually, hello, said
+from engine_requests import Inbox, asked, eventually, events, hello, said
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.engine.base import Delta, Failure, Finish
@@ -25,7 +25,6 @@ from mmfast.serve.engine.parts import Embedded, Filled
 from mmfast.serve.engine.processes import Processes
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.engine.shared import EmbedRef, Names, free, pack, unpack
-from mmfast.serve.engine.streams import events
 from mmfast.serve.engine.worker import Maker
 
 SEGMENTS = Path("/dev/shm")
@@ -80,7 +79,7 @@ def test_packet_that_nobody_takes_is_freed() -> None:
 
 
 def test_what_comes_from_a_process_goes_to_the_device() -> None:
-    prompt = Embedded(torch.zeros(2, 4), torch.zeros(1, 2), torch.zeros(2), planes=(torch.ones(1),))
+    prompt = Embedded(torch.zeros(2, 4), torch.zeros(1, 2), planes=(torch.ones(1),))
     piece = Piece(Filled((torch.zeros(2, 1, 2, 4),), torch.zeros(1), torch.zeros(9)), 2)
     there = torch.device("meta")
     assert moved(prompt, there).planes[0].device == there == moved(piece, there).filled.kv[0].device

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_requests import Inbox, asked, eventually
+from engine_requests import Inbox, asked, eventually, events
 
 from mmfast.bench.serve_faults import endless, trial
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.serve.engine.base import BusyError, Failure, Finish
 from mmfast.serve.engine.scheduler import Scheduler
-from mmfast.serve.engine.streams import events
 
 pytestmark = [
     pytest.mark.ray,

@@ -291,7 +291,7 @@ def test_memory_is_counted_and_never_passed() -> None:
         decode = batch.decode
 
         def watched() -> bool:
-            seen.append(lanes.nbytes + batch.prefixes.nbytes)
+            seen.append(lanes.nbytes + batch.prefixes.held.nbytes)
             return decode()
 
         batch.decode = watched  # type: ignore[method-assign]

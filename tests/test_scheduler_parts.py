@@ -159,7 +159,7 @@ def test_short_prompts_share_a_pass() -> None:
         from mmfast.serve.engine.parts import Embedded
 
         ids = torch.arange(length) % 200
-        return Job(Embedded(embed(ids), ids[None], ids))
+        return Job(Embedded(embed(ids), ids[None]))
 
     long, short, other = job(300), job(20), job(9)
     plan = dict(prefiller.plan([long, short, other]))
@@ -325,5 +325,5 @@ def test_no_slot_and_no_byte_is_lost(engine: Scheduler, steps: list[Any]) -> Non
         time.sleep(0.02)
     assert not engine._known and not engine._gone and not len(engine._queue)
     assert lanes.nbytes == 0 and lanes.worst() == 0 and not lanes.answers
-    assert lanes.batch is not None and lanes.batch.prefixes.nbytes <= lanes.limit
+    assert lanes.batch is not None and lanes.batch.prefixes.held.nbytes <= lanes.limit
     assert health.running == health.waiting == 0

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import replace
 from typing import Any
 
-from mmfast.core.errors import MmfastError
 from mmfast.core.trace import peak_bytes
 from mmfast.serve.engine.base import Delta, Emit, Failure, Finish, Request, Sampling
 from mmfast.serve.engine.encoder import early
-from mmfast.serve.engine.parts import Embedded, Prepared
+from mmfast.serve.engine.failures import failure
+from mmfast.serve.engine.parts import Prepared
 from mmfast.serve.engine.text import Writer
-
-LOG = logging.getLogger("mmfast.serve")
 
 
 class Answer:
@@ -26,8 +23,8 @@ class Answer:
         sampling: Of the request, its seed set.
 
     Attributes:
-        prepared: What the processor wrote; None in a lane of its own.
-        embedded: What the encoder made.
+        prepared: What the processor wrote, until it is encoded.
+        read: What the trace says of its prompt, and tokens of that; None until it is read.
         writer: Turns tokens into text.
         reduce: Spec string of reducers; of the planner where there is a target.
         cache: Spec string of cache policies.
@@ -42,7 +39,7 @@ class Answer:
     def __init__(self, request: Request, emit: Emit, sampling: Sampling) -> None:
         self.request, self._emit, self.sampling = request, emit, sampling
         self.prepared: Prepared | None = None
-        self.embedded: Embedded | None = None
+        self.read: tuple[dict[str, Any], int] | None = None
         self.writer: Writer | None = None
         self.reduce: str | None = None
         self.cache: str | None = None
@@ -61,9 +58,9 @@ class Answer:
         return self.request.id
 
     @property
-    def tenant(self) -> str:
-        """Whose it is."""
-        return self.request.tenant
+    def payer(self) -> str:
+        """Whose share it takes."""
+        return self.request.payer
 
     @property
     def priority(self) -> int:
@@ -90,12 +87,8 @@ class Answer:
 
     def fail(self, error: Exception) -> None:
         """The answer ends here."""
-        if isinstance(error, MmfastError):
-            self.end(Failure(str(error), 400, "invalid_request_error"))
-            return
-        # The text of a foreign error may hold anything, paths too: it is for the log alone.
-        LOG.error("request %s failed", self.id, exc_info=error)
-        self.end(Failure(f"the engine failed on this request ({type(error).__name__})"))
+        if not self.over:
+            self.end(failure(error, self.id))
 
     def end(self, event: Finish | Failure) -> None:
         """Send the last event, once."""

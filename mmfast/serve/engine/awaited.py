@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass, field
 
 from mmfast.serve.engine.base import BusyError, Emit, Event, Failure, Request
-from mmfast.serve.engine.crew import Place
+from mmfast.serve.engine.place import Place
 
 LOG = logging.getLogger("mmfast.serve")
 

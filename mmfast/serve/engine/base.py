@@ -86,9 +86,9 @@ class Request:
         messages: The conversation, the last message the user's.
         sampling: How tokens are chosen.
         options: What is reduced, and how far.
-        tenant: Whose request it is: results are reused within a tenant only, and tenants share
-            the machine fairly.
-        priority: Higher goes first, among those of its tenant.
+        tenant: Whose request it is: results are reused within a tenant only.
+        priority: Higher goes first, among those of its payer.
+        account: Who pays for the work, of whom each has a fair share; None is the tenant.
     """
 
     id: str
@@ -97,6 +97,12 @@ class Request:
     options: Options = field(default_factory=Options)
     tenant: str = ""
     priority: int = 0
+    account: str | None = None
+
+    @property
+    def payer(self) -> str:
+        """Whose share of the machine it takes."""
+        return self.tenant if self.account is None else self.account
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,8 @@ class Failure:
     Attributes:
         message: One line for the user.
         status: As in HTTP: 4xx the request's fault, 499 cancelled, 5xx the engine's.
-        kind: `invalid_request_error`, `server_error`, `cancelled` or `replica_lost`.
+        kind: `invalid_request_error`, `model_error`, `server_error`, `busy`, `cancelled` or
+            `replica_lost`.
     """
 
     message: str

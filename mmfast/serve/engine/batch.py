@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from mmfast.serve.engine.answer import Answer
 from mmfast.serve.engine.decode import Decoder
 from mmfast.serve.engine.encoder import Encoder, Result
 from mmfast.serve.engine.prefill import Job, Prefiller, token_bytes
 from mmfast.serve.engine.prefix import Prefixes
-
-Work = Generator[tuple[int, Result] | None, None, None]
-_END = object()
+from mmfast.serve.engine.tower import Tower
 
 
 class Batch:
@@ -46,8 +43,7 @@ class Batch:
         self._served = served
         self.prefixes = Prefixes(limit)
         self.per_token = token_bytes(prefiller)
-        self._raw: dict[str, Answer] = {}
-        self._encoding: tuple[Work, list[Answer | None]] | None = None
+        self._tower = Tower(encoder)
         self._jobs: dict[str, tuple[Answer, Job]] = {}
         self._running: dict[str, Answer] = {}
         self._prefill_next = False
@@ -59,9 +55,8 @@ class Batch:
     @property
     def answers(self) -> list[Answer]:
         """All requests at work."""
-        encoding = [a for a in self._encoding[1] if a] if self._encoding else []
         jobs = [answer for answer, _ in list(self._jobs.values())]  # health is of any thread
-        return [*self._raw.values(), *encoding, *jobs, *self._running.values()]
+        return [*self._tower.answers, *jobs, *list(self._running.values())]
 
     @property
     def coming(self) -> list[Answer]:
@@ -71,7 +66,7 @@ class Batch:
     @property
     def encoding(self) -> bool:
         """Whether a call of the tower is under way."""
-        return self._encoding is not None
+        return self._tower.under_way
 
     @property
     def nbytes(self) -> int:
@@ -81,23 +76,16 @@ class Batch:
 
     def start(self, answer: Answer) -> None:
         """Take a request in."""
-        self._raw[answer.id] = answer
+        self._tower.add(answer)
 
     def cancel(self, name: str) -> Answer | None:
         """Let a request go, whatever is done with it; its memory is free at once."""
-        answer = self._raw.pop(name, None)
+        answer = self._tower.cancel(name)
         if name in self._jobs:
             answer = self._jobs.pop(name)[0]
         if name in self._running:
             answer = self._running.pop(name)
             self.decoder.release(name)
-        batch = self._encoding[1] if self._encoding else []
-        for i, each in enumerate(batch):
-            if each is not None and each.id == name:
-                answer, batch[i] = each, None
-        if self._encoding is not None and not any(batch):
-            self._encoding[0].close()
-            self._encoding = None
         return answer
 
     # --- one unit of work ---------------------------------------------------------------------
@@ -114,7 +102,9 @@ class Batch:
         if read := self._read():
             self._begin(*read[0])
             return True
-        encodes = (bool(self._raw) and new) or self._encoding is not None
+        for answer, found in self._tower.texts():
+            self._encoded(answer, found)
+        encodes = (self._tower.waits and new) or self._tower.under_way
         if encodes and not (self._jobs and self._prefill_next):
             self._prefill_next = True
             self._encode()
@@ -134,11 +124,14 @@ class Batch:
         self._stepped = now
         for key, token in found:
             answer = self._running[str(key)]
-            self._served(answer.tenant, 1)
-            if isinstance(token, Exception):
-                self._fail(answer, token)
-            elif not answer.push(token):
-                self._release(answer)
+            self._served(answer.payer, 1)
+            try:
+                if isinstance(token, Exception):
+                    raise token
+                if not answer.push(token):
+                    self._release(answer)
+            except Exception as error:  # of this answer alone
+                self._fail(answer, error)
         return True
 
     def clear(self) -> list[Answer]:
@@ -149,32 +142,19 @@ class Batch:
         return gone
 
     def _encode(self) -> None:
-        if self._encoding is None:
-            fresh = [a for a in self._raw.values() if a.prepared is not None]
-            self._raw.clear()
-            prepared = [a.prepared for a in fresh if a.prepared is not None]
-            self._encoding = self.encoder.steps(prepared), [*fresh]
-        steps, batch = self._encoding
         # With nobody to wait for it, the tower need not stop.
         # A slice ends at the first block behind its time: with that block it is about a chunk.
-        self.encoder.slicer.budget = 0.7 * self.pace if self._running else None
-        step = next(steps, _END)
-        if step is _END:
-            self._encoding = None
-        elif isinstance(step, tuple):
-            answer, found = batch[step[0]], step[1]
-            batch[step[0]] = None
-            if answer is None:
-                return
-            if isinstance(found, Exception):
-                self._fail(answer, found)
-            else:
-                self._encoded(answer, found)
+        made = self._tower.step(0.7 * self.pace if self._running else None)
+        if made is not None:
+            self._encoded(*made)
 
-    def _encoded(self, answer: Answer, found: Any) -> None:
-        answer.embedded, answer.prepared = found, None
+    def _encoded(self, answer: Answer, found: Result) -> None:
+        if isinstance(found, Exception):
+            self._fail(answer, found)
+            return
+        answer.prepared = None
         answer.reserve = found.length + answer.sampling.max_tokens
-        prefix = self.prefixes.find(answer.tenant, found.blocks, found.length)
+        prefix = self.prefixes.find(answer.request.tenant, found.blocks, found.length)
         job = Job(found, prefix)
         answer.cached = max(found.reused, job.reused)
         self._jobs[answer.id] = answer, job
@@ -213,14 +193,14 @@ class Batch:
             self.pace += 0.2 * (ms / 1e3 * self.prefiller.chunk / work - self.pace)
         for job, n in plan:
             owners[job].prefill_ms += ms * n / total
-            self._served(owners[job].tenant, n)
+            self._served(owners[job].payer, n)
 
     def _begin(self, answer: Answer, job: Job) -> None:
         """From prefill to decoding."""
         del self._jobs[answer.id]
-        assert answer.embedded is not None
-        filled = self.prefiller.result(job)
-        self.prefixes.put(answer.tenant, answer.embedded.blocks, filled.kv)
+        prompt, filled = job.prompt, self.prefiller.result(job)
+        answer.read = prompt.told, prompt.whole_length
+        self.prefixes.put(answer.request.tenant, prompt.blocks, filled.kv)
         if not self._running:
             self._stepped = None  # nobody waited until now
         self._running[answer.id] = answer
@@ -236,13 +216,10 @@ class Batch:
     def _release(self, answer: Answer) -> None:
         self._running.pop(answer.id, None)
         self.decoder.release(answer.id)
-        prompt = answer.embedded
-        if answer.broken or prompt is None or prompt.whole is None:
+        if answer.broken or answer.read is None:
             answer.over = True
             return
-        names = ("rows", "reductions", "visual_tokens", "kept_tokens")
-        told = {**{name: getattr(prompt, name) for name in names}, "prompt": prompt.length}
-        answer.finish(told, len(prompt.whole))
+        answer.finish(*answer.read)
 
     def _fail(self, answer: Answer, error: Exception) -> None:
         self.cancel(answer.id)

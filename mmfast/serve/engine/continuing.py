@@ -8,6 +8,7 @@ from typing import Any
 from mmfast.serve.engine.answer import Answer
 from mmfast.serve.engine.base import Emit, Failure, Request
 from mmfast.serve.engine.decode import Decoder
+from mmfast.serve.engine.failures import LOG
 from mmfast.serve.engine.filling import Piece
 from mmfast.serve.engine.text import Writer
 
@@ -24,7 +25,7 @@ class Continuing:
     def __init__(self, decoder: Decoder, tokenizer: Any, limit: int) -> None:
         self._decoder, self._tokenizer, self._limit = decoder, tokenizer, limit
         self._waiting: dict[str, tuple[Answer, Piece]] = {}
-        self._running: dict[str, tuple[Answer, Piece]] = {}
+        self._running: dict[str, tuple[Answer, dict[str, Any], int]] = {}  # trace, prompt tokens
         self._gone: set[str] = set()
         self._some = threading.Condition()
         self._over = False
@@ -53,12 +54,6 @@ class Continuing:
             self._gone.add(name)
             self._some.notify()
 
-    def load(self) -> dict[str, float]:
-        """How much there is to do."""
-        running, waiting = float(len(self._running)), float(len(self._waiting))
-        kv = float(self._decoder.slots.nbytes)
-        return {"running": running, "waiting": waiting, "kv_bytes": kv}
-
     def close(self) -> None:
         """Stop; what still runs fails."""
         with self._some:
@@ -77,12 +72,20 @@ class Continuing:
                 if self._over:
                     return
                 gone, self._gone = self._gone, set()
-            for name in gone:
-                if name in self._waiting or name in self._running:
-                    self._leave(name).end(Failure("cancelled", 499, "cancelled"))
-            while self._waiting and self._fits(next(iter(self._waiting))):
-                self._begin(next(iter(self._waiting)))
-            self._step()
+            try:
+                self._round(gone)
+            except Exception as error:  # what is not one answer's fault ends all that are here
+                LOG.exception("decoding failed")
+                for name in [*self._waiting, *self._running]:
+                    self._fail(name, error)
+
+    def _round(self, gone: set[str]) -> None:
+        for name in gone:
+            if name in self._waiting or name in self._running:
+                self._leave(name).end(Failure("cancelled", 499, "cancelled"))
+        while self._waiting and self._fits(next(iter(self._waiting))):
+            self._begin(next(iter(self._waiting)))
+        self._step()
 
     def _fits(self, name: str) -> bool:
         """Whether the next answer has room; alone it always has."""
@@ -96,40 +99,46 @@ class Continuing:
 
     def _begin(self, name: str) -> None:
         with self._some:
-            answer, piece = self._running[name] = self._waiting.pop(name)
+            answer, piece = self._waiting.pop(name)
+            # Keys and values are copied to a row: nothing of the prompt is kept beside it.
+            self._running[name] = answer, piece.trace, piece.prompt_tokens
         try:
             token = self._decoder.first(piece.filled, answer.sampling)
             if self._push(name, token):
                 self._decoder.admit(name, piece.filled, token, answer.sampling)
         except Exception as error:
-            self._leave(name).fail(error)
+            self._fail(name, error)
 
     def _step(self) -> None:
         try:
             found = self._decoder.step()
         except Exception as error:  # a pass is of all answers
             for name in list(self._running):
-                self._leave(name).fail(error)
+                self._fail(name, error)
             return
         for key, token in found:
-            if isinstance(token, Exception):
-                self._leave(str(key)).fail(token)
-            else:
+            try:
+                if isinstance(token, Exception):
+                    raise token
                 self._push(str(key), token)
+            except Exception as error:  # of this answer alone
+                self._fail(str(key), error)
 
     def _push(self, name: str, token: int) -> bool:
         """Say the next token; whether the answer goes on."""
-        answer, piece = self._running[name]
+        answer, trace, prompt_tokens = self._running[name]
         if answer.push(token):
             return True
-        self._leave(name)
         if not answer.broken:
-            answer.finish(piece.trace, piece.prompt_tokens)
+            answer.finish(trace, prompt_tokens)
+        self._leave(name)
         return False
+
+    def _fail(self, name: str, error: Exception) -> None:
+        self._leave(name).fail(error)
 
     def _leave(self, name: str) -> Answer:
         with self._some:
-            held = self._running if name in self._running else self._waiting
-            answer, _ = held.pop(name)
+            held = self._running.pop(name, None) or self._waiting.pop(name)
         self._decoder.release(name)
-        return answer
+        return held[0]

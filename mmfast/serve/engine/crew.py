@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import connection, get_all_start_methods, get_context
 from typing import Any
 
+from mmfast.serve.engine.place import Place
 from mmfast.serve.engine.shared import Names, Packet, free, unpack
 from mmfast.serve.engine.worker import Maker, Wire, work
 
+LOG = logging.getLogger("mmfast.serve")
 AHEAD = 16  # segments that a worker can have made since it last sent one
 
 
@@ -37,59 +40,6 @@ class Restarts:
     def pause(self, deaths: int) -> float:
         """Seconds to wait after so many deaths in a row."""
         return float(min(self.longest, self.first * 2 ** (deaths - 1)))
-
-
-@dataclass(eq=False)
-class Place:
-    """The place of a worker; who works there may change.
-
-    Attributes:
-        role: What is done there.
-        number: Counts the places of a role.
-        ready: Whether the worker takes jobs.
-        info: What the worker said of itself.
-        jobs: What it works on.
-        deaths: In a row.
-        total: Deaths in all.
-        reason: Why the last one did not start.
-        given_up: Nobody is started here any more.
-    """
-
-    role: str
-    number: int
-    maker: Maker
-    ready: bool = False
-    info: Mapping[str, Any] = field(default_factory=dict)
-    jobs: set[str] = field(default_factory=set)
-    deaths: int = 0
-    total: int = 0
-    reason: str = ""
-    given_up: bool = False
-    process: Any = None
-    wire: Wire | None = None
-    names: Names = field(default_factory=lambda: Names(""))  # of what the worker makes
-    since: float = 0.0  # ready, or when to start again
-
-    def say(self, kind: str, job: str = "", value: Any = None) -> bool:
-        """Send a value to the worker; False where it is gone."""
-        return self._sent(lambda wire: wire.say(kind, job, value))
-
-    def forward(self, kind: str, job: str, packet: Packet) -> bool:
-        """Send a packet on to the worker; False where it is gone."""
-        done = self._sent(lambda wire: wire.forward(kind, job, packet))
-        if not done:
-            free(packet.name)
-        return done
-
-    def _sent(self, send: Callable[[Wire], None]) -> bool:
-        wire = self.wire
-        if wire is None:
-            return False
-        try:
-            send(wire)
-        except OSError:
-            return False
-        return True
 
 
 def _context() -> Any:
@@ -175,13 +125,14 @@ class Crew:
         number = next(self._counter)
         place.names = Names(f"{self._prefix}-{number}w")
         place.wire = Wire(mine, Names(f"{self._prefix}-{number}p"))
-        place.process = self._context.Process(
+        process = self._context.Process(
             target=work,
             args=(its, place.names.prefix, place.maker),
             name=f"mmfast-{place.role}-{place.number}",
             daemon=True,
         )
-        place.process.start()
+        process.start()
+        place.process = process
         its.close()  # the worker's end lives in the worker only, so its death ends the pipe
 
     def _run(self) -> None:
@@ -194,49 +145,75 @@ class Crew:
                     self._read(alive[pipe])
             for place in self.places:
                 if place.wire is None and not place.given_up and place.since <= time.monotonic():
-                    self._start(place)
+                    self._restart(place)
+
+    def _restart(self, place: Place) -> None:
+        """Start a worker; where that fails, as on a machine without room, it counts as a death."""
+        try:
+            self._start(place)
+        except Exception as error:
+            LOG.error("a worker cannot be started", exc_info=error)
+            with self.changed:
+                self._count(place, f"{type(error).__name__}: {error}")
+                self._clean(place)
 
     def _read(self, place: Place) -> None:
         wire = place.wire
         assert wire is not None
         try:
             kind, job, packet = wire.hear()
-        except (EOFError, OSError):
+        except Exception as error:
+            if not isinstance(error, EOFError | OSError):  # what comes next cannot be told apart
+                LOG.error("a worker cannot be understood and is ended", exc_info=error)
             self._miss(place)
             return
         wire.taken += 1  # from here on the packet is ours: to open, to send on, or to free
         if packet.name:
             place.names.count = max(place.names.count, int(packet.name.rpartition("-")[2]))
-        if kind in ("ready", "broken"):
-            with self.changed:
-                told = unpack(packet)
-                place.ready = kind == "ready"
-                place.info, place.reason = (told, "") if place.ready else ({}, told)
-                place.since = time.monotonic()
-                self.changed.notify_all()
-            return
-        self._hear(place, kind, job, packet)
+        try:
+            if kind in ("ready", "broken"):
+                self._settle(place, kind == "ready", unpack(packet))
+            else:
+                self._hear(place, kind, job, packet)
+        except Exception:  # of one message: all others still wait for this thread
+            LOG.exception("what a worker said is lost")
+            free(packet.name)
+
+    def _settle(self, place: Place, ready: bool, told: Any) -> None:
+        """A worker is ready, or says why it never will be."""
+        with self.changed:
+            place.ready = ready
+            place.info, place.reason = (told, "") if ready else ({}, told)
+            place.since = time.monotonic()
+            self.changed.notify_all()
 
     def _miss(self, place: Place) -> None:
         """A worker is gone: clean up behind it, say so, and plan the next one."""
-        process, now = place.process, time.monotonic()
+        process = place.process
         assert process is not None
         process.join(1.0)
         process.kill()  # it closed its pipe; whatever it still does is lost
         process.join()
         with self.changed:
-            place.total += 1
-            steady = place.ready and now - place.since > self.restarts.steady
-            place.deaths = 1 if steady else place.deaths + 1
-            if not place.reason:
-                place.reason = f"exit code {process.exitcode}"
-            place.given_up = place.deaths > self.restarts.most
-            place.since = now + self.restarts.pause(place.deaths)
-            place.ready, jobs = False, place.jobs
-            place.jobs = set()
+            self._count(place, f"exit code {process.exitcode}")
+            jobs, place.jobs = place.jobs, set()
             self._clean(place)
-            self.changed.notify_all()
-        self._lost(place, jobs)
+        try:
+            self._lost(place, jobs)
+        except Exception:
+            LOG.exception("the answers of a worker that is lost cannot be ended")
+
+    def _count(self, place: Place, reason: str) -> None:
+        """One more death; with the lock."""
+        now = time.monotonic()
+        place.total += 1
+        steady = place.ready and now - place.since > self.restarts.steady
+        place.deaths = 1 if steady else place.deaths + 1
+        place.reason = place.reason or reason
+        place.given_up = place.deaths > self.restarts.most
+        place.since = now + self.restarts.pause(place.deaths)
+        place.ready = False
+        self.changed.notify_all()
 
     def _clean(self, place: Place) -> None:
         if place.wire is not None:

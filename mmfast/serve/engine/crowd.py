@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable
 
 from mmfast.core.errors import MmfastError
-from mmfast.serve.engine.awaited import Awaited
+from mmfast.serve.engine.awaited import LOG, Awaited
 from mmfast.serve.engine.base import BusyError, Delta, Emit, Event, Failure, Health, Request
-from mmfast.serve.engine.crew import Crew, Place, Restarts
+from mmfast.serve.engine.crew import Crew, Restarts
+from mmfast.serve.engine.place import Place, near
 from mmfast.serve.engine.shared import Packet, free, unpack
 from mmfast.serve.engine.worker import Maker
 
@@ -63,7 +64,12 @@ class Crowd:
     def submit(self, request: Request, emit: Emit) -> None:
         """See `Executor.submit`."""
         job, stream = self._enter(request, emit)
-        if not stream.place.say("submit", job, request):
+        try:
+            here = stream.place.say("submit", job, request)
+        except BaseException:  # no room for its media
+            self._drop(job)
+            raise
+        if not here:
             self._drop(job)
             raise BusyError("a worker was lost just now; try again in a second")
         if not stream.decided.wait(ADMIT):
@@ -145,7 +151,25 @@ class Crowd:
             "encode": self._ask,
             "encoded": self._told,
         }
-        handlers[kind](place, job, packet)
+        try:
+            handlers[kind](place, job, packet)
+        except Exception as error:  # one answer fails, and no other one
+            LOG.error("what a worker said cannot be handled", exc_info=error)
+            free(packet.name)
+            self._fail(place, kind, job, type(error).__name__)
+
+    def _fail(self, place: Place, kind: str, job: str, reason: str) -> None:
+        """Whoever waits for a message that cannot be handled is told."""
+        if kind == "encode":
+            place.say("failed", job, reason)
+        elif place.role == ENCODE:
+            place.jobs.discard(job)
+            asker, name = self._calls.pop(job, (None, ""))
+            if asker is not None:
+                asker.say("failed", name, reason)
+        elif (stream := self._drop(job)) is not None:
+            place.say("cancel", job)
+            stream.end(Failure(f"the engine failed on this request ({reason})"))
 
     def _event(self, place: Place, job: str, packet: Packet) -> None:
         event: Event = unpack(packet)
@@ -185,7 +209,7 @@ class Crowd:
             ready = [each for each in self._crew.of(ENCODE) if each.ready]
             call = f"{next(self._jobs)}"
             if ready:
-                encoder = _near(ready, job)
+                encoder = near(ready, job)
                 encoder.jobs.add(call)
         if not ready:
             free(packet.name)
@@ -196,8 +220,11 @@ class Crowd:
 
     def _told(self, place: Place, job: str, packet: Packet, kind: str = "encoded") -> None:
         place.jobs.discard(job)
-        asker, name = self._calls.pop(job)
-        asker.forward(kind, name, packet)
+        asker, name = self._calls.pop(job, (None, ""))
+        if asker is None:  # it was failed before
+            free(packet.name)
+        else:
+            asker.forward(kind, name, packet)
 
     def _lose(self, place: Place, jobs: set[str]) -> None:
         with self._lock:
@@ -215,15 +242,3 @@ class Crowd:
         if stream is not None:
             stream.place.jobs.discard(job)
         return stream
-
-
-def _near(ready: list[Place], call: str) -> Place:
-    """The encoder that had the same media before, unless others have less to do.
-
-    Args:
-        ready: Encoders.
-        call: Ends in a number that stands for the media.
-    """
-    home = ready[int(call.rpartition(":")[2]) % len(ready)]
-    idle = min(ready, key=lambda each: len(each.jobs))
-    return home if len(home.jobs) <= len(idle.jobs) + 1 else idle

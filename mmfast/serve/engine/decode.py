@@ -52,11 +52,6 @@ class Decoder:
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def keys(self) -> list[Hashable]:
-        """The answers that run."""
-        return [row.key for row in self._rows]
-
     def first(self, filled: Filled, sampling: Sampling) -> int:
         """The first token of an answer.
 

@@ -48,7 +48,6 @@ def embedded(
     return {
         "embeds": hidden,
         "positions": positions,
-        "ids": ids,
         "blocks": chain(marks, positions),
         "visual": joint if planes else None,
         "planes": tuple(plane[joint] for plane in planes),

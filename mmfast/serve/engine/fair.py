@@ -1,9 +1,9 @@
-"""Who goes next: of the tenant that had least, by priority, then who came first."""
+"""Who goes next: of the payer that had least, by priority, then who came first."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 
@@ -15,8 +15,8 @@ class Waiting(Protocol):
         """Its name."""
 
     @property
-    def tenant(self) -> str:
-        """Whose it is."""
+    def payer(self) -> str:
+        """Whose share it takes."""
 
     @property
     def priority(self) -> int:
@@ -29,7 +29,7 @@ T = TypeVar("T", bound=Waiting)
 class FairQueue(Generic[T]):
     """Requests that wait.
 
-    Work is counted in tokens. A tenant that comes anew starts level with the one that had least
+    Work is counted in tokens. A payer that comes anew starts level with the one that had least
     among those at work, so that nobody saves up turns.
     """
 
@@ -41,11 +41,11 @@ class FairQueue(Generic[T]):
         return len(self._waiting)
 
     def push(self, item: T, active: Iterable[str] = ()) -> None:
-        """Let one wait; `active` are the tenants at work."""
-        present = {*active, *(each.tenant for each in self._waiting.values())}
-        if item.tenant not in present:
+        """Let one wait; `active` are the payers at work."""
+        present = {*active, *(each.payer for each in self._waiting.values())}
+        if item.payer not in present:
             floor = min((self.served.get(name, 0.0) for name in present), default=0.0)
-            self.served[item.tenant] = max(self.served.get(item.tenant, 0.0), floor)
+            self.served[item.payer] = max(self.served.get(item.payer, 0.0), floor)
         self._waiting[item.id] = item
 
     def peek(self) -> T | None:
@@ -53,17 +53,15 @@ class FairQueue(Generic[T]):
         if not self._waiting:
             return None
         order = enumerate(self._waiting.values())
-        return min(order, key=lambda p: (self.served.get(p[1].tenant, 0.0), -p[1].priority, p[0]))[
-            1
-        ]
+        return min(order, key=lambda p: (self.served.get(p[1].payer, 0.0), -p[1].priority, p[0]))[1]
 
     def remove(self, name: str) -> T | None:
         """Take one out by name; None where it does not wait."""
         return self._waiting.pop(name, None)
 
-    def count(self, tenant: str, tokens: float, active: Iterable[str] = ()) -> None:
-        """A tenant was given work of so many tokens."""
-        self.served[tenant] = self.served.get(tenant, 0.0) + tokens
-        if len(self.served) > 4096:  # tenants that left; those at work stay
-            keep = {*active, *(each.tenant for each in self._waiting.values()), tenant}
+    def count(self, payer: str, tokens: float, active: Callable[[], Iterable[str]] = tuple) -> None:
+        """A payer was given work of so many tokens; `active` tells the payers at work."""
+        self.served[payer] = self.served.get(payer, 0.0) + tokens
+        if len(self.served) > 4096:  # payers that left; those at work stay
+            keep = {*active(), *(each.payer for each in self._waiting.values()), payer}
             self.served = {name: had for name, had in self.served.items() if name in keep}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmfast.core.errors import MmfastError
+from mmfast.serve.engine.failures import LOG
 from mmfast.serve.engine.parts import Embedded, Filled
 from mmfast.serve.engine.prefill import Job, Prefiller
 
@@ -90,7 +91,14 @@ class Filling:
                 new, self._new = self._new, []
             self._jobs |= {Job(prompt): (future, at) for prompt, future, at in new}
             self._jobs = {job: how for job, how in self._jobs.items() if not how[0].cancelled()}
-            self._pass()
+            try:
+                self._pass()
+            except Exception as error:  # what is not one prompt's fault ends all that are here
+                LOG.exception("prefill failed")
+                for future, _ in self._jobs.values():
+                    if future.set_running_or_notify_cancel():
+                        future.set_exception(error)
+                self._jobs.clear()
 
     def _pass(self) -> None:
         plan = self._prefiller.plan(list(self._jobs))
@@ -99,9 +107,15 @@ class Filling:
         except Exception:  # one of them is broken: alone, only that one fails
             ended = [job for part in plan for job in self._alone(part)]
         for job in ended:
-            future, at = self._jobs.pop(job)
-            if future.set_running_or_notify_cancel():
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        future, at = self._jobs.pop(job)
+        if future.set_running_or_notify_cancel():
+            try:
                 future.set_result(self._piece(job, (time.perf_counter() - at) * 1e3))
+            except Exception as error:  # of this prompt alone
+                future.set_exception(error)
 
     def _alone(self, part: tuple[Job, int]) -> list[Job]:
         try:
@@ -114,12 +128,5 @@ class Filling:
 
     def _piece(self, job: Job, ms: float) -> Piece:
         prompt = job.prompt
-        trace = {
-            "rows": prompt.rows,
-            "reductions": prompt.reductions,
-            "visual_tokens": prompt.visual_tokens,
-            "kept_tokens": prompt.kept_tokens,
-            "prompt": prompt.length,
-        }
-        whole = prompt.length if prompt.whole is None else len(prompt.whole)
-        return Piece(self._prefiller.result(job), whole, prompt.reused, ms, trace)
+        filled = self._prefiller.result(job)
+        return Piece(filled, prompt.whole_length, prompt.reused, ms, prompt.told)

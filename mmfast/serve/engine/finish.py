@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.trace import Trace
 from mmfast.models.compress import compress
 from mmfast.serve.engine.embed import embedded, identities
@@ -64,7 +65,12 @@ def _joined(
     fresh = (each.ms for unit, each in parts if unit.key not in reused)
     trace.add("encode", visual, visual, sum(fresh))
     inputs = {**prepared.inputs, "mm_encoder_outputs": outputs}
-    rest = compress(model, inputs, prepared.reduce, trace)
+    try:
+        rest = compress(model, inputs, prepared.reduce, trace)
+    except ModelError as error:
+        if not prepared.reduce:
+            raise
+        raise SpecError(str(error)) from error  # reducers that do not fit this model or prompt
     named = identities([unit for unit, _ in parts], known, prepared.reduce)
     told = trace.to_dict()
     return Embedded(

@@ -13,12 +13,13 @@ _SHARE = {"cuda": 0.8, "cpu": 0.25}  # of what is free; the CPU's memory is not 
 _FALLBACK = 2 << 30
 
 
-def kv_limit(memory: str | int | None, device: torch.device) -> int:
+def kv_limit(memory: str | int | None, device: torch.device, sharing: int = 1) -> int:
     """Bytes for keys and values.
 
     Args:
         memory: `"2GB"` or bytes; None takes a share of what is free on the device.
         device: Where they lie.
+        sharing: Workers that take the same share, this one included.
 
     Raises:
         MmfastError: It is no size.
@@ -27,8 +28,8 @@ def kv_limit(memory: str | int | None, device: torch.device) -> int:
     if given is not None:
         return given
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _SHARE["cuda"])
-    return int(_free() * _SHARE["cpu"])
+        return int(torch.cuda.mem_get_info(device)[0] * _SHARE["cuda"] / sharing)
+    return int(_free() * _SHARE["cpu"] / sharing)
 
 
 def _free() -> int:

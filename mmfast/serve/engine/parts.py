@@ -41,7 +41,6 @@ class Embedded:
     Attributes:
         embeds: `[m, D]`.
         positions: `[A, m]` int64, the original ones; A is 1, or 3 under M-RoPE.
-        ids: `[m]` token ids, placeholders included.
         blocks: Hash of everything up to the end of each block of `BLOCK` tokens.
         visual: `[m]` bool where there are DeepStack planes; None elsewhere.
         planes: DeepStack features `[visual tokens, D]` each.
@@ -55,7 +54,6 @@ class Embedded:
 
     embeds: Tensor
     positions: Tensor
-    ids: Tensor
     blocks: tuple[bytes, ...] = ()
     visual: Tensor | None = None
     planes: tuple[Tensor, ...] = ()
@@ -70,6 +68,17 @@ class Embedded:
     def length(self) -> int:
         """Tokens m."""
         return int(self.embeds.shape[0])
+
+    @property
+    def whole_length(self) -> int:
+        """Tokens before it was reduced."""
+        return self.length if self.whole is None else len(self.whole)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the trace says of it; holds no tensor."""
+        names = ("rows", "reductions", "visual_tokens", "kept_tokens")
+        return {**{name: getattr(self, name) for name in names}, "prompt": self.length}
 
 
 @dataclass(frozen=True, eq=False)

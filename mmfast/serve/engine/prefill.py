@@ -215,7 +215,7 @@ def token_bytes(prefiller: Prefiller) -> int:
     wide = hasattr(getattr(prefiller.decoder, "rotary_emb", None), "mrope_section")
     places = torch.arange(2, device=table.device).expand(3 if wide else 1, -1)
     ids = torch.zeros(2, dtype=torch.int64, device=table.device)
-    (filled,) = prefiller.fill([Embedded(embed(ids), places, ids)])
+    (filled,) = prefiller.fill([Embedded(embed(ids), places)])
     return filled.nbytes // 2
 
 

@@ -11,11 +11,13 @@ from mmfast.serve.engine.embed import BLOCK
 from mmfast.serve.engine.lru import Lru
 from mmfast.serve.engine.prefill import reusable
 
+_Name = tuple[str, bytes]
+
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
     kv: tuple[Tensor, ...]  # [2, H, m, d] per layer
-    names: tuple[tuple[str, bytes], ...]
+    names: tuple[_Name, ...]
 
     @property
     def nbytes(self) -> int:
@@ -34,34 +36,30 @@ class Prefixes:
 
     def __init__(self, limit: int) -> None:
         self.held: Lru[_Entry] = Lru(limit, lambda entry: entry.nbytes)
-        self._where: dict[tuple[str, bytes], tuple[str, bytes]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        return self.held.nbytes
+        self._where: dict[_Name, list[_Name]] = {}  # entries that begin so, the newest last
 
     def find(
         self, tenant: str, blocks: Sequence[bytes], length: int
     ) -> tuple[tuple[Tensor, ...], int] | None:
         """The longest known beginning of a prompt: keys and values, and how many tokens count."""
         for count in range(reusable(length) // BLOCK, 0, -1):
-            place = self._where.get((tenant, blocks[count - 1]))
-            entry = None if place is None else self.held.get(place)
-            if entry is not None:
-                return entry.kv, count * BLOCK
+            for place in reversed(self._where.get((tenant, blocks[count - 1]), ())):
+                if (entry := self.held.get(place)) is not None:
+                    return entry.kv, count * BLOCK
         self.held.misses += 1
         return None
 
     def put(self, tenant: str, blocks: Sequence[bytes], kv: Sequence[Tensor]) -> None:
         """Keep what a prompt left; it is not changed afterwards."""
         names = tuple((tenant, block) for block in blocks)
-        if not names or names[-1] in self._where:
+        entry = _Entry(tuple(kv), names)
+        if not names or names[-1] in self._where or entry.nbytes > self.held.limit:
             return
-        gone = self.held.put(names[-1], _Entry(tuple(kv), names))
-        if self.held.limit >= sum(each.nbytes for each in kv):
-            self._where |= dict.fromkeys(names, names[-1])
-        self._forget(gone)
+        for name in names[:-1]:  # whose whole is a beginning of this one is held twice
+            self._forget(self.held.drop(name))
+        for name in names:
+            self._where.setdefault(name, []).append(names[-1])
+        self._forget(self.held.put(names[-1], entry))
 
     def shrink(self, limit: int) -> None:
         """Keep no more than `limit` bytes."""
@@ -70,5 +68,6 @@ class Prefixes:
     def _forget(self, gone: Sequence[tuple[object, _Entry]]) -> None:
         for key, entry in gone:
             for name in entry.names:
-                if self._where.get(name) == key:
+                self._where[name] = [each for each in self._where[name] if each != key]
+                if not self._where[name]:
                     del self._where[name]

@@ -49,7 +49,7 @@ class Processes(Crowd):
     ) -> None:
         _check(model, encode, prefill, decode)
         threads = threads or max(1, (os.cpu_count() or 1) // (encode + decode))
-        given = {**given, "model": None if model is None else str(model)}
+        given = {"sharing": decode, **given, "model": None if model is None else str(model)}
         whole = Maker("mmfast.serve.engine.scheduler:Scheduler", given)
         answer = (
             Maker(f"{_ROLES}:Scheduling", {"given": given}, threads)

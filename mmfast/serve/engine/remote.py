@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mmfast.core.errors import MmfastError
 from mmfast.models.prompt import Shot
 from mmfast.serve.engine.base import Media
 from mmfast.serve.engine.encoder import Encoder, Result, Steps
@@ -74,7 +75,8 @@ class RemoteEncoder(Encoder):
         """A result, or why there is none; of any thread."""
         with self._some:
             if call in self._results:
-                self._results[call] = moved(result, self.model.device)
+                known = isinstance(result, Exception)
+                self._results[call] = result if known else moved(result, self.model.device)
                 self._some.notify()
 
     def _send(self, prepared: Prepared) -> str:
@@ -83,7 +85,10 @@ class RemoteEncoder(Encoder):
         call = f"{os.getpid()}-{next(self._numbers)}:{zlib.crc32(key.encode())}"
         with self._some:
             self._results[call] = None
-        self._ask(call, slim(prepared))
+        try:
+            self._ask(call, slim(prepared))
+        except MmfastError as error:  # no room for it on the way
+            self.told(call, error)
         return call
 
     def _found(self, calls: Collection[str]) -> dict[str, Result]:

@@ -24,7 +24,10 @@ class Answering:
     """
 
     def __init__(self, engine: Maker) -> None:
-        self._engine: Executor = engine.make()
+        self._answer_with(engine.make())
+
+    def _answer_with(self, engine: Executor) -> None:
+        self._engine = engine
         self._requests: dict[str, str] = {}  # job -> id of its request
         self._over = threading.Event()
 
@@ -85,8 +88,7 @@ class Scheduling(Answering):
             self._encoder = RemoteEncoder(model, processor, memory, self._ask)
             return self._encoder
 
-        self._engine = Scheduler(**given, encoder=make)
-        self._requests, self._over = {}, threading.Event()
+        self._answer_with(Scheduler(**given, encoder=make))
 
     def take(self, kind: str, job: str, value: Any) -> None:
         """See `Role.take`."""
@@ -163,9 +165,12 @@ class Encoding:
     def _told(self, job: str, future: Future[Any]) -> None:
         error = future.exception()
         if error is None:
-            self._say("encoded", job, future.result())
-        else:
-            self._say("failed", job, _sendable(error))
+            try:
+                self._say("encoded", job, future.result())
+                return
+            except MmfastError as full:  # no room for it on the way
+                error = full
+        self._say("failed", job, _sendable(error))
 
 
 def _sendable(error: BaseException) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import ModelError
 from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
 from mmfast.models.towers import KINDS
+from mmfast.serve.engine.failures import NoTokenError
 from mmfast.serve.engine.parts import Draw
 
 _GREEDY = 1e-5  # a temperature under it: logits divided by it are no numbers any more
@@ -65,7 +65,7 @@ class Chooser:
         found: list[int | Exception] = []
         for row, each in enumerate(draws):
             if not fine[row]:
-                found.append(ModelError(not_finite()))
+                found.append(NoTokenError(not_finite()))
             elif each.sampling.temperature < _GREEDY:
                 found.append(tokens[row])
             else:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from mmfast.core.errors import MmfastError
@@ -13,10 +14,11 @@ from mmfast.core.spec import parse
 from mmfast.models.kv_plan import call_plan
 from mmfast.models.loading import EMBEDDED, load
 from mmfast.planner.target import check_alone, make_target
-from mmfast.serve.engine.answer import LOG, Answer
+from mmfast.serve.engine.answer import Answer
 from mmfast.serve.engine.base import BusyError, Emit, Failure, Health, Options, Request, Sampling
 from mmfast.serve.engine.checks import checked, context_of
 from mmfast.serve.engine.encoder import Encoder, early
+from mmfast.serve.engine.failures import LOG
 from mmfast.serve.engine.fair import FairQueue
 from mmfast.serve.engine.lanes import Lanes
 from mmfast.serve.engine.memory import kv_limit
@@ -43,6 +45,7 @@ class Scheduler:
         chunk: Tokens of prompts between two decoding steps.
         queue: Requests that may wait; one more raises `BusyError`.
         memory: Bytes of keys and values: `"2GB"`; None measures what is free.
+        sharing: Engines on the device, among which what is free is shared out.
         name: What the model is called.
         encoder: Makes the encoder of a model, a processor and bytes to keep results in.
 
@@ -64,18 +67,19 @@ class Scheduler:
         chunk: int = 256,
         queue: int = 32,
         memory: str | int | None = None,
+        sharing: int = 1,
         name: str | None = None,
         encoder: Callable[[Any, Any, int], Encoder] = Encoder,
     ) -> None:
         parse(reduce), call_plan(cache)
         stock, processor = load(model, device, dtype)
         self.model = name or (EMBEDDED if model is None else str(model))
-        limit = kv_limit(memory, stock.device)
+        limit = kv_limit(memory, stock.device, sharing)
         self._queue: FairQueue[Answer] = FairQueue()
         self._most, self._slots = slots + queue, slots
         self.context = context or context_of(stock)
         kept = encoder(stock, processor, min(limit // 4, 256 << 20))
-        self._lanes = Lanes(kept, slots, chunk, limit, self._queue.count, model)
+        self._lanes = Lanes(kept, slots, chunk, limit, self._served, model)
         self._default = Options(reduce, cache)
         self._lanes.check(self._answer(Request("", ()), print, Sampling()))
         self._wake = threading.Condition()
@@ -167,6 +171,8 @@ class Scheduler:
                 f"{prepared.length} tokens of prompt and max_tokens={sampling.max_tokens} are more "
                 f"than the {self.context} that fit; ask for less, or give fewer or smaller media"
             )
+        # What was shown is in the inputs now; nobody looks at it again.
+        answer.request = replace(request, messages=())
         answer.prepared, answer.reserve = prepared, most
         lanes.check_fits(answer)
         answer.writer = Writer(lanes.processor.tokenizer, sampling, lanes.chooser.ends)
@@ -203,7 +209,7 @@ class Scheduler:
         """What other threads brought; called with the lock."""
         while self._new:
             answer = self._new.popleft()
-            self._queue.push(answer, {each.tenant for each in self._lanes.answers})
+            self._queue.push(answer, self._payers())
         for name in tuple(self._gone):
             answer_or_place = self._known.get(name)
             if name not in self._known:
@@ -214,6 +220,12 @@ class Scheduler:
             self._queue.remove(name)
             self._lanes.cancel(name)
             answer_or_place.end(Failure("cancelled", 499, "cancelled"))
+
+    def _payers(self) -> set[str]:
+        return {each.payer for each in self._lanes.answers}
+
+    def _served(self, payer: str, tokens: float) -> None:
+        self._queue.count(payer, tokens, self._payers)
 
     def _round(self) -> None:
         while (first := self._queue.peek()) is not None and self._lanes.fits(first):

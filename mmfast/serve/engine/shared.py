@@ -8,7 +8,9 @@ the whole family of processes be killed.
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,30 +18,13 @@ from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from mmfast.serve.engine.base import BusyError
+from mmfast.serve.engine.pickling import EmbedRef, Packer, Unpacker, fill
+
+__all__ = ["EmbedRef", "Names", "Packet", "Parcel", "free", "pack", "unpack", "unwrap", "wrap"]
 
 SMALL = 1 << 15  # bytes that travel with the message: a pipe is quicker than a new segment
-ALIGN = 64
-
-
-@dataclass(frozen=True)
-class EmbedRef:
-    """A tensor or array in a segment of shared memory.
-
-    Attributes:
-        name: The segment; "" where the bytes travel with the message.
-        offset: Where it starts, in bytes.
-        shape: As of the tensor.
-        dtype: Name in torch, such as `bfloat16`; of an array its numpy code, such as `<f4`.
-        array: It is a numpy array.
-    """
-
-    name: str
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-    array: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,60 +84,6 @@ class Names:
         return f"{self.prefix}-{self.count}"
 
 
-class _Packer(pickle.Pickler):
-    """Takes tensors out of what it pickles; one that occurs twice travels once."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5)
-        self.found: dict[int, tuple[EmbedRef, Any, Any]] = {}  # ref, its bytes, and the object
-        self.size = 0
-
-    def persistent_id(self, value: Any) -> EmbedRef | None:
-        known = self.found.get(id(value))
-        if known is not None:
-            return known[0]
-        if type(value) is Tensor or type(value) is torch.nn.Parameter:
-            data, ref = _of_tensor(value, self.size)
-        elif type(value) is np.ndarray and not value.dtype.hasobject:
-            # reshape: ascontiguousarray makes a vector of a scalar
-            data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-            ref = EmbedRef("", self.size, value.shape, value.dtype.str, True)
-        else:
-            return None
-        self.found[id(value)] = (ref, data, value)
-        self.size += -(-data.nbytes // ALIGN) * ALIGN
-        return ref
-
-
-def _of_tensor(value: Tensor, offset: int) -> tuple[Any, EmbedRef]:
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    name = str(value.dtype).removeprefix("torch.")
-    # numpy knows no bfloat16, so everything goes as bytes
-    return flat.view(torch.uint8).numpy(), EmbedRef("", offset, tuple(value.shape), name)
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, body: bytes, data: memoryview | bytes) -> None:
-        super().__init__(io.BytesIO(body))
-        self._data, self._made = data, dict[EmbedRef, Any]()
-
-    def persistent_load(self, ref: Any) -> Any:
-        if ref not in self._made:
-            self._made[ref] = _made(ref, self._data)
-        return self._made[ref]
-
-
-def _made(ref: EmbedRef, data: memoryview | bytes) -> Any:
-    kind: Any = np.dtype(ref.dtype) if ref.array else getattr(torch, ref.dtype)
-    count = int(np.prod(ref.shape, dtype=np.int64)) * kind.itemsize
-    own = bytearray(data[ref.offset : ref.offset + count])  # the segment is freed behind it
-    if ref.array:
-        return np.frombuffer(own, kind).reshape(ref.shape)
-    if not count:
-        return torch.empty(ref.shape, dtype=kind)
-    return torch.frombuffer(own, dtype=kind).reshape(ref.shape)
-
-
 def pack(value: Any, names: Names) -> Packet:
     """Pickle a value, its tensors and arrays in shared memory.
 
@@ -161,17 +92,20 @@ def pack(value: Any, names: Names) -> Packet:
     Args:
         value: Anything that can be pickled.
         names: Where the next segment gets its name.
+
+    Raises:
+        BusyError: There is no room in shared memory.
     """
     file = io.BytesIO()
-    packer = _Packer(file)
+    packer = Packer(file)
     packer.dump(value)
     if packer.size <= SMALL:
         inline = bytearray(packer.size)
-        _fill(inline, packer)
+        fill(inline, packer)
         return Packet(file.getvalue(), size=packer.size, inline=bytes(inline))
-    segment = SharedMemory(next(names), create=True, size=packer.size)
+    segment = _reserved(next(names), packer.size)
     try:
-        _fill(_bytes(segment), packer)
+        fill(_bytes(segment), packer)
     except BaseException:
         segment.unlink()
         raise
@@ -180,24 +114,44 @@ def pack(value: Any, names: Names) -> Packet:
     return Packet(file.getvalue(), segment.name, packer.size)
 
 
+def _reserved(name: str, size: int) -> SharedMemory:
+    """A segment whose bytes are there: a page that is not kills whoever writes to it."""
+    try:
+        segment = SharedMemory(name, create=True, size=size)
+    except OSError as error:
+        raise _full(size, error) from None
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(segment._fd, 0, size)  # type: ignore[attr-defined]
+    except OSError as error:
+        segment.unlink()
+        segment.close()
+        raise _full(size, error) from None
+    return segment
+
+
+def _full(size: int, error: OSError) -> Exception:
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG):
+        return error
+    return BusyError(
+        f"shared memory has no room for {size:,} bytes ({error.strerror}); try again in a second, "
+        "or give /dev/shm more"
+    )
+
+
 def wrap(value: Any) -> Parcel:
     """As `pack`, without shared memory."""
     file = io.BytesIO()
-    packer = _Packer(file)
+    packer = Packer(file)
     packer.dump(value)
     data = np.zeros(packer.size, np.uint8)
-    _fill(data.data, packer)
+    fill(data.data, packer)
     return Parcel(file.getvalue(), data)
 
 
 def unwrap(parcel: Parcel) -> Any:
     """The value of a parcel; its tensors are copies."""
-    return _Unpacker(parcel.body, parcel.data.data).load()
-
-
-def _fill(target: memoryview | bytearray, packer: _Packer) -> None:
-    for ref, data, _ in packer.found.values():
-        target[ref.offset : ref.offset + data.nbytes] = data.data
+    return Unpacker(parcel.body, parcel.data.data).load()
 
 
 def unpack(packet: Packet) -> Any:
@@ -207,10 +161,10 @@ def unpack(packet: Packet) -> Any:
         FileNotFoundError: Its segment is gone.
     """
     if not packet.name:
-        return _Unpacker(packet.body, packet.inline).load()
+        return Unpacker(packet.body, packet.inline).load()
     segment = SharedMemory(packet.name)
     try:
-        return _Unpacker(packet.body, _bytes(segment)).load()
+        return Unpacker(packet.body, _bytes(segment)).load()
     finally:
         segment.unlink()
         segment.close()

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mmfast.attach import attach
+from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.trace import Trace
 from mmfast.models.counts import token_counts
 from mmfast.models.records import features_given
@@ -31,6 +32,8 @@ class _Own:
         self.count = 0
         self.seen: Tensor | None = None
         self.trace = Trace()
+        self.visual = 0  # tokens before anything was reduced
+        self.read = 0.0, 0  # milliseconds of writing the prompt, and its tokens
 
 
 class Solo:
@@ -100,8 +103,13 @@ class Solo:
     def _next(self, own: _Own) -> int:
         answer = own.answer
         start = time.perf_counter()
-        with attach(self._model, answer.reduce, answer.cache) as trace:
-            logits = self._prompt(own) if own.cache is None else self._token(own)
+        try:
+            with attach(self._model, answer.reduce, answer.cache) as trace:
+                logits = self._prompt(own) if own.cache is None else self._token(own)
+        except ModelError as error:
+            if not (answer.reduce or answer.cache):
+                raise
+            raise SpecError(str(error)) from error  # specs that do not fit this model or prompt
         if not own.count:
             own.trace = trace
             answer.prefill_ms = (time.perf_counter() - start) * 1e3
@@ -115,24 +123,31 @@ class Solo:
         return token
 
     def _prompt(self, own: _Own) -> Tensor:
-        assert own.answer.prepared is not None
-        inputs, model = dict(own.answer.prepared.inputs), self._model
+        prepared = own.answer.prepared
+        assert prepared is not None
+        inputs, model = dict(prepared.inputs), self._model
         ids = inputs["input_ids"]
         positions = model._prepare_position_ids_for_generation(ids, dict(inputs))
         own.position = positions[..., -1:]
         own.cache = DynamicCache(config=model.config.get_text_config())
         if self._chooser.penalty != 1:
             own.seen = ids[0].unique()
-        self._served(own.answer.tenant, ids.shape[1])
+        self._served(own.answer.payer, ids.shape[1])
         found: Tensor = model(
             **inputs, position_ids=positions, past_key_values=own.cache, use_cache=True
         ).logits
+        own.read, own.visual = (prepared.ms, prepared.length), self._visual(inputs)
+        own.answer.prepared = None  # pixels are not kept for as long as an answer takes
         return found
+
+    def _visual(self, inputs: dict[str, Any]) -> int:
+        counts = (token_counts(self._model, k, inputs, Trace()) for k in features_given(inputs))
+        return sum(n for pairs in counts for n, _ in pairs)
 
     def _token(self, own: _Own) -> Tensor:
         assert own.position is not None
         own.position = own.position + 1
-        self._served(own.answer.tenant, 1)
+        self._served(own.answer.payer, 1)
         device = own.position.device
         found: Tensor = self._model(
             input_ids=torch.tensor([[own.token]], device=device),
@@ -143,21 +158,14 @@ class Solo:
         return found
 
     def _finish(self, own: _Own) -> None:
-        answer, prepared = own.answer, own.answer.prepared
-        assert prepared is not None
+        answer, length = own.answer, own.read[1]
         if answer.broken:
             answer.over = True
             return
-        counts = [
-            pair
-            for kind in features_given(prepared.inputs)
-            for pair in token_counts(self._model, kind, prepared.inputs, Trace())
-        ]
-        visual = sum(n for n, _ in counts)
-        own.trace.rows.insert(0, _read(prepared.ms, prepared.length))
+        own.trace.rows.insert(0, _read(*own.read))
         told = own.trace.to_dict()
-        facts = {"visual_tokens": visual, "kept_tokens": left(visual, own.trace)}
-        answer.finish({**told, **facts, "prompt": prepared.length}, prepared.length)
+        facts = {"visual_tokens": own.visual, "kept_tokens": left(own.visual, own.trace)}
+        answer.finish({**told, **facts, "prompt": length}, length)
 
 
 def _read(ms: float, length: int) -> Any:

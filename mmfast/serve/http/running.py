@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from mmfast.serve.engine.base import Delta, Event, Executor, Failure, Request
-from mmfast.serve.guard.errors import ApiError
+from mmfast.serve.guard.errors import ApiError, busy
 
 T = TypeVar("T")
 
@@ -80,6 +80,8 @@ def failed(failure: Failure) -> ApiError:
     """A failure as an error of the API."""
     if failure.status == 499:  # not the client: it would not be there to be told
         return ApiError(503, f"the answer was cut short: {failure.message}", code="cancelled")
+    if failure.kind == "busy":
+        return busy(failure.message)
     kind = failure.kind if failure.kind.endswith("_error") else ""
     return ApiError(failure.status, failure.message, kind, failure.kind)
 

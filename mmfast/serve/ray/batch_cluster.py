@@ -10,9 +10,6 @@ lost or there twice, whatever dies.
 from __future__ import annotations
 
 import io
-import logging
-import math
-import os
 import sys
 import threading
 from collections import deque
@@ -26,9 +23,10 @@ from mmfast.frontends.guard import first_line
 from mmfast.serve.ray.batch_job import Job
 from mmfast.serve.ray.batch_rows import Row
 from mmfast.serve.ray.batch_worker import Answerer, Task, blank
-from mmfast.serve.ray.cluster import quiet, start
+from mmfast.serve.ray.cluster import gpus_of, imported, share, start
 
 CHANCES = 2  # so often a clip may be the last thing a worker did
+LOADS = 3  # so many workers in a row may die before they are loaded
 
 
 class Worker:
@@ -72,6 +70,7 @@ class _Pool:
     deaths: dict[Task, int] = field(default_factory=dict)
     busy: dict[Any, tuple[Any, list[Task]]] = field(default_factory=dict)  # future -> who, what
     loaded: int = 0
+    unloaded: int = 0  # deaths in a row of workers that were loading
 
     def start(self) -> None:
         """One more worker; its first work is to load the model."""
@@ -98,7 +97,7 @@ class _Pool:
         if not tasks:
             if result:
                 raise MmfastError(result)
-            self.loaded += 1
+            self.loaded, self.unloaded = self.loaded + 1, 0
         self.give(actor)
         return result if tasks else []
 
@@ -108,6 +107,8 @@ class _Pool:
                 f"a worker died while it loaded the model ({first_line(error)}): it may need more "
                 "memory; try fewer --workers"
             ) from None
+        if not tasks:
+            return self._unloaded(error)
         self.warn(f"a worker died ({first_line(error)}); another one takes over")
         rows = []
         for task in tasks:
@@ -120,6 +121,22 @@ class _Pool:
                 rows.append(blank(self.job, *task) | {"error": reason})
         self.start()
         return rows
+
+    def _unloaded(self, error: Exception) -> list[Row]:
+        """Another worker could be loaded before, but not this one: a few more tries."""
+        self.unloaded += 1
+        if self.unloaded < LOADS:
+            self.warn(f"a worker died while it loaded the model ({first_line(error)}); once more")
+            self.start()
+        elif self.busy:
+            self.warn(f"{LOADS} workers died while they loaded the model; the others go on alone")
+        else:
+            raise MmfastError(
+                f"{LOADS} workers in a row died while they loaded the model "
+                f"({first_line(error)}); what is answered is kept: free some memory, or try fewer "
+                "--workers, and run it again"
+            ) from None
+        return []
 
 
 def answered(
@@ -158,30 +175,16 @@ def _shares(
     job: Job, workers: int | None, have: Mapping[str, float]
 ) -> tuple[int, dict[str, Any], int]:
     """How many workers, the actor options of each, and its threads."""
-    on_cpu = job.device is not None and not job.device.startswith("cuda")
-    gpus, cores = 0 if on_cpu else int(have.get("GPU", 0)), int(have.get("CPU", 1))
+    gpus, cores = gpus_of(have, job.device), int(have.get("CPU", 1))
     count = workers or gpus or max(1, cores // 2)
-    # Rounded down: shares that add up to a little more than there is are waited for without end.
-    options: dict[str, Any] = {"num_cpus": math.floor(1000 * min(1.0, cores / count)) / 1000}
-    options |= {"num_gpus": 1 / math.ceil(count / gpus) if gpus else 0, "max_restarts": 0}
+    options = {**share(have, count, job.device), "max_restarts": 0}
     return count, options, max(1, cores // count)
 
 
 @contextmanager
 def _cluster(address: str) -> Iterator[Any]:
-    quiet()
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address == "local":
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine alone
-        os.environ.setdefault("RAY_agent_register_timeout_ms", "100000")  # of a busy machine
-        options["include_dashboard"] = False
-    try:
-        import ray
-    except ImportError:
-        raise MmfastError(
-            'mmfast batch runs on Ray: pip install "mmfast[ray]", or give --engine inproc'
-        ) from None
-    start(ray, address, options)
+    (ray,) = imported("mmfast batch", "inproc", "ray")
+    start(ray, address)
     try:
         with redirect_stdout(_MyThread()):
             yield ray

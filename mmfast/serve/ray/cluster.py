@@ -8,18 +8,13 @@ import math
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mmfast.core.errors import MmfastError
 
 TRIES = 3  # to start a node
-
-
-def quiet() -> None:
-    """Environment of Ray: it reports nothing to anybody."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 class Cluster:
@@ -40,31 +35,16 @@ class Cluster:
     def __init__(
         self, address: str = "local", cpus: int | None = None, objects: int | None = None
     ) -> None:
-        quiet()
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address == "local":
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # this machine alone reaches it
             os.environ.setdefault("RAY_worker_niceness", "0")  # replicas are no background work
             # A tenth of a second, Ray's own, is short for a replica that computes.
             os.environ.setdefault("RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S", "1")
-            options |= {
-                "include_dashboard": False,
-                "num_cpus": cpus,
-                "object_store_memory": objects,
-            }
-        try:
-            import ray
-            from ray import serve
-        except ImportError as error:
-            raise MmfastError(
-                f"the engine 'ray' needs {error.name}, which is not installed: "
-                'pip install "mmfast[ray]", or take the engine inproc or processes'
-            ) from None
+        ray, serve = imported("the engine 'ray'", "inproc or processes", "ray", "ray.serve")
         self._ray: Any = ray
         self._serve: Any = serve
         self._own = not self._ray.is_initialized()
         if self._own:
-            start(ray, address, options)
+            start(ray, address, num_cpus=cpus, object_store_memory=objects)
         self._serves = self._own and address == "local"
         with calm():
             serve.start(proxy_location="Disabled")
@@ -73,6 +53,10 @@ class Cluster:
         """CPUs and GPUs of all machines."""
         found: Mapping[str, float] = self._ray.cluster_resources()
         return found
+
+    def machines(self) -> int:
+        """How many there are."""
+        return max(1, sum(bool(node["Alive"]) for node in self._ray.nodes()))
 
     def close(self, apps: list[str]) -> None:
         """Take applications down, and with a cluster of our own everything."""
@@ -86,8 +70,39 @@ class Cluster:
             self._ray.shutdown()
 
 
-def start(ray: Any, address: str, options: Mapping[str, Any]) -> None:
-    """Connect; on a busy machine a node may need a second try, for Ray gives it 30 s."""
+def imported(what: str, instead: str, *modules: str) -> list[Any]:
+    """Modules of Ray, which reports nothing to anybody.
+
+    Raises:
+        MmfastError: It is not installed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        return [import_module(name) for name in modules]
+    except ImportError as error:
+        raise MmfastError(
+            f"{what} needs {error.name}, which is not installed: "
+            f'pip install "mmfast[ray]", or take the engine {instead}'
+        ) from None
+
+
+def start(ray: Any, address: str, **local: Any) -> None:
+    """Connect; on a busy machine a node may need a second try, for Ray gives it 30 s.
+
+    Args:
+        ray: The module.
+        address: `local` starts a node here; else that of a cluster.
+        **local: Options of `ray.init` for a node of our own.
+
+    Raises:
+        MmfastError: There is none.
+    """
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == "local":
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine alone
+        os.environ.setdefault("RAY_agent_register_timeout_ms", "100000")  # of a busy machine
+        options |= {"include_dashboard": False, **local}
     for left in range(TRIES - 1, -1, -1):
         before = _children()
         try:
@@ -111,26 +126,36 @@ def _children() -> set[int]:
     return found
 
 
-def share(have: Mapping[str, float], replicas: int, device: str | None) -> dict[str, float]:
-    """Resources of one replica, so that all of them fit.
+def share(
+    have: Mapping[str, float], workers: int, device: str | None, spare: float = 0.0
+) -> dict[str, float]:
+    """Resources of one worker, so that all of them fit.
 
     Args:
         have: Of the cluster.
-        replicas: Of all roles.
+        workers: How many there are.
         device: What was asked for; a CPU leaves GPUs alone.
+        spare: Part of all cores that is left to others.
     """
-    on_cpu = device is not None and not device.startswith("cuda")
-    gpus, cpus = 0 if on_cpu else int(have.get("GPU", 0)), float(have.get("CPU", 1))
+    gpus, cpus = gpus_of(have, device), float(have.get("CPU", 1))
 
     def floor(value: float) -> float:
         # Rounded down: shares that add up to a little too much are waited for without end.
         return math.floor(1000 * value) / 1000
 
-    # A tenth is left for Serve's controller and for whoever else works there.
-    found = {"num_cpus": floor(min(1.0, 0.9 * cpus / replicas))}
-    if gpus:
-        found["num_gpus"] = 1.0 if gpus >= replicas else floor(1 / math.ceil(replicas / gpus))
-    return found
+    gpu = floor(1 / math.ceil(workers / gpus)) if gpus else 0.0
+    return {"num_cpus": floor(min(1.0, (1 - spare) * cpus / workers)), "num_gpus": gpu}
+
+
+def gpus_of(have: Mapping[str, float], device: str | None) -> int:
+    """GPUs that may be used."""
+    on_cpu = device is not None and not device.startswith("cuda")
+    return 0 if on_cpu else int(have.get("GPU", 0))
+
+
+def sharing(some: int, workers: int, places: int) -> int:
+    """How many of `some` workers may come to be on one of the places that all workers share."""
+    return max(1, min(some, math.ceil(workers / places)))
 
 
 @contextlib.contextmanager

@@ -9,20 +9,19 @@ still there. What goes wrong with a request travels the same way, as a `Failure`
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 from mmfast.cli_output import quiet
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import ModelError
 from mmfast.models.loading import load
 from mmfast.serve.engine.base import Delta, Event, Failure, Request
+from mmfast.serve.engine.failures import failure
 from mmfast.serve.engine.moving import moved
 from mmfast.serve.engine.shared import Parcel, unwrap, wrap
 
-LOG = logging.getLogger("mmfast.serve")
 ROLES = ("encode", "prefill", "decode")
 
 
@@ -40,6 +39,7 @@ class Plan:
         context: Longest prompt and answer in tokens; None takes the model's.
         memory: Of keys and values in one decode replica, as of the `Scheduler`.
         linger: Seconds by which encode and prefill hold back each result: for trials of faults.
+        sharing: Decode replicas on one device, among which its free memory is shared out.
     """
 
     model: str | None = None
@@ -51,6 +51,7 @@ class Plan:
     context: int | None = None
     memory: str | int | None = None
     linger: float = 0.0
+    sharing: int = 1
 
     def load(self) -> tuple[Any, Any]:
         """Model and processor."""
@@ -89,9 +90,14 @@ class Encode:
         try:
             prepare = self._gathering.encoder.prepare
             prepared = await asyncio.to_thread(prepare, request, reduce)
+        except ModelError as error:  # it takes no such media
+            return Failure(str(error), 400, "invalid_request_error")
+        except Exception as error:
+            return failure(error, request.id)
+        try:
             embedded = await asyncio.wrap_future(self._gathering.encode(prepared))
         except Exception as error:
-            return _failure(error)
+            return failure(error, request.id)
         await asyncio.sleep(self._linger)
         return Handed(wrap(embedded), {"encode": os.getpid()})
 
@@ -117,7 +123,7 @@ class Prefill:
             future = self._filling.fill(moved(unwrap(given.parcel), self._device), answer)
             piece = await asyncio.wrap_future(future)
         except Exception as error:
-            return _failure(error)
+            return failure(error)
         await asyncio.sleep(self._linger)
         return Handed(wrap(piece), {**given.workers, "prefill": os.getpid()})
 
@@ -132,7 +138,7 @@ class Decode:
 
         model, processor = plan.load()
         self._device = model.device
-        limit = kv_limit(plan.memory, self._device)
+        limit = kv_limit(plan.memory, self._device, plan.sharing)
         self._continuing = Continuing(Decoder(model, plan.slots), processor.tokenizer, limit)
 
     async def __call__(
@@ -160,15 +166,3 @@ class Decode:
         finally:
             if not over:  # whoever listened is gone
                 self._continuing.cancel(request.id)
-
-    async def load(self) -> dict[str, float]:
-        """How much there is to do."""
-        return self._continuing.load()
-
-
-def _failure(error: Exception) -> Failure:
-    if isinstance(error, MmfastError):
-        return Failure(str(error), 400, "invalid_request_error")
-    # The text of a foreign error may hold anything, paths too: it is for the log alone.
-    LOG.error("a request failed", exc_info=error)
-    return Failure(f"the engine failed on this request ({type(error).__name__})")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mmfast.core.errors import MmfastError
-from mmfast.serve.ray.cluster import Cluster, calm, share
+from mmfast.serve.ray.cluster import Cluster, calm, share, sharing
 from mmfast.serve.ray.deployments import ROLES, Decode, Encode, Plan, Prefill
 
 BODIES = {"encode": Encode, "prefill": Prefill, "decode": Decode}
@@ -32,7 +33,10 @@ def deploy(
     """
     from ray import serve
 
-    parts = share(cluster.resources(), sum(replicas.values()), plan.device)
+    have, count = cluster.resources(), sum(replicas.values())
+    parts = share(have, count, plan.device, spare=0.1)  # for Serve's controller, and others there
+    places = cluster.machines() if not parts["num_gpus"] else int(have["GPU"])
+    plan = replace(plan, sharing=sharing(replicas["decode"], count, places))
     targets = []
     for role, app in zip(ROLES, apps, strict=True):
         deployment: Any = serve.deployment(

@@ -1,0 +1,463 @@
+"""What engines do when something breaks: one answer fails, the others go on, nothing is kept."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_requests import Inbox, asked, eventually, said
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduling import Ear, answers, ask, clip, image, model_of, stock, together
+
+from mmfast.core.errors import MmfastError, ModelError
+from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, Sampling
+from mmfast.serve.engine.continuing import Continuing
+from mmfast.serve.engine.crew import Restarts
+from mmfast.serve.engine.crowd import Crowd
+from mmfast.serve.engine.decode import Decoder
+from mmfast.serve.engine.encoder import Encoder
+from mmfast.serve.engine.fair import FairQueue
+from mmfast.serve.engine.filling import Filling
+from mmfast.serve.engine.gathering import Gathering
+from mmfast.serve.engine.memory import kv_limit
+from mmfast.serve.engine.prefill import Prefiller
+from mmfast.serve.engine.prefix import BLOCK, Prefixes
+from mmfast.serve.engine.remote import RemoteEncoder
+from mmfast.serve.engine.scheduler import Scheduler
+from mmfast.serve.engine.shared import Names, pack
+from mmfast.serve.engine.text import Writer
+from mmfast.serve.engine.worker import Maker
+
+FAMILY = "llava_onevision"
+SEGMENTS = Path("/dev/shm")
+
+
+@pytest.fixture
+def engine() -> Iterator[Scheduler]:
+    made = Scheduler(model_of(FAMILY), chunk=48, memory="200MB", slots=6)
+    yield made
+    made.close()
+
+
+# --- no room in shared memory -------------------------------------------------------------------
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_no_room_in_shared_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are taken before they are written to: one that is not there kills the process."""
+    names = Names(f"mmfast-test-{os.getpid()}-full")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(BusyError, match=r"no room for 4,000,000 bytes"):
+        pack(torch.zeros(10**6), names)
+    assert not list(SEGMENTS.glob(f"{names.prefix}*"))
+    assert not pack(torch.zeros(100), names).name  # what is small needs none
+
+
+def test_media_that_find_no_room_fail_one_request() -> None:
+    """On the way to an encoder, in the engine's own thread."""
+
+    def ask_of(call: str, prepared: Any) -> None:
+        raise BusyError("no room")
+
+    model, processor = model_of(FAMILY)
+    encoder = RemoteEncoder(model, processor, 0, ask_of)
+    both = [ask("a", image(1), "what?"), ask("b", "hello")]
+    found = encoder.encode([encoder.prepare(request) for request in both])
+    assert isinstance(found[0], BusyError) and not isinstance(found[1], Exception)
+
+
+# --- a thread that lives on ---------------------------------------------------------------------
+
+
+def test_a_message_that_cannot_be_read_fails_one_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that hears all workers goes on."""
+    from mmfast.serve.engine import crowd as where
+
+    echo = Maker("mmfast.serve.engine.echo:Echo", {"pause": 0.02})
+    role = Maker("mmfast.serve.engine.roles:Answering", {"engine": echo}, 1)
+    crowd = Crowd("echo", role, 1, restarts=Restarts(most=1, first=0.05))
+    unpack, seen = where.unpack, list[str]()
+
+    def broken(packet: Any) -> Any:
+        value = unpack(packet)
+        if getattr(value, "text", "").strip() == "w3" and not seen:
+            seen.append("w3")
+            raise FileNotFoundError("its segment is gone")
+        return value
+
+    monkeypatch.setattr(where, "unpack", broken)
+    try:
+        inboxes = [Inbox(), Inbox()]
+        with caplog.at_level(logging.ERROR, "mmfast.serve"):
+            for i, inbox in enumerate(inboxes):
+                crowd.submit(said(f"r{i}", 20), inbox.append)
+            eventually(lambda: all(inbox.over for inbox in inboxes), 30)
+        ends = [type(inbox[-1]) for inbox in inboxes]
+        assert sorted(end.__name__ for end in ends) == ["Failure", "Finish"]
+        (failed,) = [inbox[-1] for inbox in inboxes if isinstance(inbox[-1], Failure)]
+        assert (failed.status, failed.kind) == (500, "server_error")
+        assert len([r for r in caplog.records if r.name == "mmfast.serve"]) == 1
+        after = Inbox()
+        crowd.submit(said("after", 2), after.append)
+        eventually(lambda: after.over, 30)
+        assert isinstance(after[-1], Finish)
+    finally:
+        crowd.close()
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    echo = Maker("mmfast.serve.engine.echo:Echo")
+    role = Maker("mmfast.serve.engine.roles:Answering", {"engine": echo}, 1)
+    crowd = Crowd("echo", role, 1, restarts=Restarts(most=5, first=0.05))
+    try:
+        crew, (place,) = crowd._crew, crowd._crew.places
+        start, tries = crew._start, list[int]()
+
+        def poor(place: Any) -> None:
+            tries.append(1)
+            if len(tries) < 3:
+                raise OSError(errno.EAGAIN, "no more processes")
+            start(place)
+
+        monkeypatch.setattr(crew, "_start", poor)
+        place.process.kill()
+        eventually(lambda: len(tries) == 3 and place.ready, 60)
+        assert place.total == 3  # the one that was killed, and two that never were
+        inbox = Inbox()
+        crowd.submit(said("after", 2), inbox.append)
+        eventually(lambda: inbox.over, 30)
+    finally:
+        crowd.close()
+
+
+class Choking(Writer):
+    """Cannot write the third token of one answer."""
+
+    def push(self, token: int) -> str:
+        if self._sampling.max_tokens == 33 and self.count == 2:
+            raise UnicodeError("a tokenizer of /some/path")
+        return super().push(token)
+
+
+def test_an_answer_that_cannot_be_written_fails_alone(
+    engine: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmfast.serve.engine import scheduler
+
+    monkeypatch.setattr(scheduler, "Writer", Choking)
+    requests = [ask("a", "hello", tokens=20), ask("b", "there", tokens=33)]
+    (fine, end), (_, failed) = answers(engine, requests)
+    assert fine == stock(model_of(FAMILY), requests[0]) and isinstance(end, Finish)
+    assert isinstance(failed, Failure) and failed.status == 500
+    assert "UnicodeError" in failed.message and "/some" not in failed.message
+    assert engine._lanes.nbytes == 0
+
+
+def _filled(request: Request) -> Any:
+    model, processor = model_of(FAMILY)
+    encoder = Encoder(model, processor)
+    prompts = encoder.encode([encoder.prepare(request)])
+    filling = Filling(Prefiller(model), 4096)
+    try:
+        return filling.fill(prompts[0], request.sampling.max_tokens).result(60)  # type: ignore[arg-type]
+    finally:
+        filling.close()
+
+
+@pytest.mark.parametrize("where", ["push", "finish"])
+def test_decoding_goes_on_behind_a_broken_answer(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    from mmfast.serve.engine import continuing
+
+    model, processor = model_of(FAMILY)
+    requests = [ask("a", "hello", tokens=20), ask("b", "there", tokens=33)]
+    pieces = [_filled(request) for request in requests]
+    if where == "push":
+        monkeypatch.setattr(continuing, "Writer", Choking)
+    else:
+        pieces[1].trace.pop("rows")
+    made = Continuing(Decoder(model, 4), processor.tokenizer, 1 << 30)
+    try:
+        inboxes = [Inbox(), Inbox()]
+        for request, piece, inbox in zip(requests, pieces, inboxes, strict=True):
+            made.add(request, piece, inbox.append)
+        eventually(lambda: all(inbox.over for inbox in inboxes), 60)
+        assert inboxes[0].text == stock(model_of(FAMILY), requests[0])
+        assert isinstance(inboxes[0][-1], Finish)
+        assert isinstance(inboxes[1][-1], Failure) and inboxes[1][-1].status == 500
+    finally:
+        made.close()
+    assert made._decoder.slots.nbytes == 0
+
+
+# --- a text waits for nobody's clip -------------------------------------------------------------
+
+
+def test_a_text_passes_a_clip_that_is_being_encoded(
+    engine: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token of a text comes before the tower is through with somebody's clip."""
+    batch, encoded = engine._lanes.batch, threading.Event()
+    assert batch is not None
+    steps, ended = batch.encoder.steps, list[str]()
+
+    def slow(prepared: Any) -> Any:
+        if any(each.media for each in prepared):
+            while not encoded.is_set():  # slice upon slice of the tower
+                yield None
+        yield from steps(prepared)
+
+    monkeypatch.setattr(batch.encoder, "steps", slow)
+    watched = Ear(engine, ask("clip", clip(1), "what moves?", tokens=3))
+    try:
+        late = Ear(engine, ask("text", "hello there", tokens=5))
+        ended.append(type(late.wait()).__name__)
+        assert not watched.events
+    finally:
+        encoded.set()
+    assert isinstance(watched.wait(), Finish) and ended == ["Finish"]
+    pair = model_of(FAMILY)
+    assert late.text == stock(pair, ask("text", "hello there", tokens=5))
+    assert watched.text == stock(pair, ask("clip", clip(1), "what moves?", tokens=3))
+
+
+def test_a_text_passes_in_an_encoder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder(*model_of(FAMILY))
+    gathering, encoded = Gathering(encoder), threading.Event()
+    steps = encoder.steps
+
+    def slow(prepared: Any) -> Any:
+        if any(each.media for each in prepared):
+            while not encoded.is_set():
+                yield None
+        yield from steps(prepared)
+
+    monkeypatch.setattr(encoder, "steps", slow)
+    try:
+        clips = [gathering.encode(encoder.prepare(ask("a", clip(1), "what?"))) for _ in range(2)]
+        text = gathering.encode(encoder.prepare(ask("b", "hello")))
+        assert text.result(30).length and not clips[0].done()
+        encoded.set()
+        assert clips[0].result(30).length == clips[1].result(30).length > text.result().length
+    finally:
+        encoded.set()
+        gathering.close()
+        encoder.slicer.close()
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def test_workers_share_the_memory_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast.serve.engine import crowd, memory, processes
+
+    monkeypatch.setattr(memory, "_free", lambda: 32 << 30)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert kv_limit(None, cpu) == 8 << 30 and kv_limit(None, cpu, 4) == 2 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 << 30, 20 << 30))
+    assert kv_limit(None, cuda, 2) == 4 << 30
+    assert kv_limit("1GB", cuda, 4) == 10**9  # what is named is each one's
+    made: list[Any] = []
+    monkeypatch.setattr(crowd.Crowd, "__init__", lambda self, *given: made.append(given))
+    processes.Processes(encode=1, decode=3)
+    assert made[0][1].given["given"]["sharing"] == 3
+
+
+def test_replicas_on_ray_share_the_memory_out() -> None:
+    from mmfast.serve.ray.cluster import sharing
+
+    assert sharing(4, 8, 1) == 4  # all on one machine
+    assert sharing(4, 8, 8) == 1  # a GPU each
+    assert sharing(4, 8, 4) == 2  # two to a GPU, and both may decode
+    assert sharing(1, 6, 2) == 1
+
+
+def test_nothing_of_the_prompt_is_kept_for_as_long_as_an_answer(engine: Scheduler) -> None:
+    """Pixels, inputs and embeddings go as soon as they are used."""
+    kept = engine._lanes.encoder
+    prepare, held = kept.prepare, list[Any]()
+
+    def watched(request: Request, reduce: str | None = None) -> Any:
+        prepared = prepare(request, reduce)
+        held.extend(weakref.ref(each) for each in prepared.inputs.values())
+        return prepared
+
+    kept.prepare = watched  # type: ignore[method-assign]
+    for number, spec in enumerate((None, "fastv@llm2:0.5")):
+        shown = image(number + 1)
+        pixels = weakref.ref(shown.shot)
+        request = ask(f"{number}", shown, "what?", tokens=400, reduce=spec)
+        ear = Ear(engine, request)
+        ear.next()
+        del shown, request
+        gc.collect()
+        assert pixels() is None and not any(each() is not None for each in held)
+        (answer,) = engine._lanes.answers
+        assert not any(isinstance(v, torch.Tensor) for v in vars(answer).values())
+        engine.cancel(f"{number}")
+        ear.wait()
+        held.clear()
+
+
+def test_decoding_alone_keeps_no_second_copy() -> None:
+    request = ask("a", "a long one " * 9, tokens=300)
+    piece = _filled(request)
+    layer = weakref.ref(piece.filled.kv[0])
+    model, processor = model_of(FAMILY)
+    made, inbox = Continuing(Decoder(model, 2), processor.tokenizer, 1 << 30), Inbox()
+    try:
+        made.add(request, piece, inbox.append)
+        del piece
+        eventually(lambda: inbox, 30)
+        eventually(lambda: layer() is None or inbox.over, 30)
+        assert not inbox.over, "it was kept until the end"
+    finally:
+        made.close()
+
+
+# --- beginnings that are known ------------------------------------------------------------------
+
+
+def _names(path: str) -> list[bytes]:
+    """Blocks of a prompt: each stands for everything up to its end."""
+    return [path[: i + 1].encode() for i in range(len(path))]
+
+
+def _kv(path: str) -> tuple[torch.Tensor, ...]:
+    return (torch.zeros(2, 1, BLOCK * len(path), 4),)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.text("ab", min_size=1, max_size=6), st.integers(0, 4000)),
+        max_size=30,
+    ),
+)
+def test_what_is_held_is_found_and_nothing_else(steps: list[str | int]) -> None:
+    """Every beginning of every entry that is held is found, whatever went before it."""
+    limit = 14 * _kv("a")[0].nbytes
+    held = Prefixes(limit)
+    for step in steps:
+        if isinstance(step, str):
+            held.put("t", _names(step), _kv(step))
+        else:
+            held.shrink(step)
+            held.held.limit = limit
+        entries = [entry.names for entry in held.held._held.values()]
+        known = {name for names in entries for name in names}
+        assert set(held._where) == known
+        ends = {names[-1] for names in entries}
+        assert not any(ends & set(names[:-1]) for names in entries)  # no bytes twice
+        for names in entries:
+            for count in range(1, len(names) + 1):
+                blocks = [block for _, block in names[:count]]
+                found = held.find("t", blocks, BLOCK * count + 1)
+                assert found is not None and found[1] == BLOCK * count
+                assert found[0][0].shape[2] >= BLOCK * count
+        assert held.held.nbytes <= limit
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def test_errors_of_the_model_are_not_the_users(
+    engine: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmfast.serve.engine import finish
+    from mmfast.serve.engine.failures import NoTokenError, failure
+
+    joined = finish._joined
+
+    def broken(model: Any, prepared: Any, *rest: Any) -> Any:
+        if prepared.request.id == "b":
+            raise ModelError("layer 3 of /some/path is of the wrong kind")
+        return joined(model, prepared, *rest)
+
+    monkeypatch.setattr(finish, "_joined", broken)
+    requests = [ask(name, image(i), "what?", tokens=4) for i, name in enumerate("ab")]
+    (_, end), (_, failed) = answers(engine, requests)
+    assert isinstance(end, Finish) and isinstance(failed, Failure)
+    assert (failed.status, failed.kind) == (500, "model_error")
+    assert "layer" not in failed.message and "/some" not in failed.message
+    assert failure(NoTokenError("NaN at /some/path")).status == 500
+    assert "/some" not in failure(NoTokenError("NaN at /some/path")).message
+    assert failure(MmfastError("give less")) == Failure("give less", 400, "invalid_request_error")
+    assert (failure(BusyError("later")).status, failure(BusyError("later")).kind) == (503, "busy")
+
+
+def test_reducers_that_do_not_fit_a_prompt_are_the_users(engine: Scheduler) -> None:
+    ((_, end),) = answers(engine, [ask("a", "look:", image(1), tokens=4, reduce="random:0.5")])
+    if isinstance(end, Failure):  # the prompt of this family ends with text
+        assert end.status == 400
+
+
+# --- fair shares --------------------------------------------------------------------------------
+
+
+def test_who_is_at_work_keeps_its_count() -> None:
+    queue: FairQueue[Request] = FairQueue()
+    queue.count("busy", 500.0)
+    for i in range(5000):
+        queue.count(f"payer{i}", 1.0, lambda: ["busy"])
+    assert queue.served["busy"] == 500.0 and len(queue.served) < 4200
+
+
+def test_the_engine_tells_who_is_at_work(engine: Scheduler) -> None:
+    ear = Ear(engine, ask("a", "hello", tokens=300, tenant="busy"))
+    ear.next()
+    queue = engine._queue
+    engine._queue.served |= {f"gone{i}": 1.0 for i in range(5000)}
+    eventually(lambda: len(queue.served) < 4200, 60)
+    assert queue.served["busy"] > 0
+    before = queue.served["busy"]
+    eventually(lambda: queue.served["busy"] > before or ear.events, 60)
+    engine.cancel("a")
+    ear.wait()
+
+
+def test_users_of_one_key_share_its_turns() -> None:
+    """Results are kept apart by user; turns are the key's."""
+    made = Scheduler(model_of(FAMILY), slots=1, queue=20, chunk=48, memory="200MB")
+    order: list[str] = []
+    try:
+        many = [
+            ask(f"many-{i}", "hello there", tenant=f"key/user{i}", account="key") for i in range(6)
+        ]
+        few = [ask(f"few-{i}", "hello there", tenant="other/", account="other") for i in range(2)]
+        ears = together(made, [*many, *few])
+        for ear in ears:
+            ear.wait()
+        order = [request.id for request in sorted([*many, *few], key=lambda r: _ended(ears, r))]
+    finally:
+        made.close()
+    assert max(order.index(f"few-{i}") for i in range(2)) <= 4, order
+
+
+def _ended(ears: list[Ear], request: Request) -> float:
+    (ear,) = [ear for ear in ears if ear.name == request.id]
+    end = ear.events[-1]
+    assert isinstance(end, Finish)
+    return float(end.trace["ttft_ms"])
+
+
+def test_a_request_names_its_payer() -> None:
+    plain = asked("a")
+    assert plain.payer == plain.tenant == ""
+    assert Request("a", (), Sampling(), tenant="k/u", account="k").payer == "k"
