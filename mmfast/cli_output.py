@@ -161,42 +161,49 @@ def print_eval(document: dict[str, Any], as_json: bool) -> None:
     _table(_out(), names, rows)
 
 
+_BENCH = {
+    "reduce": "reduce",
+    "stage": "stage",
+    "median_ms": "median ms",
+    "speedup": "speed-up",
+    "ideal": "ideal",
+    "of_ideal": "of ideal",
+    "of_oracle": "of oracle",
+    "of_ceiling": "of ceiling",
+    "selection_ms": "selection ms",
+    "reducing_share": "of run",
+    "peak_mb": "peak MB",
+    "scoring_over": "over sdpa",
+}
+
+
 def print_bench(document: dict[str, Any], as_json: bool) -> None:
     """One line a spec and stage."""
     if as_json:
         return print_json(document)
-    keys = (
-        "reduce",
-        "stage",
-        "median_ms",
-        "speedup",
-        "ideal",
-        "of_ideal",
-        "of_oracle",
-        "selection_ms",
-        "peak_mb",
-    )
-    names = (
-        "reduce",
-        "stage",
-        "median ms",
-        "speed-up",
-        "ideal",
-        "of ideal",
-        "of oracle",
-        "selection ms",
-        "peak MB",
-    )
     for fault in document["faults"]:
         _err.print(f"gate: {fault}; no speed is printed", style="red")
-    rows = [[row.get(key) for key in keys] for row in document["rows"]]
-    for row, source in zip(rows, document["rows"], strict=True):
-        row[0] = row[0] or "stock"
-        if source["equal"]:  # the difference drowns in the noise
-            row[3] = "="
-    _table(_out(), names, rows)
+    print_bench_rows(document["rows"])
     for stage, floor in document["noise"].items():
         _err.print(f"{stage}: noise {floor:.1%} (stock against stock)", style="dim")
+    best = document["ceilings"]
+    _err.print(
+        f"ceilings: copy {best['copy_gb_s']:.3g} GB/s, "
+        f"matrix product {best['matmul_tflop_s']:.3g} TFLOP/s",
+        style="dim",
+    )
+
+
+def print_bench_rows(found: Sequence[dict[str, Any]]) -> None:
+    """One line a row; columns that no row fills are left out."""
+    rows = [{**row, "reduce": row["reduce"] or "stock"} for row in found]
+    for row in rows:
+        if row["equal"]:  # the difference drowns in the noise
+            row["speedup"] = "="
+        if row["stage"] == "selection":
+            row["reducing_share"] = row["share"]
+    keys = [key for key in _BENCH if any(row.get(key) is not None for row in rows)]
+    _table(_out(), [_BENCH[key] for key in keys], [[row.get(key) for key in keys] for row in rows])
 
 
 def print_selection(rows: Sequence[dict[str, Any]], as_json: bool) -> None:

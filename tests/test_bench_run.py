@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmfast.bench import measure
+from mmfast.bench import ceilings, measure
 from mmfast.bench import stages as stage_module
 from mmfast.bench.presets import PRESETS
 from mmfast.bench.results import bench_rows
@@ -29,6 +29,8 @@ KEYS = {
 @pytest.fixture(autouse=True)
 def few_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "WARM_UPS", 1)
+    monkeypatch.setattr(ceilings, "CPU_SIDE", 256)
+    monkeypatch.setattr(ceilings, "CPU_COPY_BYTES", 1 << 20)
 
 
 def test_every_method_end_to_end() -> None:

@@ -103,11 +103,8 @@ def build(
     """
     shape = preset if isinstance(preset, Preset) else get_preset(preset)
     device = device or torch.device("cpu")
-    config = model_config(shape, stages)
-    with _empty(device, dtype):
-        model = _model_class(shape.family)(config)
-    model.tie_weights()
-    model.eval()
+    model = empty_model(shape, stages, device, dtype)
+    config = model.config
     fill_(model, seed)
     grid = video_grid(shape, frames)
     width = config.get_text_config().hidden_size
@@ -124,6 +121,17 @@ def build(
     prompt = prompt_inputs(shape, config, grid, seed)
     prompt = {k: v.to(device) for k, v in prompt.items()}
     return Case(shape, model, grid, prompt, pixels, visual, deepstack)
+
+
+def empty_model(
+    preset: Preset, stages: Collection[str], device: torch.device, dtype: torch.dtype
+) -> Any:
+    """The model in evaluation mode with whatever its memory held; on `meta` it takes none."""
+    config = model_config(preset, stages)
+    with _empty(device, dtype):
+        model = _model_class(preset.family)(config)
+    model.tie_weights()
+    return model.eval()
 
 
 def model_config(preset: Preset, stages: Collection[str]) -> Any:

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 
-ROUNDS = 5
+ROUNDS = 3
 CPU_COPY_BYTES, CUDA_COPY_BYTES = 256 << 20, 1 << 30  # past every cache
+PROBE_SIDE = 256
 CPU_SIDE, CUDA_SIDE = 3072, 8192  # three matrices of 38 MB, of 134 MB
+SLOW = 2.0  # seconds: a product estimated to take longer is measured on smaller matrices
 
 
 def ceilings(device: torch.device | str, dtype: torch.dtype | None = None) -> dict[str, float]:
@@ -47,12 +50,22 @@ def _copy(device: str, cuda: bool) -> float:
 
 
 def _product(device: str, dtype: torch.dtype, cuda: bool) -> float:
-    side = CUDA_SIDE if cuda else CPU_SIDE
+    """An emulated type would take minutes at full size: the size is what `SLOW` seconds allow."""
+    side = PROBE_SIDE
+    seconds = _product_seconds(side, device, dtype, cuda)
+    affordable = int(side * (SLOW / seconds) ** (1 / 3))
+    best = min(CUDA_SIDE if cuda else CPU_SIDE, affordable // side * side)
+    if best > side:
+        side, seconds = best, _product_seconds(best, device, dtype, cuda)
+    return 2 * side**3 / seconds / 1e12
+
+
+def _product_seconds(side: int, device: str, dtype: torch.dtype, cuda: bool) -> float:
+    """By `linear`, as models multiply: bfloat16 on an old CPU is far slower by `mm`."""
     generator = torch.Generator(device=device).manual_seed(0)
     # Random, since a product of zeros draws less power and runs faster.
     a, b = torch.randn(2, side, side, device=device, generator=generator).to(dtype)
-    out = torch.empty_like(a)
-    return 2 * side**3 / _best_seconds(lambda: torch.mm(a, b, out=out), cuda) / 1e12
+    return _best_seconds(lambda: F.linear(a, b), cuda)
 
 
 def _best_seconds(job: Callable[[], object], cuda: bool) -> float:
@@ -62,9 +75,11 @@ def _best_seconds(job: Callable[[], object], cuda: bool) -> float:
 
 def _seconds(job: Callable[[], object], cuda: bool) -> float:
     if not cuda:
-        start = time.perf_counter()
+        # As `mmfast bench` times: on one thread by the processor, which other load leaves alone.
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        start = clock()
         job()
-        return time.perf_counter() - start
+        return clock() - start
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     first.record()

@@ -1,28 +1,20 @@
-"""One group of stages for all specs: gate, selection time, peak memory, rounds, rows."""
+"""One group of stages for all specs: gate, selection time, peak memory, rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 
 from mmfast.bench.cases import Case
 from mmfast.bench.gate import Checked, check
-from mmfast.bench.measure import (
-    Sample,
-    interleave,
-    noise,
-    paired,
-    peak_during,
-    quantile,
-    timed,
-    warm_up,
-)
+from mmfast.bench.group_rows import REDUCING, SHARE, Entry, Measured, host_of
+from mmfast.bench.measure import Clock, Sample, interleave, peak_during, timed, warm_up
+from mmfast.bench.scoring import Span, peaks_in, spans
 from mmfast.bench.specs import Twins
 from mmfast.bench.stages import Stage
 from mmfast.core.spec import parse
@@ -31,28 +23,25 @@ from mmfast.models.signals import from_tower
 WARM_ENOUGH_MS = 1000.0  # a run this long is its own warm-up; the gate made several
 
 
-@dataclass
-class _Entry:
-    """One spec of a group, with what the untimed passes found."""
-
-    text: str
-    checked: Checked
-    selection_ms: float
-    peak_mb: float
-
-
 class Group:
     """The specs that one group of stages can show, from gate to rows."""
 
-    def __init__(self, case: Case, name: str, stages: tuple[str, ...], specs: list[str]) -> None:
-        self.stage = Stage(case, name, stages)
+    def __init__(
+        self,
+        case: Case,
+        name: str,
+        stages: tuple[str, ...],
+        specs: list[str],
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.stage = Stage(case, name, stages, clock)
+        self.selection = "selection" in stages and name == host_of(stages)
         self.twins = [
             Twins(part, f"{name}{i}", towerless=name == "llm", asked=text)
             for i, text in enumerate(specs)
             if (part := _part(text, name))
         ]
-        self.entries: list[_Entry] = []
-        self.noise: dict[str, float] = {}
+        self.entries: list[Entry] = []
         self.warm = 1
 
     def work(self, rounds: int) -> int:
@@ -67,6 +56,7 @@ class Group:
         faults: list[str] = []
         self.stock = self.stage.observe(None)
         self.stock_peak = peak_during(partial(self.stage.run, None))
+        self.stock_spans = self._stock_spans()
         tick()
         seen: set[str] = set()
         for twins in self.twins:
@@ -75,21 +65,41 @@ class Group:
                 seen.add(twins.whole)
                 faults += checked.faults
                 if not faults:
-                    peak = peak_during(partial(self.stage.run, twins.spec()))
-                    entry = _Entry(twins.asked, checked, _selection(twins), peak)
-                    self.entries.append(entry)
+                    self.entries.append(self._entry(twins, checked))
             tick()
         return faults
 
-    def measure(self, rounds: int, tick: Callable[[], None]) -> list[dict[str, Any]]:
-        """Interleaved rounds; returns the rows."""
+    def _entry(self, twins: Twins, checked: Checked) -> Entry:
+        run = partial(self.stage.run, twins.spec())
+        where = self._spans(twins)
+        alone = _selection(twins, self.stage.clock)
+        peaks = peaks_in(self.stage.case.model, where, run)
+        stock = {span: self.stock_spans[span] for span in where}
+        return Entry(twins.asked, checked, alone, peak_during(run), peaks, stock)
+
+    def _spans(self, twins: Twins) -> list[Span]:
+        tower = self.stage.group != "llm"
+        return spans(self.stage.case.model, twins.stages, tower)
+
+    def _stock_spans(self) -> dict[Span, float]:
+        """What the stock model holds where some method reads attention."""
+        where = list(dict.fromkeys(span for twins in self.twins for span in self._spans(twins)))
+        return peaks_in(self.stage.case.model, where, partial(self.stage.run, None))
+
+    def measure(
+        self,
+        rounds: int,
+        tick: Callable[[], None],
+        enough: Callable[[], bool] = lambda: False,
+    ) -> Measured:
+        """Interleaved rounds, fewer where `enough()` says so."""
         with ExitStack() as stack:
             for twins in self.twins:
                 stack.enter_context(twins.registered())
             jobs = self._jobs()
             self.warm = min(self._warm(name, job) for name, job in jobs.items())
-            samples = interleave(jobs, rounds, tick)
-        return [row for stage in self.stage.stages for row in self._rows(stage, samples)]
+            samples = interleave(jobs, rounds, tick, enough)
+        return Measured(self.stage, self.stock, self.stock_peak, self.entries, samples)
 
     def _jobs(self) -> dict[str, Callable[[], Sample]]:
         """Stock first, stock again in the middle, each method beside its fixed-index twin."""
@@ -104,7 +114,8 @@ class Group:
         return {name: partial(self._sample, spec) for name, spec in specs.items()}
 
     def _sample(self, spec: str | None) -> Sample:
-        return self.stage.run(spec).ms
+        outcome = self.stage.run(spec)
+        return {**outcome.ms, REDUCING: outcome.reducing_ms, SHARE: outcome.share}
 
     def _warm(self, name: str, job: Callable[[], Sample]) -> int:
         """Warm a job up; the gate ran it already, which is enough for one that takes long."""
@@ -113,44 +124,6 @@ class Group:
         if sum(known.ms.values()) > WARM_ENOUGH_MS:
             return 1
         return 1 + warm_up(job)
-
-    def _rows(self, stage: str, samples: dict[str, list[Sample]]) -> Iterator[dict[str, Any]]:
-        first, again = ([s[stage] for s in samples[k]] for k in ("stock", "again"))
-        self.noise[stage] = floor = noise(first, again)
-        stock = [(a + b) / 2 for a, b in zip(first, again, strict=True)]
-        n = self.stage.case.n
-        shared = {"stage": stage, "tokens": n, "noise": floor}
-        still = {"speedup": 1.0, "ideal": 1.0, "of_ideal": 1.0, "of_oracle": 1.0}
-        yield {"reduce": None, **shared, **_times(first + again), **still, "kept": n} | {
-            "selection_ms": 0.0,
-            "peak_mb": self.stock_peak,
-            "equal": True,
-        }
-        full = self.stage.cost(self.stock, stage)
-        for entry in self.entries:
-            times = [s[stage] for s in samples[f"plain {entry.text}"]]
-            speedup = paired(stock, times)
-            outcome = entry.checked.outcome or self.stock
-            ideal = full / self.stage.cost(outcome, stage)
-            yield {"reduce": entry.text, **shared, **_times(times)} | {
-                "speedup": speedup,
-                "ideal": ideal,
-                "of_ideal": speedup / ideal,
-                "of_oracle": self._of_oracle(entry, stage, times, samples),
-                "kept": entry.checked.kept or n,
-                "selection_ms": entry.selection_ms,
-                "peak_mb": entry.peak_mb,
-                "equal": abs(speedup - 1.0) <= floor,
-            }
-
-    def _of_oracle(
-        self, entry: _Entry, stage: str, times: list[float], samples: dict[str, list[Sample]]
-    ) -> float | None:
-        """Time with free selection / time of the method; None where no token was chosen."""
-        fixed = samples.get(f"fixed {entry.text}")
-        if fixed is None or stage == "decode":
-            return None
-        return paired([s[stage] for s in fixed], times)
 
 
 def _part(text: str, group: str) -> str | None:
@@ -165,15 +138,8 @@ def _part(text: str, group: str) -> str | None:
     return "+".join(map(str, stages)) or None
 
 
-def _times(times: list[float]) -> dict[str, float]:
-    return {
-        "median_ms": median(times),
-        "p20_ms": quantile(times, 0.2),
-        "p80_ms": quantile(times, 0.8),
-    }
-
-
-def _selection(twins: Twins) -> float:
+def _selection(twins: Twins, clock: Clock) -> float:
     """Milliseconds the methods take alone, median of five after the one the gate made."""
     with torch.no_grad():
-        return sum(median(timed(call)[1] for _ in range(5)) for call in twins.selection())
+        calls = twins.selection()
+        return sum((median(timed(call, clock)[1] for _ in range(5)) for call in calls), 0.0)

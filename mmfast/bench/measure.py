@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 
@@ -19,7 +20,11 @@ from mmfast.streams.heap import give_back
 
 Sample = Mapping[str, float]  # milliseconds by stage, of one run
 
+T = TypeVar("T")
+Timer = Callable[[Callable[[], T]], tuple[T, float]]
+
 WARM_UPS = 10
+FEWEST = 3  # rounds, however short the time is
 WARM_SECONDS = 4.0  # a job that takes longer than this is warm after one run
 
 
@@ -32,6 +37,24 @@ def frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def clock_of(device: torch.device, threads: int) -> tuple[Clock, str]:
+    """What tells the time, and its name: on one CPU thread other load should not count."""
+    if device.type == "cpu" and threads == 1:
+        return time.process_time, "processor time of the process"
+    return time.perf_counter, "wall"
+
+
+def timed_by_events(fn: Callable[[], T]) -> tuple[T, float]:
+    """Run `fn` and return its result and milliseconds between two CUDA events around it."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    first.record()
+    result = fn()
+    last.record()
+    torch.cuda.synchronize()
+    return result, float(first.elapsed_time(last))
 
 
 def warm_up(job: Callable[[], object], clock: Clock = time.perf_counter) -> int:
@@ -47,8 +70,9 @@ def interleave(
     jobs: Mapping[str, Callable[[], Sample]],
     rounds: int,
     tick: Callable[[], None] = lambda: None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> dict[str, list[Sample]]:
-    """Run every job once a round.
+    """Run every job once a round, and stop after a round once `enough()`.
 
     The order starts one job later each round and runs backwards in every other one: drift of a
     shared machine then meets all jobs alike, and neighbours (a method and its fixed-index twin)
@@ -67,6 +91,8 @@ def interleave(
                 tick()
         finally:
             gc.enable()
+        if number + 1 >= FEWEST and enough():
+            break
     return samples
 
 
@@ -99,13 +125,22 @@ def peak_during(job: Callable[[], object]) -> float:
     CUDA: the allocator's peak. Linux: the peak resident set, reset before the run. Elsewhere
     the process's peak so far, which is only an upper bound.
     """
+    reset_peak()
+    job()
+    return peak_now()
+
+
+def reset_peak() -> None:
+    """Forget the peak so far."""
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-        job()
-        return peak_bytes() / 1e6
-    _reset_resident_peak()
-    job()
-    return _resident_peak() / 1e6
+    else:
+        _reset_resident_peak()
+
+
+def peak_now() -> float:
+    """Peak megabytes since `reset_peak`, by the means that `peak_during` names."""
+    return (peak_bytes() if torch.cuda.is_initialized() else _resident_peak()) / 1e6
 
 
 def _reset_resident_peak() -> None:

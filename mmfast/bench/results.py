@@ -87,10 +87,10 @@ def load(path: str | Path) -> list[Row]:
 
 def bench_rows(document: Row) -> list[Row]:
     """Rows of the document that `run_bench` returns."""
-    keys = ("preset", "device", "dtype", "threads", "frames", "warm_ups")
+    keys = ("preset", "device", "dtype", "threads", "frames", "warm_ups", "clock", "ceilings")
     shared = {
         "suite": "bench",
-        **{key: document[key] for key in keys},
+        **{key: document[key] for key in keys if key in document},
         **document["environment"],
         "n": document["iters"],
     }

@@ -1,23 +1,25 @@
 """`mmfast bench`: what a reduction gains on a real model shape, beside what it could gain.
 
-Protocol: a gate first (keep 1.0 is the stock model bit for bit, counts are exact); peak memory in
-a pass of its own; then rounds in which stock, stock again, every method and its fixed-index twin
-each run once. Speed-ups are medians over rounds of paired ratios; the two stock runs give the
-noise floor.
+Protocol: what the machine can do at best (copy, matrix product); then a gate (keep 1.0 is the
+stock model bit for bit, counts are exact); peak memory in a pass of its own; then rounds in which
+stock, stock again, every method and its fixed-index twin each run once. Speed-ups are medians over
+rounds of paired ratios; the two stock runs give the noise floor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from mmfast.bench.cases import build, pick_device, pick_dtype
+from mmfast.bench.ceilings import ceilings
 from mmfast.bench.group import Group
 from mmfast.bench.inputs import video_grid
-from mmfast.bench.measure import frozen
+from mmfast.bench.measure import clock_of, frozen
+from mmfast.bench.memory import check_fits, one_line_when_full
 from mmfast.bench.presets import get_preset
 from mmfast.bench.results import environment
 from mmfast.bench.specs import expand, parse_keep, parse_stages
@@ -38,6 +40,7 @@ def run_bench(
     threads: int | None = None,
     iters: int | None = None,
     progress: Progress | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Measure `reduce` on `preset`.
 
@@ -46,30 +49,41 @@ def run_bench(
         reduce: Specs; those without a budget get each of `keep`.
         frames: Frames of the synthetic clip.
         keep: Budgets such as `"0.25,0.1"` (also the default).
-        stages: Of `vit`, `llm` (prefill behind the encoder), `decode`, `ttft`.
+        stages: Of `vit`, `llm` (prefill behind the encoder), `decode`, `ttft`, and `selection`
+            (choosing and compacting inside the run, as a share of `ttft`, or else of `llm`).
         device: `cpu`, `cuda`, `cuda:1`; CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         threads: CPU threads; torch's own choice if None.
         iters: Timed rounds; if None 30 on CUDA, 10 on the CPU, and 5 for a real shape on the CPU,
             where one round of ten specs takes a minute.
         progress: Called with (done, total).
+        enough: Ends a group's rounds early, behind the third, once it says so.
 
     Returns:
         The JSON document of `mmfast bench`. `ok` is False and `rows` empty where the gate found
         a fault; `faults` names them.
 
     Raises:
-        MmfastError: A preset, spec, stage, budget, device or number that cannot be.
+        MmfastError: A preset, spec, stage, budget, device or number that cannot be, or a model
+            that does not fit.
     """
-    shape, wanted, where = get_preset(preset), parse_stages(stages), pick_device(device)
+    shape, asked, where = get_preset(preset), parse_stages(stages), pick_device(device)
+    alone = "selection" in asked and not {"llm", "ttft"} & set(asked)
+    wanted = ("llm", *asked) if alone else asked  # it is looked at inside another stage
     specs = expand(reduce, parse_keep(keep))
     kind = pick_dtype(dtype, shape, where)
     video_grid(shape, frames)
     rounds = _positive("iters", iters) or _default_rounds(preset, where)
-    with _threads(_positive("threads", threads)):
+    with _threads(_positive("threads", threads)), one_line_when_full(preset, frames):
+        check_fits(shape, wanted, frames, kind, where)
+        limits = ceilings(where, kind)
+        clock, told = clock_of(where, torch.get_num_threads())
         case = build(preset, wanted, frames, where, kind)
-        groups = [Group(case, name, wanted, specs) for name in GROUPS]
-        measured = _measure([g for g in groups if g.stage.stages], rounds, progress)
+        groups = [Group(case, name, wanted, specs, clock) for name in GROUPS]
+        measured = _measure(
+            [g for g in groups if g.stage.stages], rounds, limits, _Ticks(progress), enough
+        )
+        measured["rows"] = [row for row in measured["rows"] if row["stage"] in asked]
         return {
             "preset": preset,
             "device": where.type,
@@ -77,27 +91,40 @@ def run_bench(
             "threads": torch.get_num_threads(),
             "frames": frames,
             "tokens": case.n,
-            "iters": rounds,
+            "clock": told,
+            "ceilings": limits,
             **measured,
             "environment": environment(where),
         }
 
 
-def _measure(groups: Sequence[Group], rounds: int, progress: Progress | None) -> dict[str, Any]:
+def _measure(
+    groups: Sequence[Group],
+    rounds: int,
+    limits: Mapping[str, float],
+    ticks: _Ticks,
+    enough: Callable[[], bool],
+) -> dict[str, Any]:
     """Gate and rounds of every group; a fault in any leaves no speed in the document."""
-    ticks = _Ticks(progress, sum(group.work(rounds) for group in groups))
+    ticks.total = sum(group.work(rounds) for group in groups)
     faults: list[str] = []
     rows: list[dict[str, Any]] = []
     floors: dict[str, float] = {}
-    warm: list[int] = []
+    warm, ran = [], []
     with frozen():
         for group in groups:
             faults += group.prepare(ticks)
-            if not faults:
-                rows += group.measure(rounds, ticks)
-                floors |= group.noise
-                warm.append(group.warm)
+            if faults:
+                continue
+            measured = group.measure(rounds, ticks, enough)
+            measured.ceilings = limits
+            rows += [row for stage in group.stage.stages for row in measured.rows(stage)]
+            rows += measured.selection_rows() if group.selection else ()
+            floors |= measured.noise
+            warm.append(group.warm)
+            ran.append(measured.rounds)
     return {
+        "iters": min(ran, default=rounds),
         "warm_ups": min(warm, default=0),
         "noise": floors,
         "ok": not faults,
@@ -131,8 +158,8 @@ def _threads(count: int | None) -> Iterator[None]:
 class _Ticks:
     """Counts steps for a progress bar."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress, self.total, self.done = progress, 0, 0
 
     def __call__(self) -> None:
         self.done += 1

@@ -17,7 +17,7 @@ from mmfast.core.spec import Spec, parse
 from mmfast.core.tokens import Tokens
 from mmfast.models.signals import from_tower
 
-STAGES = ("vit", "llm", "decode", "ttft")
+STAGES = ("vit", "llm", "decode", "ttft", "selection")
 DEFAULT = ("evs", "fastv", "uniform", "divprune", "holitom")
 DEFAULT_KEEP = (0.25, 0.1)
 

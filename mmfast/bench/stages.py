@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmfast.attach import attach
 from mmfast.bench.cases import Case
-from mmfast.bench.measure import Clock, timed
+from mmfast.bench.measure import Clock, T, timed, timed_by_events
 from mmfast.models.flops import decode_bytes, prefill_flops, tower_blocks, tower_flops
 
 GROUPS = {"vit": ("vit",), "llm": ("llm", "decode"), "ttft": ("ttft",)}
@@ -27,12 +27,16 @@ class Outcome:
     Attributes:
         ms: Milliseconds by stage; `decode` is per token.
         values: Logits of the last position `[1, 1, V]`, or tower features `[N, D]`.
+        reducing_ms: What choosing and compacting took inside the run, all sites together.
+        share: That, as a share of the run, both by the wall clock.
         lengths: Tokens in each decoder layer; empty for the tower.
         leaving: Tokens leaving each tower block, where they were observed.
     """
 
     ms: dict[str, float]
     values: Tensor
+    reducing_ms: float = 0.0
+    share: float = 0.0
     lengths: list[int] = field(default_factory=list)
     leaving: list[int] = field(default_factory=list)
 
@@ -61,8 +65,12 @@ class Stage:
         session: AbstractContextManager[Any] = nullcontext()
         if spec is not None:
             session = attach(self.case.model, reduce=spec)
-        with torch.no_grad(), session:
-            return self._tower() if self.group == "vit" else self._prefill()
+        with torch.no_grad(), session as trace:
+            outcome, wall = self._tower() if self.group == "vit" else self._prefill()
+            if trace is not None:
+                outcome.reducing_ms = sum((row.ms for row in trace.rows), 0.0)
+                outcome.share = outcome.reducing_ms / wall
+            return outcome
 
     def observe(self, spec: str | None) -> Outcome:
         """As `run`, counting the tokens that leave each tower block; not for timing."""
@@ -73,26 +81,36 @@ class Stage:
         outcome.leaving = leaving
         return outcome
 
-    def _tower(self) -> Outcome:
-        case = self.case
-        out, ms = timed(lambda: case.model.get_video_features(**case.pixels), self.clock)
+    def _timed(self, fn: Callable[[], T]) -> tuple[T, float]:
+        """The host's clock for a whole answer, the device's own for its parts."""
+        if self.case.device.type == "cuda" and self.group != "ttft":
+            return timed_by_events(fn)
+        return timed(fn, self.clock)
+
+    def _tower(self) -> tuple[Outcome, float]:
+        case, start = self.case, time.perf_counter()
+        out, ms = self._timed(lambda: case.model.get_video_features(**case.pixels))
+        wall = 1e3 * (time.perf_counter() - start)
         features = out.pooler_output
         values = features if isinstance(features, Tensor) else torch.cat(list(features))
-        return Outcome({"vit": ms}, values.flatten(0, -2))
+        return Outcome({"vit": ms}, values.flatten(0, -2)), wall
 
-    def _prefill(self) -> Outcome:
+    def _prefill(self) -> tuple[Outcome, float]:
+        """What came out, and the milliseconds of the prefill by the wall clock."""
         case = self.case
         inputs = {**case.prompt, "use_cache": True, "logits_to_keep": 1}
         if self.group == "ttft":
             inputs |= case.pixels
         else:
             inputs["mm_encoder_outputs"] = case.features()
-        out, ms = timed(lambda: case.model(**inputs), self.clock)
+        start = time.perf_counter()
+        out, ms = self._timed(lambda: case.model(**inputs))
+        wall = 1e3 * (time.perf_counter() - start)
         lengths = [layer.keys.shape[-2] for layer in out.past_key_values.layers]
-        outcome = Outcome({self.group: ms}, out.logits, lengths)
+        outcome = Outcome({self.group: ms}, out.logits, lengths=lengths)
         if self.decode:
             outcome.ms["decode"] = self._decode(out.past_key_values)
-        return outcome
+        return outcome, wall
 
     def _decode(self, cache: Any) -> float:
         token = self.case.prompt["input_ids"][:, :1]
@@ -102,7 +120,7 @@ class Stage:
                 self.case.model(input_ids=token, past_key_values=cache, use_cache=True)
 
         step(1)  # the first step after a prefill also grows the allocator
-        _, ms = timed(lambda: step(DECODE_STEPS), self.clock)
+        _, ms = self._timed(lambda: step(DECODE_STEPS))
         return ms / DECODE_STEPS
 
     def cost(self, outcome: Outcome, stage: str) -> int:
