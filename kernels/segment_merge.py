@@ -118,8 +118,7 @@ def config(width: int, entries: int, outputs: int, bytes_each: int) -> dict[str,
     side along a row. Short segments need few rows at once, long ones many, for bytes in flight.
     """
     block = min(max(triton.next_power_of_2(width), 512 // bytes_each), 2048 // bytes_each)
-    average = entries / max(1, outputs)
-    rows = 4 if average <= 2 else 8 if average <= 16 else 16
+    rows = 8 if entries <= 16 * outputs else 16
     return {"block": block, "rows": rows, "num_warps": block * bytes_each // 512}
 
 

@@ -262,30 +262,26 @@ def test_interpreter_agrees_with_the_reference() -> None:
 
 
 def test_planted_bugs_are_caught() -> None:
+    # None of them reads outside of the tensors: that would end the process instead of a test.
     planted(
         "segment_merge",
         GATE,
-        ("here = entry < stop", "here = entry <= stop"),
+        ("here = entry < stop", "here = entry < stop - 1"),
         ("inside = column < width", "inside = column < width - 1"),
         ("total += tl.sum(value, axis=0)", "total -= tl.sum(value, axis=0)"),
         ("value = value * weight[:, None]", "value = value"),
         ("        entry += rows\n", "        entry += rows - 1\n"),
         ("tl.maximum(stop - start, 1)", "tl.maximum(stop - start, 2)"),
         ("item.to(tl.int64) * item_stride", "item.to(tl.int64) * 0"),
-        ("+ row % outputs", "+ row % (outputs + 1)"),
+        ("item.to(tl.int64) * (outputs + 1)", "item.to(tl.int64) * outputs"),
+        ("other=0).to(tl.float32)", "other=0)"),  # adds bfloat16
     )
 
 
-def test_bfloat16_arithmetic_is_caught() -> None:
-    bug = ("other=0).to(tl.float32)", "other=0)")
-    planted("segment_merge", GATE, bug, because="bfloat16 reached arithmetic")
-
-
 def test_compiles_for_every_chip() -> None:
-    wanted = [("bf16", 1, True), ("bf16", 4, False), ("bf16", 40, True), ("fp32", 4, True)]
-    wanted += [("fp32", 40, False), ("fp16", 4, True)]
-    jobs = [_job(k, c, a, w, 3584) for k, a, w in wanted for c in CAPABILITIES]
-    jobs += [_job("bf16", c, 4, True, 128) for c in CAPABILITIES]
+    # Short and long segments, weights and means, hidden states and the keys of one head.
+    wanted = [("bf16", 4, True, 3584), ("fp32", 40, False, 3584), ("fp16", 4, True, 128)]
+    jobs = [_job(k, c, *shape) for k, *shape in wanted for c in CAPABILITIES]
     for binary in compiled("segment_merge", jobs):
         assert_clean(binary)
         assert has_wide_loads(binary), binary.label
