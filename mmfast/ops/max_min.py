@@ -17,7 +17,6 @@ from mmfast.ops.unit import unit_rows
 # Cosines this close to 1 differ by rounding only: such rows count as equal.
 _SAME = 1.0 - 2.0**-20
 _ACTIVE, _BLOCK = 512, 64
-_LARGEST = 16_384  # tokens whose similarities, 1 GB, are computed at once on a GPU
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
@@ -32,16 +31,26 @@ def max_min(x: Tensor, count: int) -> Tensor:
     is at distance 1 from all but other zero rows, which equal it.
 
     Args:
-        x: `[N, D]`.
+        x: `[..., N, D]`, each item on its own.
         count: Number of picks, at most N.
 
     Returns:
-        `[count]` int64 in the order of picking.
+        `[..., count]` int64 in the order of picking.
     """
+    items = x.reshape(-1, *x.shape[-2:])
+    if x.is_cuda:
+        from mmfast.ops.max_min_device import max_min_device
+
+        picks = max_min_device(items, count)
+    else:
+        picks = torch.stack([_on_host(item, count) for item in items])
+    return picks.reshape(*x.shape[:-2], count)
+
+
+def _on_host(x: Tensor, count: int) -> Tensor:
+    """Picks `[count]` of one item `[N, D]`."""
     n = x.shape[0]
     rows = unit_rows(x)
-    if x.is_cuda and n <= _LARGEST:
-        return _on_device(rows, count)
     first = first_of_equal(rows)
     distinct = (first == torch.arange(n, device=x.device)).nonzero()[:, 0]
     twins = torch.bincount(first, minlength=n)[distinct] > 1
@@ -54,18 +63,6 @@ def max_min(x: Tensor, count: int) -> Tensor:
         free[picks] = False
         picks = torch.cat([picks, free.nonzero()[: count - len(picks), 0]])
     return picks
-
-
-def _on_device(rows: Tensor, count: int) -> Tensor:
-    """The same picks from the full matrix of similarities, without waiting for the device."""
-    from mmfast.kernels.max_min_select import max_min_select
-
-    similarity = (rows.float() @ rows.float().T).clamp_(max=_SAME)
-    zero = (rows == 0).all(-1)
-    similarity.masked_fill_(zero[:, None] & zero, _SAME)
-    nearest = similarity.fill_diagonal_(-torch.inf).amax(-1)
-    picks: Tensor = max_min_select(similarity[None], nearest.argmin()[None], count)
-    return picks[0]
 
 
 @dataclass

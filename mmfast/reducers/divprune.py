@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
@@ -25,9 +22,6 @@ def divprune(tokens: Tokens, budget: int, *, parity: bool = False) -> Reduction:
         parity: Pick again what was picked, as the reference does when fewer than `budget` tokens
             differ: repeats count, so fewer tokens may be left. One item, N >= 2.
     """
-    x = tokens.x
     if parity:
-        picks = max_min_reference(x, budget)
-        return Reduction.prune(picks.unique(), tokens.n)
-    items: list[Tensor] = [max_min(item, budget) for item in x.reshape(-1, *x.shape[-2:])]
-    return Reduction.prune(torch.stack(items).reshape(*x.shape[:-2], budget), tokens.n)
+        return Reduction.prune(max_min_reference(tokens.x, budget).unique(), tokens.n)
+    return Reduction.prune(max_min(tokens.x, budget), tokens.n)
