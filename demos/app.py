@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import gradio as gr
@@ -23,6 +25,24 @@ SWEEP = (600, 3600)  # every so many seconds, files older than so many are remov
 
 def build(shelf: Shelf) -> Any:
     """All tabs on one page."""
+    return _in_a_loop(lambda: _build(shelf))
+
+
+def _in_a_loop(make: Callable[[], Any]) -> Any:
+    """Call it while an event loop runs: Gradio opens one a lock otherwise and closes none."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        with closing(asyncio.new_event_loop()) as loop:
+            return loop.run_until_complete(_called(make))
+    return make()
+
+
+async def _called(make: Callable[[], Any]) -> Any:
+    return make()
+
+
+def _build(shelf: Shelf) -> Any:
     with gr.Blocks(title=page.TITLE, analytics_enabled=False, delete_cache=SWEEP) as blocks:
         gr.HTML(page.HEAD)
         with gr.Tabs():
@@ -102,4 +122,5 @@ def mount(
         "pwa": False,
         **page.dress(),
     }
-    return gr.mount_gradio_app(app, build(shelf), path=where, **{**given, **options})
+    given |= options
+    return _in_a_loop(lambda: gr.mount_gradio_app(app, _build(shelf), path=where, **given))

@@ -22,7 +22,8 @@ class Seats(Generic[T]):
 
     def __init__(self, most: int = 8, idle: float = 300.0) -> None:
         self.most, self.idle = most, idle
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._making: set[str] = set()
         self._taken: dict[str, tuple[T, float]] = {}
 
     def get(self, who: str) -> T | None:
@@ -44,19 +45,27 @@ class Seats(Generic[T]):
         if thing is not None:
             return thing
         self._sweep()
-        made = make()
         with self._lock:
-            full = len(self._taken) >= self.most
-            if not full:
-                self._taken[who] = made, time.monotonic()
+            self._making.add(who)
+        try:
+            made = make()
+            with self._lock:
+                full = len(self._taken) >= self.most
+                if not full:
+                    self._taken[who] = made, time.monotonic()
+        finally:
+            with self._lock:
+                self._making.discard(who)
+                self._lock.notify_all()
         if full:
             made.close()
             raise mmfast.MmfastError(f"all {self.most} places are taken; try again in some minutes")
         return made
 
     def leave(self, who: str) -> None:
-        """Close what somebody has."""
+        """Close what somebody has, or is about to have: one may leave while it is made."""
         with self._lock:
+            self._lock.wait_for(lambda: who not in self._making)
             thing, _ = self._taken.pop(who, (None, 0.0))
         if thing is not None:
             thing.close()

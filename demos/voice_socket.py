@@ -80,8 +80,12 @@ class VoiceSocket:
             raise mmfast.MmfastError("a conversation begins with a JSON message")
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
+        def tell(event: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the server is closing: nobody listens
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
         def made() -> Talk:
-            return Talk(self.shelf, wish, lambda e: loop.call_soon_threadsafe(events.put_nowait, e))
+            return Talk(self.shelf, wish, tell)
 
         talk = await asyncio.to_thread(self.seats.take, name, made)
         await socket.send_text(json.dumps({"kind": "ready"}))

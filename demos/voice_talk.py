@@ -85,8 +85,10 @@ class Talk:
             self._tell((told, pcm))
 
     def close(self) -> None:
-        """End it."""
+        """End it, and wait until nothing of it runs any more."""
         self.session.close()
+        if self._telling.is_alive() and self._telling is not threading.current_thread():
+            self._telling.join()
 
 
 def _about(shelf: Shelf, name: str) -> Callable[[Sequence[Any]], Iterator[str]]:

@@ -38,8 +38,6 @@ CLIP, QUESTION = "red-circle.mp4", "Which way does the red circle move?"
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Couldn't find ffmpeg or avconv:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
@@ -252,6 +250,29 @@ def test_places_are_bounded_and_given_up() -> None:
     assert not len(seats)
 
 
+def test_who_leaves_while_a_place_is_made_leaves_nothing_behind() -> None:
+    begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self) -> None:
+            begun.set()
+            assert go_on.wait(60)
+
+        def close(self) -> None:
+            closed.set()
+
+    seats: Seats[Slow] = Seats()
+    coming = threading.Thread(target=seats.take, args=("a", Slow))
+    leaving = threading.Thread(target=seats.leave, args=("a",))
+    coming.start()
+    assert begun.wait(60)
+    leaving.start()
+    go_on.set()
+    coming.join(60)
+    leaving.join(60)
+    assert closed.is_set() and not len(seats)
+
+
 # ----------------------------------------------------------------------------------------- voice
 
 
@@ -347,6 +368,7 @@ def client(shelf: Shelf) -> Iterator[Any]:
     assert mount(app, "/demo", shelf=shelf) is app
     with TestClient(app, base_url="http://127.0.0.1:8000") as client:
         yield client
+    _until(lambda: not [t for t in threading.enumerate() if t.name.startswith("mmfast")])
 
 
 def test_the_page_is_mounted_and_asks_nobody_else(client: Any) -> None:
@@ -395,8 +417,10 @@ def test_all_that_the_page_needs_is_packaged() -> None:
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast import cli_demo
 
-    with pytest.raises(MmfastError, match="--port 0"):
-        taken = cli_demo._listen("127.0.0.1", 0)
+    with (
+        cli_demo._listen("127.0.0.1", 0) as taken,
+        pytest.raises(MmfastError, match="--port 0"),
+    ):
         cli_demo._listen("127.0.0.1", taken.getsockname()[1])
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(MmfastError, match=r'pip install "mmfast\[demo\]"'):

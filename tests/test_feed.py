@@ -24,8 +24,7 @@ def numbered(count: int, step: float = 1.0) -> Iterator[tuple[np.ndarray, float]
 
 
 def mmfast_threads() -> list[str]:
-    of_feeds = ("mmfast-feed", "mmfast-source", "mmfast-slice")
-    return [t.name for t in threading.enumerate() if t.name.startswith(of_feeds)]
+    return [t.name for t in threading.enumerate() if t.name.startswith("mmfast")]
 
 
 @pytest.fixture(autouse=True)

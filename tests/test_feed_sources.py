@@ -96,7 +96,7 @@ def test_closing_a_feed_ends_a_push_source() -> None:
     feed.close()
     refused(lambda: push.push(picture(1), 1.0), "has ended")
     for thread in threading.enumerate():
-        if thread.name.startswith(("mmfast-feed", "mmfast-source")):
+        if thread.name.startswith("mmfast"):
             thread.join(5)
             assert not thread.is_alive()
 
