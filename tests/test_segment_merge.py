@@ -12,6 +12,7 @@ from kernel_tools import CAPABILITIES, assert_clean, compiled, has_wide_loads, i
 from torch import Tensor
 
 from mmfast.core import segments as core
+from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Mix, Reduction
 from mmfast.core.segments import Segments, add_rows
 from mmfast.ops.segment_merge import segment_merge, segment_merge_reference
@@ -167,6 +168,7 @@ GATE = """
 import sys, types
 import torch
 from mmfast.core import segments as core
+from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
 from mmfast.core.segments import Segments
 from mmfast.ops import segment_merge as ops
@@ -328,3 +330,19 @@ def test_device_merges_as_the_formula_says(kind: str, dtype: torch.dtype) -> Non
         rtol = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
         expected = segment_merge_reference(x, mine)
         torch.testing.assert_close(out.cpu().double(), expected, rtol=rtol, atol=rtol)
+
+
+def test_bench_has_a_row_for_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast.bench import kernels_segment_merge as bench
+
+    monkeypatch.setattr(bench, "ROUNDS", 2)
+    monkeypatch.setattr(bench, "CPU_CASES", (bench.Case("tiny", 2, 20, 5, 8, weighted=True),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = bench.rows(lambda *_: None)
+    assert [row["way"] for row in found] == ["ours", "index_add_ float32", "formula float64"]
+    assert all(row["median_ms"] > 0 and row["device"] == "cpu" for row in found)
+    assert found[0]["repeatable"] and found[0]["max_error"] < 1e-5
+
+    monkeypatch.setattr(bench, "segment_merge", lambda x, s: 1.001 * segment_merge(x, s))
+    with pytest.raises(MmfastError, match="no speed is measured"):
+        bench.rows(lambda *_: None)
