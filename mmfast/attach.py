@@ -20,7 +20,9 @@ _attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
-def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> Iterator[Trace]:
+def attach(
+    model: Any, reduce: str | None = None, cache: str | None = None, encoder: str | None = None
+) -> Iterator[Trace]:
     """Reduce the visual tokens and the KV cache of a model for as long as the `with` lasts.
 
     Everything else stays stock: `generate` with beams, chunked prefill, static or dynamic caches,
@@ -56,6 +58,8 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
         cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
             `"lookm:0.3+quant:8"`, `"sink:4+window:512"` or `"retrieve:8"`; an integer counts
             tokens (frames for `retrieve`, bits for `quant`). None keeps every key and value.
+        encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a faster vision tower that gives the
+            same features up to rounding; see `mmfast.models.encoder.fast_encoder`. None is stock.
 
     Yields:
         The trace: a row per stage and call, and every Reduction. The row `kv` of a prompt counts
@@ -63,7 +67,7 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
         read, and under `peak_bytes` the bytes of keys and values that the cache holds behind it.
 
     Raises:
-        SpecError: Wrong name, site, knob or budget, or a K that the model does not have.
+        SpecError: Wrong name, site, knob, budget or encoder, or a K the model does not have.
         ModelError: Unknown family, or the model is attached already; inside, a static or already
             quantised cache under `cache`.
 
@@ -71,15 +75,17 @@ def attach(model: Any, reduce: str | None = None, cache: str | None = None) -> I
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:
         ...     model.generate(**inputs)
     """
-    with _stages(model, parse(reduce), call_plan(cache)) as trace:
+    with _stages(model, parse(reduce), call_plan(cache), encoder) as trace:
         yield trace
 
 
 @contextmanager
-def _stages(model: Any, specs: tuple[Spec, ...], plan: CachePlan | None) -> Iterator[Trace]:
+def _stages(
+    model: Any, specs: tuple[Spec, ...], plan: CachePlan | None, encoder: str | None
+) -> Iterator[Trace]:
     """All stages in, all stages out."""
     trace = Trace()
-    if not specs and plan is None:
+    if not specs and plan is None and encoder is None:
         yield trace
         return
     from mmfast.models.adapter import adapter_for
@@ -97,6 +103,11 @@ def _stages(model: Any, specs: tuple[Spec, ...], plan: CachePlan | None) -> Iter
         )
     with ExitStack() as stack:
         stack.enter_context(_only_once(model))
+        if encoder is not None:
+            from mmfast.models.encoder import check_alone, fast_encoder
+
+            check_alone(encoder, specs)
+            stack.enter_context(fast_encoder(model, encoder))
         for stage in _tower_stages(model, adapter, specs, trace):
             stack.enter_context(stage)
         from mmfast.models.hooks import Hooks

@@ -30,10 +30,10 @@ def pipeline(task: str, model: Any = None, **options: Any) -> Any:
             `image-text-to-text`), `video-stream`, `text-to-speech`, `speech-chat` or `omni-chat`.
         model: Directory or hub id of a checkpoint, a `(model, processor)` pair, or None for the
             embedded model, which works offline on a CPU.
-        **options: `reduce`, `cache`, `device`, `dtype`, `frames`, `fps`, `max_new_tokens`, or
-            instead of `reduce` a target for the planner: `target_ttft_ms`, `target_tokens`,
-            `max_memory`, `quality`; see `mmfast.pipelines.visual_qa.VisualQA`. Those of a stream
-            are in `mmfast.pipelines.video_stream.VideoStream`, those of voice in
+        **options: `reduce`, `cache`, `encoder`, `device`, `dtype`, `frames`, `fps`,
+            `max_new_tokens`, or instead of `reduce` a target for the planner: `target_ttft_ms`,
+            `target_tokens`, `max_memory`, `quality`; see `mmfast.pipelines.visual_qa.VisualQA`.
+            Those of a stream are in `mmfast.pipelines.video_stream.VideoStream`, those of voice in
             `mmfast.pipelines.text_to_speech`, `.speech_chat` and `.omni_chat`.
 
     Raises:

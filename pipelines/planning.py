@@ -68,7 +68,7 @@ class PipelinePlanner:
     def _try(self, inputs: Mapping[str, Any], spec: str | None) -> float:
         """One call up to its first token, in milliseconds."""
         first, start = FirstToken(), time.perf_counter()
-        with attach(self.pipe.model, spec, self.pipe.cache):
+        with attach(self.pipe.model, spec, self.pipe.cache, self.pipe.encoder):
             self.pipe.run(dict(inputs), streamer=first, max_new_tokens=1)
         return (first.at - start) * 1e3
 

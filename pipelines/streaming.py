@@ -34,7 +34,7 @@ def stream_text(pipe: Any, inputs: dict[str, Any], reduce: str | None) -> Iterat
 
     def work() -> None:
         try:
-            with attach(pipe.model, reduce, pipe.cache):
+            with attach(pipe.model, reduce, pipe.cache, pipe.encoder):
                 criteria = StoppingCriteriaList([_Stop(gone)])
                 pipe.run(inputs, streamer=streamer, stopping_criteria=criteria)
         except BaseException as error:

@@ -14,6 +14,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.models.counts import add_views, summed, token_counts
+from mmfast.models.encoder import check_encoder
 from mmfast.models.kv_plan import call_plan
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, build_inputs, check_question
@@ -36,6 +37,7 @@ class VisualQA:
         cache: Spec string of what happens to keys and values, such as `"snapkv:1024"` (evict
             behind the prompt), `"sink:4+window:512"` (at every step) or `"quant:4"` (fewer bits);
             the trace gets a row `kv`. See `mmfast.attach`.
+        encoder: None (stock), `"fast"`, `"compile"` or `"graph"`: how the vision tower runs.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         frames: Frames sampled uniformly from a clip.
@@ -63,6 +65,7 @@ class VisualQA:
         *,
         reduce: str | None = None,
         cache: str | None = None,
+        encoder: str | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         frames: int = 8,
@@ -79,13 +82,14 @@ class VisualQA:
         self.target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
         check_alone(self.target, reduce)
         call_plan(cache)
+        check_encoder(encoder)
         for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise MmfastError(
                     f"{name}={value!r} is not allowed; give a whole number of at least 1"
                 )
         self.embedded = model is None
-        self.reduce, self.cache = reduce, cache
+        self.reduce, self.cache, self.encoder = reduce, cache, encoder
         self.frames, self.fps = frames, fps
         self.batch_size = batch_size
         self.generate = {"max_new_tokens": max_new_tokens, "do_sample": False, **generate}
@@ -196,7 +200,7 @@ class VisualQA:
         begin = time.perf_counter()
         with (
             encoder_timer(self.model) as encode,
-            attach(self.model, reduce, self.cache) as trace,
+            attach(self.model, reduce, self.cache, self.encoder) as trace,
         ):
             output = self.run(inputs, streamer=first)
         end = time.perf_counter()

@@ -14,6 +14,9 @@ from mmfast.core.errors import ModelError
 # placeholder `<kind>_token_id`, and these arguments of its forward bring them.
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 KINDS = tuple(PIXELS)
+# Attention function that computes all segments of a packed tower together; `flash` in the name
+# makes stock towers hand it their boundaries (see mmfast/models/encoder_segments.py).
+SEGMENTS = "mmfast_flash_segments"
 
 
 @dataclass(frozen=True)

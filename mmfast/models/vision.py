@@ -154,6 +154,8 @@ class Collector:
             mask = args[3] if len(args) > 3 else kwargs.get("attention_mask")
             ends = kwargs.get("cu_seq_lens_q")  # flash takes all segments in one call
             lengths = [query.shape[2]] if ends is None else ends.diff().tolist()
+            cut = ends is not None and isinstance(mask, Tensor)  # sizes of merged tokens, by key
+            masks = mask.split(lengths, -1) if cut else [mask] * len(lengths)
             recording.merged[sources[0].block] = module.__dict__.get(MERGED, _nothing)()
             recording.kept = self._tower.module.__dict__.get(KEPT, _nothing)()
             width = getattr(module, "head_dim", key.shape[-1])  # more where sizes ride along
@@ -162,8 +164,9 @@ class Collector:
                 if source.what == "keys":
                     found.append(key[..., :width].mean(dim=1))
                     continue
-                for q, k in zip(query.split(lengths, 2), key.split(lengths, 2), strict=True):
-                    found.append(_attention(q, k, mask, kwargs.get("scaling"), source.what))
+                split = (query.split(lengths, 2), key.split(lengths, 2), masks)
+                for q, k, seen in zip(*split, strict=True):
+                    found.append(_attention(q, k, seen, kwargs.get("scaling"), source.what))
         return call(module, *args, **kwargs)
 
 

@@ -13,6 +13,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, run
 from mmfast.core.tokens import Tokens
+from mmfast.models.towers import SEGMENTS
 from mmfast.models.vit_carry import Carried
 from mmfast.models.vit_plan import Plan
 
@@ -190,7 +191,7 @@ def add_bias(module: Any, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tenso
     eight extra channels of q and k, which leave the scaled product larger by exactly that much.
     """
     name = str(module.config._attn_implementation)
-    if "flash" in name:
+    if "flash" in name and name != SEGMENTS:  # that one takes a bias as it is
         return (*_widen(q, k, bias, module), mask)
     if "flex" in name:
         bias = bias.expand(-1, -1, q.shape[2], -1)
