@@ -35,9 +35,14 @@ class CodeChoice:
         """The likeliest is taken."""
         return self.sampling.greedy
 
-    def probs(self, logits: Tensor) -> Tensor:
-        """Logits `[..., V]` to the probabilities that codes are drawn from."""
-        return process(logits, self.sampling, ()).softmax(-1)
+    def probs(self, logits: Tensor, check: bool = True) -> Tensor:
+        """Logits `[..., V]` to the probabilities that codes are drawn from.
+
+        Args:
+            logits: `[..., V]`.
+            check: Look for NaN and infinity, which waits for the device.
+        """
+        return process(logits, self.sampling, (), check=check).softmax(-1)
 
     def draw(self, probs: Tensor) -> Tensor:
         """Probabilities `[..., V]` to codes `[...]`."""

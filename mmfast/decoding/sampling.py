@@ -59,7 +59,11 @@ class Sampling:
 
 
 def process(
-    logits: Tensor, sampling: Sampling, prefixes: Sequence[Sequence[int]], start: int = 0
+    logits: Tensor,
+    sampling: Sampling,
+    prefixes: Sequence[Sequence[int]],
+    start: int = 0,
+    check: bool = True,
 ) -> Tensor:
     """Penalty, temperature, top-k, top-p, in this order.
 
@@ -68,6 +72,7 @@ def process(
         sampling: What to apply; a temperature of 0 leaves only the penalty.
         prefixes: Per place the tokens before it, ids of the vocabulary.
         start: Id of the first of the V rows.
+        check: Look for NaN and infinity, which waits for the device.
 
     Returns:
         Processed logits `[n, V]`, at least float32; removed tokens are -inf.
@@ -76,7 +81,7 @@ def process(
         ModelError: A place has NaN, infinity, or no token left to choose from.
     """
     found = logits if logits.dtype == torch.float64 else logits.float()
-    if not torch.isfinite(found.amax(-1)).all():
+    if check and not torch.isfinite(found.amax(-1)).all():
         raise ModelError(not_finite())
     if sampling.penalty != 1:
         found = torch.stack(

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mmfast.core.trace import Trace
 from mmfast.models.adapter import Adapter
 from mmfast.models.ahead import layer_ahead, look_ahead
-from mmfast.models.call import Call, Local, apply, is_shortened, length_of
+from mmfast.models.arming import Arming, on_layers
+from mmfast.models.call import (
+    Call,
+    Local,
+    apply,
+    is_shortened,
+    is_static,
+    length_of,
+    make_step,
+    needs_layers,
+)
 from mmfast.models.inner import INNER, Seen
 from mmfast.models.kv import KVStage
 from mmfast.models.lengths import held
-from mmfast.models.locate import locate
-from mmfast.models.masks import fit_decode, padding_of
+from mmfast.models.masks import fit_decode, forget_masks
 from mmfast.models.patching import override
 from mmfast.models.prompt_ids import prompt_ids, told_by_generate
 from mmfast.models.records import Recorder, features_given, recording
 from mmfast.models.reviver import Reviver
 from mmfast.models.rope import Offsets
-from mmfast.models.sequence import Sequences
 from mmfast.models.stages import Site
 from mmfast.models.step import Step
 
@@ -64,6 +71,7 @@ class Hooks:
         # Only decode steps run well compiled; anything longer steps out of the compiled code.
         self._uncompiled: Any = torch.compiler.disable(apply)
         self._names = list(inspect.signature(self.base.forward).parameters)
+        self._arming = Arming(self._on_layers)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -72,28 +80,18 @@ class Hooks:
         before = [spec for site in self.sites if not site.deep for spec in site.specs]
         needs = {need for spec in before if not spec.whole for need in spec.method.needs}
         reads = [site.layer - 1 for site in self.sites if site.deep and site.needs & INNER]
-        ahead = [layer_ahead(s.specs[0], self.text.layers) for s in self.sites if s.ahead]
-        first = max(0, min([site.layer for site in self.sites] + reads)) if self.kv is None else 0
+        self._looks = [layer_ahead(s.specs[0], self.text.layers) for s in self.sites if s.ahead]
+        self._first = max(0, min([s.layer for s in self.sites] + reads)) if self.kv is None else 0
         with ExitStack() as stack:
             if self.kv is not None:  # before all others: what it evicts is gone for this call
                 stack.enter_context(self.kv.installed(lambda: self._local.call))
             stack.enter_context(told_by_generate(self._model))
             self.recorder = stack.enter_context(recording(self.base, self.adapter, needs))
-            handles = [
-                self.base.register_forward_pre_hook(self._enter, with_kwargs=True),
-                self.base.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
-            ]
-            for index in range(first, len(self.text.layers)):
-                hook = partial(self._layer, index)
-                layer = self.text.layers[index]
-                handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-            if ahead:
-                keep = self.text.register_forward_pre_hook(self._keep, with_kwargs=True)
-                handles.append(keep)
-            if self.reviver is not None:
-                handles.append(self.text.layers[-1].register_forward_hook(self.reviver.after))
-            for handle in handles:
-                stack.callback(handle.remove)
+            enter = self.base.register_forward_pre_hook(self._enter, with_kwargs=True)
+            leave = self.base.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+            for undo in (enter.remove, leave.remove, self._arming.close):
+                stack.callback(undo)
+            self._arming.arm()
             if self.offsets is not None:
                 stack.enter_context(self.offsets.installed())
             if self.adapter.deepstack:
@@ -101,11 +99,16 @@ class Hooks:
                 stack.enter_context(override(self.text, "_deepstack_process", around))
             yield
 
+    def _on_layers(self) -> AbstractContextManager[None]:
+        keep = self._keep if self._looks else None
+        after = None if self.reviver is None else self.reviver.after
+        return on_layers(self.text, self._first, self._layer, keep, after)
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = self._named(args, kwargs)
         if not torch.compiler.is_compiling():
             self._open(kwargs)
-        elif length_of(kwargs) > 1:
+        elif length_of(kwargs) > 1 or not self._arming.armed:
             self._uncompiled(self._open, kwargs)
 
     def _leave(
@@ -113,16 +116,24 @@ class Hooks:
     ) -> None:
         if not torch.compiler.is_compiling():
             self._close(output)
-        elif length_of(self._named(args, kwargs)) > 1:
+        elif length_of(kwargs := self._named(args, kwargs)) > 1:
             self._uncompiled(self._close, output)
+        else:
+            forget_masks(kwargs.get("past_key_values"))
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of the base model's forward by name; some models give the ids by position."""
         return {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
 
     def _layer(
-        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        index: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if kwargs is None:
+            return None  # put in by another thread's call at this very moment
         if not torch.compiler.is_compiling():
             call = self._local.call
             if call is None:
@@ -146,12 +157,17 @@ class Hooks:
         prompting = self.kv is not None and self.kv.prompting
         several = length_of(kwargs) > 1 and is_shortened(cache)
         wanted = prompting or several or features_given(kwargs)
+        needed = wanted or self.reviver is not None or needs_layers(cache)
+        if is_static(cache):  # its steps may be compiled, and then open no call
+            self._arming.pin()
+        self._arming.begin(bool(needed))
         self._local.call = call = Call(kwargs) if wanted else None
         if call is not None:
             call.stack.enter_context(prompt_ids(kwargs.get("input_ids")))
 
     def _close(self, output: Any) -> None:
         """A call of the base model ends, with an output or an exception."""
+        self._arming.end()
         if self.offsets is not None:
             self.offsets.store(getattr(output, "past_key_values", None))
             self.offsets.forget()
@@ -172,7 +188,7 @@ class Hooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before a decoder layer in a call that brings visual tokens."""
         if call.step is None:
-            call.step = self._step(call)
+            call.step = make_step(self, call)
         step = call.step
         hidden = args[0] if args else kwargs.pop("hidden_states")
         ahead = partial(self._ahead, call)
@@ -181,15 +197,17 @@ class Hooks:
             self._probe(call, step, index, module, kwargs.get("past_key_values"))
         return (hidden, *args[1:]), kwargs
 
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
         """Note how the text model is called, in case its first layers have to run twice."""
         if torch.compiler.is_compiling():
-            hidden = kwargs.get("inputs_embeds")
+            hidden = (kwargs or {}).get("inputs_embeds")
             if hidden is not None and hidden.shape[1] > 1:
                 self._uncompiled(self._keep, module, args, kwargs)
             return
         call = self._local.call
-        if call is not None and call.step is None:
+        if call is not None and call.step is None and kwargs is not None:
             call.given = (args, kwargs)
 
     def _ahead(self, call: Call, site: Site, hidden: Tensor) -> list[dict[str, Tensor]]:
@@ -207,23 +225,6 @@ class Hooks:
                 kwargs.pop("hidden_states", None)
                 return (more, *args[1:]), kwargs
         return (args, kwargs) if fitted else None
-
-    def _step(self, call: Call) -> Step:
-        kwargs = call.kwargs
-        assert kwargs is not None
-        call.kwargs = None
-        length, cache = length_of(kwargs), kwargs.get("past_key_values")
-        past, ok = padding_of(kwargs.get("attention_mask"), length, call.past, cache)
-        if features_given(kwargs):
-            strict = bool(self.sites)
-            sequences = locate(self.base, self.adapter, kwargs, self.recorder, ok, strict)
-        else:
-            sequences = Sequences(length, [], [], [], ok)
-        blocks = self.adapter.blocks(kwargs)
-        if blocks is not None:  # read by position, as the stock model does
-            blocks = blocks[:, call.past : call.past + length]
-            blocks = F.pad(blocks, (0, length - blocks.shape[1]), value=-1)
-        return Step(self.sites, sequences, past, self.trace, blocks)
 
     def _probe(self, call: Call, step: Step, index: int, module: Any, cache: Any) -> None:
         """Watch the attention of this layer once, for the site before the next one."""

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
 
 from mmfast.caches.plan import CachePlan
-from mmfast.core.errors import ModelError
 from mmfast.core.trace import Row, Trace
+from mmfast.models.arming import Arming
 from mmfast.models.call import Call, length_of
 from mmfast.models.kv_drafts import Drafts
-from mmfast.models.kv_evict import chooser, evict, pin, slide, stayer
+from mmfast.models.kv_evict import chooser, evict, pin, stayer
 from mmfast.models.kv_notes import (
     BASIS,
     WINDOW,
@@ -33,8 +32,9 @@ from mmfast.models.kv_packing import Packing, nbytes
 from mmfast.models.kv_prompt import Part, Prompts
 from mmfast.models.kv_read import Reading, read_of
 from mmfast.models.kv_signals import Attention
-from mmfast.models.kv_store import StoredLayer
-from mmfast.models.lengths import is_short, shorten
+from mmfast.models.kv_slide import Known, Slid, slide
+from mmfast.models.kv_store import shrinkable
+from mmfast.models.lengths import is_short
 from mmfast.models.masks import FULL, kind_of
 
 
@@ -80,10 +80,11 @@ class KVStage:
         self._reading = None
         if plan.retrieve is not None:
             self._reading = Reading(plan, text, self._layers, self._seeing)
-        self._prompts = Prompts()
+        self._prompts, self._known = Prompts(), Known()
         self._local = _Local()
         self._call: Callable[[], Call | None] = lambda: None
         self._attention = Attention(plan, self._rescores, self._now)
+        self._arming = Arming(self._on_layers)
 
     @property
     def prompting(self) -> bool:
@@ -101,19 +102,28 @@ class KVStage:
                 self._base.register_forward_pre_hook(enter, with_kwargs=True),
                 self._base.register_forward_hook(leave, always_call=True),
             ]
-            for index in self._layers:
-                after = partial(torch.compiler.disable(self._after), index)
-                layer = self._modules[index]
-                handles.append(layer.register_forward_hook(after, with_kwargs=True))
             for handle in handles:
                 stack.callback(handle.remove)
-            if (self._evicts or self._plan.bits) and self._attention.reads:
-                modules = {index: self._modules[index].self_attn for index in self._layers}
-                stack.enter_context(self._attention.watching(modules))
+            stack.callback(self._arming.close)
+            self._arming.arm()
             if self._reading is not None:
                 stack.enter_context(self._reading.watching())
+            yield
+
+    @contextmanager
+    def _on_layers(self) -> Iterator[None]:
+        """What stands on the layers while a call needs it: a prompt, drafts, or every step."""
+        modules = {index: self._modules[index].self_attn for index in self._layers}
+        with ExitStack() as stack:
+            for index in self._layers:
+                after = partial(torch.compiler.disable(self._after), index)
+                handle = self._modules[index].register_forward_hook(after, with_kwargs=True)
+                stack.callback(handle.remove)
+            if (self._evicts or self._plan.bits) and self._attention.reads:
+                stack.enter_context(self._attention.watching(modules))
+            if self._reading is not None:
+                stack.enter_context(self._reading.capturing())
             if self._evicts and self._always and not self._rescores:
-                modules = {index: self._modules[index].self_attn for index in self._layers}
                 stack.enter_context(Drafts(self._plan, self._stepping).watching(modules))
             yield
 
@@ -141,6 +151,7 @@ class KVStage:
         local.active = kwargs.get("use_cache") is not False
         local.cache = cache
         local.ms, local.before, local.after, local.bytes = 0.0, 0, 0, 0
+        self._arming.begin(local.part is not None or self._rescores or length > 1)
         if self._reading is not None:
             self._reading.enter(cache, local.part if local.active else None)
         if cache is not None and ((self._always and self._evicts) or self._packing.packs):
@@ -148,6 +159,7 @@ class KVStage:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._local.active, self._local.cache = False, None
+        self._arming.end()
         if self._reading is not None:
             self._reading.leave()
 
@@ -157,7 +169,7 @@ class KVStage:
         A prompt that is not over is thinned between its chunks where all that it waits for are
         policies that act at every step, on numbers of tokens.
         """
-        memo: list[Tensor] = []
+        memo: list[Slid] = []
         for index in self._layers:
             layer = cache.layers[index] if index < len(cache.layers) else None
             if layer is None or not is_short(layer) or layer.notes is None:
@@ -168,9 +180,9 @@ class KVStage:
             if over:
                 self._packing.step(layer)
 
-    def _evict_again(self, cache: Any, index: int, memo: list[Tensor]) -> None:
+    def _evict_again(self, cache: Any, index: int, memo: list[Slid]) -> None:
         layer = cache.layers[index]
-        if self._plan.score is None and slide(cache, index, self._plan, memo):
+        if self._plan.score is None and slide(cache, index, self._plan, memo, self._known):
             return
         if self._rescores:
             choose = chooser(self._plan, layer, index, len(self._modules), prompt=False)
@@ -179,9 +191,11 @@ class KVStage:
         evict(cache, index, choose)
 
     def _after(
-        self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+        self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None
     ) -> None:
         """A decoder layer has stored what a call brings."""
+        if output is None:
+            return  # put in by another thread's call at this very moment
         part, call, cache = self._local.part, self._call(), kwargs.get("past_key_values")
         masses = self._attention.take(index)
         if cache is None:
@@ -192,7 +206,7 @@ class KVStage:
                 add_masses(layer, masses)
             return
         assert call is not None and call.step is not None
-        layer, step = _shrinkable(cache, index), call.step
+        layer, step = shrinkable(cache, index), call.step
         if layer.notes is None:
             count = step.sequences.length
             begin(layer, entries(layer) - count, step.past, len(layer.keys))
@@ -227,22 +241,3 @@ class KVStage:
             before, after = round(local.before / count), round(local.after / count)
             row = Row("kv", before, after, local.ms, local.bytes, str(self._plan))
             self._trace.rows.append(row)
-
-
-def _shrinkable(cache: Any, index: int) -> Any:
-    """Layer `index` of a cache, made able to lose entries.
-
-    Raises:
-        ModelError: It is of a kind that cannot.
-    """
-    layer = cache.layers[index]
-    if isinstance(layer, StoredLayer) or type(layer) is DynamicLayer:
-        return shorten(cache, index)
-    kind = next(c for c in type(layer).__mro__ if c.__module__.startswith("transformers"))
-    if is_short(layer) and kind is DynamicLayer:
-        return layer
-    raise ModelError(
-        f"cache layer {index} is a {kind.__name__}, which cannot lose entries; leave out "
-        "cache_implementation (write 'quant:8' into the cache spec for fewer bits), or pass "
-        "DynamicCache(config=model.config)"
-    )

@@ -63,40 +63,6 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
     return before, after
 
 
-def slide(cache: Any, index: int, plan: CachePlan, memo: list[Tensor]) -> bool:
-    """Let position policies evict from one conversation, where all its layers hold the same.
-
-    Args:
-        cache: The cache.
-        index: A layer with notes.
-        plan: The policies.
-        memo: Kinds and places to keep of the layer before; empty at first.
-
-    Returns:
-        Whether that was done: False where rows, heads or packs call for `evict`.
-    """
-    layer = cache.layers[index]
-    if isinstance(layer, StoredLayer) or PINNED in layer.notes:
-        return False
-    notes = fill(layer)
-    kinds = notes[KIND]
-    if len(kinds) > 1 or any(note.shape[1] > 1 for note in notes.values()):
-        return False
-    if not memo or not torch.equal(memo[0], kinds):
-        if bool((kinds == PADDING).any()):
-            return False
-        stays = settled(plan, basis(layer, 0)).standing(kinds[0, 0].long())
-        memo[:] = [kinds, stays.nonzero()[:, 0]]
-    where, n = memo[1].to(kinds.device), kinds.shape[-1]
-    if len(where) < n:
-        layer.keys, layer.values = (x.index_select(2, where) for x in (layer.keys, layer.values))
-        layer.notes = {name: note.index_select(-1, where) for name, note in notes.items()}
-        layer.gone, layer.dropped = layer.gone + n - len(where), layer.dropped + n - len(where)
-        layer.valid = None
-        regroup(cache, index)
-    return True
-
-
 def basis(layer: Any, row: int) -> int:
     """Tokens that a row held behind its last prompt: what shares refer to from there on."""
     return int(layer.notes[BASIS][row, 0, -1]) if BASIS in layer.notes else 0

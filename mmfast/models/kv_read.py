@@ -28,6 +28,8 @@ from mmfast.models.probe import intercepting
 from mmfast.models.raw import Raw, RawCapture
 from mmfast.models.sequence import Sequences
 
+_CHOSEN = "_mmfast_chosen"  # on a cache layer: the note READ and where it says yes
+
 
 @dataclass(eq=False)
 class Pending:
@@ -72,12 +74,17 @@ class Reading:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Stand around the attention of the layers."""
-        capture = self._capture = RawCapture(self._text)
         attentions = {self._text.layers[i].self_attn: i for i in self._layers}
         around: Any = torch.compiler.disable(self._around)
+        with intercepting({module: partial(around, i) for module, i in attentions.items()}):
+            yield
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Look at keys and queries before RoPE, which prompts need."""
+        capture = self._capture = RawCapture(self._text)
         try:
-            with intercepting({module: partial(around, i) for module, i in attentions.items()}):
-                yield
+            yield
         finally:
             capture.remove()
 
@@ -163,15 +170,31 @@ class Reading:
         layer = layers[index] if index < len(layers) else None
         if layer is not None and is_short(layer) and layer.per_row:
             pending = layer.pending or Pending()
-            if local.part is not None and (pending.seeing or self._seeing()):
-                read = None
-            else:
+            if local.part is None and mask is None and len(key) == 1:
+                key, value = _as_chosen(layer, key, value)
+            elif local.part is None or not (pending.seeing or self._seeing()):
                 if local.part is not None and local.raw is not None:
                     self._choose(layer, list(local.raw.queries[index]))
                 read = fill(layer).get(READ)
-            if read is not None:
-                key, value, mask = parted(module, query, key, value, mask, read[:, 0])
+                if read is not None:
+                    key, value, mask = parted(module, query, key, value, mask, read[:, 0])
         return call(module, query, key, value, mask, *args, **kwargs)
+
+
+def _as_chosen(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What one conversation reads in a decode step: what was chosen, and all that came since.
+
+    The notes need not be up to date for that, so they are not looked at again at every step.
+    """
+    read = layer.notes.get(READ)
+    if read is None:
+        return key, value
+    known: tuple[Tensor, Tensor] | None = layer.__dict__.get(_CHOSEN)
+    if known is None or known[0] is not read:
+        known = layer.__dict__[_CHOSEN] = (read, read[0, 0].nonzero()[:, 0])
+    new = torch.arange(read.shape[-1], key.shape[2], device=read.device)
+    where = torch.cat([known[1], new]).to(key.device)
+    return key.index_select(2, where), value.index_select(2, where)
 
 
 def read_of(layer: Any) -> Tensor:

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from transformers.cache_utils import DynamicLayer
 
 from mmfast.caches.store import leave
+from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.models.kv_notes import KIND, PADDING, entries, fill
 from mmfast.models.kv_pack import Packer, Row, packs_of
-from mmfast.models.lengths import Shorter, regroup
+from mmfast.models.lengths import Shorter, is_short, regroup, shorten
 
 
 class _StoredLayer(Shorter, DynamicLayer):  # type: ignore[misc]
@@ -191,3 +192,22 @@ def keep_stored(layer: StoredLayer, kept: Sequence[Tensor]) -> None:
         for row, mine, f in zip(layer.rows, kept, layer.front, strict=True)
     )
     layer.extra = max(mine.shape[1] for mine in kept) - recent
+
+
+def shrinkable(cache: Any, index: int) -> Any:
+    """Layer `index` of a cache, made able to lose entries.
+
+    Raises:
+        ModelError: It is of a kind that cannot.
+    """
+    layer = cache.layers[index]
+    if isinstance(layer, StoredLayer) or type(layer) is DynamicLayer:
+        return shorten(cache, index)
+    kind = next(c for c in type(layer).__mro__ if c.__module__.startswith("transformers"))
+    if is_short(layer) and kind is DynamicLayer:
+        return layer
+    raise ModelError(
+        f"cache layer {index} is a {kind.__name__}, which cannot lose entries; leave out "
+        "cache_implementation (write 'quant:8' into the cache spec for fewer bits), or pass "
+        "DynamicCache(config=model.config)"
+    )

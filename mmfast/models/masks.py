@@ -99,13 +99,20 @@ def fit_decode(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) 
     short = held.valid is None and not isinstance(held, StaticLayer) and not untyped
     if hidden.shape[1] == 1 and short:
         kwargs["attention_mask"] = None
-    elif held.group.leader == layer or torch.compiler.is_compiling():
+    elif held.group.leader == layer or held.group.mask is None:
         seen = padding_mask(held, hidden.shape[1])
         kwargs["attention_mask"] = stock_mask(config, hidden, seen, cache, layer)
         held.group.mask = kwargs["attention_mask"]
     else:
         kwargs["attention_mask"] = held.group.mask
     return True
+
+
+def forget_masks(cache: Any) -> None:
+    """Drop the masks of a step: a compiled one would otherwise have to return them."""
+    for layer in () if cache is None else cache.layers:
+        if getattr(layer, "uneven", False):
+            layer.group.mask = None
 
 
 def padding_of(

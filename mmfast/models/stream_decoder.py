@@ -90,7 +90,7 @@ class StreamDecoder:
         call = _Call(state, keep)
         out: Tensor = self.body(
             inputs_embeds=embeds,
-            attention_mask=self._mask(step.sees[:, None], embeds.dtype),
+            attention_mask=self.mask(step.sees[:, None], embeds.dtype),
             position_ids=step.place.clamp(min=0),
             past_key_values=call,
             use_cache=True,
@@ -98,7 +98,8 @@ class StreamDecoder:
         known = step.known if keep is None else step.known[:, -keep:]
         return StreamKV(tuple(call.new[0]), tuple(call.new[1]), known, step.seen), out
 
-    def _mask(self, sees: Tensor, dtype: torch.dtype) -> Tensor:
+    def mask(self, sees: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a token sees `[B, 1, n, N]` bool as its attention takes it."""
         if self.attention == "sdpa":
             return sees
         return torch.zeros_like(sees, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)

@@ -1,0 +1,105 @@
+"""Hooks that stand on a model only while some call needs them.
+
+Reduction happens in prompts; a decode step of a hundred layers' hooks would pay for looking on.
+So hooks of the layers are put in by the first call that needs them and taken out by the next one
+that does not, never under a call of another thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+
+class _Local(threading.local):
+    depth = 0
+
+
+class Arming:
+    """Puts hooks in and out between calls.
+
+    A hook may be met by a call of another thread that does not need it, so it has to leave such
+    a call alone; torch may even hand it over without keyword arguments then.
+
+    Args:
+        hooks: Makes the context that holds the hooks.
+
+    Attributes:
+        armed: The hooks are in place; compiled code guards on it.
+    """
+
+    def __init__(self, hooks: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._hooks = hooks
+        self._lock = threading.Lock()
+        self._held: AbstractContextManager[Any] | None = None
+        self._running = 0  # calls of all threads
+        self._pinned = False
+        self._local = _Local()
+        self.armed = False
+
+    def begin(self, needed: bool) -> None:
+        """A call begins; `end` must follow, also after an exception."""
+        with self._lock:
+            if needed:
+                self._arm()
+            elif self.armed and not self._running and not self._pinned:
+                self._disarm()
+            self._running += 1
+            self._local.depth += 1
+
+    def end(self) -> None:
+        """A call that may have begun in this thread ends."""
+        if self._local.depth:
+            with self._lock:
+                self._local.depth -= 1
+                self._running -= 1
+
+    def arm(self) -> None:
+        """In place from here on."""
+        with self._lock:
+            self._arm()
+
+    def pin(self) -> None:
+        """In place until `close`: calls follow that do not say what they need (compiled ones)."""
+        with self._lock:
+            self._pinned = True
+            self._arm()
+
+    def close(self) -> None:
+        """Out, for good."""
+        with self._lock:
+            self._disarm()
+
+    def _arm(self) -> None:
+        if not self.armed:
+            self._held = self._hooks()
+            self._held.__enter__()
+            self.armed = True
+
+    def _disarm(self) -> None:
+        if self._held is not None:
+            held, self._held, self.armed = self._held, None, False
+            held.__exit__(None, None, None)
+
+
+@contextmanager
+def on_layers(
+    text: Any,
+    first: int,
+    before: Callable[..., Any],
+    keep: Callable[..., Any] | None = None,
+    after: Callable[..., Any] | None = None,
+) -> Iterator[None]:
+    """Hooks of a text model: before its layers from `first` on, before itself, after its last."""
+    with ExitStack() as stack:
+        for index in range(first, len(text.layers)):
+            layer, hook = text.layers[index], partial(before, index)
+            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        if keep is not None:
+            stack.callback(text.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        if after is not None:
+            stack.callback(text.layers[-1].register_forward_hook(after).remove)
+        yield
