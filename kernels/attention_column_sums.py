@@ -37,7 +37,7 @@ def tiles(capability: int, dtype: torch.dtype, width: int) -> Tiles:
     Chosen by ahead-of-time compilation for sm_80, 89, 90, 100 and 120: none of them spills.
     """
     if dtype == torch.float32:  # three products of tf32, as exact as one of float32
-        return Tiles(64, 32, 4, 2)
+        return Tiles(64, 32, 4 if width <= 64 else 8, 2)
     if width > 128:
         return Tiles(64, 32, 4, 2)
     return Tiles(128, 64, 8 if capability // 10 == 10 else 4, 3)
@@ -53,7 +53,7 @@ def _load(  # type: ignore[no-untyped-def]
     inside = (row < stop - first)[:, None]
     if width < padded:
         inside = inside & (column < width)[None, :]
-    at = base + first.to(tl.int64) * row_stride
+    at = base + first * row_stride.to(tl.int64)
     tile = tl.load(at + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
     if upcast:  # the interpreter computes with bfloat16 as if its bits were integers
         tile = tile.to(tl.float32)

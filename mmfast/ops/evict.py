@@ -9,7 +9,7 @@ from mmfast.core.budget import count
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
-from mmfast.core.tokens import Tokens
+from mmfast.core.tokens import Tokens, all_finite
 from mmfast.ops.complement import complement
 from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.grouped_topk import marked
@@ -96,9 +96,9 @@ def _budget(spec: Spec, n: int, total: int | None) -> int | None:
 
 def _check_finite(spec: Spec, tokens: Tokens) -> None:
     tokens.check_finite()
-    for name in spec.method.needs:
+    for name in set(spec.method.needs) - {"x"}:
         values = tokens.need(name)
-        if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+        if values.is_floating_point() and not all_finite(values):
             raise MmfastError(
                 f"signal {name!r} of {spec.method.name!r} is not finite; look for the layer of the "
                 "model that made NaN or infinity"

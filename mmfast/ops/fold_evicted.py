@@ -13,7 +13,7 @@ from mmfast.ops.nearest import nearest
 from mmfast.ops.unit import unit_rows
 
 FOLDS = ("averaged", "pivotal", "weighted", "none")
-_ROWS = 1024  # evicted tokens compared at once: the table of all pairs of a long video is gigabytes
+_ROWS = 256  # evicted tokens compared at once, in a table that stays in the cache of a core
 
 
 def fold_evicted(keep: Tensor, keys: Tensor, joins: Tensor, fold: str) -> Reduction:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mmfast.ops.cosine_table import cosine_table
+from mmfast.ops.lazy_greedy import LazyGreedy
+from mmfast.ops.snap import ROUNDING
+from mmfast.ops.unit import unit_rows
 
 
 def greedy_diverse(
@@ -27,17 +29,26 @@ def greedy_diverse(
     Returns:
         `[count]` int64 in the order of picking, `start` in front.
     """
-    table = cosine_table(x, x).cpu().numpy()
-    own = balance * score.double().cpu().numpy()
-    likeness = np.full(len(own), -1.0)
-    free = np.zeros(len(own))  # -inf once picked
-    picks: list[int] = [] if start is None else start.tolist()
-    for pick in picks:
-        np.maximum(likeness, table[pick], out=likeness)
-        free[pick] = -np.inf
-    while len(picks) < count:
-        pick = int((own - (1 - balance) * likeness + free).argmax())
-        picks.append(pick)
-        np.maximum(likeness, table[pick], out=likeness)
-        free[pick] = -np.inf
-    return torch.tensor(picks, dtype=torch.int64, device=x.device)
+    own = balance * score.double()
+    first = [] if start is None else start.tolist()
+    if x.is_cuda:
+        return _stepwise(own, x, count, 1 - balance, first)
+    rows = unit_rows(x.double())
+    return LazyGreedy(rows, count, own.numpy(), 1 - balance, ROUNDING).run(first)
+
+
+def _stepwise(own: Tensor, x: Tensor, count: int, share: float, start: list[int]) -> Tensor:
+    """The same picks from the table of all cosines, without waiting for the device."""
+    table = cosine_table(x, x)
+    likeness = torch.full_like(own, -1.0)
+    picks = torch.empty(count, dtype=torch.int64, device=x.device)
+    free = torch.zeros_like(own)  # -inf once picked
+    for step in range(count):
+        if step < len(start):
+            picks[step] = start[step]
+        else:
+            picks[step : step + 1] = (own - share * likeness + free).argmax(keepdim=True)
+        pick = picks[step : step + 1]
+        likeness = torch.maximum(likeness, table.index_select(0, pick)[0])
+        free.index_fill_(0, pick, -torch.inf)
+    return picks

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmfast.ops.row_dots import row_dots
+from mmfast.ops.temporal_difference import temporal_difference
+
+_CHUNK = 1_000_000  # numbers compared at once on the host: the three products then share a cache
+
 
 def paired_cosine(a: Tensor, b: Tensor) -> Tensor:
     """Cosine of each row of `a` with the row of `b` in its place, both `[..., D]`: float64 `[...]`.
@@ -13,15 +18,14 @@ def paired_cosine(a: Tensor, b: Tensor) -> Tensor:
     summation, and the root of a square is exact in float64. A static video is then a set of true
     ties, not of rounding noise in either direction. A zero row has cosine 0 with anything.
     """
-    wide = torch.promote_types(a.dtype, torch.float32)
-    a, b = a.to(wide), b.to(wide)
-    scale = (_dot(a, a) * _dot(b, b)).sqrt()
-    return _dot(a, b) / scale.masked_fill(scale == 0, torch.inf)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    product: Tensor = torch.linalg.vecdot(a, b)
-    return product.double()
+    if a.device.type == "cpu" and a.ndim > 1 and a.shape == b.shape and a.numel() > _CHUNK:
+        if len(a) == 1:
+            return paired_cosine(a[0], b[0])[None]
+        some = max(1, len(a) * _CHUNK // a.numel())
+        pairs = zip(a.split(some), b.split(some), strict=True)
+        return torch.cat([paired_cosine(*pair) for pair in pairs])
+    scale = (row_dots(a, a) * row_dots(b, b)).sqrt()
+    return row_dots(a, b) / scale.masked_fill(scale == 0, torch.inf)
 
 
 def temporal_cosine(x: Tensor, frames: int) -> Tensor:
@@ -35,4 +39,7 @@ def temporal_cosine(x: Tensor, frames: int) -> Tensor:
         `[..., T - 1, n]` float64.
     """
     video = x.unflatten(-2, (frames, -1))  # [..., T, n, D]
-    return paired_cosine(video[..., :-1, :, :], video[..., 1:, :, :])
+    lead, n = video.shape[:-3], video.shape[-2]
+    flat = video.reshape(-1, n, x.shape[-1])
+    cosine = temporal_difference(flat, [frames] * (len(flat) // frames), l1=False).cosine
+    return cosine.reshape(*lead, frames, n)[..., 1:, :]

@@ -1,0 +1,307 @@
+"""Attention received: the formula, the chunks, the interpreted kernel, and its machine code."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from kernel_tools import (
+    CAPABILITIES,
+    assert_clean,
+    compiled,
+    has_tensor_cores,
+    has_wide_loads,
+    planted,
+)
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mmfast.core.errors import SpecError
+from mmfast.ops import column_chunks
+from mmfast.ops.attend import attend
+from mmfast.ops.attention_column_sums import (
+    attention_column_sums,
+    attention_column_sums_reference,
+)
+
+KERNEL = "attention_column_sums"
+
+# Queries, keys and their levels lie in larger poisoned tensors, and so does what is written: NaN
+# in a result is a value read or left where none should be.
+GATE = """
+import torch
+from mmfast.kernels import attention_column_sums as kernels
+from mmfast.ops.attention_column_sums import attention_column_sums_reference as formula
+
+kernels.tiles = lambda *_: kernels.Tiles(16, 16, 4, 1)
+torch.empty = lambda *shape, **more: torch.full(shape, torch.nan, **more)
+torch.manual_seed(0)
+
+def inside(x):
+    b, h, n, d = x.shape
+    room = torch.full((b + 1, n + 40, h + 1, d + 4), torch.nan).to(x.dtype)
+    room[:b, 8 : 8 + n, :h, :d] = x.transpose(1, 2)
+    return room[:b, 8 : 8 + n, :h, :d].transpose(1, 2)
+
+def case(heads, shared, length, size, width, dtype=torch.float32, tolerance=2e-6, spans=None,
+         items=1, causal=True, queries=None, weighted=False):
+    q = torch.randn(items, heads, length, width).to(dtype)
+    k = torch.randn(items, shared, size, width).to(dtype)
+    w = torch.rand(items, heads, length) if weighted else torch.ones(1, 1, 1)
+    w = w.expand(items, heads, length).contiguous()
+    first, last = queries or (0, length)
+    some = w.clone()
+    some[..., :first] = some[..., last:] = 0
+    want = torch.zeros(items, heads, size, dtype=torch.float64)
+    level = torch.full((items, heads, length), -torch.inf, dtype=torch.float64)
+    table = [(b, 0, None) for b in range(items)] if spans is None else spans
+    for b, i, j in table:
+        one, two = q[b : b + 1, :, i:j].double(), k[b : b + 1, :, i:j].double()
+        part = some[b : b + 1, :, i:j]
+        want[b, :, i:j] = formula(one, two, scale=0.3, causal=causal, weights=part)[0]
+        logits = one @ two.repeat_interleave(heads // shared, 1).transpose(2, 3) * 0.3
+        if causal:
+            n, s = logits.shape[2:]
+            logits = logits.masked_fill(~torch.ones(n, s).tril(s - n).bool(), -torch.inf)
+        level[b, :, i:j] = logits.logsumexp(-1)[0]
+    q, k = inside(q), inside(k)
+    table = None if spans is None else torch.tensor(spans, dtype=torch.int32)
+    longest = None if spans is None else max(j - i for _, i, j in spans)
+    lse = kernels.log_sum_exp(q, k, 0.3, causal, table, longest)
+    torch.testing.assert_close(lse.double(), level, atol=tolerance, rtol=tolerance)
+    room = torch.full((items, heads + 1, length + 40), torch.nan)
+    room[:, :heads, 8 : 8 + length] = lse
+    lse = room[:, :heads, 8 : 8 + length]
+    got = kernels.attention_column_sums(
+        q, k, lse, 0.3, causal, queries, w if weighted else None, table, longest
+    )
+    torch.testing.assert_close(got.double(), want, atol=10 * tolerance, rtol=10 * tolerance)
+
+packed = [(0, 0, 5), (0, 5, 5), (0, 5, 30), (0, 30, 46)]
+case(4, 2, 19, 35, 12)
+case(2, 2, 21, 37, 16, causal=False)
+case(2, 1, 20, 45, 8, queries=(3, 17), weighted=True)
+case(2, 1, 37, 20, 24)
+case(1, 1, 33, 17, 16, causal=False, queries=(16, 33))
+case(2, 1, 47, 47, 16, spans=packed)
+case(1, 1, 47, 47, 12, spans=packed, causal=False, weighted=True)
+case(2, 1, 36, 36, 16, spans=[(0, 0, 33), (2, 16, 36)], items=3)
+case(2, 1, 19, 35, 16, dtype=torch.bfloat16, items=2)
+case(1, 1, 33, 18, 24, dtype=torch.bfloat16, causal=False)
+case(1, 1, 19, 18, 16, dtype=torch.float16)
+case(1, 1, 1, 1, 3)
+"""
+
+BUGS = {
+    "the causal edge": ("key_place[:, None] <= (place", "key_place[:, None] < (place"),
+    "the group of a head": (
+        "head // heads_per_key * k_head) * unit\n    lse",
+        "head % heads_per_key * k_head) * unit\n    lse",
+    ),
+    "the tail of the queries": ('other=float("inf")', "other=0.0"),
+    "the end of the masked part": ("first + held - 1 - offset", "first - offset"),
+    "where queries stand among keys": ("(place + offset)[None", "place[None"),
+    "the tail of the keys": ("(key_place < size)[None, :]", "(key_place <= size)[None, :]"),
+    "the width of a head": ("(column < width)", "(column <= width)"),
+    "the first key of a sequence": (
+        "first, size, offset = begin +",
+        "first, size, offset = 1 + begin +",
+    ),
+}
+
+
+def test_interpreter_agrees_with_the_formula_and_planted_bugs_do_not() -> None:
+    planted(KERNEL, GATE, *BUGS.values())
+
+
+def _job(fn: str, capability: int, kind: str, width: int, causal: bool) -> dict[str, Any]:
+    from mmfast.kernels.attention_column_sums import _INTEGERS, tiles
+
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
+    plan = tiles(capability, dtype, width)
+    pointers = {"lse": "*fp32", "weight": "*fp32", "spans": "*i32", "out": "*fp32"}
+    types = {"query": f"*{kind}", "key": f"*{kind}", "scale": "fp32"} | pointers
+    constants = {"causal": causal, "ragged": not causal, "held": plan.held, "step": plan.step}
+    constants |= {"width": width, "padded": 1 << (width - 1).bit_length(), "upcast": False}
+    return {
+        "fn": fn,
+        "signature": types | dict.fromkeys(_INTEGERS, "i32"),
+        "constexprs": constants
+        | {"unit": 16 // dtype.itemsize}
+        | ({"weighted": causal} if fn == "_column_sums" else {}),
+        "capability": capability,
+        "num_warps": plan.warps,
+        "num_stages": plan.stages,
+        "aligned": ["query", "key"],
+    }
+
+
+def test_compiles_without_spills() -> None:
+    shapes = [("_column_sums", 128, True), ("_column_sums", 72, False), ("_log_sum_exp", 128, True)]
+    jobs = [_job(fn, c, "bf16", d, causal) for c in CAPABILITIES for fn, d, causal in shapes]
+    for binary in compiled(KERNEL, jobs):
+        assert_clean(binary)
+        assert has_wide_loads(binary), binary.label
+        assert has_tensor_cores(binary), binary.label
+
+
+SHAPES = {
+    "grouped, longer keys": (2, 6, 2, 50, 60, 8),
+    "longer queries": (1, 4, 4, 70, 50, 24),
+    "one of each": (1, 1, 1, 1, 1, 3),
+    "odd": (3, 5, 5, 31, 17, 7),
+}
+
+
+def _tensors(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    items, heads, shared, length, size, width = shape
+    torch.manual_seed(0)
+    q = torch.randn(items, length, heads, width, dtype=torch.float64).transpose(1, 2)
+    return q, torch.randn(items, shared, size, width, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 20])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_chunks_agree_with_the_formula(
+    shape: tuple[int, ...], causal: bool, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(column_chunks._TILE, "cpu", tile)
+    monkeypatch.setattr(column_chunks, "_FEWEST", 7)
+    q, k = _tensors(shape)
+    items, heads, shared, length, size, _ = shape
+    lse = torch.logsumexp(_logits(q, k, causal), -1)
+    visible = torch.rand(items, 1, length, size) > 0.4
+    bias = torch.randn(heads, 1, size)
+    first, last = length // 3, length - length // 4
+    weights = torch.rand(items, 1, length, dtype=torch.float64)
+    inside = torch.zeros(length, dtype=torch.float64)
+    inside[first:last] = 1
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"lse": lse}, {}),
+        ({"weights": weights}, {"weights": weights}),
+        ({"mask": visible}, {"mask": visible}),
+        ({"mask": bias}, {"mask": bias}),
+        ({"queries": (first, last)}, {"weights": inside}),
+    ]
+    for given, meant in cases:
+        want = attention_column_sums_reference(q, k, scale=0.3, causal=causal, **meant)
+        for kind, tolerance in ((torch.float64, 1e-12), (torch.float32, 5e-6)):
+            for heads_as, sums in _by_heads(want, shared).items():
+                got = attention_column_sums(
+                    q.to(kind), k.to(kind), scale=0.3, causal=causal, heads=heads_as, **given
+                )
+                assert got.dtype == kind
+                torch.testing.assert_close(got.double(), sums, atol=tolerance, rtol=tolerance)
+
+
+def _logits(q: Tensor, k: Tensor, causal: bool, scale: float = 0.3) -> Tensor:
+    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * scale
+    seen = torch.ones(logits.shape[2:]).tril(k.shape[2] - q.shape[2]).bool()
+    return logits.masked_fill(~seen, -torch.inf) if causal else logits
+
+
+def _by_heads(sums: Tensor, shared: int) -> dict[Any, Tensor]:
+    grouped = sums.unflatten(1, (shared, -1)).sum(2)
+    return {"query": sums, "key": grouped, "all": sums.sum(1)}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sequences_attend_to_themselves(causal: bool) -> None:
+    q, k = _tensors((1, 4, 2, 40, 40, 8))
+    ends = [0, 7, 7, 30, 38]
+    want = torch.zeros(1, 40, dtype=torch.float64)
+    for i, j in pairwise(ends):
+        part = attention_column_sums_reference(q[:, :, i:j], k[:, :, i:j], causal=causal)
+        want[:, i:j] = part.sum(1)
+    got = attention_column_sums(q, k, causal=causal, cu_seqlens=torch.tensor(ends))
+    torch.testing.assert_close(got, want)
+    q, k = _tensors((3, 4, 2, 40, 40, 8))
+    got = attention_column_sums(q, k, causal=causal, lengths=torch.tensor([40, 0, 13]))
+    for row, n in enumerate([40, 0, 13]):
+        one, two = q[row : row + 1, :, :n], k[row : row + 1, :, :n]
+        want = attention_column_sums_reference(one, two, causal=causal).sum(1)
+        torch.testing.assert_close(got[row : row + 1, :n], want)
+        assert not got[row, n:].any()
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    q, k = (x.bfloat16() for x in _tensors((2, 4, 2, 30, 50, 16)))
+    got = attention_column_sums(q, k, causal=True, heads="query")
+    want = attention_column_sums_reference(q.double(), k.double(), causal=True)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize("masked", ["no", "bool", "additive"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attend_is_the_stock_output_and_its_level(causal: bool, masked: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 70, 16), torch.randn(2, 2, 70, 16), torch.randn(2, 2, 70, 16)
+    mask = None
+    if masked != "no":
+        mask = (torch.rand(2, 1, 70, 70) > 0.3) | torch.eye(70, dtype=torch.bool)
+        mask = mask if masked == "bool" else torch.randn(2, 1, 70, 70)
+        causal = False  # sdpa takes either
+    out, lse = attend(q, k, v, mask, causal, 0.4)
+    stock = scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=0.4, enable_gqa=True
+    )
+    assert torch.equal(out, stock)
+    assert lse is not None
+    want = attention_column_sums_reference(
+        q.double(), k.double(), scale=0.4, causal=causal, mask=mask
+    )
+    got = attention_column_sums(q, k, lse, scale=0.4, causal=causal, mask=mask, heads="query")
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_shapes_that_do_not_go_together_are_refused() -> None:
+    q, k = torch.zeros(2, 4, 9, 8), torch.zeros(2, 3, 9, 8)
+    with pytest.raises(SpecError, match="H a multiple of Hkv"):
+        attention_column_sums(q, k)
+    with pytest.raises(SpecError, match="one batch row"):
+        attention_column_sums(q, q, cu_seqlens=torch.tensor([0, 9]))
+    with pytest.raises(SpecError, match="query range"):
+        attention_column_sums(q, q, lengths=torch.tensor([9, 9]), queries=(0, 3))
+    with pytest.raises(SpecError, match="L = S"):
+        attention_column_sums(q, q[:, :, :5], lengths=torch.tensor([5, 5]))
+
+
+def test_no_matrix_of_attention_weights() -> None:
+    """Every tensor that the chunks allocate is a small part of L x S."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                largest = max(largest, out.untyped_storage().nbytes() // out.element_size())
+            return out
+
+    q, k = torch.randn(1, 2, 3000, 4), torch.randn(1, 1, 3000, 4)
+    with Watch():
+        attention_column_sums(q, k, causal=True)
+    assert largest <= column_chunks._TILE["cpu"] < 3000 * 3000 / 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 28, 4, 1632, 1632, 128), (4, 16, 16, 729, 729, 72)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_device_sums_what_the_host_sums(
+    shape: tuple[int, ...], causal: bool, dtype: torch.dtype
+) -> None:
+    q, k = (x.to("cuda", dtype) for x in _tensors(shape))
+    got = attention_column_sums(q, k, causal=causal, heads="query")
+    want = attention_column_sums(q.double(), k.double(), causal=causal, heads="query")
+    torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-3)
