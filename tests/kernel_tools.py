@@ -86,10 +86,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 module, jobs, out = pickle.load(sys.stdin.buffer)
-kernels = load(*module)
+kernels = {file: load(module, file) for file in {job["file"]: 0 for job in jobs}}
 results = []
 for job in jobs:
-    fn = getattr(kernels, job["fn"])
+    fn = getattr(kernels[job["file"]], job["fn"])
     constexprs = job.get("constexprs", {})
     signature = {k: "constexpr" if k in constexprs else job["signature"][k] for k in fn.arg_names}
     aligned = {(fn.arg_names.index(k),): [["tt.divisibility", 16]] for k in job.get("aligned", ())}
@@ -129,23 +129,22 @@ def interpreted(code: str) -> str:
     return python(INTERPRETER + code, TRITON_INTERPRET="1")
 
 
-def compiled(
-    module: str, jobs: Sequence[Mapping[str, Any]], file: Path | None = None
-) -> list[Binary]:
+def compiled(module: str, jobs: Sequence[Mapping[str, Any]]) -> list[Binary]:
     """Compile kernels of `mmfast.kernels.<module>` for real chips, all in one process.
 
     Args:
         module: Name of the file in `kernels/`, without suffix.
         jobs: Each a mapping with `fn` (name of the jitted function), `signature` (argument to
             Triton type, such as "*bf16", "i32"), `constexprs`, `capability` (90 and so on) and
-            optionally `num_warps`, `num_stages`, `maxnreg` and `aligned`, the names of pointers
-            and integers that are multiples of 16, as a launch finds out by itself.
-        file: Another file with the module's text, as `edited` makes it.
+            optionally `num_warps`, `num_stages`, `maxnreg`, `aligned`, the names of pointers
+            and integers that are multiples of 16, as a launch finds out by itself, and `file`,
+            another file with the module's text, as `edited` makes it.
     """
-    source = str(file or ROOT / "kernels" / f"{module}.py")
+    usual = ROOT / "kernels" / f"{module}.py"
+    work = [{**job, "file": str(job.get("file", usual))} for job in jobs]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "binaries"
-        data = pickle.dumps(((module, source), [dict(job) for job in jobs], str(out)))
+        data = pickle.dumps((module, work, str(out)))
         run = _process(_LOAD + _COMPILE, (), {"TRITON_CACHE_DIR": folder}, data)
         assert run.returncode == 0, run.stderr.decode()
         made = pickle.loads(out.read_bytes())

@@ -1,0 +1,156 @@
+"""How much every patch of a video differs from the same patch one frame earlier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+from mmfast.ops.row_dots import row_dots
+
+_CHUNK = 2_000_000  # numbers that are worked on at once; what a processor's cache holds
+_SPAN = 64  # and of how many frames, at most
+
+
+class Difference(NamedTuple):
+    """What changed since the frame before.
+
+    Attributes:
+        cosine: `[F, n]` float64; exactly 1 for equal rows, 0 with a zero row, -inf in the first
+            frame of a clip, which has none before it.
+        l1: `[F, n]` mean absolute difference; exactly 0 for equal rows, inf in a first frame.
+        norm: `[F, n]` Euclidean length of each row.
+    """
+
+    cosine: Tensor
+    l1: Tensor | None
+    norm: Tensor
+
+
+def reference(x: Tensor, lengths: Sequence[int] | None = None, l1: bool = True) -> Difference:
+    """The formulas of `temporal_difference` as they are, with temporaries as large as the clip."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    before = wide.roll(1, 0)
+    square = wide.square().sum(-1).double()
+    scale = (square * square.roll(1, 0)).sqrt()
+    cosine = (wide * before).sum(-1).double() / scale.masked_fill(scale == 0, torch.inf)
+    opens = _opens(lengths or [len(x)], x.device)
+    change = (wide - before).abs().mean(-1).masked_fill(opens, torch.inf) if l1 else None
+    return Difference(cosine.masked_fill(opens, -torch.inf), change, square.sqrt().to(wide.dtype))
+
+
+def temporal_difference(
+    x: Tensor, lengths: Sequence[int] | None = None, l1: bool = True
+) -> Difference:
+    """Cosine, mean absolute difference and length of every patch over time, in one read.
+
+    EVS (Bagrov et al., 2025) thresholds differences, HoliTom (Shao et al., NeurIPS 2025) cosines.
+
+    Args:
+        x: `[F, n, D]`, the frames of all clips one after the other, any floating dtype.
+        lengths: Frames of each clip, F in all; one clip by default.
+        l1: Whether differences are wanted; None takes their place.
+
+    Raises:
+        MmfastError: The lengths do not add up to F.
+    """
+    lengths = [len(x)] if lengths is None else list(lengths)
+    if sum(lengths) != len(x) or min(lengths, default=0) < 0:
+        raise MmfastError(f"clips of {lengths} frames in {len(x)} frames; lengths have to add up")
+    if not x.numel():
+        return reference(x, lengths, l1)
+    if x.device.type == "cpu":
+        return _on_host(x.detach(), lengths, l1)
+    if x.is_cuda and x.dtype != torch.float64:
+        from mmfast.kernels import temporal_difference as kernel
+
+        if x.shape[-1] <= kernel.MAX_WIDTH:
+            rows = x if x.stride(-1) == 1 else x.contiguous()
+            return Difference(*kernel.temporal_difference(rows, lengths, l1))
+    return _in_chunks(x, lengths, l1)
+
+
+def static_runs(static: Tensor) -> Tensor:
+    """For how many steps each patch has not changed.
+
+    Args:
+        static: `[F, n]` bool, such as `difference.cosine > 0.9`: whether a patch is like the one
+            a frame earlier.
+
+    Returns:
+        `[F, n]` int32: r where the patch is static in this frame and the r - 1 before, and no
+        longer; 0 where it is not.
+    """
+    if static.is_cuda:
+        from mmfast.kernels import temporal_difference as kernel
+
+        runs: Tensor = kernel.static_runs(static)
+        return runs
+    frame = torch.arange(1, len(static) + 1, dtype=torch.int32, device=static.device)[:, None]
+    changed = torch.where(static, 0, frame)
+    return frame - (changed.cummax(0).values if len(static) else changed)
+
+
+def _on_host(x: Tensor, lengths: Sequence[int], l1: bool) -> Difference:
+    """A few patches at a time, so that what the formulas share is read from memory once."""
+    frames, n, _ = x.shape
+    dot, square = torch.zeros(2, frames, n, dtype=torch.float64)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    change = torch.empty(frames, n, dtype=wide)
+    for block, first, begin, spots in _blocks(x):
+        end = first + len(block)
+        square[begin:end, spots] = row_dots(block[begin - first :], block[begin - first :])
+        dot[first + 1 : end, spots] = row_dots(block[1:], block[:-1])
+        if l1:
+            change[first + 1 : end, spots] = (block[1:] - block[:-1]).abs_().mean(-1)
+    scale = torch.zeros_like(square)
+    scale[1:] = (square[1:] * square[:-1]).sqrt_()
+    cosine = dot.div_(scale.masked_fill_(scale == 0, torch.inf))
+    opens = _opens(lengths, x.device)
+    return Difference(
+        cosine.masked_fill_(opens, -torch.inf),
+        change.masked_fill_(opens, torch.inf) if l1 else None,
+        square.sqrt_().to(wide),
+    )
+
+
+def _blocks(x: Tensor) -> Iterator[tuple[Tensor, int, int, slice]]:
+    """Parts of `x` in float32 at least: `[first : first + F, spots]`, new from frame `begin` on."""
+    frames, n, d = x.shape
+    wide = torch.promote_types(x.dtype, torch.float32)
+    span = min(frames, _SPAN)
+    few = min(n, max(1, _CHUNK // (span * d)))
+    buffer = None if x.dtype == wide else x.new_empty((span + 1) * few * d, dtype=wide)
+    for spot in range(0, n, few):
+        spots = slice(spot, min(spot + few, n))
+        for begin in range(0, frames, span):
+            first = max(begin - 1, 0)
+            block = x[first : begin + span, spots]
+            if buffer is not None:
+                block = buffer[: block.numel()].view(block.shape).copy_(block)
+            yield block, first, begin, spots
+
+
+def _in_chunks(x: Tensor, lengths: Sequence[int], l1: bool) -> Difference:
+    """The reference on a few patches and frames at a time."""
+    opens = _opens(lengths, x.device)
+    found = [x.new_empty(x.shape[:2], dtype=part.dtype) for part in reference(x[:1, :1])]
+    for block, first, begin, spots in _blocks(x):
+        for whole, part in zip(found, reference(block), strict=True):
+            if part is not None:
+                whole[begin : first + len(block), spots] = part[begin - first :]
+    cosine, change, norm = found
+    change = change.masked_fill_(opens, torch.inf) if l1 else None
+    return Difference(cosine.masked_fill_(opens, -torch.inf), change, norm)
+
+
+def _opens(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Whether a frame is the first of its clip, `[F, 1]`."""
+    opens = torch.zeros(sum(lengths), 1, dtype=torch.bool)
+    firsts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    opens[[first for first, length in zip(firsts, lengths, strict=True) if length]] = True
+    return opens.to(device)
