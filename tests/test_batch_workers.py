@@ -36,12 +36,13 @@ class FakeRay:
     Args:
         poison: Paths that no worker outlives.
         load: What a worker says when it loads; None dies.
+        loads: So many workers can be loaded, and those behind them die of it.
     """
 
     exceptions = SimpleNamespace(RayActorError=DiedError)
 
-    def __init__(self, poison: set[str], load: str | None = "") -> None:
-        self.poison, self.load = poison, load
+    def __init__(self, poison: set[str], load: str | None = "", loads: int = 10**6) -> None:
+        self.poison, self.load, self.loads = poison, load, loads
         self.started, self.done = 0, 0
         self.dead: set[int] = set()
 
@@ -64,7 +65,7 @@ class FakeRay:
             return [blank(JOB, *task) | {"answer": "yes"} for task in tasks]
 
         def load() -> str:
-            if self.load is None:
+            if self.load is None or me >= self.loads:
                 raise DiedError("out of memory")
             return self.load
 
@@ -122,6 +123,21 @@ def test_workers_that_cannot_load(run: Any) -> None:
         run(FakeRay(set(), "no such model"))
     with pytest.raises(MmfastError, match="fewer --workers"):
         run(FakeRay(set(), None))
+
+
+def test_workers_are_not_loaded_without_end(run: Any) -> None:
+    """What a machine has no room for any more is tried three times, and not for ever."""
+    ray = FakeRay({"3.mp4"}, loads=1)
+    with pytest.raises(MmfastError, match="3 workers in a row died while they loaded") as error:
+        run(ray, workers=1)
+    assert (
+        ray.started == 4 and "\n" not in str(error.value) and "fewer --workers" in str(error.value)
+    )
+    ray = FakeRay({"3.mp4"}, loads=3)  # the other two go on
+    rows, said = run(ray, size=1)
+    assert sorted(row["path"] for row in rows) == sorted(f"{n}.mp4" for n in range(40))
+    assert {row["path"] for row in rows if row["error"]} == {"3.mp4"}
+    assert ray.started <= 3 + 2 * 3 and any("go on alone" in line for line in said)
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 7, 16])

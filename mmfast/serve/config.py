@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mmfast.core.errors import MmfastError, unknown
 
 ENGINES = ("inproc", "processes", "ray")
+HASHED = "sha256:"  # how a key is given by its hash
+_HASH = re.compile(HASHED + r"[0-9a-fA-F]{64}")
 HIDDEN = ("api_keys",)  # never printed, logged or part of a repr
 _QUOTAS = ("requests_per_minute", "bytes_per_minute", "tokens_per_minute", "requests_at_once")
 _FROM_ZERO = ("port", *_QUOTAS)  # every other number is above it
@@ -176,6 +179,12 @@ class ServerConfig:
                 raise MmfastError(f"{name}={getattr(self, name)} is not allowed; 0 does not limit")
         if any(not key.strip() or not key.isascii() for key in self.api_keys):
             raise MmfastError("an API key is empty or has letters beyond ASCII; give another")
+        for key in self.api_keys:
+            if key.startswith(HASHED) and not _HASH.fullmatch(key):
+                raise MmfastError(
+                    f"an API key begins with {HASHED} and is no hash; give {HASHED} and 64 "
+                    "hexadecimal digits, as sha256sum prints them, or the key itself"
+                )
         if self.frames > self.max_frames:
             raise MmfastError(f"frames={self.frames} is more than max_frames={self.max_frames}")
 

@@ -10,6 +10,7 @@ import functools
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from mmfast.serve.guard.errors import ApiError, busy
 
 _HOPS = 3
 _MOVED = (301, 302, 303, 307, 308)
-_CONNECT = 5.0  # seconds
+_CONNECT = _LOOK_UP = 5.0  # seconds
 _HEADERS = 32 << 10
 _AT_ONCE = 16
 _PIECE = 1 << 16
@@ -32,8 +33,16 @@ _LEADS = "the URL leads to"
 _running = 0
 
 
+@functools.cache
+def _names() -> ThreadPoolExecutor:
+    # Of their own: a name server that does not answer holds a thread for as long as it likes.
+    return ThreadPoolExecutor(_AT_ONCE // 2, "mmfast-names")
+
+
 async def _resolve(host: str, port: int) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    async with asyncio.timeout(_LOOK_UP):
+        found = await asyncio.get_running_loop().run_in_executor(_names(), look_up)
     return [str(entry[4][0]) for entry in found]
 
 

@@ -33,7 +33,7 @@ class Depth:
     """
 
     def __init__(self, most: int, values: int = MOST_VALUES) -> None:
-        self._most, self._left = most, values
+        self._most, self._values, self._left = most, values, values
         self._depth, self._inside, self._skip = 0, False, False
 
     def feed(self, piece: bytes) -> None:
@@ -67,13 +67,15 @@ class Depth:
         self._left -= len(marks)
         if self._left < 0:
             raise ApiError(
-                400, f"the body has over {MOST_VALUES:,} values: send less", code="too_many_values"
+                400,
+                f"what was sent has over {self._values:,} values: send less",
+                code="too_many_values",
             )
         if len(marks):
             depths = self._depth + np.cumsum(_STEPS[marks])
             self._depth = int(depths[-1])
             if depths.max() > self._most:
-                text = f"the body is nested deeper than {self._most}: send less"
+                text = f"what was sent is nested deeper than {self._most}: send less"
                 raise ApiError(400, text, code="too_deep")
 
 
@@ -85,6 +87,10 @@ def loads(text: str | bytes, most: int) -> Any:
     """
     Depth(most).feed(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         raise ApiError(400, "this is no JSON: send one JSON object", code="invalid_json") from None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")

@@ -10,8 +10,9 @@ import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
+from mmfast.serve.config import HASHED
+
 Headers = list[tuple[bytes, bytes]]
-_HASHED = "sha256:"
 _SUBPROTOCOL = "openai-insecure-api-key."  # how a browser's WebSocket sends a key
 
 
@@ -24,8 +25,8 @@ class Keys:
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._hashes = [
-            bytes.fromhex(key[len(_HASHED) :])
-            if key.startswith(_HASHED)
+            bytes.fromhex(key[len(HASHED) :])
+            if key.startswith(HASHED)
             else hashlib.sha256(key.encode()).digest()
             for key in keys
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from typing import Any
@@ -27,7 +26,6 @@ from mmfast.serve.http.demo import Demo
 from mmfast.serve.http.running import ClientGoneError
 from mmfast.serve.http.service import Service
 
-_log = logging.getLogger("mmfast.serve")
 _NAMES = {
     404: "there is no {path}; see /openapi.json",
     405: "{method} is not for {path}; see /openapi.json",
@@ -110,8 +108,7 @@ def _errors(app: FastAPI, service: Service) -> None:
         return _reply(service, ApiError(status, text, code="no_route", headers=headers))
 
     async def unforeseen(request: Request, error: Exception) -> Response:
-        _log.error("unforeseen error", exc_info=error)
-        return _reply(service, api_error(error))
+        return _reply(service, api_error(error))  # it goes on to the guard, which logs it
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it; the log does

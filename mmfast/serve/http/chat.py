@@ -21,6 +21,7 @@ from mmfast.serve.http.chat_reply import Reply
 from mmfast.serve.http.chat_request import ChatRequest, MmfastOptions
 from mmfast.serve.http.conversation import Reader
 from mmfast.serve.http.event_stream import DONE, EVENT_SCHEMA, EVENTS, WAITING, Growing, event
+from mmfast.serve.http.json_route import JsonRoute
 from mmfast.serve.http.replies import ERRORS, Completion
 from mmfast.serve.http.running import Run, failed, unless_gone
 from mmfast.serve.http.service import Service
@@ -28,7 +29,7 @@ from mmfast.serve.http.service import Service
 PATIENCE = 2.0  # seconds for which a stream waits with its status: what fails at once gets its own
 HEARTBEAT = 15.0  # seconds between signs of life of a stream that has to wait
 _log = logging.getLogger("mmfast.serve")
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post(
@@ -96,9 +97,10 @@ class Answer:
             messages,
             _sampling(asked, service.config),
             Options(options.reduce, options.cache, options.target_ttft_ms),
-            # a key's users are tenants of their own
+            # Results are kept apart by user; turns are the key's, however many users it names.
             f"{self._caller.tenant}/{asked.user or ''}",
             options.priority or 0,
+            self._caller.tenant,
         )
         return Run(executor, request)
 

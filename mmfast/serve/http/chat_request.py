@@ -38,7 +38,7 @@ class ImageUrl(Strict):
 
 
 class VideoUrl(Strict):
-    """Where a clip is, and how it is sampled instead of as `mmfast` says."""
+    """Where a clip is: as of `ImageUrl`; how it is sampled, `mmfast` says."""
 
     url: Annotated[str, Field(min_length=1)]
 
@@ -129,7 +129,7 @@ class MmfastOptions(Strict):
     """What this server adds: how much of the media the model looks at, and how soon.
 
     `reduce` and `cache` are spec strings; `target_ttft_ms` lets the planner pick; `priority`
-    orders the requests of one user; `frames` or `fps` say how clips are sampled.
+    orders the requests of one key; `frames` or `fps` say how clips are sampled.
     """
 
     reduce: Spec | None = None

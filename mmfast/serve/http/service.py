@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Executor, Health
-from mmfast.serve.guard.errors import ApiError
+from mmfast.serve.guard.errors import ApiError, busy
 from mmfast.serve.http.metrics import Metrics
 
 T = TypeVar("T")
 SPEECH = "mmfast-tiny-speech"
 VOICES = 2  # speeches and recordings that are worked on at once
+HEARD = 32  # recordings that wait to be written down; one more is refused
 _log = logging.getLogger("mmfast.serve")
 
 
@@ -99,7 +100,7 @@ class Service:
         self._voice = Later(lambda: _voice(config), voice)
         self.metrics = Metrics(self.health)
         self.parts: dict[str, Any] = {}
-        self._threads = ThreadPoolExecutor(VOICES, "voice")
+        self._threads, self._listening = ThreadPoolExecutor(VOICES, "voice"), 0
 
     def start(self) -> Future[Any]:
         """Begin to load: the engine, then the voice; the future is the engine's."""
@@ -137,8 +138,19 @@ class Service:
         self._threads.submit(work)
 
     async def in_voice_thread(self, work: Callable[[], T]) -> T:
-        """Speech is worked on in a few threads of its own, so that it never starves the rest."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """Speech is worked on in a few threads of its own, so that it never starves the rest.
+
+        Raises:
+            ApiError: 429: too many wait for that.
+        """
+        if self._listening >= HEARD:
+            text = f"{HEARD} recordings wait to be written down; try again in a few seconds"
+            raise busy(text, 5.0, "recordings")
+        self._listening += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._listening -= 1
 
     def health(self) -> Health | None:
         """How the engine is; None while it is loaded."""

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.serve.guard.errors import ApiError, api_error, body, busy
 from mmfast.serve.http.event_stream import EVENT_SCHEMA, EVENTS, Growing, event
+from mmfast.serve.http.json_route import JsonRoute
 from mmfast.serve.http.replies import ERRORS
 from mmfast.serve.http.running import unless_gone
 from mmfast.serve.http.service import VOICES, Service
@@ -29,7 +30,7 @@ VOICE_NAMES = {
     "marin": 3, "nova": 2, "onyx": 1, "sage": 3, "shimmer": 3, "verse": 0,
 }  # fmt: skip
 MODEL_NAMES = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import reprlib
 from typing import Any, Literal
@@ -10,6 +9,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from mmfast.core.errors import unknown
+from mmfast.serve.guard.errors import ApiError
+from mmfast.serve.guard.json_depth import loads
 from mmfast.serve.realtime.errors import EventError
 from mmfast.serve.realtime.shapes import Message, Name, Session, Shape, Wish
 
@@ -113,15 +114,21 @@ EVENTS: dict[str, type[Event]] = {
 }
 
 
-def read(text: str) -> dict[str, Any]:
+def read(text: str, depth: int = 32) -> dict[str, Any]:
     """Text to an object with a known `type`.
 
+    Args:
+        text: As it came.
+        depth: Deepest nesting.
+
     Raises:
-        EventError: It is no JSON object, or of no type that there is.
+        EventError: It is no JSON object, or nested too deep.
     """
     try:
-        found = _whole(json.loads(text, parse_constant=_refuse))
-    except (ValueError, RecursionError):
+        found = _whole(loads(text, depth))
+    except ApiError as error:
+        if error.code != "invalid_json":
+            raise EventError(error.message, error.code or "invalid_value") from None
         text = "the event is no valid JSON; send one object a message"
         raise EventError(text, "invalid_json") from None
     if not isinstance(found, dict):
@@ -184,7 +191,3 @@ def _whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {_whole(key): _whole(each) for key, each in value.items()}
     return value
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(name)

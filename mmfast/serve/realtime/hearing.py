@@ -151,7 +151,7 @@ class Hearing:
         session.send(type=kind, previous_item_id=before, item_id=id)
         session.add(item)
         if session.settings.transcribes:
-            session.understand(item)
+            session.understanding.ask(item)
 
     def clear(self) -> None:
         """Forget what is being said."""

@@ -14,6 +14,7 @@ from mmfast.serve.realtime.brain import Question
 from mmfast.serve.realtime.conversation import told, turns
 from mmfast.serve.realtime.errors import EventError
 from mmfast.serve.realtime.events import ResponseCancel, ResponseCreate
+from mmfast.serve.realtime.fitting import fitting
 from mmfast.serve.realtime.items import Item, written
 from mmfast.serve.realtime.response import Response
 from mmfast.serve.realtime.shapes import Reference, Wish
@@ -57,6 +58,7 @@ class Responder:
         """
         session, wish = self._session, event.response or Wish()
         settings = session.settings.of_response(wish)
+        session.check_text([wish.instructions or ""], "response.instructions")
         own = wish.conversation == "none"
         items = self._brought(wish)
         if not own:
@@ -136,17 +138,22 @@ class Responder:
             pcm = self._said(before, response)
         for item in before:
             if item.unheard and not response.over:
-                await session.understand(item)
+                await session.understanding.ask(item)
         found, instructions = turns(before), told(before, settings["instructions"])
         if pcm is None and (not found or found[-1].role != "user"):
             if items and items[-1].spoken:
                 return None  # a cough, or nothing for long
             # "greet the user": what nobody asked for is told by the response's own instructions
             found, instructions = (*found, _asked(settings["asked"])), ""
+        limit = settings["max_output_tokens"]
+        limits, answer = session.service.limits, 1 if limit == "inf" else limit
+        if found or instructions:
+            found = fitting(found, instructions, session.brain.count, limits, answer)
         self._spend(response, [instructions, *(turn.text for turn in found)], pcm)
         options = self._options(settings["output"])
-        limit = settings["max_output_tokens"]
-        most = session.service.limits.tokens if limit == "inf" else limit
+        most = limits.tokens if limit == "inf" else limit
+        if limits.context is not None:
+            most = min(most, limits.context - response.spent.text_in)
         return Question(found, pcm, instructions, response.aloud, options, most)
 
     def _said(self, items: list[Item], response: Response) -> Tensor | None:

@@ -61,7 +61,7 @@ class Response(Telling):
             self.end("completed")
             return
         if sound.heard is not None:
-            self.session.heard(self, sound.heard)
+            self.session.understanding.heard(self, sound.heard)
         more = self.session.brain.count(sound.text) if sound.text else 0
         limit = self.settings["max_output_tokens"]
         tokens = self.spent.text_out + self.spent.audio_out + more + sound.tokens

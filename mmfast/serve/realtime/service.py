@@ -37,6 +37,9 @@ class Limits:
         pixels: Of one frame.
         tokens: Of one answer, for `inf`.
         workers: Steps of models at once, of all sessions.
+        recordings: That wait to become text; one more drops the oldest.
+        text: Letters of what is said and told in one go; older turns are left out beyond it.
+        context: Tokens of a prompt and its answer; older turns are left out beyond it.
     """
 
     seconds: float = 3600.0
@@ -49,6 +52,9 @@ class Limits:
     pixels: int = 1 << 22
     tokens: int = 4096
     workers: int = 1
+    recordings: int = 16
+    text: int = 200_000
+    context: int | None = None
 
 
 class RealtimeService:
@@ -81,6 +87,8 @@ class RealtimeService:
             config.idle_seconds,
             config.realtime_message_bytes,
             pixels=min(config.max_pixels, Limits.pixels),
+            text=config.max_text,
+            context=config.context,
         )
         self.ear, self.clock = ear, clock or SystemClock()
         self.sessions: set[Any] = set()

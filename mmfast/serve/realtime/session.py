@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from mmfast.serve.realtime import events as e
@@ -16,11 +15,10 @@ from mmfast.serve.realtime.hearing import Hearing
 from mmfast.serve.realtime.items import Item, new_id, written
 from mmfast.serve.realtime.outbox import Outbox
 from mmfast.serve.realtime.responder import Responder
-from mmfast.serve.realtime.response import Response
 from mmfast.serve.realtime.seeing import Seeing
 from mmfast.serve.realtime.service import RealtimeService
 from mmfast.serve.realtime.settings import Settings
-from mmfast.streams.voice_ear import RATE
+from mmfast.serve.realtime.understanding import Understanding
 
 _log = logging.getLogger("mmfast.serve")
 
@@ -38,7 +36,7 @@ class Session:
         limits = service.limits
         self.outbox, self.closed = Outbox(), False
         self.settings = Settings(self.id, service.model(), voices.voices, limits.seconds)
-        self.conversation = Conversation()
+        self.conversation = Conversation(letters=limits.text)
         self.began = self.last_event = self.now()
         self.hearing = Hearing(self)
         self.seeing = Seeing(self, limits.frames)
@@ -46,7 +44,7 @@ class Session:
         self.spend: Callable[[int], None] = lambda tokens: (
             None
         )  # counts them where there are quotas
-        self._understanding: dict[str, asyncio.Task[None]] = {}
+        self.understanding = Understanding(self, limits.recordings)
         self._handlers: dict[type[e.Event], Callable[[Any], Awaitable[None] | None]] = {
             e.SessionUpdate: self._update,
             e.AudioAppend: self.hearing.append,
@@ -88,7 +86,7 @@ class Session:
                     "most, sound in smaller pieces",
                     "message_too_large",
                 )
-            found = e.read(text)
+            found = e.read(text, self.service.config.max_json_depth)
             given = found.get("event_id")
             event_id = given[:512] if isinstance(given, str) else None
             event = e.checked(found)
@@ -98,7 +96,19 @@ class Session:
         except Exception as error:
             self.fail(error, event_id)
 
+    def check_text(self, texts: Sequence[str], param: str) -> None:
+        """Refuse more letters than the server takes in one request.
+
+        Raises:
+            EventError: Says how many.
+        """
+        letters, most = sum(map(len, texts)), self.service.limits.text
+        if letters > most:
+            text = f"{letters:,} letters of text; {most:,} are allowed: say less"
+            raise EventError(text, "string_above_max_length", param)
+
     def _update(self, event: e.SessionUpdate) -> None:
+        self.check_text([event.session.instructions or ""], "session.instructions")
         self.settings.update(event.session)
         self.hearing.configure()
         self.send(type="session.updated", session=self.settings.values)
@@ -125,6 +135,7 @@ class Session:
     async def _create(self, event: e.ItemCreate) -> None:
         limit, settings = self.service.limits.message, self.settings
         item = written(event.item, settings.input_format, limit)
+        self.check_text([item.text], "item.content")
         frames = []
         for number, part in enumerate(item.parts):
             if part.kind == "input_image":
@@ -136,7 +147,7 @@ class Session:
         for frame in frames:
             self.seeing.add(frame, None, event.event_id)
         if settings.transcribes and item.unheard:
-            self.understand(item)
+            self.understanding.ask(item)
 
     def _image(self, event: e.ImageAppend) -> None:
         self.seeing.check("image")
@@ -173,59 +184,13 @@ class Session:
         place = {"item_id": item.id, "content_index": 0, "audio_end_ms": ms}
         self.send(type="conversation.item.truncated", **place)
 
-    def understand(self, item: Item) -> asyncio.Task[None]:
-        """Make text of what was said in an item, once."""
-        task = self._understanding.get(item.id)
-        if task is None:
-            task = asyncio.get_running_loop().create_task(self._understand(item))
-            self._understanding[item.id] = task
-            task.add_done_callback(lambda _: self._understanding.pop(item.id, None))
-        return task
-
-    async def _understand(self, item: Item) -> None:
-        for number, part in enumerate(item.parts):
-            pcm = part.pcm
-            if not part.unheard or pcm is None:
-                continue
-            try:
-                text = await self.service.work(partial(self.brain.hear, pcm))
-            except Exception as error:
-                part.unheard = False
-                self._told(item, number, error=told(error))
-                continue
-            if part.unheard:  # nobody else has understood it meanwhile
-                part.text, part.unheard = text, False
-                self._told(item, number)
-
-    def heard(self, response: Response, text: str) -> None:
-        """A model that answers speech itself says what it understood, of all that it was asked."""
-        for item in response.asks:
-            for number, part in enumerate(item.parts):
-                if part.unheard:
-                    part.text, part.unheard, text = text.strip(), False, ""
-                    self._told(item, number)
-
-    def _told(self, item: Item, number: int, error: dict[str, Any] | None = None) -> None:
-        """Tell what was understood, where the client wants to read it."""
-        if not self.settings.transcribes or item.id not in self.conversation.items:
-            return
-        kind = "conversation.item.input_audio_transcription"
-        place, part = {"item_id": item.id, "content_index": number}, item.parts[number]
-        if error is not None:
-            self.send(type=f"{kind}.failed", **place, error=error)
-            return
-        if part.text:
-            self.send(type=f"{kind}.delta", **place, delta=part.text)
-        seconds = 0.0 if part.pcm is None else len(part.pcm) / RATE
-        usage = {"type": "duration", "seconds": round(seconds, 3)}
-        self.send(type=f"{kind}.completed", **place, transcript=part.text, usage=usage)
-
     async def close(self) -> None:
         """End: models let go of it, nothing of it is left."""
         self.closed = True
         self.outbox.close()
+        self.understanding.forget()
         await self.responder.close()
-        await asyncio.gather(self.seeing.close(), *self._understanding.values())
+        await asyncio.gather(self.seeing.close(), self.understanding.close())
         await self.service.listen(self.brain.close)
 
 

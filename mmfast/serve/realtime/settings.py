@@ -31,6 +31,7 @@ _SEMANTIC_VAD = {
 }
 # Milliseconds of silence that end a turn: no model judges here whether a sentence is complete.
 EAGERNESS = {"low": 1500, "medium": 800, "auto": 800, "high": 400}
+IDLE = ("truncation", "tracing", "include", "prompt", "reasoning", "parallel_tool_calls")
 _DEFAULTS = {"server_vad": _SERVER_VAD, "semantic_vad": _SEMANTIC_VAD}
 
 
@@ -97,7 +98,25 @@ class Settings:
         _input(changed["audio"]["input"], audio.get("input") or {})
         out = audio.get("output") or {}
         changed["audio"]["output"].update(self.output(out, "session.audio.output"))
+        self._report(changed, given, audio.get("input") or {})
         self.values = changed
+
+    def _report(
+        self, changed: dict[str, Any], given: Mapping[str, Any], heard: Mapping[str, Any]
+    ) -> None:
+        """Name what was asked for and changes nothing here: no client must believe it does."""
+        idle = dict.fromkeys((changed.get("mmfast") or {}).get("without_effect", ()))
+        asked = {name: given[name] for name in IDLE if name in given}
+        if "noise_reduction" in heard:
+            asked["audio.input.noise_reduction"] = heard["noise_reduction"]
+        for name, value in asked.items():
+            idle.pop(name, None)
+            if value is not None and value != changed.get(name):
+                idle[name] = None
+        if idle:
+            changed["mmfast"] = {"without_effect": list(idle)}
+        else:
+            changed.pop("mmfast", None)
 
     def output(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Checked settings of what goes out, those that are given."""

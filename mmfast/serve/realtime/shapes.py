@@ -71,12 +71,18 @@ class Voice(Shape):
     id: Name
 
 
+class NoiseReduction(Shape):
+    """What it is called by clients; sound is taken as it comes here, and `session` says so."""
+
+    type: Literal["near_field", "far_field"]
+
+
 class AudioInput(Shape):
     """What comes in."""
 
     format: Format | None = None
     transcription: dict[str, Any] | None = None
-    noise_reduction: dict[str, Any] | None = None
+    noise_reduction: NoiseReduction | None = None
     turn_detection: TurnDetection | None = None
 
 
