@@ -81,23 +81,46 @@ def _named(suite: str, what: str) -> Any:
     return typer.Option(help=f"A benchmark of {what} instead.", autocompletion=completer(suite))
 
 
+_Preset = Annotated[
+    str | None,
+    typer.Option(help="Model shape; tiny if absent.", autocompletion=complete_preset),
+]
+_Stages = Annotated[str, typer.Option(help="Of vit, llm, decode, ttft, selection.")]
+_Selection = Annotated[
+    bool, typer.Option("--selection", help="Time the choosing alone, against textbook loops.")
+]
+_Full = Annotated[bool, typer.Option("--full", help="Everything for one device, in minutes.")]
+_Minutes = Annotated[float, typer.Option(help="What --full may take.")]
+_BreakEven = Annotated[
+    bool, typer.Option("--break-even", help="From how many tokens reducing pays.")
+]
+_Compare = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(metavar="OLD NEW", help="Two files of rows: what got faster, what slower."),
+]
+_FailAbove = Annotated[
+    float | None, typer.Option(help="--compare exits 1 on a slow-down of more per cent.")
+]
+
+
 def bench(
-    preset: Annotated[
-        str, typer.Option(help="Model shape.", autocompletion=complete_preset)
-    ] = "tiny",
+    preset: _Preset = None,
     reduce: Reduces = None,
     frames: Annotated[int, typer.Option(help="Frames of the clip.")] = 8,
     keep: Annotated[
         str | None, typer.Option(help="Shares for specs without budget: 0.25,0.1.")
     ] = None,
-    stages: Annotated[str, typer.Option(help="Of vit, llm, decode, ttft.")] = "llm",
+    stages: _Stages = "llm",
     device: Device = None,
     dtype: Dtype = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     iters: Annotated[int | None, typer.Option(help="Timed rounds.")] = None,
-    selection: Annotated[
-        bool, typer.Option("--selection", help="Time the choosing alone, against textbook loops.")
-    ] = False,
+    selection: _Selection = False,
+    full: _Full = False,
+    minutes: _Minutes = 6.0,
+    break_even: _BreakEven = False,
+    compare: _Compare = None,
+    fail_above: _FailAbove = None,
     stream: Annotated[str | None, _named("stream", "streams")] = None,
     speech: Annotated[str | None, _named("speech", "speech")] = None,
     serve: Annotated[str | None, _named("serve", "the server")] = None,
@@ -111,17 +134,25 @@ def bench(
     from mmfast.bench.named import SUITES
     from mmfast.bench.results import append, bench_rows
     from mmfast.bench.run import run_bench
+    from mmfast.cli_bench_full import bench_break_even, bench_full
+    from mmfast.cli_compare import bench_compare
     from mmfast.cli_output import print_bench, progress, quiet
 
     quiet()
     for suite, name in zip(SUITES, (stream, speech, serve, kernels, decode, encoder), strict=True):
         if name is not None:
             return bench_named(suite, name, out, as_json)
+    if compare is not None:
+        return bench_compare(compare, fail_above, out, as_json)
+    if full:
+        return bench_full(device, preset, minutes, out, as_json)
+    if break_even:
+        return bench_break_even(preset or "tiny", threads, device, out, as_json)
     if selection:
         return _bench_selection(out, as_json)
     with progress("bench") as tick:
         document = run_bench(
-            preset=preset,
+            preset=preset or "tiny",
             reduce=list(reduce or []),
             frames=frames,
             keep=keep,

@@ -78,7 +78,9 @@ def load(path: str | Path) -> list[Row]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise MmfastError(f"cannot read rows from {str(path)!r}: {error.strerror}") from None
+    except ValueError as error:
         raise MmfastError(f"cannot read rows from {str(path)!r}: {error}") from None
     if not all(isinstance(row, dict) for row in rows):
         raise MmfastError(f"a line of {str(path)!r} is no JSON object; every row is one")

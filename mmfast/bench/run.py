@@ -74,7 +74,7 @@ def run_bench(
     kind = pick_dtype(dtype, shape, where)
     video_grid(shape, frames)
     rounds = _positive("iters", iters) or _default_rounds(preset, where)
-    with _threads(_positive("threads", threads)), one_line_when_full(preset, frames):
+    with threads_set(_positive("threads", threads)), one_line_when_full(preset, frames):
         check_fits(shape, wanted, frames, kind, where)
         limits = ceilings(where, kind)
         clock, told = clock_of(where, torch.get_num_threads())
@@ -146,7 +146,8 @@ def _positive(name: str, value: int | None) -> int | None:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def threads_set(count: int | None) -> Iterator[None]:
+    """That many CPU threads; as they are if None."""
     old = torch.get_num_threads()
     torch.set_num_threads(count or old)
     try:

@@ -1,0 +1,204 @@
+"""Where reducing does not pay: by visual tokens, and by answers computed at once.
+
+Prefill behind the encoder and decoding steps; the encoder costs both sides the same, so it
+changes how much is gained but not from where on. Selection and hooks count against the method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mmfast.bench.breakeven_cases import Many, shapes
+from mmfast.bench.cases import build, pick_device, pick_dtype
+from mmfast.bench.gate import check
+from mmfast.bench.measure import Sample, clock_of, frozen, interleave, noise, paired, warm_up
+from mmfast.bench.memory import check_fits, one_line_when_full
+from mmfast.bench.presets import Preset, get_preset
+from mmfast.bench.results import Row, environment
+from mmfast.bench.run import threads_set
+from mmfast.bench.specs import Twins
+from mmfast.bench.stages import Outcome, Stage
+from mmfast.core.errors import MmfastError
+from mmfast.models.flops import decode_bytes, prefill_flops
+
+METHODS = ("evs", "divprune", "fastv", "holitom")
+IN_A_BATCH = ("evs", "fastv")
+KEEP = 0.25
+BATCHES, AT = (1, 2, 4, 8), 4  # several at once with the fourth largest clip
+ROUND_SECONDS = 20.0  # rounds of one count, apart from the fewest
+FEWEST, MOST = 3, 20
+Tick = Callable[[int, int, str | None], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One place on the curve.
+
+    Attributes:
+        bench: `tokens` or `batch`: what is varied.
+        preset: The shape, its grid chosen for the count.
+        frames: Frames of the clip.
+        batch: Prompts at once.
+        methods: What is compared with stock.
+        stages: `llm`, or `llm` and `decode`.
+    """
+
+    bench: str
+    preset: Preset
+    frames: int
+    batch: int
+    methods: tuple[str, ...]
+    stages: tuple[str, ...]
+
+
+def points(preset: str) -> list[Point]:
+    """What is measured, from few tokens to many, then from one answer to eight."""
+    shape = get_preset(preset)
+    counts = shapes(shape)
+    by_tokens = [Point("tokens", s, frames, 1, METHODS, ("llm",)) for s, frames in counts]
+    shape, frames = counts[-AT]
+    both = ("llm", "decode")
+    return by_tokens + [Point("batch", shape, frames, b, IN_A_BATCH, both) for b in BATCHES]
+
+
+def run_break_even(
+    preset: str = "tiny",
+    threads: int | None = None,
+    device: str | None = None,
+    tick: Tick = lambda done, total, label: None,
+) -> list[Row]:
+    """Measure all points of a shape.
+
+    Args:
+        preset: A LLaVA-OneVision shape or `tiny`.
+        threads: CPU threads; torch's own choice if None.
+        device: `cpu` or `cuda`; CUDA where there is one.
+        tick: Called with (done, total, label).
+
+    Returns:
+        Rows of suite `breakeven`. `pays` is True where the gain is beyond noise, False where the
+        loss is, None between.
+
+    Raises:
+        MmfastError: A shape of another family, a device that is not there, too little memory, or
+            a method that does not do what it says.
+    """
+    where = pick_device(device)
+    kind = pick_dtype("auto", get_preset(preset), where)
+    todo, found = points(preset), []
+    with threads_set(threads), frozen():
+        clock, told = clock_of(where, torch.get_num_threads())
+        shared = {
+            "suite": "breakeven",
+            "preset": preset,
+            "device": where.type,
+            "dtype": str(kind).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "clock": told,
+            **environment(where),
+        }
+        gated: set[str] = set()
+        for number, point in enumerate(todo):
+            check_fits(point.preset, ("llm",), point.frames * point.batch, kind, where)
+            tick(number, len(todo), f"{point.bench} {number + 1}")
+            with one_line_when_full(preset, point.frames):
+                case = build(point.preset, ("llm",), point.frames, where, kind)
+                stage = Stage(Many.of(case, point.batch), "llm", point.stages, clock)
+                found += [{**shared, **row} for row in _rows(stage, point, gated)]
+        tick(len(todo), len(todo), None)
+    return found
+
+
+def _rows(stage: Stage, point: Point, gated: set[str]) -> Iterator[Row]:
+    """Gate each method once, then stock, stock again and every method in turn."""
+    twins = [Twins(f"{m}:{KEEP}", f"even{i}", towerless=True) for i, m in enumerate(point.methods)]
+    with ExitStack() as stack:
+        for each in twins:
+            stack.enter_context(each.registered())
+        stock = stage.run(None)
+        for each in twins:
+            _gate(stage, each, stock, gated)
+        specs = {each.asked: each.spec() for each in twins}
+        seen = {text: stage.run(spec) for text, spec in specs.items()}
+        jobs: dict[str, Callable[[], Sample]] = {
+            "stock": partial(_sample, stage, None),
+            **{text: partial(_sample, stage, spec) for text, spec in specs.items()},
+            "again": partial(_sample, stage, None),
+        }
+        if sum(stock.ms.values()) < 1000:
+            for job in jobs.values():
+                warm_up(job)
+        samples = interleave(jobs, _rounds(stock, seen.values()))
+    for name in stage.stages:
+        yield from _stage_rows(stage, point, name, stock, seen, samples)
+
+
+def _stage_rows(
+    stage: Stage,
+    point: Point,
+    name: str,
+    stock: Outcome,
+    seen: dict[str, Outcome],
+    samples: dict[str, list[Sample]],
+) -> Iterator[Row]:
+    first, again = ([s[name] for s in samples[job]] for job in ("stock", "again"))
+    floor, whole = noise(first, again), [(a + b) / 2 for a, b in zip(first, again, strict=True)]
+    for text, outcome in seen.items():
+        times = [s[name] for s in samples[text]]
+        gain = paired(whole, times)
+        costs = [_cost(stage, each, name, point.batch) for each in (stock, outcome)]
+        yield {
+            "bench": point.bench,
+            "stage": name,
+            "reduce": text,
+            "batch": point.batch,
+            "tokens": stage.case.n,
+            "stock_ms": _middle(whole),
+            "median_ms": _middle(times),
+            "speedup": gain,
+            "ideal": costs[0] / costs[1],
+            "noise": floor,
+            "pays": None if abs(gain - 1) <= floor else gain > 1,
+            "n": len(times),
+        }
+
+
+def _gate(stage: Stage, twins: Twins, stock: Outcome, gated: set[str]) -> None:
+    """The whole gate at the first point that has a method; counts are checked at each."""
+    method = twins.asked.partition(":")[0]
+    if method in gated:
+        return
+    gated.add(method)
+    faults = check(stage, twins, stock).faults
+    if faults:
+        raise MmfastError("gate: " + "; ".join(faults))
+
+
+def _sample(stage: Stage, spec: str | None) -> Sample:
+    return stage.run(spec).ms
+
+
+def _middle(times: Sequence[float]) -> float:
+    ordered = sorted(times)
+    return (ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2
+
+
+def _rounds(stock: Outcome, seen: Any) -> int:
+    """As many as `ROUND_SECONDS` allow, but a few: quick points need more of them."""
+    one = 2 * sum(stock.ms.values()) + sum(sum(outcome.ms.values()) for outcome in seen)
+    return max(FEWEST, min(MOST, int(1000 * ROUND_SECONDS / one)))
+
+
+def _cost(stage: Stage, outcome: Outcome, name: str, batch: int) -> float:
+    """FLOPs of a prefill; bytes of a decoding step, whose weights are read once for all."""
+    model = stage.case.model
+    if name == "llm":
+        return prefill_flops(model, outcome.lengths)  # of one prompt; a ratio needs no more
+    weights = decode_bytes(model, [0] * len(outcome.lengths))
+    return weights + batch * (decode_bytes(model, outcome.lengths) - weights)

@@ -1,0 +1,208 @@
+"""`mmfast bench --compare`: two files of rows, what got faster and what got slower."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmfast.bench.results import Row
+from mmfast.core.errors import MmfastError
+
+# What names a row, in the order it is told: every text it carries but the machine's and the
+# code's, and of its numbers these. Other numbers were measured.
+_FIRST = ("suite", "bench", "preset", "model", "case", "job", "stage", "method", "reduce", "cache")
+_NUMBERS = (
+    *("layers", "frames", "batch", "context", "chats", "sessions", "workers", "replicas", "fps"),
+    *(
+        "every",
+        "d",
+        "budget",
+        "seed",
+        "heads",
+        "kv_heads",
+        "width",
+        "length",
+        "k",
+        "window",
+        "size",
+    ),
+    *("size", "codebooks", "keep", "copies", "threads"),
+)
+_NO_NAMES = {"commit", "date", "processor", "clock", "note", "reason", "detail"}
+# The suite `selection` counts tokens in `n`, where others count runs; in these `tokens` is a size.
+_SIZES = {"selection": "n"} | dict.fromkeys(("bench", "breakeven", "kernels", "decode"), "tokens")
+# First of these that a row has is compared; whether more is better.
+METRICS = (
+    *(("median_ms", False), ("ms", False), ("tokens_per_s", True), ("tokens_per_second", True)),
+    *(("ms_per_token", False), ("clips_per_s", True), ("first_ms", False)),
+    *(("first_audio_ms", False), ("gap_ms", False), ("worst_s", False), ("cpu_s", False)),
+    *(("early_ms", False), ("encode_rtf", False), ("rtf", False), ("seconds", False)),
+)
+DEFAULT_NOISE = 0.05  # of rows that do not state theirs
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One row of both files.
+
+    Attributes:
+        name: What identifies the row, for people.
+        metric: What is compared.
+        old: Its value in the first file.
+        new: Its value in the second.
+        slowdown: How much worse the second is: 0.1 takes a tenth longer, -0.1 a tenth less.
+        noise: Smaller differences mean nothing.
+        notes: Processors and versions that differ.
+    """
+
+    name: str
+    metric: str
+    old: float
+    new: float
+    slowdown: float
+    noise: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """`=` within noise, else `slower` or `faster`."""
+        if abs(self.slowdown) <= self.noise:
+            return "="
+        return "slower" if self.slowdown > 0 else "faster"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **{key: getattr(self, key) for key in ("name", "metric", "old", "new")},
+            **{key: getattr(self, key) for key in ("slowdown", "noise", "verdict")},
+            "ratio": self.new / self.old,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Pairs in the order of the first file, and what only one file has."""
+
+    pairs: tuple[Pair, ...]
+    only_old: tuple[str, ...]
+    only_new: tuple[str, ...]
+
+    @property
+    def regressions(self) -> tuple[Pair, ...]:
+        """Pairs that are slower beyond noise."""
+        return tuple(pair for pair in self.pairs if pair.verdict == "slower")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What differs between the files beside speed, each thing once."""
+        return tuple(dict.fromkeys(note for pair in self.pairs for note in pair.notes))
+
+    def beyond(self, percent: float) -> tuple[Pair, ...]:
+        """Regressions by more than that many per cent."""
+        return tuple(p for p in self.regressions if 100 * p.slowdown > percent)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "rows": [pair.to_dict() for pair in self.pairs],
+            "regressions": [pair.name for pair in self.regressions],
+            "only_old": list(self.only_old),
+            "only_new": list(self.only_new),
+            "notes": list(self.notes),
+        }
+
+
+def compare(old: Sequence[Row], new: Sequence[Row]) -> Comparison:
+    """Match rows by what identifies them; of equal ones in a file the latest counts.
+
+    Raises:
+        MmfastError: No row of either file has anything to compare.
+    """
+    before, after = _by_identity(old), _by_identity(new)
+    if not before or not after:
+        which = "first" if not before else "second"
+        raise MmfastError(
+            f"the {which} file has no row with a speed; give files that --out of mmfast bench wrote"
+        )
+    pairs = [_pair(key, before[key], after[key]) for key in before if key in after]
+    return Comparison(
+        tuple(pair for pair in pairs if pair is not None),
+        tuple(_told(before[key]) for key in before if key not in after),
+        tuple(_told(after[key]) for key in after if key not in before),
+    )
+
+
+def identity(row: Row) -> str:
+    """What a row is about: its names and sizes, not its figures, machine or versions."""
+    # Rows of one file state more than those of an older one; what is null or absent is the same.
+    return json.dumps(_named(row), sort_keys=True)
+
+
+def _named(row: Row) -> Row:
+    texts = [k for k, v in row.items() if isinstance(v, str) and k not in {*_FIRST, *_NO_NAMES}]
+    keys = [*_FIRST, *texts, *_NUMBERS, _SIZES.get(str(row.get("suite")), "suite")]
+    found = {key: row[key] for key in dict.fromkeys(keys) if row.get(key) is not None}
+    return found | ({"knobs": row["knobs"]} if row.get("knobs") else {})
+
+
+def _by_identity(rows: Sequence[Row]) -> dict[str, Row]:
+    return {identity(row): row for row in rows if _metric(row) is not None}
+
+
+def _metric(row: Row) -> tuple[str, bool] | None:
+    for name, more in METRICS:
+        value = row.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            return name, more
+    return None
+
+
+def _pair(key: str, old: Row, new: Row) -> Pair | None:
+    found = _metric(old)
+    if found is None or not isinstance(new.get(found[0]), (int, float)) or new[found[0]] <= 0:
+        return None
+    name, more = found
+    before, after = float(old[name]), float(new[name])
+    slowdown = (before / after if more else after / before) - 1.0
+    return Pair(_told(new), name, before, after, slowdown, _noise(old, new), _notes(old, new))
+
+
+def _noise(old: Row, new: Row) -> float:
+    """The larger of both floors: a run is no more certain than the shakier of the two."""
+    floors = [row["noise"] for row in (old, new) if isinstance(row.get("noise"), (int, float))]
+    return float(max(floors)) if floors else DEFAULT_NOISE
+
+
+def _notes(old: Row, new: Row) -> tuple[str, ...]:
+    pairs = [(key, old.get(key), new.get(key)) for key in ("processor", "clock")]
+    before, after = _versions(old), _versions(new)
+    pairs += [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])]
+    return tuple(f"{key}: {_plain(a)} and {_plain(b)}" for key, a, b in pairs if a != b)
+
+
+def _plain(value: object) -> str:
+    return "not stated" if value is None else str(value)
+
+
+def _versions(row: Row) -> Mapping[str, Any]:
+    found = row.get("versions")
+    return found if isinstance(found, dict) else {}
+
+
+def _told(row: Row) -> str:
+    """What identifies a row in a few words."""
+    named = _named(row)
+    left_out = {"suite", "seed", "knobs", "method" if "reduce" in row else ""}
+    if "case" in row:  # says it all
+        left_out |= {"method", "d", "budget", "n"}
+    words = [
+        value if isinstance(value, str) else f"{key} {value}"
+        for key, value in named.items()
+        if key not in left_out
+    ]
+    if row.get("suite") == "bench" and row.get("reduce") is None:
+        words.insert(1, "stock")
+    return ", ".join(words)
