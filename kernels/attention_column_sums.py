@@ -17,8 +17,7 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 # Wider heads do not fit the registers of one program together with their logits.
-MAX_WIDTH = 256
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 64}
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def tiles(capability: int, dtype: torch.dtype, width: int) -> Tiles:
     Chosen by ahead-of-time compilation for sm_80, 89, 90, 100 and 120: none of them spills.
     """
     if dtype == torch.float32:  # three products of tf32, as exact as one of float32
-        return Tiles(64, 32, 4 if width <= 64 else 8, 2)
+        return Tiles(64, 32, 4, 2)
     if width > 128:
         return Tiles(64, 32, 4, 2)
     return Tiles(128, 64, 8 if capability // 10 == 10 else 4, 3)
@@ -209,7 +208,7 @@ def attention_column_sums(
     """Sum over queries of the attention that each key receives, per query head.
 
     Args:
-        query: `[B, H, L, D]` float32, float16 or bfloat16, D at most `MAX_WIDTH`, contiguous in D.
+        query: `[B, H, L, D]`, type and D within `MAX_WIDTH`, contiguous in D.
         key: `[B, Hkv, S, D]`, H a multiple of Hkv; the heads of a group share keys in place.
         lse: `[B, H, L]` float32, log-sum-exp of the scaled logits of every query.
         scale: Factor of the logits.
@@ -285,18 +284,19 @@ def _launch(
         "upcast": triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
         "num_warps": plan.warps, "num_stages": plan.stages,
     }  # fmt: skip
-    sequences, rows = (items, rows) if spans is None else (len(spans), longest)
-    return shared, (heads, triton.cdiv(rows, plan.held), sequences)
+    items, rows = (items, rows) if spans is None else (len(spans), longest)
+    return shared, (heads, triton.cdiv(rows, plan.held), items)
 
 
 def _check(query: Tensor, key: Tensor) -> None:
+    if query.dtype not in MAX_WIDTH or key.dtype != query.dtype:
+        raise ValueError(f"attention_column_sums got {query.dtype} and {key.dtype}; give one type")
     fits = query.ndim == key.ndim == 4 and query.shape[::3] == key.shape[::3]
-    if not fits or query.shape[1] % key.shape[1] or query.shape[3] > MAX_WIDTH:
+    most = MAX_WIDTH[query.dtype]
+    if not fits or query.shape[1] % key.shape[1] or query.shape[3] > most:
         raise ValueError(
             f"attention_column_sums got queries {list(query.shape)} and keys {list(key.shape)}; "
-            f"give [B, H, L, D] and [B, Hkv, S, D], H a multiple of Hkv, D <= {MAX_WIDTH}"
+            f"give [B, H, L, D] and [B, Hkv, S, D], H a multiple of Hkv, D <= {most}"
         )
-    if query.dtype not in DTYPES or key.dtype != query.dtype:
-        raise ValueError(f"attention_column_sums got {query.dtype} and {key.dtype}; give one type")
     if query.stride(3) != 1 or key.stride(3) != 1:
         raise ValueError("attention_column_sums needs heads that are contiguous in D")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.models.scores import last_query_scores, rows_of
+from mmfast.models.scores import head_mass, last_query_scores, rows_of
 from mmfast.models.sequence import Item, Sequences
 
 # What a decoder layer can tell about the visual tokens that it saw.
@@ -58,10 +58,9 @@ class Seen:
     def mean(self, row: int, queries: Tensor, keys: Tensor) -> Tensor:
         """`[len(keys)]`: attention of new tokens to new tokens, mean over the queries."""
         columns = (keys + self.start).to(self.key.device)
-        total = torch.zeros(len(keys), device=self.key.device)
-        for weights, _ in self.rows(row, queries):
-            total += weights.index_select(1, columns).sum(0)
-        return total / max(1, len(queries))
+        q, k, places = self.query, self.key, queries.to(self.query.device)
+        mass = head_mass(q, k, row, places, self.mask, self.scaling, self.causal)
+        return mass.mean(0).index_select(0, columns) / max(1, len(queries))
 
 
 def inner_signals(

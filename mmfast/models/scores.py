@@ -1,18 +1,26 @@
-"""Importance of keys: softmax rows recomputed from q and k in float32, never L x L at once."""
+"""Importance of keys: softmax rows recomputed from q and k in float32, never L x L at once.
+
+What many queries give in sum goes through `mmfast/ops/attention_column_sums.py`; a few rows, and
+masks that only a rule knows, are plain torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-_HIDDEN = torch.finfo(torch.float32).min  # not -inf: a row that sees nothing must not become NaN
+from mmfast.models.softmax_rows import HIDDEN, bias_of, softmax_rows
+from mmfast.ops.attention_column_sums import attention_column_sums
 
 # Logits held at a time: 16 MB of float32, about the size of a last-level cache.
 _CHUNK = 1 << 22
+
+# Fewer queries than this are a window: their rows are made as they are.
+_FEW = 64
 
 
 def last_query_scores(
@@ -31,8 +39,8 @@ def last_query_scores(
         `[B, S]` float32, each row sums to 1.
     """
     last = torch.arange(query.shape[2] - 1, query.shape[2], device=query.device)
-    bias = _bias(mask, query, key, last, is_causal=False)
-    return _softmax(query[:, :, -1:], key, bias, scaling).mean(dim=(1, 2))
+    bias = bias_of(mask, query, key, last, is_causal=False)
+    return softmax_rows(query[:, :, -1:], key, bias, scaling).mean(dim=(1, 2))
 
 
 def rows_of(
@@ -63,7 +71,7 @@ def rows_of(
         if bias is None:
             visible = torch.ones(1, key.shape[2], dtype=torch.bool, device=key.device)
         else:
-            visible = (bias[0] > _HIDDEN / 2).any(dim=0)
+            visible = (bias[0] > HIDDEN / 2).any(dim=0)
         yield weights.mean(dim=0), visible
 
 
@@ -75,15 +83,28 @@ def head_mass(
     mask: Any = None,
     scaling: float | None = None,
     is_causal: bool = True,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Attention that the keys of each KV head receive from some queries of one batch row.
 
-    Arguments are those of `rows_of`.
+    Arguments are those of `rows_of`, and `lse` `[B, H, L]`, where the attention function gave it.
 
     Returns:
         `[Hkv, S]` float32: sum over the queries, mean over the query heads that share a KV head.
     """
     heads, size = key.shape[1], key.shape[2]
+    if len(places) >= _FEW and _direct(mask, query):
+        one = slice(row, row + 1)
+        if mask is not None and len(mask) > 1:
+            mask = mask[one]
+        weights = query.new_zeros(1, 1, query.shape[2], dtype=torch.float32)
+        weights.index_fill_(2, places, 1.0)
+        seen, causal = _visible(mask, size, is_causal)
+        sums = attention_column_sums(
+            query[one], key[one], None if lse is None else lse[one], scale=scaling, causal=causal,
+            mask=seen, weights=weights, queries=_range(places), heads="key",
+        )  # fmt: skip
+        return sums[0].float() / (query.shape[1] // heads)
     total = torch.zeros(heads, size, dtype=torch.float32, device=key.device)
     for weights, _ in _row_chunks(query, key, row, places, mask, scaling, is_causal):
         total += weights.unflatten(0, (heads, -1)).sum(2).mean(1)
@@ -104,8 +125,8 @@ def _row_chunks(
     if not isinstance(mask, BlockMask) and mask is not None and len(mask) > 1:
         mask = mask[row : row + 1]
     for some in places.split(max(1, _CHUNK // max(1, query.shape[1] * key.shape[2]))):
-        bias = _bias(mask, mine, keys, some, is_causal, row)
-        yield _softmax(mine.index_select(2, some), keys, bias, scaling)[0], bias
+        bias = bias_of(mask, mine, keys, some, is_causal, row)
+        yield softmax_rows(mine.index_select(2, some), keys, bias, scaling)[0], bias
 
 
 def received(
@@ -114,6 +135,7 @@ def received(
     scaling: float | None = None,
     is_causal: bool = False,
     mask: Any = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Attention every key receives, averaged over queries and heads.
 
@@ -126,10 +148,51 @@ def received(
         scaling: Factor of the logits; None means `d ** -0.5`.
         is_causal: Without a mask, query i sees the keys up to `S - L + i`.
         mask: As for `last_query_scores`.
+        lse: `[B, H, L]` log-sum-exp of every query, where the attention function gave it.
 
     Returns:
         `[B, S]` float32, each row sums to 1.
     """
+    if not _direct(mask, query):
+        return _received_by_rows(query, key, scaling, is_causal, mask)
+    heads, length, size = query.shape[1], query.shape[2], key.shape[2]
+    seen, causal = _visible(mask, size, is_causal)
+    live, count = None, query.new_full((1, 1), min(length, size) if causal else length).float()
+    if seen is not None:
+        real = seen.amax(-1) > HIDDEN / 2 if seen.is_floating_point() else seen.any(-1)
+        if mask.ndim == 2:  # a padding query is blind, so that it does not count in the mean
+            real = seen[:, :, 0, size - length :]
+        live = real.float().expand(-1, -1, length)
+        count = live.mean(1).sum(1, keepdim=True)
+    sums = attention_column_sums(
+        query, key, lse, scale=scaling, causal=causal, mask=seen, weights=live
+    )
+    return sums.float() / heads / count.clamp_min(1)
+
+
+def _direct(mask: Any, query: Tensor) -> bool:
+    """Whether the sums over columns take this mask: a GPU's kernel has none."""
+    return mask is None or (isinstance(mask, Tensor) and not query.is_cuda)
+
+
+def _visible(mask: Tensor | None, size: int, is_causal: bool) -> tuple[Tensor | None, bool]:
+    """The mask `[B or 1, 1 or H, L or 1, S]`, and whether the order of tokens counts besides."""
+    if mask is None:
+        return None, is_causal
+    if mask.ndim == 4:
+        return mask[..., :size], False
+    return (mask[:, -size:] != 0)[:, None, None], is_causal
+
+
+def _range(places: Tensor) -> tuple[int, int] | None:
+    """The queries that ascending places span; a GPU is not waited for, it takes them all."""
+    return None if places.is_cuda else (int(places[0]), int(places[-1]) + 1)
+
+
+def _received_by_rows(
+    query: Tensor, key: Tensor, scaling: float | None, is_causal: bool, mask: Any
+) -> Tensor:
+    """`received` under any mask."""
     batch, heads, length, _ = query.shape
     size = key.shape[2]
     step = max(1, _CHUNK // max(1, batch * heads * size))
@@ -138,65 +201,14 @@ def received(
     for start in range(0, length, step):
         stop = min(start + step, length)
         places = torch.arange(start, stop, device=query.device)
-        bias = _bias(mask, query, key, places, is_causal)
-        weights = _softmax(query[:, :, start:stop], key, bias, scaling)  # [B, H, c, S]
+        bias = bias_of(mask, query, key, places, is_causal)
+        weights = softmax_rows(query[:, :, start:stop], key, bias, scaling)  # [B, H, c, S]
         if bias is None:
             count += stop - start
         else:
-            live = (bias.amax(dim=-1, keepdim=True) > _HIDDEN / 2).float()
+            live = (bias.amax(dim=-1, keepdim=True) > HIDDEN / 2).float()
             live = live.expand(-1, -1, stop - start, -1)  # [B or 1, 1 or H, c, 1]
             weights = weights * live
             count += live.mean(dim=1).sum(dim=1)  # [B or 1, 1]
         total += weights.sum(dim=2).mean(dim=1)
     return total / count.clamp_min(1)
-
-
-def _bias(
-    mask: Any, query: Tensor, key: Tensor, places: Tensor, is_causal: bool, row: int | None = None
-) -> Tensor | None:
-    """Addend to the logits of the queries at `places` [c]: `[B or 1, 1 or H, c, S]` or None.
-
-    `row` is the batch row where everything but a BlockMask has been cut down to one.
-    """
-    size = key.shape[2]
-    offset = size - query.shape[2]
-    if isinstance(mask, BlockMask):
-        return _hide(_evaluate(mask, range(len(query)) if row is None else [row], places, size))
-    if mask is not None and mask.ndim == 4:
-        rows = mask[..., :size]
-        rows = rows if mask.shape[2] == 1 else rows.index_select(2, places)
-        return _hide(rows) if rows.dtype == torch.bool else rows.float().clamp_min(_HIDDEN)
-    visible = None
-    if is_causal:
-        last = places[:, None] + offset
-        visible = (torch.arange(size, device=key.device)[None] <= last)[None, None]
-    if mask is not None:  # a padding query is blind, so that it does not count in a mean
-        real = mask[:, -size:] != 0
-        pairs = (real[:, None, :] & real[:, places + offset, None])[:, None]
-        visible = pairs if visible is None else visible & pairs
-    return None if visible is None else _hide(visible)
-
-
-def _evaluate(mask: BlockMask, rows: Sequence[int], places: Tensor, size: int) -> Tensor:
-    """Rows of a flex mask, whose rule takes indices: `[B, 1, c, S]` bool."""
-    b = torch.tensor(list(rows), device=places.device)[:, None, None]
-    q = places[None, :, None]
-    k = torch.arange(size, device=places.device)[None, None, :]
-    rule: Tensor = mask.mask_mod(b, torch.zeros_like(b), q, k)
-    return rule.expand(len(rows), len(places), size)[:, None]
-
-
-def _hide(visible: Tensor) -> Tensor:
-    zeros = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device)
-    return zeros.masked_fill_(~visible, _HIDDEN)
-
-
-def _softmax(query: Tensor, key: Tensor, bias: Tensor | None, scaling: float | None) -> Tensor:
-    """Softmax rows `[B, H, c, S]`; grouped heads share their keys without a copy per head."""
-    batch, heads, count, width = query.shape
-    kv_heads = key.shape[1]
-    grouped = query.float().reshape(batch, kv_heads, heads // kv_heads * count, width)
-    logits = grouped @ key.float().transpose(2, 3)
-    logits = logits.mul_(width**-0.5 if scaling is None else scaling)
-    logits = logits.reshape(batch, heads, count, key.shape[2])
-    return (logits if bias is None else logits.add_(bias)).softmax(dim=-1)

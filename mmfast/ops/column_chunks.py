@@ -89,7 +89,7 @@ class _Workspace:
             if causal:
                 _hide_later(logits, first + size - length)
             level = logits.amax(-1) if lse is None else lse[:, first:last].to(self._kind) * _LOG2_E
-            level.masked_fill_(level == -torch.inf, 0.0)  # a query that sees nothing
+            torch.nan_to_num_(level, nan=0.0, neginf=0.0)  # a query that sees nothing
             logits.sub_(level[..., None]).exp2_()
             factor = torch.ones_like(level) if weights is None else weights[:, first:last]
             if lse is None:
