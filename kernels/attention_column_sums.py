@@ -229,8 +229,7 @@ def attention_column_sums(
     shared, grid = _launch(query, key, scale, spans, longest or key.shape[2], key.shape[2])
     make = torch.empty if spans is None else torch.zeros
     out = make(items, heads, key.shape[2], dtype=torch.float32, device=query.device)
-    begin, end = queries or (0, length)
-    weight = lse if weights is None else weights
+    (begin, end), weight = queries or (0, length), lse if weights is None else weights
     if not lse.stride(2) == weight.stride(2) == out.stride(2) == 1:
         raise ValueError("attention_column_sums needs lse and weights that are contiguous in L")
     strides = {f"{n}_{w}": x.stride(d) for n, x in (("l", lse), ("w", weight), ("o", out))
@@ -292,11 +291,10 @@ def _check(query: Tensor, key: Tensor) -> None:
     if query.dtype not in MAX_WIDTH or key.dtype != query.dtype:
         raise ValueError(f"attention_column_sums got {query.dtype} and {key.dtype}; give one type")
     fits = query.ndim == key.ndim == 4 and query.shape[::3] == key.shape[::3]
-    most = MAX_WIDTH[query.dtype]
-    if not fits or query.shape[1] % key.shape[1] or query.shape[3] > most:
+    if not fits or query.shape[1] % key.shape[1] or query.shape[3] > MAX_WIDTH[query.dtype]:
         raise ValueError(
             f"attention_column_sums got queries {list(query.shape)} and keys {list(key.shape)}; "
-            f"give [B, H, L, D] and [B, Hkv, S, D], H a multiple of Hkv, D <= {most}"
+            f"give [B, H, L, D], [B, Hkv, S, D], Hkv a factor of H, D <= {MAX_WIDTH[query.dtype]}"
         )
-    if query.stride(3) != 1 or key.stride(3) != 1:
+    if not query.stride(3) == key.stride(3) == 1:
         raise ValueError("attention_column_sums needs heads that are contiguous in D")
