@@ -23,36 +23,39 @@ def static_windows(alike: Tensor, longest: int) -> tuple[list[Segment], int]:
     Returns:
         Segments that cover all frames in order (single frames included), and the tokens saved.
     """
-    static = _static_counts(alike.cpu().numpy())
-    frames = len(static)
+    saved = _tokens_saved(alike.cpu().numpy())
+    frames = len(saved)
     best = np.zeros(frames + 1, dtype=np.int64)  # best[i]: tokens saved in the first i frames
-    width = np.ones(frames + 1, dtype=np.int64)  # frames in the segment that ends there
-    for end in range(1, frames + 1):
-        best[end] = best[end - 1]
-        spans = np.arange(2, min(end, longest) + 1)
-        if len(spans):
-            gains = best[end - spans] + static[end - spans, spans - 1] * (spans - 1)
-            pick = int(gains.argmax())  # the first maximum: the shortest window
-            if gains[pick] > best[end]:
-                best[end], width[end] = gains[pick], spans[pick]
+    start = list(range(frames))  # of the segment that ends with a frame
+    for last in range(1, frames):
+        best[last + 1] = best[last]
+        low = max(0, last + 1 - longest)
+        gains = best[low:last] + saved[last, low:last]
+        if low < last:
+            shortest = last - 1 - int(gains[::-1].argmax())
+            if gains[shortest - low] > best[last]:
+                best[last + 1], start[last] = gains[shortest - low], shortest
     segments: list[Segment] = []
-    end = frames
-    while end:
-        segments.append((int(end - width[end]), int(end - 1)))
-        end -= int(width[end])
+    last = frames - 1
+    while last >= 0:
+        segments.append((start[last], last))
+        last = start[last] - 1
     return segments[::-1], int(best[frames])
 
 
-def _static_counts(alike: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Entry (s, k): places that stay alike for at least `k` steps from frame `s`; `[T, T]`."""
-    frames = len(alike) + 1
-    run = np.zeros(alike.shape[1], dtype=np.int64)
-    counts = np.zeros((frames, frames), dtype=np.int64)
-    for start in range(frames - 2, -1, -1):
-        run = (run + 1) * alike[start]
-        histogram = np.bincount(run, minlength=frames)
-        counts[start] = histogram[::-1].cumsum()[::-1]
-    return counts
+def _tokens_saved(alike: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Entry (b, a): tokens that a window of frames a..b saves, 0 unless a < b; `[T, T]`."""
+    frames, n = len(alike) + 1, alike.shape[1]
+    frame = np.arange(frames)
+    # Where a place changes next: it is static in every window that ends there or before.
+    change = np.full((frames, n), frames - 1)
+    change[:-1] = np.where(alike, frames - 1, frame[:-1, None])
+    until = np.minimum.accumulate(change[::-1], axis=0)[::-1]
+    spots = np.bincount((frame[:, None] * frames + until).ravel(), minlength=frames * frames)
+    static = spots.reshape(frames, frames)[:, ::-1].cumsum(axis=1)[:, ::-1]  # [a, b]
+    saved: NDArray[np.int64] = np.ascontiguousarray(static.T)
+    saved *= np.maximum(frame[:, None] - frame, 0)
+    return saved
 
 
 def static_places(alike: Tensor, segment: Segment) -> Tensor:
