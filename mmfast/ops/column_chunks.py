@@ -78,6 +78,8 @@ class _Workspace:
         size, key = len(key), key.to(self._kind)
         begin, end = queries or (0, length)
         step = max(1, max(_FEWEST, self._tile // max(1, size)) // group)
+        if causal:  # in small steps, since each makes all the logits that its last query sees
+            step = min(step, max(_FEWEST, min(256, length // 8)))
         for first in range(begin, end, step):
             last = min(first + step, end)
             seen = min(size, last + size - length) if causal else size
