@@ -66,8 +66,9 @@ def _loop(
     scale: float,
 ) -> Tensor:
     """As stock towers do: split, attend to each segment, join; `[S, H, d]`."""
-    heads = [x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)]
-    return torch.cat([attend(*each, scale) for each in zip(*heads, strict=True)], 1)[0]
+    heads = (x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v))
+    parts = zip(*heads, strict=True)
+    return torch.cat([attend(a, b, c, scale) for a, b, c in parts], 1)[0]
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

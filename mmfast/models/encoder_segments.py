@@ -19,7 +19,7 @@ from mmfast.models.towers import SEGMENTS, Tower, attention_of
 from mmfast.ops.segment_attention import segment_attention
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -43,7 +43,7 @@ def attend(
 @contextmanager
 def fused_attention(tower: Tower) -> Iterator[None]:
     """SDPA everywhere, and segments of a packed tower together; flash and flex stay as they are."""
-    config = attention_of(tower.blocks[0]).config if len(tower.blocks) else None
+    config: Any = getattr(attention_of(tower.blocks[0]), "config", None) if tower.blocks else None
     before = getattr(config, "_attn_implementation", None)
     if before not in ("sdpa", "eager") or not getattr(tower.module, "_supports_sdpa", False):
         yield

@@ -35,6 +35,7 @@ class Pass:
         self.keys: list[Tensor] = []
         self.lengths = plan.start
         self.over = False  # the last used block is done: what follows sees all patches
+        self._sizes: Tensor | None = None  # [S] patches behind each token, once some are merged
         self._bias: Tensor | None = None
         self._cursor = 0
         self._carried: Carried | None = None
@@ -62,13 +63,13 @@ class Pass:
             return hidden
         flat = hidden.reshape(-1, hidden.shape[-1])
         keys = torch.cat([k.flatten(0, 1) for k in self.keys])  # [S, d]
-        sizes = self._sizes(flat)
+        sizes = torch.ones(len(flat), device=flat.device) if self._sizes is None else self._sizes
         if self.reuse > 1:
             step = self._carry(block, flat.detach(), keys, sizes, targets)
         else:
             step = self._step(flat.detach(), keys, sizes, targets)
         out = step.apply(flat)
-        self._advance(step, targets)
+        self._advance(step, sizes, targets)
         return out if hidden.ndim == 2 else out.unflatten(0, (hidden.shape[0], -1))
 
     def _carry(
@@ -82,15 +83,12 @@ class Pass:
         step = self._carried.step(targets)
         return replace(step, weight=_shares(step, sizes))
 
-    def _sizes(self, flat: Tensor) -> Tensor:
-        if self.merged is None:
-            return torch.ones(len(flat), device=flat.device)
-        return self.merged.sizes().float()
-
     def _step(
         self, flat: Tensor, keys: Tensor, sizes: Tensor, targets: tuple[int, ...]
     ) -> Reduction:
         """Reduce every segment; segments of equal length go through the method together."""
+        if len({*zip(self.lengths, targets, strict=True)}) == 1:
+            return self._step_alike(flat, keys, sizes, targets[0])
         keep = torch.empty(sum(targets), dtype=torch.int64, device=flat.device)
         owner = torch.empty(len(flat), dtype=torch.int64, device=flat.device)
         weight = torch.empty(len(flat), device=flat.device)
@@ -103,12 +101,21 @@ class Pass:
             which = torch.tensor(members, device=flat.device)
             old, new = begins[which][:, None], places[which][:, None]  # [G, 1]
             rows = old + torch.arange(n, device=flat.device)  # [G, n]
-            x = flat[rows] if len(groups) > 1 else flat.unflatten(0, (len(members), n))
-            found = self._reduce(x, keys[rows], sizes[rows], m)
+            found = self._reduce(flat[rows], keys[rows], sizes[rows], m)
             keep[new + torch.arange(m, device=flat.device)] = old + found.keep
             owner[rows] = new + found.owner
             weight[rows] = _shares(found, sizes[rows])
         return Reduction(keep, owner, weight)
+
+    def _step_alike(self, flat: Tensor, keys: Tensor, sizes: Tensor, m: int) -> Reduction:
+        """All segments are of one length: nothing has to be looked up, which on a GPU is time."""
+        count, n = len(self.lengths), self.lengths[0]
+        x, keys, sizes = (each.unflatten(0, (count, n)) for each in (flat, keys, sizes))
+        found = self._reduce(x, keys, sizes, m)
+        segment = torch.arange(count, device=flat.device)[:, None]  # [G, 1]
+        keep, owner = found.keep + n * segment, found.owner + m * segment
+        weight = _shares(found, sizes)
+        return Reduction(keep.flatten(), owner.flatten(), weight.flatten())
 
     def _reduce(self, x: Tensor, keys: Tensor, sizes: Tensor, budget: int) -> Reduction:
         tokens = Tokens(x, signals={"keys": keys, "sizes": sizes})
@@ -120,14 +127,16 @@ class Pass:
             )
         return found
 
-    def _advance(self, step: Reduction, targets: tuple[int, ...]) -> None:
+    def _advance(self, step: Reduction, sizes: Tensor, targets: tuple[int, ...]) -> None:
         before = self.merged
         keep = step.keep if before is None else before.keep[step.keep]
         owner = step.owner if before is None else step.owner[before.owner]
         # Size-weighted merging of merged tokens is the plain mean over the patches.
         self.merged = Reduction(keep, owner)
         self.lengths = targets
-        self._bias = self.merged.sizes().float().log()
+        # Whole numbers: exact in any order of summation.
+        self._sizes = sizes.new_zeros(step.m).index_add_(0, step.owner, sizes)
+        self._bias = self._sizes.log()
 
     def ends(self, boundaries: Tensor) -> Tensor:
         """Where boundaries `[K]` between whole segments of patches lie now."""

@@ -62,11 +62,11 @@ def segment_attention(
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     for length, rows in _parts(ends, q.device):
         # [G, H, n, d]; a slice is a view, a list of rows is a gather
-        heads = [_rows(x, rows).unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)]
+        hq, hk, hv = (_rows(x, rows).unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
         mask = None
         if bias is not None:
             mask = _rows(bias, rows).to(q.dtype).view(-1, 1, 1, length)
-        found = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale)
+        found = F.scaled_dot_product_attention(hq, hk, hv, attn_mask=mask, scale=scale)
         out[rows] = found.transpose(1, 2).flatten(0, 1)
     return out
 

@@ -64,6 +64,8 @@ def tome(
             total = replace(step, order=_emission(found, step, distill_token))
             break
         total = Reduction(total.keep.gather(-1, step.keep), step.owner.gather(-1, total.owner))
+        if total.m <= budget:
+            break  # only another round needs to know the merged tokens
         step = replace(step, weight=mass)
         mass = step.apply(mass[..., None])[..., 0]
         metric = step.apply(metric.float()) / mass[..., None]
@@ -90,5 +92,5 @@ def _emission(found: Matching, step: Reduction, distill_token: bool) -> Tensor:
 
 def _shares(total: Reduction, sizes: Tensor) -> Tensor:
     """Weight of each source in its size-weighted mean, `[..., N]`."""
-    summed = replace(total, weight=sizes).apply(torch.ones_like(sizes)[..., None])[..., 0]
+    summed = sizes.new_zeros(total.keep.shape).scatter_add_(-1, total.owner, sizes)
     return sizes / summed.gather(-1, total.owner)
