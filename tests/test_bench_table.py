@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from mmfast.bench import cache_table, sections, table
+from mmfast.bench import breakeven_table, cache_table, goals, sections, table
 from mmfast.bench.charts import accuracy_svg
 from mmfast.bench.results import append, bench_rows, environment, eval_rows, load
+from mmfast.bench.speed_chart import speed_svg, speeds
 from mmfast.core.errors import MmfastError
 from mmfast.core.registry import methods
 
@@ -217,3 +218,87 @@ def test_cache_accuracy_by_share_and_by_spec() -> None:
     assert "| `quant:4` | 97.0 |" in lines
     assert not any("gone" in line for line in lines)
     assert lines[-1].startswith("200 questions")
+
+
+def test_ceilings_and_memory_are_shown_where_rows_have_them() -> None:
+    plain = sections.bench(bench_rows(bench_document()))
+    assert "ceilings" not in plain[0] and "of ceiling" not in plain[2]
+    document = bench_document()
+    document |= {"ceilings": {"copy_gb_s": 14.0, "matmul_tflop_s": 0.091}, "clock": "wall"}
+    document["rows"][1] |= {"of_ceiling": 0.87, "scoring_over": 0.004}
+    lines = sections.bench(bench_rows(document))
+    assert "copy 14 GB/s, matrix product 0.091 TFLOP/s" in lines[0] and ", wall," in lines[0]
+    assert lines[2].endswith("| of ceiling | over SDPA |")
+    assert lines[5].endswith("| 0.87 | +0.4 % |")
+
+
+def test_selection_inside_the_run_has_a_table_of_its_own() -> None:
+    document = bench_document()
+    chosen = {**document["rows"][1], "stage": "selection", "share": 0.021, "share_of": "ttft"}
+    chosen |= {"compact_ms": 0.4, "median_ms": 2.0, "p20_ms": 1.9, "p80_ms": 2.1}
+    chosen |= dict.fromkeys(("speedup", "ideal", "of_ideal", "of_oracle"))
+    document["rows"].append(chosen)
+    lines = sections.bench(bench_rows(document))
+    assert "time to first token" in lines[8]
+    assert lines[-1] == "| `evs:0.25` | 392 | 2.0 (1.9 to 2.1) | 0.4 | 1.5 | 2.10 % |"
+
+
+def _speed_rows(device: str = "cpu", speedup: float = 4.0) -> list[dict[str, Any]]:
+    document = bench_document() | {"preset": "llava-onevision-0.5b", "device": device}
+    document["rows"][1]["speedup"] = speedup
+    return bench_rows(document)
+
+
+def test_goals_say_what_was_not_measured() -> None:
+    for rows in ([], _speed_rows(device="cuda")):
+        lines = goals.goals(rows)
+        assert len(lines) == 2 + len(goals.GOALS)
+        assert all(line.endswith("| not measured |  |") for line in lines[2:])
+
+
+def test_a_goal_is_met_by_all_rows_or_not_at_all() -> None:
+    assert goals.goals(_speed_rows())[2].endswith("| 3.4x | 4.00x (`evs:0.25`) | yes |")
+    slow = _speed_rows(speedup=3.0)
+    assert goals.goals(slow)[2].endswith("| 3.4x | 3.00x (`evs:0.25`) | no |")
+    other = [{**row, "reduce": "uniform:0.25", "speedup": 4.5} for row in slow[1:2]]
+    ends = "| 3.4x | 3.00x (`evs:0.25`) to 4.50x (`uniform:0.25`) | no |"
+    assert goals.goals([*slow, *other])[2].endswith(ends)
+    inside = [{**row, "reduce": "fastv:0.25"} for row in slow[1:2]]
+    assert goals.goals(inside)[2].endswith("| not measured |  |")
+
+
+def _even(tokens: int, speedup: float, pays: bool | None, **more: Any) -> dict[str, Any]:
+    row = {"suite": "breakeven", "bench": "tokens", "stage": "llm", "reduce": "evs:0.25"}
+    row |= {"preset": "tiny", "device": "cpu", "dtype": "float32", "threads": 1, "clock": "wall"}
+    row |= {"batch": 1, "tokens": tokens, "speedup": speedup, "pays": pays, "noise": 0.03}
+    return {**row, **ENVIRONMENT, **more}
+
+
+def test_break_even_is_where_everything_larger_pays() -> None:
+    rows = [_even(16, 1.2, True), _even(64, 0.7, False), _even(256, 1.1, True)]
+    lines = breakeven_table.break_even([*rows, _even(1024, 2.5, True)])
+    assert lines[2] == "|  | reduce | 16 | 64 | 256 | 1,024 | pays from |"
+    assert lines[4].endswith("| `evs:0.25` | 1.20x | 0.70x | 1.10x | 2.50x | 256 |")
+    undecided = breakeven_table.break_even([*rows, _even(1024, 1.01, None)])
+    assert undecided[4].endswith("| 1.10x | = | nowhere here |")
+    assert breakeven_table.break_even([]) == ["Break-even: not measured."]
+
+
+def test_break_even_by_batch_is_a_table_of_its_own() -> None:
+    rows = [_even(64, 0.9, False)]
+    rows += [_even(64, 1 + b, True, bench="batch", batch=b, stage="decode") for b in (1, 2)]
+    lines = breakeven_table.break_even(rows)
+    assert "answers at once, 64 visual tokens each" in lines[6]
+    assert lines[-1] == "| one decoding step | `evs:0.25` | 2.00x | 3.00x | 1 |"
+
+
+def test_speed_chart_has_the_ideal_and_every_method() -> None:
+    rows = _speed_rows()
+    series, ideal = speeds(rows)
+    assert series["evs"] == [(0.25, 4.0), (1.0, pytest.approx(1.0, abs=0.01))]
+    assert ideal == [(0.25, 4.2), (1.0, 4.2)]
+    document = xml.dom.minidom.parseString(speed_svg(series, ideal))
+    assert len(document.getElementsByTagName("circle")) == 2
+    texts = {node.firstChild.data for node in document.getElementsByTagName("text")}
+    assert {"evs", "what FLOPs allow", "1x", "5x", "25%"} <= texts
+    assert speed_svg(*speeds([])) == "" == speed_svg(*speeds(_speed_rows(device="cuda")))

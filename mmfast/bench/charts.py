@@ -29,62 +29,82 @@ def accuracy_svg(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     low = math.floor(10 * min(values)) / 10 if min(values) < 1 else 0.9
     parts = [_frame(low)]
     if level is not None:
-        y = _y(level, low)
-        parts.append(_line([(LEFT, y), (WIDTH - RIGHT, y)], "#000000", ' stroke-dasharray="4 4"'))
-        parts.append(_text(WIDTH - RIGHT + 10, y - 2, "all tokens", "#000000"))
+        y = y_of(level, low)
+        parts.append(line([(LEFT, y), (WIDTH - RIGHT, y)], "#000000", ' stroke-dasharray="4 4"'))
+        parts.append(text(WIDTH - RIGHT + 10, y - 2, "all tokens", "#000000"))
     for index, (name, pts) in enumerate(lines.items()):
-        parts.append(_series(index, name, pts, low))
+        parts.append(curve(index, name, pts, low))
+    return picture("Accuracy against kept visual tokens", parts)
+
+
+def picture(label: str, parts: Sequence[str]) -> str:
+    """A whole SVG document."""
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="Accuracy against kept visual tokens" font-family="sans-serif" '
+        f'aria-label="{label}" font-family="sans-serif" '
         f'font-size="12">\n<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>\n'
         f"{body}\n</svg>\n"
     )
 
 
-def _x(share: float) -> float:
+def x_of(share: float) -> float:
+    """Place of a kept share, in logarithmic steps."""
     span = math.log(TICKS[-1] / TICKS[0])
     return LEFT + (WIDTH - LEFT - RIGHT) * math.log(max(share, 0.03) / TICKS[0]) / span
 
 
-def _y(value: float, low: float) -> float:
-    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (1.0 - low)
+def y_of(value: float, low: float, high: float = 1.0) -> float:
+    """Place of a value between the lowest and the highest."""
+    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
 
 
 def _frame(low: float) -> str:
+    steps = round((1.0 - low) / 0.1)
+    values = [low + (1.0 - low) * step / steps for step in range(steps + 1)]
+    return frame([(y_of(value, low), f"{value:.0%}") for value in values])
+
+
+def frame(levels: Sequence[tuple[float, str]]) -> str:
+    """The grid: shares below, and levels `(place, text)` at the left."""
     parts = []
     for share in TICKS:
-        parts.append(_line([(_x(share), TOP), (_x(share), HEIGHT - BOTTOM)], "#e5e5e5"))
-        parts.append(_text(_x(share), HEIGHT - BOTTOM + 18, f"{share:.0%}", "#333333", "middle"))
-    steps = round((1.0 - low) / 0.1)
-    for step in range(steps + 1):
-        value = low + (1.0 - low) * step / steps
-        y = _y(value, low)
-        parts.append(_line([(LEFT, y), (WIDTH - RIGHT, y)], "#e5e5e5"))
-        parts.append(_text(LEFT - 8, y + 4, f"{value:.0%}", "#333333", "end"))
+        parts.append(line([(x_of(share), TOP), (x_of(share), HEIGHT - BOTTOM)], "#e5e5e5"))
+        parts.append(text(x_of(share), HEIGHT - BOTTOM + 18, f"{share:.0%}", "#333333", "middle"))
+    for y, name in levels:
+        parts.append(line([(LEFT, y), (WIDTH - RIGHT, y)], "#e5e5e5"))
+        parts.append(text(LEFT - 8, y + 4, name, "#333333", "end"))
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(_text(middle, HEIGHT - 12, "visual tokens kept", "#333333", "middle"))
+    parts.append(text(middle, HEIGHT - 12, "visual tokens kept", "#333333", "middle"))
     return "\n".join(parts)
 
 
-def _series(index: int, name: str, pts: Sequence[tuple[float, float]], low: float) -> str:
+def curve(
+    index: int,
+    name: str,
+    pts: Sequence[tuple[float, float]],
+    low: float,
+    high: float = 1.0,
+) -> str:
+    """A line with dots and its name at the right, in row `index`."""
     colour = COLOURS[index % len(COLOURS)]
     dash = ' stroke-dasharray="6 3"' if index >= len(COLOURS) else ""
-    place = [(_x(share), _y(value, low)) for share, value in pts]
+    place = [(x_of(share), y_of(value, low, high)) for share, value in pts]
     dots = "\n".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in place)
     row = TOP + 40 + 18 * index
-    key = _line([(WIDTH - RIGHT + 10, row), (WIDTH - RIGHT + 30, row)], colour, dash)
+    key = line([(WIDTH - RIGHT + 10, row), (WIDTH - RIGHT + 30, row)], colour, dash)
     return "\n".join(
-        [_line(place, colour, dash), dots, key, _text(WIDTH - RIGHT + 36, row + 4, name, colour)]
+        [line(place, colour, dash), dots, key, text(WIDTH - RIGHT + 36, row + 4, name, colour)]
     )
 
 
-def _line(place: Sequence[tuple[float, float]], colour: str, extra: str = "") -> str:
+def line(place: Sequence[tuple[float, float]], colour: str, extra: str = "") -> str:
+    """A polyline."""
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in place)
     return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"{extra}/>'
 
 
-def _text(x: float, y: float, text: str, colour: str, anchor: str = "start") -> str:
+def text(x: float, y: float, words: str, colour: str, anchor: str = "start") -> str:
+    """A line of text."""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text {place} fill="{colour}">{escape(text)}</text>'
+    return f'<text {place} fill="{colour}">{escape(words)}</text>'

@@ -8,7 +8,7 @@ Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmfast.core.errors import MmfastError, unknown
@@ -82,6 +82,13 @@ _ONEVISION_7B = Preset(
     {"model_type": "qwen2", **_QWEN2_7B, "vocab_size": 152128, "rope_parameters": _ROPE},
     grid=(27, 27),
     half=True,
+)
+# What a CPU can hold and time of a 7B shape: two of its layers, with all of its vocabulary.
+_ONEVISION_7B_CUT = replace(
+    _ONEVISION_7B,
+    name="llava-onevision-7b-2-layers",
+    text={**_ONEVISION_7B.text, "num_hidden_layers": 2},
+    half=False,
 )
 _QWEN25_7B = Preset(
     "qwen2.5-vl-7b",
@@ -164,7 +171,8 @@ _TINY = Preset(
     special={"image_token_index": 510, "video_token_index": 511},
 )
 
-PRESETS = {p.name: p for p in (_TINY, _ONEVISION_05B, _ONEVISION_7B, _QWEN25_7B, _QWEN3_8B)}
+_ALL = (_TINY, _ONEVISION_05B, _ONEVISION_7B, _ONEVISION_7B_CUT, _QWEN25_7B, _QWEN3_8B)
+PRESETS = {p.name: p for p in _ALL}
 
 
 def get_preset(name: str) -> Preset:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mmfast.bench.results import Row, share
+from mmfast.bench.speed_table import bench_group
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import methods
 from mmfast.core.spec import parse
@@ -132,47 +133,8 @@ def bench(rows: Sequence[Row]) -> list[str]:
         groups.setdefault(key, {})[row["reduce"]] = row
     lines: list[str] = []
     for group in groups.values():
-        lines += [*_bench_group(list(group.values())), ""]
+        lines += [*bench_group(list(group.values())), ""]
     return lines[:-1] or [f"Speed: {NOT_MEASURED}."]
-
-
-def _bench_group(rows: Sequence[Row]) -> list[str]:
-    one = rows[-1]
-    where = one["processor"] + (f", {one['threads']} threads" if one["device"] == "cpu" else "")
-    lines = [
-        f"**{one['preset']}, {STAGE_NAMES[one['stage']]}**: {one['frames']} frames, "
-        f"{one['tokens']} visual tokens, {where}, {one['dtype']}, {one['n']} rounds, "
-        f"noise {_percent(one['noise'])}, torch {one['versions']['torch']}, {one['date']}, "
-        f"commit `{one['commit'] or 'none'}`.",
-        "",
-        "| reduce | kept | ms (p20 to p80) | speed-up | ideal | of ideal | of oracle "
-        "| selection ms | peak MB |",
-        "|---|" + "---|" * 8,
-    ]
-    for row in rows:
-        gain = "=" if row["equal"] else f"{row['speedup']:.2f}x"
-        oracle = "" if row["of_oracle"] is None else f"{row['of_oracle']:.2f}"
-        cells = [
-            f"`{row['reduce']}`" if row["reduce"] else "stock",
-            str(row["kept"]),
-            f"{row['median_ms']:.0f} ({row['p20_ms']:.0f} to {row['p80_ms']:.0f})",
-            gain if row["reduce"] else "1",
-            f"{row['ideal']:.2f}x" if row["reduce"] else "1",
-            f"{row['of_ideal']:.2f}" if row["reduce"] else "",
-            oracle if row["reduce"] else "",
-            f"{row['selection_ms']:.1f}" if row["reduce"] else "",
-            f"{row['peak_mb']:.0f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-STAGE_NAMES = {
-    "vit": "vision tower",
-    "llm": "prefill behind the encoder",
-    "decode": "one decoding step",
-    "ttft": "time to first token",
-}
 
 
 def selection(rows: Sequence[Row]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Write the README's tables and its chart from the registry and assets/results/*.jsonl.
+"""Write the README's tables and its charts from the registry and assets/results/*.jsonl.
 
-python -m mmfast.bench.table            rewrites README.md and assets/images/accuracy.svg
+python -m mmfast.bench.table            rewrites README.md, accuracy.svg and speed.svg of assets
 python -m mmfast.bench.table --check    exits 1 where they are stale
 """
 
@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmfast.bench.breakeven_table import break_even
 from mmfast.bench.cache_table import cache_accuracy, caches
 from mmfast.bench.charts import accuracy_svg
+from mmfast.bench.goals import goals
 from mmfast.bench.matrix import matrix
 from mmfast.bench.plan_table import plan
 from mmfast.bench.recall_table import stream_recall
@@ -21,6 +23,7 @@ from mmfast.bench.results import Row, load
 from mmfast.bench.sections import Points, accuracy, bench, kinds, points, selection, subset
 from mmfast.bench.serve_table import serve_load
 from mmfast.bench.speech_table import speech_cost, speech_words
+from mmfast.bench.speed_chart import speed_svg, speeds
 from mmfast.bench.stream_cost import stream_cost
 from mmfast.bench.systems import table as systems
 from mmfast.core.errors import MmfastError
@@ -28,7 +31,7 @@ from mmfast.core.registry import methods as registered
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
-CHART = Path("assets/images/accuracy.svg")
+CHART, SPEED_CHART = Path("assets/images/accuracy.svg"), Path("assets/images/speed.svg")
 BEST, BASELINES = 7, ("random", "uniform", "pool")  # lines of the chart
 _MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.DOTALL)
 
@@ -63,6 +66,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "speech_cost": ("speech", speech_cost),
     "serve": ("serve", serve_load),
     "bench": ("bench", bench),
+    "goals": ("bench", goals),
+    "breakeven": ("breakeven", break_even),
     "selection": ("selection", selection),
     "matrix": ("matrix", matrix),
     "plan": ("plan", plan),
@@ -98,9 +103,12 @@ def outputs(root: Path) -> dict[Path, str]:
     readme, folder = root / "README.md", root / "assets" / "results"
     if not readme.is_file():
         raise MmfastError(f"no README.md in {root.name!r}: run this from a checkout")
-    chart = accuracy_svg(_drawn(points(read_rows(folder, "eval-video"))))
+    charts = {
+        root / CHART: accuracy_svg(_drawn(points(read_rows(folder, "eval-video")))),
+        root / SPEED_CHART: speed_svg(*speeds(read_rows(folder, "bench"))),
+    }
     files = {readme: render(readme.read_text(encoding="utf-8"), folder)}
-    return {**files, root / CHART: chart} if chart else files
+    return files | {path: chart for path, chart in charts.items() if chart}
 
 
 def _drawn(found: Points) -> Points:
