@@ -15,10 +15,14 @@ from kernel_tools import (
     has_wide_loads,
     planted,
 )
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mmfast.core.errors import SpecError
+from mmfast.models.levels import Levels
+from mmfast.models.scores import head_mass, received, received_within
 from mmfast.ops import column_chunks
 from mmfast.ops.attend import attend
 from mmfast.ops.attention_column_sums import (
@@ -305,3 +309,77 @@ def test_device_sums_what_the_host_sums(
     got = attention_column_sums(q, k, causal=causal, heads="query")
     want = attention_column_sums(q.double(), k.double(), causal=causal, heads="query")
     torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-3)
+
+
+def _masks(length: int) -> dict[str, Any]:
+    """Kinds of causal masks of two prompts, the second padded on the left by 20 tokens."""
+    keep = torch.ones(2, length, dtype=torch.bool)
+    keep[1, :20] = False
+    four = (torch.ones(length, length, dtype=torch.bool).tril() & keep[:, None])[:, None]
+    block = create_block_mask(
+        lambda b, h, i, j: (i >= j) & keep[b, j], 2, None, length, length, device="cpu"
+    )
+    additive = torch.zeros(four.shape).masked_fill(~four, torch.finfo(torch.float32).min)
+    return {"four": four, "additive": additive, "padding": keep.long(), "flex": block}
+
+
+@pytest.mark.parametrize("kind", ["four", "additive", "padding", "flex"])
+def test_scores_of_many_queries_are_their_rows_in_sum(kind: str) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 6, 150, 8), torch.randn(2, 2, 150, 8)
+    masks = _masks(150)
+    want = attention_column_sums_reference(q, k, scale=0.3, mask=masks["four"])
+    got = received(q, k, 0.3, True, masks[kind])
+    torch.testing.assert_close(got[0], want[0].mean(0) / 150, atol=1e-6, rtol=0)
+    torch.testing.assert_close(got[1], want[1].mean(0) / 130, atol=1e-6, rtol=0)
+    for places in (torch.arange(20, 150), torch.arange(20, 150, 2), torch.arange(140, 150)):
+        chosen = torch.zeros(150).index_fill_(0, places, 1.0)
+        want = attention_column_sums_reference(q, k, scale=0.3, mask=masks["four"], weights=chosen)
+        for row in range(2):
+            mass = head_mass(q, k, row, places, masks[kind], 0.3, True)
+            wanted = want[row].unflatten(0, (2, 3)).mean(1)
+            torch.testing.assert_close(mass, wanted, atol=2e-5, rtol=0)
+
+
+def test_packed_segments_sum_to_one_each() -> None:
+    q, k = (x.float() for x in _tensors((1, 4, 2, 40, 40, 8)))
+    ends = torch.tensor([0, 7, 30, 40], dtype=torch.int32)
+    want = [received(q[:, :, i:j], k[:, :, i:j]) for i, j in pairwise(ends.tolist())]
+    got = received_within(q, k, ends)
+    torch.testing.assert_close(got, torch.cat(want, dim=1), atol=1e-6, rtol=0)
+
+
+class _Attending(nn.Module):
+    """What transformers hands to its attention functions."""
+
+    is_causal = True
+    num_key_value_groups = 3
+
+
+@pytest.mark.parametrize("kind", [None, "four", "additive"])
+def test_levels_are_caught_and_the_output_is_the_stock_one(kind: str | None) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 150, 16), torch.randn(2, 2, 150, 16), torch.randn(2, 2, 150, 16)
+    mask = None if kind is None else _masks(150)[kind]
+    stock, _ = sdpa_attention_forward(_Attending(), q, k, v, mask, scaling=0.3)
+    with Levels() as levels:
+        out, _ = sdpa_attention_forward(_Attending(), q, k, v, mask, scaling=0.3)
+        assert torch.equal(q.softmax(-1), torch.softmax(q, -1))  # others go on as they are
+    assert torch.equal(out, stock)
+    lse = levels.of(q)
+    assert lse is not None and levels.of(q[:, :, :9]) is None
+    got = received(q, k, 0.3, True, mask, lse)
+    torch.testing.assert_close(got, received(q, k, 0.3, True, mask), atol=1e-6, rtol=0)
+    shifted = received(q, k, 0.3, True, mask, lse + 1)  # it is really used
+    torch.testing.assert_close(shifted * torch.e, got, atol=1e-6, rtol=0)
+
+
+def test_two_calls_or_dropout_leave_no_level() -> None:
+    q = torch.randn(1, 2, 70, 16)
+    with Levels() as levels:
+        scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert levels.of(q) is None
+    with Levels() as levels:
+        for _ in range(2):
+            scaled_dot_product_attention(q, q, q)
+    assert levels.of(q) is None

@@ -46,7 +46,8 @@ class Attention:
     def watching(self, modules: Mapping[int, nn.Module]) -> Iterator[None]:
         """Watch attention modules, by decoder layer."""
         look: Any = torch.compiler.disable(self._look)
-        with probing({module: partial(look, index) for index, module in modules.items()}):
+        hooks = {module: partial(look, index) for index, module in modules.items()}
+        with probing(hooks, levels=self._total):
             yield
 
     def take(self, index: int) -> dict[str, Tensor]:
@@ -64,6 +65,7 @@ class Attention:
         mask: Any,
         scaling: float | None,
         causal: bool,
+        lse: Tensor | None = None,
     ) -> None:
         now = self._now()
         if now is None or (now[0] is None and not self._steps):
@@ -76,7 +78,7 @@ class Attention:
             if ok is not None:
                 places = places[ok[row, :new].to(query.device)]
             if self._total:
-                total.append(head_mass(query, key, row, places, mask, scaling, causal))
+                total.append(head_mass(query, key, row, places, mask, scaling, causal, lse))
             if self._window and part is not None:
                 recent = places[max(0, len(places) - max(0, self._window - part.rest)) :]
                 window.append(head_mass(query, key, row, recent, mask, scaling, causal))

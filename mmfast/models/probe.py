@@ -16,17 +16,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from mmfast.core.errors import ModelError
+from mmfast.models.levels import Levels
 from mmfast.models.scores import last_query_scores, received
 
 __all__ = ["Around", "Hook", "intercepting", "last_query_scores", "probing", "received"]
 
 # (module, q [B, H, L, d], k [B, Hkv, S, d], v, mask, scaling, is_causal): q and k are rotated and
-# k, v hold the cached tokens too.
-Hook = Callable[[nn.Module, Tensor, Tensor, Tensor, Any, float | None, bool], None]
+# k, v hold the cached tokens too. With `levels` one more: the log-sum-exp [B, H, L] or None.
+Hook = Callable[..., None]
 # (next, module, q, k, v, mask, *args, **kwargs) -> what `next` returns; may change any argument.
 Around = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -37,7 +39,7 @@ _active = 0
 
 
 @contextmanager
-def probing(hooks: Mapping[nn.Module, Hook]) -> Iterator[None]:
+def probing(hooks: Mapping[nn.Module, Hook], levels: bool = False) -> Iterator[None]:
     """Call a hook whenever one of these attention modules computes attention.
 
     Re-entrant and thread-safe: several probes may watch one module, and the attention functions
@@ -47,11 +49,13 @@ def probing(hooks: Mapping[nn.Module, Hook]) -> Iterator[None]:
         hooks: Attention module to hook. A hook sees the queries `[B, H, L, d]` and the keys and
             values `[B, Hkv, S, d]` that are really attended, and the mask as the function got it:
             None, bool or additive `[B, 1, L, S]`, `[B, S]` under flash, a BlockMask under flex.
+        levels: Call them after the attention, with the log-sum-exp of every query as one argument
+            more, None where the attention function does not tell it.
 
     Raises:
         ModelError: A module does not go through transformers' attention interface.
     """
-    arounds = {module: partial(_observe, hook) for module, hook in hooks.items()}
+    arounds = {module: partial(_observe, hook, levels) for module, hook in hooks.items()}
     with intercepting(arounds, innermost=True):
         yield
 
@@ -93,7 +97,9 @@ def _remove(module: nn.Module, around: Around) -> None:
         del module.__dict__[_GATE]
 
 
-def _observe(hook: Hook, call: Around, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _observe(
+    hook: Hook, levels: bool, call: Around, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     query, key, value, mask = args[:4] if len(args) > 3 else (*args, kwargs.get("attention_mask"))
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
@@ -103,8 +109,14 @@ def _observe(hook: Hook, call: Around, module: nn.Module, *args: Any, **kwargs: 
         hook_kv = (key[:, :, :length], value[:, :, :length])
     else:
         hook_kv = (key, value)
-    hook(module, query, *hook_kv, mask, kwargs.get("scaling"), causal)
-    return call(module, *args, **kwargs)
+    seen = (module, query, *hook_kv, mask, kwargs.get("scaling"), causal)
+    if not levels or torch.compiler.is_compiling():
+        hook(*seen)
+        return call(module, *args, **kwargs)
+    with Levels() as found:
+        output = call(module, *args, **kwargs)
+    hook(*seen, found.of(query) if kwargs.get("position_bias") is None else None)
+    return output
 
 
 def _is_flash(module: nn.Module) -> bool:

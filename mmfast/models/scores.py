@@ -170,6 +170,27 @@ def received(
     return sums.float() / heads / count.clamp_min(1)
 
 
+def received_within(
+    query: Tensor, key: Tensor, ends: Tensor, scaling: float | None = None
+) -> Tensor:
+    """`received` of packed sequences that attend to themselves, in one pass.
+
+    Args:
+        query: `[1, H, L, d]`.
+        key: `[1, Hkv, L, d]`, H a multiple of Hkv.
+        ends: `[n + 1]` where each sequence begins and the last one ends.
+        scaling: Factor of the logits; None means `d ** -0.5`.
+
+    Returns:
+        `[1, L]` float32; the keys of each sequence sum to 1.
+    """
+    sizes = ends.diff().to(query.device, torch.int64)
+    longest = int(sizes.max())
+    sums = attention_column_sums(query, key, scale=scaling, cu_seqlens=ends, longest=longest)
+    own = sizes.repeat_interleave(sizes, output_size=query.shape[2])
+    return sums.float() / query.shape[1] / own
+
+
 def _direct(mask: Any, query: Tensor) -> bool:
     """Whether the sums over columns take this mask: a GPU's kernel has none."""
     return mask is None or (isinstance(mask, Tensor) and not query.is_cuda)

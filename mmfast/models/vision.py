@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.models.adapter import Adapter, Call
+from mmfast.models.levels import Levels
 from mmfast.models.patching import override
 from mmfast.models.probe import intercepting
-from mmfast.models.scores import last_query_scores, received
+from mmfast.models.scores import last_query_scores, received, received_within
 from mmfast.models.signals import Source, from_tower, sources_of
 from mmfast.models.towers import KINDS, Tower, argument, attention_of, check_blocks, kinds_of
 
@@ -136,7 +137,8 @@ class Collector:
             patches = _patches(self._tower, arguments, source, recording)
             rows = self._adapter.fold(self._tower.base, kind, patches, arguments)
             folded[source] = rows if source.what == "keys" else [item[:, 0] for item in rows]
-        named = [{n: folded[s][i] for n, s in sources.items()} for i in range(_length(folded))]
+        count = len(next(iter(folded.values()), []))
+        named = [{n: folded[s][i] for n, s in sources.items()} for i in range(count)]
         self._items()[kind] = named
 
     def _record(
@@ -159,23 +161,31 @@ class Collector:
             recording.merged[sources[0].block] = module.__dict__.get(MERGED, _nothing)()
             recording.kept = self._tower.module.__dict__.get(KEPT, _nothing)()
             width = getattr(module, "head_dim", key.shape[-1])  # more where sizes ride along
+            with Levels() as levels:
+                output = call(module, *args, **kwargs)
+            scaling, lse = kwargs.get("scaling"), levels.of(query) if ends is None else None
             for source in sources:
                 found = recording.calls.setdefault(source, [])
                 if source.what == "keys":
                     found.append(key[..., :width].mean(dim=1))
-                    continue
-                split = (query.split(lengths, 2), key.split(lengths, 2), masks)
-                for q, k, seen in zip(*split, strict=True):
-                    found.append(_attention(q, k, seen, kwargs.get("scaling"), source.what))
+                elif source.what == "mean" and ends is not None and not cut:
+                    found.append(received_within(query, key, ends, scaling)[..., None])
+                else:
+                    split = (query.split(lengths, 2), key.split(lengths, 2), masks)
+                    for q, k, seen in zip(*split, strict=True):
+                        found.append(_attention(q, k, seen, scaling, source.what, lse))
+            return output
         return call(module, *args, **kwargs)
 
 
-def _attention(q: Tensor, k: Tensor, mask: Any, scaling: float | None, what: str) -> Tensor:
+def _attention(
+    q: Tensor, k: Tensor, mask: Any, scaling: float | None, what: str, lse: Tensor | None
+) -> Tensor:
     """Attention received `[B, S, 1]`: the class token's row, or the mean over queries."""
     if what == "row":
         row = mask[:, :, :1] if isinstance(mask, Tensor) and mask.ndim == 4 else mask
         return last_query_scores(q[:, :, :1], k, row, scaling)[..., None]
-    return received(q, k, scaling, is_causal=False, mask=_padding(mask))[..., None]
+    return received(q, k, scaling, False, _padding(mask), lse)[..., None]
 
 
 def _padding(mask: Any) -> Any:
@@ -187,10 +197,6 @@ def _padding(mask: Any) -> Any:
         return mask  # merged tokens weigh by their size
     first = seen[:, 0, :1]  # [B, 1, S]
     return first[:, 0] if bool((seen[:, 0] == first).all()) else mask
-
-
-def _length(folded: dict[Source, list[Tensor]]) -> int:
-    return len(next(iter(folded.values()), []))
 
 
 def _nothing() -> None:
