@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mmfast.ops.closeness import closeness
 from mmfast.ops.snap import snap
-from mmfast.ops.steady_channels import steady_channels, take_channels
+from mmfast.ops.steady_channels import parts, steady_channels, sum_of, take_channels
 from mmfast.ops.unit import unit_rows
 
 
@@ -52,13 +53,16 @@ def familiarity(x: Tensor, frames: int, memory: ChunkMemory | None = None) -> Fa
         frames: T.
         memory: Of the chunks before; None at the start.
     """
-    wide = x.double()
-    channels = steady_channels(wide, max(1, x.shape[-1] // 2))
-    steady = take_channels(wide, channels)  # [..., T * n, C]
-    mean = steady.mean(-2)
+    channels = steady_channels(x, max(1, x.shape[-1] // 2))
+    n = x.shape[-2] // frames
+    chunks = [take_channels(part, channels) for part in parts(x, n)]  # of whole frames
+    mean = sum_of(part.double().sum(-2) for part in chunks) / x.shape[-2]  # [..., C]
     old = memory or ChunkMemory(mean.new_zeros(mean.shape), 0)
     new = ChunkMemory(old.total + mean, old.chunks + 1)
-    video = unit_rows(steady).unflatten(-2, (frames, -1))  # [..., T, n, C]
     remembered = unit_rows((new.total / new.chunks)[..., None, :])[..., None, :]
-    score = closeness(video, remembered) + closeness(video, video.mean(-2, keepdim=True))
-    return Familiarity(snap(score), channels, new)
+
+    def score(part: Tensor) -> Tensor:
+        video = unit_rows(part.double()).unflatten(-2, (-1, n))  # [..., t, n, C]
+        return closeness(video, remembered) + closeness(video, video.mean(-2, keepdim=True))
+
+    return Familiarity(snap(torch.cat([score(part) for part in chunks], -2)), channels, new)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmfast.ops.cosine_table import cosine_table
-from mmfast.ops.snap import ROUNDING
+from mmfast.ops.snap import ROUNDING, snap
+from mmfast.ops.unit import unit_rows
 
+_CHUNK = 1 << 19  # float64 numbers of a temporary on the host, 4 MB
 Floats = NDArray[np.floating[Any]]
 
 
@@ -23,8 +25,8 @@ class SinceKept:
 
     def __init__(self, x: Tensor, frames: int) -> None:
         """`x` is `[N, D]`, frame after frame."""
-        places = x.unflatten(0, (frames, -1)).transpose(0, 1)  # [n, T, D]
-        self._change: Floats = 1.0 - cosine_table(places, places).cpu().numpy()  # [n, T, T]
+        places = x.detach().unflatten(0, (frames, -1)).transpose(0, 1)  # [n, T, D]
+        self._change: Floats = _changes(places).cpu().numpy()  # [n, T, T]
 
     def changes(self, threshold: float) -> Floats:
         """Change of every later token since the last one kept, `[T - 1, n]` float64.
@@ -54,3 +56,14 @@ class SinceKept:
             else:
                 high = middle
         return low * ROUNDING
+
+
+def _changes(places: Tensor) -> Tensor:
+    """One minus the cosine of every two frames, of each place of `[n, T, D]`: `[n, T, T]`."""
+    n, frames, width = places.shape
+    few = n if places.is_cuda else max(1, _CHUNK // max(1, frames * width))
+    change = places.new_empty(n, frames, frames, dtype=torch.float64)
+    for spot in range(0, n, max(1, few)):
+        rows = unit_rows(places[spot : spot + few].double())
+        change[spot : spot + few] = 1.0 - snap(rows @ rows.transpose(-1, -2))
+    return change

@@ -55,12 +55,16 @@ def dycoke(
 
 def _changes(x: Tensor, frames: int, rows: int, columns: int) -> Tensor:
     """One minus the cosine of every token with the one it is compared to, `[..., T, n]`."""
-    video = x.unflatten(-2, (frames, -1))
-    change = [spatial_novelty(video[..., 0, :, :], rows, columns)]
-    for frame in range(1, frames):
-        before = max(frame - (1 if frame % 2 else 2 if frame % 4 else 4), 0)
-        change.append(1.0 - paired_cosine(video[..., frame, :, :], video[..., before, :, :]))
-    return torch.stack(change, dim=-2)
+    video = x.unflatten(-2, (frames, -1))  # [..., T, n, D]
+    change = torch.empty(video.shape[:-1], dtype=torch.float64, device=x.device)
+    change[..., 0, :] = spatial_novelty(video[..., 0, :, :], rows, columns)
+    # Every second frame with the one before, every fourth from the third on with the one two
+    # before, and whole ones with the whole one before.
+    for start, step, back in ((1, 2, 1), (2, 4, 2), (4, 4, 4)):
+        now = video[..., start::step, :, :]
+        before = video[..., start - back : frames - back : step, :, :]
+        change[..., start::step, :] = 1.0 - paired_cosine(now, before)
+    return change
 
 
 def _counts(frames: int, n: int, budget: int | None, ratio: float, parity: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.cosine_table import cosine_table
+from mmfast.ops.cosine_table import cosine_parts
 from mmfast.ops.dpc_knn import dpc_knn
 from mmfast.ops.grouped_topk import grouped_topk
 from mmfast.ops.nearest import nearest
@@ -108,7 +108,8 @@ def _segment(video: Tensor, attn: Tensor, quota: int, knobs: _Knobs) -> Tensor:
         return torch.where(kept, itself, -1)
     anchors = anchor.flatten().nonzero()[:, 0]
     rows = video.flatten(0, 1)
-    return torch.where(kept, itself, anchors[nearest(cosine_table(rows, rows[anchors]))])
+    closest = torch.cat([nearest(part) for part in cosine_parts(rows, rows[anchors])])
+    return torch.where(kept, itself, anchors[closest])
 
 
 def _weights(merged: Reduction, own: Tensor, beta: float) -> Tensor:

@@ -80,7 +80,7 @@ def _reduce(x: Tensor, attn: Tensor, budget: int | None, knobs: _Knobs) -> Reduc
         late[first + 1 : last + 1, places] = True
     total = frames * n
     ratio = min(knobs.ratio / ((total - saved) / total), 1)
-    sizes = [int(places.sum()) for places in static]
+    sizes = torch.stack(static).sum(-1).tolist()
     quota = paper_quota(sizes, dynamic, attn, ratio)
     if budget is not None:
         quota = exact_quota(quota, sizes, dynamic, late, attn, budget)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import lru_cache
+
+import torch
+from torch import Tensor
 
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
@@ -24,18 +27,30 @@ def temporal_pool(tokens: Tokens, budget: int) -> Reduction:
         tokens: `x` `[..., N, D]`; without a `grid` it is one frame, a row of tokens.
         budget: Tokens to keep.
     """
-    return pool_boxes(tokens, budget, _boxes)
+    frames, rows, columns = tokens.grid or (1, 1, tokens.n)
+    if budget <= rows * columns:
+        return pool_boxes(tokens, budget, _columns)
+    lead, device = tokens.x.shape[:-2], tokens.x.device
+    keep, target = (
+        plan.to(device).expand(*lead, -1).contiguous()
+        for plan in _runs(frames, rows * columns, budget)
+    )
+    return Reduction.merge(keep, target)
 
 
-def _boxes(grid: tuple[int, int, int], budget: int) -> list[Box]:
+def _columns(grid: tuple[int, int, int], budget: int) -> list[Box]:
+    """Cells of a frame, each over all frames."""
     frames, rows, columns = grid
-    n = rows * columns
-    if budget <= n:
-        return [(0, frames, *cell[2:]) for cell in split_box((1, rows, columns), budget)]
-    boxes: list[Box] = []
-    for place in range(n):
-        y, x = divmod(place, columns)
-        runs = (place + 1) * budget // n - place * budget // n
-        ends = [frames * run // runs for run in range(runs + 1)]
-        boxes += [(a, b, y, y + 1, x, x + 1) for a, b in pairwise(ends)]
-    return boxes
+    return [(0, frames, *cell[2:]) for cell in split_box((1, rows, columns), budget)]
+
+
+@lru_cache(maxsize=16)
+def _runs(frames: int, n: int, budget: int) -> tuple[Tensor, Tensor]:
+    """The middle token of each run of frames, `[budget]`, and the one each token joins, `[N]`."""
+    place = torch.arange(n)
+    runs = (place + 1) * budget // n - place * budget // n  # of each place
+    frame = torch.arange(frames)[:, None]
+    run = ((frame + 1) * runs - 1) // frames  # the last that starts with this frame or before
+    begin, end = frames * run // runs, frames * (run + 1) // runs
+    target = ((begin + end - 1) // 2 * n + place).flatten()
+    return target.unique(), target
