@@ -1,4 +1,4 @@
-"""Break-even as Markdown: speed-up by tokens and by answers at once, and from where on there is any."""
+"""Break-even as Markdown: speed-up by tokens and by answers at once, and where it begins."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from mmfast.bench.measure import warm_up
+from mmfast.bench.measure import frozen, warm_up
 from mmfast.core.errors import MmfastError
 
 FLUSH_BYTES = 256 << 20  # an H200 caches 60 MB, its successors twice as much
@@ -50,15 +50,16 @@ def device_times(
     one_round = _cuda_rounds(where, flush) if where.type == "cuda" else _process_round
     order, dice = list(jobs), random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(rounds):
-        dice.shuffle(order)
-        gc.collect()
-        gc.disable()
-        try:
-            for name, ms in one_round({name: jobs[name] for name in order}).items():
-                times[name].append(ms)
-        finally:
-            gc.enable()
+    with frozen():
+        for _ in range(rounds):
+            dice.shuffle(order)
+            gc.collect()
+            gc.disable()
+            try:
+                for name, ms in one_round({name: jobs[name] for name in order}).items():
+                    times[name].append(ms)
+            finally:
+                gc.enable()
     return times
 
 
