@@ -13,6 +13,7 @@ from mmfast.demos import page
 from mmfast.demos.about_tab import about_tab
 from mmfast.demos.ask_tab import ask_tab
 from mmfast.demos.compare_tab import compare_tab
+from mmfast.demos.quota import UploadQuota
 from mmfast.demos.shelf import Shelf
 from mmfast.demos.voice_socket import VoiceSocket
 from mmfast.demos.voice_tab import voice_tab
@@ -123,4 +124,10 @@ def mount(
         **page.dress(),
     }
     given |= options
-    return _in_a_loop(lambda: gr.mount_gradio_app(app, _build(shelf), path=where, **given))
+
+    def mounted() -> Any:
+        blocks = _build(shelf)
+        app.add_middleware(UploadQuota, path=where, blocks=blocks)
+        return gr.mount_gradio_app(app, blocks, path=where, **given)
+
+    return _in_a_loop(mounted)

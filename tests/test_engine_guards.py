@@ -402,6 +402,28 @@ def test_errors_of_the_model_are_not_the_users(
     assert (failure(BusyError("later")).status, failure(BusyError("later")).kind) == (503, "busy")
 
 
+def test_what_ends_all_answers_is_logged_once(
+    engine: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = threading.Event()
+    decode = Decoder.step
+
+    def step(self: Decoder) -> Any:
+        if broken.is_set():
+            raise RuntimeError("no memory")
+        return decode(self)
+
+    monkeypatch.setattr(Decoder, "step", step)
+    ears = [Ear(engine, ask(f"{i}", "hello", tokens=400)) for i in range(3)]
+    for ear in ears:
+        ear.next()
+    with caplog.at_level(logging.ERROR, "mmfast"):
+        broken.set()
+        ends = [ear.wait() for ear in ears]
+    assert all(isinstance(end, Failure) and end.status == 500 for end in ends)
+    assert len([r for r in caplog.records if r.exc_info]) == 1
+
+
 def test_reducers_that_do_not_fit_are_the_users(
     engine: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from serve_tools import CHAT, MODEL, Hum, app_of, client_of, saying, sound_part, user, wav
+from serve_tools import CHAT, MODEL, Hum, app_of, client_of, running, saying, sound_part, user, wav
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig
@@ -158,6 +158,42 @@ def test_an_unforeseen_error_is_logged_once(caplog: pytest.LogCaptureFixture) ->
     assert reply.status_code == 500 and "secret" not in reply.text
     found = [r for r in caplog.records if r.name == "mmfast.serve" and r.levelno >= logging.ERROR]
     assert len(found) == 1 and reply.headers["x-request-id"] in found[0].getMessage()
+
+
+def test_an_error_of_the_guard_itself_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the server that runs the application, to which it is raised."""
+    import httpx
+
+    from mmfast.serve.guard.shield import Shield
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a path: /etc/secret")
+
+    monkeypatch.setattr(Shield, "_admit", broken)
+    with caplog.at_level(logging.ERROR), running(app_of(saying(*ANSWER))) as url:
+        for name in ("mmfast", "uvicorn", "uvicorn.error"):
+            monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        reply = httpx.get(f"{url}/v1/models")
+    assert reply.status_code == 500 and "secret" not in reply.text
+    traces = [r for r in caplog.records if r.exc_info and "secret" in str(r.exc_info[1])]
+    assert len(traces) == 1
+
+
+def test_a_session_without_a_voice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    from realtime_tools import HumService, Wire, fast
+
+    async def main() -> None:
+        service = HumService()
+        service._load = lambda: 1 // 0  # type: ignore[assignment,return-value]
+        wire = Wire(service)
+        await wire.task
+        assert wire.messages[0]["status"] == 503
+
+    with caplog.at_level(logging.ERROR, "mmfast"):
+        fast(main())
+    assert len([r for r in caplog.records if r.exc_info]) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

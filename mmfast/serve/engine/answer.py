@@ -85,10 +85,10 @@ class Answer:
             self._unsaid = 0
         return self.writer.over is None and not self.broken
 
-    def fail(self, error: Exception) -> None:
-        """The answer ends here."""
+    def fail(self, error: Exception, logged: bool = False) -> None:
+        """The answer ends here; arguments as of `failure`."""
         if not self.over:
-            self.end(failure(error, self.id))
+            self.end(failure(error, self.id, logged))
 
     def end(self, event: Finish | Failure) -> None:
         """Send the last event, once."""

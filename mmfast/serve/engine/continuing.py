@@ -77,7 +77,7 @@ class Continuing:
             except Exception as error:  # what is not one answer's fault ends all that are here
                 LOG.exception("decoding failed")
                 for name in [*self._waiting, *self._running]:
-                    self._fail(name, error)
+                    self._fail(name, error, logged=True)
 
     def _round(self, gone: set[str]) -> None:
         for name in gone:
@@ -113,8 +113,9 @@ class Continuing:
         try:
             found = self._decoder.step()
         except Exception as error:  # a pass is of all answers
+            LOG.exception("a step of decoding failed")
             for name in list(self._running):
-                self._fail(name, error)
+                self._fail(name, error, logged=True)
             return
         for key, token in found:
             try:
@@ -134,8 +135,8 @@ class Continuing:
         self._leave(name)
         return False
 
-    def _fail(self, name: str, error: Exception) -> None:
-        self._leave(name).fail(error)
+    def _fail(self, name: str, error: Exception, logged: bool = False) -> None:
+        self._leave(name).fail(error, logged)
 
     def _leave(self, name: str) -> Answer:
         with self._some:

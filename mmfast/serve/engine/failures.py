@@ -14,7 +14,7 @@ class NoTokenError(ModelError):
     """The model gave no numbers that a token can be chosen by."""
 
 
-def failure(error: BaseException, request: str = "") -> Failure:
+def failure(error: BaseException, request: str = "", logged: bool = False) -> Failure:
     """The last event of an answer that failed.
 
     A request that is wrong is told so. Whatever else went wrong is not the request's fault, and
@@ -23,12 +23,14 @@ def failure(error: BaseException, request: str = "") -> Failure:
     Args:
         error: What was raised.
         request: Its id.
+        logged: It is in the log already.
     """
     if isinstance(error, BusyError):
         return Failure(str(error), 503, "busy")
     if isinstance(error, MmfastError) and not isinstance(error, ModelError):
         return Failure(str(error), 400, "invalid_request_error")
-    LOG.error("request %s failed", request, exc_info=error)
+    if not logged:
+        LOG.error("request %s failed", request, exc_info=error)
     if isinstance(error, NoTokenError):
         text = "the model gave NaN or infinite logits, so no token can be chosen"
         return Failure(f"{text}; ask something else", 500, "model_error")

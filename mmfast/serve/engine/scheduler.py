@@ -194,7 +194,7 @@ class Scheduler:
             except Exception as error:  # what is not one request's fault ends all that run
                 LOG.exception("the engine failed")
                 for answer in self._lanes.clear():
-                    answer.fail(error)
+                    answer.fail(error, logged=True)
             self._tidy()
         self._end_all()
 

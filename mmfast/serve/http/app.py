@@ -108,7 +108,8 @@ def _errors(app: FastAPI, service: Service) -> None:
         return _reply(service, ApiError(status, text, code="no_route", headers=headers))
 
     async def unforeseen(request: Request, error: Exception) -> Response:
-        return _reply(service, api_error(error))  # it goes on to the guard, which logs it
+        # Of the guard itself: raised again, and logged by whoever runs the application.
+        return _reply(service, api_error(error))
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it; the log does

@@ -77,7 +77,7 @@ def check(websocket: WebSocket, service: RealtimeService) -> None:
 async def deny(websocket: WebSocket, error: Exception) -> None:
     """Answer the handshake with an error of HTTP."""
     known = api_error(error)
-    if known.status >= 500:
+    if known.status >= 500 and known is not error:  # the server's own words are logged already
         _log.error("a session could not be opened", exc_info=error)
     if "websocket.http.response" in websocket.scope.get("extensions", {}):
         reply = JSONResponse(body(known), known.status, dict(known.headers))
