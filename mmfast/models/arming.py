@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from mmfast.models.patching import stand_before
+
 
 class _Local(threading.local):
     depth = 0
@@ -22,13 +24,15 @@ class Arming:
     """Puts hooks in and out between calls.
 
     A hook may be met by a call of another thread that does not need it, so it has to leave such
-    a call alone; torch may even hand it over without keyword arguments then.
+    a call alone.
 
     Args:
         hooks: Makes the context that holds the hooks.
 
     Attributes:
-        armed: The hooks are in place; compiled code guards on it.
+        idle: A call has taken the hooks out. Compiled code guards on it: what is compiled without
+            them is not used where they are needed. Leaving for good does not count, or else
+            code would be compiled anew whenever a model is attached again.
     """
 
     def __init__(self, hooks: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -38,15 +42,16 @@ class Arming:
         self._running = 0  # calls of all threads
         self._pinned = False
         self._local = _Local()
-        self.armed = False
+        self.idle = False
 
     def begin(self, needed: bool) -> None:
         """A call begins; `end` must follow, also after an exception."""
         with self._lock:
             if needed:
                 self._arm()
-            elif self.armed and not self._running and not self._pinned:
+            elif self._held is not None and not self._running and not self._pinned:
                 self._disarm()
+                self.idle = True
             self._running += 1
             self._local.depth += 1
 
@@ -57,31 +62,32 @@ class Arming:
                 self._local.depth -= 1
                 self._running -= 1
 
-    def arm(self) -> None:
-        """In place from here on."""
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """In place at first, out for good at the end."""
         with self._lock:
             self._arm()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._disarm()
 
     def pin(self) -> None:
-        """In place until `close`: calls follow that do not say what they need (compiled ones)."""
+        """In place until the end: calls follow that do not say what they need (compiled ones)."""
         with self._lock:
             self._pinned = True
             self._arm()
 
-    def close(self) -> None:
-        """Out, for good."""
-        with self._lock:
-            self._disarm()
-
     def _arm(self) -> None:
-        if not self.armed:
-            self._held = self._hooks()
-            self._held.__enter__()
-            self.armed = True
+        if self._held is None:
+            held = self._hooks()
+            held.__enter__()
+            self._held, self.idle = held, False
 
     def _disarm(self) -> None:
         if self._held is not None:
-            held, self._held, self.armed = self._held, None, False
+            held, self._held = self._held, None
             held.__exit__(None, None, None)
 
 
@@ -90,16 +96,19 @@ def on_layers(
     text: Any,
     first: int,
     before: Callable[..., Any],
+    key: str | None = None,
     keep: Callable[..., Any] | None = None,
     after: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
-    """Hooks of a text model: before its layers from `first` on, before itself, after its last."""
+    """Hooks of a text model: before its layers from `first` on, before itself, after its last.
+
+    The first two are called `key`, so that compiled code knows them again.
+    """
     with ExitStack() as stack:
         for index in range(first, len(text.layers)):
-            layer, hook = text.layers[index], partial(before, index)
-            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.callback(stand_before(text.layers[index], partial(before, index), key))
         if keep is not None:
-            stack.callback(text.register_forward_pre_hook(keep, with_kwargs=True).remove)
+            stack.callback(stand_before(text, keep, key))
         if after is not None:
             stack.callback(text.layers[-1].register_forward_hook(after).remove)
         yield

@@ -29,7 +29,7 @@ from mmfast.models.inner import INNER, Seen
 from mmfast.models.kv import KVStage
 from mmfast.models.lengths import held
 from mmfast.models.masks import fit_decode, forget_masks
-from mmfast.models.patching import override
+from mmfast.models.patching import override, stand_before, stand_behind
 from mmfast.models.prompt_ids import prompt_ids, told_by_generate
 from mmfast.models.records import Recorder, features_given, recording
 from mmfast.models.reviver import Reviver
@@ -82,16 +82,16 @@ class Hooks:
         reads = [site.layer - 1 for site in self.sites if site.deep and site.needs & INNER]
         self._looks = [layer_ahead(s.specs[0], self.text.layers) for s in self.sites if s.ahead]
         self._first = max(0, min([s.layer for s in self.sites] + reads)) if self.kv is None else 0
+        # What is compiled for one attach() serves the next one that only looks on in steps.
+        self._key = None if self.kv or self.reviver else f"mmfast {self._first}"
         with ExitStack() as stack:
             if self.kv is not None:  # before all others: what it evicts is gone for this call
                 stack.enter_context(self.kv.installed(lambda: self._local.call))
             stack.enter_context(told_by_generate(self._model))
             self.recorder = stack.enter_context(recording(self.base, self.adapter, needs))
-            enter = self.base.register_forward_pre_hook(self._enter, with_kwargs=True)
-            leave = self.base.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
-            for undo in (enter.remove, leave.remove, self._arming.close):
-                stack.callback(undo)
-            self._arming.arm()
+            stack.callback(stand_before(self.base, self._enter, self._key))
+            stack.callback(stand_behind(self.base, self._leave, self._key, always=True))
+            stack.enter_context(self._arming.installed())
             if self.offsets is not None:
                 stack.enter_context(self.offsets.installed())
             if self.adapter.deepstack:
@@ -102,13 +102,13 @@ class Hooks:
     def _on_layers(self) -> AbstractContextManager[None]:
         keep = self._keep if self._looks else None
         after = None if self.reviver is None else self.reviver.after
-        return on_layers(self.text, self._first, self._layer, keep, after)
+        return on_layers(self.text, self._first, self._layer, self._key, keep, after)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = self._named(args, kwargs)
         if not torch.compiler.is_compiling():
             self._open(kwargs)
-        elif length_of(kwargs) > 1 or not self._arming.armed:
+        elif length_of(kwargs) > 1 or self._arming.idle:
             self._uncompiled(self._open, kwargs)
 
     def _leave(
@@ -126,14 +126,8 @@ class Hooks:
         return {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
 
     def _layer(
-        self,
-        index: int,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if kwargs is None:
-            return None  # put in by another thread's call at this very moment
         if not torch.compiler.is_compiling():
             call = self._local.call
             if call is None:
@@ -197,17 +191,15 @@ class Hooks:
             self._probe(call, step, index, module, kwargs.get("past_key_values"))
         return (hidden, *args[1:]), kwargs
 
-    def _keep(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note how the text model is called, in case its first layers have to run twice."""
         if torch.compiler.is_compiling():
-            hidden = (kwargs or {}).get("inputs_embeds")
+            hidden = kwargs.get("inputs_embeds")
             if hidden is not None and hidden.shape[1] > 1:
                 self._uncompiled(self._keep, module, args, kwargs)
             return
         call = self._local.call
-        if call is not None and call.step is None and kwargs is not None:
+        if call is not None and call.step is None:
             call.given = (args, kwargs)
 
     def _ahead(self, call: Call, site: Site, hidden: Tensor) -> list[dict[str, Tensor]]:

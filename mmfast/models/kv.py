@@ -36,6 +36,7 @@ from mmfast.models.kv_slide import Known, Slid, slide
 from mmfast.models.kv_store import shrinkable
 from mmfast.models.lengths import is_short
 from mmfast.models.masks import FULL, kind_of
+from mmfast.models.patching import stand_behind
 
 
 class _Local(threading.local):
@@ -104,8 +105,7 @@ class KVStage:
             ]
             for handle in handles:
                 stack.callback(handle.remove)
-            stack.callback(self._arming.close)
-            self._arming.arm()
+            stack.enter_context(self._arming.installed())
             if self._reading is not None:
                 stack.enter_context(self._reading.watching())
             yield
@@ -117,8 +117,7 @@ class KVStage:
         with ExitStack() as stack:
             for index in self._layers:
                 after = partial(torch.compiler.disable(self._after), index)
-                handle = self._modules[index].register_forward_hook(after, with_kwargs=True)
-                stack.callback(handle.remove)
+                stack.callback(stand_behind(self._modules[index], after))
             if (self._evicts or self._plan.bits) and self._attention.reads:
                 stack.enter_context(self._attention.watching(modules))
             if self._reading is not None:
@@ -191,11 +190,9 @@ class KVStage:
         evict(cache, index, choose)
 
     def _after(
-        self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None
+        self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
         """A decoder layer has stored what a call brings."""
-        if output is None:
-            return  # put in by another thread's call at this very moment
         part, call, cache = self._local.part, self._call(), kwargs.get("past_key_values")
         masses = self._attention.take(index)
         if cache is None:

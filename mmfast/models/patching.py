@@ -1,4 +1,4 @@
-"""Run code around a method of one object, counted and exactly undone."""
+"""Run code around a method of one object, or before and behind a module, exactly undone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+Undo = Callable[[], None]
 _LOCK = threading.RLock()
 _MISSING = object()
 
@@ -66,3 +70,46 @@ def _uninstall(owner: Any, name: str, gate: list[Callable[..., Any]]) -> None:
         del owner.__dict__[name]
     else:
         owner.__dict__[name] = before
+
+
+def stand_before(module: nn.Module, hook: Callable[..., Any], key: str | None = None) -> Undo:
+    """A forward pre-hook `(module, args, kwargs)`, under a name of its own.
+
+    torch numbers hooks, and compiled code asks for the numbers it has seen: a model that is
+    attached again would be compiled again. A name stays the same.
+
+    Args:
+        module: Where.
+        hook: Called before its forward.
+        key: The name, not in use on this module; None lets torch number it.
+
+    Returns:
+        Takes the hook away.
+    """
+    handle = RemovableHandle(
+        module._forward_pre_hooks, extra_dict=module._forward_pre_hooks_with_kwargs
+    )
+    return _stand(handle, module._forward_pre_hooks, hook, key)
+
+
+def stand_behind(
+    module: nn.Module, hook: Callable[..., Any], key: str | None = None, always: bool = False
+) -> Undo:
+    """A forward hook `(module, args, kwargs, output)`; `always`: also behind an exception."""
+    kinds = [module._forward_hooks_with_kwargs]
+    if always:
+        kinds.append(module._forward_hooks_always_called)
+    handle = RemovableHandle(module._forward_hooks, extra_dict=kinds)
+    return _stand(handle, module._forward_hooks, hook, key)
+
+
+def _stand(handle: Any, hooks: dict[Any, Any], hook: Any, key: str | None) -> Undo:
+    if key is not None:
+        handle.id = key
+    if handle.id in hooks:
+        raise RuntimeError(f"a hook called {key!r} stands there already; this is a bug")
+    for table in handle.extra_dict_ref:  # first: other threads may call the hook at once
+        table()[handle.id] = True
+    hooks[handle.id] = hook
+    undo: Undo = handle.remove
+    return undo
