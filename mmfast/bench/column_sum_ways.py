@@ -133,7 +133,7 @@ def swapped(given: Inputs, compiled: bool = True) -> Callable[[], Tensor]:
     mask = create_block_mask(later, None, None, n, n, device=device) if case.causal else None
     keys = _per_head(given.key, case)
     nothing = given.query.new_zeros(case.items, case.heads, n, 16)
-    flex = torch.compile(flex_attention) if compiled else flex_attention
+    flex = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
     def run() -> Tensor:
         _, more = flex(keys, given.query, nothing, score, mask, return_aux=AuxRequest(lse=True))
