@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -14,18 +16,21 @@ _CHUNK = 1 << 18  # float64 numbers of a temporary, 2 MB: they stay in cache
 def cosine_table(a: Tensor, b: Tensor) -> Tensor:
     """Cosine of each row of `a` `[..., A, D]` with each row of `b` `[..., B, D]`.
 
-    Rows of `a` are taken a chunk at a time, so that nothing in float64 is as large as `a`.
-
     Returns:
         `[..., A, B]` float64 in steps of 2^-30: equal rows have equal entries. A zero row has
         cosine 0 with anything, itself included.
     """
+    parts = list(cosine_parts(a, b))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+
+
+def cosine_parts(a: Tensor, b: Tensor) -> Iterator[Tensor]:
+    """`cosine_table` some rows of `a` at a time, for what needs each row of the table once.
+
+    Yields:
+        `[..., rows, B]`; nothing in float64 is as large as `a` or the table.
+    """
     columns = unit_rows(b.double()).transpose(-1, -2)
-    table = torch.empty(
-        (*a.shape[:-1], b.shape[-2]), dtype=torch.float64, device=a.device
-    )
-    items = a.shape[:-2].numel()
-    step = max(32, _CHUNK // max(1, items * max(a.shape[-1], b.shape[-2])))
-    for rows, out in zip(a.split(step, -2), table.split(step, -2), strict=True):
-        out.copy_(snap(unit_rows(rows.double()) @ columns))
-    return table
+    items, widest = a.shape[:-2].numel(), max(1, a.shape[-1], b.shape[-2])
+    for rows in a.split(max(64, _CHUNK // max(1, items * widest)), -2):
+        yield snap(unit_rows(rows.double()) @ columns)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from mmfast.ops.cosine_table import cosine_table
+from mmfast.ops.cosine_table import cosine_parts
 
 
 def graph_redundancy(metric: Tensor, tau: float) -> tuple[Tensor, Tensor]:
@@ -21,8 +22,11 @@ def graph_redundancy(metric: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     Returns:
         Redundancy and degree of the even tokens, `[..., ceil(N / 2)]` float64.
     """
-    table = cosine_table(metric[..., ::2, :], metric[..., 1::2, :])
-    edges = table > tau
-    degree = edges.sum(-1).double()
-    covered = table.masked_fill(~edges, 0).sum(-1)
-    return covered.where(degree > 0, table.amax(-1) - 1), degree
+    scores, degrees = [], []
+    for table in cosine_parts(metric[..., ::2, :], metric[..., 1::2, :]):
+        edges = table > tau
+        degree = edges.sum(-1).double()
+        best = table.amax(-1) - 1
+        scores.append(table.mul_(edges).sum(-1).where(degree > 0, best))
+        degrees.append(degree)
+    return torch.cat(scores, -1), torch.cat(degrees, -1)

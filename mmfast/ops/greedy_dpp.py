@@ -12,7 +12,10 @@ from torch import Tensor
 # A row keeps this little of its squared length only by rounding: the picks before it span it.
 _SPANNED = 2.0**-30
 _STEP = 2.0**30  # gains are compared by whole numbers of log2(gain) * _STEP
-_ACTIVE = 128  # rows kept up to date on a CPU: their residuals, 0.9 MB at width 896, stay in cache
+_ACTIVE = 256  # rows brought up to date at once on a CPU: their residuals stay in cache
+_GRAIN = 64  # rows that missed about as many picks are brought up to date together
+_BEST = 48  # rows whose inner products are computed to pick from
+_WORN = 2.0**-10  # gains that shrank by more since they were computed have lost digits
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -37,7 +40,8 @@ def greedy_dpp(rows: Tensor, quality: Tensor, count: int) -> Tensor:
     lead, (n, width) = rows.shape[:-2], rows.shape[-2:]
     flat, most = rows.double().reshape(-1, n, width), min(count, n, width)
     if rows.device.type == "cpu":
-        picks = torch.stack([_Search(item.numpy(), most).run() for item in flat])
+        owned = flat.clone() if flat.data_ptr() == rows.data_ptr() else flat
+        picks = torch.stack([_Search(item.numpy(), most).run() for item in owned])
     else:
         picks = stepwise(flat, most)  # [B, most]
     rank = torch.full((len(flat), n + 1), count, device=rows.device)
@@ -81,17 +85,19 @@ class _Search:
     """The same picks without updating every row after each.
 
     Gains only shrink, so one that has missed some picks is an upper bound. The rows of largest
-    bound are kept up to date and picked from as long as no other row can come first.
+    bound are brought up to date and picked from by their inner products alone, as long as no
+    other row can come first.
     """
 
-    rows: Floats  # [N, D]
+    rows: Floats  # [N, D], overwritten: what the first `seen` picks leave of each row
     count: int
     picks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.gain = np.einsum("nd,nd->n", self.rows, self.rows)
         self.floor = self.gain * _SPANNED
-        self.key = self._keys(np.arange(len(self.rows)))
+        self.key = _keys(self.gain, self.floor)
+        self.seen = np.zeros(len(self.rows), dtype=np.int64)
         self.basis = np.empty((self.count, self.rows.shape[1]))
 
     def run(self) -> Tensor:
@@ -99,47 +105,74 @@ class _Search:
         while len(self.picks) < self.count and self.key.max() > -np.inf:
             active, outside = _highest(self.key, _ACTIVE)
             residual = self._refresh(active)
-            while len(self.picks) < self.count and self._pick(active, residual, outside):
-                pass
+            self._pick(active, residual, outside)
         none = [len(self.rows)] * (self.count - len(self.picks))
         return torch.tensor(self.picks + none, dtype=torch.int64)
 
-    def _keys(self, index: Integers) -> Floats:
-        """Gains in an order that rounding does not disturb; -inf where the picks span a row."""
-        gain = self.gain[index]
-        key: Floats = np.full(len(index), -np.inf)
-        live = gain > self.floor[index]
-        key[live] = np.round(np.log2(gain[live]) * _STEP)
-        return key
-
     def _refresh(self, active: Integers) -> Floats:
         """What the picks so far leave of rows `active`, `[A, D]`; updates their gains."""
-        own: Floats = self.rows[active]
-        known = self.basis[: len(self.picks)]
-        residual: Floats = own - (own @ known.T) @ known
-        taken = self.gain[active] < 0
-        self.gain[active] = np.where(taken, -1.0, np.einsum("nd,nd->n", residual, residual))
-        self.key[active] = self._keys(active)
+        now = len(self.picks)
+        # Few products of many rows: to take out a direction again changes nothing.
+        stale = np.where(self.seen[active] < now, self.seen[active] // _GRAIN * _GRAIN, now)
+        residual: Floats = self.rows[active]
+        for since in np.unique(stale[stale < now]):
+            behind = stale == since
+            part, missed = residual[behind], self.basis[since:now]
+            residual[behind] = part - _product(_product(part, missed.T), missed)
+        self.rows[active], self.seen[active] = residual, now
+        fresh = np.einsum("nd,nd->n", residual, residual)
+        self.gain[active] = np.where(self.gain[active] < 0, -1.0, fresh)
+        self.key[active] = _keys(self.gain[active], self.floor[active])
         return residual
 
-    def _pick(self, active: Integers, residual: Floats, outside: tuple[float, int]) -> bool:
-        """Pick the best of `active` unless one outside may come first; updates `residual`."""
-        keys = self.key[active]
-        at = int(keys.argmax())
-        if keys[at] == -np.inf or (-keys[at], int(active[at])) > outside:
-            return False
-        unit, known = residual[at], self.basis[: len(self.picks)]
-        if unit @ unit < self.floor[active[at]] * 2**20:  # a thousandth: its rounding grew as much
-            unit = unit - (known @ unit) @ known
-        unit = unit / np.sqrt(unit @ unit)
-        self.basis[len(self.picks)] = unit
-        self.picks.append(int(active[at]))
-        along = residual @ unit
-        residual -= along[:, None] * unit
-        self.gain[active] -= along * along
-        self.gain[active[at]] = -1.0
-        self.key[active] = self._keys(active)
-        return True
+    def _pick(self, active: Integers, residual: Floats, outside: tuple[float, int]) -> None:
+        """Pick the best of `active` until one outside may come first."""
+        places, (key_, place) = _highest(self.key[active], _BEST)
+        outside = min(outside, (key_, int(active[place])))
+        active, residual = active[places], residual[places]
+        inner = _product(residual, residual.T)  # of what the picks leave, [A, A]
+        gain, floor, key = self.gain[active], self.floor[active], self.key[active]
+        start, new = gain.copy(), list[int]()
+        while len(self.picks) + len(new) < self.count:
+            at = int(key.argmax())
+            if key[at] == -np.inf or (-key[at], int(active[at])) > outside:
+                break
+            if gain[at] < start[at] * _WORN:  # differences of inner products have lost digits
+                break
+            new.append(at)
+            along = inner[at] / np.sqrt(gain[at])
+            inner -= along[:, None] * along
+            gain = np.where(gain < 0, -1.0, gain - along * along)
+            gain[at] = -1.0
+            key = _keys(gain, floor)
+        self.gain[active], self.key[active] = gain, key
+        self._extend(active[new], residual[new])
+
+    def _extend(self, chosen: Integers, residual: Floats) -> None:
+        """Add the directions of the picks, rows `residual` `[k, D]`, to the basis."""
+        now, more = len(self.picks), len(chosen)
+        if not more:
+            return
+        known = self.basis[:now]
+        length = np.einsum("nd,nd->n", residual, residual)
+        if (length < self.floor[chosen] * 2**20).any():  # a thousandth: its rounding grew as much
+            residual = residual - _product(_product(residual, known.T), known)
+        self.basis[now : now + more] = torch.linalg.qr(torch.from_numpy(residual).T)[0].T.numpy()
+        self.picks.extend(chosen.tolist())
+
+
+def _product(a: Floats, b: Floats) -> Floats:
+    # By torch: it keeps to the number of threads that its user set.
+    product: Floats = (torch.from_numpy(a) @ torch.from_numpy(b)).numpy()
+    return product
+
+
+def _keys(gain: Floats, floor: Floats) -> Floats:
+    """Gains in an order that rounding does not disturb; -inf where the picks span a row."""
+    key: Floats = np.full(len(gain), -np.inf)
+    live = gain > floor
+    key[live] = np.round(np.log2(gain[live]) * _STEP)
+    return key
 
 
 def _highest(key: Floats, size: int) -> tuple[Integers, tuple[float, int]]:

@@ -55,4 +55,3 @@ def _on_host(x: Tensor, count: int) -> Tensor:
         free[picks] = False
         picks = torch.cat([picks, free.nonzero()[: count - len(picks), 0]])
     return picks
-

@@ -13,5 +13,7 @@ def unit_rows(x: Tensor) -> Tensor:
     """
     rows = x.to(torch.promote_types(x.dtype, torch.float32))
     length: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)  # [..., N, 1]
-    unit: Tensor = rows / length.masked_fill(length == 0, torch.inf)
+    length = length.masked_fill(length == 0, torch.inf)
+    own = rows is not x and not rows.requires_grad  # a copy may be overwritten
+    unit: Tensor = rows.div_(length) if own else rows / length
     return unit
