@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from openai import AsyncOpenAI
 from realtime_checks import Rules
+from realtime_tools import News
 
 from mmfast.bench.serve_realtime import listening
 
 __all__ = ["Talk", "listening", "talking"]
 
 
-class Talk:
+class Talk(News):
     """A connection whose events are looked at as they come."""
 
     def __init__(self, connection: Any, hums: bool = True) -> None:
+        super().__init__(patience=120.0)
         self.connection, self.rules = connection, Rules(hums)
-        self.events: list[dict[str, Any]] = []
-        self.times: list[float] = []
-        self._news = asyncio.Condition()
-        self.error: BaseException | None = None
 
     async def listen(self) -> None:
         """Until it is closed."""
@@ -33,31 +31,11 @@ class Talk:
             while True:
                 event = json.loads(await self.connection.recv_bytes())
                 self.rules.server(event)
-                self.events.append(event)
-                self.times.append(asyncio.get_running_loop().time())
-                async with self._news:
-                    self._news.notify_all()
+                self.came(event)
+                await self.tell()
         except AssertionError as error:
             self.error = error
-            async with self._news:
-                self._news.notify_all()
-
-    async def until(self, ready: Callable[[], Any]) -> Any:
-        """Wait for something that the events so far say."""
-        async with asyncio.timeout(120), self._news:
-            await self._news.wait_for(lambda: ready() or self.error)
-        if self.error is not None:
-            raise self.error
-        return ready()
-
-    async def event(self, kind: str, count: int = 1) -> dict[str, Any]:
-        """Wait for the nth event of a kind."""
-        await self.until(lambda: len(self.of(kind)) >= count)
-        return self.of(kind)[count - 1]
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        """Events of a kind so far."""
-        return [event for event in self.events if event["type"] == kind]
+            await self.tell()
 
     async def say(self, text: str) -> None:
         """Write, and ask for an answer."""

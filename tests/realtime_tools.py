@@ -152,72 +152,31 @@ class HumService(RealtimeService):
         return torch.zeros(4, 4, 3)
 
 
-class Wire:
-    """The client's end of a socket, as ASGI has it.
+class News:
+    """Events of a server as they come, and whoever waits for one of them."""
 
-    Args:
-        service: To connect to.
-        seen: Called with every event that comes.
-        **scope: Of the handshake: `headers`, `subprotocols`, `query_string`.
-    """
-
-    def __init__(
-        self, service: Any, seen: Callable[[dict[str, Any]], None] | None = None, **scope: Any
-    ) -> None:
-        self.scope = {
-            "type": "websocket",
-            "path": "/v1/realtime",
-            "query_string": b"model=mmfast",
-            "headers": [(b"host", b"localhost")],
-            "subprotocols": [],
-            "extensions": {"websocket.http.response": {}},
-            **scope,
-        }
-        self._in: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._in.put_nowait({"type": "websocket.connect"})
+    def __init__(self, patience: float = 60.0) -> None:
         self.events: list[dict[str, Any]] = []
         self.times: list[float] = []
-        self.messages: list[dict[str, Any]] = []
-        self.code: int | None = None
-        self.reading = asyncio.Event()
-        self.reading.set()
-        self._seen, self._news = seen, asyncio.Condition()
-        self.task = asyncio.ensure_future(self._run(service))
+        self.error: BaseException | None = None  # what was wrong with one
+        self._news, self._patience = asyncio.Condition(), patience
 
-    async def _run(self, service: Any) -> None:
-        await realtime(WebSocket(self.scope, self._in.get, self._send), service)  # type: ignore[arg-type]
+    def came(self, event: dict[str, Any]) -> None:
+        """One more; `tell` must follow."""
+        self.events.append(event)
+        self.times.append(asyncio.get_running_loop().time())
 
-    async def _send(self, message: Any) -> None:
-        if message["type"] == "websocket.send":
-            await self.reading.wait()
-            event = json.loads(message["text"])
-            self.events.append(event)
-            self.times.append(asyncio.get_running_loop().time())
-            if self._seen is not None:
-                self._seen(event)
-        else:
-            self.messages.append(message)
-            if message["type"] == "websocket.close":
-                self.code = message.get("code", 1000)
+    async def tell(self) -> None:
+        """Wake whoever waits."""
         async with self._news:
             self._news.notify_all()
 
-    def raw(self, text: str) -> None:
-        """Send anything."""
-        self._in.put_nowait({"type": "websocket.receive", "text": text})
-
-    def send(self, type: str, **fields: Any) -> None:
-        """Send an event."""
-        self.raw(json.dumps({"type": type, **fields}))
-
-    def hang_up(self) -> None:
-        """Be gone."""
-        self._in.put_nowait({"type": "websocket.disconnect", "code": 1000})
-
-    async def until(self, ready: Callable[[], Any], seconds: float = 60.0) -> Any:
+    async def until(self, ready: Callable[[], Any], seconds: float | None = None) -> Any:
         """Wait for something that the events so far say."""
-        async with asyncio.timeout(seconds), self._news:
-            await self._news.wait_for(ready)
+        async with asyncio.timeout(seconds or self._patience), self._news:
+            await self._news.wait_for(lambda: ready() or self.error)
+        if self.error is not None:
+            raise self.error
         return ready()
 
     async def event(self, kind: str, count: int = 1) -> dict[str, Any]:
@@ -232,6 +191,66 @@ class Wire:
     def kinds(self) -> list[str]:
         """Kinds of the events so far."""
         return [event["type"] for event in self.events]
+
+
+class Wire(News):
+    """The client's end of a socket, as ASGI has it.
+
+    Args:
+        service: To connect to.
+        seen: Called with every event that comes.
+        **scope: Of the handshake: `headers`, `subprotocols`, `query_string`.
+    """
+
+    def __init__(
+        self, service: Any, seen: Callable[[dict[str, Any]], None] | None = None, **scope: Any
+    ) -> None:
+        super().__init__()
+        self.scope = {
+            "type": "websocket",
+            "path": "/v1/realtime",
+            "query_string": b"model=mmfast",
+            "headers": [(b"host", b"localhost")],
+            "subprotocols": [],
+            "extensions": {"websocket.http.response": {}},
+            **scope,
+        }
+        self._in: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._in.put_nowait({"type": "websocket.connect"})
+        self.messages: list[dict[str, Any]] = []
+        self.code: int | None = None
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self._seen = seen
+        self.task = asyncio.ensure_future(self._run(service))
+
+    async def _run(self, service: Any) -> None:
+        await realtime(WebSocket(self.scope, self._in.get, self._send), service)  # type: ignore[arg-type]
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "websocket.send":
+            await self.reading.wait()
+            event = json.loads(message["text"])
+            self.came(event)
+            if self._seen is not None:
+                self._seen(event)
+        else:
+            self.messages.append(message)
+            if message["type"] == "websocket.close":
+                self.code = message.get("code", 1000)
+        await self.tell()
+
+    def raw(self, text: str) -> None:
+        """Send anything."""
+        self._in.put_nowait({"type": "websocket.receive", "text": text})
+
+    def send(self, type: str, **fields: Any) -> None:
+        """Send an event."""
+        self.raw(json.dumps({"type": type, **fields}))
+
+    def hang_up(self) -> None:
+        """Be gone."""
+        self._in.put_nowait({"type": "websocket.disconnect", "code": 1000})
 
     async def close(self) -> None:
         """Hang up, and wait until the server has done with it."""
