@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +113,8 @@ def _weights(given: Inputs) -> Tensor:
     if case.causal:
         hidden = logits.new_full((case.length, case.length), torch.finfo(logits.dtype).min)
         logits = logits + hidden.triu(1)
-    return logits.softmax(-1, dtype=torch.float32).to(query.dtype)
+    weights: Tensor = logits.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return weights
 
 
 def swapped(given: Inputs, compiled: bool = True) -> Callable[[], Tensor]:
@@ -133,7 +135,9 @@ def swapped(given: Inputs, compiled: bool = True) -> Callable[[], Tensor]:
     mask = create_block_mask(later, None, None, n, n, device=device) if case.causal else None
     keys = _per_head(given.key, case)
     nothing = given.query.new_zeros(case.items, case.heads, n, 16)
-    flex = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+    flex: Callable[..., Any] = flex_attention
+    if compiled:
+        flex = torch.compile(flex_attention, dynamic=False)
 
     def run() -> Tensor:
         _, more = flex(keys, given.query, nothing, score, mask, return_aux=AuxRequest(lse=True))

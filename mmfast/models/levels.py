@@ -35,7 +35,8 @@ class Levels(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention or not plain:
             return func(*args, **given)
         mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
-        out, level = attend(*args, mask, causal, given.get("scale"))
+        query, key, value = args
+        out, level = attend(query, key, value, mask, causal, given.get("scale"))
         self._found.append(level)
         return out
 

@@ -157,7 +157,7 @@ class Collector:
             ends = kwargs.get("cu_seq_lens_q")  # flash takes all segments in one call
             lengths = [query.shape[2]] if ends is None else ends.diff().tolist()
             cut = ends is not None and isinstance(mask, Tensor)  # sizes of merged tokens, by key
-            masks = mask.split(lengths, -1) if cut else [mask] * len(lengths)
+            masks = [mask] * len(lengths) if mask is None or not cut else mask.split(lengths, -1)
             recording.merged[sources[0].block] = module.__dict__.get(MERGED, _nothing)()
             recording.kept = self._tower.module.__dict__.get(KEPT, _nothing)()
             width = getattr(module, "head_dim", key.shape[-1])  # more where sizes ride along

@@ -34,7 +34,7 @@ def attend(
         choice = torch._fused_sdp_choice(
             query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped
         )
-        if choice == SDPBackend.FLASH_ATTENTION.value:  # type: ignore[attr-defined]
+        if choice == SDPBackend.FLASH_ATTENTION.value:
             if not query.is_cuda:
                 return _on_host(query, key, value, mask, causal, scale)
             if query.shape[-1] % 8 == 0:  # else sdpa pads

@@ -165,12 +165,12 @@ def _on_cuda(
     from mmfast.kernels import attention_column_sums as kernels
 
     query, key = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key))
-    if lse is None:
-        lse = kernels.log_sum_exp(query, key, scale, causal, spans, longest)
-    lse = lse.float().contiguous()
     if weights is not None and weights.stride(2) != 1:
         weights = weights.contiguous()
-    sums: Tensor = kernels.attention_column_sums(
-        query, key, lse, scale, causal, queries, weights, spans, longest
-    )
+    with torch.cuda.device(query.device):
+        if lse is None:
+            lse = kernels.log_sum_exp(query, key, scale, causal, spans, longest)
+        sums: Tensor = kernels.attention_column_sums(
+            query, key, lse.float().contiguous(), scale, causal, queries, weights, spans, longest
+        )
     return sums
