@@ -11,7 +11,11 @@ import torch
 from test_encoder import CLOSE, features
 from test_vision import GRIDS, onevision, pixels, qwen
 from torch import nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from mmfast.models import encoder_graph
 from mmfast.models.adapter import tower_of
@@ -26,6 +30,7 @@ from mmfast.ops.segment_attention import (
     widened,
 )
 
+WAITS = (DataDependentOutputException, DynamicOutputShapeException)
 LENGTHS = [(5,), (4, 4, 4), (3, 7, 3, 3, 1), (2, 5, 2, 9, 5)]
 
 
@@ -83,16 +88,15 @@ def test_rows_by_length_cover_every_token_once(lengths: tuple[int, ...]) -> None
     assert torch.equal(segment_attention(q, k, v, fresh, scale=0.3, bias=bias), expected)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-4)])
 def test_a_bias_rides_in_extra_channels(dtype: torch.dtype, limit: float) -> None:
     """The form for flash kernels, which take no mask."""
     q, k, _, _, bias = packed((9,), dtype)
     wide_q, wide_k = (x.double() for x in widened(q, k, bias, 0.3))
     found = torch.einsum("qhd,khd->hqk", wide_q, wide_k) * 0.3
     expected = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * 0.3 + bias.double()
-    assert (found - expected).abs().max() < (1e-6 if dtype == torch.float32 else 1e-4)
+    assert (found - expected).abs().max() < limit
     assert wide_q.shape[-1] % 8 == 0
-    assert limit > 0
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -120,9 +124,10 @@ def test_only_convolutions_that_cut_into_patches_are_taken() -> None:
     assert patch_convolutions(nn.Sequential(*others, *keep)) == keep
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs a C++ compiler")
 def test_compiled_blocks(monkeypatch: Any) -> None:
-    """Once per class of block, also for another number of frames."""
+    """Once for all blocks of a class."""
     torch.compiler.reset()
     model, frames = onevision(), torch.randn(1, 3, 3, 20, 20)
     compiled, stock = [], torch.compile
@@ -130,7 +135,6 @@ def test_compiled_blocks(monkeypatch: Any) -> None:
     expected = features(model, "video", {"pixel_values_videos": frames})
     with fast_encoder(model, "compile"):
         found = features(model, "video", {"pixel_values_videos": frames})
-        features(model, "video", {"pixel_values_videos": frames[:, :2]})
     torch.testing.assert_close(found, expected, **CLOSE)
     assert compiled == [type(tower_of(model).blocks[0]).forward]
 
@@ -168,7 +172,7 @@ def test_recorded_passes(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(encoder_graph, "Graphs", lambda: Graphs(recorder))
     monkeypatch.setattr("mmfast.models.encoder.check_encoder", lambda *_: None)
     model = onevision() if name == "siglip" else qwen(name)
-    calls = [_call(name, seed, count) for seed, count in ((0, 2), (1, 2), (2, 1), (3, 2))]
+    calls = [_call(name, seed, count) for seed, count in ((0, 2), (1, 2), (2, 1))]
     expected = [features(model, "video", call) for call in calls]
     for _ in range(2):  # the second time nothing is recorded anew
         with fast_encoder(model, "graph"):
@@ -213,5 +217,5 @@ def test_nothing_of_a_recorded_pass_waits_for_the_device(name: str) -> None:
             grid = fake.from_tensor(GRIDS)
             output = tower.module(unknown, grid_thw=grid, **known)
             assert output.pooler_output.shape == expected.pooler_output.shape
-            with pytest.raises(DynamicOutputShapeException):
+            with pytest.raises(WAITS):
                 tower.module(unknown, grid_thw=grid)

@@ -67,7 +67,11 @@ def segment_attention(
         if bias is not None:
             mask = _rows(bias, rows).to(q.dtype).view(-1, 1, 1, length)
         found = F.scaled_dot_product_attention(hq, hk, hv, attn_mask=mask, scale=scale)
-        out[rows] = found.transpose(1, 2).flatten(0, 1)
+        found = found.transpose(1, 2)  # [G, n, H, d]
+        if isinstance(rows, slice):
+            out[rows].unflatten(0, (-1, length)).copy_(found)
+        else:
+            out[rows] = found.flatten(0, 1)
     return out
 
 
