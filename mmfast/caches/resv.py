@@ -11,9 +11,11 @@ from torch import Tensor
 from mmfast.core.errors import SpecError
 from mmfast.core.kv import Clusters, Retriever
 from mmfast.core.registry import register
+from mmfast.core.segments import Segments
 from mmfast.ops.group_queries import group_queries
 from mmfast.ops.leader_clusters import leader_clusters
 from mmfast.ops.mass_cover import mass_cover
+from mmfast.ops.segment_merge import segment_merge
 
 _AT_ONCE = 1 << 24  # scores in flight; bounds memory however many clusters are stored
 
@@ -81,8 +83,8 @@ class HashClusters:
         planes = hyperplanes(rows.shape[1], self.planes, self.seed).to(rows.device)
         owner = leader_clusters(rows @ planes > 0, self.radius)
         counts = owner.bincount() if n else owner
-        sums = rows.new_zeros(len(counts), rows.shape[1]).index_add_(0, owner, rows)
-        means = (sums / counts[:, None]).unflatten(1, (heads, width))
+        means = segment_merge(rows, Segments(owner, len(counts), mean=True))
+        means = means.unflatten(1, (heads, width))
         return Clusters(means, counts, owner)
 
     def choose(self, query: Tensor, index: Clusters) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmfast.ops.dequantise_row import dequantise_row
 from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.mixed_bits import MixedPacked, unpack_mixed
 from mmfast.ops.quantise import Packed, dequantise
@@ -75,8 +76,8 @@ class Row:
         """Keys and values `[H, m, d]` that are left; takes the recent ones `[H, r, d]`."""
         packs, index = self.packs, self.index(keys.shape[1])
         if packs:
-            keys = torch.cat([*(unpack(p.keys) for p in packs), keys], 1)
-            values = torch.cat([*(unpack(p.values) for p in packs), values], 1)
+            keys = _behind([p.keys for p in packs], self.packed, keys)
+            values = _behind([p.values for p in packs], self.packed, values)
         if index is None:
             return keys, values
         index = index.to(keys.device)
@@ -118,9 +119,16 @@ class Row:
         return Row(tuple(packs), live, covered)
 
 
-def unpack(packed: Any) -> Tensor:
-    """Keys or values `[H, n, d]` of a pack."""
-    return unpack_mixed(packed) if isinstance(packed, MixedPacked) else dequantise(packed)
+def _behind(packs: Sequence[Packed | MixedPacked], n: int, recent: Tensor) -> Tensor:
+    """Packs of n entries unpacked, and the recent ones `[H, r, d]` behind: `[H, n + r, d]`."""
+    plain = [pack for pack in packs if isinstance(pack, Packed)]
+    if len(plain) < len(packs):
+        parts = [unpack_mixed(p) if isinstance(p, MixedPacked) else dequantise(p) for p in packs]
+        return torch.cat([*parts, recent], 1)
+    row = recent.new_empty(len(recent), n + recent.shape[1], recent.shape[2])
+    dequantise_row(plain, row[:, :n])
+    row[:, n:] = recent
+    return row
 
 
 # `(x [H, n, d], whether keys) -> ` the same in few bits.
@@ -129,10 +137,19 @@ Packer = Callable[[Tensor, bool], Any]
 
 def packs_of(keys: Tensor, values: Tensor, pack: Packer, size: int | None) -> list[Pack]:
     """Packs of at most `size` entries, or one of all."""
-    n = keys.shape[1]
-    parts: Sequence[tuple[Tensor, Tensor]] = list(
-        zip(keys.split(size or n, 1), values.split(size or n, 1), strict=True)
-    )
+    pairs = zip(_packed(keys, pack, True, size), _packed(values, pack, False, size), strict=True)
+    left, size = keys.shape[1], size or keys.shape[1]
     return [
-        Pack(pack(k.contiguous(), True), pack(v.contiguous(), False), k.shape[1]) for k, v in parts
+        Pack(k, v, min(size, left - start))
+        for (k, v), start in zip(pairs, range(0, left, size), strict=True)
     ]
+
+
+def _packed(x: Tensor, pack: Packer, keys: bool, size: int | None) -> list[Any]:
+    """Parts of `size` entries, all full ones at once."""
+    full = 0 if size is None else x.shape[1] // size
+    if size is None or full < 2:
+        return [pack(part.contiguous(), keys) for part in x.split(size or x.shape[1], 1)]
+    parts: list[Any] = pack(x[:, : full * size].unflatten(1, (full, size)), keys).apart()
+    rest = x[:, full * size :]
+    return [*parts, pack(rest.contiguous(), keys)] if rest.shape[1] else parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from mmfast.core.errors import MmfastError, SpecError
 
 BITS = (8, 4, 2)
+_BLOCK = 1 << 18  # numbers worked on at once
 _WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -46,6 +47,14 @@ class Packed:
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
         return sum(t.numel() * t.element_size() for t in (self.codes, self.low, self.step))
+
+    def apart(self) -> list[Packed]:
+        """The P parts of `[..., P, n, d]` packed at once, each with memory of its own."""
+        parts = (t.unbind(d) for t, d in ((self.codes, -2), (self.low, -3), (self.step, -3)))
+        return [
+            replace(self, codes=codes.clone(), low=low.clone(), step=step.clone())
+            for codes, low, step in zip(*parts, strict=True)
+        ]
 
     def snapshot(self) -> dict[str, Any]:
         """Tensors and numbers by name; `restore` makes the same object of them."""
@@ -100,16 +109,14 @@ def quantise(x: Tensor, bits: int, group: int, *, along_tokens: bool) -> Packed:
     check_bits(bits, group)
     dim = -2 if along_tokens else -1
     grouped = _grouped(x, group, dim)  # [..., G, g, d] or [..., n, G, g]
-    low, high = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
+    low, high = _extremes(grouped, dim)
     if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
         raise MmfastError(
             f"cannot store {list(x.shape)} in {bits} bits: it holds NaN or infinity; look for the "
             "step of the model that made them"
         )
     step = _step(low, high, 2**bits - 1)
-    wide = step.float().masked_fill(step == 0, 1)
-    codes = ((grouped.float() - low.float()) / wide).round_().clamp_(0, 2**bits - 1)
-    codes = _ungrouped(codes.to(torch.uint8), x, dim)
+    codes = _ungrouped(_nearest_levels(grouped, low, step, 2**bits - 1), x, dim)
     return Packed(
         codes=_into_bytes(codes.flatten(-2), bits),
         low=low.squeeze(dim),
@@ -122,15 +129,54 @@ def quantise(x: Tensor, bits: int, group: int, *, along_tokens: bool) -> Packed:
     )
 
 
-def dequantise(packed: Packed) -> Tensor:
-    """The tensor `[..., n, d]` that `packed` stands for, in the dtype it had."""
+def _extremes(grouped: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest number of every group, `dim` of length 1."""
+    if grouped.dtype == torch.float32 or dim == -2:
+        return grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
+    # Along adjacent numbers of 16 bits torch compares one by one; as float32 it does 8 at a time.
+    found = [_extremes(part.float(), dim) for part in grouped.split(_block(grouped), -3)]
+    low, high = (torch.cat(parts, -3).to(grouped.dtype) for parts in zip(*found, strict=True))
+    return low, high
+
+
+def _block(grouped: Tensor) -> int:
+    """How many of dimension -3 are worked on at once."""
+    return max(1, _BLOCK * grouped.shape[-3] // max(1, grouped.numel()))
+
+
+def _nearest_levels(grouped: Tensor, low: Tensor, step: Tensor, levels: int) -> Tensor:
+    """The nearest level of every number, uint8; in blocks, so that only codes leave the cache."""
+    codes = torch.empty(grouped.shape, dtype=torch.uint8, device=grouped.device)
+    wide = step.float().masked_fill(step == 0, 1)
+    block = _block(grouped)
+    parts = (part.split(block, -3) for part in (codes, grouped, low.float(), wide))
+    for out, values, lowest, apart in zip(*parts, strict=True):
+        out.copy_((values.float() - lowest).div_(apart).round_().clamp_(0, levels))
+    return codes
+
+
+def dequantise(packed: Packed, out: Tensor | None = None) -> Tensor:
+    """The tensor `[..., n, d]` that `packed` stands for, in the dtype it had.
+
+    Args:
+        packed: What `quantise` made.
+        out: Where to write it, a part of a larger tensor for example; None makes a new one.
+    """
     shape = (*packed.codes.shape[:-1], packed.n, packed.width)
     codes = _out_of_bytes(packed.codes, packed.bits, packed.n * packed.width).view(shape)
     dim = -2 if packed.along_tokens else -1
-    grouped = _grouped(codes, packed.group, dim).float()
-    low, step = packed.low.unsqueeze(dim).float(), packed.step.unsqueeze(dim).float()
-    values = grouped.mul_(step).add_(low).to(packed.low.dtype)
-    return _ungrouped(values, codes, dim).contiguous()
+    grouped = _grouped(codes, packed.group, dim)
+    if out is None:
+        out = torch.empty(shape, dtype=packed.low.dtype, device=codes.device)
+    whole = grouped.numel() == out.numel()  # no group lacks numbers
+    values = out.unflatten(dim, (-1, packed.group)) if whole else out.new_empty(grouped.shape)
+    block = _block(grouped)
+    scales = (scale.unsqueeze(dim).float() for scale in (packed.low, packed.step))
+    parts = (part.split(block, -3) for part in (values, grouped, *scales))
+    for target, mine, low, step in zip(*parts, strict=True):
+        wide = target.copy_(mine) if target.dtype == torch.float32 else mine.float()
+        target.copy_(wide.mul_(step).add_(low))
+    return out if whole else out.copy_(_ungrouped(values, codes, dim))
 
 
 def check_bits(bits: object, group: int) -> None:

@@ -98,7 +98,7 @@ def crop(state: StreamKV, seen: Tensor) -> StreamKV:
 def stack(states: Sequence[StreamKV]) -> StreamKV:
     """Several states as one batch; shorter ones are padded on the left."""
     longest = max(s.place.shape[1] for s in states)
-    place = [F.pad(s.place, (longest - s.place.shape[1], 0), value=-1) for s in states]
+    place = [_grown(s.place, longest - s.place.shape[1], 1, -1) for s in states]
     seen = torch.cat([s.seen for s in states])
     like = next((s for s in states if s.keys), None)
     if like is None:
@@ -110,12 +110,17 @@ def stack(states: Sequence[StreamKV]) -> StreamKV:
             shape = like.keys[layer].shape
             blank = like.keys[layer].new_zeros(len(state.seen), shape[1], 0, shape[3])
             tensor = getattr(state, which)[layer] if state.keys else blank
-            rows.append(F.pad(tensor, (0, 0, longest - tensor.shape[2], 0)))
+            rows.append(_grown(tensor, longest - tensor.shape[2], 2, 0))
         return torch.cat(rows)
 
     layers = range(len(like.keys))
     keys = tuple(join("keys", layer) for layer in layers)
     return StreamKV(keys, tuple(join("values", layer) for layer in layers), torch.cat(place), seen)
+
+
+def _grown(x: Tensor, count: int, dim: int, value: int) -> Tensor:
+    """So many more entries in front along a dimension; the tensor itself where there are none."""
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (count, 0), value=value) if count else x
 
 
 def take(state: StreamKV, rows: Tensor) -> StreamKV:
@@ -133,5 +138,7 @@ def take(state: StreamKV, rows: Tensor) -> StreamKV:
 
 def merge(old: StreamKV, new: StreamKV, rows: Tensor) -> StreamKV:
     """`new` for some streams (`[B]` bool), `old` for the others."""
-    pick = torch.arange(len(rows), device=rows.device) + len(rows) * rows
-    return take(stack([old, new]), pick)
+    before, after = (~rows).nonzero()[:, 0], rows.nonzero()[:, 0]
+    # Only what is wanted of either is copied.
+    chosen = stack([take(old, before), take(new, after)])
+    return take(chosen, torch.cat([before, after]).argsort())
