@@ -1,0 +1,200 @@
+"""Moshi on buffers of fixed shape: says what the steps say, in one graph each, replayed or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from codebook_models import moshi
+from graph_recorder import CaptureError, FakeCuda
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from mmfast.bench import decode_moshi_frame
+from mmfast.core.errors import MediaError, ModelError
+from mmfast.decoding.codebook_choice import CodeChoice
+from mmfast.decoding.sampling import Sampling
+from mmfast.models.moshi import MoshiSteps
+from mmfast.models.moshi_frames import MoshiFrames, frame_bytes
+from mmfast.models.moshi_static import MoshiStatic
+from mmfast.models.moshi_voice import MoshiVoice
+from mmfast.models.static_stage import StaticStage
+from mmfast.ops.graphs import Compiled, CudaGraphs, Eager
+
+HOP = 1920
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return moshi(6)
+
+
+def _choices(sampled: bool) -> dict[str, CodeChoice]:
+    if not sampled:
+        return {}
+    return {
+        "text": CodeChoice(Sampling(temperature=0.9, top_k=10)),
+        "audio": CodeChoice(Sampling(temperature=0.8, top_k=20, seed=3)),
+    }
+
+
+def _recorders() -> dict[str, Any]:
+    return {"as it is": Eager(), "replayed": CudaGraphs("cpu", FakeCuda())}
+
+
+@pytest.mark.parametrize("window", [20, 6])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("way", ["as it is", "replayed"])
+def test_it_says_what_the_steps_say(window: int, sampled: bool, way: str) -> None:
+    model = moshi(window)
+    steps = MoshiSteps(model, **_choices(sampled))
+    static = MoshiStatic(model, 3, **_choices(sampled), graphs=_recorders()[way])
+    state, user = steps.start(3), torch.randint(64, (3, 4, 30))
+    assert torch.equal(state.codes, static.codes) and torch.equal(state.text, static.text)
+    said = []
+    for at in range(30):
+        state, frame = steps.step(state, user[:, :, at])
+        mine = static.step(user[:, :, at])
+        assert torch.equal(frame.text, mine.text) and torch.equal(frame.codes, mine.codes)
+        assert torch.equal(frame.whole, mine.whole)
+        said.append(mine.codes.clone())
+        if at == 12 and not sampled:
+            rows = torch.tensor([False, True, False])
+            state = steps.reset(state, rows)
+            static.reset(rows)
+    assert len(torch.unique(torch.stack(said))) > 20
+
+
+def test_conversations_that_do_not_take_a_step_stay_as_they_are(model: Any) -> None:
+    user = torch.randint(64, (2, 4, 12))
+    static, alone = MoshiStatic(model, 2), MoshiStatic(model, 1)
+    second = iter(range(12))
+    for at in range(12):
+        active = torch.tensor([True, at % 3 == 0])
+        codes = user[:, :, at].clone()
+        place = next(second) if active[1] else 0
+        codes[1] = user[1, :, place]
+        before = static.codes[1].clone()
+        static.step(codes, active)
+        if active[1]:
+            alone.step(user[1:, :, place])
+        else:
+            assert torch.equal(static.codes[1], before)
+        assert torch.equal(static.codes[1], alone.codes[0])
+
+
+def _sound(batch: int, frames: int) -> Tensor:
+    return torch.randn(frames, batch, HOP, generator=torch.Generator().manual_seed(0)) * 0.3
+
+
+@pytest.mark.parametrize("way", ["as it is", "replayed"])
+def test_frames_of_sound_are_those_of_the_voice(model: Any, way: str) -> None:
+    voice = MoshiVoice(model, text=Sampling(), audio=Sampling())
+    recorder = _recorders()[way]
+    frames, state = MoshiFrames(voice, 2, recorder), voice.start(2)
+    for at, pcm in enumerate(_sound(2, 10)):
+        state, heard = voice.step(state, pcm)
+        mine = frames.frame(pcm)
+        assert torch.equal(mine.codes, heard.codes) and torch.equal(mine.text, heard.text)
+        torch.testing.assert_close(mine.pcm, heard.pcm, rtol=1e-4, atol=1e-5)
+        if at == 5:
+            rows = torch.tensor([True, False])
+            state = voice.reset(state, rows)
+            frames.reset(rows)
+    frames.check()
+    if way == "replayed":
+        assert len(recorder.cuda.graphs) == 4  # ear, temporal, depth, mouth
+        assert all(graph.replays >= 10 for graph in recorder.cuda.graphs)
+
+
+def test_each_part_compiles_as_one_graph_and_only_once(model: Any) -> None:
+    voice = MoshiVoice(model, text=Sampling(), audio=Sampling())
+    torch._dynamo.reset()
+    counters.clear()
+    compiled, plain = MoshiFrames(voice, 1, Compiled(backend="eager")), MoshiFrames(voice, 1)
+    for pcm in _sound(1, 8):
+        mine, want = compiled.frame(pcm), plain.frame(pcm)
+        assert torch.equal(mine.codes, want.codes) and torch.equal(mine.text, want.text)
+    assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"]
+
+
+def test_a_planted_look_at_a_value_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = MoshiStatic._pick
+
+    def peeks(self: MoshiStatic, logits: Tensor, choice: Any, at: int) -> Tensor:
+        assert logits.amax().item() < 1e9
+        return stock(self, logits, choice, at)
+
+    monkeypatch.setattr(MoshiStatic, "_pick", peeks)
+    with pytest.raises(CaptureError):
+        MoshiStatic(model, 1, graphs=CudaGraphs("cpu", FakeCuda()))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        MoshiStatic(model, 1, graphs=Compiled(backend="eager"))
+
+
+def test_a_state_that_moves_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = MoshiStatic._temporal
+
+    def moves(self: MoshiStatic) -> None:
+        before = self.seen
+        self.seen = before.clone()
+        stock(self)
+
+    steps, user = MoshiSteps(model), torch.randint(64, (1, 4, 10))
+    state, want = steps.start(1), []
+    for at in range(10):
+        state, frame = steps.step(state, user[:, :, at])
+        want.append(frame.codes)
+    monkeypatch.setattr(MoshiStatic, "_temporal", moves)
+    static = MoshiStatic(model, 1, graphs=CudaGraphs("cpu", FakeCuda()))
+    said = [static.step(user[:, :, at]).codes.clone() for at in range(10)]
+    assert not torch.equal(torch.stack(said), torch.stack(want))
+
+
+def test_what_cannot_be_said_is_an_error(model: Any) -> None:
+    voice = MoshiVoice(model, text=Sampling(), audio=Sampling())
+    frames = MoshiFrames(voice)
+    with pytest.raises(MediaError, match="1920"):
+        frames.frame(torch.zeros(1, 100))
+    frames.steps.hidden.fill_(torch.nan)
+    frames.steps._say()
+    with pytest.raises(ModelError, match="NaN"):
+        frames.check()
+    frames.reset()
+    frames.check()
+    layers = voice.codec.encoder.layers
+    waits = type("Stage", (), {"layers": layers, "lookahead": 1, "startup": 1})()
+    with pytest.raises(ModelError, match="fixed shape"):
+        StaticStage(waits, torch.zeros(1, HOP))
+
+
+def test_bytes_of_a_frame_are_those_of_the_weights(model: Any) -> None:
+    parts = frame_bytes(model, batch=2)
+    layers = sum(p.numel() for p in model.decoder.model.layers.parameters())
+    assert parts["temporal"] == 4 * (layers + model.decoder.lm_head.weight.numel())
+    assert parts["kv"] == 2 * sum(r.nbytes for r in MoshiStatic(model).ring.keys) * 2
+    assert parts["depth"] < sum(p.nbytes for p in model.depth_decoder.parameters())
+
+
+def test_rows_of_the_benchmark() -> None:
+    tiny = decode_moshi_frame.TINY
+    rows = decode_moshi_frame.measure(tiny, "tiny", (2,), 3, "cpu", copy_gb_s=10.0)
+    assert [row["job"] for row in rows] == ["steps", "static"]
+    for row in rows:
+        assert row["same_codes"] == 1.0 and row["p99_ms"] >= row["median_ms"] > 0
+        assert 0 < row["of_floor"] < 1 and row["device"] == "cpu" and row["goal_ms"] is None
+    large = decode_moshi_frame.unmeasured(decode_moshi_frame.SEVEN_B, "moshi-7b", 1)
+    assert large["median_ms"] is None and 16_000 < large["mb"] < 17_000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_real_graphs_say_what_the_steps_say() -> None:
+    model = moshi(6).to("cuda")
+    steps, static = MoshiSteps(model), MoshiStatic(model, 2)
+    state, user = steps.start(2), torch.randint(64, (2, 4, 20), device="cuda")
+    for at in range(20):
+        state, frame = steps.step(state, user[:, :, at])
+        assert torch.equal(frame.codes, static.step(user[:, :, at]).codes)
