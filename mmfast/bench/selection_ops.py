@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mmfast.bench import selection_textbooks as textbooks
-from mmfast.models.scores import received
+from mmfast.ops.attend import attend
+from mmfast.ops.attention_column_sums import attention_column_sums
 from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.static_windows import static_windows
 
@@ -94,8 +94,9 @@ def importance(heads: int, kv_heads: int, length: int, width: int, share: float 
 
 
 def _importance(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return output, received(query, key, is_causal=True)
+    output, lse = attend(query, key, value, causal=True)
+    sums = attention_column_sums(query, key, lse, causal=True)
+    return output, sums / query.shape[1:3].numel()
 
 
 def head_gather(heads: int, length: int, kept: int, width: int) -> Job:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ACTIVE, _BLOCK = 512, 64
+_FEW = 640  # rows up to which all cosines cost less than the search
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
@@ -52,6 +53,8 @@ class LazyGreedy:
 
     def run(self, start: list[int]) -> Tensor:
         """Picks in order, those of `start` in front; fewer than `count` if `stop` is reached."""
+        if len(self.rows) <= _FEW:
+            return self._run_dense(start)
         self._take(start)
         self.cost[start] = np.inf
         if start:
@@ -62,6 +65,22 @@ class LazyGreedy:
             self._refresh(active, own)
             while len(self.picks) < self.count and self._pick_block(active, own, outside):
                 self._refresh(active, own)
+        return torch.tensor(self.picks, dtype=torch.int64)
+
+    def _run_dense(self, start: list[int]) -> Tensor:
+        """The same picks where all cosines are at hand."""
+        cosine, everything = self._cosine(self.rows, self.rows), np.arange(len(self.rows))
+        picked = np.zeros(len(self.rows))  # +inf where it is
+        cost = self.cost
+        for number in range(self.count):
+            pick = start[number] if number < len(start) else int(cost.argmin())
+            if number >= len(start) and cost[pick] >= self.stop:
+                break
+            self.picks.append(pick)
+            picked[pick] = np.inf
+            np.maximum(self.likeness, cosine[pick], out=self.likeness)
+            cost = self._cost(self.likeness, everything)
+            cost += picked
         return torch.tensor(self.picks, dtype=torch.int64)
 
     def _cost(self, likeness: Floats, index: Integers) -> Floats:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _FEW, _WIDTH, _GROUP = 12, 64, 64
+_SMALL = 256  # rows up to which the whole product costs less than the search
 
 
 def most_isolated(rows: Tensor, twins: Tensor) -> int:
@@ -28,7 +29,7 @@ def most_isolated(rows: Tensor, twins: Tensor) -> int:
     nearest = torch.full_like(rows[:, 0], -torch.inf)
     order = _spread(len(rows)).to(rows.device)
     done, width = 0, _WIDTH
-    while len(alive) > 2 * _FEW and done < len(order):
+    while len(rows) > _SMALL and len(alive) > 2 * _FEW and done < len(order):
         columns = order[done : done + width]
         cosine = _product(rows, alive, columns)
         nearest[alive] = torch.maximum(nearest[alive], cosine.amax(-1))
