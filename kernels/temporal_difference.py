@@ -157,7 +157,7 @@ def shape(d: int) -> Shape:
 
 def chunk_frames(frames: int, tiles: int) -> int:
     """Frames that one program walks: enough programs for a large chip, few frames read twice."""
-    longest = triton.cdiv(frames, triton.cdiv(_PROGRAMS, tiles))
+    longest: int = triton.cdiv(frames, triton.cdiv(_PROGRAMS, tiles))
     return min(max(longest, _SHORTEST), _LONGEST)
 
 

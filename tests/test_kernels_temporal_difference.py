@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from kernel_tools import (
     planted,
 )
 
+from mmfast.bench.measure import peak_during
 from mmfast.core.errors import MmfastError
+from mmfast.core.spec import reduce
+from mmfast.core.tokens import Tokens
 from mmfast.ops import temporal_difference as op
 from mmfast.ops.paired_cosine import paired_cosine, temporal_cosine
 
@@ -230,6 +234,25 @@ def test_batches_of_clips_are_compared_within_each() -> None:
             assert found[a, b].equal(temporal_cosine(x[a, b], 4))
     sideways = x.transpose(-1, -2).contiguous().transpose(-1, -2)
     torch.testing.assert_close(temporal_cosine(sideways, 4), found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+@pytest.mark.parametrize("method", ["evs", "dycoke", "holitom"])
+def test_temporal_methods_need_little_beside_the_clip(method: str) -> None:
+    """No temporary is nearly as large as the clip."""
+    x = torch.randn(32, 144, 1024, generator=torch.Generator().manual_seed(4))
+    tokens = Tokens(x.flatten(0, 1), attn=torch.rand(32 * 144), grid=(32, 12, 12))
+    reduce(tokens, f"{method}:0.25")  # libraries take memory of their own on first use
+    nothing = peak_during(lambda: None)
+    extra = peak_during(lambda: reduce(tokens, f"{method}:0.25")) - nothing
+    assert extra < 0.3 * x.nbytes / 1e6, (extra, x.nbytes / 1e6)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_the_textbook_needs_far_more() -> None:
+    x = torch.randn(32, 144, 1024, generator=torch.Generator().manual_seed(4))
+    nothing = peak_during(lambda: None)
+    assert peak_during(lambda: op.reference(x)) - nothing > 1.5 * x.nbytes / 1e6
 
 
 def test_lengths_have_to_add_up() -> None:

@@ -34,7 +34,8 @@ def parts(x: Tensor, least: int = 1) -> tuple[Tensor, ...]:
     if x.device.type != "cpu" or not x.numel():
         return (x,)
     rows = max(1, _CHUNK * x.shape[-2] // (x.numel() * least)) * least
-    return x.split(rows, -2)
+    some: tuple[Tensor, ...] = x.split(rows, -2)
+    return some
 
 
 def sum_of(terms: Iterable[Tensor]) -> Tensor:

@@ -138,14 +138,17 @@ def _blocks(x: Tensor) -> Iterator[tuple[Tensor, int, int, slice]]:
 def _in_chunks(x: Tensor, lengths: Sequence[int], l1: bool) -> Difference:
     """The reference on a few patches and frames at a time."""
     opens = _opens(lengths, x.device)
-    found = [x.new_empty(x.shape[:2], dtype=part.dtype) for part in reference(x[:1, :1])]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    kinds = (torch.float64, wide, wide)
+    cosine, change, norm = (x.new_empty(x.shape[:2], dtype=kind) for kind in kinds)
     for block, first, begin, spots in _blocks(x):
-        for whole, part in zip(found, reference(block), strict=True):
-            if part is not None:
-                whole[begin : first + len(block), spots] = part[begin - first :]
-    cosine, change, norm = found
-    change = change.masked_fill_(opens, torch.inf) if l1 else None
-    return Difference(cosine.masked_fill_(opens, -torch.inf), change, norm)
+        part, new = reference(block, l1=l1), slice(begin - first, None)
+        at = (slice(begin, first + len(block)), spots)
+        cosine[at], norm[at] = part.cosine[new], part.norm[new]
+        if part.l1 is not None:
+            change[at] = part.l1[new]
+    cosine.masked_fill_(opens, -torch.inf)
+    return Difference(cosine, change.masked_fill_(opens, torch.inf) if l1 else None, norm)
 
 
 def _opens(lengths: Sequence[int], device: torch.device) -> Tensor:
