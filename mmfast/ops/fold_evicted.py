@@ -7,9 +7,11 @@ from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
+from mmfast.core.segments import Segments
 from mmfast.ops.complement import complement
 from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.nearest import nearest
+from mmfast.ops.segment_merge import segment_merge
 from mmfast.ops.unit import unit_rows
 
 FOLDS = ("averaged", "pivotal", "weighted", "none")
@@ -45,7 +47,7 @@ def fold_evicted(keep: Tensor, keys: Tensor, joins: Tensor, fold: str) -> Reduct
     pull = {"averaged": torch.ones_like(cosine), "weighted": cosine.clamp_min(0)}.get(fold)
     pull = torch.full_like(cosine, 0.5) if pull is None else pull  # what it weighs, a kept one 1
     pull = pull.masked_fill(lost, 0)
-    pulls = torch.zeros_like(keep, dtype=pull.dtype).scatter_add_(-1, slot, pull)  # [..., M]
+    pulls = segment_merge(pull[..., None], Segments(slot, keep.shape[-1]))[..., 0]  # [..., M]
     own = 1 + pulls if fold == "pivotal" else torch.ones_like(pulls)
     total = own + pulls
     target = torch.arange(n, device=keep.device).expand(*keep.shape[:-1], n)

@@ -38,13 +38,14 @@ def _on_device(x: Tensor, segments: Segments) -> Tensor:
     def flat(entries: Tensor) -> Tensor:
         return entries.reshape(lead.numel(), -1)
 
-    out: Tensor = kernel(
-        rows.reshape(lead.numel(), *x.shape[-2:]),
-        flat(ordered.offsets),
-        flat(ordered.source),
-        None if ordered.weight is None else flat(ordered.weight),
-        mean=segments.mean,
-    )
+    with torch.cuda.device_of(x):  # Triton launches where the thread is, not where the data is
+        out: Tensor = kernel(
+            rows.reshape(lead.numel(), *x.shape[-2:]),
+            flat(ordered.offsets),
+            flat(ordered.source),
+            None if ordered.weight is None else flat(ordered.weight),
+            mean=segments.mean,
+        )
     return out.view(*lead, segments.m, x.shape[-1])
 
 
