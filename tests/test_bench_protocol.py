@@ -108,7 +108,10 @@ def test_rows_say_what_was_reached_of_the_machine() -> None:
     for row in prefill:
         assert row["of_ceiling"] == pytest.approx(row["tflop_s"] / best["matmul_tflop_s"])
         assert row["first_ms"] > 0
-    assert all("gb_s" in row for row in rows if row["stage"] == "decode")
+    # 154 tokens through 160,000 weights and attention; a step reads a megabyte of weights.
+    assert 2e7 < prefill[0]["tflop_s"] * 1e9 * prefill[0]["median_ms"] < 1e8
+    (step,) = [row for row in rows if row["stage"] == "decode" and not row["reduce"]]
+    assert 5e5 < step["gb_s"] * 1e6 * step["median_ms"] < 2e6
     _, evs, fastv = prefill
     assert fastv["scoring_over"] is not None and evs["scoring_over"] is None
     assert abs(fastv["scoring_over"]) < 0.5

@@ -28,14 +28,17 @@ _NUMBERS = (
         "window",
         "size",
     ),
-    *("size", "codebooks", "keep", "copies", "threads"),
+    *("size", "codebooks", "keep", "copies", "visual", "items", "segments", "steps", "threads"),
 )
 _NO_NAMES = {"commit", "date", "processor", "clock", "note", "reason", "detail"}
-# The suite `selection` counts tokens in `n`, where others count runs; in these `tokens` is a size.
-_SIZES = {"selection": "n"} | dict.fromkeys(("bench", "breakeven", "kernels", "decode"), "tokens")
+# Two suites count tokens in `n`, where others count runs; in the rest of these `tokens` is a size.
+_SIZES = dict.fromkeys(("selection", "kernels"), "n") | dict.fromkeys(
+    ("bench", "breakeven", "encoder"), "tokens"
+)
 # First of these that a row has is compared; whether more is better.
 METRICS = (
-    *(("median_ms", False), ("ms", False), ("tokens_per_s", True), ("tokens_per_second", True)),
+    *(("median_ms", False), ("step_ms", False), ("compiled_ms", False), ("ms", False)),
+    *(("tokens_per_s", True), ("tokens_per_second", True)),
     *(("ms_per_token", False), ("clips_per_s", True), ("first_ms", False)),
     *(("first_audio_ms", False), ("gap_ms", False), ("worst_s", False), ("cpu_s", False)),
     *(("early_ms", False), ("encode_rtf", False), ("rtf", False), ("seconds", False)),

@@ -31,7 +31,7 @@ def needed_bytes(preset: Preset, stages: Collection[str], frames: int, dtype: to
     if TOWER_STAGES & set(stages):
         patches = frames * preset.grid[0] * preset.grid[1]
         inside = max(inside, patches * (2 * vision.intermediate_size + 6 * vision.hidden_size))
-    return size * (weights + entries + inside)
+    return int(size * (weights + entries + inside))
 
 
 def free_bytes(device: torch.device) -> int | None:
