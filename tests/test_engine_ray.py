@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from engine_requests import Inbox, asked, eventually, events
+from engine_requests import Inbox, asked, events, eventually
 
 from mmfast.bench.serve_faults import endless, trial
 from mmfast.core.errors import MmfastError, SpecError
@@ -102,3 +105,38 @@ def test_a_killed_replica_ends_its_streams_only(engine: Any, role: str) -> None:
     assert row["lost"] >= 1 and row["wrongly_lost"] == row["other_errors"] == 0, row
     assert row["lost"] + row["completed"] == row["streams"], row
     assert row["seconds_to_answer"] is not None and row["seconds_to_recover"] is not None, row
+
+
+def test_a_replacement_takes_the_process_that_waits(engine: Any) -> None:
+    """It has imported everything by then; another one waits afterwards."""
+    eventually(lambda: engine.health().gauges["workers_decode"] == 2, 600)
+    spare = engine._cluster.spare
+    for _ in range(2):
+        waiting = eventual_spare(spare)
+        (victim, *_) = replicas("decode")
+        os.kill(victim, signal.SIGKILL)
+        eventually(lambda pid=waiting: pid in replicas("decode"), 600)
+        eventually(lambda: engine.health().gauges["workers_decode"] == 2, 600)
+
+
+def replicas(role: str) -> list[int]:
+    """Processes that serve a role."""
+    found = {p.pid: named(p.pid) for p in psutil.Process().children(recursive=True)}
+    return [n for n, name in found.items() if "ServeReplica" in name and name.endswith(f":{role}")]
+
+
+def eventual_spare(spare: Any) -> int:
+    """The process that waits."""
+
+    def idle() -> list[int]:
+        return [n for n in spare.ready if psutil.pid_exists(n) and named(n) == "ray::IDLE"]
+
+    eventually(idle, 600)
+    return idle()[-1]
+
+
+def named(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).name())
+    except psutil.Error:
+        return ""

@@ -30,6 +30,20 @@ def checked(sampling: Sampling) -> Sampling:
     return replace(sampling, seed=seed)
 
 
+def fitting(prompt: int, answer: int, context: int) -> int:
+    """Tokens of a prompt and its answer.
+
+    Raises:
+        MmfastError: They are more than fit.
+    """
+    if prompt + answer > context:
+        raise MmfastError(
+            f"{prompt} tokens of prompt and max_tokens={answer} are more than the {context} that "
+            "fit; ask for less, or give fewer or smaller media"
+        )
+    return prompt + answer
+
+
 def context_of(model: Any) -> int:
     """Longest prompt and answer of a model in tokens."""
     config = model.config.get_text_config()

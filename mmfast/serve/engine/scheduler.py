@@ -16,7 +16,7 @@ from mmfast.models.loading import EMBEDDED, load
 from mmfast.planner.target import check_alone, make_target
 from mmfast.serve.engine.answer import Answer
 from mmfast.serve.engine.base import BusyError, Emit, Failure, Health, Options, Request, Sampling
-from mmfast.serve.engine.checks import checked, context_of
+from mmfast.serve.engine.checks import checked, context_of, fitting
 from mmfast.serve.engine.encoder import Encoder, early
 from mmfast.serve.engine.failures import LOG
 from mmfast.serve.engine.fair import FairQueue
@@ -165,12 +165,7 @@ class Scheduler:
         answer, lanes = self._answer(request, emit, sampling), self._lanes
         lanes.check(answer)
         prepared = lanes.encoder.prepare(request, answer.reduce if early(answer.reduce) else None)
-        most = prepared.length + sampling.max_tokens
-        if most > self.context:
-            raise MmfastError(
-                f"{prepared.length} tokens of prompt and max_tokens={sampling.max_tokens} are more "
-                f"than the {self.context} that fit; ask for less, or give fewer or smaller media"
-            )
+        most = fitting(prepared.length, sampling.max_tokens, self.context)
         # What was shown is in the inputs now; nobody looks at it again.
         answer.request = replace(request, messages=())
         answer.prepared, answer.reserve = prepared, most

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfast.core.errors import MmfastError
+from mmfast.serve.ray.spare import Spare
 
 TRIES = 3  # to start a node
 
@@ -43,9 +44,10 @@ class Cluster:
         self._ray: Any = ray
         self._serve: Any = serve
         self._own = not self._ray.is_initialized()
+        self._serves = self._own and address == "local"
+        self.spare = Spare() if self._serves else None
         if self._own:
             start(ray, address, num_cpus=cpus, object_store_memory=objects)
-        self._serves = self._own and address == "local"
         with calm():
             serve.start(proxy_location="Disabled")
 
@@ -53,6 +55,11 @@ class Cluster:
         """CPUs and GPUs of all machines."""
         found: Mapping[str, float] = self._ray.cluster_resources()
         return found
+
+    def have_spare(self) -> None:
+        """Have a process wait for the next replica, where the cluster is our own."""
+        if self.spare is not None:
+            self.spare.start(self._ray)
 
     def machines(self) -> int:
         """How many there are."""
@@ -68,6 +75,8 @@ class Cluster:
                     self._serve.delete(app)
         if self._own:
             self._ray.shutdown()
+        if self.spare is not None:
+            self.spare.close()
 
 
 def imported(what: str, instead: str, *modules: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import threading
 from collections.abc import Mapping
@@ -192,18 +193,22 @@ class RayEngine:
     # --- the watching thread ------------------------------------------------------------------
 
     def _watch(self) -> None:
+        due = True  # a process that waits for the next replica that is lost
+        while not self._over.wait(1.0):
+            with contextlib.suppress(Exception):  # the controller is being started again
+                self._count()
+                whole = self._running == self.replicas
+                if whole and due:
+                    self._cluster.have_spare()
+                due = not whole
+
+    def _count(self) -> None:
         from ray import serve
 
-        while not self._over.wait(1.0):
-            try:
-                known = serve.status().applications
-                for role, app in zip(ROLES, self._apps, strict=True):
-                    states: Any = (
-                        known[app].deployments[role].replica_states if app in known else {}
-                    )
-                    self._running[role] = int(states.get("RUNNING", 0))
-            except Exception:  # the controller is being started again
-                continue
+        known = serve.status().applications
+        for role, app in zip(ROLES, self._apps, strict=True):
+            states: Any = known[app].deployments[role].replica_states if app in known else {}
+            self._running[role] = int(states.get("RUNNING", 0))
 
 
 def _check(reduce: str | None, cache: str | None) -> None:
