@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_encoder import CLOSE, features
+from test_encoder import CLOSE, features, ragged
 from test_vision import GRIDS, onevision, pixels, qwen
+from tiny_models import tiny
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from mmfast.core.errors import ModelError
 from mmfast.models import encoder_graph
 from mmfast.models.adapter import tower_of
 from mmfast.models.encoder import fast_encoder
@@ -200,6 +202,31 @@ def test_few_shapes_are_kept(monkeypatch: Any) -> None:
         graphs.around(tower, tower.module, torch.randn(count, 3, 20, 20))
     assert recorder.calls == 3
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "gemma3", "internvl"])
+def test_recorded_passes_of_other_towers(family: str, monkeypatch: Any) -> None:
+    """Whatever the name by which pixels come; and nothing waits for the device."""
+    recorder, this = Recorder(), tiny(family)
+    monkeypatch.setattr(encoder_graph, "Graphs", lambda: Graphs(recorder))
+    monkeypatch.setattr("mmfast.models.encoder.check_encoder", lambda *_: None)
+    call, tower = ragged(this, "image"), tower_of(this.model)
+    expected = features(this, "image", call)
+    with fast_encoder(this.model, "graph"):
+        for _ in range(2):
+            torch.testing.assert_close(features(this, "image", call), expected, **CLOSE)
+    assert recorder.calls == 1
+    pixels = call["pixel_values"].flatten(0, -4)
+    with fast_encoder(this.model, "fast"), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        output = tower.module(fake.from_tensor(pixels))
+        assert output.last_hidden_state.shape[0] == len(pixels)
+
+
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm", "lfm2_vl", "fast_vlm"])
+def test_towers_that_cannot_be_recorded(family: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("mmfast.models.encoder.check_encoder", lambda *_: None)
+    with pytest.raises(ModelError, match=r"repeats passes of one shape.*use encoder='compile'"):
+        fast_encoder(tiny(family).model, "graph").__enter__()
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])

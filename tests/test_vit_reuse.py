@@ -85,6 +85,32 @@ def test_reuse_of_one_is_the_usual_merging() -> None:
             found.check()
 
 
+@pytest.mark.parametrize(("until", "blocks"), [(0.67, 2), (0.1, 1), (1.0, 3)])
+def test_merging_early(monkeypatch: pytest.MonkeyPatch, until: float, blocks: int) -> None:
+    """All merges in the first blocks; the sizes of tokens count in the others, too."""
+    model, video, states, trace = onevision(), torch.randn(1, 2, 3, 20, 20), [], Trace()
+    hook = model.model.multi_modal_projector.register_forward_pre_hook(
+        lambda _, args: states.append(args[0])
+    )
+    with stage(model, f"tome@vit:0.6?until={until}", trace), torch.no_grad():
+        model.model.get_video_features(video)
+    hook.remove()
+    steps = [*_steps(25, 15, blocks), *[15] * (3 - blocks)]
+    monkeypatch.setattr(test_vit, "_steps", lambda *_: steps)
+    with torch.no_grad():
+        want, _ = _naive_siglip(model, video.flatten(0, 1), 15, 3)
+    torch.testing.assert_close(states[0], want, atol=1e-5, rtol=1e-5)
+    assert [row.tokens_out for row in trace.rows] == [30]
+
+
+def test_when_merging_ends_is_checked() -> None:
+    for until in (0.0, 1.5, -0.5):
+        with pytest.raises(SpecError, match="no share of the blocks; choose 0 to 1"):
+            stage(onevision(), f"tome@vit:0.5?until={until}").__enter__()
+    with pytest.raises(SpecError, match=r"until=0\.5 of 'tome' is for site 'vit'"):
+        reduce(Tokens(torch.randn(10, 4)), "tome:5?until=0.5")
+
+
 def test_a_carried_plan_ends_where_the_method_would() -> None:
     """In steps or at once, segments of unequal length, the same groups."""
     generator = torch.Generator().manual_seed(0)

@@ -7,6 +7,7 @@ and writes memory of its own: inputs are copied in, and what it gives is copied 
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import vision_utils
 
+from mmfast.core.errors import ModelError
 from mmfast.models.patching import override
 from mmfast.models.towers import Tower, attention_of
 
@@ -51,13 +53,12 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._known)
 
-    def around(
-        self, tower: Tower, call: Callable[..., Any], pixels: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def around(self, tower: Tower, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around the tower's forward; one whose attention is watched, or trained, runs as it is."""
         gates = (attention_of(block).__dict__ for block in tower.blocks)
         if torch.is_grad_enabled() or any("_mmfast_gate" in gate for gate in gates):
-            return call(pixels, *args, **kwargs)
+            return call(*args, **kwargs)
+        pixels, *args = args or (kwargs.pop("pixel_values"),)  # type: ignore[assignment]
         weights = next(tower.module.parameters()).data_ptr()  # another one where a model moved
         key = (pixels.shape, pixels.dtype, weights, _key(args), _key(kwargs))
         with self._lock:
@@ -82,7 +83,20 @@ _GRAPHS: WeakKeyDictionary[nn.Module, Graphs] = WeakKeyDictionary()
 
 @contextmanager
 def graphed(tower: Tower) -> Iterator[None]:
-    """Replay the tower's forward as a CUDA graph per shape; they serve later contexts, too."""
+    """Replay the tower's forward as a CUDA graph per shape; they serve later contexts, too.
+
+    Raises:
+        ModelError: The tower pads its inputs, so what it computes depends on more than shapes.
+    """
+    masks = {"patch_attention_mask", "pixel_attention_mask"} & {
+        *inspect.signature(type(tower.module).forward).parameters
+    }
+    if masks or not len(tower.blocks):
+        why = f"takes a {masks.pop()}" if masks else "has no blocks"
+        raise ModelError(
+            f"encoder='graph' repeats passes of one shape; {type(tower.module).__name__} {why}; "
+            "use encoder='compile'"
+        )
     graphs = _GRAPHS.setdefault(tower.module, Graphs())
     with override(tower.module, "forward", partial(graphs.around, tower)):
         yield

@@ -83,6 +83,9 @@ def _check(tower: Tower, spec: Spec, adapter: Adapter) -> None:
     reuse = spec.knobs.get("reuse", 1)
     if reuse < 1:
         raise SpecError(f"knob reuse={reuse} of '{spec}' is no number of blocks; choose 1 or more")
+    until = spec.knobs.get("until", 1.0)
+    if not 0 < until <= 1:
+        raise SpecError(f"knob until={until} of '{spec}' is no share of the blocks; choose 0 to 1")
     if any(MERGED in attention_of(block).__dict__ for block in tower.blocks):
         raise SpecError(f"'{spec}' is a second stage of site 'vit'; join both budgets in one stage")
     if tower.class_token:

@@ -29,7 +29,7 @@ class Pass:
     def __init__(self, plan: Plan, spec: Spec) -> None:
         self.plan = plan
         self.reuse = int(spec.knobs.get("reuse", 1))
-        knobs = {name: value for name, value in spec.knobs.items() if name != "reuse"}
+        knobs = {name: spec.knobs[name] for name in spec.knobs if name not in ("reuse", "until")}
         self.spec = replace(spec, knobs=knobs)
         self.merged: Reduction | None = None
         self.keys: list[Tensor] = []
@@ -78,7 +78,7 @@ class Pass:
         """Merge by the plan of an earlier block, or make one for the blocks that follow."""
         if self._carried is None or block >= self._until:
             self._until = block + self.reuse
-            last = self.plan.after(min(self._until, self.plan.blocks) - 1)
+            last = self.plan.after(self._until - 1)
             self._carried = Carried(self._step(flat, keys, sizes, last), keys, self.lengths)
         step = self._carried.step(targets)
         return replace(step, weight=_shares(step, sizes))

@@ -3,13 +3,13 @@
 A segment is what merging never crosses: a frame or tile, and inside it an attention window where
 the tower has them. Every block takes the same number of tokens from a segment, give or take one,
 so that after the last used block exactly the budget is left: from N to b tokens in L blocks,
-N - floor((N - b) * i / L) after block i.
+N - floor((N - b) * i / L) after block i. With `until` L counts the first blocks only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Plan:
         items: Patches of each image or video.
         blocks: Number of used blocks L.
         raster: `[S]` place of each patch in its item's raster; None where that is its order.
+        until: Share of the used blocks that merge, the first ones.
     """
 
     start: tuple[int, ...]
@@ -39,6 +40,7 @@ class Plan:
     items: tuple[int, ...]
     blocks: int
     raster: Tensor | None = None
+    until: float = 1.0
 
     @property
     def idle(self) -> bool:
@@ -47,9 +49,10 @@ class Plan:
 
     def after(self, block: int) -> tuple[int, ...]:
         """Length of each segment after `block` (from 0)."""
-        done = block + 1
+        merging = max(1, round(self.until * self.blocks))
+        done = min(block + 1, merging)
         pairs = zip(self.start, self.final, strict=True)
-        return tuple(n - (n - b) * done // self.blocks for n, b in pairs)
+        return tuple(n - (n - b) * done // merging for n, b in pairs)
 
 
 def plan_pass(
@@ -60,9 +63,9 @@ def plan_pass(
     Raises:
         SpecError: The budget does not fit the frames; says which one would.
     """
-    blocks = tower.last_used(call) + 1
+    blocks, until = tower.last_used(call) + 1, float(spec.knobs.get("until", 1.0))
     if tower.packed:
-        return _packed(tower, call[f"{kind}_grid_thw"], spec, blocks)
+        return replace(_packed(tower, call[f"{kind}_grid_thw"], spec, blocks), until=until)
     vision = tower.base.config.vision_config
     patches = (vision.image_size // vision.patch_size) ** 2
     if kind == "video":
@@ -77,7 +80,7 @@ def plan_pass(
             f"batch; choose a share such as 0.5, or a multiple of {' and '.join(_counts(per_item))}"
         )
     items = tuple(patches * f for f in per_item)
-    return Plan((patches,) * len(budgets), tuple(budgets), items, blocks)
+    return Plan((patches,) * len(budgets), tuple(budgets), items, blocks, until=until)
 
 
 def _counts(per_item: Sequence[int]) -> list[str]:

@@ -22,6 +22,7 @@ def tome(
     class_token: bool = False,
     distill_token: bool = False,
     reuse: int = 1,
+    until: float = 1.0,
     parity: bool = False,
 ) -> Reduction:
     """Merge the most similar pairs of tokens until the budget is met.
@@ -37,14 +38,18 @@ def tome(
         class_token: Token 0 is a class token and is never merged.
         distill_token: Token 1 is a distillation token and is never merged.
         reuse: At site `vit`, blocks that one matching serves (after LiteVGGT, 2025).
+        until: At site `vit`, the share of the blocks by whose end the budget is reached; 1.0 is
+            as published. Merging early costs accuracy and saves the more: at 0.5 a budget of a
+            half leaves 0.62 of the blocks' work instead of 0.75.
         parity: One round as in the reference, even if that leaves more than `budget` tokens, with
             its order of emission: unmerged even tokens, then odd ones.
     """
-    if reuse != 1:
-        raise SpecError(
-            f"knob reuse={reuse} of 'tome' is for site 'vit', where blocks follow each other; "
-            "write 'tome@vit:0.5?reuse=2'"
-        )
+    for name, value, usual in (("reuse", reuse, 1), ("until", until, 1.0)):
+        if value != usual:
+            raise SpecError(
+                f"knob {name}={value} of 'tome' is for site 'vit', where blocks follow each other; "
+                f"write 'tome@vit:0.5?{name}={value}'"
+            )
     protected = class_token + distill_token
     if budget <= protected and not parity:
         raise SpecError(
