@@ -67,7 +67,7 @@ def _difference(  # type: ignore[no-untyped-def]
         last_square = square
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _later(a, b):  # type: ignore[no-untyped-def]
     return tl.maximum(a, b)
 

@@ -18,7 +18,8 @@ def paired_cosine(a: Tensor, b: Tensor) -> Tensor:
     summation, and the root of a square is exact in float64. A static video is then a set of true
     ties, not of rounding noise in either direction. A zero row has cosine 0 with anything.
     """
-    if a.device.type == "cpu" and a.ndim > 1 and a.shape == b.shape and a.numel() > _CHUNK:
+    small = a.device.type != "cpu" or a.numel() <= _CHUNK or torch.compiler.is_compiling()
+    if not small and a.ndim > 1 and a.shape == b.shape:
         if len(a) == 1:
             return paired_cosine(a[0], b[0])[None]
         some = max(1, len(a) * _CHUNK // a.numel())
