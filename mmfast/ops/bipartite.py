@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmfast.ops.gather_rows import gather_rows
-from mmfast.ops.nearest import nearest
+from mmfast.ops.nearest import nearest_rows
 from mmfast.ops.ranking import stable_topk
 from mmfast.ops.unit import unit_rows
 
@@ -45,10 +45,7 @@ def match(
     """
     rows = unit_rows(metric)
     even, odd = rows[..., ::2, :], rows[..., 1::2, :]
-    cosine = even @ odd.transpose(-1, -2)  # [..., a, b]
-    if distill_token:
-        cosine[..., :, 0] = -torch.inf
-    partner = nearest(cosine)  # [..., a]
+    partner = nearest_rows(even, odd, not_first=distill_token)  # [..., a]
     # Once more, row by row: equal pairs then have equal bits, and the lowest index wins.
     best = torch.linalg.vecdot(even, gather_rows(odd, partner)).clamp(max=_SAME)
     if class_token:

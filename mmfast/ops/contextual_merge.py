@@ -12,7 +12,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.ops.complement import complement
 from mmfast.ops.even_spots import even_spots
 from mmfast.ops.gather_rows import gather_rows
-from mmfast.ops.nearest import nearest
+from mmfast.ops.nearest import nearest_rows
 from mmfast.ops.unit import unit_rows
 
 
@@ -74,7 +74,7 @@ def context_count(context: float, budget: int, method: str) -> int:
 def _assign(metric: Tensor, rest: Tensor, targets: Tensor) -> Tensor:
     """For every remaining token the number of the target with the most similar row, `[..., R]`."""
     rows = unit_rows(metric)
-    return nearest(gather_rows(rows, rest) @ gather_rows(rows, targets).transpose(-1, -2))
+    return nearest_rows(gather_rows(rows, rest), gather_rows(rows, targets))
 
 
 def _weights(merged: Reduction, target: Tensor, half: float) -> Tensor:

@@ -12,7 +12,7 @@ from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.unit import unit_rows
 
 _STEP = 2.0**30  # cosines are compared in whole numbers of these
-_BLOCK = 512  # chosen tokens compared at once: bounds memory to 512 rows of N similarities
+_CHUNK, _CHUNK_CUDA = 1 << 18, 1 << 25  # similarities held at once: 2 MB stay in cache
 
 
 def neighbour_merge(
@@ -84,8 +84,10 @@ def _neighbours(rows: Tensor, listed: Tensor, rest: Tensor, most: int) -> tuple[
     others = gather_rows(rows, candidates)
     place = torch.arange(m, device=rows.device)
     near: list[Tensor] = []
-    for start in range(0, m, _BLOCK):
-        block = place[start : start + _BLOCK]
+    at_once = _CHUNK_CUDA if rows.is_cuda else _CHUNK
+    step = max(16, at_once // max(1, rows.shape[:-2].numel() * candidates.shape[-1]))
+    for start in range(0, m, step):
+        block = place[start : start + step]
         cosine = others[..., start : start + len(block), :] @ others.transpose(-1, -2)
         # Whole numbers with the index in the low digits: ties go to the lowest index everywhere.
         key = (cosine * _STEP).round().long() * n + (n - 1 - candidates)[..., None, :]

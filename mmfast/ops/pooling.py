@@ -34,11 +34,18 @@ def pool_boxes(tokens: Tokens, count: int, cut: Cut) -> Reduction:
 @lru_cache(maxsize=16)
 def _plan(grid: tuple[int, int, int], count: int, cut: Cut) -> tuple[Tensor, Tensor]:
     """The middle token of each box, and the middle token that each token joins."""
-    places = torch.arange(grid[0] * grid[1] * grid[2]).reshape(grid)
-    target = torch.full_like(places, -1)  # a hole in the boxes would show as a dropped token
-    keep: list[int] = []
-    for t0, t1, y0, y1, x0, x1 in cut(grid, count):
-        middle = int(places[(t0 + t1 - 1) // 2, (y0 + y1 - 1) // 2, (x0 + x1 - 1) // 2])
-        keep.append(middle)
-        target[t0:t1, y0:y1, x0:x1] = middle
-    return torch.tensor(keep), target.flatten()
+    boxes = torch.tensor(list(cut(grid, count)))
+    start, stop = boxes[:, ::2], boxes[:, 1::2]  # [M, 3]
+    steps = torch.tensor([grid[1] * grid[2], grid[2], 1])
+    middle = ((start + stop - 1) // 2 * steps).sum(-1)
+    target = torch.full((grid[0] * grid[1] * grid[2],), -1)  # a hole would show as a dropped token
+    sides = stop - start
+    size = sides.prod(-1)
+    box = torch.arange(len(boxes)).repeat_interleave(size)
+    inside = torch.arange(len(box)) - (size.cumsum(0) - size)[box]  # number of a token in its box
+    rows, columns = sides[box, 1], sides[box, 2]
+    offset = torch.stack(
+        [inside // (rows * columns), inside // columns % rows, inside % columns], 1
+    )
+    target[((start[box] + offset) * steps).sum(-1)] = middle[box]
+    return middle, target

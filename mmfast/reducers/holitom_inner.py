@@ -9,7 +9,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.gather_rows import gather_rows
-from mmfast.ops.nearest import nearest
+from mmfast.ops.nearest import nearest_rows
 from mmfast.ops.ranking import stable_topk
 from mmfast.ops.unit import unit_rows
 
@@ -33,7 +33,7 @@ def holitom_inner(tokens: Tokens, budget: int) -> Reduction:
     kept.scatter_(-1, keep, torch.ones_like(keep, dtype=torch.bool))
     rest = kept.long().argsort(dim=-1, stable=True)[..., : n - budget]  # ascending
     rows = unit_rows(tokens.x)
-    partner = nearest(gather_rows(rows, rest) @ gather_rows(rows, keep).transpose(-1, -2))
+    partner = nearest_rows(gather_rows(rows, rest), gather_rows(rows, keep))
     target = torch.arange(n, device=attn.device).expand(attn.shape).contiguous()
     target.scatter_(-1, rest, keep.gather(-1, partner))
     merged = Reduction.merge(keep, target)

@@ -9,7 +9,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.complement import complement
-from mmfast.ops.cosine_table import cosine_table
+from mmfast.ops.cosine_table import cosine_parts
 from mmfast.ops.gather_rows import gather_rows
 from mmfast.ops.graph_redundancy import graph_redundancy
 from mmfast.ops.nearest import nearest
@@ -59,6 +59,7 @@ def saint(
 def _represented(kept: Tensor, metric: Tensor) -> Reduction:
     """Keep `kept` `[..., M]` as they are; every other token stands behind the most similar one."""
     rows = gather_rows(metric, kept)
-    target = kept.gather(-1, nearest(cosine_table(metric, rows))).scatter_(-1, kept, kept)
+    closest = torch.cat([nearest(part) for part in cosine_parts(metric, rows)], -1)
+    target = kept.gather(-1, closest).scatter_(-1, kept, kept)
     own = target == torch.arange(metric.shape[-2], device=kept.device)
     return Reduction.merge(kept, target, own.to(torch.get_default_dtype()))
