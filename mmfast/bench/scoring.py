@@ -35,13 +35,14 @@ def spans(model: Any, specs: Sequence[Spec], tower: bool) -> list[Span]:
 
 
 def peaks_in(model: Any, where: Sequence[Span], run: Callable[[], object]) -> dict[Span, float]:
-    """Peak megabytes while each span runs, in one run of the model.
+    """Peak megabytes while each span runs, in one run of the model; no run where there is none.
 
     A layer's span ends where the next layer begins: signals are read behind a layer, too.
     """
     peaks: dict[Span, float] = {}
-    with _watched(model, where, peaks):
-        run()
+    if where:
+        with _watched(model, where, peaks):
+            run()
     return peaks
 
 
