@@ -22,12 +22,12 @@ def information(x: Tensor, rank: float) -> Tensor:
     rows = x.double()
     if rows.shape[-2] <= rows.shape[-1]:
         square, u = torch.linalg.eigh(rows @ rows.mT)
-        part = u * square.clamp_min(0).sqrt()[..., None, :]  # [..., N, N]
+        part = u.mul_(square.clamp_min(0).sqrt()[..., None, :])  # [..., N, N]
     else:
         square, v = torch.linalg.eigh(rows.mT @ rows)
         part = rows @ v  # [..., N, D]
     sigma = square.clamp_min(0).sqrt()
     largest = sigma.amax(-1, keepdim=True)
     leading = (sigma > rank * largest)[..., None, :]
-    total = part.abs().masked_fill(~leading, 0).sum(-1)
+    total = part.abs_().mul_(leading).sum(-1)
     return snap(total / largest.masked_fill(largest == 0, 1.0))

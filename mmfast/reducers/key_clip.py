@@ -38,7 +38,7 @@ def _prune(item: Tokens, budget: int, clips: float, tau: float) -> Reduction:
     n = item.n // frames
     video = item.x.unflatten(0, (frames, n))
     parts = shots(video, -(-frames // 4), tau)
-    frame = relevance(video.double().mean(1), item.need("query"))  # [T]
+    frame = relevance(video.mean(1, dtype=torch.float64), item.need("query"))  # [T]
     score = [float(frame[a : b + 1].mean()) for a, b in parts]
     order = sorted(range(len(parts)), key=lambda i: (-score[i], i))
     chosen: list[int] = []

@@ -12,7 +12,7 @@ from mmfast.ops.closeness import closeness
 from mmfast.ops.grouped_topk import grouped_topk, marked
 from mmfast.ops.share_out import share_out
 from mmfast.ops.snap import snap
-from mmfast.ops.steady_channels import steady_channels, take_channels
+from mmfast.ops.steady_channels import parts, steady_channels, sum_of, take_channels
 from mmfast.ops.unit import unit_rows
 
 _TEMPERATURE = 0.01
@@ -53,13 +53,17 @@ def video_scores(x: Tensor, frames: int) -> tuple[Tensor, Tensor]:
     Returns:
         `[..., T, n]` and `[..., T]`, float64.
     """
-    wide = x.double()
-    channels = steady_channels(wide, max(1, x.shape[-1] // 2))
-    rows = unit_rows(take_channels(wide, channels))
-    video = rows.unflatten(-2, (frames, -1))  # [..., T, n, C]
-    to_video = closeness(video, rows.mean(-2)[..., None, None, :])
-    to_frame = closeness(video, video.mean(-2, keepdim=True))
-    return snap(to_video + to_frame), snap(-to_video.mean(-1))
+    slim = take_channels(x, steady_channels(x, max(1, x.shape[-1] // 2)))
+    n = slim.shape[-2] // frames
+    sums = (unit_rows(part.double()).sum(-2, keepdim=True) for part in parts(slim))
+    mean = (sum_of(sums) / slim.shape[-2])[..., None, :, :]  # [..., 1, 1, C]
+    near_video, near_frame = [], []
+    for part in parts(slim, n):
+        video = unit_rows(part.double()).unflatten(-2, (-1, n))  # [..., some frames, n, C]
+        near_video.append(closeness(video, mean))
+        near_frame.append(closeness(video, video.mean(-2, keepdim=True)))
+    to_video = torch.cat(near_video, -2)
+    return snap(to_video + torch.cat(near_frame, -2)), snap(-to_video.mean(-1))
 
 
 def frame_shares(unusual: Tensor, ratio: float, *, capped: bool = True) -> Tensor:
