@@ -120,5 +120,7 @@ class Tokens:
 
 def all_finite(values: Tensor) -> bool:
     """Whether no value is NaN or infinite: both show in the extremes, 20 times faster to find."""
+    if values.dtype in (torch.float32, torch.float64) and bool(torch.isfinite(values.sum())):
+        return True  # both would show in the sum too, which is faster still, but may overflow
     low, high = values.aminmax()
     return bool(torch.isfinite(low) & torch.isfinite(high))
