@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from graph_recorder import FakeCuda
+from graph_recorder import CaptureError, FakeCuda
 from tiny_models import generate, tiny
 from transformers import StaticCache
 
 import mmfast
 from mmfast.attach import attach
 from mmfast.bench import decode_hooks
+from mmfast.models import hooks
 from mmfast.models.arming import Arming
 from mmfast.models.patching import stand_before, stand_behind
-from mmfast.ops.graphs import CudaGraphs
+from mmfast.ops.graphs import WARM_UPS, CudaGraphs
 
 FAMILY = "llava_onevision"
 HOME = str(Path(mmfast.__file__).parent)
@@ -190,15 +191,14 @@ def test_hooks_by_name_are_counted_in_and_out() -> None:
     assert not any(tables)
 
 
-@pytest.mark.parametrize("reduce", [None, "random:0.4", "random:0.4+fastv@llm2:0.5"])
-def test_a_decode_step_can_be_captured(reduce: str | None) -> None:
-    """No look at a value and no tensor that moves: replays alone give the tokens of eager steps."""
+def _captured(reduce: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eight tokens of eager steps, and the same from replays of one recorded step."""
     this = tiny(FAMILY)
     inputs, model = _inputs(this), this.model
     length = inputs["input_ids"].shape[1]
+    config = model.config.get_text_config()
 
     def prefill() -> tuple[Any, Any]:
-        config = model.config.get_text_config()
         cache = StaticCache(config=config, max_cache_len=length + 16)
         out = model(**inputs, past_key_values=cache, use_cache=True)
         return cache, out.logits[:, -1:].argmax(-1)
@@ -212,7 +212,7 @@ def test_a_decode_step_can_be_captured(reduce: str | None) -> None:
             place = place + 1
             want.append(token)
         cache, first = prefill()
-        token, place = first.clone(), torch.full((1, 1), length)
+        token, place, got = first.clone(), torch.full((1, 1), length), []
 
         def step() -> None:
             given = {"input_ids": token, "position_ids": place}
@@ -221,16 +221,33 @@ def test_a_decode_step_can_be_captured(reduce: str | None) -> None:
             token.copy_(out)
 
         replay = CudaGraphs("cpu", FakeCuda()).record(step)
-        # Warming up has taken steps: back to the end of the prompt.
-        for layer in cache.layers:
-            layer.cumulative_length.sub_(4)
+        for layer in cache.layers:  # warming up has taken steps: back to the end of the prompt
+            layer.cumulative_length.sub_(WARM_UPS + 1)
         place.fill_(length)
         token.copy_(first)
-        got = []
         for _ in range(8):
             replay()
             got.append(token.clone())
-    assert torch.equal(torch.cat(got), torch.cat(want))
+    return torch.cat(want), torch.cat(got)
+
+
+@pytest.mark.parametrize("reduce", [None, "random:0.4", "random:0.4+fastv@llm2:0.5"])
+def test_a_decode_step_can_be_captured(reduce: str | None) -> None:
+    """No look at a value and no tensor that moves: replays alone give the tokens of eager steps."""
+    want, got = _captured(reduce)
+    assert torch.equal(got, want) and len(torch.unique(want)) > 1
+
+
+def test_a_hook_that_looks_at_a_value_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = hooks.fit_decode
+
+    def looks(config: Any, layer: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        assert hidden.shape[1] > 1 or hidden.amax().item() < 1e9
+        return stock(config, layer, hidden, kwargs)
+
+    monkeypatch.setattr(hooks, "fit_decode", looks)
+    with pytest.raises(CaptureError):
+        _captured("random:0.4+fastv@llm2:0.5")
 
 
 def test_rows_of_the_benchmark() -> None:

@@ -87,8 +87,8 @@ def measure(
     """
     where, shape = pick_device(device), get_preset(preset)
     case = build(preset, ("llm", "decode"), frames, where, pick_dtype("auto", shape, where))
-    found = []
-    shared = {"preset": preset, "dtype": str(case.visual.dtype).removeprefix("torch.")}
+    found: list[Row] = []
+    shared: Row = {"preset": preset, "dtype": str(case.visual.dtype).removeprefix("torch.")}
     shared |= {"device": where.type, "visual": case.n}
     with torch.no_grad(), one_thread(), frozen():
         for number, job in enumerate(jobs):

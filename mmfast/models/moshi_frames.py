@@ -37,7 +37,8 @@ class MoshiFrames:
     """
 
     def __init__(self, voice: MoshiVoice, batch: int = 1, graphs: Graphs | None = None) -> None:
-        steps, codec = voice.steps, voice.codec
+        steps = voice.steps
+        codec: Any = voice.codec
         device = steps.model.device
         graphs = graphs or graphs_for(device)
         self.hop, self.sample_rate = codec.hop, codec.sample_rate
