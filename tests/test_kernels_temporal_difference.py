@@ -301,6 +301,25 @@ def test_machine_code_reads_wide_and_spills_nothing() -> None:
         assert binary.registers <= 128, (binary.label, binary.registers)
 
 
+def test_what_a_launch_makes_of_missing_and_single_things_compiles() -> None:
+    """A launch turns None and 1 into constants of the program."""
+    ones = dict.fromkeys(["frames", "n", "d", "period", "frame_stride", "row_stride"], 1)
+    single = job(90, 1)
+    single["constexprs"] |= ones | {"opens_ptr": None, "l1_ptr": None}  # type: ignore[operator]
+    single["aligned"] = ["x_ptr", "cosine_ptr", "norm_ptr", "chunk"]
+    runs = [
+        {
+            "fn": "_runs",
+            "signature": {"static_ptr": "*u8", "runs_ptr": "*i32", "frames": "i32", "n": "i32"},
+            "constexprs": {"block": 64, "rows": 32},
+            "capability": capability,
+        }
+        for capability in (80, 90, 100)
+    ]
+    for binary in compiled("temporal_difference", [single, *runs]):
+        assert_clean(binary)
+
+
 def test_gates_on_machine_code_fail_on_planted_bugs(tmp_path: Path) -> None:
     name = "temporal_difference"
     gaps = edited(
