@@ -27,9 +27,8 @@ def tiny(layers: int, frames: int, dtype: torch.dtype | None = None) -> Case:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: Any) -> None:
     monkeypatch.setattr("mmfast.bench.measure.WARM_UPS", 1)
-    towers = {"tiny": (tiny, 3)}
-    for module in (encoder_merge, encoder_compile):
-        monkeypatch.setattr(module, "TOWERS", towers)
+    for module, tower in ((encoder_merge, (tiny, 3, 2)), (encoder_compile, (tiny, 3))):
+        monkeypatch.setattr(module, "TOWERS", {"tiny": tower})
         monkeypatch.setattr(module, "LAYERS", 3)
     monkeypatch.setattr(encoder_batch, "siglip", tiny)
 

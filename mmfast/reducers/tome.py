@@ -39,8 +39,8 @@ def tome(
         distill_token: Token 1 is a distillation token and is never merged.
         reuse: At site `vit`, blocks that one matching serves (after LiteVGGT, 2025).
         until: At site `vit`, the share of the blocks by whose end the budget is reached; 1.0 is
-            as published. Merging early costs accuracy and saves the more: at 0.5 a budget of a
-            half leaves 0.62 of the blocks' work instead of 0.75.
+            as published. Ending early saves more (at 0.5 a budget of a half leaves 0.62 of the
+            blocks' work instead of 0.75) and may cost accuracy.
         parity: One round as in the reference, even if that leaves more than `budget` tokens, with
             its order of emission: unmerged even tokens, then odd ones.
     """
