@@ -151,18 +151,8 @@ def bench(
     if selection:
         return _bench_selection(out, as_json)
     with progress("bench") as tick:
-        document = run_bench(
-            preset=preset or "tiny",
-            reduce=list(reduce or []),
-            frames=frames,
-            keep=keep,
-            stages=stages,
-            device=device,
-            dtype=dtype,
-            threads=threads,
-            iters=iters,
-            progress=tick,
-        )
+        wanted = (preset or "tiny", list(reduce or []), frames, keep, stages)
+        document = run_bench(*wanted, device, dtype, threads, iters, tick)
     if out is not None:
         append(out, bench_rows(document))
     print_bench(document, as_json)

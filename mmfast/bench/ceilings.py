@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -39,7 +40,8 @@ def ceilings(device: torch.device | str, dtype: torch.dtype | None = None) -> di
 def _measured(device: str, dtype: torch.dtype, threads: int) -> tuple[float, float]:
     """(GB/s, TFLOP/s); `threads` only tells one setting of the CPU from another."""
     cuda = torch.device(device).type == "cuda"
-    return _copy(device, cuda), _product(device, dtype, cuda)
+    with torch.cuda.device(device) if cuda else nullcontext():
+        return _copy(device, cuda), _product(device, dtype, cuda)
 
 
 def _copy(device: str, cuda: bool) -> float:

@@ -28,6 +28,7 @@ from mmfast.models.device import device_name
 MINUTES, KEEP = 6.0, "0.25,0.1"
 _EVERY = "vit,llm,decode,ttft,selection"
 _METHODS = ("uniform", "evs", "divprune", "holitom", "fastv")
+_BIG = "llava-onevision-7b"
 _IN_TOWER = "tome@vit:0.5+holitom:0.1"
 Tick = Callable[[int, int, str | None], None]
 Sink = Callable[[list[Row]], None]
@@ -66,11 +67,13 @@ def plan(device: torch.device, preset: str | None = None) -> list[Step]:
         return [*steps, _shape(device, preset, 32 if cuda else 8, _METHODS, _EVERY, 8.0)]
     if not cuda:
         return [*steps, _shape(device, "tiny", 4, ("evs", "divprune", "fastv"), _EVERY, 2.0, 2)]
-    steps.append(
-        _shape(device, "llava-onevision-7b", 32, (*_METHODS, _IN_TOWER), _EVERY, 8.0),
-    )
-    steps += [_named("decode", name, 1.5) for name in names("decode")]
+    # Stages apart, so that each gets its part of the time; decoding is slow and needs few specs.
+    many = (*_METHODS, _IN_TOWER)
+    steps.append(_shape(device, _BIG, 32, many, "vit,ttft,selection", 5.0))
+    steps.append(_shape(device, _BIG, 32, _METHODS, "llm", 3.0))
+    steps += [_named("decode", name, 1.0) for name in names("decode")]
     steps += [_named("encoder", name, 1.0) for name in names("encoder")]
+    steps.append(_shape(device, _BIG, 32, ("uniform",), "decode", 1.0))
     few = ("evs", "fastv")
     for name in ("qwen2.5-vl-7b", "qwen3-vl-8b", "llava-onevision-0.5b"):
         steps.append(_shape(device, name, 32, few, "vit,llm,ttft,selection", 2.5))
@@ -112,7 +115,9 @@ def run_full(
     tell(f"on {device_name(where)}, about {minutes:g} minutes at most:")
     for step in steps:
         tell(f"  {step.label}")
-    start, rows, told = clock(), [], []
+    start = clock()
+    rows: list[Row] = []
+    told: list[Row] = []
     whole = sum(step.weight for step in steps)
     for number, step in enumerate(steps):
         begun = clock()
@@ -123,15 +128,9 @@ def run_full(
         found = [_placed(row, where) for row in found]
         sink(found)
         rows += found
-        told.append(
-            {
-                "label": step.label,
-                "state": state,
-                "seconds": clock() - begun,
-                "rows": len(found),
-                "reason": reason,
-            }
-        )
+        seconds = clock() - begun
+        told.append({"label": step.label, "state": state, "seconds": seconds})
+        told[-1] |= {"rows": len(found), "reason": reason}
         if reason:
             tell(f"{state}: {step.label}: {reason}")
         _free(where)

@@ -9,12 +9,12 @@ rounds of paired ratios; the two stock runs give the noise floor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from mmfast.bench.cases import build, pick_device, pick_dtype
+from mmfast.bench.cases import Case, build, pick_device, pick_dtype
 from mmfast.bench.ceilings import ceilings
 from mmfast.bench.group import Group
 from mmfast.bench.inputs import video_grid
@@ -74,28 +74,26 @@ def run_bench(
     kind = pick_dtype(dtype, shape, where)
     video_grid(shape, frames)
     rounds = _positive("iters", iters) or _default_rounds(preset, where)
-    with threads_set(_positive("threads", threads)), one_line_when_full(preset, frames):
+    with _on(where), threads_set(_positive("threads", threads)), one_line_when_full(preset, frames):
         check_fits(shape, wanted, frames, kind, where)
         limits = ceilings(where, kind)
         clock, told = clock_of(where, torch.get_num_threads())
-        case = build(preset, wanted, frames, where, kind)
-        groups = [Group(case, name, wanted, specs, clock) for name in GROUPS]
-        measured = _measure(
-            [g for g in groups if g.stage.stages], rounds, limits, _Ticks(progress), enough
-        )
+        case = build(shape, wanted, frames, where, kind)
+        named = [name for name in GROUPS if set(GROUPS[name]) & set(wanted)]
+        groups = [Group(case, name, wanted, specs, clock) for name in named]
+        measured = _measure(groups, rounds, limits, _Ticks(progress), enough)
         measured["rows"] = [row for row in measured["rows"] if row["stage"] in asked]
-        return {
-            "preset": preset,
-            "device": where.type,
-            "dtype": str(kind).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "frames": frames,
-            "tokens": case.n,
-            "clock": told,
-            "ceilings": limits,
-            **measured,
-            "environment": environment(where),
-        }
+        found = {"preset": preset, **_described(case, kind), "frames": frames}
+        limited = {"clock": told, "ceilings": limits, **measured}
+        return {**found, "tokens": case.n, **limited, "environment": environment(where)}
+
+
+def _described(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "device": case.device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _measure(
@@ -131,6 +129,11 @@ def _measure(
         "faults": faults,
         "rows": [] if faults else rows,
     }
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Events and memory statistics are those of the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _default_rounds(preset: str, device: torch.device) -> int:
