@@ -40,8 +40,7 @@ def greedy_dpp(rows: Tensor, quality: Tensor, count: int) -> Tensor:
     lead, (n, width) = rows.shape[:-2], rows.shape[-2:]
     flat, most = rows.double().reshape(-1, n, width), min(count, n, width)
     if rows.device.type == "cpu":
-        owned = flat.clone() if flat.data_ptr() == rows.data_ptr() else flat
-        picks = torch.stack([_Search(item.numpy(), most).run() for item in owned])
+        picks = torch.stack([_Search(item.numpy(), most).run() for item in flat])
     else:
         picks = stepwise(flat, most)  # [B, most]
     rank = torch.full((len(flat), n + 1), count, device=rows.device)
@@ -89,11 +88,12 @@ class _Search:
     other row can come first.
     """
 
-    rows: Floats  # [N, D], overwritten: what the first `seen` picks leave of each row
+    rows: Floats  # [N, D]
     count: int
     picks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.rest = self.rows.copy()  # what the first `seen` picks leave of each row
         self.gain = np.einsum("nd,nd->n", self.rows, self.rows)
         self.floor = self.gain * _SPANNED
         self.key = _keys(self.gain, self.floor)
@@ -114,12 +114,12 @@ class _Search:
         now = len(self.picks)
         # Few products of many rows: to take out a direction again changes nothing.
         stale = np.where(self.seen[active] < now, self.seen[active] // _GRAIN * _GRAIN, now)
-        residual: Floats = self.rows[active]
+        residual: Floats = self.rest[active]
         for since in np.unique(stale[stale < now]):
             behind = stale == since
             part, missed = residual[behind], self.basis[since:now]
             residual[behind] = part - _product(_product(part, missed.T), missed)
-        self.rows[active], self.seen[active] = residual, now
+        self.rest[active], self.seen[active] = residual, now
         fresh = np.einsum("nd,nd->n", residual, residual)
         self.gain[active] = np.where(self.gain[active] < 0, -1.0, fresh)
         self.key[active] = _keys(self.gain[active], self.floor[active])
