@@ -34,12 +34,44 @@ def test_workers_warm_up_where_they_are_asked_to(tmp_path: Path) -> None:
     assert done.isdigit()
 
 
+def test_one_waits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast.serve.ray import spare as where
+
+    orders: list[int] = []
+    clock, idle = [1000.0], set[int]()
+    monkeypatch.setattr(where, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(where, "_idle", idle.__contains__)
+    monkeypatch.setattr(where, "_SEEN", True)
+    monkeypatch.setattr(Spare, "_order", lambda self, ray: orders.append(len(orders)))
+    spare = Spare()
+
+    def after() -> int:
+        for _ in range(3):
+            spare.keep(None)
+        return len(orders)
+
+    try:
+        folder = Path(os.environ[PLACE])
+        assert after() == 1  # on its way
+        (folder / "77").touch()
+        idle.add(77)
+        assert after() == 1  # waits
+        idle.clear()
+        assert after() == 2  # taken: the next one
+        clock[0] += 200
+        assert after() == 3  # which never came
+    finally:
+        spare.close()
+
+
 def test_a_cluster_that_takes_no_such_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_preload_python_modules", raising=False)
     monkeypatch.delenv(PLACE, raising=False)
     spare = Spare()
     folder = Path(os.environ[PLACE])
-    assert not spare.start(SimpleNamespace(nodes=list)) and spare.ready == []
+    assert spare.due()
+    spare.keep(SimpleNamespace(nodes=list))  # knows no job
+    assert spare.ready == [] and not spare.due()  # it is not asked again
     (folder / "123").touch()
     assert spare.ready == [123]
     spare.close()

@@ -24,6 +24,7 @@ from mmfast.serve.engine.pickling import EmbedRef, Packer, Unpacker, fill
 
 __all__ = ["EmbedRef", "Names", "Packet", "Parcel", "free", "pack", "unpack", "unwrap", "wrap"]
 
+_FULL = (errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG)
 SMALL = 1 << 15  # bytes that travel with the message: a pipe is quicker than a new segment
 
 
@@ -124,14 +125,15 @@ def _reserved(name: str, size: int) -> SharedMemory:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(segment._fd, 0, size)  # type: ignore[attr-defined]
     except OSError as error:
-        segment.unlink()
-        segment.close()
-        raise _full(size, error) from None
+        if error.errno in _FULL:  # else this system cannot say beforehand
+            segment.unlink()
+            segment.close()
+            raise _full(size, error) from None
     return segment
 
 
 def _full(size: int, error: OSError) -> Exception:
-    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG):
+    if error.errno not in _FULL:
         return error
     return BusyError(
         f"shared memory has no room for {size:,} bytes ({error.strerror}); try again in a second, "

@@ -46,8 +46,13 @@ class Cluster:
         self._own = not self._ray.is_initialized()
         self._serves = self._own and address == "local"
         self.spare = Spare() if self._serves else None
-        if self._own:
-            start(ray, address, num_cpus=cpus, object_store_memory=objects)
+        try:
+            if self._own:
+                start(ray, address, num_cpus=cpus, object_store_memory=objects)
+        except BaseException:
+            if self.spare is not None:
+                self.spare.close()
+            raise
         with calm():
             serve.start(proxy_location="Disabled")
 
@@ -59,7 +64,7 @@ class Cluster:
     def have_spare(self) -> None:
         """Have a process wait for the next replica, where the cluster is our own."""
         if self.spare is not None:
-            self.spare.start(self._ray)
+            self.spare.keep(self._ray)
 
     def machines(self) -> int:
         """How many there are."""

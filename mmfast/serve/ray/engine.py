@@ -193,14 +193,11 @@ class RayEngine:
     # --- the watching thread ------------------------------------------------------------------
 
     def _watch(self) -> None:
-        due = True  # a process that waits for the next replica that is lost
         while not self._over.wait(1.0):
             with contextlib.suppress(Exception):  # the controller is being started again
                 self._count()
-                whole = self._running == self.replicas
-                if whole and due:
+                if self._running == self.replicas:
                     self._cluster.have_spare()
-                due = not whole
 
     def _count(self) -> None:
         from ray import serve
