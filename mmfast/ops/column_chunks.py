@@ -87,11 +87,11 @@ class _Workspace:
         for head in range(len(query) * shared):
             row, own = slice(head // shared, head // shared + 1), head % shared
             mine, key_head = slice(own * group, (own + 1) * group), slice(own, own + 1)
-            given = [x if x is None else x[row, mine] for x in (lse, mask, weights)]
+            level, hidden, factor = (x if x is None else x[row, mine] for x in (lse, mask, weights))
             for first in range(begin, end, step):
                 self._step(
-                    out[row, key_head], query[row, mine], key[row, key_head], *given, scale,
-                    causal, first, min(first + step, end),
+                    out[row, key_head], query[row, mine], key[row, key_head], level, hidden,
+                    factor, scale, causal, first, min(first + step, end),
                 )  # fmt: skip
 
     def _step(
