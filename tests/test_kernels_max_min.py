@@ -281,6 +281,29 @@ def test_formula_picks_the_farthest_row_each_time() -> None:
             assert order[step] == max(left, key=lambda i: float(apart[i]))
 
 
+def test_bench_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast import MmfastError
+    from mmfast.bench import kernels_max_min_select as bench
+
+    cases = (bench.Case(1, (2, 6, 7), 16, 20), bench.Case(3, (1, 5, 5), 16, 6))
+    monkeypatch.setattr(bench, "CPU_CASES", cases)
+    monkeypatch.setattr(bench, "ROUNDS", 2)
+    if not torch.cuda.is_available():
+        rows = bench.rows(lambda label, done, total: None)
+        assert [row["way"] for row in rows] == ["ours", "loop", "reference", "ours", "loop"]
+        assert all(row["median_ms"] > 0 and row["goal_ms"] is None for row in rows)
+        assert rows[1]["speedup"] == 1 and rows[0]["cover"] == pytest.approx(rows[1]["cover"])
+        assert rows[0]["case"] == "20 of 84 tokens x 16"
+        assert rows[3]["case"] == "3 times 6 of 25 tokens x 16"
+    first = torch.arange(20).expand(1, -1)
+    monkeypatch.setattr(bench, "max_min", lambda x, count: first)
+    with pytest.raises(MmfastError, match="the loop to"):
+        bench._measured(cases[0], "cpu")
+    monkeypatch.setattr(bench, "max_min", lambda x, count: first * 0)
+    with pytest.raises(MmfastError, match="repeats picks"):
+        bench._measured(cases[0], "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("n", [1, 2, 300, 1568, 6272])

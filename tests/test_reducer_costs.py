@@ -11,6 +11,7 @@ import torch
 
 import mmfast
 from mmfast import Tokens
+from mmfast.bench import kernels_reducers
 from mmfast.bench.reducer_costs import counted, job, tokens_of
 from mmfast.core.registry import Method
 
@@ -90,3 +91,16 @@ def test_a_loop_over_tokens_and_a_square_table_show() -> None:
     assert counted(lambda: [row.sum() for row in x]).count >= 300
     seen = counted(lambda: x @ x.T)
     assert seen.largest == 300 * 300 * 4 and "mm" in seen.name
+
+
+def test_bench_of_reducers(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [method for method in METHODS if method.name in ("evs", "tome", "fastv")]
+    monkeypatch.setattr(kernels_reducers, "SHAPES", (((2, 6, 7), 16), ((1, 5, 5), 16)))
+    monkeypatch.setattr(kernels_reducers, "methods", lambda kind: few)
+    said: list[tuple[str, int, int]] = []
+    rows = kernels_reducers.rows(lambda *step: said.append(step))
+    assert [row["n"] for row in rows] == [84] * 3 + [25] * 3
+    assert {row["method"] for row in rows} == {"evs", "tome", "fastv"}
+    assert all(row["median_ms"] > 0 and row["operations"] > 3 for row in rows)
+    assert all(row["extra_mb"] >= 0 and row["device"] == "cpu" for row in rows)
+    assert rows[0]["median_ms"] >= rows[2]["median_ms"] and len(said) == 7
