@@ -66,11 +66,14 @@ def leave(
     ]
     length = max(1, *(key.shape[1] for key, _, _ in rows))
     gaps = tuple(length - key.shape[1] for key, _, _ in rows)
-    wide = [(0, 0, gap, 0) for gap in gaps]
+    fillers = {"kind": -1}  # a kind of -1 is padding
     return Left(
-        torch.stack([F.pad(row[0], pad) for row, pad in zip(rows, wide, strict=True)]),
-        torch.stack([F.pad(row[1], pad) for row, pad in zip(rows, wide, strict=True)]),
-        {name: _notes([row[2][name] for row in rows], gaps, name) for name in rows[0][2]},
+        _together([row[0] for row in rows], gaps),
+        _together([row[1] for row in rows], gaps),
+        {
+            name: _together([row[2][name] for row in rows], gaps, fillers.get(name, 0))
+            for name in rows[0][2]
+        },
         gaps,
     )
 
@@ -99,11 +102,13 @@ def _row(
     return reduction.apply(keys), reduction.apply(values), kept
 
 
-def _notes(rows: Sequence[Tensor], gaps: Sequence[int], name: str) -> Tensor:
-    filler = -1 if name == "kind" else 0  # a kind of -1 is padding
-    return torch.stack(
-        [F.pad(r, (gap, 0), value=filler) for r, gap in zip(rows, gaps, strict=True)]
-    )
+def _together(rows: Sequence[Tensor], gaps: Sequence[int], value: int = 0) -> Tensor:
+    """Rows `[H, m_b, ...]` with padding in front; one row without any is not copied."""
+    padded = [
+        F.pad(row, (0, 0) * (row.ndim - 2) + (gap, 0), value=value) if gap else row
+        for row, gap in zip(rows, gaps, strict=True)
+    ]
+    return padded[0][None] if len(padded) == 1 else torch.stack(padded)
 
 
 def beside(reduction: Reduction, tail: int) -> Reduction:
