@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from mmfast.serve.ray import preload
 from mmfast.serve.ray.preload import PLACE
 from mmfast.serve.ray.spare import Spare
 
-CODE = "import sys, mmfast.serve.ray.preload; print('torch' in sys.modules)"
 
+def test_workers_warm_up_where_they_are_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Controllers and first replicas are not; what cannot be imported keeps nobody from waiting."""
+    imported: list[str] = []
 
-def imported(place: str) -> bool:
-    root = Path(__file__).resolve().parents[1]
-    env = {**os.environ, "PYTHONPATH": str(root), PLACE: place}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], env=env, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip() == "True"
+    def take(name: str) -> None:
+        imported.append(name)
+        if "serve" in name:
+            raise ImportError("not installed")
 
-
-def test_workers_warm_up_where_they_are_asked_to(tmp_path: Path) -> None:
-    assert not imported("") and not imported(str(tmp_path))  # controllers, first replicas
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(preload, "import_module", take)
+    for place in ("", str(tmp_path), str(tmp_path / "nowhere")):
+        preload.warm(place)
+    assert not imported and not list(tmp_path.iterdir())
     (tmp_path / "warm").touch()
-    assert imported(str(tmp_path))
-    (done,) = [each.name for each in tmp_path.iterdir() if each.name != "warm"]
-    assert done.isdigit()
+    preload.warm(str(tmp_path))
+    assert tuple(imported) == preload.PARTS and (tmp_path / str(os.getpid())).exists()
+
+
+def test_what_is_imported_is_there() -> None:
+    for name in preload.PARTS:
+        known = find_spec(name.partition(".")[0])
+        if known is not None and "._" not in name:
+            assert find_spec(name) is not None, name
 
 
 def test_one_waits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

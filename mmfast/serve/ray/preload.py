@@ -11,6 +11,11 @@ import os
 from importlib import import_module
 from pathlib import Path
 
+_ENGINE = "mmfast.serve.engine"
+PARTS = (
+    *(f"{_ENGINE}.preload", f"{_ENGINE}.continuing", f"{_ENGINE}.filling"),
+    *("mmfast.serve.ray.deployments", "ray.serve._private.replica"),  # the last: Serve's own half
+)
 PLACE = "MMFAST_RAY_SPARES"  # environment: a folder; workers warm up once it holds a file `warm`
 
 
@@ -23,10 +28,11 @@ def warm(place: str) -> None:
     folder = Path(place)
     if not place or not (folder / "warm").exists():
         return
-    # Whatever fails here fails again where it is needed, and says so there.
-    with contextlib.suppress(Exception):
-        for name in ("engine.preload", "engine.continuing", "engine.filling", "ray.deployments"):
-            import_module(f"mmfast.serve.{name}")
+    for name in PARTS:
+        # Whatever fails here fails again where it is needed, and says so there.
+        with contextlib.suppress(Exception):
+            import_module(name)
+    with contextlib.suppress(OSError):
         (folder / str(os.getpid())).touch()
 
 
