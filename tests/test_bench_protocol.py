@@ -132,8 +132,8 @@ def slow_method() -> Any:
     @register("planted")
     def planted(tokens: Tokens, budget: int) -> Reduction:
         """Waste time."""
-        for _ in range(20):
-            torch.mm(torch.ones(200, 200), torch.ones(200, 200))
+        for _ in range(40):
+            torch.mm(torch.ones(400, 400), torch.ones(400, 400))
         return Reduction.prune(torch.arange(budget), tokens.n)
 
     yield
@@ -141,7 +141,7 @@ def slow_method() -> Any:
 
 
 def test_a_slow_choice_shows_in_the_selection_rows(slow_method: None) -> None:
-    document = run_bench(reduce=["planted:0.25", "uniform:0.25"], stages="selection", iters=3)
+    document = run_bench(reduce=["planted:0.25", "uniform:0.25"], stages="selection", iters=5)
     slow, quick = document["rows"]
     assert slow["median_ms"] > 3 * quick["median_ms"] and slow["share"] > quick["share"]
     assert slow["median_ms"] > 3 * slow["compact_ms"]
