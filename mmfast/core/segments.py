@@ -99,15 +99,16 @@ def _blocks(
     flat: Tensor, segments: Segments, n: int, count: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Outputs `[k]` and weighted rows `[k, D]` of the entries that take part, in their order."""
-    base = torch.arange(count, device=flat.device)[:, None]
-    output = segments.output.reshape(count, -1)
-    dest = (output + base * segments.m).view(-1)
-    source = None if segments.source is None else segments.source.reshape(count, -1)
-    source = None if source is None else (source + base * n).view(-1)
-    weight = None if segments.weight is None else segments.weight.reshape(-1)
-    here = (output >= 0).view(-1)
-    if not bool(here.all()):
-        there = here.nonzero()[:, 0]
+    dest, source, weight = segments.output, segments.source, segments.weight
+    gone = dest < 0
+    if count > 1:
+        base = torch.arange(count, device=flat.device)[:, None]
+        dest = dest.reshape(count, -1) + base * segments.m
+        source = None if source is None else source.reshape(count, -1) + base * n
+    dest, source, weight = (None if t is None else t.reshape(-1) for t in (dest, source, weight))
+    assert dest is not None
+    if bool(gone.any()):
+        there = (~gone).reshape(-1).nonzero()[:, 0]
         dest, source = dest[there], there if source is None else source[there]
         weight = None if weight is None else weight[there]
     step = max(1, _BLOCK // max(1, flat.shape[1]))
