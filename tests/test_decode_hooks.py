@@ -183,8 +183,9 @@ def test_hooks_by_name_are_counted_in_and_out() -> None:
     ]
     module(torch.ones(1))
     assert seen == [[], "numbered", "after"]
-    with pytest.raises(RuntimeError, match="name"):
-        stand_before(module, lambda m, a, k: None, "name")
+    undo.append(stand_before(module, lambda m, a, k: seen.append("taken"), "name"))
+    module(torch.ones(1))
+    assert seen[3:] == [[], "numbered", "taken", "after"]
     for each in undo:
         each()
     tables = [v for k, v in vars(module).items() if k.startswith("_forward")]

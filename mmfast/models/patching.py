@@ -81,7 +81,7 @@ def stand_before(module: nn.Module, hook: Callable[..., Any], key: str | None = 
     Args:
         module: Where.
         hook: Called before its forward.
-        key: The name, not in use on this module; None lets torch number it.
+        key: The name; without one, or where it is taken, torch numbers the hook.
 
     Returns:
         Takes the hook away.
@@ -104,10 +104,8 @@ def stand_behind(
 
 
 def _stand(handle: Any, hooks: dict[Any, Any], hook: Any, key: str | None) -> Undo:
-    if key is not None:
+    if key is not None and key not in hooks:
         handle.id = key
-    if handle.id in hooks:
-        raise RuntimeError(f"a hook called {key!r} stands there already; this is a bug")
     for table in handle.extra_dict_ref:  # first: other threads may call the hook at once
         table()[handle.id] = True
     hooks[handle.id] = hook
