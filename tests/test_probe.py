@@ -89,6 +89,23 @@ def test_scores_equal_eager_weights(implementation, padded):
             torch.testing.assert_close(mean[item], want, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_levels_come_with_the_stock_output(padded):
+    model, inputs, seen = _llm(), _inputs(padded), []
+
+    def hook(module, q, k, v, mask, scaling, is_causal, lse):
+        with_level = received(q, k, scaling, is_causal, mask, lse)
+        seen.append((lse, with_level, received(q, k, scaling, is_causal, mask)))
+
+    stock = model(**inputs).logits
+    with probing(dict.fromkeys(_attention(model), hook), levels=True), torch.no_grad():
+        assert torch.equal(model(**inputs).logits, stock)
+    assert len(seen) == 3
+    for lse, with_level, without in seen:
+        assert lse.shape == (3, 6, 17)
+        torch.testing.assert_close(with_level, without, atol=1e-6, rtol=0)
+
+
 def test_decode_step_and_generate_are_bit_equal():
     model, inputs, rows = _llm(), _inputs(True), _Rows()
     stock = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
