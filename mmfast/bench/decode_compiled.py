@@ -26,7 +26,7 @@ from mmfast.bench.presets import get_preset
 from mmfast.models.timing import timed
 
 SPECS = (None, "evs:0.25", "fastv@llm3:0.5", "holitom_inner@llm3:0.5")
-SHAPES = (("tiny", 4, 32, 9), ("llava-onevision-0.5b", 2, 6, 5))  # frames, steps, rounds
+SHAPES = (("tiny", 4, 33, 9), ("llava-onevision-0.5b", 1, 6, 3))  # frames, steps, rounds
 
 
 def rows(tick: Tick) -> list[Row]:
