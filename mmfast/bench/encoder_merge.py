@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmfast.attach import attach
 from mmfast.bench.cases import Case
 from mmfast.bench.encoder_jobs import compare, depth, device, encode, named, qwen, siglip
+from mmfast.bench.measure import one_thread
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
 from mmfast.core.errors import MmfastError
@@ -63,7 +64,7 @@ def measure(name: str, specs: tuple[str, ...], rounds: int, tick: Tick) -> list[
             features = run()
         if features.shape != shape or not bool(features.isfinite().all()):
             raise MmfastError(f"{spec!r} gave features {list(features.shape)}; run the tests")
-        with torch.no_grad(), _watching() as timed:
+        with torch.no_grad(), one_thread(), _watching() as timed:
             run()
         extra[spec] = {
             "reduce": spec,
