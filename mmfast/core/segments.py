@@ -105,8 +105,8 @@ def _blocks(
         base = torch.arange(count, device=flat.device)[:, None]
         dest = dest.reshape(count, -1) + base * segments.m
         source = None if source is None else source.reshape(count, -1) + base * n
-    dest, source, weight = (None if t is None else t.reshape(-1) for t in (dest, source, weight))
-    assert dest is not None
+    dest = dest.reshape(-1)
+    source, weight = (None if t is None else t.reshape(-1) for t in (source, weight))
     if bool(gone.any()):
         there = (~gone).reshape(-1).nonzero()[:, 0]
         dest, source = dest[there], there if source is None else source[there]
