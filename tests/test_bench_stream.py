@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from mmfast.bench import named, stream_frame_cache, stream_jobs, stream_prefill
 from mmfast.bench import stream_frame_cache_quality as quality
 from mmfast.bench.presets import get_preset
+from mmfast.bench.results import environment
 from mmfast.bench.stream_cost import stream_cost
 from mmfast.cli import app
 from mmfast.core.errors import MmfastError
@@ -27,6 +28,15 @@ def test_modules_are_found_by_name() -> None:
             assert callable(named.module_of(suite, name).rows)
     with pytest.raises(MmfastError, match="frame-cache"):
         named.named_rows("stream", "frame-cash")
+
+
+def test_rows_name_the_processor_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"device": "cuda"}, {"device": "cpu"}, {"device": "not measured"}, {}]
+    monkeypatch.setattr(stream_prefill, "rows", lambda tick: rows)
+    monkeypatch.setattr(named, "device_name", lambda device: f"a {device.type}")
+    here = environment()["processor"]
+    found = [row["processor"] for row in named.named_rows("stream", "prefill")]
+    assert found == ["a cuda", here, here, here]
 
 
 @pytest.fixture

@@ -125,7 +125,6 @@ def run_full(
         ahead = sum(each.weight for each in steps[number:])
         progress = _progress(tick, whole - ahead, step, whole)
         state, found, reason = _do(step, begun + left * step.weight / ahead, left, progress, clock)
-        found = [_placed(row, where) for row in found]
         sink(found)
         rows += found
         seconds = clock() - begun
@@ -212,13 +211,6 @@ def _progress(tick: Tick, behind: float, step: Step, whole: float) -> Callable[[
 
     progress(0, 1)
     return progress
-
-
-def _placed(row: Row, device: torch.device) -> Row:
-    """A row of a GPU names the GPU, whichever module wrote it."""
-    if device.type == "cuda" and str(row.get("device", "")).startswith("cuda"):
-        return {**row, "processor": device_name(device)}
-    return row
 
 
 def _free(device: torch.device) -> None:

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mmfast.bench.results import Row as Row
 from mmfast.bench.results import environment
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.models.device import device_name
 
 SUITES = ("stream", "speech", "serve", "kernels", "decode", "encoder")
 Tick = Callable[[str, int, int], None]
@@ -46,7 +49,13 @@ def named_rows(suite: str, name: str, progress: Tick | None = None) -> list[Row]
     """
     module = module_of(suite, name)
     shared = {"suite": suite, "bench": name, **environment()}
-    return [{**shared, **row} for row in module.rows(progress or quiet)]
+    return [{**shared, **_where(row), **row} for row in module.rows(progress or quiet)]
+
+
+def _where(row: Row) -> Row:
+    """The processor that a row is about, where that is not this machine's."""
+    kind = str(row.get("device"))
+    return {"processor": device_name(torch.device(kind))} if kind.startswith("cuda") else {}
 
 
 def quiet(label: str, done: int, total: int) -> None:
