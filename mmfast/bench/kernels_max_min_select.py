@@ -97,7 +97,10 @@ def _measured(case: Case, device: str) -> list[dict[str, Any]]:
         "case": f"{case.items} times {what}" if case.items > 1 else what,
         "device": device,
         "dtype": str(x.dtype).removeprefix("torch."),
-        "items": case.items, "n": case.n, "d": case.d, "budget": case.count,
+        "items": case.items,
+        "n": case.n,
+        "d": case.d,
+        "budget": case.count,
         "goal_ms": case.goal_ms if device == "cuda" else None,
     }
     return [
