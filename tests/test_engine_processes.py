@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_requests import Inbox, asked, eventually, events, hello, said
+from engine_requests import Inbox, asked, events, eventually, hello, said
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.engine.base import Delta, Failure, Finish
