@@ -15,7 +15,10 @@ from typing import Any
 from mmfast.bench.breakeven_table import break_even
 from mmfast.bench.cache_table import cache_accuracy, caches
 from mmfast.bench.charts import accuracy_svg
+from mmfast.bench.decode_table import decode_tables
+from mmfast.bench.encoder_table import encoder_tables
 from mmfast.bench.goals import goals
+from mmfast.bench.kernels_table import kernels, reducers
 from mmfast.bench.matrix import matrix
 from mmfast.bench.plan_table import plan
 from mmfast.bench.recall_table import stream_recall
@@ -69,6 +72,10 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "goals": ("bench", goals),
     "breakeven": ("breakeven", break_even),
     "selection": ("selection", selection),
+    "kernels": ("kernels", kernels),
+    "reducers": ("kernels", reducers),
+    "decode": ("decode", decode_tables),
+    "encoder": ("encoder", encoder_tables),
     "matrix": ("matrix", matrix),
     "plan": ("plan", plan),
 }
