@@ -103,7 +103,34 @@ _FailAbove = Annotated[
 ]
 
 
+# What else each way to measure takes, beside --json; the last one is without any of the others.
+_TAKES = {
+    "compare": {"fail_above", "out"},  # --out is refused with a reason
+    "full": {"device", "preset", "minutes", "out"},
+    "break_even": {"preset", "threads", "device", "out"},
+    "selection": {"out"},
+    "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
+    | {"out"},
+}
+
+
+def _check_given(context: typer.Context, way: str) -> None:
+    """Nothing that was asked for is left out in silence.
+
+    Raises:
+        MmfastError: An option that `way` does not read; names it.
+    """
+    taken = _TAKES.get(way, {"out"}) | {way, "as_json"}
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        given = value is not None and source is not None and source.name == "COMMANDLINE"
+        if given and name not in taken:
+            shown = "bench" if way == "bench" else f"--{way.replace('_', '-')}"
+            raise MmfastError(f"{shown} does not use --{name.replace('_', '-')}; leave it out")
+
+
 def bench(
+    context: typer.Context,
     preset: _Preset = None,
     reduce: Reduces = None,
     frames: Annotated[int, typer.Option(help="Frames of the clip.")] = 8,
@@ -139,9 +166,10 @@ def bench(
     from mmfast.cli_output import print_bench, progress, quiet
 
     quiet()
-    for suite, name in zip(SUITES, (stream, speech, serve, kernels, decode, encoder), strict=True):
-        if name is not None:
-            return bench_named(suite, name, out, as_json)
+    way = next((name for name in (*SUITES, *_TAKES) if context.params.get(name)), "bench")
+    _check_given(context, way)
+    if way in SUITES:
+        return bench_named(way, context.params[way], out, as_json)
     if compare is not None:
         return bench_compare(compare, fail_above, out, as_json)
     if full:

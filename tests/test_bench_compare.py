@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mmfast import cli_measure
 from mmfast.bench.compare import compare, identity
 from mmfast.bench.results import append
 from mmfast.cli import main
@@ -149,3 +151,26 @@ def test_a_bad_threshold_is_refused(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], value: str
 ) -> None:
     assert run(capsys, *files, "--fail-above", value)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "ignored"),
+    [
+        (["--full", "--reduce", "evs"], "--reduce"),
+        (["--kernels", "reducers", "--threads", "2"], "--threads"),
+        (["--fail-above", "3"], "--fail-above"),
+        (["--selection", "--frames", "8"], "--frames"),
+        (["--break-even", "--full"], "--break-even"),
+    ],
+)
+def test_no_option_is_ignored_in_silence(
+    given: list[str], ignored: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *given]) == 2
+    error = capsys.readouterr().err
+    assert f"does not use {ignored};" in error and error.count("\n") == 1
+
+
+def test_every_way_to_measure_takes_options_that_exist() -> None:
+    known = inspect.signature(cli_measure.bench).parameters
+    assert {name for taken in cli_measure._TAKES.values() for name in taken} < {*known}
