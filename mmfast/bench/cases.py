@@ -128,7 +128,7 @@ def empty_model(
 ) -> Any:
     """The model in evaluation mode with whatever its memory held; on `meta` it takes none."""
     config = model_config(preset, stages)
-    with _empty(device, dtype):
+    with unfilled(device, dtype):
         model = _model_class(preset.family)(config)
     model.tie_weights()
     return model.eval()
@@ -163,7 +163,7 @@ def _model_class(family: str) -> Any:
 
 
 @contextmanager
-def _empty(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def unfilled(device: str | torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Construct without running any initialiser: 7 billion random draws would take minutes."""
     from transformers.initialization import no_init_weights
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmfast.bench.cases import unfilled
 from mmfast.bench.ceilings import ceilings
 from mmfast.bench.measure import frozen, one_thread, quantile
 from mmfast.bench.named import Row, Tick
@@ -190,7 +190,7 @@ def build(sizes: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
     """`MoshiForConditionalGeneration` with random weights."""
     from transformers import MoshiConfig, MoshiForConditionalGeneration
 
-    with _made_on(device, dtype):
+    with unfilled(device, dtype):
         model: Any = MoshiForConditionalGeneration(MoshiConfig(**sizes))
     if device != "meta":
         fill_(model)
@@ -202,17 +202,3 @@ def build(sizes: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
             if name.endswith("embed_sum"):  # codebooks are no parameters
                 table.normal_(generator=source)
     return model.eval()
-
-
-@contextmanager
-def _made_on(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """Construct without running any initialiser."""
-    from transformers.initialization import no_init_weights
-
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device), no_init_weights():
-            yield
-    finally:
-        torch.set_default_dtype(old)

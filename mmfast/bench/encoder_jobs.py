@@ -18,7 +18,6 @@ from mmfast.bench.results import Row
 from mmfast.core.errors import MmfastError
 
 _SPECIAL = {"image_token_index": 510, "video_token_index": 511}
-# The language model does not run.
 _SMALL_TEXT = {
     "vocab_size": 512,
     "intermediate_size": 64,
@@ -58,9 +57,12 @@ def qwen(layers: int, frames: int, dtype: torch.dtype | None = None) -> Case:
 def _case(shape: Preset, frames: int, dtype: torch.dtype | None) -> Case:
     where = device()
     dtype = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
-    text = {**shape.text, **_SMALL_TEXT}
-    shape = replace(shape, text=text, special=_SPECIAL)
-    return build(shape, ("vit",), frames=frames, device=where, dtype=dtype)
+    return build(only_tower(shape), ("vit",), frames=frames, device=where, dtype=dtype)
+
+
+def only_tower(shape: Preset) -> Preset:
+    """A shape whose language model, which does not run, is small."""
+    return replace(shape, text={**shape.text, **_SMALL_TEXT}, special=_SPECIAL)
 
 
 def encode(case: Case) -> Tensor:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +14,8 @@ from mmfast.bench import column_sum_ways as ways
 from mmfast.bench.ceilings import ceilings
 from mmfast.bench.column_sum_ways import Case, Inputs
 from mmfast.bench.device_time import device_times
-from mmfast.bench.measure import frozen, one_thread, peak_during, quantile
+from mmfast.bench.kernel_runs import extra_mb, poisoned, timing, turns
+from mmfast.bench.measure import frozen, one_thread
 from mmfast.core.errors import MmfastError
 from mmfast.ops.attention_column_sums import attention_column_sums
 
@@ -81,7 +80,7 @@ def _measured(case: Case, kind: torch.dtype, device: str) -> list[dict[str, Any]
     common: dict[str, Any] = {"case": case.name, "device": device}
     common |= {"dtype": str(kind).removeprefix("torch."), **shape, "d": case.width}
     errors = _checked(sets[0])
-    jobs = {name: _turns([partial(way, each) for each in sets]) for name, way in _PLAIN.items()}
+    jobs = {name: turns(way, sets) for name, way in _PLAIN.items()}
     if device == "cuda" and case.items == 1:
         jobs[_FLEX], first_s = ways.swapped(sets[0]), time.perf_counter()
         errors[_FLEX] = _error(jobs[_FLEX](), _exact(sets[0]))
@@ -95,7 +94,7 @@ def _measured(case: Case, kind: torch.dtype, device: str) -> list[dict[str, Any]
             **common,
             "way": name,
             "causal": case.causal,
-            **_timing(each),
+            **timing(each),
             "speedup": middle[_base(name)] / middle[name],
             **_rate(name, case, middle[name], ceiling),
             **peaks[name],
@@ -110,11 +109,6 @@ def _base(name: str) -> str:
     return "eager attention with weights" if name in _WITH_OUTPUT else "eager weights"
 
 
-def _timing(times: list[float]) -> dict[str, float]:
-    low, high = quantile(times, 0.2), quantile(times, 0.8)
-    return {"median_ms": statistics.median(times), "p20_ms": low, "p80_ms": high}
-
-
 def _rate(name: str, case: Case, ms: float, ceiling: float) -> dict[str, float]:
     if name in _WITH_OUTPUT:
         return {}
@@ -122,18 +116,12 @@ def _rate(name: str, case: Case, ms: float, ceiling: float) -> dict[str, float]:
     return {"tflop_s": reached, "of_matmul": reached / ceiling}
 
 
-def _turns(jobs: list[Callable[[], Tensor]]) -> Callable[[], Tensor]:
-    calls = iter(range(1 << 62))
-    return lambda: jobs[next(calls) % len(jobs)]()
-
-
 def _peaks(jobs: dict[str, Callable[[], Tensor]], given: Inputs) -> dict[str, dict[str, float]]:
     """Peak megabytes above what is there before, each after a run that made its workspaces."""
     extra = {}
     for name, job in jobs.items():
         job()
-        before = peak_during(lambda: None)
-        extra[name] = max(0.0, peak_during(job) - before)
+        extra[name] = extra_mb(job)
     found = {name: {"extra_mb": mb} for name, mb in extra.items()}
     if given.query.is_cuda:  # a resident set is too coarse for that
         alone = extra["sdpa alone"]
@@ -149,7 +137,7 @@ def _checked(given: Inputs) -> dict[str, float]:
     for name, way in _PLAIN.items():
         if name == "sdpa alone":
             continue
-        with _poisoned():
+        with poisoned(warn_only=True):
             errors[name] = _error(way(given), exact)
         if "ours" in name and not errors[name] <= _ERROR[given.query.dtype]:
             raise MmfastError(
@@ -166,15 +154,3 @@ def _exact(given: Inputs) -> Tensor:
 
 def _error(sums: Tensor, exact: Tensor) -> float:
     return float((sums.double() - exact).abs().max() / exact.abs().max())
-
-
-@contextmanager
-def _poisoned() -> Iterator[None]:
-    """Fresh memory is filled with NaN, as torch does where it is to be deterministic."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)

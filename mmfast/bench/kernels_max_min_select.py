@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mmfast.bench.device_time import device_times
-from mmfast.bench.measure import one_thread, peak_during, quantile
+from mmfast.bench.kernel_runs import extra_mb, timing
+from mmfast.bench.measure import one_thread
 from mmfast.bench.selection import video
 from mmfast.core.errors import MmfastError
 from mmfast.ops.max_min import max_min
@@ -104,8 +105,8 @@ def _measured(case: Case, device: str) -> list[dict[str, Any]]:
         "goal_ms": case.goal_ms if device == "cuda" else None,
     }
     return [
-        {**common, "way": name, **_timing(times[name], base), "cover": cover[name]}
-        | {"extra_mb": _extra_mb(way)}
+        {**common, "way": name, **timing(times[name]), "cover": cover[name]}
+        | {"speedup": base and base / median(times[name]), "extra_mb": extra_mb(way)}
         for name, way in ways.items()
     ]
 
@@ -137,15 +138,3 @@ def _checked(name: str, picks: Tensor, x: Tensor, case: Case) -> float:
         nearest = unit_rows(tokens[::_STRIDE].double()) @ unit_rows(tokens[chosen].double()).T
         worst = min(worst, float(nearest.amax(-1).amin()))
     return worst
-
-
-def _timing(times: list[float], base: float | None) -> dict[str, float | None]:
-    middle = median(times)
-    low, high = quantile(times, 0.2), quantile(times, 0.8)
-    faster = None if base is None else base / middle
-    return {"median_ms": middle, "p20_ms": low, "p80_ms": high, "speedup": faster}
-
-
-def _extra_mb(way: Callable[[], Tensor]) -> float:
-    before = peak_during(lambda: None)
-    return max(0.0, peak_during(way) - before)

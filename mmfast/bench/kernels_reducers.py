@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mmfast.bench.device_time import device_times
-from mmfast.bench.measure import one_thread, peak_during, quantile
+from mmfast.bench.kernel_runs import extra_mb, timing
+from mmfast.bench.measure import one_thread
 from mmfast.bench.reducer_costs import counted, job, tokens_of
 from mmfast.core.registry import methods
 
@@ -49,12 +50,4 @@ def rows(tick: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
 
 def _measured(call: Callable[[], object]) -> dict[str, Any]:
     times = device_times({"": call}, ROUNDS, "cpu")[""]
-    before = peak_during(lambda: None)
-    low, high = quantile(times, 0.2), quantile(times, 0.8)
-    return {
-        "median_ms": quantile(times, 0.5),
-        "p20_ms": low,
-        "p80_ms": high,
-        "operations": counted(call).count,
-        "extra_mb": max(0.0, peak_during(call) - before),
-    }
+    return {**timing(times), "operations": counted(call).count, "extra_mb": extra_mb(call)}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmfast.bench.ceilings import ceilings
 from mmfast.bench.device_time import device_times
-from mmfast.bench.measure import one_thread, quantile
+from mmfast.bench.kernel_runs import bandwidth, poisoned, timing, turns
+from mmfast.bench.measure import one_thread
 from mmfast.core.errors import MmfastError
 from mmfast.core.segments import Segments
 from mmfast.ops.segment_merge import segment_merge, segment_merge_reference
@@ -94,28 +94,18 @@ def _measured(case: Case, kind: torch.dtype, device: str) -> list[dict[str, Any]
     ]
     ways = _ways(segments, device, kind)
     right = {name: _checked(name, way, inputs[0], segments) for name, way in ways.items()}
-    turn = {name: _turns(way, inputs) for name, way in ways.items()}
+    turn = {name: turns(way, inputs) for name, way in ways.items()}
     times = device_times(turn, ROUNDS, device)
     base = statistics.median(times["index_add_ float32"])
     moved = case.items * (case.n + case.m) * case.width * kind.itemsize
     shape = {"items": case.items, "n": case.n, "m": case.m, "d": case.width}
     common = {"case": case.name, "device": device, "dtype": str(kind).removeprefix("torch.")}
     return [
-        {**common, **shape, "way": name, **_timing(mine, base), **right[name]}
-        | (_bandwidth(moved, statistics.median(mine)) if device == "cuda" else {})
+        {**common, **shape, "way": name, **timing(mine), **right[name]}
+        | {"speedup": base / statistics.median(mine)}
+        | (bandwidth(moved, statistics.median(mine)) if device == "cuda" else {})
         for name, mine in times.items()
     ]
-
-
-def _timing(times: list[float], base: float) -> dict[str, float]:
-    middle = statistics.median(times)
-    low, high = quantile(times, 0.2), quantile(times, 0.8)
-    return {"median_ms": middle, "p20_ms": low, "p80_ms": high, "speedup": base / middle}
-
-
-def _bandwidth(moved: int, ms: float) -> dict[str, float]:
-    reached = moved / ms / 1e6
-    return {"gb_s": reached, "of_copy": reached / ceilings("cuda")["copy_gb_s"]}
 
 
 def _ways(segments: Segments, device: str, kind: torch.dtype) -> dict[str, Way]:
@@ -161,15 +151,10 @@ def _matrix(segments: Segments) -> Tensor:
     return matrix / segments.counts()[..., None] if segments.mean else matrix
 
 
-def _turns(way: Way, inputs: list[Tensor]) -> Callable[[], Tensor]:
-    calls = iter(range(1 << 62))
-    return lambda: way(inputs[next(calls) % len(inputs)])
-
-
 def _checked(name: str, way: Way, x: Tensor, segments: Segments) -> dict[str, Any]:
     """Against float64; ours in memory that holds NaN before."""
     ours = name.startswith("ours")
-    with _poisoned() if ours else nullcontext():
+    with poisoned() if ours else nullcontext():
         out = way(x)
         same = all(way(x).equal(out) for _ in range(5))
     expected = segment_merge_reference(x, segments)
@@ -180,15 +165,3 @@ def _checked(name: str, way: Way, x: Tensor, segments: Segments) -> dict[str, An
             f"{'the same' if same else 'other bits'} every time; no speed is measured"
         )
     return {"max_error": error, "repeatable": same}
-
-
-@contextmanager
-def _poisoned() -> Iterator[None]:
-    """Fresh memory is filled with NaN, as torch does where it is to be deterministic."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)

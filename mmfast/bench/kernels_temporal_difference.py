@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmfast.bench.ceilings import ceilings
 from mmfast.bench.device_time import device_times
-from mmfast.bench.measure import one_thread, quantile
+from mmfast.bench.kernel_runs import bandwidth, poisoned, timing, turns
+from mmfast.bench.measure import one_thread
 from mmfast.core.errors import MmfastError
 from mmfast.ops.temporal_difference import (
     Difference,
@@ -83,7 +82,8 @@ def _measured(case: Case, kind: torch.dtype, device: str) -> list[dict[str, Any]
     shape = (sum(case.lengths), case.n, case.d)
     inputs = [torch.randn(shape, device=device, dtype=kind) for _ in range(INPUTS)]
     error = _checked(inputs[0], case)
-    times = device_times(_turns(_ways(case, device), inputs), ROUNDS, device)
+    jobs = {name: turns(way, inputs) for name, way in _ways(case, device).items()}
+    times = device_times(jobs, ROUNDS, device)
     base = {what: statistics.median(times[way]) for what, way in _EAGER.items()}
     common: dict[str, Any] = {"case": case.name, "device": device}
     common |= {"dtype": str(kind).removeprefix("torch."), "clips": len(case.lengths)}
@@ -92,14 +92,12 @@ def _measured(case: Case, kind: torch.dtype, device: str) -> list[dict[str, Any]
     result: list[dict[str, Any]] = []
     for way, mine in times.items():
         middle = statistics.median(mine)
-        row = {**common, "way": way, "median_ms": middle}
-        row |= {"p20_ms": quantile(mine, 0.2), "p80_ms": quantile(mine, 0.8)}
+        row = {**common, "way": way, **timing(mine)}
         row["speedup"] = base["cosine" if "cosine" in way else "all"] / middle
         if way.startswith("ours"):
             row["max_error"] = error
         if device == "cuda":
-            reached = read / middle / 1e6
-            row |= {"gb_s": reached, "of_copy": reached / ceilings("cuda")["copy_gb_s"]}
+            row |= bandwidth(read, middle)
         result.append(row)
     return result
 
@@ -141,18 +139,10 @@ def _fused_cosine(x: Tensor) -> Tensor:
     return (now * before).sum(-1) / scale.sqrt()
 
 
-def _turns(ways: Mapping[str, Way], inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
-    def turn(way: Way) -> Callable[[], object]:
-        calls = iter(range(1 << 62))
-        return lambda: way(inputs[next(calls) % len(inputs)])
-
-    return {name: turn(way) for name, way in ways.items()}
-
-
 def _checked(x: Tensor, case: Case) -> float:
     """Largest error against float64 over the whole clip, computed into memory full of NaN."""
     x[1, 0] = x[0, 0]
-    with _poisoned():
+    with poisoned(warn_only=True):
         found = temporal_difference(x, case.lengths)
         runs = static_runs(found.cosine > 0.0)
     error = max(
@@ -188,15 +178,3 @@ def _off(mine: Tensor, expected: Tensor) -> float:
     off = (mine.double() - expected).abs() / expected.abs().clamp_min(1.0)
     off = torch.where(mine.double() == expected, 0.0, off)  # both infinite
     return float(off.nan_to_num(torch.inf).max())
-
-
-@contextmanager
-def _poisoned() -> Iterator[None]:
-    """Fresh memory is filled with NaN, as torch does where it is to be deterministic."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)

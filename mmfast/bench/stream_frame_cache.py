@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmfast.bench.cases import Case, build
+from mmfast.bench.encoder_jobs import only_tower
 from mmfast.bench.named import Tick
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row
@@ -19,14 +20,6 @@ from mmfast.core.errors import MmfastError
 from mmfast.models.frame_cache import FrameCache
 
 SHARE, EVERY, ROUNDS = 0.25, 32, 5
-_SPECIAL = {"image_token_index": 510, "video_token_index": 511}
-# The language model does not run.
-_SMALL_TEXT = {
-    "vocab_size": 512,
-    "intermediate_size": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 
 
 def rows(progress: Tick) -> list[Row]:
@@ -114,14 +107,13 @@ def _features(output: Any) -> Tensor:
 
 def _siglip() -> Preset:
     shape = get_preset("llava-onevision-0.5b")
-    return replace(shape, text={**shape.text, **_SMALL_TEXT}, special=_SPECIAL)
+    return only_tower(shape)
 
 
 def _qwen() -> Preset:
     shape = get_preset("qwen2.5-vl-7b")
     vision = {**shape.vision, "depth": 8, "fullatt_block_indexes": [7]}
-    text = {**shape.text, **_SMALL_TEXT}
-    return replace(shape, vision=vision, text=text, grid=(28, 28), half=False)
+    return only_tower(replace(shape, vision=vision, grid=(28, 28), half=False))
 
 
 # Preset, frames of a call (the Qwen tower takes two at once), what was cut.
