@@ -138,4 +138,5 @@ def test_completion_knows_the_methods() -> None:
     from mmfast.cli_options import complete_preset, complete_spec
 
     assert "evs:0.5+divprune" in complete_spec("evs:0.5+div")
-    assert complete_preset("llava") == ["llava-onevision-0.5b", "llava-onevision-7b"]
+    shapes = ["llava-onevision-0.5b", "llava-onevision-7b", "llava-onevision-7b-2-layers"]
+    assert complete_preset("llava") == shapes

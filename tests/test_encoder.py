@@ -64,7 +64,8 @@ def test_features_are_those_of_the_stock_tower(family: str, kind: str, attention
     expected, before = features(this, kind, call), traces(this.model)
     with fast_encoder(this.model, "fast"):
         found = features(this, kind, call)
-        assert traces(this.model) != before
+        # A tower of convolutions alone has no patches, attention or blocks: it stays as it is.
+        assert (traces(this.model) == before) == (family == "fast_vlm")
     assert traces(this.model) == before
     torch.testing.assert_close(found, expected, **CLOSE)
     assert torch.equal(features(this, kind, call), expected)

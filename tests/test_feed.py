@@ -23,12 +23,19 @@ def numbered(count: int, step: float = 1.0) -> Iterator[tuple[np.ndarray, float]
         yield frame(number), number * step
 
 
+BEFORE: set[threading.Thread] = set()
+
+
 def mmfast_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("mmfast")]
+    new = {*threading.enumerate()} - BEFORE
+    return [thread.name for thread in new if thread.name.startswith("mmfast")]
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left():
+def no_thread_is_left() -> Iterator[None]:
+    """Pools of the whole process, such as that for names of hosts, may have been there before."""
+    BEFORE.clear()
+    BEFORE.update(threading.enumerate())
     yield
     assert not mmfast_threads()
 

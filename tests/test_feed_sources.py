@@ -89,13 +89,13 @@ def test_closing_a_feed_wakes_a_source_that_hangs() -> None:
 
 
 def test_closing_a_feed_ends_a_push_source() -> None:
-    push = Push()
+    push, before = Push(), {*threading.enumerate()}
     feed = Feed(live_frames(push))
     push.push(picture(0), 0.0)
     next(feed)
     feed.close()
     refused(lambda: push.push(picture(1), 1.0), "has ended")
-    for thread in threading.enumerate():
+    for thread in {*threading.enumerate()} - before:
         if thread.name.startswith("mmfast"):
             thread.join(5)
             assert not thread.is_alive()

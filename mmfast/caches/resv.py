@@ -124,6 +124,7 @@ def attention_mass(query: Tensor, index: Clusters) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
 def hyperplanes(width: int, planes: int, seed: int) -> Tensor:
     """Normals of random hyperplanes through the origin, `[width, planes]`."""
     return torch.randn(width, planes, generator=torch.Generator().manual_seed(seed))

@@ -34,6 +34,7 @@ class SileroState:
 
 
 @lru_cache(maxsize=1)
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
 def _weights() -> dict[str, Tensor]:
     found = importlib.util.find_spec("silero_vad")  # finds it, does not run it
     file = Path(found.origin).parent / "data" / _FILE if found and found.origin else None

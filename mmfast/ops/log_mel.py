@@ -43,6 +43,7 @@ def mel_filters(
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
 def _tables(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     window = torch.hann_window(WINDOW, periodic=True, dtype=torch.float64)
     return window.to(device, dtype), mel_filters().to(device, dtype)

@@ -32,6 +32,7 @@ def pool_boxes(tokens: Tokens, count: int, cut: Cut) -> Reduction:
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
 def _plan(grid: tuple[int, int, int], count: int, cut: Cut) -> tuple[Tensor, Tensor]:
     """The middle token of each box, and the middle token that each token joins."""
     boxes = torch.tensor(list(cut(grid, count)))

@@ -109,6 +109,7 @@ def _times(samples: Tensor, taps: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
 def _plan(source: int, rate: int, zeros: int, rolloff: float) -> _Plan:
     shared = math.gcd(source, rate)
     cutoff = min(source, rate) * rolloff / source  # in half cycles per input sample

@@ -45,6 +45,7 @@ def _columns(grid: tuple[int, int, int], budget: int) -> list[Box]:
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
 def _runs(frames: int, n: int, budget: int) -> tuple[Tensor, Tensor]:
     """The middle token of each run of frames, `[budget]`, and the one each token joins, `[N]`."""
     place = torch.arange(n)

@@ -31,6 +31,7 @@ _NEAR = 0.88  # the shortest lag this close to the best one is the period, not a
 
 
 @cache
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
 def _cosines(size: int, count: int) -> Tensor:
     """Orthonormal cosine transform `[count, size]`, float64."""
     spots = (torch.arange(size, dtype=torch.float64) + 0.5) * math.pi / size

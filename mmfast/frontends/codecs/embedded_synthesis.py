@@ -78,6 +78,7 @@ def _place(hertz: Tensor, points: int) -> Tensor:
 
 
 @cache
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
 def _responses() -> Tensor:
     """Log response of each point of the noise's envelope `[32, BINS]`."""
     place = _place(torch.linspace(0.0, RATE / 2, BINS, dtype=torch.float64), NOISE_POINTS)
@@ -86,6 +87,7 @@ def _responses() -> Tensor:
 
 
 @cache
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
 def _rise() -> Tensor:
     """How the end of a hop takes over from its start `[HOP]`."""
     spots = torch.arange(HOP, dtype=torch.float64) + 0.5
