@@ -27,6 +27,8 @@ def test_overhead_below_the_noise_is_none() -> None:
         "noise_us": 25.0,
     }
     lines = _table("hooks", row, {**row, "job": "quant:8", "work": "unpacks", "overhead": 0.5})
+    two = _table("hooks", {**row, "job": "evs:0.25 | snapkv:0.5"})
+    assert "| `evs:0.25 \\| snapkv:0.5` |" in two[1]  # one cell, not two
     assert "| = | +10 | 1.0 %, 25 |" in lines[1] and "unpacks | 2.5 | +50.0 % |" in lines[2]
 
 

@@ -20,7 +20,7 @@ def _hooks(row: Row) -> Cells:
     quiet = abs(row["overhead"]) <= row["noise"]
     return (
         f"{row['preset']}, {row['device']}",
-        f"`{row['job']}`",
+        f"`{row['job']}`".replace("|", "\\|"),  # a bar would end the cell
         row["work"] if row["work"] != "none" else "",
         f"{row['twin_ms']:.1f}",
         "=" if quiet else share,
