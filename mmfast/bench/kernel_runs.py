@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from mmfast.bench.ceilings import ceilings
-from mmfast.bench.measure import peak_during, quantile
+from mmfast.bench.measure import one_thread, peak_during, quantile
+from mmfast.bench.results import Row
 
 T = TypeVar("T")
 R = TypeVar("R")
+KINDS = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32,)}
+
+
+class Named(Protocol):
+    """A case that says what it is."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+
+C = TypeVar("C", bound=Named)
+
+
+def over_cases(
+    cases: Mapping[str, Sequence[C]],
+    kinds: Mapping[str, Sequence[torch.dtype]],
+    measure: Callable[[C, torch.dtype, str], list[Row]],
+    tick: Callable[[str, int, int], None],
+) -> list[Row]:
+    """Rows of every case in every dtype on CUDA where there is one, of tiny ones on the CPU.
+
+    Args:
+        cases: Cases by kind of device.
+        kinds: Dtypes by kind of device.
+        measure: Rows of a case in a dtype on a device.
+        tick: Told of every case.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    jobs = [(case, kind) for case in cases[device] for kind in kinds[device]]
+    found: list[Row] = []
+    with one_thread():
+        for number, (case, kind) in enumerate(jobs):
+            tick(case.name, number, len(jobs))
+            found += measure(case, kind, device)
+    tick("", len(jobs), len(jobs))
+    return found
 
 
 def turns(way: Callable[[T], R], inputs: Sequence[T]) -> Callable[[], R]:

@@ -14,8 +14,8 @@ from mmfast.bench import column_sum_ways as ways
 from mmfast.bench.ceilings import ceilings
 from mmfast.bench.column_sum_ways import Case, Inputs
 from mmfast.bench.device_time import device_times
-from mmfast.bench.kernel_runs import extra_mb, poisoned, timing, turns
-from mmfast.bench.measure import frozen, one_thread
+from mmfast.bench.kernel_runs import extra_mb, over_cases, poisoned, timing, turns
+from mmfast.bench.measure import frozen
 from mmfast.core.errors import MmfastError
 from mmfast.ops.attention_column_sums import attention_column_sums
 
@@ -61,16 +61,9 @@ def rows(tick: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
     Raises:
         MmfastError: Our sums are wrong; nothing is timed then.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = torch.bfloat16 if device == "cuda" else torch.float32
-    cases = CUDA_CASES if device == "cuda" else CPU_CASES
-    found: list[dict[str, Any]] = []
-    with one_thread(), frozen(), torch.inference_mode():
-        for number, case in enumerate(cases):
-            tick(case.name, number, len(cases))
-            found += _measured(case, kind, device)
-    tick("", len(cases), len(cases))
-    return found
+    kinds = {"cuda": (torch.bfloat16,), "cpu": (torch.float32,)}
+    with frozen(), torch.inference_mode():
+        return over_cases({"cuda": CUDA_CASES, "cpu": CPU_CASES}, kinds, _measured, tick)
 
 
 def _measured(case: Case, kind: torch.dtype, device: str) -> list[dict[str, Any]]:

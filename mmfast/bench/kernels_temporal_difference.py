@@ -12,8 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmfast.bench.device_time import device_times
-from mmfast.bench.kernel_runs import bandwidth, poisoned, timing, turns
-from mmfast.bench.measure import one_thread
+from mmfast.bench.kernel_runs import (
+    KINDS,
+    bandwidth,
+    over_cases,
+    poisoned,
+    timing,
+    turns,
+)
 from mmfast.core.errors import MmfastError
 from mmfast.ops.temporal_difference import (
     Difference,
@@ -64,17 +70,8 @@ def rows(tick: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
     Raises:
         MmfastError: A difference is wrong; nothing is timed then.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    kinds = (torch.bfloat16, torch.float32) if device == "cuda" else (torch.float32,)
-    cases = CUDA_CASES if device == "cuda" else CPU_CASES
-    jobs = [(case, kind) for case in cases for kind in kinds]
-    found: list[dict[str, Any]] = []
-    with one_thread(), torch.no_grad():
-        for number, (case, kind) in enumerate(jobs):
-            tick(case.name, number, len(jobs))
-            found += _measured(case, kind, device)
-    tick("", len(jobs), len(jobs))
-    return found
+    with torch.no_grad():
+        return over_cases({"cuda": CUDA_CASES, "cpu": CPU_CASES}, KINDS, _measured, tick)
 
 
 def _measured(case: Case, kind: torch.dtype, device: str) -> list[dict[str, Any]]:
