@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from mmfast.demos.evidence import Point, Suite
+from mmfast.demos.evidence import Measurement, SuiteCurves
 
 COLOURS = ("#0f766e", "#c2410c", "#4338ca", "#a21caf", "#a16207", "#0369a1", "#be123c", "#4d7c0f")
 TICKS = (0.05, 0.1, 0.25, 0.5, 1.0)
@@ -36,7 +36,7 @@ class Canvas(NamedTuple):
 WIDE, NARROW = Canvas(1040, 430), Canvas(340, 330)
 
 
-def chart(suite: Suite, chosen: Sequence[str]) -> str:
+def chart(suite: SuiteCurves, chosen: Sequence[str]) -> str:
     """The curves of all methods, those chosen in colour, for wide and for narrow screens."""
     picked = [name for name in chosen if name in suite.curves]
     drawings = "".join(
@@ -55,7 +55,7 @@ def chart(suite: Suite, chosen: Sequence[str]) -> str:
     )
 
 
-def _drawing(canvas: Canvas, suite: Suite, picked: Sequence[str]) -> str:
+def _drawing(canvas: Canvas, suite: SuiteCurves, picked: Sequence[str]) -> str:
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(picked)}
     rest = [name for name in suite.curves if name not in picked]
     curves = [
@@ -98,7 +98,7 @@ def _axes(canvas: Canvas) -> str:
 
 
 def _curve(
-    canvas: Canvas, name: str, points: Sequence[Point], colour: str | None, full: float
+    canvas: Canvas, name: str, points: Sequence[Measurement], colour: str | None, full: float
 ) -> str:
     """A line through the measured points to all tokens, which no method changes."""
     corners = [*((p.share, p.accuracy) for p in points), (1.0, full)]
@@ -109,7 +109,7 @@ def _curve(
     return f'<g class="{kind}"{style}><polyline points="{place}"/>{dots}</g>'
 
 
-def _dot(canvas: Canvas, name: str, point: Point, chosen: bool) -> str:
+def _dot(canvas: Canvas, name: str, point: Measurement, chosen: bool) -> str:
     short = f"{name} at {point.share:.0%}: {point.accuracy:.1%} right"
     says = f"{short} ({point.low:.0%} to {point.high:.0%}), {point.tokens:.0f} tokens"
     at = f'cx="{canvas.x(point.share):.1f}" cy="{canvas.y(point.accuracy):.1f}"'

@@ -11,7 +11,7 @@ import gradio as gr
 import mmfast
 from mmfast.demos import evidence, views
 from mmfast.demos.chart import chart
-from mmfast.demos.evidence import Point
+from mmfast.demos.evidence import Measurement
 
 START, FIRST = "clips", ("dtd", "divprune", "script", "visionzip", "fastv", "random")
 MOST = 8  # in colour at once
@@ -63,7 +63,9 @@ def table(suite: str) -> str:
     )
 
 
-def _row(name: str, points: Sequence[Point], known: dict[str, Any], shares: Sequence[float]) -> str:
+def _row(
+    name: str, points: Sequence[Measurement], known: dict[str, Any], shares: Sequence[float]
+) -> str:
     at = {point.share: point.accuracy for point in points}
     cells = "".join(
         f'<td class="mm-number">{f"{at[share]:.1%}" if share in at else ""}</td>'

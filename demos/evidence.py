@@ -18,7 +18,7 @@ SUITES = {
 
 
 @dataclass(frozen=True)
-class Point:
+class Measurement:
     """One measurement: `accuracy` (0 to 1, with its 95 % interval) at a `share` of the tokens."""
 
     share: float
@@ -29,20 +29,20 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Suite:
+class SuiteCurves:
     """Measurements on one kind of media; `full` is with all tokens, `curves` is by method."""
 
-    full: Point
-    curves: dict[str, tuple[Point, ...]]
+    full: Measurement
+    curves: dict[str, tuple[Measurement, ...]]
     source: str
 
 
 @cache
-def suite(name: str) -> Suite:
+def suite(name: str) -> SuiteCurves:
     """The newest rows of a suite: every method's budgets, ascending."""
     path = RESULTS / f"eval-{SUITES[name]}.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    full, curves = None, dict[str, dict[float, Point]]()
+    full, curves = None, dict[str, dict[float, Measurement]]()
     for row in rows:
         point = _point(row)
         if row["reduce"] is None:
@@ -58,11 +58,11 @@ def suite(name: str) -> Suite:
         method: tuple(points[share] for share in sorted(points))
         for method, points in sorted(curves.items())
     }
-    return Suite(full, ordered, source)
+    return SuiteCurves(full, ordered, source)
 
 
-def _point(row: dict[str, Any]) -> Point:
+def _point(row: dict[str, Any]) -> Measurement:
     name, _, budget = str(row["reduce"] or "all:1.0").rpartition(":")
     low, high = row["interval"]
     share = float(budget) if name and "." in budget else 1.0
-    return Point(share, float(row["accuracy"]), low, high, float(row["kept"]))
+    return Measurement(share, float(row["accuracy"]), low, high, float(row["kept"]))

@@ -15,7 +15,7 @@ EVERY = 20.0  # seconds of the world from fact to fact
 LOG = 50  # answers that are kept on the page
 
 
-class Viewing:
+class DemoViewing:
     """A session of `video-stream`, what feeds it, and what was asked.
 
     Args:

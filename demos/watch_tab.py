@@ -13,7 +13,7 @@ from mmfast.demos import views
 from mmfast.demos.polite import one_line, polite
 from mmfast.demos.seats import Seats
 from mmfast.demos.shelf import Shelf
-from mmfast.demos.viewing import SMALL, Viewing
+from mmfast.demos.viewing import SMALL, DemoViewing
 
 WORLD, CAMERA = "generated world", "camera"
 EVERY, LONGEST = 0.5, 900  # seconds between two frames of a camera, and of one recording
@@ -37,16 +37,16 @@ class Watching:
         seats: Whose stream is whose, by Gradio's session.
     """
 
-    def __init__(self, shelf: Shelf, seats: Seats[Viewing]) -> None:
+    def __init__(self, shelf: Shelf, seats: Seats[DemoViewing]) -> None:
         self.shelf, self.seats = shelf, seats
 
-    def of(self, request: gr.Request, memory: str = "") -> Viewing:
+    def of(self, request: gr.Request, memory: str = "") -> DemoViewing:
         """The visitor's stream, begun if there is none."""
         spec: dict[str, Any] = {"memory": MEMORIES.get(memory, SMALL)}
         if self.shelf.model is not None:  # frames of other models have other numbers of tokens
             spec = {}
         return self.seats.take(
-            str(request.session_hash), lambda: Viewing(self.shelf.stream().open(**spec))
+            str(request.session_hash), lambda: DemoViewing(self.shelf.stream().open(**spec))
         )
 
     def play(self, memory: str, request: gr.Request) -> tuple[Any, ...]:

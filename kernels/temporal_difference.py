@@ -22,7 +22,7 @@ _SHORTEST, _LONGEST = 8, 64  # frames of a chunk; each reads one frame more than
 _RUNS = (64, 32)  # frames and patches of a tile of runs
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """How the work is cut."""
 
     rows: int  # patches of a tile
@@ -149,10 +149,10 @@ def static_runs(static: Tensor) -> Tensor:
     return runs
 
 
-def shape(d: int) -> Shape:
+def shape(d: int) -> TileShape:
     """Tiles for rows of width `d`: some 4,096 elements, 32 a thread."""
     block = max(16, triton.next_power_of_2(d))
-    return Shape(max(1, _ELEMENTS // block), block, max(4, block // 1024), 3)
+    return TileShape(max(1, _ELEMENTS // block), block, max(4, block // 1024), 3)
 
 
 def chunk_frames(frames: int, tiles: int) -> int:

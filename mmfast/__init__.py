@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mmfast.pipelines import Answer as Answer
     from mmfast.pipelines import pipeline as pipeline
     from mmfast.pipelines.overlay import overlay as overlay
-    from mmfast.tiny.world import World as World
+    from mmfast.tiny.stream.world import World as World
 
 __version__ = "0.1.0"
 
@@ -46,7 +46,7 @@ _LAZY = {
     "SpecError": "mmfast.core.errors",
     "Tokens": "mmfast.core.tokens",
     "Trace": "mmfast.core.trace",
-    "World": "mmfast.tiny.world",
+    "World": "mmfast.tiny.stream.world",
     "attach": "mmfast.attach",
     "kind_of": "mmfast.frontends.image",
     "methods": "mmfast.core.registry",

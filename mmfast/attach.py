@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from mmfast.caches.plan import CachePlan
+from mmfast.caches.plan import CachePlan, call_plan
 from mmfast.core.errors import ModelError, SpecError
-from mmfast.core.schedule import expand
-from mmfast.core.spec import Spec, parse
+from mmfast.core.spec import Spec, expand, parse
 from mmfast.core.trace import Trace
-from mmfast.models.kv_plan import call_plan
 
 _LOCK = threading.Lock()
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -59,7 +57,7 @@ def attach(
             `"lookm:0.3+quant:8"`, `"sink:4+window:512"` or `"retrieve:8"`; an integer counts
             tokens (frames for `retrieve`, bits for `quant`). None keeps every key and value.
         encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a faster vision tower that gives the
-            same features up to rounding; see `mmfast.models.encoder.fast_encoder`. None is stock.
+            same features up to rounding; see `mmfast.models.vision.fast`. None is stock.
 
     Yields:
         The trace: a row per stage and call, and every Reduction. The row `kv` of a prompt counts
@@ -88,7 +86,7 @@ def _stages(
     if not specs and plan is None and encoder is None:
         yield trace
         return
-    from mmfast.models.adapter import adapter_for
+    from mmfast.models.families.adapter import adapter_for
 
     adapter = adapter_for(model)
     layers = model.get_decoder().layers
@@ -104,15 +102,15 @@ def _stages(
     with ExitStack() as stack:
         stack.enter_context(_only_once(model))
         if encoder is not None:
-            from mmfast.models.encoder import check_alone, fast_encoder
+            from mmfast.models.vision.fast import check_alone, fast_encoder
 
             check_alone(encoder, specs)
             stack.enter_context(fast_encoder(model, encoder))
         for stage in _tower_stages(model, adapter, specs, trace):
             stack.enter_context(stage)
         from mmfast.models.hooks import Hooks
-        from mmfast.models.kv import KVStage
-        from mmfast.models.stages import sites_of
+        from mmfast.models.kv.policy import KVStage
+        from mmfast.models.reduction.site import sites_of
 
         sites = sites_of(specs)
         kv = None if plan is None else KVStage(model, plan, trace)
@@ -128,7 +126,7 @@ def _tower_stages(
     early = [spec for spec in specs if spec.site == "pixel"]
     for spec in specs:
         if spec.site == "vit" and not spec.whole:
-            from mmfast.models.vit import vit_stage
+            from mmfast.models.vision.merge import vit_stage
 
             if early:
                 raise SpecError(
@@ -137,7 +135,7 @@ def _tower_stages(
                 )
             yield vit_stage(model, adapter, spec, trace)
     if early:
-        from mmfast.models.pixel import pixel_stage
+        from mmfast.models.vision.pixel import pixel_stage
 
         yield pixel_stage(model, adapter, early)
 
@@ -160,8 +158,8 @@ def check_sites(specs: tuple[Spec, ...], model: Any) -> None:
 
 def _check_layers(specs: list[Spec], model: Any) -> None:
     """Every decoder layer from the first cut on must be able to hold fewer tokens."""
-    from mmfast.models.inner import INNER
-    from mmfast.models.masks import CONV, LAYER_KINDS
+    from mmfast.models.reduction.decoder_signals import INNER
+    from mmfast.models.reduction.masks import CONV, LAYER_KINDS
 
     kinds = list(getattr(model.get_decoder().config, "layer_types", None) or ())
     first = min((spec.layer or 0 for spec in specs), default=len(kinds))

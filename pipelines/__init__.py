@@ -6,15 +6,15 @@ import importlib
 from typing import Any
 
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.pipelines.answer import Answer
+from mmfast.pipelines.visual_qa import Answer
 
 # Task -> (module, class); the module is imported when the task is asked for.
 TASKS = {
-    "image-qa": ("mmfast.pipelines.image_qa", "ImageQA"),
-    "video-qa": ("mmfast.pipelines.video_qa", "VideoQA"),
+    "image-qa": ("mmfast.pipelines.visual_qa", "ImageQA"),
+    "video-qa": ("mmfast.pipelines.visual_qa", "VideoQA"),
     "video-stream": ("mmfast.pipelines.video_stream", "VideoStream"),
-    "text-to-speech": ("mmfast.pipelines.text_to_speech", "TextToSpeech"),
-    "speech-chat": ("mmfast.pipelines.speech_chat", "SpeechChat"),
+    "text-to-speech": ("mmfast.pipelines.speech", "TextToSpeech"),
+    "speech-chat": ("mmfast.pipelines.speech", "SpeechChat"),
     "omni-chat": ("mmfast.pipelines.omni_chat", "OmniChat"),
 }
 ALIASES = {"image-text-to-text": "image-qa", "video-text-to-text": "video-qa"}
@@ -34,7 +34,7 @@ def pipeline(task: str, model: Any = None, **options: Any) -> Any:
             `max_new_tokens`, or instead of `reduce` a target for the planner: `target_ttft_ms`,
             `target_tokens`, `max_memory`, `quality`; see `mmfast.pipelines.visual_qa.VisualQA`.
             Those of a stream are in `mmfast.pipelines.video_stream.VideoStream`, those of voice in
-            `mmfast.pipelines.text_to_speech`, `.speech_chat` and `.omni_chat`.
+            `mmfast.pipelines.speech`, `.speech_chat` and `.omni_chat`.
 
     Raises:
         MmfastError: Unknown task; names the choices.

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from mmfast.core.errors import MmfastError
-from mmfast.core.provenance import Cells
-from mmfast.core.trace import Trace
+from mmfast.core.trace import Cells, Trace
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _GAP, _LINE, _DARK, _TINT = 8, 16, 0.16, 0.55

@@ -10,13 +10,13 @@ import torch
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.spec import parse
-from mmfast.frontends.frame_gate import FrameGate
-from mmfast.frontends.limits import DEFAULT_LIMITS, Limits
-from mmfast.models.adapter import check_media
-from mmfast.models.frame_cache import FrameCache
+from mmfast.frontends.changes import FrameGate
+from mmfast.frontends.source import DEFAULT_LIMITS, Limits
+from mmfast.models.families.adapter import check_media
 from mmfast.models.loading import EMBEDDED, embedded_path, load
+from mmfast.models.vision.frame_cache import FrameCache
 from mmfast.streams import saving
-from mmfast.streams.quotas import Quotas
+from mmfast.streams.archive.blocks import TierQuotas
 from mmfast.streams.session import Session
 from mmfast.streams.viewer import Viewer
 
@@ -118,7 +118,7 @@ class VideoStream:
             SpecError: Wrong `memory`.
             MmfastError: Wrong sizes.
         """
-        quotas = Quotas.of(device_bytes, host_bytes, disk_bytes, folder, host_blocks)
+        quotas = TierQuotas.of(device_bytes, host_bytes, disk_bytes, folder, host_blocks)
         return Session(self.viewer, memory, quotas=quotas, limits=limits)
 
     def restore(self, folder: str | Path, /, **options: Any) -> Session:

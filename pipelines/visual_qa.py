@@ -2,30 +2,157 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from mmfast.attach import attach
+from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.core.trace import Row, Trace, peak_bytes
-from mmfast.models.counts import add_views, summed, token_counts
-from mmfast.models.encoder import check_encoder
-from mmfast.models.kv_plan import call_plan
+from mmfast.frontends.image import read_image
+from mmfast.frontends.video.reader import read_video
+from mmfast.models.families.adapter import check_media
+from mmfast.models.families.tower import KINDS
 from mmfast.models.loading import load
-from mmfast.models.prompt import Shot, build_inputs, check_question
+from mmfast.models.prompt import Shot, add_views, build_inputs, check_question, summed, token_counts
 from mmfast.models.timing import FirstToken, encoder_timer
-from mmfast.models.towers import KINDS
-from mmfast.pipelines.answer import Answer
-from mmfast.pipelines.pairing import pair_up
+from mmfast.models.vision.fast import check_encoder
 from mmfast.pipelines.planning import PipelinePlanner, Tick
-from mmfast.pipelines.streaming import stream_text
 from mmfast.planner.plan import Plan
 from mmfast.planner.target import Target, check_alone, make_target
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a pipeline returns for one question.
+
+    Attributes:
+        text: The answer.
+        trace: Rows per stage and every Reduction that was applied.
+        ttft_ms: Milliseconds from the call to the first token, reading the media included.
+        visual_tokens: Visual tokens the model would have got, separators not counted.
+        kept_tokens: Visual tokens that were left after the last stage.
+        plan: What the planner chose and predicted, where a target was given.
+    """
+
+    text: str
+    trace: Trace = field(repr=False)
+    ttft_ms: float = 0.0
+    visual_tokens: int = 0
+    kept_tokens: int = 0
+    plan: Plan | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `mmfast ask --json` prints."""
+        document = {
+            "answer": self.text,
+            "ttft_ms": round(self.ttft_ms, 3),
+            "visual_tokens": self.visual_tokens,
+            "kept_tokens": self.kept_tokens,
+            "trace": self.trace.to_dict()["rows"],
+        }
+        if self.plan is not None:
+            document["plan"] = self.plan.to_dict(self.ttft_ms)
+        return document
+
+
+def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple[Any, str]], bool]:
+    """Pair media with questions; says whether the caller asked for a list.
+
+    Of clips, a list of arrays or PIL images with ONE question is one clip given as frames; a list
+    of paths or bytes, or a list of questions, means several inputs. Of images, a list is always
+    several inputs and a tuple one, with all its images in the prompt.
+
+    Args:
+        media: What the caller gave.
+        question: A question or a list of them.
+        images: Media are images.
+
+    Raises:
+        MmfastError: Lists of different lengths, an empty list, or an empty question.
+    """
+    many = _many_images(media) if images else _many_clips(media, question)
+    if isinstance(question, (list, tuple)):
+        items = list(media) if many else [media] * len(question)
+        if len(items) != len(question) or not items:
+            raise MmfastError(
+                f"{len(items)} media and {len(question)} questions; give one question per media"
+            )
+        return [(m, check_question(q)) for m, q in zip(items, question, strict=True)], True
+    text = check_question(question)
+    if many and media:
+        return [(m, text) for m in media], True
+    return [(media, text)], False
+
+
+def _many_images(media: Any) -> bool:
+    """Whether each element is an input; rows of numbers are an image written as a list."""
+    return isinstance(media, list) and not any(isinstance(m, list) for m in media)
+
+
+def _many_clips(media: Any, question: Any) -> bool:
+    if not isinstance(media, (list, tuple)) or not media:
+        return False
+    questions = len(question) if isinstance(question, (list, tuple)) else 1
+    if all(
+        isinstance(m, (str, bytes)) or hasattr(m, "__fspath__") or hasattr(m, "read") for m in media
+    ):
+        return True
+    # Arrays of rank 4 are clips; images and rank-3 arrays are frames of one clip unless there is
+    # exactly one question for each.
+    return getattr(media[0], "ndim", 3) != 3 or len(media) == questions
+
+
+class _ReaderGone(StoppingCriteria):  # type: ignore[misc]
+    """Ends generation when the reader has gone away."""
+
+    def __init__(self, gone: threading.Event) -> None:
+        self.gone = gone
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        return input_ids.new_full((input_ids.shape[0],), self.gone.is_set(), dtype=bool)
+
+
+def stream_text(pipe: Any, inputs: dict[str, Any], reduce: str | None) -> Iterator[str]:
+    """Generate in a thread under the spec `reduce` and yield what it writes.
+
+    An error in the thread is raised here; leaving the iterator early stops the generation.
+    """
+    streamer = TextIteratorStreamer(
+        pipe.processor.tokenizer, skip_prompt=True, skip_special_tokens=True
+    )
+    gone, failure = threading.Event(), list[BaseException]()
+
+    def work() -> None:
+        try:
+            with attach(pipe.model, reduce, pipe.cache, pipe.encoder):
+                criteria = StoppingCriteriaList([_ReaderGone(gone)])
+                pipe.run(inputs, streamer=streamer, stopping_criteria=criteria)
+        except BaseException as error:
+            failure.append(error)
+            streamer.end()
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
+    thread.start()
+    try:
+        yield from (delta for delta in streamer if delta)
+    finally:
+        gone.set()
+        thread.join()
+    if failure:
+        raise failure[0]
 
 
 class VisualQA:
@@ -247,3 +374,33 @@ class VisualQA:
                 **inputs, suppress_tokens=blocked or None, **{**self.generate, **extra}
             )
         return output
+
+
+class ImageQA(VisualQA):
+    """Answer questions about images: path, bytes, file object, PIL image or array.
+
+    A tuple of images is one input: the question is about all of them together.
+    """
+
+    task = "image-qa"
+
+    def _read(self, media: Any) -> list[Shot]:
+        images = media if isinstance(media, tuple) else (media,)
+        if not images:
+            raise MmfastError("no image to ask about; give an image or a tuple of images")
+        return [Shot("image", read_image(image), None) for image in images]
+
+
+class VideoQA(VisualQA):
+    """Answer questions about videos: path, bytes, file object, array, list of frames, iterator."""
+
+    task = "video-qa"
+
+    def __init__(self, model: Any = None, **options: Any) -> None:
+        super().__init__(model, **options)
+        check_media(self.model, "video")
+
+    def _read(self, media: Any) -> list[Shot]:
+        sampling: dict[str, Any] = {"fps": self.fps} if self.fps else {"frames": self.frames}
+        clip = read_video(media, **sampling)
+        return [Shot("video", clip.frames, clip.metadata())]

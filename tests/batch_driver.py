@@ -9,15 +9,15 @@ from pathlib import Path
 
 import psutil
 
-from mmfast.serve.ray import batch_store
-from mmfast.serve.ray.batch import Way, run_batch
-from mmfast.serve.ray.batch_job import Job
+from mmfast.serve.batch import store
+from mmfast.serve.batch.job import BatchJob
+from mmfast.serve.batch.run import BatchOptions, run_batch
 
 KILL_WORKER, KILL_DRIVER = 40, 100
 
 
 def main(folder: str, out: str, question: str) -> None:
-    batch_store.ROWS = 16  # several shards, and rows that wait for theirs
+    store.ROWS = 16  # several shards, and rows that wait for theirs
     killed = []
 
     def tick(done: int, total: int) -> None:
@@ -28,8 +28,8 @@ def main(folder: str, out: str, question: str) -> None:
         if done >= KILL_DRIVER:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    job = Job(Path(folder), (question,), frames=2, max_new_tokens=2, batch_size=3)
-    run_batch(job, Path(out), Way(workers=2), tick=tick)
+    job = BatchJob(Path(folder), (question,), frames=2, max_new_tokens=2, batch_size=3)
+    run_batch(job, Path(out), BatchOptions(workers=2), tick=tick)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmfast.heads.depth_core import DepthCore, DepthShape
+from mmfast.heads.depth import DepthCore, DepthShape
 
 MIMI: dict[str, Any] = {
     "model_type": "mimi",

@@ -9,7 +9,7 @@ from tiny_models import Tiny, generate
 
 from mmfast.attach import attach
 from mmfast.core.trace import Trace
-from mmfast.models.compress import compress
+from mmfast.models.reduction.inputs import compress
 
 
 def equal_to_attach(this: Tiny, inputs: dict[str, Any], spec: str) -> None:

@@ -22,9 +22,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mmfast.heads.learning import head_loss
-from mmfast.models.backbone import Backbone
-from mmfast.models.backbone_heads import make_head
+from mmfast.heads.mtp import head_loss
+from mmfast.models.decoder.backbone import Backbone, make_head
 
 VOCABULARY = 24
 SMALL: dict[str, Any] = {

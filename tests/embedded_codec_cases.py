@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mmfast.frontends.codecs.embedded import EmbeddedCodec, load_embedded
-from mmfast.frontends.codecs.embedded_synthesis import white
+from mmfast.frontends.codecs.embedded.codec import EmbeddedCodec, load_embedded
+from mmfast.frontends.codecs.embedded.synthesis import white
 
 CHUNKS = (1, 2, 3, 7)  # frames
 

@@ -20,9 +20,9 @@ from mmfast.serve.engine.base import (
     Message,
     Options,
     Request,
-    Sampling,
+    SamplingOptions,
 )
-from mmfast.serve.engine.echo import Echo
+from mmfast.serve.engine.choose import Echo
 
 QUESTIONS = (
     "Which way does the shape move?",
@@ -55,19 +55,21 @@ def asked(
 ) -> Request:
     """A question about a clip; `of` is the number of both."""
     message = Message("user", (clip(of), QUESTIONS[of % len(QUESTIONS)]))
-    sampling = Sampling(tokens, temperature=heat, seed=seed)
+    sampling = SamplingOptions(tokens, temperature=heat, seed=seed)
     return Request(name, (message,), sampling, Options(reduce=reduce))
 
 
 def said(name: str, words: int) -> Request:
     """So many words, for `Echo`."""
     text = " ".join(f"w{i}" for i in range(words))
-    return Request(name, (Message("user", (text,)),), Sampling(max_tokens=10_000))
+    return Request(name, (Message("user", (text,)),), SamplingOptions(max_tokens=10_000))
 
 
 def hello(name: str) -> Request:
     """A question about nothing."""
-    return Request(name, (Message("user", ("Hello, what is this?",)),), Sampling(max_tokens=4))
+    return Request(
+        name, (Message("user", ("Hello, what is this?",)),), SamplingOptions(max_tokens=4)
+    )
 
 
 def eventually(true: Callable[[], Any], seconds: float = 120.0) -> None:

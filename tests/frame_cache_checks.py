@@ -13,11 +13,11 @@ import torch
 from tiny_models import ALL_FAMILIES, Tiny, facts
 from torch import Tensor
 
-from mmfast.models.adapter import tower_of
-from mmfast.models.frame_cache import FrameCache
-from mmfast.models.frame_cache_state import FrameCacheState
-from mmfast.models.prompt_ids import prompt_ids
-from mmfast.models.towers import attention_of
+from mmfast.models.families.adapter import tower_of
+from mmfast.models.families.prompt_ids import prompt_ids
+from mmfast.models.families.tower import attention_of
+from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.models.vision.frame_state import FrameCacheState
 
 KINDS = ("image", "video")
 CASES = [

@@ -14,8 +14,7 @@ import uvicorn
 
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard.fetch import Network
-from mmfast.serve.guard.shield import Shield, caller_of
-from mmfast.serve.guard.uvicorn_options import uvicorn_options
+from mmfast.serve.guard.shield import Shield, caller_of, uvicorn_options
 
 KEY = "correct-horse-battery"
 AUTH = {"Authorization": f"Bearer {KEY}"}

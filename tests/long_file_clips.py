@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from media_factory import patched, turned, write_video
 
-from mmfast.frontends import Limits, pyav_reader
-from mmfast.frontends.container import Header, open_video, read_header
-from mmfast.frontends.long_file_queue import Ahead
-from mmfast.frontends.long_file_read import sampled
+from mmfast.frontends import Limits
 from mmfast.frontends.picture import Orientation
-from mmfast.frontends.sampling import sample_stream
-from mmfast.frontends.source import Source, open_source
+from mmfast.frontends.source import MediaSource, open_source
+from mmfast.frontends.video import pyav
+from mmfast.frontends.video.container import Header, open_video, read_header
+from mmfast.frontends.video.parallel import Ahead, sampled
+from mmfast.frontends.video.sampling import sample_stream
 
 SIZE = (96, 64)
 LIMITS = Limits()
@@ -90,14 +90,14 @@ class File:
     """A clip opened both ways: from its start by one decoder, and in slices."""
 
     def __init__(self, media: object) -> None:
-        self.source: Source = open_source(media, LIMITS)
+        self.source: MediaSource = open_source(media, LIMITS)
         with open_video(self.source, LIMITS) as (container, stream):
             self.header: Header = read_header(self.source, container, stream, LIMITS)
-        first: Any = pyav_reader.first_frame(self.source, LIMITS)
+        first: Any = pyav.first_frame(self.source, LIMITS)
         self.turn = Orientation.of(first)
         self.size = self.turn.size(first.width, first.height)
         self.tolerance = float(self.header.time_base) / 2 + 1e-9
-        self.all = list(pyav_reader.read_all(self.source, LIMITS, self.header, self.turn, "SLICE"))
+        self.all = list(pyav.read_all(self.source, LIMITS, self.header, self.turn, "SLICE"))
 
     def sequential(self, fps: float) -> list[tuple[np.ndarray, float]]:
         return list(sample_stream(self.all, fps, self.tolerance))

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from mmfast.bench.speech_hum import HumEar, HumSpeaker, hum, read
 from mmfast.core.speech import Sound, Turn
-from mmfast.ops.resample import resample
+from mmfast.ops.audio import resample
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard.errors import ApiError
-from mmfast.serve.realtime.brain import Question, silent
-from mmfast.serve.realtime.service import Limits, RealtimeService
+from mmfast.serve.realtime.brain import BrainQuestion, silent
+from mmfast.serve.realtime.service import RealtimeService, SessionLimits
 from mmfast.serve.realtime.socket import realtime
 
 ANSWER = "the red circle moves to the left side"
@@ -84,7 +84,7 @@ class HumBrain:
     def hear(self, pcm: Tensor) -> str:
         return read(pcm).strip()
 
-    def answer(self, question: Question) -> Iterator[Sound]:
+    def answer(self, question: BrainQuestion) -> Iterator[Sound]:
         self.voices.questions.append(question)
         self.voices.answering += 1
         try:
@@ -119,7 +119,7 @@ class HumVoices:
         say: Callable[[Sequence[Turn], int], Any] = lambda *_: ANSWER,
         each: Callable[[], Any] | None = None,
     ) -> None:
-        self.say, self.each, self.questions = say, each, list[Question]()
+        self.say, self.each, self.questions = say, each, list[BrainQuestion]()
         self.open_brains = self.answering = 0
 
     def open(self) -> HumBrain:
@@ -129,13 +129,15 @@ class HumVoices:
 class HumService(RealtimeService):
     """Steps take `cost` seconds of the loop's time, and no thread."""
 
-    def __init__(self, voices: Any = None, limits: Limits | None = None, **config: Any) -> None:
+    def __init__(
+        self, voices: Any = None, limits: SessionLimits | None = None, **config: Any
+    ) -> None:
         self.hums = voices or HumVoices()
         config = {"realtime_sessions": 4, **config}
         super().__init__(
             ServerConfig(**config),
             lambda: self.hums,
-            limits=limits or Limits(idle=1e6, seconds=1e7),
+            limits=limits or SessionLimits(idle=1e6, seconds=1e7),
             ear=lambda turns: HumEar(turns.get("silence_duration_ms", 300) / 1e3),
             clock=LoopClock(),
         )

@@ -24,7 +24,7 @@ from mmfast.serve.engine.base import (
     Message,
     Options,
     Request,
-    Sampling,
+    SamplingOptions,
 )
 
 EMBEDDED = "embedded"
@@ -78,7 +78,7 @@ def talk(
     name: str,
     turns: Sequence[Sequence[str | Media]],
     tokens: int = 6,
-    sampling: Sampling | None = None,
+    sampling: SamplingOptions | None = None,
     **more: Any,
 ) -> Request:
     """A request of several messages, the user's first."""
@@ -86,7 +86,7 @@ def talk(
     messages = tuple(Message(roles[i % 2], tuple(turn)) for i, turn in enumerate(turns))
     options = {k: more.pop(k) for k in ("reduce", "cache", "target_ttft_ms") if k in more}
     return Request(
-        name, messages, sampling or Sampling(max_tokens=tokens), Options(**options), **more
+        name, messages, sampling or SamplingOptions(max_tokens=tokens), Options(**options), **more
     )
 
 

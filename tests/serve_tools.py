@@ -152,7 +152,7 @@ def sound_part(data: bytes, kind: str = "wav") -> dict[str, Any]:
 
 
 def wav(seconds: float = 0.5, loud: float = 0.3) -> bytes:
-    from mmfast.frontends.wav import write_wav
+    from mmfast.frontends.audio.wav import write_wav
 
     file, time = io.BytesIO(), torch.arange(int(16_000 * seconds)) / 16_000
     write_wav(file, loud * torch.sin(2 * math.pi * 300 * time), 16_000)

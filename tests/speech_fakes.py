@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from mmfast.core.speech import Sound
-from mmfast.tiny.espeak import EspeakVoice, say
-from mmfast.tiny.speech_text import PITCHES, SPEEDS, VOICE_NAMES, WORDS
+from mmfast.tiny.speech.recordings import EspeakVoice, say
+from mmfast.tiny.speech.text import PITCHES, SPEEDS, VOICE_NAMES, WORDS
 
 RATE = 16000
 
@@ -65,9 +65,8 @@ def random_speech_model(codes=8, books=2, modules=4):
     """What the benchmarks take of a `SpeechModel`, with a tiny random language model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from mmfast.models.backbone import Backbone
-    from mmfast.models.backbone_heads import make_head
-    from mmfast.models.speech_layout import SpeechLayout, specials, vocabulary
+    from mmfast.models.decoder.backbone import Backbone, make_head
+    from mmfast.models.speech.layout import SpeechLayout, specials, vocabulary
 
     torch.manual_seed(0)
     rows = vocabulary(WORDS, specials(4, 3, 3))

@@ -8,8 +8,8 @@ import torch
 
 from mmfast.core.kv import Block
 from mmfast.core.registry import get
-from mmfast.streams.archive import Archive
-from mmfast.streams.quotas import Quotas
+from mmfast.streams.archive.archive import Archive
+from mmfast.streams.archive.blocks import TierQuotas
 
 LAYERS, HEADS, WIDTH, TOKENS = 3, 2, 8, 5
 
@@ -39,7 +39,7 @@ ONE = block(0).nbytes + 8 * (3 * TOKENS + 3)  # bytes of a stored block with its
 def archive(name: str = "rekv", budget: Any = 3, **options: Any) -> Archive:
     """An archive of small blocks; options are quotas and `store`."""
     store = options.pop("store", None)
-    return Archive(get(name, "cache").fn(budget), LAYERS, "cpu", Quotas.of(**options), store)
+    return Archive(get(name, "cache").fn(budget), LAYERS, "cpu", TierQuotas.of(**options), store)
 
 
 def same(found: Any, original: Block, layer: int) -> bool:

@@ -10,7 +10,7 @@ from tiny_models import tiny
 from torch import Tensor
 
 from mmfast.streams.memory import Memory
-from mmfast.streams.piece import Piece
+from mmfast.streams.script import Piece
 
 FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 ROWS, COLUMNS = 3, 4

@@ -15,7 +15,7 @@ from reducer_checks import check_contract
 from typer.testing import CliRunner
 
 import mmfast
-from mmfast.bench import table
+from mmfast.bench.report import readme
 from mmfast.cli import app
 from mmfast.core import registry
 from mmfast.core.errors import SpecError
@@ -70,10 +70,10 @@ def test_a_file_and_an_entry_point_are_enough(
     listed = CliRunner().invoke(app, ["methods", "--json"])
     rows = {row["name"]: row for row in json.loads(listed.stdout)}
     assert rows["longest"]["summary"] == "Keep the tokens of greatest length."
-    assert any("| `longest` | baseline | pre llm&lt;K&gt; |" in line for line in table.methods([]))
+    assert any("| `longest` | baseline | pre llm&lt;K&gt; |" in line for line in readme.methods([]))
     for name in ("methods", "accuracy"):
         stale = f"<!-- table:{name} -->\n<!-- /table:{name} -->"
-        assert "| `longest` |" in table.render(stale, tmp_path)
+        assert "| `longest` |" in readme.render(stale, tmp_path)
     method = registry.get("longest")
     assert method in mmfast.methods("reducer")
     with pytest.raises(KeyError, match="longest"):
@@ -108,4 +108,4 @@ def test_a_broken_plugin_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(SpecError, match=r"plugin 'longest' \(longest_tokens\).*already reg"):
             registry.methods()
     monkeypatch.undo()
-    assert registry.get("evs").fn.__module__ == "mmfast.reducers.evs"
+    assert registry.get("evs").fn.__module__ == "mmfast.reducers.video.evs"

@@ -13,10 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mmfast.core.errors import SpecError
-from mmfast.models.levels import Levels
-from mmfast.models.scores import head_mass, received, received_within
-from mmfast.ops import column_chunks
-from mmfast.ops.attend import attend
+from mmfast.models.reduction.probe import Levels, head_mass, received, received_within
+from mmfast.ops import attention_column_sums as column_chunks
+from mmfast.ops.attention import attend
 from mmfast.ops.attention_column_sums import (
     attention_column_sums,
     attention_column_sums_reference,

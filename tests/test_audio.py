@@ -15,11 +15,10 @@ from audio_factory import encoded, muxed, tone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmfast.frontends.audio import iter_audio, load_audio
-from mmfast.frontends.audio_array import decode_pcm
-from mmfast.frontends.limits import Limits
-from mmfast.ops.log_mel import LogMel, log_mel
-from mmfast.ops.resample import resample
+from mmfast.frontends.audio.reader import iter_audio, load_audio
+from mmfast.frontends.audio.samples import decode_pcm
+from mmfast.frontends.source import Limits
+from mmfast.ops.audio import LogMel, log_mel, resample
 
 WANTED = torch.from_numpy(tone(16000)[:, 0])
 

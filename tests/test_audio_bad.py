@@ -16,8 +16,8 @@ import torch
 from audio_factory import encoded, muxed, tone
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio import iter_audio, load_audio
-from mmfast.frontends.limits import Limits
+from mmfast.frontends.audio.reader import iter_audio, load_audio
+from mmfast.frontends.source import Limits
 
 WAV = encoded(tone(16000), 16000)
 FILES = {

@@ -163,7 +163,7 @@ def test_leaving_restores_the_model() -> None:
 
 
 def test_pictures_are_refused_by_those_that_only_hear() -> None:
-    from mmfast.models.adapter import check_media, families
+    from mmfast.models.families.adapter import check_media, families
 
     assert set(FAMILIES) <= set(families("audio"))
     with pytest.raises(ModelError, match="takes no image"):

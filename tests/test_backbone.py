@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from mmfast.core.errors import ModelError
-from mmfast.models.backbone import Backbone
+from mmfast.models.decoder.backbone import Backbone
 
 IDS = torch.randint(0, small.VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(3))
 FORMS = [(f, a, lean) for f in small.FAMILIES for a in ("sdpa", "eager") for lean in (False, True)]

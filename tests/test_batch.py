@@ -18,14 +18,30 @@ pq = pytest.importorskip("pyarrow.parquet")
 from mmfast.cli import main  # noqa: E402
 from mmfast.core.errors import MmfastError  # noqa: E402
 from mmfast.pipelines import pipeline  # noqa: E402
-from mmfast.serve.ray import batch_rows, batch_store  # noqa: E402
-from mmfast.serve.ray.batch import Way, run_batch  # noqa: E402
-from mmfast.serve.ray.batch_job import Job  # noqa: E402
-from mmfast.serve.ray.batch_media import Medium, file_hash, find_media  # noqa: E402
-from mmfast.serve.ray.batch_rows import Row, read, table_of, write  # noqa: E402
-from mmfast.serve.ray.batch_store import Store  # noqa: E402
-from mmfast.serve.ray.batch_worker import Answerer, Task, blank  # noqa: E402
-from mmfast.tiny.video_io import write as write_clip  # noqa: E402
+from mmfast.serve.batch import store  # noqa: E402
+from mmfast.serve.batch.job import (  # noqa: E402
+    BatchJob,
+    Medium,
+    file_hash,
+    find_media,
+)
+from mmfast.serve.batch.run import (  # noqa: E402
+    BatchOptions,
+    run_batch,
+)
+from mmfast.serve.batch.store import (  # noqa: E402
+    Row,
+    RowStore,
+    read,
+    table_of,
+    write,
+)
+from mmfast.serve.batch.workers import (  # noqa: E402
+    Answerer,
+    Task,
+    blank,
+)
+from mmfast.tiny.video.clips import write as write_clip  # noqa: E402
 
 QUESTION, SECOND = "What colour is the square?", "How many shapes are there?"
 SHORT = ["--frames", "2", "--max-new-tokens", "2", "--engine", "inproc"]
@@ -107,7 +123,7 @@ class Fake:
     asked: list[tuple[str, str]]
     stop_at: int
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BatchJob) -> None:
         self._job = job
 
     def __call__(self, tasks: list[Task]) -> list[Row]:
@@ -126,8 +142,8 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     Fake.asked, Fake.stop_at = [], -1
-    monkeypatch.setattr("mmfast.serve.ray.batch.Answerer", Fake)
-    monkeypatch.setattr(batch_store, "ROWS", 4)
+    monkeypatch.setattr("mmfast.serve.batch.run.Answerer", Fake)
+    monkeypatch.setattr(store, "ROWS", 4)
     return Fake
 
 
@@ -141,11 +157,11 @@ def many(tmp_path: Path) -> Path:
     return where
 
 
-WAY = Way(engine="inproc")
+WAY = BatchOptions(engine="inproc")
 
 
-def _job(folder: Path, **options: Any) -> Job:
-    return Job(folder, (QUESTION, SECOND), **options)
+def _job(folder: Path, **options: Any) -> BatchJob:
+    return BatchJob(folder, (QUESTION, SECOND), **options)
 
 
 def test_interrupted_again_and_again(many: Path, tmp_path: Path, fake: type[Fake]) -> None:
@@ -173,9 +189,9 @@ def test_killed_at_every_step_of_writing(
     many: Path, tmp_path: Path, fake: type[Fake], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stop dead before the n-th call of a step, for every n, and go on: no row lost or twice."""
-    monkeypatch.setattr(batch_store, "SHARDS", 3)  # shards are folded on the way
-    few = Way("inproc", limit=12)
-    holders = {"write_table": (batch_rows.pq, "write_table"), "fsync": (batch_rows.os, "fsync")}
+    monkeypatch.setattr(store, "SHARDS", 3)  # shards are folded on the way
+    few = BatchOptions("inproc", limit=12)
+    holders = {"write_table": (store.pq, "write_table"), "fsync": (store.os, "fsync")}
     holder, name = holders.get(step, (Path, step))
     real = getattr(holder, name)
     before, kills = SimpleNamespace(left=0), 0
@@ -192,7 +208,7 @@ def test_killed_at_every_step_of_writing(
         before.left = number
         with monkeypatch.context() as patch:
             patch.setattr(holder, name, dying)
-            patch.setattr(Store, "__exit__", lambda self, *_: os.close(self._lock))
+            patch.setattr(RowStore, "__exit__", lambda self, *_: os.close(self._lock))
             try:
                 run_batch(_job(many), out, few)
                 died = False
@@ -238,9 +254,9 @@ def test_changed_files_and_errors(many: Path, tmp_path: Path, fake: type[Fake]) 
     assert sorted({path for path, _ in fake.asked}) == ["03.mp4", "new.mp4"]
     assert (done.files, done.failed, len(rows_of(out))) == (41, 2, 84)
     fake.asked = []
-    assert run_batch(_job(many), out, Way("inproc", retry_errors=True)).failed == 2
+    assert run_batch(_job(many), out, BatchOptions("inproc", retry_errors=True)).failed == 2
     assert [path for path, _ in fake.asked] == ["bad.mp4"] * 2 and len(rows_of(out)) == 84
-    assert run_batch(_job(many), out, Way("inproc", pattern="1*", limit=3)).answers == 6
+    assert run_batch(_job(many), out, BatchOptions("inproc", pattern="1*", limit=3)).answers == 6
 
 
 def test_another_job_is_refused(many: Path, tmp_path: Path, fake: type[Fake]) -> None:
@@ -250,21 +266,24 @@ def test_another_job_is_refused(many: Path, tmp_path: Path, fake: type[Fake]) ->
         run_batch(_job(many), out, WAY)
     fake.stop_at = -1
     for finished in (False, True):
-        others = [_job(many, reduce="evs:0.5"), _job(many, frames=4), Job(many, (QUESTION,))]
+        others = [_job(many, reduce="evs:0.5"), _job(many, frames=4), BatchJob(many, (QUESTION,))]
         for other in others:
             with pytest.raises(MmfastError, match=r"another job.*--no-resume"):
                 run_batch(other, out, WAY)
         if not finished:
             run_batch(_job(many, batch_size=3, device="cpu"), out, WAY)  # no other job
     assert len(fake.asked) == 80
-    assert run_batch(Job(many, (QUESTION,)), out, Way("inproc", resume=False)).before == 0
+    assert (
+        run_batch(BatchJob(many, (QUESTION,)), out, BatchOptions("inproc", resume=False)).before
+        == 0
+    )
     assert len(rows_of(out)) == 40
 
 
 def test_one_run_at_a_time(many: Path, tmp_path: Path, fake: type[Fake]) -> None:
     out = tmp_path / "a.parquet"
     with (
-        Store(out, _job(many).identity()),
+        RowStore(out, _job(many).identity()),
         pytest.raises(MmfastError, match="another run writes"),
     ):
         run_batch(_job(many), out, WAY)
@@ -329,9 +348,9 @@ def test_without_the_extra(
     code, _, error = batch(capsys, folder, "-q", QUESTION, "-o", folder / "x.parquet")
     assert code == 2 and 'pip install "mmfast[ray]"' in error and "inproc" in error
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for name in [n for n in sys.modules if n.startswith("mmfast.serve.ray.batch")]:
+    for name in [n for n in sys.modules if n.startswith("mmfast.serve.batch.run")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("mmfast.serve.ray.batch")
+    monkeypatch.delattr("mmfast.serve.batch.run")
     code, _, error = batch(capsys, folder, "-q", QUESTION, *SHORT)
     assert code == 2 and 'needs pyarrow: pip install "mmfast[ray]"' in error
 
@@ -354,7 +373,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_bug_in_a_method_is_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(folder, (QUESTION,), frames=2, max_new_tokens=2, batch_size=2)
+    job = BatchJob(folder, (QUESTION,), frames=2, max_new_tokens=2, batch_size=2)
     answer = Answerer(job)
 
     def broken(files: list[str], questions: list[str]) -> None:

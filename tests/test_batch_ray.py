@@ -19,7 +19,7 @@ pytest.importorskip("ray", reason="needs Ray: pip install mmfast[ray]")
 pq = pytest.importorskip("pyarrow.parquet")
 
 from mmfast.pipelines import pipeline  # noqa: E402
-from mmfast.tiny.video_io import write  # noqa: E402
+from mmfast.tiny.video.clips import write  # noqa: E402
 
 pytestmark = [
     pytest.mark.ray,

@@ -16,14 +16,12 @@ import pytest
 pytest.importorskip("pyarrow.parquet")
 
 from mmfast.core.errors import MmfastError
-from mmfast.serve.ray import batch_cluster
-from mmfast.serve.ray.batch_cluster import _MyThread, _shares, answered
-from mmfast.serve.ray.batch_job import Job
-from mmfast.serve.ray.batch_media import Medium
-from mmfast.serve.ray.batch_rows import Row
-from mmfast.serve.ray.batch_worker import Task, blank
+from mmfast.serve.batch import workers as batch_cluster
+from mmfast.serve.batch.job import BatchJob, Medium
+from mmfast.serve.batch.store import Row
+from mmfast.serve.batch.workers import Task, _MyThread, _shares, answered, blank
 
-JOB = Job(Path("folder"), ("?",))
+JOB = BatchJob(Path("folder"), ("?",))
 
 
 class DiedError(Exception):
@@ -151,7 +149,7 @@ def test_shares_always_fit(cores: int, gpus: int, workers: int | None) -> None:
     per_gpu = int(1 / options["num_gpus"] + 1e-9) if options["num_gpus"] else 0
     assert per_gpu * gpus >= (count if gpus else 0)
     assert threads >= 1 and threads * count <= max(cores, count)
-    on_cpu = Job(Path("folder"), ("?",), device="cpu")
+    on_cpu = BatchJob(Path("folder"), ("?",), device="cpu")
     assert _shares(on_cpu, workers, {"CPU": cores, "GPU": gpus})[1]["num_gpus"] == 0
 
 

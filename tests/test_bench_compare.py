@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from mmfast import cli_measure
 from mmfast.bench.compare import compare, identity
 from mmfast.bench.results import append
-from mmfast.cli import main
+from mmfast.cli import main, measure
 from mmfast.core.errors import MmfastError
 
 Row = dict[str, Any]
@@ -174,5 +173,5 @@ def test_no_option_is_ignored_in_silence(
 
 
 def test_every_way_to_measure_takes_options_that_exist() -> None:
-    known = inspect.signature(cli_measure.bench).parameters
-    assert {name for taken in cli_measure._TAKES.values() for name in taken} < {*known}
+    known = inspect.signature(measure.bench).parameters
+    assert {name for taken in measure._TAKES.values() for name in taken} < {*known}

@@ -26,7 +26,7 @@ def tiny(layers: int, frames: int, dtype: torch.dtype | None = None) -> Case:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: Any) -> None:
-    monkeypatch.setattr("mmfast.bench.measure.WARM_UPS", 1)
+    monkeypatch.setattr("mmfast.bench.timing.WARM_UPS", 1)
     for module, tower in ((encoder_merge, (tiny, 3, 2)), (encoder_compile, (tiny, 3))):
         monkeypatch.setattr(module, "TOWERS", {"tiny": tower})
         monkeypatch.setattr(module, "LAYERS", 3)

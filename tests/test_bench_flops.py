@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmfast.bench.cases import Case, build
 from mmfast.bench.presets import PRESETS
-from mmfast.bench.stages import Stage
+from mmfast.bench.stages import MeasuredStage
 from mmfast.models.flops import (
     attention_flops,
     decode_bytes,
@@ -66,7 +66,7 @@ def test_tower_against_torch(case: Case) -> None:
 
 
 def test_tower_counts_what_leaves_a_block(case: Case) -> None:
-    stage = Stage(case, "vit", ("vit",))
+    stage = MeasuredStage(case, "vit", ("vit",))
     assert stage.observe(None).leaving == [128, 128, 128]
     whole = tower_flops(case.model, (2, 8, 8), [128] * 3, [128] * 3)
     merged = tower_flops(case.model, (2, 8, 8), [128, 64, 64], [64, 64, 64])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mmfast.bench.measure import (
+from mmfast.bench.timing import (
     WARM_UPS,
     Sample,
     interleave,

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from mmfast.bench import breakeven, breakeven_cases, ceilings, full, measure, memory
+from mmfast.bench import breakeven, full, timing
+from mmfast.bench import breakeven as breakeven_cases
+from mmfast.bench import stages as ceilings
+from mmfast.bench import stages as memory
 from mmfast.bench.cases import build
-from mmfast.bench.device_time import device_times
-from mmfast.bench.measure import clock_of, interleave
 from mmfast.bench.presets import PRESETS
 from mmfast.bench.results import load
 from mmfast.bench.run import run_bench
-from mmfast.bench.scoring import peaks_in, spans
+from mmfast.bench.stages import peaks_in, spans
+from mmfast.bench.timing import clock_of, device_times, interleave
 from mmfast.cli import main
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
@@ -30,7 +32,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "WARM_UPS", 1)
+    monkeypatch.setattr(timing, "WARM_UPS", 1)
     monkeypatch.setattr(ceilings, "CPU_SIDE", 256)
     monkeypatch.setattr(ceilings, "CPU_COPY_BYTES", 1 << 20)
 
@@ -92,7 +94,7 @@ def test_one_thread_is_timed_by_the_processor() -> None:
 def test_rounds_end_early_but_not_before_the_third() -> None:
     runs: list[int] = []
     samples = interleave({"a": lambda: runs.append(1) or {}}, 9, enough=lambda: True)
-    assert len(samples["a"]) == len(runs) == measure.FEWEST == 3
+    assert len(samples["a"]) == len(runs) == timing.FEWEST == 3
     samples = interleave({"a": dict}, 5, enough=lambda: len(runs) > 3)
     assert len(samples["a"]) == 5
 
@@ -223,7 +225,7 @@ class FakeClock:
         return self.now
 
 
-def _steps(clock: FakeClock, seconds: float) -> list[full.Step]:
+def _steps(clock: FakeClock, seconds: float) -> list[full.RunStep]:
     def run(progress: Any, enough: Callable[[], bool]) -> list[dict[str, Any]]:
         while not enough():
             clock.now += seconds
@@ -235,8 +237,8 @@ def _steps(clock: FakeClock, seconds: float) -> list[full.Step]:
     def large() -> None:
         raise MmfastError("needs about 32.0 GB")
 
-    steps = [full.Step("first", 1.0, run), full.Step("broken", 1.0, fail)]
-    return [*steps, full.Step("large", 1.0, run, large), full.Step("last", 3.0, run)]
+    steps = [full.RunStep("first", 1.0, run), full.RunStep("broken", 1.0, fail)]
+    return [*steps, full.RunStep("large", 1.0, run, large), full.RunStep("last", 3.0, run)]
 
 
 def test_full_shares_its_time_and_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

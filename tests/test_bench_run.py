@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from mmfast.bench import ceilings, measure
+from mmfast.bench import stages, timing
 from mmfast.bench import stages as stage_module
 from mmfast.bench.presets import PRESETS
+from mmfast.bench.report.tables import bench as bench_table
 from mmfast.bench.results import bench_rows
 from mmfast.bench.run import run_bench
-from mmfast.bench.sections import bench as bench_table
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import methods, register, unregister
 from mmfast.core.tokens import Tokens
@@ -28,9 +28,9 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def few_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "WARM_UPS", 1)
-    monkeypatch.setattr(ceilings, "CPU_SIDE", 256)
-    monkeypatch.setattr(ceilings, "CPU_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(timing, "WARM_UPS", 1)
+    monkeypatch.setattr(stages, "CPU_SIDE", 256)
+    monkeypatch.setattr(stages, "CPU_COPY_BYTES", 1 << 20)
 
 
 def test_every_method_end_to_end() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmfast.bench.cases import build, pick_device, pick_dtype
+from mmfast.bench.cases import build, fill_, pick_device, pick_dtype, video_features
 from mmfast.bench.presets import PRESETS
 from mmfast.bench.run import run_bench
 from mmfast.bench.specs import Twins, expand, parse_keep, parse_stages
-from mmfast.bench.synthetic import fill_, video_features
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import methods

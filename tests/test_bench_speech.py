@@ -8,15 +8,15 @@ import torch
 from speech_fakes import RATE, Parrot, PlainCodec, random_speech_model
 
 from mmfast.bench import named, speech_modes, speech_shape
+from mmfast.bench.report.sessions import speech_cost
 from mmfast.bench.speech_codec import measure as codec_rows
 from mmfast.bench.speech_codec import mel_distance, quality
 from mmfast.bench.speech_first_sound import measure as first_rows
 from mmfast.bench.speech_first_sound import timed
 from mmfast.bench.speech_speaking import unseen_lines
-from mmfast.bench.speech_table import speech_cost
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Sound
-from mmfast.tiny.espeak import say
+from mmfast.tiny.speech.recordings import say
 
 
 def nothing(label, done, total):
@@ -126,10 +126,10 @@ def test_weights_that_are_read_are_counted(model):
 
 
 def test_the_shape_of_7_billion_has_them():
-    shape = speech_shape.Shape()
+    shape = speech_shape.LanguageShape()
     layer = shape.hidden * (2 * shape.hidden + 2 * 512 + 3 * shape.inner)
     assert 6.4e9 < shape.layers * layer < 6.7e9
-    small = speech_shape.Shape("small", 32, 6, 48, 4, 2, 400, 200, 4, 2)
+    small = speech_shape.LanguageShape("small", 32, 6, 48, 4, 2, 400, 200, 4, 2)
     backbone, head = speech_shape.build(small, torch.float32)
     assert len(backbone.blocks) == 6
     assert len({id(layer) for layer in backbone.decoder.layers}) == 2
@@ -139,7 +139,7 @@ def test_the_shape_of_7_billion_has_them():
 
 
 def test_shape_rows():
-    small = speech_shape.Shape("small", 32, 6, 48, 4, 2, 400, 200, 10, 2)
+    small = speech_shape.LanguageShape("small", 32, 6, 48, 4, 2, 400, 200, 10, 2)
     rows = {row["job"]: row for row in speech_shape.measure(small, 2, nothing, torch.float32)}
     assert list(rows) == ["vanilla", "boost", "turbo"]
     share = rows["turbo"]["module_share"]
@@ -158,7 +158,7 @@ def test_rows_make_tables(model):
     pytest.importorskip("pesq", reason="pesq has no wheel and needs a C compiler: [speech-eval]")
     lines = unseen_lines(1, 0)
     shared = {"bench": "", "processor": "cpu", "date": "today", "commit": None}
-    small = speech_shape.Shape("small", 32, 2, 48, 4, 2, 400, 200, 10, 2)
+    small = speech_shape.LanguageShape("small", 32, 2, 48, 4, 2, 400, 200, 10, 2)
     found = {
         "codec": codec_rows(PlainCodec(), lines, lambda pcm: "zero", nothing),
         "modes": speech_modes.measure(model, lines, 1, nothing),

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from mmfast.bench.encoder_table import encoder_tables
-from mmfast.bench.kernels_table import kernels, reducers
+from mmfast.bench.report.models import encoder_tables, kernels, reducers
 
 WHERE = {"processor": "a chip", "date": "2026-01-01", "commit": "abc", "dtype": "bfloat16"}
 SUMS = {

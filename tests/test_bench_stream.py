@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from mmfast.bench import named, stream_frame_cache, stream_jobs, stream_prefill
 from mmfast.bench import stream_frame_cache_quality as quality
 from mmfast.bench.presets import get_preset
+from mmfast.bench.report.sessions import stream_cost
 from mmfast.bench.results import environment
-from mmfast.bench.stream_cost import stream_cost
 from mmfast.cli import app
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load

@@ -9,7 +9,7 @@ import pytest
 from test_cli import CLIP, QUESTION, fails, run
 
 import mmfast
-from mmfast.cli_options import complete_cache
+from mmfast.cli.options import complete_cache
 from mmfast.core.errors import SpecError
 
 
@@ -56,7 +56,7 @@ def test_eval_has_rows_for_caches(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_a_row_about_a_cache_is_no_evidence_about_reducers() -> None:
-    from mmfast.planner.evidence import evidence_for, shipped_rows
+    from mmfast.planner.candidates import evidence_for, shipped_rows
 
     plain = evidence_for("video")
     rows = [*shipped_rows(), *({**r, "cache": "snapkv:1", "score": 0.0} for r in shipped_rows())]

@@ -18,8 +18,8 @@ import mmfast
 from mmfast.attach import attach
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import register, unregister
-from mmfast.models.compress import compress
-from mmfast.models.lengths import shorten
+from mmfast.models.reduction.cache_layers import shorten
+from mmfast.models.reduction.inputs import compress
 
 SPECS = (
     "snapkv:0.4?window=5",

@@ -13,7 +13,7 @@ from test_cache_oracle import SCORES, answers, ask, kinds_of, model_of
 from tiny_models import ALL_FAMILIES, FAMILIES, generate, storing, tiny
 
 from mmfast.attach import attach
-from mmfast.ops.quantise import dequantise, quantise
+from mmfast.ops.quantisation import dequantise, quantise
 
 RESIDUAL, GROUP = 6, 4
 STORE = f"quant:4?residual={RESIDUAL}&group={GROUP}"

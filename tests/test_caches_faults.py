@@ -11,10 +11,12 @@ from cache_checks import disagreement
 from cache_factory import make
 
 from mmfast import Reduction
-from mmfast.caches import keyformer, zipvl
-from mmfast.ops import fold_evicted, grouped_topk, nearest, pooled_votes, ranking, share_out
+from mmfast.caches import keyformer, quantised
+from mmfast.ops import eviction, ranking, similarity
+from mmfast.ops import ranking as grouped_topk
+from mmfast.ops import ranking as share_out
 
-_GUMBEL, _HOLDING, _WITH_LAST = keyformer._gumbel, zipvl._holding, pooled_votes.with_last
+_GUMBEL, _HOLDING, _WITH_LAST = keyformer._gumbel, quantised._holding, eviction.with_last
 
 # (policy, where the name is looked up, replacement)
 Fault = tuple[str, str, Callable[..., object]]
@@ -30,7 +32,7 @@ def _unpooled(score: torch.Tensor, kernel: int, pool: str = "mean") -> torch.Ten
 
 def _zero_padded(score: torch.Tensor, kernel: int, pool: str = "mean") -> torch.Tensor:
     means = torch.nn.functional.avg_pool1d(score.double(), kernel, 1, kernel // 2)
-    return means if pool == "mean" else pooled_votes.pooled_votes(score, kernel, pool)
+    return means if pool == "mean" else eviction.pooled_votes(score, kernel, pool)
 
 
 def _no_window(chosen: torch.Tensor, last: int, n: int) -> Reduction:
@@ -49,19 +51,19 @@ def _ungrouped(score: torch.Tensor, group: torch.Tensor, counts: torch.Tensor) -
 
 
 def _farthest(cosine: torch.Tensor) -> torch.Tensor:
-    return nearest.nearest(-cosine)
+    return similarity.nearest(-cosine)
 
 
 def _plain(keep: torch.Tensor, keys: torch.Tensor, joins: torch.Tensor, fold: str) -> Reduction:
-    return fold_evicted.fold_evicted(keep, keys, torch.ones_like(joins), fold)
+    return eviction.fold_evicted(keep, keys, torch.ones_like(joins), fold)
 
 
 def _averaged(keep: torch.Tensor, keys: torch.Tensor, joins: torch.Tensor, fold: str) -> Reduction:
-    return fold_evicted.fold_evicted(keep, keys, joins, "averaged")
+    return eviction.fold_evicted(keep, keys, joins, "averaged")
 
 
 def _dropped(keep: torch.Tensor, keys: torch.Tensor, joins: torch.Tensor, fold: str) -> Reduction:
-    return fold_evicted.fold_evicted(keep, keys, joins, "none")
+    return eviction.fold_evicted(keep, keys, joins, "none")
 
 
 def _same_noise(shape: torch.Size, seed: int, layer: int) -> torch.Tensor:

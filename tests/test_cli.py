@@ -135,7 +135,7 @@ def test_bad_media(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_completion_knows_the_methods() -> None:
-    from mmfast.cli_options import complete_preset, complete_spec
+    from mmfast.cli.options import complete_preset, complete_spec
 
     assert "evs:0.5+divprune" in complete_spec("evs:0.5+div")
     shapes = ["llava-onevision-0.5b", "llava-onevision-7b", "llava-onevision-7b-2-layers"]

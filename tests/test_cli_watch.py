@@ -11,7 +11,7 @@ from PIL import Image
 from stream_tools import EMBEDDED, watcher
 
 from mmfast.cli import main
-from mmfast.cli_watching import Question, camera_or_path, times_of
+from mmfast.cli.watch import TimedQuestion, camera_or_path, times_of
 from mmfast.core.errors import MmfastError
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -113,8 +113,11 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], args: tuple[str, ...], wo
 
 
 def test_times_of_questions() -> None:
-    assert times_of(["a"], None, []) == [Question("a", None)]
-    assert times_of(["a"], 5.0, ["2.5:b: c"]) == [Question("a", 5.0, 5.0), Question("b: c", 2.5)]
+    assert times_of(["a"], None, []) == [TimedQuestion("a", None)]
+    assert times_of(["a"], 5.0, ["2.5:b: c"]) == [
+        TimedQuestion("a", 5.0, 5.0),
+        TimedQuestion("b: c", 2.5),
+    ]
     for bad in ("x:y", ":y", "-1:y", "nan:y", "3:"):
         with pytest.raises(MmfastError):
             times_of([], None, [bad])

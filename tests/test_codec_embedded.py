@@ -12,11 +12,9 @@ from torch import Tensor
 
 from mmfast.core.errors import MediaError, ModelError
 from mmfast.core.speech import Codec, Stage
-from mmfast.frontends.codecs.embedded import load_embedded, save_embedded
-from mmfast.frontends.codecs.embedded_decoder import DecoderState
-from mmfast.frontends.codecs.embedded_features import FRAME, pitch_track
-from mmfast.frontends.codecs.embedded_network import VocoderNet
-from mmfast.frontends.codecs.embedded_synthesis import SynthesisState
+from mmfast.frontends.codecs.embedded.codec import DecoderState, load_embedded, save_embedded
+from mmfast.frontends.codecs.embedded.features import FRAME, VocoderNet, pitch_track
+from mmfast.frontends.codecs.embedded.synthesis import SynthesisState
 
 CLOSE = 2e-5
 PINNED = [[1021] * 12, [385, 414, 414, 236, 395, 395, 395, 154, 154, 154, 154, 154]]

@@ -9,13 +9,19 @@ import torch
 from embedded_codec_cases import codec, speech, voice
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.codecs.embedded_encoder import quantise
-from mmfast.frontends.codecs.embedded_network import VocoderNet
-from mmfast.frontends.codecs.embedded_synthesis import white
-from mmfast.tiny import speech_codec, speech_codec_vocoder
-from mmfast.tiny.speech_codec import fit_book, fit_codec
-from mmfast.tiny.speech_codec_loss import spectral_loss
-from mmfast.tiny.speech_codec_vocoder import fit_vocoder, make_lessons, target_pitch
+from mmfast.frontends.codecs.embedded.codec import quantise
+from mmfast.frontends.codecs.embedded.features import VocoderNet
+from mmfast.frontends.codecs.embedded.synthesis import white
+from mmfast.tiny.speech import codec as speech_codec
+from mmfast.tiny.speech import codec as speech_codec_vocoder
+from mmfast.tiny.speech.codec import (
+    fit_book,
+    fit_codec,
+    fit_vocoder,
+    make_lessons,
+    spectral_loss,
+    target_pitch,
+)
 
 
 def test_quantise_against_loops() -> None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mmfast.frontends.codecs.embedded_synthesis import (
+from mmfast.frontends.codecs.embedded.synthesis import (
     HARMONIC_POINTS,
     HOP,
     NOISE_POINTS,

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmfast.core.speech import Codec, Stage
-from mmfast.frontends.codecs.tree import tree_map
-from mmfast.models.codec_loading import load_codec
+from mmfast.frontends.codecs.streaming import tree_map
+from mmfast.models.loading import load_codec
 
 MODELS: dict[str, Any] = {
     "mimi": mimi,

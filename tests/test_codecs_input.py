@@ -11,7 +11,7 @@ from codec_cases import dac, encodec, mimi, noise, some_codes
 from torch import nn
 
 from mmfast.core.errors import MediaError, MmfastError, ModelError
-from mmfast.models.codec_loading import load_codec
+from mmfast.models.loading import load_codec
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from mmfast.core.errors import ModelError
 from mmfast.frontends.codecs.convolution import Conv, ConvTranspose, pad
-from mmfast.frontends.codecs.layers import Chain, Pointwise, Residual
-from mmfast.frontends.codecs.walk import stream
+from mmfast.frontends.codecs.layers import LayerChain, Pointwise, Residual
+from mmfast.frontends.codecs.streaming import stream
 
 
 def pieces(layer: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, int]:
@@ -89,7 +89,7 @@ def test_branches_wait_for_each_other(n: int) -> None:
     wide = nn.Conv1d(2, 2, 7, dilation=2, padding=6).requires_grad_(False)
     narrow = nn.Conv1d(2, 2, 3, padding=1).requires_grad_(False)
     x = noise(2, 2, n)
-    layer = Chain([Residual(stream(wide), stream(narrow)), Pointwise(functional.elu)])
+    layer = LayerChain([Residual(stream(wide), stream(narrow)), Pointwise(functional.elu)])
     for sizes in ([1], [2, 5], [40]):
         out, _ = pieces(layer, x, sizes)
         torch.testing.assert_close(out, functional.elu(wide(x) + narrow(x)), rtol=0, atol=1e-5)

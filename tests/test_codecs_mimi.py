@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from mmfast.frontends.codecs import attention, convolution
-from mmfast.frontends.codecs.tree import tree_map
-from mmfast.models.codec_loading import load_codec
+from mmfast.frontends.codecs.streaming import tree_map
+from mmfast.models.loading import load_codec
 
 
 def stock_pieces(model: Any, codes: Tensor, size: int) -> Tensor:

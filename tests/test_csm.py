@@ -11,12 +11,10 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.speech import Speaker
-from mmfast.decoding.codebook_plan import BlockPlan
-from mmfast.decoding.codebooks import copy_frame
+from mmfast.decoding.codebooks import BlockPlan, copy_frame
 from mmfast.decoding.sampling import Sampling
-from mmfast.models.csm import CsmSteps, Said
-from mmfast.models.csm_voice import CsmVoice
-from mmfast.models.depth_weights import csm_depth
+from mmfast.models.speech.csm import CsmSteps, CsmVoice, SpeechContext
+from mmfast.models.speech.depth_weights import csm_depth
 
 GREEDY = Sampling()
 
@@ -37,7 +35,7 @@ def model() -> Any:
     return csm()
 
 
-def _say(steps: CsmSteps, turns: list[list[Said]], frames: int) -> Tensor:
+def _say(steps: CsmSteps, turns: list[list[SpeechContext]], frames: int) -> Tensor:
     state, codes = steps.start(turns), []
     for _ in range(frames):
         state, frame = steps.step(state)
@@ -67,7 +65,7 @@ def test_greedy_is_the_stock_generate(model: Any) -> None:
         stock = model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=n, do_sample=False
         )
-    turns = [[Said(p)] for p in asked]
+    turns = [[SpeechContext(p)] for p in asked]
     for drafter in (None, copy_frame):
         assert torch.equal(_say(CsmSteps(model, drafter=drafter), turns, n), stock)
     assert len(torch.unique(stock.flatten(1), dim=0)) == 6
@@ -90,12 +88,12 @@ def test_context_with_sound_is_the_stock_prompt(model: Any) -> None:
             do_sample=False,
         )
     steps = CsmSteps(model, drafter=copy_frame)
-    assert torch.equal(_say(steps, [[Said(one, codes), Said(two)]], 6), stock)
-    assert not torch.equal(_say(steps, [[Said(two)]], 6), stock)
+    assert torch.equal(_say(steps, [[SpeechContext(one, codes), SpeechContext(two)]], 6), stock)
+    assert not torch.equal(_say(steps, [[SpeechContext(two)]], 6), stock)
 
 
 def test_a_thousand_prompts_drafted_are_those_code_by_code(model: Any) -> None:
-    turns = [[Said(p)] for p in prompts(1000, words=90)]
+    turns = [[SpeechContext(p)] for p in prompts(1000, words=90)]
     plain = _say(CsmSteps(model), turns, 3)
     for share in (0.0, 0.1):
         steps = CsmSteps(model, drafter=copy_frame, plan=BlockPlan(7, share))
@@ -108,7 +106,7 @@ def test_a_thousand_prompts_drafted_are_those_code_by_code(model: Any) -> None:
 
 def test_speech_ends_where_all_codes_are_the_end(model: Any) -> None:
     steps = CsmSteps(model)
-    turns = [[Said(p)] for p in prompts(3, words=90)]
+    turns = [[SpeechContext(p)] for p in prompts(3, words=90)]
     state, codes = steps.step(steps.start(turns))
     assert not bool(state.ended.any())
     steps.end = int(codes[1, 0])
@@ -134,7 +132,7 @@ def test_a_speaker_says_sentence_by_sentence_as_frames_come(model: Any) -> None:
     first = voice.said("Red.")
     steps = CsmSteps(model)
     assert torch.equal(_say(steps, [[first]], 4)[0].T, codes[:, :4])
-    behind = [Said(first.ids, codes[:, :4]), voice.said("Blue circle")]
+    behind = [SpeechContext(first.ids, codes[:, :4]), voice.said("Blue circle")]
     assert torch.equal(_say(steps, [behind], 4)[0].T, codes[:, 4:])
     pieces = list(voice.speak(iter(["Re", "d. Bl", "ue circ", "le"]), seconds=0.32))
     assert torch.equal(torch.cat([s.pcm for s in pieces]), torch.cat([s.pcm for s in said]))

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from mmfast.bench import decode_compiled
 from mmfast.bench.cases import build
-from mmfast.bench.decode_compiled import Run
+from mmfast.bench.decode_compiled import CompiledRun
 from mmfast.models import hooks
 
 EAGER = {"backend": "eager"}  # Dynamo alone decides on graphs and breaks
@@ -33,7 +33,7 @@ def case() -> Any:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_one_graph_and_the_tokens_of_eager_steps(case: Any, spec: str | None) -> None:
-    run = Run(case, STEPS)
+    run = CompiledRun(case, STEPS)
     with run.attached(spec):
         want = run.tokens(case.model)
         got, did = run.compile(torch.compile(case.model, fullgraph=True, **EAGER))
@@ -42,7 +42,7 @@ def test_one_graph_and_the_tokens_of_eager_steps(case: Any, spec: str | None) ->
 
 
 def test_attached_anew_nothing_is_compiled_again(case: Any) -> None:
-    run, step = Run(case, 3), torch.compile(case.model, fullgraph=True, **EAGER)
+    run, step = CompiledRun(case, 3), torch.compile(case.model, fullgraph=True, **EAGER)
     torch._dynamo.reset()
     counters.clear()
     said = []
@@ -55,7 +55,7 @@ def test_attached_anew_nothing_is_compiled_again(case: Any) -> None:
 
 def test_code_of_another_spec_is_not_used(case: Any) -> None:
     """Steps compiled for one spec, and for the stock model, decode right under another."""
-    run, step = Run(case, 4), torch.compile(case.model, fullgraph=True, **EAGER)
+    run, step = CompiledRun(case, 4), torch.compile(case.model, fullgraph=True, **EAGER)
     torch._dynamo.reset()
     for spec in (None, "fastv@llm2:0.5", "evs:0.25"):
         with run.attached(spec):
@@ -64,7 +64,7 @@ def test_code_of_another_spec_is_not_used(case: Any) -> None:
 
 def test_an_eager_conversation_between_compiled_steps(case: Any) -> None:
     """A dynamic cache takes no hooks off that compiled steps of a static one rely on."""
-    run, step = Run(case, 6), torch.compile(case.model, fullgraph=True, **EAGER)
+    run, step = CompiledRun(case, 6), torch.compile(case.model, fullgraph=True, **EAGER)
     torch._dynamo.reset()
     inputs = {**case.prompt, "logits_to_keep": 1, "use_cache": True}
     with run.attached("fastv@llm2:0.5"):
@@ -80,7 +80,7 @@ def test_an_eager_conversation_between_compiled_steps(case: Any) -> None:
 
 
 def test_a_planted_break_is_found(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock, run = hooks.fit_decode, Run(case, 3)
+    stock, run = hooks.fit_decode, CompiledRun(case, 3)
 
     def looks(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
         if hidden.amax().item() > 1e9:
@@ -96,7 +96,7 @@ def test_a_planted_break_is_found(case: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_planted_number_that_changes_is_found(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock, run, count = hooks.fit_decode, Run(case, 2), [0]
+    stock, run, count = hooks.fit_decode, CompiledRun(case, 2), [0]
 
     def counts(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
         kwargs["past_key_values"].layers[layer].step = count[0]

@@ -19,9 +19,9 @@ import mmfast
 from mmfast.attach import attach
 from mmfast.bench import decode_hooks
 from mmfast.models import hooks
-from mmfast.models.arming import Arming
 from mmfast.models.patching import stand_before, stand_behind
-from mmfast.ops.graphs import WARM_UPS, CudaGraphs
+from mmfast.models.reduction.call import Arming
+from mmfast.ops.cuda_graphs import WARM_UPS, CudaGraphs
 
 FAMILY = "llava_onevision"
 HOME = str(Path(mmfast.__file__).parent)

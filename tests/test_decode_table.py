@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmfast.bench.decode_table import decode_tables
+from mmfast.bench.report.models import decode_tables
 
 BASIS = {"processor": "CPU", "date": "2026-01-01", "commit": "abc", "clock": "processor time"}
 

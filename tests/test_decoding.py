@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mmfast.decoding import row as row_module
 from mmfast.decoding.adapt import Costs
-from mmfast.decoding.guide import Open
-from mmfast.decoding.loop import BatchDecoder, Decoder
+from mmfast.decoding.loop import BatchDecoder, SingleDecoder
+from mmfast.decoding.row import Open
 from mmfast.decoding.sampling import Sampling, process
-from mmfast.models.backbone_heads import make_head
+from mmfast.models.decoder.backbone import make_head
 
 HEADS = [("mctp", 0), ("mtp", 0), ("mctp", 1)]
 CHEAP = Costs(draft=0.01, wide=0.0)  # drafts are always worth trying
@@ -207,7 +207,7 @@ def test_a_seed_says_everything() -> None:
     lines = []
     for seed in (3, 3, 4):
         guide = Open(40)
-        decoder = Decoder(
+        decoder = SingleDecoder(
             backbone, head, guide, verify="exact", sampling=Sampling(temperature=1.5, seed=seed)
         )
         decoder.feed([1, 2, 3])

@@ -16,10 +16,10 @@ from transformers.generation.logits_process import (
 
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.decoding.adapt import Costs, DraftLength
-from mmfast.decoding.guide import Open
-from mmfast.decoding.loop import BatchDecoder, Decoder
+from mmfast.decoding.drafting import parse_schedule
+from mmfast.decoding.loop import BatchDecoder, SingleDecoder
+from mmfast.decoding.row import Open
 from mmfast.decoding.sampling import Sampling, process
-from mmfast.decoding.schedule import parse_schedule
 
 # --- schedules ------------------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ def test_unknown_schedules(spec: Any) -> None:
 @pytest.mark.parametrize("name", ["mctp", "mtp"])
 def test_the_passes_are_those_of_the_schedule(name: str) -> None:
     _, backbone, head = small.trained(name)
-    decoder = Decoder(backbone, head, Open(40), schedule="1,2,3,4")
+    decoder = SingleDecoder(backbone, head, Open(40), schedule="1,2,3,4")
     decoder.feed([1, 2, 3])
     steps = list(decoder)
     made = [step.drafted for step in steps]
@@ -68,7 +68,7 @@ def test_the_last_run_is_cut_at_the_limit_and_at_an_end() -> None:
     end = line[7]
     for verify in ("exact", "none"):
         guide = Open(20, ends=(end,))
-        decoder = Decoder(backbone, head, guide, verify=verify)
+        decoder = SingleDecoder(backbone, head, guide, verify=verify)
         decoder.feed([1, 2, 3, 4])
         said = [token for step in decoder for token in step.tokens]
         assert said == guide.said and said.index(end) == len(said) - 1
@@ -174,7 +174,7 @@ def test_nan_is_one_line(where: str, verify: str, temperature: float) -> None:
 
     backbone.logits = broken
     try:
-        decoder = Decoder(
+        decoder = SingleDecoder(
             backbone, head, Open(9), verify=verify, sampling=Sampling(temperature=temperature)
         )
         decoder.feed([1, 2])
@@ -187,7 +187,7 @@ def test_nan_is_one_line(where: str, verify: str, temperature: float) -> None:
 # --- streams --------------------------------------------------------------------------------------
 
 
-def _say(decoder: Decoder) -> list[int]:
+def _say(decoder: SingleDecoder) -> list[int]:
     return [token for step in decoder for token in step.tokens]
 
 
@@ -197,10 +197,10 @@ def test_two_streams_on_one_model_never_touch(verify: str) -> None:
     prompts = ([1, 2, 3], [9, 7, 5, 3, 1])
     alone = []
     for prompt in prompts:
-        decoder = Decoder(backbone, head, Open(30), verify=verify)
+        decoder = SingleDecoder(backbone, head, Open(30), verify=verify)
         decoder.feed(prompt)
         alone.append(_say(decoder))
-    decoders = [Decoder(backbone, head, Open(30), verify=verify) for _ in prompts]
+    decoders = [SingleDecoder(backbone, head, Open(30), verify=verify) for _ in prompts]
     for decoder, prompt in zip(decoders, prompts, strict=True):
         decoder.feed(prompt)
     found: list[list[int]] = [[], []]
@@ -216,7 +216,7 @@ def test_two_streams_on_one_model_never_touch(verify: str) -> None:
 def test_turns_embeddings_and_crops(verify: str) -> None:
     """What was said, heard and fed before is context: as if all had been one prompt."""
     model, backbone, head = small.trained("mctp")
-    decoder = Decoder(backbone, head, Open(9), verify=verify, costs=Costs(0.01, 0))
+    decoder = SingleDecoder(backbone, head, Open(9), verify=verify, costs=Costs(0.01, 0))
     decoder.feed([1, 2, 3])
     first = _say(decoder)
     assert decoder.length == 12
@@ -226,7 +226,7 @@ def test_turns_embeddings_and_crops(verify: str) -> None:
     decoder.feed([5])
     context = [1, 2, 3, *first[:5], 4, 4, 5]
     assert decoder.length == len(context)
-    again = Decoder(backbone, head, Open(8), verify=verify, costs=Costs(0.01, 0))
+    again = SingleDecoder(backbone, head, Open(8), verify=verify, costs=Costs(0.01, 0))
     again.feed(context)
     found = _say(decoder)
     assert found == _say(again)
@@ -237,7 +237,7 @@ def test_turns_embeddings_and_crops(verify: str) -> None:
 def test_cancel_and_go_on() -> None:
     model, backbone, head = small.trained("mctp")
     want = small.greedy(model, torch.tensor([[1, 2, 3]]), 24)[0]
-    decoder = Decoder(backbone, head, Open(24), verify="exact", costs=Costs(0.01, 0))
+    decoder = SingleDecoder(backbone, head, Open(24), verify="exact", costs=Costs(0.01, 0))
     decoder.feed([1, 2, 3])
     found: list[int] = []
     for step in decoder:
@@ -253,7 +253,7 @@ def test_cancel_and_go_on() -> None:
 
 def test_prompts_that_cannot_be() -> None:
     _, backbone, head = small.trained("mctp")
-    decoder = Decoder(backbone, head, Open(4))
+    decoder = SingleDecoder(backbone, head, Open(4))
     with pytest.raises(ModelError, match="feed a prompt"):
         _say(decoder)
     for prompt in ([1, 99], [-1], torch.zeros(2, 5), torch.zeros(32)):
@@ -261,7 +261,7 @@ def test_prompts_that_cannot_be() -> None:
             decoder.feed(prompt)
         assert "\n" not in str(error.value)
     assert decoder.length == 0
-    assert _say(Decoder(backbone, head, Open(0))) == []
+    assert _say(SingleDecoder(backbone, head, Open(0))) == []
 
 
 # --- adaptation -----------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_costs_follow_the_clock() -> None:
 
 def test_drafting_stops_where_nothing_is_accepted() -> None:
     _, backbone, head = small.trained("mctp")
-    decoder = Decoder(backbone, head, Open(120), verify="exact", costs=Costs(0.3, 0.1))
+    decoder = SingleDecoder(backbone, head, Open(120), verify="exact", costs=Costs(0.3, 0.1))
     decoder.feed([1, 2, 3])
     output = head.output
     head.output = lambda k, states, rows: output(k, states, rows).neg()  # the unlikeliest

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmfast.core.errors import SpecError
-from mmfast.ops.delay import DelayRing, delay, undelay
+from mmfast.ops.codebooks import DelayRing, delay, undelay
 
 
 @pytest.mark.parametrize("delays", [(0, 1, 1), (0, 1, 2), (2, 0, 1), (0, 0, 0)])

@@ -28,7 +28,8 @@ from mmfast.demos import asking, ask_tab, chart, compare_tab, evidence, examples
 from mmfast.demos.app import build
 from mmfast.demos.seats import Seats
 from mmfast.demos.shelf import Shelf
-from mmfast.demos.viewing import SMALL, Viewing
+from mmfast.demos.viewing import SMALL
+from mmfast.demos.viewing import DemoViewing
 from mmfast.demos.voice_talk import Talk
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,7 +196,7 @@ def test_a_world_is_watched_and_asked(shelf: Shelf, monkeypatch: pytest.MonkeyPa
     from mmfast.demos import viewing as module
 
     monkeypatch.setattr(module, "PACE", 500.0)
-    viewing = Viewing(shelf.stream().open(memory=SMALL))
+    viewing = DemoViewing(shelf.stream().open(memory=SMALL))
     with pytest.raises(MmfastError, match="nothing was seen"):
         list(viewing.ask("What number is on the screen now?"))
     fact = viewing.world.event(0)
@@ -215,7 +216,7 @@ def test_a_world_is_watched_and_asked(shelf: Shelf, monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_stays_bounded_and_counters_say_so(shelf: Shelf) -> None:
-    viewing = Viewing(shelf.stream().open(memory=SMALL))
+    viewing = DemoViewing(shelf.stream().open(memory=SMALL))
     sizes = []
     for second, (frame, _) in zip(range(48), viewing.world.frames(), strict=False):
         viewing.session.push(frame, float(second))
@@ -415,16 +416,16 @@ def test_all_that_the_page_needs_is_packaged() -> None:
 
 
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast import cli_demo
+    from mmfast.cli import serve
 
     with (
-        cli_demo._listen("127.0.0.1", 0) as taken,
+        serve._listen("127.0.0.1", 0) as taken,
         pytest.raises(MmfastError, match="--port 0"),
     ):
-        cli_demo._listen("127.0.0.1", taken.getsockname()[1])
+        serve._listen("127.0.0.1", taken.getsockname()[1])
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(MmfastError, match=r'pip install "mmfast\[demo\]"'):
-        cli_demo._application(None, None, "auto")
+        serve._application(None, None, "auto")
 
 
 def test_the_client_of_gradio_asks(demo_url: str) -> None:

@@ -11,14 +11,12 @@ import torch
 from codebook_models import KINDS, depth_core, llama, prompts
 
 from mmfast.core.registry import get, methods
-from mmfast.decoding.codebook_choice import CodeChoice
-from mmfast.decoding.codebook_plan import BlockPlan
-from mmfast.decoding.codebooks import copy_frame, one_by_one
+from mmfast.decoding.codebooks import BlockPlan, CodeChoice, copy_frame, one_by_one
+from mmfast.heads.base import save_head
 from mmfast.heads.depth import DepthHead
-from mmfast.heads.files import save_head
-from mmfast.models.backbone_heads import load_head, make_head
-from mmfast.models.frame_lm import FrameSteps
-from mmfast.ops.delay import undelay
+from mmfast.models.decoder.backbone import load_head, make_head
+from mmfast.models.decoder.frames import FrameSteps
+from mmfast.ops.codebooks import undelay
 
 
 def test_the_heads_are_registered() -> None:

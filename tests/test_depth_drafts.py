@@ -12,19 +12,27 @@ from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.decoding import codebooks
-from mmfast.decoding.codebook_choice import CodeChoice
-from mmfast.decoding.codebook_plan import BlockPlan, FrameCount, measure_share
-from mmfast.decoding.codebook_types import Drafts, parallel
-from mmfast.decoding.codebooks import FrameDecoder, copy_frame, draft_and_check, one_by_one
+from mmfast.decoding.codebooks import (
+    BlockPlan,
+    CodeChoice,
+    FrameCount,
+    FrameDecoder,
+    FrameDrafts,
+    copy_frame,
+    draft_and_check,
+    measure_share,
+    one_by_one,
+    parallel,
+)
 from mmfast.decoding.sampling import Sampling, draw
-from mmfast.heads.code_mlp import CodeMlp
+from mmfast.heads.code_base import CodeMlp
 
 GREEDY = CodeChoice()
 
 
-def _drafts(right: Tensor, wrong: float) -> Drafts:
+def _drafts(right: Tensor, wrong: float) -> FrameDrafts:
     noise = torch.rand(right.shape) < wrong
-    return Drafts(torch.where(noise, torch.randint_like(right, 32), right))
+    return FrameDrafts(torch.where(noise, torch.randint_like(right, 32), right))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
@@ -39,7 +47,7 @@ def test_greedy_is_identical_for_a_thousand_frames(kind: str, share: float) -> N
         assert torch.equal(together, right)
         for row in range(20):  # on their own they take other ways to the same codes
             one = slice(row, row + 1)
-            alone = Drafts(drafts.codes[one])
+            alone = FrameDrafts(drafts.codes[one])
             assert torch.equal(
                 draft_and_check(core, hidden[one], first[one], alone, GREEDY, plan), right[one]
             )
@@ -50,17 +58,17 @@ def test_right_drafts_cost_one_pass_and_a_wrong_one_costs_another() -> None:
     hidden, first = torch.randn(1, 24), torch.tensor([3])
     right = one_by_one(core, hidden, first, GREEDY, alone := FrameCount(8))
     assert alone.rounds == 8 and alone.tokens == 8
-    draft_and_check(core, hidden, first, Drafts(right), GREEDY, None, count := FrameCount(8))
+    draft_and_check(core, hidden, first, FrameDrafts(right), GREEDY, None, count := FrameCount(8))
     assert (count.rounds, count.tokens, count.frames) == (1, 8, 1)
     assert count.accepted.tolist() == count.drafted.tolist() == [1] * 8
     wrong = right.clone()
     wrong[0, 7] = (wrong[0, 7] + 1) % 32
-    draft_and_check(core, hidden, first, Drafts(wrong), GREEDY, None, count := FrameCount(8))
+    draft_and_check(core, hidden, first, FrameDrafts(wrong), GREEDY, None, count := FrameCount(8))
     assert count.rounds == 1  # the pass that refuses the last code says it too
     assert count.accepted.tolist() == [1] * 7 + [0]
     wrong = right.clone()
     wrong[0, 2] = (wrong[0, 2] + 1) % 32
-    draft_and_check(core, hidden, first, Drafts(wrong), GREEDY, None, count := FrameCount(8))
+    draft_and_check(core, hidden, first, FrameDrafts(wrong), GREEDY, None, count := FrameCount(8))
     assert count.rounds >= 2 and count.drafted.tolist()[:4] == [1, 1, 1, 0]
     assert count.to_dict()["acceptance"][:3] == [1.0, 1.0, 0.0]  # type: ignore[index]
 
@@ -87,7 +95,9 @@ def _sampled(kind: str, share: float, certain: bool, sampling: Sampling) -> tupl
     exact = _exact(core, hidden, first, choice)
     many, fronts = hidden.expand(n, -1), first.expand(n)
     odds = torch.randn(3, 4).mul(1.5).softmax(-1).expand(n, 3, 4)
-    drafts = Drafts(torch.randint(4, (n, 3))) if certain else Drafts(choice.draw(odds), odds)
+    drafts = (
+        FrameDrafts(torch.randint(4, (n, 3))) if certain else FrameDrafts(choice.draw(odds), odds)
+    )
     said = draft_and_check(core, many, fronts, drafts, choice, BlockPlan(3, share))
     noise = _distance(one_by_one(core, many, fronts, choice), 4, exact)
     return _distance(said, 4, exact), noise

@@ -19,12 +19,16 @@ from torch._subclasses.fake_tensor import (
 )
 
 from mmfast.core.errors import ModelError
-from mmfast.models import encoder_graph
-from mmfast.models.adapter import tower_of
-from mmfast.models.encoder import fast_encoder
-from mmfast.models.encoder_graph import Graphs, prepared
-from mmfast.models.encoder_patches import as_linear, patch_convolutions
-from mmfast.ops.segment_attention import (
+from mmfast.models.families.adapter import tower_of
+from mmfast.models.vision import fast
+from mmfast.models.vision.fast import (
+    TowerGraphs,
+    as_linear,
+    fast_encoder,
+    patch_convolutions,
+    prepared,
+)
+from mmfast.ops.attention import (
     groups_of,
     runs_of,
     segment_attention,
@@ -171,8 +175,8 @@ def _overwrite(old: Any, new: Any) -> None:
 def test_recorded_passes(name: str, monkeypatch: Any) -> None:
     """Another shape is another record; what a pass gave is not overwritten by the next."""
     recorder = Recorder()
-    monkeypatch.setattr(encoder_graph, "Graphs", lambda: Graphs(recorder))
-    monkeypatch.setattr("mmfast.models.encoder.check_encoder", lambda *_: None)
+    monkeypatch.setattr(fast, "Graphs", lambda: TowerGraphs(recorder))
+    monkeypatch.setattr("mmfast.models.vision.fast.check_encoder", lambda *_: None)
     model = onevision() if name == "siglip" else qwen(name)
     calls = [_call(name, seed, count) for seed, count in ((0, 2), (1, 2), (2, 1))]
     expected = [features(model, "video", call) for call in calls]
@@ -195,9 +199,9 @@ def _call(name: str, seed: int, count: int) -> dict[str, Any]:
 
 
 def test_few_shapes_are_kept(monkeypatch: Any) -> None:
-    monkeypatch.setattr(encoder_graph, "KEPT", 1)
+    monkeypatch.setattr(fast, "KEPT", 1)
     recorder, model = Recorder(), onevision()
-    graphs, tower = Graphs(recorder), tower_of(model)
+    graphs, tower = TowerGraphs(recorder), tower_of(model)
     for count in (1, 2, 1):
         graphs.around(tower, tower.module, torch.randn(count, 3, 20, 20))
     assert recorder.calls == 3
@@ -208,8 +212,8 @@ def test_few_shapes_are_kept(monkeypatch: Any) -> None:
 def test_recorded_passes_of_other_towers(family: str, monkeypatch: Any) -> None:
     """Whatever the name by which pixels come; and nothing waits for the device."""
     recorder, this = Recorder(), tiny(family)
-    monkeypatch.setattr(encoder_graph, "Graphs", lambda: Graphs(recorder))
-    monkeypatch.setattr("mmfast.models.encoder.check_encoder", lambda *_: None)
+    monkeypatch.setattr(fast, "Graphs", lambda: TowerGraphs(recorder))
+    monkeypatch.setattr("mmfast.models.vision.fast.check_encoder", lambda *_: None)
     call, tower = ragged(this, "image"), tower_of(this.model)
     expected = features(this, "image", call)
     with fast_encoder(this.model, "graph"):
@@ -224,7 +228,7 @@ def test_recorded_passes_of_other_towers(family: str, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm", "lfm2_vl", "fast_vlm"])
 def test_towers_that_cannot_be_recorded(family: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("mmfast.models.encoder.check_encoder", lambda *_: None)
+    monkeypatch.setattr("mmfast.models.vision.fast.check_encoder", lambda *_: None)
     with pytest.raises(ModelError, match=r"repeats passes of one shape.*use encoder='compile'"):
         fast_encoder(tiny(family).model, "graph").__enter__()
 

@@ -20,23 +20,17 @@ from hypothesis import strategies as st
 from scheduling import Ear, answers, ask, clip, image, model_of, stock, together
 
 from mmfast.core.errors import MmfastError, ModelError
-from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, Sampling
-from mmfast.serve.engine.continuing import Continuing
-from mmfast.serve.engine.crew import Restarts
-from mmfast.serve.engine.crowd import Crowd
-from mmfast.serve.engine.decode import Decoder
-from mmfast.serve.engine.encoder import Encoder
-from mmfast.serve.engine.fair import FairQueue
-from mmfast.serve.engine.filling import Filling
-from mmfast.serve.engine.gathering import Gathering
-from mmfast.serve.engine.memory import kv_limit
-from mmfast.serve.engine.prefill import Prefiller
-from mmfast.serve.engine.prefix import BLOCK, Prefixes
-from mmfast.serve.engine.remote import RemoteEncoder
-from mmfast.serve.engine.scheduler import Scheduler
-from mmfast.serve.engine.shared import Names, pack
-from mmfast.serve.engine.text import Writer
-from mmfast.serve.engine.worker import Maker
+from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, SamplingOptions
+from mmfast.serve.engine.decode import DecodeBatch, Writer
+from mmfast.serve.engine.encoder import MediaEncoder
+from mmfast.serve.engine.prefill import BLOCK, Prefiller, Prefixes
+from mmfast.serve.engine.processes.crew import Maker, Restarts
+from mmfast.serve.engine.processes.crowd import Crowd
+from mmfast.serve.engine.processes.messages import SegmentNames, pack
+from mmfast.serve.engine.processes.roles import RemoteEncoder
+from mmfast.serve.engine.scheduler import FairQueue, Scheduler
+from mmfast.serve.engine.services import Continuing, Filling, Gathering
+from mmfast.serve.engine.slots import kv_limit
 
 FAMILY = "llava_onevision"
 SEGMENTS = Path("/dev/shm")
@@ -58,7 +52,7 @@ def full(*_: Any) -> None:
 
 def test_no_room_in_shared_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are taken before they are written to: one that is not there kills the process."""
-    names = Names(f"mmfast-test-{os.getpid()}-full")
+    names = SegmentNames(f"mmfast-test-{os.getpid()}-full")
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(BusyError, match=r"no room for 4,000,000 bytes"):
         pack(torch.zeros(10**6), names)
@@ -86,10 +80,10 @@ def test_a_message_that_cannot_be_read_fails_one_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The thread that hears all workers goes on."""
-    from mmfast.serve.engine import crowd as where
+    from mmfast.serve.engine.processes import crowd as where
 
-    echo = Maker("mmfast.serve.engine.echo:Echo", {"pause": 0.02})
-    role = Maker("mmfast.serve.engine.roles:Answering", {"engine": echo}, 1)
+    echo = Maker("mmfast.serve.engine.choose:Echo", {"pause": 0.02})
+    role = Maker("mmfast.serve.engine.processes.roles:Answering", {"engine": echo}, 1)
     crowd = Crowd("echo", role, 1, restarts=Restarts(most=1, first=0.05))
     unpack, seen = where.unpack, list[str]()
 
@@ -121,8 +115,8 @@ def test_a_message_that_cannot_be_read_fails_one_answer(
 
 
 def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    echo = Maker("mmfast.serve.engine.echo:Echo")
-    role = Maker("mmfast.serve.engine.roles:Answering", {"engine": echo}, 1)
+    echo = Maker("mmfast.serve.engine.choose:Echo")
+    role = Maker("mmfast.serve.engine.processes.roles:Answering", {"engine": echo}, 1)
     crowd = Crowd("echo", role, 1, restarts=Restarts(most=5, first=0.05))
     try:
         crew, (place,) = crowd._crew, crowd._crew.places
@@ -170,7 +164,7 @@ def test_an_answer_that_cannot_be_written_fails_alone(
 
 def _filled(request: Request) -> Any:
     model, processor = model_of(FAMILY)
-    encoder = Encoder(model, processor)
+    encoder = MediaEncoder(model, processor)
     prompts = encoder.encode([encoder.prepare(request)])
     filling = Filling(Prefiller(model), 4096)
     try:
@@ -183,16 +177,16 @@ def _filled(request: Request) -> Any:
 def test_decoding_goes_on_behind_a_broken_answer(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    from mmfast.serve.engine import continuing
+    from mmfast.serve.engine import services
 
     model, processor = model_of(FAMILY)
     requests = [ask("a", "hello", tokens=20), ask("b", "there", tokens=33)]
     pieces = [_filled(request) for request in requests]
     if where == "push":
-        monkeypatch.setattr(continuing, "Writer", Choking)
+        monkeypatch.setattr(services, "Writer", Choking)
     else:
         pieces[1].trace.pop("rows")
-    made = Continuing(Decoder(model, 4), processor.tokenizer, 1 << 30)
+    made = Continuing(DecodeBatch(model, 4), processor.tokenizer, 1 << 30)
     try:
         inboxes = [Inbox(), Inbox()]
         for request, piece, inbox in zip(requests, pieces, inboxes, strict=True):
@@ -238,7 +232,7 @@ def test_a_text_passes_a_clip_that_is_being_encoded(
 
 
 def test_a_text_passes_in_an_encoder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = Encoder(*model_of(FAMILY))
+    encoder = MediaEncoder(*model_of(FAMILY))
     gathering, encoded = Gathering(encoder), threading.Event()
     steps = encoder.steps
 
@@ -265,9 +259,11 @@ def test_a_text_passes_in_an_encoder_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_workers_share_the_memory_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.serve.engine import crowd, memory, processes
+    from mmfast.serve.engine import slots
+    from mmfast.serve.engine.processes import crowd
+    from mmfast.serve.engine.processes import crowd as processes
 
-    monkeypatch.setattr(memory, "_free", lambda: 32 << 30)
+    monkeypatch.setattr(slots, "_free", lambda: 32 << 30)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert kv_limit(None, cpu) == 8 << 30 and kv_limit(None, cpu, 4) == 2 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 << 30, 20 << 30))
@@ -320,7 +316,7 @@ def test_decoding_alone_keeps_no_second_copy() -> None:
     piece = _filled(request)
     layer = weakref.ref(piece.filled.kv[0])
     model, processor = model_of(FAMILY)
-    made, inbox = Continuing(Decoder(model, 2), processor.tokenizer, 1 << 30), Inbox()
+    made, inbox = Continuing(DecodeBatch(model, 2), processor.tokenizer, 1 << 30), Inbox()
     try:
         made.add(request, piece, inbox.append)
         del piece
@@ -380,7 +376,7 @@ def test_what_is_held_is_found_and_nothing_else(steps: list[str | int]) -> None:
 def test_errors_of_the_model_are_not_the_users(
     engine: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmfast.serve.engine import finish
+    from mmfast.serve.engine import encoder as finish
     from mmfast.serve.engine.failures import NoTokenError, failure
 
     joined = finish._joined
@@ -406,14 +402,14 @@ def test_what_ends_all_answers_is_logged_once(
     engine: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = threading.Event()
-    decode = Decoder.step
+    decode = DecodeBatch.step
 
-    def step(self: Decoder) -> Any:
+    def step(self: DecodeBatch) -> Any:
         if broken.is_set():
             raise RuntimeError("no memory")
         return decode(self)
 
-    monkeypatch.setattr(Decoder, "step", step)
+    monkeypatch.setattr(DecodeBatch, "step", step)
     ears = [Ear(engine, ask(f"{i}", "hello", tokens=400)) for i in range(3)]
     for ear in ears:
         ear.next()
@@ -428,7 +424,7 @@ def test_reducers_that_do_not_fit_are_the_users(
     engine: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a model cannot do with a spec is told; what it cannot do at all is its own affair."""
-    from mmfast.serve.engine import finish
+    from mmfast.serve.engine import encoder as finish
 
     def unfit(model: Any, inputs: Any, reduce: Any, trace: Any) -> Any:
         raise ModelError("put text behind the image")
@@ -493,4 +489,4 @@ def _ended(ears: list[Ear], request: Request) -> float:
 def test_a_request_names_its_payer() -> None:
     plain = asked("a")
     assert plain.payer == plain.tenant == ""
-    assert Request("a", (), Sampling(), tenant="k/u", account="k").payer == "k"
+    assert Request("a", (), SamplingOptions(), tenant="k/u", account="k").payer == "k"

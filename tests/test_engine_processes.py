@@ -17,22 +17,21 @@ from engine_requests import Inbox, asked, events, eventually, hello, said
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.engine.base import Delta, Failure, Finish
-from mmfast.serve.engine.crew import Restarts
-from mmfast.serve.engine.crowd import Crowd
-from mmfast.serve.engine.filling import Piece
-from mmfast.serve.engine.moving import moved
-from mmfast.serve.engine.parts import Embedded, Filled
-from mmfast.serve.engine.processes import Processes
+from mmfast.serve.engine.processes.crew import Maker, Restarts
+from mmfast.serve.engine.processes.crowd import Crowd, Processes
+from mmfast.serve.engine.processes.messages import EmbedRef, SegmentNames, free, pack, unpack
 from mmfast.serve.engine.scheduler import Scheduler
-from mmfast.serve.engine.shared import EmbedRef, Names, free, pack, unpack
-from mmfast.serve.engine.worker import Maker
+from mmfast.serve.engine.services import PromptPiece
+from mmfast.serve.engine.slots import Embedded, Filled, moved
 
 SEGMENTS = Path("/dev/shm")
 QUICK = Restarts(most=2, first=0.05)
 
 
-def answering(where: str = "mmfast.serve.engine.echo:Echo", **given: object) -> Maker:
-    return Maker("mmfast.serve.engine.roles:Answering", {"engine": Maker(where, given)}, 1)
+def answering(where: str = "mmfast.serve.engine.choose:Echo", **given: object) -> Maker:
+    return Maker(
+        "mmfast.serve.engine.processes.roles:Answering", {"engine": Maker(where, given)}, 1
+    )
 
 
 def segments(prefix: str) -> list[str]:
@@ -44,7 +43,7 @@ def segments(prefix: str) -> list[str]:
 
 @pytest.mark.parametrize("rows", [3, 30_000])  # with the message, in a segment
 def test_packet_round_trip(rows: int) -> None:
-    names = Names(f"mmfast-test-{os.getpid()}")
+    names = SegmentNames(f"mmfast-test-{os.getpid()}")
     same = torch.randn(rows, 3)
     value = {
         "f": same,
@@ -74,13 +73,13 @@ def test_packet_round_trip(rows: int) -> None:
 
 
 def test_packet_that_nobody_takes_is_freed() -> None:
-    packet = pack(torch.zeros(100_000), Names(f"mmfast-test-{os.getpid()}"))
+    packet = pack(torch.zeros(100_000), SegmentNames(f"mmfast-test-{os.getpid()}"))
     assert free(packet.name) and not free(packet.name) and not free("")
 
 
 def test_what_comes_from_a_process_goes_to_the_device() -> None:
     prompt = Embedded(torch.zeros(2, 4), torch.zeros(1, 2), planes=(torch.ones(1),))
-    piece = Piece(Filled((torch.zeros(2, 1, 2, 4),), torch.zeros(1), torch.zeros(9)), 2)
+    piece = PromptPiece(Filled((torch.zeros(2, 1, 2, 4),), torch.zeros(1), torch.zeros(9)), 2)
     there = torch.device("meta")
     assert moved(prompt, there).planes[0].device == there == moved(piece, there).filled.kv[0].device
     assert moved({"a": [torch.zeros(1), "b"]}, there)["a"][1] == "b"
@@ -190,8 +189,9 @@ from mmfast.serve.engine.crowd import Crowd
 from mmfast.serve.engine.worker import Maker
 
 if __name__ == "__main__":
-    engine = Maker("mmfast.serve.engine.echo:Echo")
-    crowd = Crowd("echo", Maker("mmfast.serve.engine.roles:Answering", {"engine": engine}), 1)
+    engine = Maker("mmfast.serve.engine.choose:Echo")
+    answering = "mmfast.serve.engine.processes.roles:Answering"
+    crowd = Crowd("echo", Maker(answering, {"engine": engine}), 1)
     print(crowd._crew.places[0].info["pid"], crowd._crew._prefix, flush=True)
     input()
 """

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mmfast.core.errors import MmfastError, SpecError
-from mmfast.tiny import espeak
-from mmfast.tiny.espeak import QUIET, RATE, EspeakVoice, say
-from mmfast.tiny.speech_corpus import Corpus, build_corpus, heard_lines, lines
+from mmfast.tiny.speech import recordings
+from mmfast.tiny.speech.corpus import Corpus, build_corpus, heard_lines, lines
+from mmfast.tiny.speech.recordings import QUIET, RATE, EspeakVoice, say
 
 TEXT = "the red circle, at the top of the screen, moves left. then it stops."
 
@@ -23,7 +23,8 @@ def test_the_same_text_sounds_the_same_whatever_was_said_before():
 
 
 def test_another_process_says_the_same():
-    code = "from mmfast.tiny.espeak import say; print(float(say('two stars.').pcm.abs().sum()))"
+    place = "from mmfast.tiny.speech.recordings import say"
+    code = f"{place}; print(float(say('two stars.').pcm.abs().sum()))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(run.stdout) == float(say("two stars.").pcm.abs().sum())
 
@@ -99,7 +100,7 @@ def test_an_error_leaves_no_voice_behind():
 
 
 def test_a_corpus_keeps_sound_and_times(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmfast.tiny.speech_corpus.SHARD", 3)
+    monkeypatch.setattr("mmfast.tiny.speech.corpus.SHARD", 3)
     said = [*lines(3, 0), *heard_lines(2, 0)]
     seen = []
     corpus = build_corpus(tmp_path / "said", said, 1, lambda done, _: seen.append(done))
@@ -107,7 +108,7 @@ def test_a_corpus_keeps_sound_and_times(tmp_path, monkeypatch):
     assert seen == [3, 5]
     assert len(corpus) == len(again) == 5
     for i, (text, voice) in enumerate(said):
-        fresh = espeak.say(text, voice)
+        fresh = recordings.say(text, voice)
         assert again[i].words == fresh.words
         assert (again[i].pcm - fresh.pcm).abs().max() <= 0.51 / 32767
         assert (again.recordings[i].text, again.recordings[i].voice) == (text, voice)

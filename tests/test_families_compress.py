@@ -11,7 +11,7 @@ from tiny_models import facts, generate, tiny
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
-from mmfast.models.compress import compress
+from mmfast.models.reduction.inputs import compress
 
 FAMILIES = ("llava", "llava_next", "internvl", "fast_vlm")
 CASES = [(family, kind) for family in FAMILIES for kind in facts(family).kinds]

@@ -10,7 +10,7 @@ from tiny_models import facts, generate, tiny
 
 from mmfast.attach import attach
 from mmfast.core.trace import Trace
-from mmfast.models.compress import compress
+from mmfast.models.reduction.inputs import compress
 
 FAMILIES = ("qwen2_vl", "qwen2_5_omni_thinker", "idefics3", "smolvlm")
 CASES = [(family, kind) for family in FAMILIES for kind in facts(family).kinds]

@@ -12,7 +12,7 @@ from tiny_models import ALL_FAMILIES, Tiny, facts, generate, tiny
 from transformers import CompileConfig, StaticCache
 
 from mmfast.attach import attach
-from mmfast.models.prompt_ids import prompt_ids
+from mmfast.models.families.prompt_ids import prompt_ids
 
 SPEC = "random:0.4+random@llm2:0.5"
 EARLY = "random:0.4"

@@ -11,7 +11,7 @@ from tiny_models import Tiny, build, generate, tiny
 from torch import Tensor, nn
 
 from mmfast.attach import attach
-from mmfast.models.adapter import Layout, adapter_for
+from mmfast.models.families.adapter import Layout, adapter_for
 
 FAMILIES = ("llava", "llava_next", "internvl", "fast_vlm")
 # (height, width): square, wide, tall, larger than all tiles together, tiny, a thin strip.

@@ -10,7 +10,7 @@ import torch
 from tiny_models import Tiny, tiny
 
 from mmfast.attach import attach
-from mmfast.models.adapter import Layout, adapter_for
+from mmfast.models.families.adapter import Layout, adapter_for
 
 # (height, width): square, wide, tall, larger than all tiles together, tiny, a thin strip.
 SIZES = [(24, 24), (30, 70), (90, 25), (150, 140), (9, 11), (8, 60)]

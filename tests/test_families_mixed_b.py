@@ -11,7 +11,7 @@ from tiny_models import Tiny, generate, tiny
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
-from mmfast.models.compress import compress
+from mmfast.models.reduction.inputs import compress
 
 OMNI = "qwen2_5_omni_thinker"
 

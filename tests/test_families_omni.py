@@ -14,7 +14,7 @@ from transformers import Qwen2_5OmniConfig
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
-from mmfast.models.adapter import adapter_for
+from mmfast.models.families.adapter import adapter_for
 from mmfast.models.loading import load
 
 OMNI = "qwen2_5_omni_thinker"

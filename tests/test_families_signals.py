@@ -11,10 +11,10 @@ from torch import Tensor
 
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, ModelError
-from mmfast.models.adapter import adapter_for, tower_of
-from mmfast.models.prompt_ids import prompt_ids
-from mmfast.models.towers import attention_of
-from mmfast.models.vision import tower_signals
+from mmfast.models.families.adapter import adapter_for, tower_of
+from mmfast.models.families.prompt_ids import prompt_ids
+from mmfast.models.families.tower import attention_of
+from mmfast.models.reduction.tower_signals import tower_signals
 
 DEPTH = 6  # the middle block is neither the first nor the last
 NAMES = ("attn", "attn_visual", "attn_middle", "attn_first", "keys")

@@ -15,9 +15,9 @@ from tiny_models import Tiny, build
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
-from mmfast.models.adapter import adapter_for
-from mmfast.models.prompt_ids import prompt_ids
-from mmfast.models.vision import tower_signals
+from mmfast.models.families.adapter import adapter_for
+from mmfast.models.families.prompt_ids import prompt_ids
+from mmfast.models.reduction.tower_signals import tower_signals
 
 PACKED = [
     ("qwen2_vl", "image"),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mmfast.core.errors import MediaError, SpecError
-from mmfast.frontends.long_file_queue import Ahead
-from mmfast.streams.clock import FakeClock, SystemClock
-from mmfast.streams.feed import Feed
+from mmfast.frontends.video.parallel import Ahead
+from mmfast.streams.sources import Feed
+from mmfast.streams.stream import FakeClock, SystemClock
 
 
 def frame(number: int, size: int = 4) -> np.ndarray:

@@ -10,9 +10,9 @@ from frame_cache_checks import CASES, SlowCache, features, first_inputs, picture
 from tiny_models import tiny
 from torch import Tensor
 
-from mmfast.frontends.frame_cache import changes
-from mmfast.models.adapter import tower_of
-from mmfast.models.frame_cache import FrameCache
+from mmfast.frontends.changes import changes
+from mmfast.models.families.adapter import tower_of
+from mmfast.models.vision.frame_cache import FrameCache
 
 each = pytest.mark.parametrize(("family", "kind"), CASES)
 # Frames that bring a padding mask are computed whole; this one's tower always gets one.

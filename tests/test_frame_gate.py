@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmfast.core.errors import MmfastError
-from mmfast.frontends.frame_gate import FrameGate, GateState, Pixels, cell_means
+from mmfast.frontends.changes import FrameGate, GateState, Pixels, cell_means
 
 
 def picture(height: int = 120, width: int = 160, seed: int = 0) -> Pixels:

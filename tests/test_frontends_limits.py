@@ -42,7 +42,7 @@ def test_decord_says_what_it_cannot_read(tmp_path: Path, clip_path: Path) -> Non
 def test_limits_are_checked_before_decoding(
     clip_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmfast.frontends.pyav_reader.Decoder._decode", None)
+    monkeypatch.setattr("mmfast.frontends.video.pyav.Decoder._decode", None)
     for limits, part in (
         (Limits(bytes=1000), "Limits(bytes=...)"),
         (Limits(pixels=6143), "96x64 = 6,144 pixels"),
@@ -69,7 +69,7 @@ def test_a_stream_waits_for_its_consumer(clip_path: Path, monkeypatch: pytest.Mo
     pairs = iter_video(clip_path, limits=Limits(frames=48, seconds=50))
     next(pairs)
     later = time.monotonic() + 3600
-    monkeypatch.setattr("mmfast.frontends.limits.time.monotonic", lambda: later)
+    monkeypatch.setattr("mmfast.frontends.source.time.monotonic", lambda: later)
     assert len(list(pairs)) == 47
 
 

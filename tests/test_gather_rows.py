@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmfast.core.gather_rows import gather_rows
+from mmfast.core.reduction import gather_rows
 
 
 def plain(x: Tensor, index: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import StaticCache
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
-from mmfast.models.compress import compress
+from mmfast.models.reduction.inputs import compress
 
 
 @pytest.fixture(autouse=True)

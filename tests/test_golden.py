@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mmfast import MmfastError, Reduction
-from mmfast.bench.golden import Row, verify
+from mmfast.bench.gate import ParityRow, verify
 from mmfast.bench.parity import DRIVERS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -26,7 +26,7 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
 
-def only(directory: Path) -> Row:
+def only(directory: Path) -> ParityRow:
     (row,) = verify(directory)
     return row
 
@@ -147,76 +147,76 @@ def test_rows_are_plain_data() -> None:
 @pytest.mark.parametrize(
     ("method", "target", "bug"),
     [
-        ("fastv", "mmfast.reducers.fastv.stable_topk", lambda s, k: (-s).topk(k).indices),
-        ("evs", "mmfast.reducers.evs.stable_topk", lambda s, k: (-s).topk(k).indices),
+        ("fastv", "mmfast.reducers.attention.fastv.stable_topk", lambda s, k: (-s).topk(k).indices),
+        ("evs", "mmfast.reducers.video.evs.stable_topk", lambda s, k: (-s).topk(k).indices),
         (
             "divprune",
-            "mmfast.reducers.divprune.max_min",
+            "mmfast.reducers.diversity.divprune.max_min",
             lambda x, k: torch.arange(k),
         ),
         (
             "visionzip",
-            "mmfast.ops.contextual_merge._assign",
+            "mmfast.ops.merging._assign",
             lambda keys, rest, targets: torch.zeros_like(rest),
         ),
         (
             "visionzip",
-            "mmfast.ops.contextual_merge._weights",
+            "mmfast.ops.merging._weights",
             lambda merged, target, half: torch.ones(target.shape),
         ),
         (
             "holitom",
-            "mmfast.reducers.holitom._weights",
+            "mmfast.reducers.video.holitom._weights",
             lambda centres, member, beta: torch.ones(member.shape),
         ),
         (
             "tome",
-            "mmfast.reducers.tome._shares",
+            "mmfast.reducers.merging.tome._shares",
             lambda total, sizes: torch.ones(sizes.shape),
         ),
         (
             "hiprune",
-            "mmfast.reducers.hiprune.stable_topk",
+            "mmfast.reducers.attention.hiprune.stable_topk",
             lambda s, k: (-s).topk(k).indices,
         ),
         (
             "hired",
-            "mmfast.reducers.hired._salient",
+            "mmfast.reducers.attention.hired._salient",
             lambda tile, *_: tile.bincount(),
         ),
         (
             "prumerge",
-            "mmfast.reducers.prumerge.outlier_count",
+            "mmfast.reducers.attention.prumerge.outlier_count",
             lambda attn: 3,
         ),
         (
             "prumerge_plus",
-            "mmfast.reducers.prumerge_plus._reference_rest",
+            "mmfast.reducers.attention.prumerge._reference_rest",
             lambda listed, n: torch.arange(n - len(listed)),
         ),
         (
             "dycoke",
-            "mmfast.reducers.dycoke._emission",
+            "mmfast.reducers.video.dycoke._emission",
             lambda keep, *_: torch.arange(len(keep)),
         ),
         (
             "vidcom2",
-            "mmfast.reducers.vidcom2._TEMPERATURE",
+            "mmfast.reducers.attention.vidcom2._TEMPERATURE",
             0.1,
         ),
         (
             "cdpruner",
-            "mmfast.reducers.cdpruner.greedy_dpp",
+            "mmfast.reducers.diversity.cdpruner.greedy_dpp",
             lambda rows, quality, k: quality.topk(k).indices,
         ),
         (
             "pixelprune",
-            "mmfast.reducers.pixelprune.unpredicted",
+            "mmfast.reducers.video.pixelprune.unpredicted",
             lambda image, *_, **knobs: torch.ones(image.shape[:-1], dtype=torch.bool),
         ),
         (
             "stc_pruner",
-            "mmfast.reducers.stc_pruner.grouped_topk",
+            "mmfast.reducers.video.stc_pruner.grouped_topk",
             lambda score, group, counts: torch.arange(len(score)) % 169 < counts[0],
         ),
     ],

@@ -7,13 +7,11 @@ import torch
 from codebook_models import depth_core, llama, prompts
 
 from mmfast.core.errors import ModelError, SpecError
-from mmfast.decoding.codebook_choice import CodeChoice
-from mmfast.decoding.codebook_types import parallel
-from mmfast.decoding.codebooks import FrameDecoder, copy_frame, one_by_one
+from mmfast.decoding.codebooks import CodeChoice, FrameDecoder, copy_frame, one_by_one, parallel
 from mmfast.heads.groups import GroupsHead
-from mmfast.models.frame_lm import FrameSteps
-from mmfast.ops.codebook_loss import adaptive_weights, code_loss
-from mmfast.ops.stream_kv import empty
+from mmfast.models.decoder.frames import FrameSteps
+from mmfast.ops.codebooks import adaptive_weights, code_loss
+from mmfast.ops.stream_cache import empty
 
 
 def _head(**options: int) -> GroupsHead:

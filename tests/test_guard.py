@@ -17,10 +17,9 @@ from mmfast.core.errors import MediaError, ModelError, SpecError
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import BusyError
 from mmfast.serve.guard import data_url, logs
+from mmfast.serve.guard.body import JsonDepth, loads
+from mmfast.serve.guard.caller import CallerLimits, CallerQuotas, Keys, from_elsewhere, given_key
 from mmfast.serve.guard.errors import ApiError, api_error, body, reply, scrub
-from mmfast.serve.guard.json_depth import Depth, loads
-from mmfast.serve.guard.keys import Keys, from_elsewhere, given_key
-from mmfast.serve.guard.quotas import Quotas, Rates
 
 
 def test_errors_have_one_shape() -> None:
@@ -103,7 +102,7 @@ def test_pages_of_other_sites_are_told_apart() -> None:
 
 def test_quotas_refill_and_say_when() -> None:
     now = [0.0]
-    quotas = Quotas(Rates(requests=6, tokens=60), lambda: now[0])
+    quotas = CallerQuotas(CallerLimits(requests=6, tokens=60), lambda: now[0])
     for _ in range(6):
         quotas.enter("a")
     with pytest.raises(ApiError) as found:
@@ -124,7 +123,7 @@ def test_quotas_refill_and_say_when() -> None:
 
 
 def test_quotas_at_once_and_of_many() -> None:
-    quotas = Quotas(Rates(running=2))
+    quotas = CallerQuotas(CallerLimits(running=2))
     quotas.enter("a")
     quotas.enter("a")
     with pytest.raises(ApiError, match="2 requests"):
@@ -157,7 +156,7 @@ _JSON = st.recursive(
 def test_depth_is_what_a_parser_finds(value: Any, most: int, plain: bool, data: Any) -> None:
     text = json.dumps(value, ensure_ascii=plain).encode("utf-8", "surrogatepass")
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
-    counter, deep = Depth(most), False
+    counter, deep = JsonDepth(most), False
     try:
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
             counter.feed(text[start:end])
@@ -171,11 +170,11 @@ def test_depth_is_the_same_wherever_a_text_is_cut() -> None:
     for first in range(len(text) + 1):
         for second in range(first, len(text) + 1):
             pieces = (text[:first], text[first:second], text[second:])
-            counter = Depth(2)
+            counter = JsonDepth(2)
             for piece in pieces:
                 counter.feed(piece)
             with pytest.raises(ApiError):
-                shallow = Depth(1)
+                shallow = JsonDepth(1)
                 for piece in pieces:
                     shallow.feed(piece)
 

@@ -12,9 +12,8 @@ from guard_tools import PUBLIC, Elsewhere, moved, ok
 from mmfast.bench import bombs
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard import fetch as module
-from mmfast.serve.guard.address import check_url, is_public
 from mmfast.serve.guard.errors import ApiError
-from mmfast.serve.guard.fetch import fetch
+from mmfast.serve.guard.fetch import check_url, fetch, is_public
 from mmfast.serve.guard.media import load_media
 
 PRIVATE = (

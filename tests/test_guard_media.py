@@ -26,15 +26,15 @@ from PIL import Image
 
 from mmfast.bench import bombs
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio import load_audio
+from mmfast.frontends.audio.reader import load_audio
 from mmfast.frontends.image import read_image
-from mmfast.frontends.video import read_video
+from mmfast.frontends.video.reader import read_video
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Media
 from mmfast.serve.guard import data_url
 from mmfast.serve.guard.errors import ApiError
 from mmfast.serve.guard.media import decoders, load_media, load_sound
-from mmfast.serve.guard.worker import Decoders
+from mmfast.serve.guard.sandbox.pool import Decoders
 
 CONFIG = ServerConfig()
 
@@ -354,7 +354,8 @@ def test_what_a_decoding_process_may_not_do(tmp_path: Path) -> None:
 
 def test_the_decoding_process_is_light() -> None:
     """It imports no torch: it starts at once and its forks are cheap."""
-    code = "import sys, mmfast.serve.guard.child as c; c._warm(); print('torch' in sys.modules)"
+    child = "mmfast.serve.guard.sandbox.child"
+    code = f"import sys, {child} as c; c._warm(); print('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True

@@ -13,7 +13,7 @@ from guard_tools import AUTH, KEY, Guarded, application, guarded
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from mmfast.serve.guard import intake
+from mmfast.serve.guard import body as intake
 from mmfast.serve.guard.errors import ApiError
 
 PLAIN: dict[str, Any] = {"trust_env": False, "verify": False, "timeout": 30}
@@ -109,7 +109,7 @@ def test_a_body_without_a_length_is_counted_sooner(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_guard_that_trusts_the_length_lets_more_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake.Intake, "_count", lambda self, piece: None)
+    monkeypatch.setattr(intake.BodyReceiver, "_count", lambda self, piece: None)
     with guarded(max_body_bytes=1000) as planted:
         reply = httpx.post(
             planted.url + "/v1/x", content=iter([bytes(5000)]), headers=JSON, **PLAIN

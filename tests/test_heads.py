@@ -13,10 +13,9 @@ from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.registry import get, methods
-from mmfast.heads.files import save_head
-from mmfast.heads.learning import head_loss
-from mmfast.models.backbone import Backbone
-from mmfast.models.backbone_heads import load_head, make_head
+from mmfast.heads.base import save_head
+from mmfast.heads.mtp import head_loss
+from mmfast.models.decoder.backbone import Backbone, load_head, make_head
 
 NAMES = ("mctp", "mtp")
 

@@ -17,8 +17,8 @@ from mmfast.attach import attach
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register, unregister
 from mmfast.core.tokens import Tokens
-from mmfast.models.inner import Seen, inner_signals
-from mmfast.models.sequence import Item, Sequences
+from mmfast.models.reduction.decoder_signals import LayerAttention, inner_signals
+from mmfast.models.reduction.sequence import MediaItem, Sequences
 
 NAMES = ("attn", "attn_window", "attn_visual", "attn_text", "text_attn")
 
@@ -183,7 +183,7 @@ def _dense(q: Tensor, k: Tensor) -> Tensor:
 @pytest.mark.parametrize("chunk", [1, 1 << 22])
 def test_every_kind_of_mask(mask: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped heads, and masks as sdpa, eager, flash and flex get them."""
-    monkeypatch.setattr("mmfast.models.scores._CHUNK", chunk)
+    monkeypatch.setattr("mmfast.models.reduction.probe._CHUNK", chunk)
     torch.manual_seed(0)
     length = 30
     q, k = torch.randn(2, 6, length, 8), torch.randn(2, 2, length, 8)
@@ -198,10 +198,12 @@ def test_every_kind_of_mask(mask: str, chunk: int, monkeypatch: pytest.MonkeyPat
         masks["flex"] = create_block_mask(
             lambda b, h, i, j: i >= j, 2, None, length, length, device="cpu", BLOCK_SIZE=16
         )
-    items = [Item(row, row, torch.arange(4 + row, 20), torch.arange(0), None) for row in range(2)]
+    items = [
+        MediaItem(row, row, torch.arange(4 + row, 20), torch.arange(0), None) for row in range(2)
+    ]
     text = [torch.cat([torch.arange(4 + row), torch.arange(20, length)]) for row in range(2)]
     sequences = Sequences(length, list(text), list(text), items)
-    found = inner_signals(NAMES, sequences, Seen(q, k, masks[mask], None, True, 0))
+    found = inner_signals(NAMES, sequences, LayerAttention(q, k, masks[mask], None, True, 0))
     weights = _dense(q, k)
     for row in range(2):
         (want,) = expected(weights[row], [items[row].where], torch.ones(length).bool())

@@ -269,7 +269,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_formula_picks_the_farthest_row_each_time() -> None:
-    from mmfast.ops.max_min_reference import max_min_plain
+    from mmfast.ops.max_min import max_min_plain
 
     rows = torch.nn.functional.normalize(torch.randn(2, 23, 6, dtype=torch.float64), dim=-1)
     picks = max_min_plain(rows @ rows.transpose(1, 2), torch.tensor([4, 0]), 23).tolist()
@@ -310,8 +310,7 @@ def test_bench_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("largest", [0, 16_384], ids=["blocks", "matrix"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_device_picks_what_the_host_picks(n: int, largest: int, dtype: torch.dtype) -> None:
-    from mmfast.ops.max_min import max_min
-    from mmfast.ops.max_min_device import max_min_device
+    from mmfast.ops.max_min import max_min, max_min_device
 
     x = torch.randn(n, 64, generator=torch.Generator().manual_seed(n)).to(dtype)
     count = max(1, n // 4)

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmfast.models.kv_pack import Row, packs_of
-from mmfast.ops.dequantise_row import dequantise_row
-from mmfast.ops.quantise import Packed, Quantiser, dequantise
-from mmfast.ops.stream_kv import StreamKV, merge, stack, take
+from mmfast.models.kv.packed import PackedRow, packs_of
+from mmfast.ops.quantisation import PackedTensor, Quantiser, dequantise, dequantise_row
+from mmfast.ops.stream_cache import StreamKV, merge, stack, take
 
 
-def same(a: Packed, b: Packed) -> bool:
+def same(a: PackedTensor, b: PackedTensor) -> bool:
     tensors = all(getattr(a, f).equal(getattr(b, f)) for f in ("codes", "low", "step"))
     return tensors and (a.n, a.bits, a.along_tokens) == (b.n, b.bits, b.along_tokens)
 
@@ -36,7 +35,7 @@ def test_a_row_is_its_packs_and_what_came_since(dtype: torch.dtype) -> None:
     keys, values = torch.randn(2, 3, 43, 12).to(dtype)
     quantiser = Quantiser(4, 8)
     packs = packs_of(keys[:, :35], values[:, :35], lambda x, k: quantiser.pack(x, keys=k), 8)
-    row = Row(tuple(packs))
+    row = PackedRow(tuple(packs))
     expected = [
         torch.cat([*(dequantise(getattr(p, name)) for p in packs), x[:, 35:]], 1)
         for name, x in (("keys", keys), ("values", values))
@@ -92,7 +91,7 @@ def test_merged_streams_are_each_its_own(
 
 
 def test_merging_with_streams_that_have_nothing_yet() -> None:
-    from mmfast.ops.stream_kv import empty
+    from mmfast.ops.stream_cache import empty
 
     old = state([5, 2], 0)
     merged = merge(old, empty(2), torch.tensor([False, True]))

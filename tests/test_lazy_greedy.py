@@ -8,10 +8,10 @@ import torch
 from token_factory import make
 from torch import Tensor
 
-from mmfast.ops import lazy_greedy, most_isolated, nearest
-from mmfast.ops.lazy_greedy import LazyGreedy
+from mmfast.ops import dpp, similarity
+from mmfast.ops.dpp import LazyGreedy
 from mmfast.ops.max_min import max_min
-from mmfast.ops.unit import unit_rows
+from mmfast.ops.similarity import unit_rows
 
 STEP = 2.0**-30
 
@@ -36,10 +36,10 @@ def plain(rows: Tensor, count: int, own: np.ndarray | None, share: float, start:
 @pytest.fixture(params=["blocks", "small blocks", "all at once"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "all at once":
-        monkeypatch.setattr(lazy_greedy, "_FEW", 0)
+        monkeypatch.setattr(dpp, "_FEW", 0)
     if request.param == "small blocks":
-        monkeypatch.setattr(lazy_greedy, "_ACTIVE", 16)
-        monkeypatch.setattr(lazy_greedy, "_BLOCK", 4)
+        monkeypatch.setattr(dpp, "_ACTIVE", 16)
+        monkeypatch.setattr(dpp, "_BLOCK", 4)
     return str(request.param)
 
 
@@ -68,7 +68,7 @@ def test_stops_where_it_is_told(way: str) -> None:
 @pytest.mark.parametrize("kind", ["random", "video", "frozen", "holes"])
 def test_max_min_in_all_its_ways(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way != "all at once":
-        monkeypatch.setattr(most_isolated, "_SMALL", 0)
+        monkeypatch.setattr(similarity, "_SMALL", 0)
     both = torch.stack([make(kind, (3, 8, 7), seed=seed).x for seed in (0, 1)])
     picks = max_min(both, 40)
     assert picks.shape == (2, 40)
@@ -88,11 +88,11 @@ def test_max_min_in_all_its_ways(kind: str, way: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("chunk", [1, 300, 1 << 20])
 def test_nearest_rows_chunk_by_chunk(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearest, "_CHUNK", chunk)
+    monkeypatch.setattr(similarity, "_CHUNK", chunk)
     a, b = unit_rows(torch.randn(2, 150, 6)), unit_rows(torch.randn(2, 40, 6))
     b[:, 0] = a[:, 3]
-    whole = nearest.nearest(a @ b.transpose(1, 2))
-    assert nearest.nearest_rows(a, b).equal(whole) and int(whole[0, 3]) == 0
-    skipped = nearest.nearest_rows(a, b, not_first=True)
+    whole = similarity.nearest(a @ b.transpose(1, 2))
+    assert similarity.nearest_rows(a, b).equal(whole) and int(whole[0, 3]) == 0
+    skipped = similarity.nearest_rows(a, b, not_first=True)
     assert int(skipped.min()) > 0 and skipped[whole > 0].equal(whole[whole > 0])
-    assert nearest.nearest_rows(a, b[:, :1], not_first=True).eq(0).all()
+    assert similarity.nearest_rows(a, b[:, :1], not_first=True).eq(0).all()

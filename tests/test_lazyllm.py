@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
-from mmfast.models.lazy import Store
+from mmfast.models.reduction.revival import DroppedTokens
 
 SPEC = "lazyllm@llm2:0.2"
 
@@ -116,8 +116,8 @@ def test_the_dense_pass_sees_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     right, _ = answer(this, inputs, SPEC, 10)
     away, _ = answer(this, inputs, "fastv@llm2:0.2", 10)
     assert not torch.allclose(torch.cat(right.logits), torch.cat(away.logits), atol=1e-3)
-    original = Store.wanted
-    monkeypatch.setattr(Store, "wanted", lambda s, scores: original(s, scores.roll(3)))
+    original = DroppedTokens.wanted
+    monkeypatch.setattr(DroppedTokens, "wanted", lambda s, scores: original(s, scores.roll(3)))
     wrong, _ = answer(this, inputs, SPEC, 10)
     assert not torch.allclose(torch.cat(right.logits), torch.cat(wrong.logits), atol=1e-3)
 

@@ -13,9 +13,7 @@ from media_factory import number_of, numbers_of, patched, picture, refused, writ
 from PIL import Image
 
 from mmfast.frontends import Limits, read_video
-from mmfast.frontends.live import Live, live_frames
-from mmfast.frontends.live_folder import natural_key
-from mmfast.frontends.live_push import Push
+from mmfast.frontends.live.source import LiveSource, Push, live_frames, natural_key
 
 STEP = 0.1
 
@@ -24,7 +22,7 @@ def pairs(*numbers: int) -> Iterator[tuple[np.ndarray, float]]:
     return ((picture(n), n * STEP) for n in numbers)
 
 
-def drain(source: object, **how: object) -> tuple[list[int], list[float], Live]:
+def drain(source: object, **how: object) -> tuple[list[int], list[float], LiveSource]:
     live = live_frames(source, **how)
     got = list(live)
     return numbers_of(frame for frame, _ in got), [time for _, time in got], live

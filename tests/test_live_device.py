@@ -12,10 +12,12 @@ import av
 import pytest
 from media_factory import number_of, numbers_of, refused, write_video
 
-from mmfast.frontends import Limits, live_device, live_network
-from mmfast.frontends.live import live_frames
-from mmfast.frontends.live_device import camera_address
-from mmfast.frontends.live_network import check_address, open_rtsp
+from mmfast.frontends import Limits
+from mmfast.frontends.live import device as live_device
+from mmfast.frontends.live import network
+from mmfast.frontends.live.device import camera_address
+from mmfast.frontends.live.network import check_address, open_rtsp
+from mmfast.frontends.live.source import live_frames
 
 
 class Device:
@@ -54,8 +56,8 @@ class SimpleNamespaceContainer(SimpleNamespace):
 def device(clip_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
     found = Device(clip_path)
     monkeypatch.setattr(live_device, "av", found)
-    monkeypatch.setattr(live_network, "av", found)
-    monkeypatch.setattr("mmfast.frontends.live_device.sys.platform", "linux")
+    monkeypatch.setattr(network, "av", found)
+    monkeypatch.setattr("mmfast.frontends.live.device.sys.platform", "linux")
     return found
 
 

@@ -20,8 +20,8 @@ from serving import serving
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends import Limits
-from mmfast.frontends.live import live_frames
-from mmfast.frontends.live_network import check_address, is_public
+from mmfast.frontends.live.network import check_address, is_public
+from mmfast.frontends.live.source import live_frames
 
 HERE = ("127.0.0.1",)
 Page = Callable[[BaseHTTPRequestHandler], None]

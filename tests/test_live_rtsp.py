@@ -19,7 +19,7 @@ from media_factory import numbers_of, picture, refused
 from serving import serving
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.live import live_frames
+from mmfast.frontends.live.source import live_frames
 
 RATE, COUNT = 10, 30
 HERE = ["127.0.0.1"]

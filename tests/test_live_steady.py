@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmfast.frontends.live_folder import natural_key
-from mmfast.frontends.live_steady import Timeline, at_rate, fit, steady
+from mmfast.frontends.live.source import natural_key
+from mmfast.frontends.live.steady import SteadyTimes, at_rate, fit, steady
 
 DOT = np.zeros((2, 2, 3), np.uint8)
 TIMES = st.lists(
@@ -48,7 +48,7 @@ def test_times_rise_and_nothing_is_lost_from_the_count(times: list[float | None]
 @given(st.lists(st.floats(0.001, 2), max_size=40))
 def test_rising_times_are_left_alone(gaps: list[float]) -> None:
     times = np.cumsum([5.0, *gaps]).tolist()
-    line = Timeline("x", events := Counter(), 24.0)
+    line = SteadyTimes("x", events := Counter(), 24.0)
     assert [line.place(time) for time in times] == times and not events
 
 

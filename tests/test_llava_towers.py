@@ -11,8 +11,8 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from mmfast.attach import attach
 from mmfast.core.errors import SpecError
-from mmfast.models.adapter import adapter_for, tower_of
-from mmfast.models.vision import tower_signals
+from mmfast.models.families.adapter import adapter_for, tower_of
+from mmfast.models.reduction.tower_signals import tower_signals
 
 TEXT = {
     "model_type": "llama",

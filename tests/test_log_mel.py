@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Stage
-from mmfast.ops.log_mel import LogMel, _tables, log_mel, mel_filters
+from mmfast.ops.audio import LogMel, _tables, log_mel, mel_filters
 
 
 def noise(samples: int, batch: int = 1, seed: int = 0) -> torch.Tensor:

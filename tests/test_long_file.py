@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 from long_file_clips import CLIPS, File, cut_by_edit, rotated, same, write
 from media_factory import write_video
 
-from mmfast.frontends import iter_video, long_file, read_video
-from mmfast.frontends.guard import Mismatch
-from mmfast.frontends.long_file_queue import Ahead
+from mmfast.frontends import iter_video, read_video
+from mmfast.frontends.source import Mismatch
+from mmfast.frontends.video import parallel
+from mmfast.frontends.video.parallel import Ahead
 
 FALLS_BACK = ("gradual refresh",)  # one entry only: nothing to divide, but nothing wrong either
 
 
 @pytest.fixture(autouse=True)
 def two_cores_and_short_clips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_file, "cores", lambda: 2)
-    monkeypatch.setattr(long_file, "_WORTH", 0)
-    monkeypatch.setattr("mmfast.frontends.long_file_read.SLICE", 8)
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    monkeypatch.setattr(parallel, "_WORTH", 0)
+    monkeypatch.setattr("mmfast.frontends.video.parallel.SLICE", 8)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_any_sampling_and_any_bound(file, name, fps, frames, size, packets) -> N
     clip = file(name)
     slices = pytest.MonkeyPatch()
     with slices.context() as patch:
-        patch.setattr("mmfast.frontends.long_file_read.SLICE", packets)
+        patch.setattr("mmfast.frontends.video.parallel.SLICE", packets)
         ahead = Ahead(frames=frames, bytes=size * 1000)
         assert same(clip.sliced(fps, ahead), clip.sequential(fps))
 
@@ -85,13 +86,13 @@ def test_any_sampling_and_any_bound(file, name, fps, frames, size, packets) -> N
 def test_less_is_decoded(file, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups without a wanted frame, what follows the last one, and spare pictures are left out."""
     sent: list[int] = []  # packets of each job
-    whole = long_file.Crew._decode
+    whole = parallel.SliceThreads._decode
 
     def count(self, reader, lane, jobs) -> None:
         sent.extend(job.cost for job in jobs)
         whole(self, reader, lane, jobs)
 
-    monkeypatch.setattr(long_file.Crew, "_decode", count)
+    monkeypatch.setattr(parallel.SliceThreads, "_decode", count)
     clip = file(name)
     assert same(clip.sliced(1.0), clip.sequential(1.0))
     share = sum(sent) / len(clip.all)
@@ -102,15 +103,15 @@ def test_less_is_decoded(file, name: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_long_groups_share_the_work(file, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slices are decoded at a time, unless what must wait does not fit."""
     crews: list[int] = []
-    items = long_file.Crew.items
+    items = parallel.SliceThreads.items
 
     def noted(self):
         crews.append(self.workers)
         return items(self)
 
-    monkeypatch.setattr(long_file.Crew, "items", noted)
+    monkeypatch.setattr(parallel.SliceThreads, "items", noted)
     clip = file("GOP 12")
-    monkeypatch.setattr("mmfast.frontends.long_file_read.SLICE", 1)
+    monkeypatch.setattr("mmfast.frontends.video.parallel.SLICE", 1)
     assert same(clip.sliced(7.0, Ahead(frames=64)), clip.sequential(7.0))
     assert same(clip.sliced(7.0, Ahead(frames=1)), clip.sequential(7.0))
     assert crews == [2, 1]
@@ -134,7 +135,7 @@ def test_a_transport_stream_is_read_from_its_start(tmp_path: Path, cut: str) -> 
 def test_a_first_packet_that_is_no_entry_is_refused(file, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = file("GOP 12")
     monkeypatch.setattr(
-        "mmfast.frontends.long_file_read.unit_reader",
+        "mmfast.frontends.video.parallel.unit_reader",
         lambda header: lambda packet: long_file_facts(False, False),
     )
     with pytest.raises(Mismatch):
@@ -143,7 +144,7 @@ def test_a_first_packet_that_is_no_entry_is_refused(file, monkeypatch: pytest.Mo
 
 
 def long_file_facts(entry: bool, fresh: bool):
-    from mmfast.frontends.long_file_units import Facts
+    from mmfast.frontends.video.packets import Facts
 
     return Facts(entry, fresh)
 

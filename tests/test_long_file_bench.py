@@ -12,16 +12,17 @@ import pytest
 
 from mmfast.bench import stream_reader
 from mmfast.bench.named import quiet
-from mmfast.bench.stream_reader import Shape, rows, write_clip
+from mmfast.bench.stream_reader import ClipShape, rows, write_clip
 from mmfast.core.errors import MmfastError
-from mmfast.frontends import long_file, read_video
+from mmfast.frontends import read_video
+from mmfast.frontends.video import parallel
 
-SMALL = Shape(width=160, height=96, seconds=6, rate=12, gop=24)
+SMALL = ClipShape(width=160, height=96, seconds=6, rate=12, gop=24)
 
 
 @pytest.fixture(autouse=True)
 def short_clips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_file, "_WORTH", 0)
+    monkeypatch.setattr(parallel, "_WORTH", 0)
 
 
 def test_rows_of_a_small_clip() -> None:

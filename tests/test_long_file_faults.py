@@ -13,16 +13,17 @@ from long_file_clips import LIMITS, File, moving, same, write
 from media_factory import refused, write_video
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends import iter_video, long_file, read_video
-from mmfast.frontends.guard import Damage
-from mmfast.frontends.long_file_queue import Ahead, Ordered, Stopped
+from mmfast.frontends import iter_video, read_video
+from mmfast.frontends.source import Damage
+from mmfast.frontends.video import parallel
+from mmfast.frontends.video.parallel import Ahead, LaneQueue, Stopped
 
 
 @pytest.fixture(autouse=True)
 def two_cores_and_short_clips(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(long_file, "cores", lambda: 2)
-    monkeypatch.setattr(long_file, "_WORTH", 0)
-    monkeypatch.setattr("mmfast.frontends.long_file_read.SLICE", 8)
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    monkeypatch.setattr(parallel, "_WORTH", 0)
+    monkeypatch.setattr("mmfast.frontends.video.parallel.SLICE", 8)
     yield
     assert not slice_threads()
 
@@ -55,14 +56,14 @@ def test_a_reader_left_behind_ends_too(clip: File) -> None:
 def test_a_slow_consumer_bounds_what_waits(
     clip: File, ahead: Ahead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    orders: list[Ordered] = []
-    made = Ordered.__init__
+    orders: list[LaneQueue] = []
+    made = LaneQueue.__init__
 
     def noted(self, *args, **kwargs) -> None:
         made(self, *args, **kwargs)
         orders.append(self)
 
-    monkeypatch.setattr(Ordered, "__init__", noted)
+    monkeypatch.setattr(LaneQueue, "__init__", noted)
     got = []
     for pair in clip.sliced(10.0, ahead):
         time.sleep(0.002)
@@ -98,7 +99,7 @@ def test_an_error_comes_behind_the_frames_before_it(
 ) -> None:
     want = clip.sequential(10.0)
     bad = want[7][1]
-    convert = long_file.Crew._decode
+    convert = parallel.SliceThreads._decode
 
     def fails(self, reader, lane, jobs) -> None:
         inner = self.convert
@@ -111,7 +112,7 @@ def test_an_error_comes_behind_the_frames_before_it(
         self.convert = picky if inner.__name__ != "picky" else inner
         convert(self, reader, lane, jobs)
 
-    monkeypatch.setattr(long_file.Crew, "_decode", fails)
+    monkeypatch.setattr(parallel.SliceThreads, "_decode", fails)
     got: list[object] = []
     with pytest.raises(MediaError, match="spent"):
         got.extend(clip.sliced(10.0))
@@ -122,7 +123,7 @@ def test_a_file_that_cannot_be_opened_again(clip: File, monkeypatch: pytest.Monk
     def gone(*_: object) -> None:
         raise MediaError("gone")
 
-    monkeypatch.setattr(long_file, "slice_reader", gone)
+    monkeypatch.setattr(parallel, "slice_reader", gone)
     refused(lambda: list(clip.sliced(10.0)), "gone")
 
 
@@ -133,15 +134,15 @@ def test_frames_come_while_the_rest_is_not_even_listed(
         tmp_path / "l.mp4", count=600, gop=20, bframes=0, options={"preset": "ultrafast"}
     )
     listed: list[int] = []
-    from mmfast.frontends import long_file_read
+    from mmfast.frontends.video import parallel
 
-    look = long_file_read.unit_reader
+    look = parallel.unit_reader
 
     def counting(header):
         inner = look(header)
         return lambda packet: (listed.append(1), inner(packet))[1]
 
-    monkeypatch.setattr(long_file_read, "unit_reader", counting)
+    monkeypatch.setattr(parallel, "unit_reader", counting)
     frames = iter_video(path, fps=1, ahead=Ahead(frames=4))
     assert len(list(islice(frames, 2))) == 2
     time.sleep(0.05)
@@ -152,11 +153,11 @@ def test_frames_come_while_the_rest_is_not_even_listed(
 def test_all_frames_and_few_frames_take_the_old_way(
     clip: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(long_file.Crew, "items", lambda self: pytest.fail("sliced"))
+    monkeypatch.setattr(parallel.SliceThreads, "items", lambda self: pytest.fail("sliced"))
     path = clip.source.data
     assert len(list(iter_video(path))) == 60
     assert len(read_video(path, frames=2, backend="pyav")) == 2
-    monkeypatch.setattr(long_file, "_WORTH", 100e6)
+    monkeypatch.setattr(parallel, "_WORTH", 100e6)
     assert same(iter_video(path, fps=3), clip.sequential(3))
     assert read_video(path, frames=20).backend == "decord"
 
@@ -184,7 +185,7 @@ def test_the_size_of_the_first_frame_is_the_size_of_all(tmp_path: Path) -> None:
 
 
 def test_a_queue_in_order() -> None:
-    order = Ordered(Ahead(frames=2))
+    order = LaneQueue(Ahead(frames=2))
     done: list[int] = []
 
     def lane(number: int) -> None:

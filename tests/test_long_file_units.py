@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 
-from mmfast.frontends.container import Header
-from mmfast.frontends.guard import Mismatch
-from mmfast.frontends.long_file_plan import Group, all_groups, groups, jobs, slices, with_wanted
-from mmfast.frontends.long_file_units import Facts, unit_reader
+from mmfast.frontends.source import Mismatch
+from mmfast.frontends.video.container import Header
+from mmfast.frontends.video.packets import (
+    Facts,
+    PacketGroup,
+    all_groups,
+    groups,
+    jobs,
+    slices,
+    unit_reader,
+    with_wanted,
+)
 
 SPS, PPS, OTHER_PPS = b"\x67sequence", b"\x68picture", b"\x68another"
 AVCC = b"\1\x64\0\x1f\xff\xe1" + b"\0\x09" + SPS + b"\1\0\x08" + PPS
@@ -184,7 +192,7 @@ def test_slices_are_worth_a_thread_and_hold_few_frames() -> None:
 
 
 def test_a_stream_without_entries_is_not_listed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmfast.frontends.long_file_plan._LONGEST", 10)
+    monkeypatch.setattr("mmfast.frontends.video.packets._LONGEST", 10)
     listed: list[int] = []
 
     def endless() -> Any:
@@ -200,8 +208,8 @@ def test_a_stream_without_entries_is_not_listed_to_its_end(monkeypatch: pytest.M
 
 
 def test_too_many_groups_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmfast.frontends.long_file_plan._MOST_GROUPS", 3)
+    monkeypatch.setattr("mmfast.frontends.video.packets._MOST_GROUPS", 3)
     packets = stream(*((n, KEY) for n in range(4)))
     assert all_groups(packets) is None
     found = all_groups(packets[:3])
-    assert found is not None and all(isinstance(g, Group) for g in found) and len(found) == 3
+    assert found is not None and all(isinstance(g, PacketGroup) for g in found) and len(found) == 3

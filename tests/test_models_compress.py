@@ -11,7 +11,7 @@ from tiny_models import FAMILIES, generate, tiny
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
-from mmfast.models.compress import compress
+from mmfast.models.reduction.inputs import compress
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
-from mmfast.models import adapter as registry
-from mmfast.models.adapter import Adapter, Layout, adapter_for, add_adapter
+from mmfast.models.families import adapter as registry
+from mmfast.models.families.adapter import Adapter, Layout, adapter_for, add_adapter
 
 # (height, width) of images: square, wide, tall, larger than all tiles together, tiny.
 SIZES = [(24, 24), (30, 70), (90, 25), (150, 140), (9, 11)]

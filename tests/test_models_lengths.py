@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 )
 
 from mmfast.core.errors import ModelError
-from mmfast.models.lengths import extend, is_short, padding_mask, shorten
+from mmfast.models.reduction.cache_layers import extend, is_short, padding_mask, shorten
 
 
 def filled(valid: list[list[bool]], dropped: int) -> DynamicCache:

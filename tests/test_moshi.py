@@ -12,13 +12,11 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.speech import Chatter
-from mmfast.decoding.codebook_choice import CodeChoice
-from mmfast.decoding.codebooks import copy_frame
+from mmfast.decoding.codebooks import CodeChoice, copy_frame
 from mmfast.decoding.sampling import Sampling
-from mmfast.models.depth_weights import moshi_depth
-from mmfast.models.moshi import MoshiState, MoshiSteps
-from mmfast.models.moshi_voice import MoshiVoice
-from mmfast.ops.delay import delay
+from mmfast.models.speech.depth_weights import moshi_depth
+from mmfast.models.speech.moshi import MoshiState, MoshiSteps, MoshiVoice
+from mmfast.ops.codebooks import delay
 
 GREEDY = Sampling()
 

@@ -13,14 +13,11 @@ from torch._dynamo.utils import counters
 
 from mmfast.bench import decode_moshi_frame
 from mmfast.core.errors import MediaError, ModelError
-from mmfast.decoding.codebook_choice import CodeChoice
+from mmfast.decoding.codebooks import CodeChoice
 from mmfast.decoding.sampling import Sampling
-from mmfast.models.moshi import MoshiSteps
-from mmfast.models.moshi_frames import MoshiFrames, frame_bytes
-from mmfast.models.moshi_static import MoshiStatic
-from mmfast.models.moshi_voice import MoshiVoice
-from mmfast.models.static_stage import StaticStage
-from mmfast.ops.graphs import Compiled, CudaGraphs, Eager
+from mmfast.models.speech.moshi import MoshiSteps, MoshiVoice
+from mmfast.models.speech.moshi_graphs import MoshiFrames, MoshiStatic, StaticStage, frame_bytes
+from mmfast.ops.cuda_graphs import Compiled, CudaGraphs, Eager
 
 HOP = 1920
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_models import tiny
 
-from mmfast.models.adapter import Layout, adapter_for
-from mmfast.models.numbered import clips
+from mmfast.models.families.adapter import Layout, adapter_for
+from mmfast.models.families.prompt_ids import clips
 
 CLIPS = [
     ("{video}", [12], [(12, 3, 3)]),

@@ -14,9 +14,9 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from mmfast import ModelError, Reduction, Tokens, register
 from mmfast.attach import attach
 from mmfast.core.registry import unregister
-from mmfast.models.adapter import adapter_for
-from mmfast.models.convs import join
-from mmfast.models.records import recording
+from mmfast.models.families.adapter import adapter_for
+from mmfast.models.reduction.cache_layers import join
+from mmfast.models.reduction.record import recording
 
 SPEC = "random:0.4+random@llm2:0.5"
 

@@ -11,9 +11,8 @@ from omni_models import CODES, omni
 from torch import Tensor
 
 from mmfast.core.speech import Stage
-from mmfast.frontends.codecs.windowed import deviation
-from mmfast.models.omni_sound import SoundStage
-from mmfast.models.omni_vocoder import vocoder_layers
+from mmfast.frontends.codecs.layers import deviation
+from mmfast.models.speech.omni_sound import SoundStage, vocoder_layers
 
 
 def stock(codes: Tensor, seed: int, **options: Any) -> Tensor:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Chatter, Listener, Sound, Speaker, Turn
-from mmfast.models.omni_choice import Picking
-from mmfast.models.omni_loading import load_omni
-from mmfast.models.omni_speech import OmniSpeech
+from mmfast.models.speech.omni import OmniSpeech, load_omni
+from mmfast.models.speech.omni_talker import Picking
 
 GREEDY = Picking(repetition_penalty=1.05)  # the stock penalty, which is on unless turned off
 pytestmark = pytest.mark.filterwarnings("ignore:.*generation flags.*")

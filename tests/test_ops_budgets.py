@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from mmfast import MmfastError
-from mmfast.ops.grouped_topk import grouped_topk, marked
-from mmfast.ops.share_out import share_out
+from mmfast.ops.ranking import grouped_topk, marked, share_out
 
 
 def by_hand(weights: list[int], budget: int, caps: list[int]) -> list[int]:

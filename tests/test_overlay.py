@@ -18,9 +18,9 @@ import mmfast
 from mmfast import Trace
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError
-from mmfast.core.provenance import View, fate_of, tile_places
 from mmfast.core.reduction import Mix, Reduction
-from mmfast.models.adapter import raster_places
+from mmfast.core.trace import View, fate_of, tile_places
+from mmfast.models.families.adapter import raster_places
 from mmfast.pipelines.overlay import check_target, save_sheet
 
 

@@ -10,8 +10,8 @@ from codebook_models import llama
 from torch import Tensor
 
 from mmfast.heads.pair import PairHead
-from mmfast.models.pair_lm import Duplex, PairSteps
-from mmfast.ops.stream_kv import advance, empty
+from mmfast.models.decoder.frames import Duplex, PairSteps
+from mmfast.ops.stream_cache import advance, empty
 
 
 def _head(**options: Any) -> PairHead:

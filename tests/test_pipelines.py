@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import mmfast
-from mmfast.frontends.video import read_video
-from mmfast.pipelines.pairing import pair_up
+from mmfast.frontends.video.reader import read_video
+from mmfast.pipelines.visual_qa import pair_up
 
 CLIPS = Path(__file__).resolve().parents[1] / "assets" / "clips"
 CLIP, OTHER = CLIPS / "red-circle.mp4", CLIPS / "four-shapes.mp4"

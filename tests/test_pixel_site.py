@@ -17,12 +17,12 @@ from torch import Tensor
 from mmfast import Tokens
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
-from mmfast.core.follow import follow
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import get
+from mmfast.core.tokens import follow
 from mmfast.core.trace import Trace
-from mmfast.models.adapter import adapter_for
-from mmfast.models.vision import tower_signals
+from mmfast.models.families.adapter import adapter_for
+from mmfast.models.reduction.tower_signals import tower_signals
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker")
 UNIT = 8  # pixels per merge unit of the tiny models

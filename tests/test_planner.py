@@ -17,13 +17,13 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import methods, register, unregister
 from mmfast.core.spec import parse
 from mmfast.core.tokens import Tokens
-from mmfast.planner.evidence import evidence_for, shipped_rows
+from mmfast.planner.candidates import evidence_for, shipped_rows
+from mmfast.planner.cost import Work
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner, PlanWarning
 from mmfast.planner.rates import Rates
 from mmfast.planner.selection import selection_ms
 from mmfast.planner.target import Target, make_target, parse_bytes
-from mmfast.planner.work import Work
 
 WORK = Work(160, 1, (128,), 24576, ((2, 8, 8),))
 # A device on which everything is known: a layer takes 1 ms and 0.1 ms a token.

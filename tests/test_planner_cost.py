@@ -15,18 +15,33 @@ from mmfast.bench.cases import build
 from mmfast.bench.plan import plan_shape, whole_shape
 from mmfast.bench.presets import PRESETS
 from mmfast.core.spec import parse
-from mmfast.planner.calibrate import Bench, decoder_rates, missing_points
-from mmfast.planner.capture import reach
-from mmfast.planner.cost import predict, visual_lengths
-from mmfast.planner.encoder import encoder_rates
+from mmfast.planner.calibration import Bench, decoder_rates, encoder_rates, missing_points, reach
+from mmfast.planner.cost import (
+    ModelShape,
+    Work,
+    fingerprint,
+    pixels_of,
+    predict,
+    shape_of,
+    visual_lengths,
+    work_of,
+)
 from mmfast.planner.learner import Learner
-from mmfast.planner.rates import Rates, at, from_dict
-from mmfast.planner.shape import Shape, fingerprint, shape_of
-from mmfast.planner.store import VARIABLE, cache_folder, rates_key, read_rates, write_rates
+from mmfast.planner.rates import (
+    VARIABLE,
+    Rates,
+    at,
+    cache_folder,
+    from_dict,
+    rates_key,
+    read_rates,
+    write_rates,
+)
 from mmfast.planner.target import make_target
-from mmfast.planner.work import Work, pixels_of, work_of
 
-SHAPE = Shape((100, 100, 200, 200), width=8, hidden=8, entry=6, element=2, weights=5000, blocks=3)
+SHAPE = ModelShape(
+    (100, 100, 200, 200), width=8, hidden=8, entry=6, element=2, weights=5000, blocks=3
+)
 RATES = Rates(
     linear=((10, 1.0), (110, 11.0)),
     attention=((10, 0.1), (110, 12.1)),

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import mmfast
-from mmfast.bench import plan_check, plan_table
-from mmfast.bench.plan_check import Check, check_rows
-from mmfast.bench.table import SECTIONS
+from mmfast.bench import plan as plan_check
+from mmfast.bench.plan import PlanCheck, check_rows
+from mmfast.bench.report import plan as plan_table
+from mmfast.bench.report.readme import SECTIONS
 from mmfast.cli import main
-from mmfast.planner.store import VARIABLE
+from mmfast.planner.rates import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIP = str(ROOT / "assets" / "clips" / "red-circle.mp4")
@@ -154,7 +155,7 @@ def test_bad_usage_is_one_line(
 def test_rows_and_their_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    check = Check("tiny", "llm", 2, (None, "evs:0.25", "fastv@llm1:0.5"))
+    check = PlanCheck("tiny", "llm", 2, (None, "evs:0.25", "fastv@llm1:0.5"))
     monkeypatch.setattr(plan_check, "CHECKS", (check,))
     monkeypatch.setattr(plan_check, "embedded_rows", lambda clock: [])
     args = ("plan", "--check-all", "--out", str(tmp_path / "plan.jsonl"), "--json")
@@ -183,4 +184,4 @@ def test_a_cut_shape_runs_every_family() -> None:
         small = plan_check.cut(plan_check.get_preset(name), 2)
         assert small.text["num_hidden_layers"] == 2
         assert max(small.vision.get("fullatt_block_indexes", [1])) == 1
-    assert check_rows(checks=(Check("tiny", "ttft", 2, (None,)),))[0]["parts"]["encode"] > 0
+    assert check_rows(checks=(PlanCheck("tiny", "ttft", 2, (None,)),))[0]["parts"]["encode"] > 0

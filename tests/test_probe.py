@@ -19,7 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.qwen2 import modeling_qwen2
 
 from mmfast.core.errors import ModelError
-from mmfast.models.probe import intercepting, last_query_scores, probing, received
+from mmfast.models.reduction.probe import intercepting, last_query_scores, probing, received
 
 
 def _llm(implementation="sdpa"):
@@ -140,7 +140,7 @@ def test_chunks_do_not_change_received(monkeypatch):
     visible = torch.arange(60)[None] <= torch.arange(50)[:, None] + 10
     want = _dense(q, k, 0.3, visible).mean((1, 2)).float()
     for chunk in (1, 7 * 2 * 6 * 60, 1 << 22):
-        monkeypatch.setattr("mmfast.models.scores._CHUNK", chunk)
+        monkeypatch.setattr("mmfast.models.reduction.probe._CHUNK", chunk)
         got = received(q, k, 0.3, is_causal=True)
         torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
         assert torch.allclose(got.sum(-1), torch.ones(2))

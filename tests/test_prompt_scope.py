@@ -15,7 +15,7 @@ from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.reduction import Mix, Reduction
 from mmfast.core.registry import register, unregister
-from mmfast.models.joint import join, split
+from mmfast.models.reduction.choice import join, split
 
 SEEN: list[Tokens] = []
 

@@ -15,21 +15,27 @@ from hypothesis import strategies as st
 
 from mmfast import MmfastError, SpecError
 from mmfast.caches.plan import plan_cache
-from mmfast.ops import quantise as module
-from mmfast.ops.mixed_bits import MixedPacked, pack_mixed, unpack_mixed
-from mmfast.ops.quantise import Packed, Quantiser, quantise
+from mmfast.ops import quantisation as module
+from mmfast.ops.quantisation import (
+    MixedPacked,
+    PackedTensor,
+    Quantiser,
+    pack_mixed,
+    quantise,
+    unpack_mixed,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def steps(packed: Packed) -> torch.Tensor:
+def steps(packed: PackedTensor) -> torch.Tensor:
     """The step at every number, `[..., n, d]` float32."""
     dim = -2 if packed.along_tokens else -1
     wide = packed.step.float().repeat_interleave(packed.group, dim)
     return wide.narrow(dim, 0, packed.n if packed.along_tokens else packed.width)
 
 
-def worst(x: torch.Tensor, packed: Packed) -> float:
+def worst(x: torch.Tensor, packed: PackedTensor) -> float:
     """The largest error, in half steps; what the dtype itself rounds is taken off."""
     error = (Quantiser.unpack(packed).double() - x.double()).abs()
     error = (error - x.double().abs() * torch.finfo(x.dtype).eps).clamp_min(0)
@@ -115,7 +121,7 @@ def test_a_packed_tensor_is_plain_data() -> None:
     tree = packed.snapshot()
     plain = (torch.Tensor, int, bool)
     assert all(isinstance(value, plain) for value in tree.values())
-    assert Quantiser.unpack(Packed.restore(tree)).equal(Quantiser.unpack(packed))
+    assert Quantiser.unpack(PackedTensor.restore(tree)).equal(Quantiser.unpack(packed))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

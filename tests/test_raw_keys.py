@@ -16,8 +16,7 @@ from transformers.models.phi3 import Phi3Model
 from transformers.models.qwen3 import Qwen3Model
 
 from mmfast.core.errors import ModelError
-from mmfast.models.raw import RawCapture, capturing
-from mmfast.models.rotary import Rotary, check_rotation
+from mmfast.models.decoder.rotary import RawCapture, Rotary, capturing, check_rotation
 
 SIZES = {
     "vocab_size": 64,

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmfast.serve.ray import preload
-from mmfast.serve.ray.preload import PLACE
-from mmfast.serve.ray.spare import Spare
+from mmfast.serve.ray import cluster
+from mmfast.serve.ray.cluster import PLACE, Spare
 
 
 def test_workers_warm_up_where_they_are_asked_to(
@@ -25,24 +24,24 @@ def test_workers_warm_up_where_they_are_asked_to(
         if "serve" in name:
             raise ImportError("not installed")
 
-    monkeypatch.setattr(preload, "import_module", take)
+    monkeypatch.setattr(cluster, "import_module", take)
     for place in ("", str(tmp_path), str(tmp_path / "nowhere")):
-        preload.warm(place)
+        cluster.warm(place)
     assert not imported and not list(tmp_path.iterdir())
     (tmp_path / "warm").touch()
-    preload.warm(str(tmp_path))
-    assert tuple(imported) == preload.PARTS and (tmp_path / str(os.getpid())).exists()
+    cluster.warm(str(tmp_path))
+    assert tuple(imported) == cluster.PARTS and (tmp_path / str(os.getpid())).exists()
 
 
 def test_what_is_imported_is_there() -> None:
-    for name in preload.PARTS:
+    for name in cluster.PARTS:
         known = find_spec(name.partition(".")[0])
         if known is not None and "._" not in name:
             assert find_spec(name) is not None, name
 
 
 def test_one_waits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.serve.ray import spare as where
+    from mmfast.serve.ray import cluster as where
 
     orders: list[int] = []
     clock, idle = [1000.0], set[int]()

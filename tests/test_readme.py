@@ -32,7 +32,7 @@ def test_snippet_runs() -> None:
 
 
 def test_tables_are_what_the_generator_writes() -> None:
-    command = [sys.executable, "-m", "mmfast.bench.table", "--check"]
+    command = [sys.executable, "-m", "mmfast.bench.report.readme", "--check"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 

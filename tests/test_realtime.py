@@ -23,13 +23,13 @@ from realtime_tools import (
 )
 
 from mmfast.bench.speech_hum import HumModel, hum, read
-from mmfast.frontends.audio_array import decode_pcm
-from mmfast.ops.resample import resample
+from mmfast.frontends.audio.samples import decode_pcm
+from mmfast.ops.audio import resample
 from mmfast.serve.realtime.brain import ChatterVoices
 from mmfast.serve.realtime.formats import encode
-from mmfast.serve.realtime.hearing import ear_of
-from mmfast.serve.realtime.responder import Responder
-from mmfast.serve.realtime.service import Limits
+from mmfast.serve.realtime.input import ear_of
+from mmfast.serve.realtime.service import SessionLimits
+from mmfast.serve.realtime.session import Responder
 
 LONG = "one two three four five six seven eight nine ten " * 20
 VAD = {"type": "server_vad"}
@@ -40,7 +40,7 @@ def turns(**options: Any) -> dict[str, Any]:
 
 
 def test_a_session_ends_and_a_quiet_one_earlier() -> None:
-    async def ends(limits: Limits, busy: bool) -> tuple[float, str, int | None]:
+    async def ends(limits: SessionLimits, busy: bool) -> tuple[float, str, int | None]:
         service = HumService(limits=limits)
         wire = Wire(service, Rules().server)
         while not wire.task.done():
@@ -50,15 +50,15 @@ def test_a_session_ends_and_a_quiet_one_earlier() -> None:
         assert not service.sessions and not service.hums.open_brains
         return wire.times[-1], wire.events[-1]["error"]["code"], wire.code
 
-    at, code, close = fast(ends(Limits(idle=5.0, seconds=60.0), busy=False))
+    at, code, close = fast(ends(SessionLimits(idle=5.0, seconds=60.0), busy=False))
     assert (code, close) == ("session_idle", 1001) and 5.0 <= at < 5.2
-    at, code, close = fast(ends(Limits(idle=5.0, seconds=60.0), busy=True))
+    at, code, close = fast(ends(SessionLimits(idle=5.0, seconds=60.0), busy=True))
     assert (code, close) == ("session_expired", 1001) and 60.0 <= at < 60.2
 
 
 def test_who_does_not_read_slows_his_own_responses_and_is_let_go() -> None:
     async def main() -> None:
-        service = HumService(HumVoices(lambda *_: LONG * 3), Limits(slow=100.0, ahead=1e9))
+        service = HumService(HumVoices(lambda *_: LONG * 3), SessionLimits(slow=100.0, ahead=1e9))
         slow, other = Wire(service), Wire(service, Rules().server)
         await slow.event("session.created")
         slow.reading.clear()
@@ -80,7 +80,7 @@ def test_who_does_not_read_slows_his_own_responses_and_is_let_go() -> None:
 
 def test_who_sends_without_reading_is_not_read_either() -> None:
     async def main() -> None:
-        wire = Wire(HumService(limits=Limits(slow=1e6)))
+        wire = Wire(HumService(limits=SessionLimits(slow=1e6)))
         await wire.event("session.created")
         wire.reading.clear()
         for _ in range(500):
@@ -101,7 +101,7 @@ def test_who_sends_without_reading_is_not_read_either() -> None:
 
 def test_sessions_take_turns() -> None:
     async def main() -> None:
-        service = HumService(HumVoices(lambda *_: LONG), Limits(ahead=1e9))
+        service = HumService(HumVoices(lambda *_: LONG), SessionLimits(ahead=1e9))
         wires = [Wire(service, Rules().server) for _ in range(3)]
         for wire in wires:
             wire.send("response.create", response={"instructions": "tell a story"})
@@ -116,7 +116,9 @@ def test_sessions_take_turns() -> None:
 
 def test_a_reply_is_not_made_long_before_it_is_heard() -> None:
     async def main() -> None:
-        wire = Wire(HumService(HumVoices(lambda *_: LONG), Limits(ahead=2.0)), Rules().server)
+        wire = Wire(
+            HumService(HumVoices(lambda *_: LONG), SessionLimits(ahead=2.0)), Rules().server
+        )
         wire.send("response.create", response={"instructions": "tell a story"})
         await asyncio.sleep(10.0)
         deltas = wire.of("response.output_audio.delta")
@@ -129,7 +131,7 @@ def test_a_reply_is_not_made_long_before_it_is_heard() -> None:
 
 def test_frames_are_dropped_oldest_first_and_counted() -> None:
     async def main() -> None:
-        service = HumService(limits=Limits(frames=4))
+        service = HumService(limits=SessionLimits(frames=4))
         wire = Wire(service, Rules().server)
         for number in range(20):
             wire.send("mmfast.input_image_buffer.append", image="AAAA", time=number)

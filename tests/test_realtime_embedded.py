@@ -18,13 +18,13 @@ from realtime_client import Talk, talking
 from realtime_tools import MANUAL, packed
 
 import mmfast
-from mmfast.frontends.video import read_video
+from mmfast.frontends.video.reader import read_video
 from mmfast.pipelines.omni_chat import written
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.engine.echo import Echo
-from mmfast.serve.guard.uvicorn_options import uvicorn_options
+from mmfast.serve.engine.choose import Echo
+from mmfast.serve.guard.shield import uvicorn_options
 from mmfast.serve.http.app import create_app
-from mmfast.tiny.espeak import say
+from mmfast.tiny.speech.recordings import say
 
 CLIP = Path(__file__).parents[1] / "assets" / "clips" / "red-circle.mp4"
 QUESTION = "what colour is the circle?"

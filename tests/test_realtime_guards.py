@@ -11,9 +11,9 @@ import pytest
 from realtime_checks import Rules
 from realtime_tools import MANUAL, HumService, HumVoices, Wire, fast, said
 
-from mmfast.serve.realtime import events
+from mmfast.serve.realtime import protocol
 from mmfast.serve.realtime.errors import EventError
-from mmfast.serve.realtime.service import Limits
+from mmfast.serve.realtime.service import SessionLimits
 
 FAILED = "conversation.item.input_audio_transcription.failed"
 COMPLETED = "conversation.item.input_audio_transcription.completed"
@@ -37,7 +37,7 @@ def sound(name: str) -> dict[str, Any]:
 
 def test_recordings_that_wait_are_few_and_the_newest() -> None:
     async def main() -> None:
-        service = HumService(limits=Limits(recordings=4))
+        service = HumService(limits=SessionLimits(recordings=4))
         service.cost = 5.0  # seconds to understand each
         wire = Wire(service, Rules().server)
         wire.send("session.update", session=HEARD)
@@ -58,7 +58,7 @@ def test_recordings_that_wait_are_few_and_the_newest() -> None:
 
 def test_a_session_that_ends_waits_for_no_recordings() -> None:
     async def main() -> None:
-        service = HumService(limits=Limits(recordings=16))
+        service = HumService(limits=SessionLimits(recordings=16))
         service.cost = 10.0
         wire = Wire(service, Rules().server)
         wire.send("session.update", session=HEARD)
@@ -77,20 +77,20 @@ def test_a_session_that_ends_waits_for_no_recordings() -> None:
 def test_deep_events_are_refused_before_they_are_parsed(mark: str) -> None:
     for depth in (33, 50_000):
         with pytest.raises(EventError) as error:
-            events.read('{"type": "session.update", "x": ' + mark * depth)
+            protocol.read('{"type": "session.update", "x": ' + mark * depth)
         assert error.value.code == "too_deep"
     text = '{"type": "session.update", "x": [' + "[]," * 300_000 + "0]}"
     tracemalloc.start()
     try:
         with pytest.raises(EventError) as error:
-            events.read(text)
+            protocol.read(text)
         assert tracemalloc.get_traced_memory()[1] < 8 * len(text)
     finally:
         tracemalloc.stop()
     assert error.value.code == "too_many_values"
-    assert events.read('{"type": "x", "a": [[["\\ud83d\\ude00"]]]}')["a"] == [[["😀"]]]
+    assert protocol.read('{"type": "x", "a": [[["\\ud83d\\ude00"]]]}')["a"] == [[["😀"]]]
     with pytest.raises(EventError) as error:
-        events.read('{"type": NaN}')
+        protocol.read('{"type": NaN}')
     assert error.value.code == "invalid_json"
 
 
@@ -109,7 +109,7 @@ def test_texts_have_the_servers_limit() -> None:
 
     async def main() -> None:
         voices = HumVoices()
-        service = HumService(voices, Limits(text=100))
+        service = HumService(voices, SessionLimits(text=100))
         wire = Wire(service, Rules().server)
         wire.send("session.update", session=WRITTEN)
         long = {"type": "realtime", "instructions": "x" * 101}
@@ -139,7 +139,7 @@ def test_texts_have_the_servers_limit() -> None:
 def test_tokens_have_the_servers_limit() -> None:
     async def main() -> None:
         voices = HumVoices()
-        wire = Wire(HumService(voices, Limits(context=20)), Rules().server)
+        wire = Wire(HumService(voices, SessionLimits(context=20)), Rules().server)
         wire.send("session.update", session=WRITTEN)
         for count in (9, 8, 7):  # a word is a token here
             wire.send("conversation.item.create", item=item("go " * count))
@@ -200,12 +200,12 @@ def test_the_official_types_know_what_is_said() -> None:
     openai = pytest.importorskip("openai")
     from openai.types.realtime import RealtimeServerEvent
 
+    from mmfast.serve.realtime.protocol import SessionShape
     from mmfast.serve.realtime.settings import Settings
-    from mmfast.serve.realtime.shapes import Session
 
     settings = Settings("sess_1", "mmfast", ("a",), 60.0)
     given = {"audio": {"input": {"noise_reduction": {"type": "far_field"}}}}
-    settings.update(Session.model_validate(given))
+    settings.update(SessionShape.model_validate(given))
     event = {"type": "session.updated", "event_id": "event_1", "session": settings.values}
     value = json.loads(json.dumps(event))
     assert openai._models.validate_type(type_=RealtimeServerEvent, value=value) is not None

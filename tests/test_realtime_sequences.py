@@ -11,7 +11,7 @@ from realtime_tools import HumService
 
 from mmfast.serve.realtime.outbox import Outbox
 from mmfast.serve.realtime.response import Response
-from mmfast.serve.realtime.session import Session
+from mmfast.serve.realtime.session import RealtimeSession
 
 
 def test_random_sequences(request: pytest.FixtureRequest) -> None:
@@ -58,7 +58,7 @@ def leak(patch: pytest.MonkeyPatch) -> None:
 
 def forget(patch: pytest.MonkeyPatch) -> None:
     """The model's generator is not closed."""
-    patch.setattr("mmfast.streams.voice_run.Run.close", lambda self: KEPT.append(self))
+    patch.setattr("mmfast.voice.reply.Run.close", lambda self: KEPT.append(self))
 
 
 KEPT: list[Any] = []
@@ -67,10 +67,10 @@ KEPT: list[Any] = []
 def crash(patch: pytest.MonkeyPatch) -> None:
     """A wrong event ends the connection."""
 
-    def fail(self: Session, error: BaseException, event_id: str | None) -> None:
+    def fail(self: RealtimeSession, error: BaseException, event_id: str | None) -> None:
         raise OSError from error
 
-    patch.setattr(Session, "fail", fail)
+    patch.setattr(RealtimeSession, "fail", fail)
 
 
 FAULTS = {

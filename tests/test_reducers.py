@@ -102,7 +102,7 @@ def test_oracle_holitom_adaptive() -> None:
 
 def test_holitom_windows_are_optimal() -> None:
     """The dynamic program finds what trying every segmentation finds."""
-    from mmfast.ops.static_windows import static_windows
+    from mmfast.ops.video import static_windows
 
     rng = random.Random(0)
     for _ in range(30):
@@ -128,8 +128,7 @@ def test_divprune_on_still_video_picks_every_place_once() -> None:
 
 
 def test_divprune_in_float32_matches_the_textbook_loop() -> None:
-    from mmfast.ops.max_min import max_min
-    from mmfast.ops.max_min_reference import max_min_reference
+    from mmfast.ops.max_min import max_min, max_min_reference
 
     for kind, grid in (("random", (1, 1, 1200)), ("video", (6, 14, 14))):
         x = make(kind, grid, width=96).x
@@ -183,9 +182,9 @@ def _faults() -> list[Fault]:
 
 
 def _choosing_faults() -> list[Fault]:
-    from mmfast.ops import paired_cosine, ranking
+    from mmfast.ops import ranking, similarity
 
-    topk, cosine = ranking.stable_topk, paired_cosine.temporal_cosine
+    topk, cosine = ranking.stable_topk, similarity.temporal_cosine
 
     def least(score: torch.Tensor, count: int) -> torch.Tensor:
         return topk(-score, count)
@@ -206,15 +205,15 @@ def _choosing_faults() -> list[Fault]:
 
 
 def _merging_faults() -> list[Fault]:
-    from mmfast.ops import bipartite, dpc_knn
-    from mmfast.ops import window_budget as quotas
+    from mmfast.ops import clustering, merging
+    from mmfast.ops import video as quotas
 
-    def wrong_partner(metric: torch.Tensor, count: int, **kw: bool) -> bipartite.Matching:
-        found = bipartite.match(metric, count, **kw)
+    def wrong_partner(metric: torch.Tensor, count: int, **kw: bool) -> merging.Matching:
+        found = merging.match(metric, count, **kw)
         return replace(found, target=(found.target + 1) % (metric.shape[-2] // 2))
 
-    def most_similar(metric: torch.Tensor, count: int, **kw: bool) -> bipartite.Matching:
-        found = bipartite.match(metric, metric.shape[-2] // 2, **kw)
+    def most_similar(metric: torch.Tensor, count: int, **kw: bool) -> merging.Matching:
+        found = merging.match(metric, metric.shape[-2] // 2, **kw)
         return replace(  # merges the least similar pairs
             found,
             unmerged=torch.cat([found.unmerged, found.source[..., :-count]], -1),
@@ -229,7 +228,7 @@ def _merging_faults() -> list[Fault]:
         return quotas.paper_quota(places, dynamic, -attn, r)
 
     def no_merge(x: torch.Tensor, count: int, neighbours: int) -> object:
-        centres, member = dpc_knn.dpc_knn(x, count, neighbours)
+        centres, member = clustering.dpc_knn(x, count, neighbours)
         return centres, (member + 1) % count
 
     def all_half(owner: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -291,7 +290,7 @@ def test_oracle_sees_planted_faults(
     attribute: str,
     bug: Callable,
 ) -> None:
-    plan = importlib.import_module("mmfast.ops.pooling")._plan
+    plan = importlib.import_module("mmfast.ops.merging")._plan
     request.addfinalizer(plan.cache_clear)  # plans made under a fault must not outlive it
     tokens = make("video", (6, 3, 4), seed=5)
     wide = (6, 2, 6)

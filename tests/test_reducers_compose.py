@@ -178,10 +178,9 @@ def test_knobs_out_of_range_are_named(spec: str, words: str) -> None:
 
 def _faults() -> list[tuple[str, str, Callable[..., object]]]:
     """Plausible bugs: (method, what is replaced, by what)."""
-    from mmfast.ops.greedy_diverse import greedy_diverse
-    from mmfast.ops.ranking import stable_topk
-    from mmfast.ops.share_out import share_out
-    from mmfast.ops.shots import shots
+    from mmfast.ops.max_min import greedy_diverse
+    from mmfast.ops.ranking import share_out, stable_topk
+    from mmfast.ops.video import shots
 
     merge = Reduction.merge
 

@@ -13,8 +13,8 @@ from token_factory import item, make, stacked
 
 import mmfast
 from mmfast import SpecError, Tokens
-from mmfast.ops.greedy_dpp import _Search, stepwise
-from mmfast.reducers.stc_pruner import prune_chunk
+from mmfast.ops.dpp import _Search, stepwise
+from mmfast.reducers.video.stc_pruner import prune_chunk
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from reducer_checks import disagreement
 from token_factory import make
 
 from mmfast import Reduction
-from mmfast.ops import grouped_topk, neighbour_merge, ranking, raster_prediction
+from mmfast.ops import image as raster_prediction
+from mmfast.ops import merging, ranking
+from mmfast.ops import ranking as grouped_topk
 
 
 def least(score: torch.Tensor, count: int) -> torch.Tensor:
@@ -35,11 +37,11 @@ def wrapping(centre: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def plain(*given: torch.Tensor, **knobs: bool) -> Reduction:
-    return replace(neighbour_merge.neighbour_merge(*given, **knobs), mix=None)
+    return replace(merging.neighbour_merge(*given, **knobs), mix=None)
 
 
 def sums(*given: torch.Tensor, **knobs: bool) -> Reduction:
-    return neighbour_merge.neighbour_merge(*given, raw=True)
+    return merging.neighbour_merge(*given, raw=True)
 
 
 def narrow(x: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:

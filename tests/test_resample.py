@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.speech import Stage
-from mmfast.ops.resample import Resampler, resample
+from mmfast.ops.audio import Resampler, resample
 
 RATES = [(8000, 16000), (48000, 16000), (44100, 16000), (192000, 16000), (16000, 24000)]
 RATES += [(22050, 16000), (16000, 44100), (44101, 16000), (11025, 8000), (16000, 16000)]

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmfast.caches import resv as resv_module
+from mmfast.caches import retrieval as resv_module
 from mmfast.core.errors import SpecError
 from mmfast.core.kv import Clusters, Retriever
 from mmfast.core.registry import get
-from mmfast.ops.block_choice import best_blocks
-from mmfast.ops.leader_clusters import leader_clusters
-from mmfast.ops.mass_cover import mass_cover
+from mmfast.ops.clustering import best_blocks, leader_clusters
+from mmfast.ops.ranking import mass_cover
 
 SHAPES = [(1, 1, 1, 3, 4), (2, 4, 3, 5, 8), (2, 2, 1, 9, 6), (3, 12, 7, 4, 5)]  # H, Hq, T, n, d
 

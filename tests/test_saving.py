@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from mmfast.core.errors import MmfastError
 from mmfast.streams import saving
-from mmfast.streams.saving import generations, load, save
-from mmfast.streams.tree import File
+from mmfast.streams.saving import File, generations, load, save
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,

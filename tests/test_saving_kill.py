@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from mmfast.streams import saving
-from mmfast.streams.saving import generations, load, save
-from mmfast.streams.tree import File
+from mmfast.streams.saving import File, generations, load, save
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL"),

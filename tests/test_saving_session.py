@@ -14,7 +14,7 @@ import pytest
 import torch
 from stream_tools import answer_logits, seconds, shared_pipe, watcher
 
-from mmfast.streams import blockfile
+from mmfast.streams.archive import disk
 
 FAMILY = "llava_onevision"
 QUESTION = "what moves?"
@@ -111,7 +111,7 @@ def test_the_stream_goes_on_when_the_disk_fails(
         def fails(_: int) -> None:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(blockfile.os, "fsync", fails)
+        monkeypatch.setattr(disk.os, "fsync", fails)
         feed(session, 12, 16)
         stored = session.stats()["memory"]["archive"]
         assert session.stats()["frames"] == 16 and stored["disk_errors"] and stored["reports"]

@@ -17,9 +17,9 @@ import mmfast
 from mmfast.bench.speech_hum import HumModel, hum, read
 from mmfast.cli import main
 from mmfast.core.errors import MmfastError, ModelError
-from mmfast.frontends.audio import load_audio
-from mmfast.pipelines.text_to_speech import TextToSpeech
-from mmfast.streams import voice_models
+from mmfast.frontends.audio.reader import load_audio
+from mmfast.pipelines.speech import TextToSpeech
+from mmfast.voice import models
 
 Run = Callable[..., tuple[int, str, str]]
 KEYS = {"text", "seconds", "first_audio_ms", "rtf", "tokens_per_pass"}
@@ -28,7 +28,7 @@ KEYS = {"text", "seconds", "first_audio_ms", "rtf", "tokens_per_pass"}
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line with a humming model; exit code, standard output and error."""
-    monkeypatch.setattr(voice_models, "_embedded", lambda path, device: HumModel())
+    monkeypatch.setattr(models, "_embedded", lambda path, device: HumModel())
 
     def call(*args: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as left:

@@ -16,7 +16,8 @@ from scheduling import EMBEDDED, Ear, answers, ask, clip, image, model_of, stock
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.models.prompt import chat_inputs
-from mmfast.serve.engine import embed, finish
+from mmfast.serve.engine import encoder as embed
+from mmfast.serve.engine import encoder as finish
 from mmfast.serve.engine.base import (
     BusyError,
     Executor,
@@ -24,10 +25,10 @@ from mmfast.serve.engine.base import (
     Finish,
     Media,
     Request,
-    Sampling,
+    SamplingOptions,
 )
-from mmfast.serve.engine.embed import BLOCK
-from mmfast.serve.engine.prefix import Prefixes
+from mmfast.serve.engine.encoder import BLOCK
+from mmfast.serve.engine.prefill import Prefixes
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.engine.slots import RowCache
 
@@ -214,7 +215,7 @@ def test_the_same_question_about_another_image_is_another_prompt() -> None:
 
 def test_draws_do_not_depend_on_the_batch() -> None:
     def drawn(name: str, seed: int | None) -> Request:
-        sampling = Sampling(max_tokens=12, temperature=0.9, top_p=0.8, seed=seed)
+        sampling = SamplingOptions(max_tokens=12, temperature=0.9, top_p=0.8, seed=seed)
         return talk(name, [(image(1), "what?")], sampling=sampling)
 
     with scheduler("llava_onevision") as engine:
@@ -248,8 +249,8 @@ def test_refusals_at_submission() -> None:
             ask("a", " "),
             talk("a", [("x",), ("y",)]),
             ask("a", "x", tokens=0),
-            ask("a", "x", sampling=Sampling(temperature=-1.0)),
-            ask("a", "x", sampling=Sampling(top_p=0.0)),
+            ask("a", "x", sampling=SamplingOptions(temperature=-1.0)),
+            ask("a", "x", sampling=SamplingOptions(top_p=0.0)),
             ask("a", image(1), "x", reduce="evs:0.5", target_ttft_ms=100),
             ask("a", image(1), "x", target_ttft_ms=-1),
         ):
@@ -402,7 +403,7 @@ def test_a_prompt_that_breaks_a_pass_fails_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_infinite_logits_end_one_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.serve.engine.sample import Chooser
+    from mmfast.serve.engine.decode import Chooser
 
     choose = Chooser.choose
 
@@ -500,14 +501,14 @@ def test_stop_strings_and_length() -> None:
     with scheduler(EMBEDDED) as engine:
         ((text, end),) = answers(engine, [request])
         assert text == whole and isinstance(end, Finish) and end.reason == "stop"
-        sampling = Sampling(max_tokens=8, stop=(whole[1:3], "nothing"))
+        sampling = SamplingOptions(max_tokens=8, stop=(whole[1:3], "nothing"))
         ((text, end),) = answers(engine, [_with(request, sampling)])
         assert text == whole[:1] and isinstance(end, Finish) and end.reason == "stop"
-        ((_, end),) = answers(engine, [_with(request, Sampling(max_tokens=1))])
+        ((_, end),) = answers(engine, [_with(request, SamplingOptions(max_tokens=1))])
         assert isinstance(end, Finish) and (end.reason, end.completion_tokens) == ("length", 1)
 
 
-def _with(request: Request, sampling: Sampling) -> Request:
+def _with(request: Request, sampling: SamplingOptions) -> Request:
     return Request(f"{request.id}-{sampling.max_tokens}", request.messages, sampling)
 
 

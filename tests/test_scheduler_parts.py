@@ -16,17 +16,13 @@ from scheduling import Ear, ask, clip, image, model_of, stock
 from torch import nn
 
 from mmfast.core.errors import ModelError
-from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, Sampling
-from mmfast.serve.engine.decode import Decoder
-from mmfast.serve.engine.encoder import Encoder
-from mmfast.serve.engine.fair import FairQueue
-from mmfast.serve.engine.lru import Lru
-from mmfast.serve.engine.memory import kv_limit
-from mmfast.serve.engine.prefill import Job, Prefiller
-from mmfast.serve.engine.scheduler import Scheduler
-from mmfast.serve.engine.slicer import Slicer
-from mmfast.serve.engine.slots import Slots
-from mmfast.serve.engine.text import Writer
+from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, SamplingOptions
+from mmfast.serve.engine.decode import DecodeBatch, Writer
+from mmfast.serve.engine.encoder import MediaEncoder, Slicer
+from mmfast.serve.engine.media import Lru
+from mmfast.serve.engine.prefill import Prefiller, PrefillJob
+from mmfast.serve.engine.scheduler import FairQueue, Scheduler
+from mmfast.serve.engine.slots import CacheSlots, kv_limit
 
 
 class Bytes:
@@ -38,7 +34,7 @@ class Bytes:
 
 def written(text: str, stop: tuple[str, ...] = (), most: int = 10_000) -> tuple[list[str], Writer]:
     """What comes of a text, byte by byte, and of its end token."""
-    writer, parts = Writer(Bytes(), Sampling(max_tokens=most, stop=stop), {300}), []
+    writer, parts = Writer(Bytes(), SamplingOptions(max_tokens=most, stop=stop), {300}), []
     for token in [*text.encode(), 300]:
         parts.append(writer.push(token))
         if writer.over:
@@ -87,7 +83,7 @@ def _piece(length: int, seed: int) -> list[torch.Tensor]:
 def test_slots_hold_what_was_put_and_no_byte_more(
     steps: list[int | None], rng: random.Random
 ) -> None:
-    slots, held = Slots(2, 8), list[tuple[list[torch.Tensor], int]]()
+    slots, held = CacheSlots(2, 8), list[tuple[list[torch.Tensor], int]]()
     for number, length in enumerate(steps):
         if length is not None and len(held) < 8:
             kv = _piece(length, number)
@@ -112,7 +108,7 @@ def test_slots_hold_what_was_put_and_no_byte_more(
 
 def test_a_row_that_went_bad_leaves_nothing_behind() -> None:
     """Infinities behind the length of a row would spoil sums even under a mask."""
-    slots = Slots(1, 2)
+    slots = CacheSlots(1, 2)
     slots.add([torch.full((2, 1, 9, 4), torch.nan)], 20)
     slots.add([torch.ones(2, 1, 3, 4)], 20)
     slots.remove(0)
@@ -129,7 +125,11 @@ def test_roles_pass_on_plain_values(family: str) -> None:
     """Encoder, prefill and decoding in three places, joined by pickles."""
     model, processor = pair = model_of(family)
     requests = [ask("a", image(1), clip(1), "what?", tokens=8), ask("b", "hello", tokens=5)]
-    encoder, prefiller, decoder = Encoder(model, processor), Prefiller(model, 40), Decoder(model, 4)
+    encoder, prefiller, decoder = (
+        MediaEncoder(model, processor),
+        Prefiller(model, 40),
+        DecodeBatch(model, 4),
+    )
     prepared = pickle.loads(pickle.dumps([encoder.prepare(request) for request in requests]))
     prompts = pickle.loads(pickle.dumps(encoder.encode(prepared)))
     filled = pickle.loads(pickle.dumps(prefiller.fill(prompts)))
@@ -155,11 +155,11 @@ def test_short_prompts_share_a_pass() -> None:
     prefiller = Prefiller(model, 64)
     embed = model.get_input_embeddings()
 
-    def job(length: int) -> Job:
-        from mmfast.serve.engine.parts import Embedded
+    def job(length: int) -> PrefillJob:
+        from mmfast.serve.engine.slots import Embedded
 
         ids = torch.arange(length) % 200
-        return Job(Embedded(embed(ids), ids[None]))
+        return PrefillJob(Embedded(embed(ids), ids[None]))
 
     long, short, other = job(300), job(20), job(9)
     plan = dict(prefiller.plan([long, short, other]))

@@ -7,8 +7,7 @@ import torch
 from token_factory import make
 
 import mmfast
-from mmfast.core.schedule import expand, stage_layers, wanted
-from mmfast.core.spec import parse
+from mmfast.core.spec import expand, parse, stage_layers, wanted
 
 DEPTHS = (0.25, 0.5, 0.75)
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from kernel_tools import CAPABILITIES, assert_clean, compiled, has_wide_loads, interpreted, planted
 from torch import Tensor
 
-from mmfast.core import segments as core
+from mmfast.core import reduction as core
 from mmfast.core.errors import MmfastError
-from mmfast.core.reduction import Mix, Reduction
-from mmfast.core.segments import Segments, add_rows
-from mmfast.ops.segment_merge import segment_merge, segment_merge_reference
+from mmfast.core.reduction import Mix, Reduction, Segments, add_rows
+from mmfast.ops.merging import segment_merge, segment_merge_reference
 
 triton = pytest.importorskip("triton", reason="triton has wheels for Linux on x86-64 only")
 
@@ -124,9 +123,9 @@ def test_entries_are_sorted_once() -> None:
 def test_reduction_hands_its_merge_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU nothing of it is imported; elsewhere the op is found by name."""
     seen = []
-    monkeypatch.setattr(core, "ACCELERATED", {"cpu": "mmfast.ops.segment_merge"})
+    monkeypatch.setattr(core, "ACCELERATED", {"cpu": "mmfast.ops.merging"})
     monkeypatch.setattr(
-        "mmfast.ops.segment_merge.add_rows", lambda x, s: seen.append(s) or add_rows(x, s)
+        "mmfast.ops.merging.add_rows", lambda x, s: seen.append(s) or add_rows(x, s)
     )
     x, keep = torch.randn(6, 4), torch.tensor([0, 3])
     owner = torch.tensor([0, 0, -1, 1, 1, 1])

@@ -12,7 +12,7 @@ import torch
 from mmfast import MmfastError
 from mmfast.bench import selection_ops
 from mmfast.bench.selection import CASES, TEXTBOOKS, Case, measure, video
-from mmfast.bench.selection_ops import Job, OpCase
+from mmfast.bench.selection_ops import OpCase, SelectionJob
 
 
 @pytest.mark.parametrize("method", ["divprune", "evs", "holitom_inner@llm2"])
@@ -43,7 +43,7 @@ def test_divprune_is_much_cheaper_than_the_textbook_loop() -> None:
     assert video((16, 14, 14), 64).n == row["n"]
 
 
-SMALL: dict[str, Callable[[], Job]] = {
+SMALL: dict[str, Callable[[], SelectionJob]] = {
     "windows": partial(selection_ops.segmentation, 40, 12),
     "importance of grouped heads": partial(selection_ops.importance, 6, 2, 70, 16),
     "importance": partial(selection_ops.importance, 3, 3, 50, 16),

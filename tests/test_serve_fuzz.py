@@ -27,7 +27,7 @@ from schemathesis import GenerationMode
 from serve_tools import MODEL, Hum, app_of, data_url, png, running, sound_part, wav
 
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.guard.intake import UNDECLARED
+from mmfast.serve.guard.body import UNDECLARED
 
 CLIP = (Path(__file__).resolve().parents[1] / "assets/clips/red-circle.mp4").read_bytes()
 REDUCE = ["evs:0.5", "divprune:4", "fastv@llm3:0.5", "tome@vit:0.5", "evs:0.25+pyramiddrop"]

@@ -30,7 +30,7 @@ from mmfast.serve.guard import fetch as fetching
 from mmfast.serve.guard.errors import ApiError
 from mmfast.serve.guard.fetch import fetch
 from mmfast.serve.http import json_route, service
-from mmfast.serve.http.running import failed
+from mmfast.serve.http.events import failed
 
 ANSWER = (Delta("left"), Finish("stop", 3, 1))
 
@@ -220,7 +220,7 @@ def test_a_hash_that_is_none_is_refused_at_once(key: str) -> None:
 def test_a_hash_of_a_key_is_taken() -> None:
     import hashlib
 
-    from mmfast.serve.guard.keys import Keys
+    from mmfast.serve.guard.caller import Keys
 
     config = ServerConfig(api_keys=("sha256:" + hashlib.sha256(b"key").hexdigest().upper(),))
     assert Keys(config.api_keys).owner(b"key") and not Keys(config.api_keys).owner(b"kex")

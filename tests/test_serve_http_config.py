@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from mmfast.core.errors import MmfastError
-from mmfast.serve.config import ServerConfig
-from mmfast.serve.config_sources import helps, resolve, types_of
+from mmfast.serve.config import ServerConfig, helps, resolve, types_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -174,7 +173,7 @@ def test_a_missing_extra_is_named(
     ("engine", "module", "name"),
     [
         ("inproc", "mmfast.serve.engine.scheduler", "Scheduler"),
-        ("processes", "mmfast.serve.engine.processes", "Processes"),
+        ("processes", "mmfast.serve.engine.processes.crowd", "Processes"),
         ("ray", "mmfast.serve.ray.engine", "RayEngine"),
     ],
 )

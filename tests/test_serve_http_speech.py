@@ -32,7 +32,7 @@ def say(speaker: Hum, **more: Any) -> Any:
 def samples(data: bytes, kind: str) -> tuple[np.ndarray[Any, Any], int]:
     if kind == "pcm":
         return np.frombuffer(data, "<i2") / 32768, 24_000
-    from mmfast.frontends.audio import load_audio
+    from mmfast.frontends.audio.reader import load_audio
 
     return load_audio(io.BytesIO(data), 16_000).numpy(), 16_000
 

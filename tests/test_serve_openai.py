@@ -49,7 +49,7 @@ def engine() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def voice() -> Any:
-    from mmfast.streams.voice_models import load_voice
+    from mmfast.voice.models import load_voice
 
     return load_voice(None)
 
@@ -131,7 +131,7 @@ def test_an_image_is_answered_as_by_the_pipeline(client: Any) -> None:
     from PIL import Image
 
     import mmfast
-    from mmfast.frontends.video import read_video
+    from mmfast.frontends.video.reader import read_video
 
     file = io.BytesIO()
     frame = read_video(CLIPS / "red-circle.mp4", frames=8).frames[3]
@@ -154,7 +154,7 @@ def test_a_spoken_question_is_answered(client: Any) -> None:
 
 
 def test_speech_streams_and_is_understood(client: Any, voice: Any) -> None:
-    from mmfast.frontends.audio import load_audio
+    from mmfast.frontends.audio.reader import load_audio
 
     with client.audio.speech.with_streaming_response.create(
         model="tts-1",

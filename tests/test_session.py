@@ -24,7 +24,7 @@ from stream_tools import (
 
 import mmfast
 from mmfast.core.errors import MediaError, MmfastError, SpecError
-from mmfast.frontends.video import read_video
+from mmfast.frontends.video.reader import read_video
 
 THREE = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 QUESTION = "what moves?"

@@ -10,10 +10,9 @@ import torch
 from stream_tools import EMBEDDED, FAMILIES, Watcher, seconds, seen_by_decoder, shot, stock, watcher
 
 from mmfast.core.errors import MmfastError, ModelError
-from mmfast.streams.encode import Encoder
-from mmfast.streams.piece import Piece
-from mmfast.streams.proof import positions_of, prove
-from mmfast.streams.script import Script, Unit, Written, script_for
+from mmfast.streams.families import positions_of, prove, script_for
+from mmfast.streams.intake import FrameEncoder
+from mmfast.streams.script import EncodedUnit, Piece, Script, WrittenState
 
 QUESTION = "what moves?"
 
@@ -25,10 +24,15 @@ def script_of(this: Watcher, fps: float = 2.0, **options: Any) -> Script:
 
 
 def write(
-    this: Watcher, script: Script, state: Written, shots: list[Any], split: int = 1, **options: Any
-) -> tuple[Written, list[Piece]]:
+    this: Watcher,
+    script: Script,
+    state: WrittenState,
+    shots: list[Any],
+    split: int = 1,
+    **options: Any,
+) -> tuple[WrittenState, list[Piece]]:
     """Frames to pieces, `split` units in one call of the encoder; an odd last frame is doubled."""
-    encoder = Encoder(this.model, this.processor, **{"sized_for": len(shots), **options})
+    encoder = FrameEncoder(this.model, this.processor, **{"sized_for": len(shots), **options})
     groups = [shots[i : i + script.frames] for i in range(0, len(shots), script.frames)]
     groups = [group + group[-1:] * (script.frames - len(group)) for group in groups]
     pieces: list[Piece] = []
@@ -67,7 +71,7 @@ def test_a_clip(family: str, frames: int, split: int, fps: float) -> None:
     this = watcher(family)
     script = script_of(this, fps)
     shots = list(zip(this.clip(frames), seconds(frames, fps), strict=True))
-    state, pieces = write(this, script, Written(), shots, split)
+    state, pieces = write(this, script, WrittenState(), shots, split)
     pieces += script.question(state, QUESTION)
     clip = shot([f for f, _ in shots], [t for _, t in shots], fps)
     check(this, script, pieces, stock(this, [clip, QUESTION]))
@@ -78,7 +82,7 @@ def test_an_exchange_and_the_video_goes_on(family: str) -> None:
     this = watcher(family)
     script = script_of(this)
     clips = [list(zip(this.clip(4, i), seconds(4, start=3.0 * i), strict=True)) for i in (0, 1)]
-    state, pieces = write(this, script, Written(), clips[0], sized_for=4)
+    state, pieces = write(this, script, WrittenState(), clips[0], sized_for=4)
     pieces += script.question(state, QUESTION)
     pieces.append(script.text(script.wording.text("a ball")))
     state, more = write(this, script, script.answered(state), clips[1], sized_for=4)
@@ -92,9 +96,9 @@ def test_an_exchange_and_the_video_goes_on(family: str) -> None:
 def test_questions_without_frames(family: str) -> None:
     this = watcher(family)
     script = script_of(this)
-    check(this, script, script.question(Written(), QUESTION), stock(this, [QUESTION]))
+    check(this, script, script.question(WrittenState(), QUESTION), stock(this, [QUESTION]))
     shots = list(zip(this.clip(2), seconds(2), strict=True))
-    state, pieces = write(this, script, Written(), shots)
+    state, pieces = write(this, script, WrittenState(), shots)
     pieces += script.question(state, QUESTION)
     pieces.append(script.text(script.wording.text("a ball")))
     pieces += script.question(script.answered(state), "sure?")
@@ -107,7 +111,7 @@ def test_uneven_times_of_qwen2_5() -> None:
     this = watcher("qwen2_5_vl")
     script = script_of(this, fps=1.0)
     shots = list(zip(this.clip(8), [10.0, 11.0, 12.0, 12.3, 15.1, 15.2, 18.0, 19.0], strict=True))
-    state, pieces = write(this, script, Written(), shots)
+    state, pieces = write(this, script, WrittenState(), shots)
     positions = positions_of(pieces)[0, len(pieces[0].embeds) :]
     n = len(pieces[1].embeds)
     rate = this.model.config.vision_config.tokens_per_second
@@ -125,7 +129,7 @@ def test_frames_share_the_pixels_of_a_long_clip() -> None:
     small = Watcher(this.family, this.model, processor, this.size)
     script = script_of(small)
     shots = list(zip(small.clip(8), seconds(8), strict=True))
-    state, pieces = write(small, script, Written(), shots)
+    state, pieces = write(small, script, WrittenState(), shots)
     pieces += script.question(state, QUESTION)
     clip = shot([f for f, _ in shots], [t for _, t in shots])
     inputs = stock(small, [clip, QUESTION])
@@ -139,17 +143,17 @@ def test_reduced_frames_keep_their_places(family: str) -> None:
     """Dropped tokens leave gaps; a frame that keeps none moves what follows just the same."""
     this = watcher(family)
     script = script_of(this)
-    encoder = Encoder(this.model, this.processor, sized_for=6)
+    encoder = FrameEncoder(this.model, this.processor, sized_for=6)
     shots = list(zip(this.clip(6), seconds(6), strict=True))
     groups = [shots[i : i + script.frames] for i in range(0, 6, script.frames)]
-    full, part = Written(), Written()
+    full, part = WrittenState(), WrittenState()
     want: list[torch.Tensor] = []
     pieces: list[Piece] = []
     for i, unit in enumerate(encoder(groups)):
         keep = torch.arange(1, unit.n, 3)[: 0 if i == 1 else None]
         full, pieces_full = script.patch(full, unit)
         planes = tuple(plane[keep] for plane in unit.planes)
-        short = Unit(unit.features[keep], unit.grid, unit.times, keep, planes)
+        short = EncodedUnit(unit.features[keep], unit.grid, unit.times, keep, planes)
         part, pieces_part = script.patch(part, short)
         want, pieces = [*want, *pieces_full], [*pieces, *pieces_part]
     want += script.question(full, QUESTION)
@@ -164,9 +168,9 @@ def test_what_cannot_be_streamed() -> None:
     this = watcher("qwen2_5_vl")
     script = script_of(this)
     with pytest.raises(MmfastError, match="placeholder"):
-        script.question(Written("video"), "what is <|video_pad|>?")
+        script.question(WrittenState("video"), "what is <|video_pad|>?")
     with pytest.raises(MmfastError, match="empty"):
-        script.question(Written("video"), " ")
+        script.question(WrittenState("video"), " ")
     processor = copy.copy(this.processor)
     processor.chat_template = "{{ messages[0]['content'][1]['text'] }}<|video_pad|>"
     with pytest.raises(ModelError, match="before the video"):

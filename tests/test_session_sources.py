@@ -13,8 +13,7 @@ import torch
 from stream_tools import EMBEDDED, answer_logits, full_pipe, seconds, shared_pipe, watcher
 
 from mmfast.core.errors import MediaError, MmfastError
-from mmfast.streams.clock import FakeClock
-from mmfast.streams.timeline import Timeline
+from mmfast.streams.stream import FakeClock, Timeline
 
 FAMILY = "qwen3_vl"
 QUESTION = "what moves?"

@@ -11,13 +11,12 @@ from stream_tools import answer_logits, seconds, shared_pipe, watcher
 
 from mmfast.core.errors import MmfastError
 from mmfast.streams.reply import Sampler
-from mmfast.streams.speaking import Ready, Rule
-from mmfast.streams.subscribe import Event, Look, condition_of
+from mmfast.streams.subscription import Event, Look, Ready, SpeakRule, condition_of
 
 FAMILY = "llava_onevision"
 
 
-def told(rule: Rule, course: list[tuple[float, float]]) -> list[float]:
+def told(rule: SpeakRule, course: list[tuple[float, float]]) -> list[float]:
     """Times at which a rule speaks, for (time, probability) pairs."""
     ready, found = Ready(), []
     for time, probability in course:
@@ -28,7 +27,7 @@ def told(rule: Rule, course: list[tuple[float, float]]) -> list[float]:
 
 
 def test_it_speaks_once_per_rise() -> None:
-    rule = Rule(threshold=0.6, release=0.4, every=0, pause=0)
+    rule = SpeakRule(threshold=0.6, release=0.4, every=0, pause=0)
     rise = [(0, 0.1), (1, 0.7), (2, 0.9), (3, 0.5), (4, 0.8), (5, 0.4), (6, 0.6), (7, 0.0)]
     assert told(rule, rise) == [1, 6]  # at 4 it has trembled, and not fallen to the release
     assert told(rule, [(0, 0.9), (1, 0.9)]) == [0]  # true from the beginning is told, too
@@ -37,9 +36,12 @@ def test_it_speaks_once_per_rise() -> None:
 
 def test_it_rests_and_does_not_look_all_the_time() -> None:
     course = [(float(t), 0.9 if t % 2 else 0.1) for t in range(12)]
-    assert told(Rule(every=0, pause=0), course) == [1, 3, 5, 7, 9, 11]
-    assert told(Rule(every=0, pause=5), course) == [1, 7]  # what rose while it rested still rings
-    assert told(Rule(every=3, pause=0), course) == [3, 9]
+    assert told(SpeakRule(every=0, pause=0), course) == [1, 3, 5, 7, 9, 11]
+    assert told(SpeakRule(every=0, pause=5), course) == [
+        1,
+        7,
+    ]  # what rose while it rested still rings
+    assert told(SpeakRule(every=3, pause=0), course) == [3, 9]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_it_rests_and_does_not_look_all_the_time() -> None:
 )
 def test_knobs_out_of_range(knobs: dict[str, float]) -> None:
     with pytest.raises(MmfastError):
-        Rule.of(knobs)
+        SpeakRule.of(knobs)
 
 
 def test_conditions() -> None:
@@ -101,7 +103,7 @@ def test_events_of_a_stream(callback: bool) -> None:
             course.append((i / 2, yes / (yes + no)))
         silent = answer_logits(session, "what?")
     values = sorted(p for _, p in course)
-    rule = Rule(threshold=values[6], release=values[3], every=0.5, pause=1.0)
+    rule = SpeakRule(threshold=values[6], release=values[3], every=0.5, pause=1.0)
     wanted = told(rule, course)
     assert 0 < len(wanted) < 10
     events: list[Event] = []

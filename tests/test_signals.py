@@ -11,10 +11,10 @@ from mmfast.attach import attach
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register, unregister
-from mmfast.models.adapter import adapter_for, tower_of
-from mmfast.models.signals import TOWER_SIGNALS, from_tower, middle_block
-from mmfast.models.tiling import tile_raster
-from mmfast.models.vision import tower_signals
+from mmfast.models.families.adapter import adapter_for, tower_of
+from mmfast.models.families.tiles import tile_raster
+from mmfast.models.reduction.signals import TOWER_SIGNALS, from_tower, middle_block
+from mmfast.models.reduction.tower_signals import tower_signals
 
 ALL = tuple(TOWER_SIGNALS)
 

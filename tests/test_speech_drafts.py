@@ -9,22 +9,22 @@ import pytest
 import torch
 from speech_fakes import random_speech_model
 
-from mmfast.heads.learning import packed_mask
-from mmfast.tiny import speech_drafts
-from mmfast.tiny.speech_bank import Said
-from mmfast.tiny.speech_drafts import DraftTrainer, places
-from mmfast.tiny.speech_net import Net, Shape, to_llama
+from mmfast.heads.mtp import packed_mask
+from mmfast.tiny.speech import drafts
+from mmfast.tiny.speech.bank import SpokenText
+from mmfast.tiny.speech.drafts import DraftTrainer, places
+from mmfast.tiny.speech.net import BackboneShape, Net, to_llama
 
 WORDS = ("the", "red", "circle", "moves", "left", ".")
 
 
 @pytest.fixture(scope="module")
-def parts() -> tuple[Any, Net, list[Said]]:
+def parts() -> tuple[Any, Net, list[SpokenText]]:
     """A random backbone as model and as net, and texts with random sound."""
     model = random_speech_model()
     layout, config = model.layout, model.backbone.config
     torch.manual_seed(1)
-    net = Net(Shape(layout.total, config.hidden_size, config.num_hidden_layers, 48))
+    net = Net(BackboneShape(layout.total, config.hidden_size, config.num_hidden_layers, 48))
     for layer in net.layers:
         torch.nn.init.normal_(layer.out, std=0.1)
         torch.nn.init.normal_(layer.down, std=0.1)
@@ -33,7 +33,7 @@ def parts() -> tuple[Any, Net, list[Said]]:
     said = []
     for _ in range(6):
         sounds = [rng.integers(layout.base, layout.total, rng.integers(2, 12)) for _ in groups]
-        said.append(Said((0, 1, 1), groups, sounds))
+        said.append(SpokenText((0, 1, 1), groups, sounds))
     return model, net, said
 
 
@@ -52,8 +52,8 @@ def test_places_are_what_the_backbone_says_of_them(parts: Any) -> None:
 
 
 def test_modules_learn_what_drafting_computes(parts: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(speech_drafts, "MODULES", 4)
-    monkeypatch.setattr(speech_drafts, "INNER", 24)
+    monkeypatch.setattr(drafts, "MODULES", 4)
+    monkeypatch.setattr(drafts, "INNER", 24)
     model, net, said = parts
     model.backbone.model.load_state_dict(to_llama(net))
     model.backbone.refresh()
@@ -69,14 +69,14 @@ def test_modules_learn_what_drafting_computes(parts: Any, monkeypatch: Any) -> N
     for k, states in enumerate(head(hidden, embeds, mask)[:4]):
         logits = head.output(k, states[:, 0], slice(texts, None))
         label = data.chosen[at + k + 1][None]
-        want += speech_drafts.FADE**k * torch.nn.functional.cross_entropy(logits, label)
+        want += drafts.FADE**k * torch.nn.functional.cross_entropy(logits, label)
         assert right[k] == float(logits.argmax(-1) == label)
     torch.testing.assert_close(total, want, atol=1e-4, rtol=1e-4)
 
 
 def test_they_get_better_and_are_judged_on_other_texts(parts: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(speech_drafts, "MODULES", 3)
-    monkeypatch.setattr(speech_drafts, "BATCH", 64)
+    monkeypatch.setattr(drafts, "MODULES", 3)
+    monkeypatch.setattr(drafts, "BATCH", 64)
     model, net, said = parts
     data, held = (places(net, model.layout, s, 0) for s in (said[1:], said[:1]))
     trainer, rows = DraftTrainer(net, model.backbone, model.layout, 0), list[dict[str, Any]]()

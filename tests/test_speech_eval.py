@@ -7,15 +7,15 @@ import torch
 from speech_fakes import Parrot, fingerprint
 
 from mmfast.bench import speech_eval
+from mmfast.bench.report.sessions import speech_words
 from mmfast.bench.results import append, environment, load
 from mmfast.bench.speech_eval import run_speech_eval, speech_eval_rows
 from mmfast.bench.speech_listening import unseen_questions
-from mmfast.bench.speech_speaking import MODES, Ear, unseen_lines
-from mmfast.bench.speech_table import speech_words
+from mmfast.bench.speech_speaking import MODES, CachedRecogniser, unseen_lines
 from mmfast.core.errors import MmfastError
 from mmfast.pipelines.omni_chat import written
-from mmfast.tiny.espeak import say
-from mmfast.tiny.speech_text import split_of
+from mmfast.tiny.speech.recordings import say
+from mmfast.tiny.speech.text import split_of
 
 N = 6
 
@@ -118,7 +118,7 @@ def test_questions_are_unseen_and_about_their_clips(asked):
 
 def test_equal_sound_is_heard_once():
     heard = []
-    ear = Ear(lambda pcm: heard.append(len(pcm)) or "one")
+    ear = CachedRecogniser(lambda pcm: heard.append(len(pcm)) or "one")
     assert [ear(torch.zeros(5)), ear(torch.zeros(5)), ear(torch.ones(5))] == ["one"] * 3
     assert heard == [5, 5]
 
@@ -149,7 +149,7 @@ def test_unknown_names_are_one_line():
 
 
 def test_the_command_prints_a_document(monkeypatch, capsys, tmp_path):
-    from mmfast import cli_eval_speech
+    from mmfast.cli import measure
 
     lines = unseen_lines(2, 7)
     real = run_speech_eval
@@ -158,16 +158,16 @@ def test_the_command_prints_a_document(monkeypatch, capsys, tmp_path):
         return real(n, seed, Parrot(), ("vanilla",), ("speaking",), progress, hear=_hear(lines))
 
     monkeypatch.setattr(speech_eval, "run_speech_eval", fake)
-    cli_eval_speech.eval_speech(2, 7, None, tmp_path / "rows.jsonl", True)
+    measure.eval_speech(2, 7, None, tmp_path / "rows.jsonl", True)
     printed = json.loads(capsys.readouterr().out)
     assert [row["mode"] for row in printed["rows"]] == ["recordings", "codec", "vanilla"]
     assert len(load(tmp_path / "rows.jsonl")) == 3
-    cli_eval_speech.eval_speech(2, 7, None, None, False)
+    measure.eval_speech(2, 7, None, None, False)
     assert "vanilla" in capsys.readouterr().out
 
 
 def test_the_command_says_what_it_does_not_take():
-    from mmfast.cli_measure import evaluate
+    from mmfast.cli.measure import evaluate
 
     with pytest.raises(MmfastError, match="--reduce"):
         evaluate(reduce=["divprune:0.5"], suite="speech", n=1)

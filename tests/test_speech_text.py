@@ -7,11 +7,11 @@ import pytest
 
 from mmfast.core.errors import SpecError
 from mmfast.pipelines.omni_chat import written
-from mmfast.tiny import speech_text as domain
-from mmfast.tiny.questions import KINDS, WORDINGS, Fact
-from mmfast.tiny.speech_text_dialogue import dialogue
-from mmfast.tiny.speech_text_lines import PHRASES
-from mmfast.tiny.speech_text_rules import RULES
+from mmfast.tiny.speech import text as domain
+from mmfast.tiny.speech.dialogue import dialogue
+from mmfast.tiny.speech.rules import RULES
+from mmfast.tiny.speech.text import PHRASES
+from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact
 
 KNOWN = {*domain.WORDS, *domain.MARKS}
 

@@ -8,8 +8,8 @@ from codebook_models import llama
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
-from mmfast.models.stream_decoder import StreamDecoder
-from mmfast.ops.stream_kv import StreamKV, crop, merge, stack, take
+from mmfast.models.decoder.stream import StreamDecoder
+from mmfast.ops.stream_cache import StreamKV, crop, merge, stack, take
 
 
 def _run(decoder: StreamDecoder, x: Tensor, cuts: list[int]) -> tuple[StreamKV, Tensor]:

@@ -18,7 +18,7 @@ from mmfast.core.registry import register, unregister
 from mmfast.core.tokens import Tokens
 from mmfast.streams.engine import Engine
 from mmfast.streams.memory import Memory
-from mmfast.streams.piece import Piece
+from mmfast.streams.script import Piece
 
 CLOSE = {"atol": 5e-5, "rtol": 5e-5}
 

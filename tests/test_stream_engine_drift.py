@@ -12,10 +12,9 @@ from tiny_models import build
 from torch import Tensor
 
 from mmfast.caches.plan import plan_cache
+from mmfast.streams.buffers import LiveBlock, Turner, highest
 from mmfast.streams.engine import Engine
 from mmfast.streams.memory import Memory
-from mmfast.streams.places import Live, highest
-from mmfast.streams.turning import Turner
 
 N, SINK, WINDOW = 2, 3, 12
 EVICTIONS = 10_000
@@ -37,7 +36,7 @@ def endless(
     with torch.no_grad():
         while memory.counts["evicted_blocks"] < evictions:
             start = memory.next_start
-            block = Live(
+            block = LiveBlock(
                 memory.number, "text", None, relative, advance, False, False, top, kinds, start
             )
             raw = torch.randn(2, N, 8, generator=generator).to(dtype)

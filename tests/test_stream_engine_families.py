@@ -10,7 +10,7 @@ from tiny_models import ALL_FAMILIES, tiny
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import ModelError
 from mmfast.streams.engine import Engine
-from mmfast.streams.piece import Piece
+from mmfast.streams.script import Piece
 
 REFUSED = {"gemma3": "sliding_attention", "lfm2_vl": "conv"}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError
 from mmfast.core.kv import Block
-from mmfast.streams.archive import Found, Part
+from mmfast.streams.archive.archive import Found, LayerPart
 from mmfast.streams.engine import Engine
 
 Choice = dict[int, Tensor | None]
@@ -38,14 +38,14 @@ class Shelf:
         chosen = self._choose(layer, self.numbers(), query)
         return [Found(number, tokens) for number, tokens in sorted(chosen.items())]
 
-    def read(self, layer: int, found: Sequence[Found]) -> list[Part]:
+    def read(self, layer: int, found: Sequence[Found]) -> list[LayerPart]:
         parts = []
         for each in found:
             block = self.blocks[each.number]
             rows = (block.keys[layer], block.values[layer], block.positions(layer))
             if each.tokens is not None:
                 rows = tuple(row.index_select(1, each.tokens) for row in rows)
-            parts.append(Part(each.number, *rows, block.advance))
+            parts.append(LayerPart(each.number, *rows, block.advance))
         return parts
 
     def forget(self, number: int) -> None:

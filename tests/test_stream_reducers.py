@@ -15,7 +15,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import methods
 from mmfast.core.spec import parse, run
 from mmfast.core.tokens import Tokens
-from mmfast.streams.reducing import ReducerState, StreamReducer, joined
+from mmfast.streams.intake import ReducerState, StreamReducer, joined
 
 ROWS, COLUMNS, WIDTH, FRAMES = 3, 4, 6, 7
 N = ROWS * COLUMNS

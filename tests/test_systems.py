@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmfast.bench.systems import systems, table
+from mmfast.bench.report.systems import systems, table
 from mmfast.core.registry import methods
-from mmfast.models.adapter import families
+from mmfast.models.families.adapter import families
 
 
 def _row(reduce: str | None, score: float) -> dict[str, Any]:

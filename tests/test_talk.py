@@ -16,11 +16,11 @@ from mmfast.bench.speech_hum import HumEar, HumModel, hum, read
 from mmfast.cli import main
 from mmfast.core.errors import MediaError, MmfastError, ModelError
 from mmfast.core.speech import Turn
-from mmfast.frontends.audio import load_audio
-from mmfast.frontends.wav import write_wav
-from mmfast.pipelines import speech_chat
-from mmfast.pipelines.speech_chat import SpeechChat
-from mmfast.streams import voice_models
+from mmfast.frontends.audio.reader import load_audio
+from mmfast.frontends.audio.wav import write_wav
+from mmfast.pipelines import speech
+from mmfast.pipelines.speech import SpeechChat
+from mmfast.voice import models
 
 Run = Callable[..., tuple[int, str, str]]
 PAUSE = torch.zeros(16000)
@@ -30,8 +30,8 @@ KEYS = ["text", "seconds", "first_audio_ms", "rtf", "tokens_per_pass"]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line with a humming model and an ear for hums."""
-    monkeypatch.setattr(voice_models, "_embedded", lambda path, device: HumModel())
-    monkeypatch.setattr("mmfast.cli_talking.VoiceEar", HumEar)
+    monkeypatch.setattr(models, "_embedded", lambda path, device: HumModel())
+    monkeypatch.setattr("mmfast.cli.voice.VoiceEar", HumEar)
 
     def call(*args: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as left:
@@ -122,7 +122,7 @@ def test_kinds_of_samples(pcm: Any, rate: int) -> None:
 
 @pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000, 96000, 192000])
 def test_rates(rate: int) -> None:
-    from mmfast.ops.resample import resample
+    from mmfast.ops.audio import resample
 
     pcm = resample(torch.cat([PAUSE, hum("hello"), PAUSE]), 16000, rate)
     events = list(SpeechChat(HumModel()).run(pcm.split(777), rate, ear=HumEar()))
@@ -185,4 +185,4 @@ def test_recordings_may_be_run_as_streams(tmp_path: Path) -> None:
         assert [event.text for event in events if event.kind == "heard"] == ["hello"]
     with pytest.raises(MmfastError, match="unknown ear"):
         pipe.open(ear="left")
-    assert speech_chat.ear_of("manual")
+    assert speech.ear_of("manual")

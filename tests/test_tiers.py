@@ -15,10 +15,9 @@ from stream_blocks import HEADS, LAYERS, ONE, WIDTH, archive, block, same
 from mmfast.core.errors import MmfastError
 from mmfast.core.kv import Block, Clusters
 from mmfast.core.registry import get
-from mmfast.ops.quantise import Quantiser
-from mmfast.streams.archive import Archive, Found
-from mmfast.streams.quotas import Quotas, parse_bytes
-from mmfast.streams.rows import Rows
+from mmfast.ops.quantisation import Quantiser
+from mmfast.streams.archive.archive import Archive, Found, Rows
+from mmfast.streams.archive.blocks import TierQuotas, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_wrong_sizes(text: str) -> None:
 
 def test_a_disk_quota_needs_a_folder() -> None:
     with pytest.raises(MmfastError, match="needs a folder"):
-        Quotas.of(disk="1GB")
+        TierQuotas.of(disk="1GB")
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -230,7 +229,7 @@ def test_main_memory_holds_so_many_blocks_however_small_they_are(tmp_path: Path)
     assert both.stats()["blocks"] == {"device": 0, "host": 3, "disk": 5}
     for wrong in (0, -1, 1.5, True, "3"):
         with pytest.raises(MmfastError, match="number of blocks"):
-            Quotas.of(blocks=wrong)
+            TierQuotas.of(blocks=wrong)
 
 
 class _Cheap:
@@ -247,7 +246,7 @@ ONES = torch.ones(1, dtype=torch.long)
 
 
 def test_twenty_thousand_blocks_in_bounded_memory() -> None:
-    held = Archive(_Cheap(), LAYERS, tiers=Quotas(host=20 * ONE))
+    held = Archive(_Cheap(), LAYERS, tiers=TierQuotas(host=20 * ONE))
     fields = vars(block(0))
     sizes = []
     for n in range(20_000):
@@ -268,7 +267,7 @@ def test_retrieve_is_registered() -> None:
 
 def test_holes_in_the_heap_are_given_back_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr("mmfast.streams.tiers.give_back", lambda: calls.append(1))
+    monkeypatch.setattr("mmfast.streams.archive.tiers.give_back", lambda: calls.append(1))
     held = archive(blocks=3)
     for number in range(3 + 2 * 64):
         held.put(block(number))

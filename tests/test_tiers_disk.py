@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_blocks import HEADS, LAYERS, WIDTH, archive, block, same
 
-from mmfast.ops.quantise import Quantiser
-from mmfast.streams import blockfile, saving
-from mmfast.streams.archive import Archive, Found
-from mmfast.streams.blockfile import TornBlockError, encode, read_header, read_section, write
-from mmfast.streams.stored import Stored
+from mmfast.ops.quantisation import Quantiser
+from mmfast.streams import saving
+from mmfast.streams.archive import disk
+from mmfast.streams.archive.archive import Archive, Found
+from mmfast.streams.archive.blocks import Stored
+from mmfast.streams.archive.disk import TornBlockError, encode, read_header, read_section, write
 
 FILE = encode(0, Stored.of(block(0)).sections()).nbytes
 
@@ -145,7 +146,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, code: int, fails: Callable[[], boo
             raise OSError(code, os.strerror(code))
         real(held)
 
-    monkeypatch.setattr(blockfile.os, "fsync", fsync)
+    monkeypatch.setattr(disk.os, "fsync", fsync)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -224,7 +225,7 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; sys.path[:0] = sys.argv[2:]\n"
         "from pathlib import Path\n"
-        "from mmfast.streams.blockfolder import BlockFolder\n"
+        "from mmfast.streams.archive.disk import BlockFolder\n"
         "folder = BlockFolder(Path(sys.argv[1])); folder.file(0).write_text('left')\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -293,7 +294,7 @@ def test_planted_fault_an_unchecked_section_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = _filled(tmp_path)
-    monkeypatch.setattr(blockfile.zlib, "crc32", lambda data, crc=0: 0)
+    monkeypatch.setattr(disk.zlib, "crc32", lambda data, crc=0: 0)
     held2 = _filled(tmp_path)  # written and read without checksums
     path = held2._tiers.disk._folder.file(2)
     data = bytearray(path.read_bytes())
@@ -323,7 +324,7 @@ def _die_at(step: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if step == "write":
-        blockfile.Encoded = None  # type: ignore[misc]
+        disk.Encoded = None  # type: ignore[misc]
         Path.open = die  # type: ignore[method-assign,assignment]
     elif step == "fsync":
         os.fsync = die

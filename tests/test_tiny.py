@@ -4,28 +4,29 @@ import numpy as np
 import pytest
 import torch
 
-from mmfast.tiny.augment import WAYS, choose
-from mmfast.tiny.bank import make_row
-from mmfast.tiny.build import ASSISTANT, make_model, make_processor, make_tokenizer
-from mmfast.tiny.decoder import run_decoder
 from mmfast.tiny.evaluate import suite
-from mmfast.tiny.labels import look_labels, motion_labels
 from mmfast.tiny.optim import orthogonalise
-from mmfast.tiny.packing import pack
-from mmfast.tiny.questions import KINDS, WORDINGS, facts
-from mmfast.tiny.render import DIGITS, PIXELS, draw
-from mmfast.tiny.scene import (
+from mmfast.tiny.video.build import ASSISTANT, make_model, make_processor, make_tokenizer
+from mmfast.tiny.video.clips import decode, encode, make_row
+from mmfast.tiny.video.language import run_decoder
+from mmfast.tiny.video.lessons import WAYS, choose, pack
+from mmfast.tiny.video.questions import KINDS, WORDINGS, facts
+from mmfast.tiny.video.scene import (
     COLOURS,
+    DIGITS,
     EVAL,
     FRAMES,
+    PIXELS,
     SAMPLED,
     TRAIN,
+    draw,
+    look_labels,
     make_scene,
+    make_table,
+    motion_labels,
     reversed_scene,
     sampled_indices,
 )
-from mmfast.tiny.table import make_table
-from mmfast.tiny.video_io import decode, encode
 
 SCENES = [make_scene(EVAL, 77, i) for i in range(12)]
 

@@ -13,16 +13,13 @@ import mmfast
 from mmfast.core.errors import MmfastError
 from mmfast.frontends.image import read_image
 from mmfast.models.loading import embedded_path, load
-from mmfast.tiny import pages
 from mmfast.tiny.card_document import write_card
-from mmfast.tiny.evaluate import run_eval
-from mmfast.tiny.labels import IGNORE
-from mmfast.tiny.page_readouts import page_labels
-from mmfast.tiny.pages import make_page, page_facts
-from mmfast.tiny.scene import COLOURS, EVAL, TRAIN
-from mmfast.tiny.statistics import interval
+from mmfast.tiny.document import pages
+from mmfast.tiny.document.pages import make_page, page_facts, page_labels
+from mmfast.tiny.document.train import Pages
+from mmfast.tiny.evaluate import interval, run_eval
 from mmfast.tiny.suites import ALBUM, SUITES, suite, suite_of
-from mmfast.tiny.train_document import Pages
+from mmfast.tiny.video.scene import COLOURS, EVAL, IGNORE, TRAIN
 
 HOME = embedded_path("tiny-document")
 SIDE = pages.CELLS * 12

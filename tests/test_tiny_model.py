@@ -8,16 +8,15 @@ import torch
 from transformers import AutoProcessor, LlavaOnevisionForConditionalGeneration
 
 from mmfast.models.loading import embedded_path
-from mmfast.tiny.bank import Bank, make_row
-from mmfast.tiny.build import make_model, make_processor, make_tokenizer
 from mmfast.tiny.card import write_card
 from mmfast.tiny.evaluate import Subject, run_eval, suite
-from mmfast.tiny.language import Plan, Trainer
-from mmfast.tiny.lessons import School
-from mmfast.tiny.scene import TRAIN, make_scene
-from mmfast.tiny.stills import Gallery, still_facts
-from mmfast.tiny.suites import Case
-from mmfast.tiny.tower import encode_bank, train_tower
+from mmfast.tiny.suites import SuiteCase
+from mmfast.tiny.video.build import make_model, make_processor, make_tokenizer
+from mmfast.tiny.video.clips import Bank, make_row
+from mmfast.tiny.video.language import LanguageTrainer, StagePlan
+from mmfast.tiny.video.lessons import Gallery, LessonSampler, still_facts
+from mmfast.tiny.video.scene import TRAIN, make_scene
+from mmfast.tiny.video.tower import encode_bank, train_tower
 
 HOME = embedded_path()
 CLIPS = HOME.parents[1] / "clips"
@@ -69,7 +68,7 @@ def test_clips_have_true_answers_and_the_model_knows_them(subject: Subject) -> N
     assert {p.name for p in CLIPS.glob("*.mp4")} == set(listing)
     assert sum(p.stat().st_size for p in CLIPS.iterdir()) < 4e6
     cases = [
-        Case(((CLIPS / name).read_bytes(),), q["question"], q["answer"], q["kind"])
+        SuiteCase(((CLIPS / name).read_bytes(),), q["question"], q["answer"], q["kind"])
         for name, questions in listing.items()
         for q in questions
     ]
@@ -84,7 +83,7 @@ def test_case_and_punctuation_do_not_matter(subject: Subject) -> None:
     clip = (CLIPS / "red-circle.mp4").read_bytes()
     asked = "Which way does the red circle move?"
     forms = [asked, asked.upper(), asked.rstrip("?"), f"  {asked} "]
-    answers = subject.answers(subject.inputs([Case((clip,), q, "", "") for q in forms]))
+    answers = subject.answers(subject.inputs([SuiteCase((clip,), q, "", "") for q in forms]))
     assert len(set(answers)) == 1
 
 
@@ -114,8 +113,10 @@ def test_a_few_steps_lower_the_losses(bank: Bank) -> None:
     tokens = encode_bank(model, bank, log.append)
     assert tokens.shape == (20, 8, 36, 192)
     gallery = Gallery(model, bank, 20, make_tokenizer(), 0)
-    plan = Plan(batch=4, questions=3, held=4, warm=2, stills=0.3)
-    trainer = Trainer(model, School(bank, tokens, make_tokenizer(), 0), plan, 0, gallery)
+    plan = StagePlan(batch=4, questions=3, held=4, warm=2, stills=0.3)
+    trainer = LanguageTrainer(
+        model, LessonSampler(bank, tokens, make_tokenizer(), 0), plan, 0, gallery
+    )
     losses = [float(str(trainer.step(i, 0.1)["loss"])) for i in range(12)]
     assert sum(losses[-3:]) < 0.75 * sum(losses[:3])
 

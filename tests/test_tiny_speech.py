@@ -11,8 +11,8 @@ import torch
 from mmfast.core.errors import MediaError, MmfastError, SpecError
 from mmfast.core.speech import Chatter, Listener, Speaker, Turn
 from mmfast.models.loading import embedded_path
-from mmfast.models.speech import load_speech
-from mmfast.models.speech_layout import SpeechLayout
+from mmfast.models.speech.embedded import load_speech
+from mmfast.models.speech.layout import SpeechLayout
 
 TEXTS = (
     "the red circle moves left.",
@@ -85,7 +85,7 @@ def test_it_understands_recordings(model: Any) -> None:
     pytest.importorskip("espeakng_loader")
     from mmfast.bench.speech_speaking import unseen_lines
     from mmfast.bench.word_errors import Errors, count_errors
-    from mmfast.tiny.espeak import say
+    from mmfast.tiny.speech.recordings import say
 
     found = Errors()
     for line in unseen_lines(6, 2):

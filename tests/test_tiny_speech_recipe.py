@@ -9,34 +9,40 @@ import numpy as np
 import pytest
 import torch
 
-from mmfast.models.speech_guide import SpeechGuide
-from mmfast.models.speech_layout import LOOK_AHEAD
-from mmfast.models.speech_tower import Tower
-from mmfast.tiny.speech_bank import Heard, Said
-from mmfast.tiny.speech_lessons import chats, said_lines
-from mmfast.tiny.speech_losses import Model
-from mmfast.tiny.speech_net import Net, Shape, from_llama, llama_config, to_llama
-from mmfast.tiny.speech_noise import worsen
-from mmfast.tiny.speech_packing import AUDIO, NONE, TEXT, Line, interleave, listening, speaking
-from mmfast.tiny.speech_school import School
-from mmfast.tiny.speech_stages import layout
-from mmfast.tiny.speech_text import split_of
-from mmfast.tiny.speech_trainer import Course, Trainer
+from mmfast.models.speech.layout import LOOK_AHEAD, SpeechGuide
+from mmfast.models.speech.tower import SpeechTower
+from mmfast.tiny.speech.bank import (
+    AUDIO,
+    NONE,
+    TEXT,
+    HeardSpeech,
+    LineBuilder,
+    SpokenText,
+    interleave,
+    listening,
+    speaking,
+)
+from mmfast.tiny.speech.lessons import chats, said_lines
+from mmfast.tiny.speech.losses import Curriculum, TrainingModel
+from mmfast.tiny.speech.net import BackboneShape, Net, from_llama, llama_config, to_llama
+from mmfast.tiny.speech.recordings import worsen
+from mmfast.tiny.speech.text import split_of
+from mmfast.tiny.speech.train import Course, SpeechTrainer, layout
 
 LAYOUT = layout(2, 16)
 
 
-def made_up(rng: np.random.Generator, groups: int = 6) -> Said:
+def made_up(rng: np.random.Generator, groups: int = 6) -> SpokenText:
     ids = [LAYOUT.group(w) for w in ("the", "red", "circle", "zebra", ",", "left")][:groups]
     sounds = [LAYOUT.base + rng.integers(0, 32, 2 * int(rng.integers(0, 5))) for _ in ids]
-    return Said((0, 1, 2), ids, sounds)
+    return SpokenText((0, 1, 2), ids, sounds)
 
 
-def hearing(rng: np.random.Generator, slots: int = 12) -> Heard:
+def hearing(rng: np.random.Generator, slots: int = 12) -> HeardSpeech:
     words = [LAYOUT.group("red")[0], LAYOUT.group("circle")[0]]
     count = np.minimum(np.arange(slots) // 5, 2)
     mel = rng.standard_normal((4 * slots, 80)).astype(np.float16) - 4
-    return Heard(mel, words, np.array([0, *words])[count], count)
+    return HeardSpeech(mel, words, np.array([0, *words])[count], count)
 
 
 def test_lessons_are_a_function_of_the_seed() -> None:
@@ -56,7 +62,7 @@ def test_texts_of_training_and_evaluation_share_none() -> None:
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 6])
 def test_the_guide_lays_text_out_as_in_training(groups: int) -> None:
     said = made_up(np.random.default_rng(groups), groups)
-    line = Line([], [])
+    line = LineBuilder([], [])
     interleave(line, LAYOUT, said, repeat(1))
     guide = SpeechGuide(LAYOUT, iter(said.groups))
     ids = guide.opening()
@@ -73,7 +79,7 @@ def test_late_text_is_the_same_text() -> None:
     for seed in range(20):
         line = speaking(LAYOUT, said, np.random.default_rng(seed))
         audio = [i for i in line.ids if i >= LAYOUT.texts]
-        plain = Line([], [])
+        plain = LineBuilder([], [])
         interleave(plain, LAYOUT, said, repeat(1))
         assert audio == [i for i in plain.ids if i >= LAYOUT.texts]
         assert [k for k in line.owes if k != NONE] == [AUDIO] * len(audio)
@@ -130,7 +136,7 @@ def test_noise_keeps_the_place_of_words() -> None:
 
 def test_the_tower_hears_the_same_in_pieces() -> None:
     torch.manual_seed(0)
-    tower, mel = Tower(), torch.randn(2, 53, 80)
+    tower, mel = SpeechTower(), torch.randn(2, 53, 80)
     whole, state, found = tower(mel), tower.start(2), []
     assert whole.shape == (2, 13, 160)
     for piece in mel.split([1, 2, 3, 7, 40], 1):
@@ -145,7 +151,7 @@ def test_weights_go_to_the_stock_class_and_back() -> None:
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    net = Net(Shape(LAYOUT.total, 64, 2, 96))
+    net = Net(BackboneShape(LAYOUT.total, 64, 2, 96))
     for layer in net.layers:
         torch.nn.init.normal_(layer.out, std=0.1)
         torch.nn.init.normal_(layer.down, std=0.1)
@@ -163,10 +169,12 @@ def short_run(steps: int) -> list[float]:
     rng = np.random.default_rng(0)
     said = [made_up(rng) for _ in range(12)]
     heard = [hearing(rng) for _ in range(12)]
-    school = School(LAYOUT, said, heard, [], 0, {"say": 200, "hear": 100}, held=2)
+    school = Curriculum(LAYOUT, said, heard, [], 0, {"say": 200, "hear": 100}, held=2)
     torch.manual_seed(0)
-    model = Model(Net(Shape(LAYOUT.total, 64, 2, 96)), Tower(64, 32), LAYOUT, middle=0)
-    trainer, course = Trainer(model, school, 4e-3), Course("test", ("say", "hear"), 1)
+    model = TrainingModel(
+        Net(BackboneShape(LAYOUT.total, 64, 2, 96)), SpeechTower(64, 32), LAYOUT, middle=0
+    )
+    trainer, course = SpeechTrainer(model, school, 4e-3), Course("test", ("say", "hear"), 1)
     found = []
     for _ in range(steps):
         seen: dict[str, Any] = {"say book0": [], "hear text": []}

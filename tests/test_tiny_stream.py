@@ -11,20 +11,25 @@ import pytest
 import torch
 
 import mmfast
-from mmfast.bench.recall_table import stream_recall
+from mmfast.bench.report.sessions import stream_recall
 from mmfast.bench.results import load as load_rows
 from mmfast.cli import main as cli
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load
-from mmfast.tiny.build import USER
 from mmfast.tiny.card_stream import write_card
-from mmfast.tiny.needles import BANDS, MEMORIES, WINDOW, Setting, needles, run_needles
-from mmfast.tiny.stream_bank import make_clips
-from mmfast.tiny.stream_layout import PATCHES, bounded, unbounded
-from mmfast.tiny.stream_lessons import StreamLesson, StreamSchool
-from mmfast.tiny.stream_readouts import frame_scores
-from mmfast.tiny.train_stream import run
-from mmfast.tiny.world import World
+from mmfast.tiny.stream.lessons import (
+    PATCHES,
+    StreamLesson,
+    StreamSchool,
+    bounded,
+    make_clips,
+    unbounded,
+)
+from mmfast.tiny.stream.needles import BANDS, MEMORIES, WINDOW, Setting, needles, run_needles
+from mmfast.tiny.stream.readouts import frame_scores
+from mmfast.tiny.stream.train import run
+from mmfast.tiny.stream.world import World
+from mmfast.tiny.video.build import USER
 
 HOME = embedded_path("tiny-stream")
 
@@ -229,7 +234,7 @@ def test_checkpoint_is_small_and_its_vision_is_the_video_models() -> None:
 
 @pytest.mark.slow
 def test_recipe_from_end_to_end(tmp_path: Path) -> None:
-    from mmfast.tiny.train_stream import main
+    from mmfast.tiny.stream.train import main
 
     sizes = ["--facts", "240", "--scenes", "80", "--minutes", "0.02", "--batch", "2"]
     extra = ["--evaluate", "6", "--seconds", "80", "--cache", str(tmp_path / "cache")]

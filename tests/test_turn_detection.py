@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfast.core.errors import SpecError
-from mmfast.frontends.turn_detection import TurnEvent, Turns
-from mmfast.frontends.voice_activity import VoiceActivity
-from mmfast.tiny import espeak
+from mmfast.frontends.audio.activity import VoiceActivity
+from mmfast.frontends.audio.turns import TurnCutter, TurnEvent
+from mmfast.tiny.speech import recordings
 
 SAID = ("which way does the red circle move", "hello there, how are you?", "stop")
 
@@ -39,7 +39,7 @@ def scene(*parts: tuple[float, int]) -> torch.Tensor:
     return pcm + torch.arange(len(pcm)) * 1e-9
 
 
-def run(turns: Turns, pcm: torch.Tensor, size: Callable[[], int]) -> list[TurnEvent]:
+def run(turns: TurnCutter, pcm: torch.Tensor, size: Callable[[], int]) -> list[TurnEvent]:
     state, events, at = turns.start(), [], 0
     while at < len(pcm):
         step = size()
@@ -65,7 +65,7 @@ def talk() -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """Three sentences with a second between, and the samples where each is heard."""
     parts, spans, at = [torch.zeros(12_000)], [], 12_000
     for text in SAID:
-        pcm = espeak.say(text, espeak.EspeakVoice()).pcm
+        pcm = recordings.say(text, recordings.EspeakVoice()).pcm
         loud = (pcm.abs() > 0.01).nonzero()[:, 0]
         spans.append((at + int(loud[0]), at + int(loud[-1])))
         parts += [pcm, torch.zeros(16_000)]
@@ -76,7 +76,7 @@ def talk() -> tuple[torch.Tensor, list[tuple[int, int]]]:
 
 def test_sentences_are_turns(talk: Any) -> None:
     pcm, spans = talk
-    events = run(Turns(), pcm, lambda: 160)
+    events = run(TurnCutter(), pcm, lambda: 160)
     assert kinds(events) == ["speech_started", "speech_stopped", "turn"] * 3
     for (first, last), start, stop, turn in zip(
         spans, events[::3], events[1::3], events[2::3], strict=True
@@ -94,18 +94,18 @@ def test_sentences_are_turns(talk: Any) -> None:
 
 def test_any_split_of_speech_gives_the_same_events(talk: Any) -> None:
     pcm = talk[0]
-    whole = run(Turns(idle_timeout_ms=400, sound=True), pcm, lambda: len(pcm))
+    whole = run(TurnCutter(idle_timeout_ms=400, sound=True), pcm, lambda: len(pcm))
     assert kinds(whole).count("timeout") == 4
     draw = random.Random(0)
     for sizes in ([1, 100, 512, 700], [5000, 31]):
-        ours = run(Turns(idle_timeout_ms=400, sound=True), pcm, lambda s=sizes: draw.choice(s))
+        ours = run(TurnCutter(idle_timeout_ms=400, sound=True), pcm, lambda s=sizes: draw.choice(s))
         assert same(ours, whole)
 
 
 def test_noise_and_silence_are_no_turns() -> None:
     noise = 0.05 * torch.randn(48_000, generator=torch.Generator().manual_seed(1))
     for pcm in (noise, torch.zeros(48_000), torch.full((48_000,), torch.nan), noise + 0.4):
-        assert run(Turns(), pcm, lambda: 4000) == []
+        assert run(TurnCutter(), pcm, lambda: 4000) == []
 
 
 @settings(deadline=None, max_examples=30)
@@ -118,7 +118,7 @@ def test_noise_and_silence_are_no_turns() -> None:
 def test_any_split_gives_the_same_events(
     parts: list[tuple[float, int]], sizes: list[int], options: dict[str, Any], sound: bool
 ) -> None:
-    turns = Turns(activity=Script(), sound=sound, **options)
+    turns = TurnCutter(activity=Script(), sound=sound, **options)
     pcm = scene(*parts)[:-100]
     draw = random.Random(0)
     whole = run(turns, pcm, lambda: len(pcm))
@@ -135,7 +135,7 @@ def test_any_split_gives_the_same_events(
 
 def test_the_times_of_a_turn() -> None:
     pcm = scene((0, 20), (0.5, 10), (0, 40))
-    turns = Turns(activity=Script(), prefix_padding_ms=64, padding_ms=96, sound=True)
+    turns = TurnCutter(activity=Script(), prefix_padding_ms=64, padding_ms=96, sound=True)
     events = run(turns, pcm, lambda: 512)
     start, stop, turn = events[0], events[-2], events[-1]
     assert (start.at_ms, start.start_ms, start.stop_ms) == (672, 576, 672)
@@ -149,7 +149,7 @@ def test_the_times_of_a_turn() -> None:
 
 def test_a_pause_does_not_end_a_turn_and_one_begins_behind_the_last() -> None:
     pcm = scene((0.5, 5), (0, 15), (0.5, 5), (0, 16), (0.5, 3), (0, 30))
-    events = run(Turns(activity=Script(), padding_ms=0), pcm, lambda: 1000)
+    events = run(TurnCutter(activity=Script(), padding_ms=0), pcm, lambda: 1000)
     assert kinds(events) == ["speech_started", "speech_stopped", "turn"] * 2
     assert events[0].start_ms == 0  # nothing lies before the session
     assert events[2].stop_ms == 25 * 32
@@ -158,7 +158,7 @@ def test_a_pause_does_not_end_a_turn_and_one_begins_behind_the_last() -> None:
 
 def test_speech_must_last() -> None:
     pcm = scene((0, 5), (0.5, 2), (0, 5), (0.5, 3), (0, 20))
-    events = run(Turns(activity=Script(), speech_ms=96), pcm, lambda: 512)
+    events = run(TurnCutter(activity=Script(), speech_ms=96), pcm, lambda: 512)
     assert events[0].kind == "speech_started"
     assert events[0].at_ms == 15 * 32
     assert events[0].start_ms == 12 * 32 - 300  # the window that began it, and the padding
@@ -166,7 +166,7 @@ def test_speech_must_last() -> None:
 
 def test_a_long_turn_is_handed_over_in_parts() -> None:
     pcm = scene((0.5, 100), (0, 20))
-    events = run(Turns(activity=Script(), max_turn_ms=1000), pcm, lambda: 777)
+    events = run(TurnCutter(activity=Script(), max_turn_ms=1000), pcm, lambda: 777)
     turns = [event for event in events if event.kind == "turn"]
     assert [event.reason for event in turns] == ["length"] * 3 + ["silence"]
     assert [event.start_ms for event in turns[1:]] == [event.stop_ms for event in turns[:-1]]
@@ -178,7 +178,7 @@ def test_a_long_turn_that_pauses_where_it_is_cut_is_over() -> None:
     """Whoever is told that somebody speaks is told that he stopped, with a turn."""
     for loud in (28, 32, 36):
         pcm = scene((0.5, loud), (0, 20))
-        events = run(Turns(activity=Script(), max_turn_ms=1024), pcm, lambda: 512)
+        events = run(TurnCutter(activity=Script(), max_turn_ms=1024), pcm, lambda: 512)
         assert kinds(events)[-2:] == ["speech_stopped", "turn"]
         parts = [e.pcm for e in events if e.kind == "turn" and e.pcm is not None]
         assert torch.equal(torch.cat(parts), pcm[: 512 * loud + 1600])
@@ -187,7 +187,7 @@ def test_a_long_turn_that_pauses_where_it_is_cut_is_over() -> None:
 
 def test_memory_is_bounded() -> None:
     for detect, level in ((True, 0.0), (True, 0.5), (False, 0.5)):
-        turns = Turns(activity=Script(), detect=detect, max_turn_ms=2000)
+        turns = TurnCutter(activity=Script(), detect=detect, max_turn_ms=2000)
         state = turns.start()
         for _ in range(300):
             state, _ = turns.step(state, scene((level, 1)))
@@ -196,7 +196,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_commit() -> None:
-    turns = Turns(activity=Script(), prefix_padding_ms=0)
+    turns = TurnCutter(activity=Script(), prefix_padding_ms=0)
     pcm = scene((0, 4), (0.5, 10), (0, 20))
     state, _ = turns.step(turns.start(), pcm[:1000])
     assert turns.commit(state)[1] == []  # nobody speaks
@@ -211,7 +211,7 @@ def test_commit() -> None:
 
 
 def test_without_detection_the_caller_decides() -> None:
-    turns = Turns(detect=False)
+    turns = TurnCutter(detect=False)
     pcm = scene((0, 10), (0.5, 3))
     state, events = turns.step(turns.start(), pcm[:3000])
     assert events == []
@@ -225,7 +225,7 @@ def test_without_detection_the_caller_decides() -> None:
 
 
 def test_the_end_of_the_stream_ends_a_turn() -> None:
-    turns = Turns(activity=Script(), padding_ms=32)
+    turns = TurnCutter(activity=Script(), padding_ms=32)
     state, _ = turns.step(turns.start(), scene((0, 10), (0.5, 5), (0, 3))[:-50])
     stopped, turn = turns.finish(state)
     assert (stopped.kind, stopped.speech_ms) == ("speech_stopped", 15 * 32)
@@ -235,7 +235,7 @@ def test_the_end_of_the_stream_ends_a_turn() -> None:
 
 
 def test_waiting_times_out_once_until_asked_again() -> None:
-    turns = Turns(activity=Script(), idle_timeout_ms=320)
+    turns = TurnCutter(activity=Script(), idle_timeout_ms=320)
     quiet = scene((0, 40))
     state, events = turns.step(turns.start(), quiet)
     assert [(e.kind, e.at_ms, e.start_ms) for e in events] == [("timeout", 320, 0)]
@@ -260,4 +260,4 @@ def test_waiting_times_out_once_until_asked_again() -> None:
 )
 def test_options_that_are_none(options: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="give"):
-        Turns(activity=Script(), **options)
+        TurnCutter(activity=Script(), **options)

@@ -19,8 +19,8 @@ from transformers import (
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 from mmfast.core.errors import ModelError
-from mmfast.models.adapter import adapter_for, tower_of
-from mmfast.models.vision import tower_signals
+from mmfast.models.families.adapter import adapter_for, tower_of
+from mmfast.models.reduction.tower_signals import tower_signals
 
 TEXT = {
     "vocab_size": 64,

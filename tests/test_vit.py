@@ -16,10 +16,10 @@ from mmfast.attach import attach
 from mmfast.core.errors import SpecError
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
-from mmfast.models.adapter import adapter_for, tower_of
-from mmfast.models.vision import tower_signals
-from mmfast.models.vit import vit_stage
-from mmfast.models.vit_plan import Plan, _share_out, plan_pass
+from mmfast.models.families.adapter import adapter_for, tower_of
+from mmfast.models.reduction.tower_signals import tower_signals
+from mmfast.models.vision.merge import vit_stage
+from mmfast.models.vision.merge_pass import MergePlan, _share_out, plan_pass
 
 
 def stage(model, text, trace=None):
@@ -403,7 +403,7 @@ def test_shares_and_schedule_are_exact():
             shares = _share_out(budget, parts, spec)
             assert sum(shares) == budget
             assert all(1 <= s <= n for s, n in zip(shares, parts, strict=True))
-    plan = Plan((729,), (200,), (729,), 27)
+    plan = MergePlan((729,), (200,), (729,), 27)
     counts = [729, *(plan.after(i)[0] for i in range(27))]
     steps = [a - b for a, b in pairwise(counts)]
     assert counts[-1] == 200

@@ -14,7 +14,7 @@ from mmfast import Tokens, reduce
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.trace import Trace
-from mmfast.models.vit_carry import Carried
+from mmfast.models.vision.merge_pass import Carried
 
 
 class Reusing:

@@ -30,7 +30,7 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.registry import methods
 from mmfast.vllm import choices, parse_plan, read_plan, register
 from mmfast.vllm.plugin import MODELS
-from mmfast.vllm.prompt import recount
+from mmfast.vllm.processor import recount
 
 __all__ = ["vllm"]
 ROOT = Path(__file__).resolve().parents[1]

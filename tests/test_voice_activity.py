@@ -17,9 +17,15 @@ from hypothesis import strategies as st
 
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.speech import Stage
-from mmfast.frontends import silero
-from mmfast.frontends.voice_activity import WINDOW, Gate, GateState, VoiceActivity, speech_spans
-from mmfast.tiny import espeak
+from mmfast.frontends.audio import activity
+from mmfast.frontends.audio.activity import (
+    WINDOW,
+    Gate,
+    SpeechGateState,
+    VoiceActivity,
+    speech_spans,
+)
+from mmfast.tiny.speech import recordings
 
 SILERO = importlib.util.find_spec("silero_vad") is not None
 needs_silero = pytest.mark.skipif(not SILERO, reason="silero-vad is not installed")
@@ -35,7 +41,7 @@ def noise(samples: int, level: float = 0.01, seed: int = 0) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def spoken() -> tuple[torch.Tensor, int, int]:
     """Faint noise, a sentence, faint noise; where its sound begins and ends."""
-    pcm = espeak.say("which way does the red circle move", espeak.EspeakVoice()).pcm
+    pcm = recordings.say("which way does the red circle move", recordings.EspeakVoice()).pcm
     loud = (pcm.abs() > 0.01).nonzero()[:, 0]
     whole = torch.cat([torch.zeros(8000), pcm, torch.zeros(16000)])
     return whole + noise(len(whole), 5e-4), 8000 + int(loud[0]), 8000 + int(loud[-1])
@@ -52,7 +58,7 @@ def test_the_network_equals_the_published_graph(spoken: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         graph = torch.jit.load(str(data / "silero_vad.jit"))
-    weights = silero._weights()
+    weights = activity._weights()
     names = {"stft_conv.weight": "_model.stft.forward_basis_buffer"}
     for part in ("weight", "bias"):
         for i in range(4):
@@ -167,19 +173,19 @@ def test_importing_changes_nothing_for_the_process() -> None:
     """The package's own import sets the number of threads; ours does not run it."""
     before = "silero_vad" in sys.modules
     threads = torch.get_num_threads()
-    silero._weights.cache_clear()
+    activity._weights.cache_clear()
     VoiceActivity()
     assert ("silero_vad" in sys.modules, torch.get_num_threads()) == (before, threads)
 
 
 def test_without_the_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    silero._weights.cache_clear()
-    monkeypatch.setattr(silero.importlib.util, "find_spec", lambda _: None)
+    activity._weights.cache_clear()
+    monkeypatch.setattr(activity.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"mmfast\[speech\].*engine='energy'"):
         VoiceActivity()
     assert VoiceActivity("energy").engine == "energy"
     old = importlib.machinery.ModuleSpec("silero_vad", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(silero.importlib.util, "find_spec", lambda _: old)
+    monkeypatch.setattr(activity.importlib.util, "find_spec", lambda _: old)
     with pytest.raises(ModelError, match="too old"):
         VoiceActivity()
     with pytest.raises(SpecError, match="silero"):
@@ -200,7 +206,7 @@ def test_energy_knows_loud_from_quiet_above_the_noise() -> None:
 def test_the_gate_follows_its_definition(figures: list[float], needed: int) -> None:
     """Against a slow search over the whole past."""
     gate = Gate(speech=needed * WINDOW, silence=3 * WINDOW)
-    state, speaking, since = GateState(), False, 0
+    state, speaking, since = SpeechGateState(), False, 0
     for number, voice in enumerate(figures):
         state, change = gate.step(state, voice, (number + 1) * WINDOW)
         past = figures[since : number + 1]

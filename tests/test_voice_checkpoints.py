@@ -16,7 +16,7 @@ import mmfast
 from mmfast.bench.speech_hum import HumEar, HumModel, hum
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Turn
-from mmfast.streams.voice_events import VoiceEvent
+from mmfast.voice.channel import VoiceEvent
 
 PAUSE = torch.zeros(12000)
 

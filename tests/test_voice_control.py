@@ -12,14 +12,12 @@ from mmfast.bench.speech_hum import HumEar, HumModel, hum, read
 from mmfast.bench.speech_soak import Soak, soak
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Turn
-from mmfast.streams import voice_text
-from mmfast.streams.voice_cascade import Cascade
-from mmfast.streams.voice_ear import ManualEar
-from mmfast.streams.voice_events import VoiceEvent
-from mmfast.streams.voice_history import History
-from mmfast.streams.voice_outlet import Outlet
-from mmfast.streams.voice_session import VoiceSession
-from mmfast.streams.voice_turns import VoiceEar
+from mmfast.voice import history
+from mmfast.voice.channel import Outlet, VoiceEvent
+from mmfast.voice.ear import ManualEar, VoiceEar
+from mmfast.voice.history import History
+from mmfast.voice.models import Cascade
+from mmfast.voice.session import VoiceSession
 
 PAUSE = torch.zeros(6400)
 
@@ -151,7 +149,7 @@ def test_a_turn_that_is_too_long_is_taken_as_it_is() -> None:
 
 
 def test_an_ear_with_a_detector_tells_when_nobody_speaks() -> None:
-    from mmfast.frontends.voice_activity import VoiceActivity
+    from mmfast.frontends.audio.activity import VoiceActivity
 
     activity = VoiceActivity("energy")
     ear = VoiceEar(activity=activity, idle_timeout_ms=500, silence_duration_ms=300)
@@ -185,10 +183,10 @@ def test_the_soak_finds_a_context_that_keeps_what_nobody_heard() -> None:
 
 
 def test_the_soak_finds_words_that_count_when_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = voice_text.Alignment.heard
+    real = history.Alignment.heard
     ahead = 1600  # samples
     monkeypatch.setattr(
-        voice_text.Alignment, "heard", lambda self, n: real(self, n + ahead if n else 0)
+        history.Alignment, "heard", lambda self, n: real(self, n + ahead if n else 0)
     )
     run = Soak(3)
     assert [*run.run(60.0)] and run.faults

@@ -15,11 +15,11 @@ from torch import Tensor
 import mmfast
 from mmfast.cli import main
 from mmfast.core.errors import MmfastError
-from mmfast.frontends.audio import load_audio
-from mmfast.frontends.wav import write_wav
-from mmfast.models.speech import SpeechModel, load_speech
-from mmfast.streams.voice_events import VoiceEvent
-from mmfast.tiny.espeak import say
+from mmfast.frontends.audio.reader import load_audio
+from mmfast.frontends.audio.wav import write_wav
+from mmfast.models.speech.embedded import SpeechModel, load_speech
+from mmfast.tiny.speech.recordings import say
+from mmfast.voice.channel import VoiceEvent
 
 QUESTION = "which way does the red circle move?"
 SENTENCE = "The red circle moves to the left."

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from mmfast.bench.speech_hum import HumEar, HumModel, hum
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Turn
-from mmfast.streams.clock import SystemClock
-from mmfast.streams.voice_cascade import Cascade
-from mmfast.streams.voice_events import VoiceEvent
-from mmfast.streams.voice_history import History
-from mmfast.streams.voice_session import VoiceSession
+from mmfast.streams.stream import SystemClock
+from mmfast.voice.channel import VoiceEvent
+from mmfast.voice.history import History
+from mmfast.voice.models import Cascade
+from mmfast.voice.session import VoiceSession
 
 SOUNDS = {
     "word": hum("hello"),

@@ -11,9 +11,9 @@ import torch
 import mmfast
 from mmfast.bench.speech_hum import HumEar, HumModel, hum, read
 from mmfast.core.errors import MediaError, MmfastError
-from mmfast.frontends.video import read_video
+from mmfast.frontends.video.reader import read_video
 from mmfast.pipelines.omni_chat import OmniChat, written
-from mmfast.streams.voice_events import VoiceEvent
+from mmfast.voice.channel import VoiceEvent
 
 CLIP = Path(__file__).parents[1] / "assets" / "clips" / "red-circle.mp4"
 QUESTION = "which way does the red circle move?"

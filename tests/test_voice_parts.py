@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Sound, Turn
-from mmfast.streams.clock import FakeClock
-from mmfast.streams.voice_history import History, Item
-from mmfast.streams.voice_metrics import Meter, Totals
-from mmfast.streams.voice_playback import Playback, playback_gaps
-from mmfast.streams.voice_text import Alignment
+from mmfast.streams.stream import FakeClock
+from mmfast.voice.history import Alignment, History, HistoryTurn
+from mmfast.voice.playback import Playback, ReplyMeter, Totals, playback_gaps
 
 RATE = 1000  # a sample is a millisecond
 STEPS = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 60)), max_size=30)
@@ -160,9 +158,9 @@ def test_what_was_heard_grows_and_is_a_prefix(data: st.DataObject) -> None:
 def test_history_forgets_the_oldest() -> None:
     history = History(turns=4, letters=20)
     for index in range(6):
-        history.add(Item(f"i{index}", "user", str(index)))
+        history.add(HistoryTurn(f"i{index}", "user", str(index)))
     assert [*history.items] == ["i2", "i3", "i4", "i5"]
-    history.add(Item("long", "assistant", "x" * 30))
+    history.add(HistoryTurn("long", "assistant", "x" * 30))
     assert [*history.items] == ["i5", "long"]
     assert history.forgotten == 5
     assert history.turns() == (Turn("user", "5"), Turn("assistant", "x" * 30))
@@ -181,7 +179,7 @@ def test_history_forgets_the_oldest() -> None:
 
 def test_figures_of_a_reply() -> None:
     times = iter([0.0, 1.0, 1.5, 2.0, 3.0, 3.0, 3.5])
-    meter = Meter(lambda: next(times))
+    meter = ReplyMeter(lambda: next(times))
 
     def sounds() -> Iterator[Sound]:
         yield Sound(torch.zeros(0), RATE, heard="hi")
@@ -213,7 +211,7 @@ def test_who_stops_listening_stops_the_model() -> None:
         finally:
             closed.append(True)
 
-    source = Meter().timed(sounds())
+    source = ReplyMeter().timed(sounds())
     next(source)
     source.close()  # type: ignore[attr-defined]
     assert closed

@@ -12,8 +12,8 @@ from torch import Tensor
 from mmfast.bench.speech_hum import TONE, HumChatter, HumEar, HumSpeaker, hum, read
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.speech import Sound, Turn
-from mmfast.streams.voice_events import VoiceEvent
-from mmfast.streams.voice_session import VoiceSession
+from mmfast.voice.channel import VoiceEvent
+from mmfast.voice.session import VoiceSession
 
 ANSWER = "the red circle moves to the left."
 

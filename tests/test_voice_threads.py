@@ -14,9 +14,9 @@ from torch import Tensor
 from mmfast.bench.speech_hum import HumChatter, HumEar, HumModel, HumSpeaker, hum, read
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Sound, Turn
-from mmfast.streams.clock import FakeClock, SystemClock
-from mmfast.streams.voice_events import VoiceEvent
-from mmfast.streams.voice_session import VoiceSession
+from mmfast.streams.stream import FakeClock, SystemClock
+from mmfast.voice.channel import VoiceEvent
+from mmfast.voice.session import VoiceSession
 
 PAUSE = torch.zeros(12800)
 

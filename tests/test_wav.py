@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio import load_audio
-from mmfast.frontends.wav import WavWriter, write_wav
+from mmfast.frontends.audio.reader import load_audio
+from mmfast.frontends.audio.wav import WavWriter, write_wav
 
 SOUND = (0.3 * torch.randn(4001, generator=torch.Generator().manual_seed(0))).clamp(-0.99, 0.99)
 

@@ -9,9 +9,8 @@ import torch
 from mmfast.bench import word_errors
 from mmfast.bench.word_errors import Errors, Recogniser, count_errors, edit_distance
 from mmfast.core.errors import MmfastError, SpecError
-from mmfast.tiny.espeak import say
-from mmfast.tiny.speech_text import VOICES, sentence
-from mmfast.tiny.speech_text_grammar import jsgf
+from mmfast.tiny.speech.recordings import say
+from mmfast.tiny.speech.text import VOICES, jsgf, sentence
 
 
 @pytest.fixture(scope="module")

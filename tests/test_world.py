@@ -12,11 +12,17 @@ import numpy as np
 import pytest
 
 from mmfast.core.errors import MmfastError
-from mmfast.tiny.scene import COLOURS, EVAL, TRAIN
-from mmfast.tiny.world import FACTS, NAMES, World
-from mmfast.tiny.world_file import main
-from mmfast.tiny.world_questions import KINDS, past_questions, present_questions
-from mmfast.tiny.world_scene import corner_of
+from mmfast.tiny.stream.world import (
+    FACTS,
+    KINDS,
+    NAMES,
+    World,
+    corner_of,
+    main,
+    past_questions,
+    present_questions,
+)
+from mmfast.tiny.video.scene import COLOURS, EVAL, TRAIN
 
 
 def test_any_moment_is_the_same_however_one_comes_to_it() -> None:

@@ -8,24 +8,71 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from mmfast.bench.breakeven_cases import Many, shapes
-from mmfast.bench.cases import build, pick_device, pick_dtype
+from mmfast.bench.cases import Case, build, pick_device, pick_dtype
 from mmfast.bench.gate import check
-from mmfast.bench.measure import Sample, clock_of, frozen, interleave, noise, paired, warm_up
-from mmfast.bench.memory import check_fits, one_line_when_full
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row, environment
 from mmfast.bench.run import threads_set
 from mmfast.bench.specs import Twins
-from mmfast.bench.stages import Outcome, Stage
+from mmfast.bench.stages import MeasuredStage, RunOutcome, check_fits, one_line_when_full
+from mmfast.bench.timing import Sample, clock_of, frozen, interleave, noise, paired, warm_up
 from mmfast.core.errors import MmfastError
 from mmfast.models.flops import decode_bytes, prefill_flops
+
+# Tokens along the side of one frame, then frames of the shape's own size.
+SIDES, FRAMES = (3, 5, 7, 10), (1, 2, 4, 8, 16)
+TINY_SIDES, TINY_FRAMES = (2, 3), (1, 4, 8, 16, 64, 128)
+
+
+def shapes(preset: Preset) -> list[tuple[Preset, int]]:
+    """(shape, frames) with ever more visual tokens.
+
+    Raises:
+        MmfastError: The family's prompts cannot be made of any size.
+    """
+    if preset.family != "llava_onevision":
+        raise MmfastError(
+            f"--break-even takes LLaVA-OneVision shapes and tiny, not {preset.name!r}"
+        )
+    tiny = preset.name == "tiny"
+    sides, frames = (TINY_SIDES, TINY_FRAMES) if tiny else (SIDES, FRAMES)
+    small = [(_shrunk(preset, side), 1) for side in sides]
+    return small + [(preset, count) for count in frames]
+
+
+def _shrunk(preset: Preset, side: int) -> Preset:
+    """The shape with frames of `side` x `side` tokens: two patches each way to a token."""
+    patches = 2 * side
+    size = patches * int(preset.vision["patch_size"])
+    vision = {**preset.vision, "image_size": size}
+    return replace(preset, vision=vision, grid=(patches, patches))
+
+
+@dataclass
+class Many(Case):
+    """A case whose prompt comes `batch` times."""
+
+    batch: int = 1
+
+    @classmethod
+    def of(cls, case: Case, batch: int) -> Many:
+        """The case, several times at once."""
+        values = {each.name: getattr(case, each.name) for each in fields(case)}
+        prompt = {k: v.repeat(batch, *[1] * (v.ndim - 1)) for k, v in case.prompt.items()}
+        return cls(**{**values, "prompt": prompt}, batch=batch)
+
+    def features(self) -> dict[str, Any]:
+        """Fresh `mm_encoder_outputs` `[B, N + 1, D]`."""
+        out = super().features()["video"]
+        out.pooler_output = out.pooler_output.repeat(self.batch, 1, 1)
+        return {"video": out}
+
 
 METHODS = ("evs", "divprune", "fastv", "holitom")
 IN_A_BATCH = ("evs", "fastv")
@@ -37,7 +84,7 @@ Tick = Callable[[int, int, str | None], None]
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """One place on the curve.
 
     Attributes:
@@ -57,14 +104,14 @@ class Point:
     stages: tuple[str, ...]
 
 
-def points(preset: str) -> list[Point]:
+def points(preset: str) -> list[CurvePoint]:
     """What is measured, from few tokens to many, then from one answer to eight."""
     shape = get_preset(preset)
     counts = shapes(shape)
-    by_tokens = [Point("tokens", s, frames, 1, METHODS, ("llm",)) for s, frames in counts]
+    by_tokens = [CurvePoint("tokens", s, frames, 1, METHODS, ("llm",)) for s, frames in counts]
     shape, frames = counts[-AT]
     both = ("llm", "decode")
-    return by_tokens + [Point("batch", shape, frames, b, IN_A_BATCH, both) for b in BATCHES]
+    return by_tokens + [CurvePoint("batch", shape, frames, b, IN_A_BATCH, both) for b in BATCHES]
 
 
 def run_break_even(
@@ -109,13 +156,13 @@ def run_break_even(
             tick(number, len(todo), f"{point.bench} {number + 1}")
             with one_line_when_full(preset, point.frames):
                 case = build(point.preset, ("llm",), point.frames, where, kind)
-                stage = Stage(Many.of(case, point.batch), "llm", point.stages, clock)
+                stage = MeasuredStage(Many.of(case, point.batch), "llm", point.stages, clock)
                 found += [{**shared, **row} for row in _rows(stage, point, gated)]
         tick(len(todo), len(todo), None)
     return found
 
 
-def _rows(stage: Stage, point: Point, gated: set[str]) -> Iterator[Row]:
+def _rows(stage: MeasuredStage, point: CurvePoint, gated: set[str]) -> Iterator[Row]:
     """Gate each method once, then stock, stock again and every method in turn."""
     twins = [Twins(f"{m}:{KEEP}", f"even{i}", towerless=True) for i, m in enumerate(point.methods)]
     with ExitStack() as stack:
@@ -140,11 +187,11 @@ def _rows(stage: Stage, point: Point, gated: set[str]) -> Iterator[Row]:
 
 
 def _stage_rows(
-    stage: Stage,
-    point: Point,
+    stage: MeasuredStage,
+    point: CurvePoint,
     name: str,
-    stock: Outcome,
-    seen: dict[str, Outcome],
+    stock: RunOutcome,
+    seen: dict[str, RunOutcome],
     samples: dict[str, list[Sample]],
 ) -> Iterator[Row]:
     first, again = ([s[name] for s in samples[job]] for job in ("stock", "again"))
@@ -169,7 +216,7 @@ def _stage_rows(
         }
 
 
-def _gate(stage: Stage, twins: Twins, stock: Outcome, gated: set[str]) -> None:
+def _gate(stage: MeasuredStage, twins: Twins, stock: RunOutcome, gated: set[str]) -> None:
     """The whole gate at the first point that has a method; counts are checked at each."""
     method = twins.asked.partition(":")[0]
     if method in gated:
@@ -180,7 +227,7 @@ def _gate(stage: Stage, twins: Twins, stock: Outcome, gated: set[str]) -> None:
         raise MmfastError("gate: " + "; ".join(faults))
 
 
-def _sample(stage: Stage, spec: str | None) -> Sample:
+def _sample(stage: MeasuredStage, spec: str | None) -> Sample:
     return stage.run(spec).ms
 
 
@@ -189,13 +236,13 @@ def _middle(times: Sequence[float]) -> float:
     return (ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2
 
 
-def _rounds(stock: Outcome, seen: Any) -> int:
+def _rounds(stock: RunOutcome, seen: Any) -> int:
     """As many as `ROUND_SECONDS` allow, but a few: quick points need more of them."""
     one = 2 * sum(stock.ms.values()) + sum(sum(outcome.ms.values()) for outcome in seen)
     return max(FEWEST, min(MOST, int(1000 * ROUND_SECONDS / one)))
 
 
-def _cost(stage: Stage, outcome: Outcome, name: str, batch: int) -> float:
+def _cost(stage: MeasuredStage, outcome: RunOutcome, name: str, batch: int) -> float:
     """FLOPs of a prefill; bytes of a decoding step, whose weights are read once for all."""
     model = stage.case.model
     if name == "llm":

@@ -8,12 +8,164 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmfast.bench.inputs import pixel_inputs, prompt_inputs, video_grid, video_output
 from mmfast.bench.presets import Preset, get_preset
-from mmfast.bench.synthetic import fill_, video_features
 from mmfast.core.errors import MmfastError, unknown
+
+# A prime: rows of a weight that repeats this many values never line up with one another.
+_PERIOD = 1_048_583
+
+
+@torch.no_grad()
+def fill_(model: nn.Module, seed: int = 0) -> None:
+    """Give every parameter a sane value at memory speed; 7 billion of them take seconds.
+
+    Matrices hold normal noise with variance 1 / fan-in, so that activations neither vanish nor
+    explode and attention is not flat; embeddings have variance 1, norms are 1, biases small.
+    Zeros would run faster than real weights do.
+    """
+    noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        if parameter.ndim == 1 and name.endswith("weight"):
+            parameter.fill_(1.0)
+            continue
+        scale = 0.02 if parameter.ndim == 1 else _scale(name, parameter)
+        values = (noise * scale).to(parameter.device, parameter.dtype)
+        _tile(parameter.view(-1), values, start=index * 7919 % _PERIOD)
+
+
+def _scale(name: str, parameter: Tensor) -> float:
+    embedding = "embed_tokens" in name or "position_embedding" in name or "pos_embed" in name
+    return 1.0 if embedding else float(parameter[0].numel() ** -0.5)
+
+
+def _tile(target: Tensor, values: Tensor, start: int) -> None:
+    """Fill `target` [P] with `values` [R] over and over, from `values[start]` on."""
+    done = 0
+    while done < target.numel():
+        part = values[start : start + target.numel() - done]
+        target[done : done + part.numel()] = part
+        done, start = done + part.numel(), 0
+
+
+def video_features(grid: tuple[int, int, int], width: int, seed: int = 0) -> Tensor:
+    """Features of a clip with a textured still background, one moving block and noise.
+
+    Cosine similarity of a background patch with itself a frame later is about 0.94, as on real
+    clips, so methods that look for what repeats (EVS, HoliTom) find something to do. One camera
+    cut at two thirds replaces the background.
+
+    Returns:
+        `[T * H * W, width]` float32, about unit variance.
+    """
+    frames, rows, columns = grid
+    gen = torch.Generator().manual_seed(seed)
+    textures = torch.randn(12, width, generator=gen)
+    scenes = []
+    for _ in range(2):
+        coarse = torch.randint(12, (rows // 3 + 1, columns // 3 + 1), generator=gen)
+        patches = coarse.repeat_interleave(3, 0).repeat_interleave(3, 1)[:rows, :columns]
+        own = torch.randn(rows, columns, width, generator=gen)
+        scenes.append(0.8 * textures[patches] + 0.6 * own)
+    thing = torch.randn(max(1, rows // 4), max(1, columns // 4), width, generator=gen)
+    x = torch.empty(frames, rows, columns, width)
+    for t in range(frames):
+        x[t] = scenes[int(t >= max(1, frames * 2 // 3))]
+        top = (t * 2) % (rows - thing.shape[0] + 1)
+        left = (t * 3) % (columns - thing.shape[1] + 1)
+        x[t, top : top + thing.shape[0], left : left + thing.shape[1]] = thing
+    x += 0.25 * torch.randn(x.shape, generator=gen)
+    return x.reshape(-1, width)  # [N, D]
+
+
+_BEFORE, _AFTER = 14, 18  # a system line and a short question: 32 text tokens
+_STAMP = 7  # Qwen3-VL writes "<12.5 seconds>" before every frame
+
+
+def video_grid(preset: Preset, frames: int) -> tuple[int, int, int]:
+    """(frames, rows, columns) of the tokens the language model gets.
+
+    Raises:
+        MmfastError: The family takes pairs of frames, or `frames` is below 1.
+    """
+    rows, columns = preset.grid
+    if frames < 1:
+        raise MmfastError(f"--frames {frames} is no clip; give at least 1")
+    if preset.family == "llava_onevision":
+        return frames, (rows + 1) // 2, (columns + 1) // 2  # bilinear pooling by 2
+    if frames % 2:
+        raise MmfastError(
+            f"--frames {frames}: {preset.name} takes pairs of frames; give an even number"
+        )
+    return frames // 2, rows // 2, columns // 2  # two frames a step, 2 x 2 patches a token
+
+
+def prompt_inputs(
+    preset: Preset, config: Any, grid: tuple[int, int, int], seed: int
+) -> dict[str, Tensor]:
+    """`input_ids` [1, L] with the placeholders in place, and what M-RoPE asks for."""
+    gen = torch.Generator().manual_seed(seed)
+    top = min(config.video_token_id, config.image_token_id)
+
+    def text(n: int) -> list[int]:
+        return torch.randint(top - 10, (n,), generator=gen).tolist()
+
+    video, per_frame = config.video_token_id, grid[1] * grid[2]
+    if preset.family == "llava_onevision":
+        ids = [*text(_BEFORE), *[video] * (grid[0] * per_frame + 1), *text(_AFTER)]  # + newline
+        return {"input_ids": torch.tensor([ids])}
+    start, end = config.vision_start_token_id, config.vision_end_token_id
+    if preset.family == "qwen2_5_vl":
+        ids = [*text(_BEFORE), start, *[video] * (grid[0] * per_frame), end, *text(_AFTER)]
+    else:
+        ids = text(_BEFORE)
+        for _ in range(grid[0]):
+            ids += [*text(_STAMP), start, *[video] * per_frame, end]
+        ids += text(_AFTER)
+    input_ids = torch.tensor([ids])
+    return {
+        "input_ids": input_ids,
+        "mm_token_type_ids": torch.where(input_ids == video, 2, 0),
+        "video_grid_thw": _grid_thw(preset, grid[0]),
+    }
+
+
+def _grid_thw(preset: Preset, steps: int) -> Tensor:
+    return torch.tensor([[steps, *preset.grid]])
+
+
+def pixel_inputs(preset: Preset, frames: int, seed: int) -> dict[str, Tensor]:
+    """What the tower takes: frames `[1, T, 3, H, W]`, or flattened patches `[P, C * 2 * p * p]`."""
+    rows, columns = preset.grid
+    size = int(preset.vision["patch_size"])
+    if preset.family != "llava_onevision":
+        x = video_features((frames // 2, rows, columns), 3 * 2 * size * size, seed)
+        return {"pixel_values_videos": x, "video_grid_thw": _grid_thw(preset, frames // 2)}
+    side = int(preset.vision["image_size"])
+    patches = video_features((frames, rows, columns), 3 * size * size, seed)
+    x = patches.reshape(frames, rows, columns, 3, size, size).permute(0, 3, 1, 4, 2, 5)
+    x = x.reshape(frames, 3, rows * size, columns * size)
+    # 384 is 27.4 patches of 14: the tower's convolution never looks at the rest.
+    x = torch.nn.functional.pad(x, (0, side - columns * size, 0, side - rows * size))
+    return {"pixel_values_videos": x[None]}
+
+
+def video_output(preset: Preset, model: Any, visual: Tensor, deepstack: list[Tensor]) -> Any:
+    """The encoder's output object with features `[N, D]` in the container the family uses."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    if preset.family == "llava_onevision":
+        newline = model.model.image_newline[None]
+        return BaseModelOutputWithPooling(pooler_output=torch.cat([visual, newline])[None])
+    if preset.family == "qwen2_5_vl":
+        return BaseModelOutputWithPooling(pooler_output=(visual,))
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
+
+    return BaseModelOutputWithDeepstackFeatures(
+        pooler_output=(visual,), deepstack_features=[(plane,) for plane in deepstack]
+    )
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOWER_STAGES = frozenset({"vit", "ttft"})

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from mmfast.ops.attend import attend
+from mmfast.ops.attention import attend
 from mmfast.ops.attention_column_sums import attention_column_sums
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from mmfast.attach import attach
 from mmfast.bench.cases import Case, build, pick_device, pick_dtype
-from mmfast.bench.measure import Sample, frozen, interleave, one_thread, paired
 from mmfast.bench.named import Row, Tick
 from mmfast.bench.presets import get_preset
+from mmfast.bench.timing import Sample, frozen, interleave, one_thread, paired
 from mmfast.models.timing import timed
 
 SPECS = (None, "evs:0.25", "fastv@llm3:0.5", "holitom_inner@llm3:0.5")
@@ -94,7 +94,7 @@ class Compilation:
 def _row(
     case: Case, spec: str | None, steps: int, rounds: int, options: dict[str, Any]
 ) -> dict[str, Any]:
-    run = Run(case, steps)
+    run = CompiledRun(case, steps)
     with run.attached(spec):
         compiled = torch.compile(case.model, fullgraph=True, **options)
         eager = run.tokens(case.model)
@@ -129,7 +129,7 @@ def _graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-class Run:
+class CompiledRun:
     """Greedy decoding of one case on a static cache.
 
     Args:

@@ -20,14 +20,14 @@ import torch
 
 from mmfast.attach import attach
 from mmfast.bench.cases import Case, build, pick_device, pick_dtype
-from mmfast.bench.measure import Sample, frozen, interleave, noise, one_thread, paired
 from mmfast.bench.named import Row, Tick
 from mmfast.bench.presets import get_preset
+from mmfast.bench.timing import Sample, frozen, interleave, noise, one_thread, paired
 from mmfast.models.timing import timed
 
 
 @dataclass(frozen=True)
-class Job:
+class HookJob:
     """One way of attaching.
 
     Attributes:
@@ -47,15 +47,15 @@ class Job:
 
 
 JOBS = (
-    Job("evs:0.25"),
-    Job("fastv@llm3:0.5"),
-    Job("holitom_inner@llm3:0.5"),
-    Job(cache="snapkv:0.5"),
-    Job(cache="lookm:0.5"),
-    Job("evs:0.25+fastv@llm3:0.5", "snapkv:0.5"),
-    Job(cache="sink:4+window:64", work="evicts"),
-    Job(cache="retrieve:2", work="reads a part"),
-    Job(cache="quant:8", work="unpacks"),
+    HookJob("evs:0.25"),
+    HookJob("fastv@llm3:0.5"),
+    HookJob("holitom_inner@llm3:0.5"),
+    HookJob(cache="snapkv:0.5"),
+    HookJob(cache="lookm:0.5"),
+    HookJob("evs:0.25+fastv@llm3:0.5", "snapkv:0.5"),
+    HookJob(cache="sink:4+window:64", work="evicts"),
+    HookJob(cache="retrieve:2", work="reads a part"),
+    HookJob(cache="quant:8", work="unpacks"),
 )
 SHAPES = (("tiny", 4, 32, 15), ("llava-onevision-0.5b", 2, 4, 7))  # frames, steps, rounds
 
@@ -70,7 +70,7 @@ def measure(
     frames: int,
     steps: int,
     rounds: int,
-    jobs: Sequence[Job] = JOBS,
+    jobs: Sequence[HookJob] = JOBS,
     device: str | None = None,
     tick: Tick = lambda *_: None,
 ) -> list[Row]:
@@ -97,7 +97,7 @@ def measure(
     return found
 
 
-def _row(case: Case, job: Job, steps: int, rounds: int) -> Row:
+def _row(case: Case, job: HookJob, steps: int, rounds: int) -> Row:
     with attach(case.model, job.reduce, job.cache):
         held = _prefill(case)
     twin = _twin(held)
@@ -136,7 +136,7 @@ def _prefill(case: Case) -> Any:
     return case.model(**inputs, use_cache=True).past_key_values
 
 
-def _attached(case: Case, job: Job, cache: Any, steps: int) -> Sample:
+def _attached(case: Case, job: HookJob, cache: Any, steps: int) -> Sample:
     with attach(case.model, job.reduce, job.cache):
         return _steps(case, cache, steps)
 

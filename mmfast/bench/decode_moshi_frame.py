@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.bench.cases import unfilled
-from mmfast.bench.ceilings import ceilings
-from mmfast.bench.measure import frozen, one_thread, quantile
+from mmfast.bench.cases import fill_, unfilled
 from mmfast.bench.named import Row, Tick
-from mmfast.bench.synthetic import fill_
+from mmfast.bench.stages import ceilings
+from mmfast.bench.timing import frozen, one_thread, quantile
 from mmfast.decoding.sampling import Sampling
-from mmfast.models.moshi_frames import MoshiFrames, frame_bytes
-from mmfast.models.moshi_voice import Heard, MoshiVoice
-from mmfast.ops.graphs import Compiled, Graphs, graphs_for
+from mmfast.models.speech.moshi import MoshiVoice, UserSound
+from mmfast.models.speech.moshi_graphs import MoshiFrames, frame_bytes
+from mmfast.ops.cuda_graphs import Compiled, GraphRecorder, graphs_for
 
 BATCHES, FRAMES, BUDGET_MS = (1, 8, 32), 200, 80.0
 GOAL_MS = {1: 6.5, 32: 20.0}  # by batch, on an H200
@@ -63,7 +62,7 @@ TINY: dict[str, Any] = {
         "sliding_window": 50,
     },
 }
-Frame = Callable[[Tensor], Heard]
+Frame = Callable[[Tensor], UserSound]
 
 
 def rows(tick: Tick) -> list[Row]:
@@ -95,7 +94,7 @@ def measure(
     batches: Sequence[int],
     frames: int,
     device: str,
-    compiled: Graphs | None = None,
+    compiled: GraphRecorder | None = None,
     copy_gb_s: float | None = None,
     tick: Tick = lambda *_: None,
 ) -> list[Row]:
@@ -129,7 +128,7 @@ def measure(
 
 
 def _rows(
-    voice: MoshiVoice, batch: int, frames: int, device: str, compiled: Graphs | None
+    voice: MoshiVoice, batch: int, frames: int, device: str, compiled: GraphRecorder | None
 ) -> Iterator[Row]:
     pcm = torch.randn(CHECKED + frames, batch, voice.codec.hop) * 0.1
     recorded = "graphs" if device == "cuda" else "static"
@@ -178,7 +177,7 @@ def _by_value(voice: MoshiVoice, batch: int) -> Frame:
     """Steps whose state is a value, as a server runs them that lets conversations branch."""
     state = voice.start(batch)
 
-    def frame(pcm: Tensor) -> Heard:
+    def frame(pcm: Tensor) -> UserSound:
         nonlocal state
         state, heard = voice.step(state, pcm)
         return heard

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from mmfast.bench.encoder_jobs import check, compare, device, named
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
-from mmfast.ops.segment_attention import segment_attention
+from mmfast.ops.attention import segment_attention
 
 ROUNDS = 7
 # Windows of a 392 x 392 frame of Qwen2.5-VL in the order the tower has them, and of 448 x 448.

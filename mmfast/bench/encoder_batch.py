@@ -9,9 +9,9 @@ import torch
 
 from mmfast.bench.encoder_jobs import compare, device, siglip
 from mmfast.bench.encoder_jobs import named as with_extra
-from mmfast.bench.measure import peak_during
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
+from mmfast.bench.timing import peak_during
 
 FRAMES, LAYERS, ROUNDS = 8, 1, 5
 PER_CALL = (1, 2, 4, 8)

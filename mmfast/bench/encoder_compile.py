@@ -10,11 +10,11 @@ from torch import Tensor
 
 from mmfast.bench.cases import Case
 from mmfast.bench.encoder_jobs import check, compare, depth, device, encode, named, qwen, siglip
-from mmfast.bench.measure import timed
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
+from mmfast.bench.timing import timed
 from mmfast.core.errors import MmfastError
-from mmfast.models.encoder import MODES, check_encoder, fast_encoder
+from mmfast.models.vision.fast import MODES, check_encoder, fast_encoder
 
 ROUNDS, LAYERS, FRAMES = 3, 2, 2
 TOWERS = {"siglip-so400m-384": (siglip, 26), "qwen2.5-vl-vit": (qwen, 32)}

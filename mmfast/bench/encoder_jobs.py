@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from mmfast.bench.cases import Case, build
-from mmfast.bench.device_time import device_times
-from mmfast.bench.measure import noise, one_thread, paired, quantile
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row
+from mmfast.bench.timing import device_times, noise, one_thread, paired, quantile
 from mmfast.core.errors import MmfastError
 
 _SPECIAL = {"image_token_index": 510, "video_token_index": 511}

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmfast.attach import attach
 from mmfast.bench.cases import Case
 from mmfast.bench.encoder_jobs import compare, depth, device, encode, named, qwen, siglip
-from mmfast.bench.measure import one_thread
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
+from mmfast.bench.timing import one_thread
 from mmfast.core.errors import MmfastError
 from mmfast.models.flops import tower_flops
-from mmfast.models.vit_merge import Pass
+from mmfast.models.vision.merge_pass import MergePass
 
 ROUNDS, LAYERS = 3, 4
 # What builds it, blocks of the checkpoint, frames on the CPU (Qwen takes two at once).
@@ -89,7 +89,7 @@ def _flops(case: Case, leaving: list[int]) -> int:
 
 
 @dataclass
-class _Seen:
+class _MergeRecord:
     """What the merging of one pass took, and the tokens left after each block."""
 
     ms: float = 0.0
@@ -100,7 +100,7 @@ class _Seen:
 class _Counter(TorchDispatchMode):
     """Counts operations: on a GPU each is a launch."""
 
-    def __init__(self, seen: _Seen) -> None:
+    def __init__(self, seen: _MergeRecord) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
 
@@ -113,11 +113,11 @@ class _Counter(TorchDispatchMode):
 
 
 @contextmanager
-def _watching(counting: bool = False) -> Iterator[_Seen]:
+def _watching(counting: bool = False) -> Iterator[_MergeRecord]:
     """Stand around the merging of every block; to count and to time are two passes."""
-    stock, seen = Pass.merge, _Seen()
+    stock, seen = MergePass.merge, _MergeRecord()
 
-    def merge(work: Pass, block: int, hidden: Tensor) -> Tensor:
+    def merge(work: MergePass, block: int, hidden: Tensor) -> Tensor:
         start = time.process_time()
         with _Counter(seen) if counting else nullcontext():
             out = stock(work, block, hidden)
@@ -125,5 +125,5 @@ def _watching(counting: bool = False) -> Iterator[_Seen]:
         seen.lengths.append(sum(work.lengths))
         return out
 
-    with patch.object(Pass, "merge", merge):
+    with patch.object(MergePass, "merge", merge):
         yield seen

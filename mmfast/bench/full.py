@@ -16,14 +16,16 @@ from typing import Any
 import torch
 
 from mmfast.bench.cases import pick_device, pick_dtype
-from mmfast.bench.memory import check_fits
 from mmfast.bench.named import named_rows, names
 from mmfast.bench.presets import get_preset
-from mmfast.bench.results import Row, bench_rows
+from mmfast.bench.report.named import markdown
+from mmfast.bench.report.tables import NOT_MEASURED, label
+from mmfast.bench.results import Row, bench_rows, share
 from mmfast.bench.run import run_bench
 from mmfast.bench.specs import parse_stages
+from mmfast.bench.stages import check_fits
 from mmfast.core.errors import MmfastError
-from mmfast.models.device import device_name
+from mmfast.models.loading import device_name
 
 MINUTES, KEEP = 6.0, "0.25,0.1"
 _EVERY = "vit,llm,decode,ttft,selection"
@@ -35,7 +37,7 @@ Sink = Callable[[list[Row]], None]
 
 
 @dataclass(frozen=True)
-class Step:
+class RunStep:
     """One part of the run.
 
     Attributes:
@@ -51,7 +53,7 @@ class Step:
     check: Callable[[], None] = lambda: None
 
 
-def plan(device: torch.device, preset: str | None = None) -> list[Step]:
+def plan(device: torch.device, preset: str | None = None) -> list[RunStep]:
     """What `--full` does on a device, in order: what matters most comes first.
 
     Args:
@@ -139,7 +141,7 @@ def run_full(
 
 
 def _do(
-    step: Step,
+    step: RunStep,
     deadline: float,
     left: float,
     progress: Callable[[int, int], None],
@@ -161,11 +163,11 @@ def _do(
         return "failed", [], f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def _named(suite: str, name: str, weight: float) -> Step:
+def _named(suite: str, name: str, weight: float) -> RunStep:
     def run(progress: Callable[[int, int], None], enough: Callable[[], bool]) -> list[Row]:
         return named_rows(suite, name, lambda label, done, total: progress(done, total))
 
-    return Step(f"{suite} {name}: correctness, then time", weight, run)
+    return RunStep(f"{suite} {name}: correctness, then time", weight, run)
 
 
 def _shape(
@@ -176,7 +178,7 @@ def _shape(
     stages: str,
     weight: float,
     rounds: int | None = None,
-) -> Step:
+) -> RunStep:
     shape, kind = get_preset(preset), pick_dtype("auto", get_preset(preset), device)
 
     def check() -> None:
@@ -199,10 +201,10 @@ def _shape(
         return bench_rows(document)
 
     label = f"{preset}, {frames} frames: {stages} of {', '.join(methods)}"
-    return Step(label, weight, run, check)
+    return RunStep(label, weight, run, check)
 
 
-def _progress(tick: Tick, behind: float, step: Step, whole: float) -> Callable[[int, int], None]:
+def _progress(tick: Tick, behind: float, step: RunStep, whole: float) -> Callable[[int, int], None]:
     """The bar of the whole run, in thousandths, from that of one step."""
 
     def progress(done: int, total: int) -> None:
@@ -218,3 +220,122 @@ def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+_SMALL, _BIG_SHAPE = "llava-onevision-0.5b", "llava-onevision-7b"
+BEFORE = ("uniform", "evs", "divprune", "holitom")  # reduce before the language model
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One line of the table of goals.
+
+    Attributes:
+        what: For people.
+        bound: What is asked for, for people.
+        fits: Whether a row of suite `bench` says something about it.
+        value: What it says.
+        met: Whether a value is good enough.
+        told: A value as text.
+    """
+
+    what: str
+    bound: str
+    fits: Callable[[Row], bool]
+    value: Callable[[Row], float | None]
+    met: Callable[[float], bool]
+    told: Callable[[float], str]
+
+
+def _gain(preset: str, device: str, stage: str, kept: float, least: float) -> Goal:
+    name = {"llm": "prefill", "ttft": "tower and prefill"}[stage]
+
+    def fits(row: Row) -> bool:
+        return (
+            (row["preset"], row["device"], row["stage"]) == (preset, device, stage)
+            and label(row["reduce"]) in BEFORE
+            and share(row["reduce"], row["kept"], row["tokens"]) == kept
+        )
+
+    what = f"{preset}, {device.upper()}, {name}, {100 * kept:.0f} % kept before the language model"
+    return Goal(what, f"{least}x", fits, lambda r: r["speedup"], lambda v: v >= least, _times)
+
+
+def _in_tower(preset: str, least: float) -> Goal:
+    def fits(row: Row) -> bool:
+        return (
+            (row["preset"], row["device"], row["stage"]) == (preset, "cuda", "ttft")
+            and "@vit" in (row["reduce"] or "")
+            and str(row["reduce"]).endswith(":0.1")
+        )
+
+    what = f"{preset}, CUDA, tower and prefill, merged in the tower too, 10 % kept"
+    return Goal(what, f"{least}x", fits, lambda r: r["speedup"], lambda v: v >= least, _times)
+
+
+def _oracle(names: tuple[str, ...], least: float) -> Goal:
+    def fits(row: Row) -> bool:
+        found = (row["preset"], row["device"], row["stage"]) == (_BIG_SHAPE, "cuda", "ttft")
+        return found and label(row["reduce"]) in names
+
+    what = f"{_BIG_SHAPE}, CUDA, first token with fixed indices / with {' or '.join(names)}"
+    return Goal(
+        what, f"{least}", fits, lambda r: r["of_oracle"], lambda v: v >= least, lambda v: f"{v:.2f}"
+    )
+
+
+def _at_most(what: str, stage: str, key: str, most: float) -> Goal:
+    def fits(row: Row) -> bool:
+        return (row["preset"], row["device"], row["stage"]) == (_BIG_SHAPE, "cuda", stage)
+
+    return Goal(
+        f"{_BIG_SHAPE}, CUDA, {what}",
+        f"at most {100 * most:.0f} %",
+        fits,
+        lambda r: r.get(key),
+        lambda v: v <= most,
+        lambda v: f"{100 * v:.1f} %",
+    )
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+GOALS = (
+    _gain(_SMALL, "cpu", "llm", 0.25, 3.4),
+    _gain(_SMALL, "cpu", "llm", 0.1, 7.0),
+    _gain(_BIG_SHAPE, "cuda", "llm", 0.25, 3.7),
+    _gain(_BIG_SHAPE, "cuda", "llm", 0.1, 7.5),
+    _gain(_BIG_SHAPE, "cuda", "ttft", 0.25, 2.1),
+    _gain(_BIG_SHAPE, "cuda", "ttft", 0.1, 2.6),
+    _in_tower(_BIG_SHAPE, 3.2),
+    _at_most("choosing and compacting, of the time to first token", "selection", "share", 0.03),
+    _oracle(("evs", "fastv"), 0.97),
+    _oracle(("divprune", "holitom"), 0.93),
+    _at_most(
+        "peak memory of layers whose attention is read, over SDPA", "ttft", "scoring_over", 0.02
+    ),
+)
+
+
+def goals(rows: Sequence[Row]) -> list[str]:
+    """Every goal with the least and the best of the latest rows that speak about it."""
+    latest = list({_key(row): row for row in rows}.values())
+    lines = [(goal.what, goal.bound, *_found(goal, latest)) for goal in GOALS]
+    return markdown(("what", "at least", "measured", "met"), lines)
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    keys = ("preset", "processor", "dtype", "threads", "frames", "stage", "reduce")
+    return tuple(row[key] for key in keys)
+
+
+def _found(goal: Goal, rows: Sequence[Row]) -> tuple[str, str]:
+    """What was measured and whether all of it is good enough."""
+    values = [(v, row) for row in rows if goal.fits(row) and (v := goal.value(row)) is not None]
+    if not values:
+        return NOT_MEASURED, ""
+    low, high = (pick(values, key=lambda pair: pair[0]) for pick in (min, max))
+    told = [f"{goal.told(v)} (`{row['reduce']}`)" for v, row in (low, high)]
+    return " to ".join(dict.fromkeys(told)), "yes" if all(goal.met(v) for v, _ in values) else "no"

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
-from mmfast.bench.specs import Recording, Twins
-from mmfast.bench.stages import Outcome, Stage
-from mmfast.core.errors import MmfastError, ModelError, SpecError
-from mmfast.core.schedule import expand, wanted
+from mmfast.bench.parity import DRIVERS
+from mmfast.bench.specs import StageRecording, Twins
+from mmfast.bench.stages import MeasuredStage, RunOutcome
+from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
+from mmfast.core.spec import expand, wanted
 
 
 @dataclass
@@ -17,7 +24,7 @@ class Checked:
     """One spec behind the gate: its outcome, and what is wrong with it (nothing, one hopes)."""
 
     twins: Twins
-    outcome: Outcome | None
+    outcome: RunOutcome | None
     faults: list[str]
 
     @property
@@ -29,7 +36,7 @@ class Checked:
         return results[0].n - sum(r.n - r.m for r in results)
 
 
-def check(stage: Stage, twins: Twins, stock: Outcome, whole: bool = True) -> Checked:
+def check(stage: MeasuredStage, twins: Twins, stock: RunOutcome, whole: bool = True) -> Checked:
     """Compare keep 1.0 with the stock model, and the pruned run with what the methods decided.
 
     Args:
@@ -50,7 +57,7 @@ def check(stage: Stage, twins: Twins, stock: Outcome, whole: bool = True) -> Che
         return Checked(twins, None, [f"{twins.asked}: {error}"])
 
 
-def _check(stage: Stage, twins: Twins, stock: Outcome, whole: bool) -> Checked:
+def _check(stage: MeasuredStage, twins: Twins, stock: RunOutcome, whole: bool) -> Checked:
     faults = []
     if whole:
         same = stage.run(twins.spec(keep=1.0))
@@ -65,7 +72,9 @@ def _check(stage: Stage, twins: Twins, stock: Outcome, whole: bool) -> Checked:
     return Checked(twins, seen, [f"{twins.asked}: {fault}" for fault in faults])
 
 
-def _check_lengths(stage: Stage, twins: Twins, stock: Outcome, seen: Outcome) -> list[str]:
+def _check_lengths(
+    stage: MeasuredStage, twins: Twins, stock: RunOutcome, seen: RunOutcome
+) -> list[str]:
     faults = []
     expected = expected_lengths(twins, stock.lengths)
     if seen.lengths != expected:
@@ -96,7 +105,7 @@ def expected_lengths(twins: Twins, stock: list[int]) -> list[int]:
     return lengths
 
 
-def _firsts(recording: Recording, layers: int) -> list[int]:
+def _firsts(recording: StageRecording, layers: int) -> list[int]:
     """The decoder layer before which each recorded call ran."""
     spec = recording.spec
     if not spec.staged:
@@ -114,3 +123,105 @@ def _firsts(recording: Recording, layers: int) -> list[int]:
             by_size[n] = cut.layer or 0
         n = left
     return [by_size.get(result.n, cuts[0].layer or 0) for result in recording.results]
+
+
+FORMAT = "mmfast-golden/1"
+_RTOL, _ATOL = 1e-4, 1e-5
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One golden file and whether the reducers agree with it."""
+
+    file: str
+    method: str
+    ok: bool
+    detail: str
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+
+def verify(directory: Path) -> list[ParityRow]:
+    """Compare every golden file of a directory with the reducers, by name.
+
+    Args:
+        directory: Holds `*.safetensors` files of the format described in tests/golden/README.md.
+
+    Returns:
+        One row a file; a broken file is a row too, with the reason.
+
+    Raises:
+        MmfastError: There is no such directory, or no golden file in it.
+    """
+    if not directory.is_dir():
+        raise MmfastError(
+            f"{str(directory)!r} is no directory; give a folder of golden vectors (*.safetensors)"
+        )
+    files = sorted(path for path in directory.iterdir() if path.suffix == ".safetensors")
+    if not files:
+        raise MmfastError(
+            f"no golden file in {str(directory)!r}; give a folder of *.safetensors files, "
+            "such as tests/golden"
+        )
+    return [_verify_file(path) for path in files]
+
+
+def _verify_file(path: Path) -> ParityRow:
+    method = path.stem.rpartition("-")[0] or path.stem
+    try:
+        arrays, metadata = _load(path)
+        method = metadata["method"]
+        ok, detail = _compare_file(arrays, metadata)
+    except Exception as error:  # whatever a broken file provokes is the result of this row
+        reason = " ".join(str(error).split()) or "no reason given"
+        return ParityRow(path.name, method, False, f"{type(error).__name__}: {reason}")
+    return ParityRow(path.name, method, ok, detail)
+
+
+def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(str(path), framework="pt") as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise MmfastError(f"format is {metadata.get('format')!r} instead of {FORMAT!r}")
+        missing = {"method", "params"} - metadata.keys()
+        if missing:
+            raise MmfastError(f"metadata lacks {', '.join(sorted(missing))}")
+        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+
+
+def _compare_file(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bool, str]:
+    driver = DRIVERS.get(metadata["method"])
+    if driver is None:
+        raise MmfastError(unknown("method", metadata["method"], DRIVERS))
+    inputs = {n.removeprefix("in."): a for n, a in arrays.items() if n.startswith("in.")}
+    wanted = {n.removeprefix("out."): a for n, a in arrays.items() if n.startswith("out.")}
+    if not wanted:
+        raise MmfastError("the file holds no out.* array to compare with")
+    with torch.no_grad():
+        found, faults = driver(inputs, json.loads(metadata["params"]))
+    how: dict[str, str] = json.loads(metadata.get("compare", "{}"))
+    for name, array in wanted.items():
+        exact = how.get(name, "close" if array.is_floating_point() else "exact") == "exact"
+        fault = _difference(found.get(name), array, exact)
+        if fault:
+            faults.append(f"{name}: {fault}")
+    if faults:
+        return False, "; ".join(faults)
+    return True, f"{len(wanted)} arrays: {', '.join(sorted(wanted))}"
+
+
+def _difference(found: Tensor | None, wanted: Tensor, exact: bool) -> str:
+    """What is wrong with an array, "" if nothing."""
+    if found is None:
+        return "no rule computes this array"
+    if found.shape != wanted.shape:
+        return f"shape {list(found.shape)} instead of {list(wanted.shape)}"
+    ours, theirs = found.double(), wanted.double()
+    equal = ours == theirs if exact else torch.isclose(ours, theirs, rtol=_RTOL, atol=_ATOL)
+    if equal.all():
+        return ""
+    at = (~equal).nonzero()[0].tolist()
+    value, truth = float(ours[tuple(at)]), float(theirs[tuple(at)])
+    wrong = int((~equal).sum())
+    return f"{wrong} of {equal.numel()} differ, at {at} {value:g} instead of {truth:g}"

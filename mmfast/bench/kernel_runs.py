@@ -8,9 +8,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from mmfast.bench.ceilings import ceilings
-from mmfast.bench.measure import one_thread, peak_during, quantile
 from mmfast.bench.results import Row
+from mmfast.bench.stages import ceilings
+from mmfast.bench.timing import one_thread, peak_during, quantile
 
 T = TypeVar("T")
 R = TypeVar("R")

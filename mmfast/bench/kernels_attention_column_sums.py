@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from mmfast.bench import column_sum_ways as ways
-from mmfast.bench.ceilings import ceilings
 from mmfast.bench.column_sum_ways import Case, Inputs
-from mmfast.bench.device_time import device_times
 from mmfast.bench.kernel_runs import extra_mb, over_cases, poisoned, timing, turns
-from mmfast.bench.measure import frozen
+from mmfast.bench.stages import ceilings
+from mmfast.bench.timing import device_times, frozen
 from mmfast.core.errors import MmfastError
 from mmfast.ops.attention_column_sums import attention_column_sums
 

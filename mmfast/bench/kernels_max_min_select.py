@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.bench.device_time import device_times
 from mmfast.bench.kernel_runs import extra_mb, timing
-from mmfast.bench.measure import one_thread
 from mmfast.bench.selection import video
+from mmfast.bench.timing import device_times, one_thread
 from mmfast.core.errors import MmfastError
-from mmfast.ops.max_min import max_min
-from mmfast.ops.max_min_reference import max_min_plain, max_min_reference
-from mmfast.ops.unit import unit_rows
+from mmfast.ops.max_min import max_min, max_min_plain, max_min_reference
+from mmfast.ops.similarity import unit_rows
 
 ROUNDS = 30
 _LOOPED = 20_000  # tokens up to which the loops over picks are measured too

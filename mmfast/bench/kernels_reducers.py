@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mmfast.bench.device_time import device_times
 from mmfast.bench.kernel_runs import extra_mb, timing
-from mmfast.bench.measure import one_thread
 from mmfast.bench.reducer_costs import counted, job, tokens_of
+from mmfast.bench.timing import device_times, one_thread
 from mmfast.core.registry import methods
 
 SHAPES = (((32, 14, 14), 1024), ((5, 24, 24), 1024))  # a video, the tiles of an image

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.bench.device_time import device_times
 from mmfast.bench.kernel_runs import (
     KINDS,
     bandwidth,
@@ -20,9 +19,10 @@ from mmfast.bench.kernel_runs import (
     timing,
     turns,
 )
+from mmfast.bench.timing import device_times
 from mmfast.core.errors import MmfastError
-from mmfast.core.segments import Segments
-from mmfast.ops.segment_merge import segment_merge, segment_merge_reference
+from mmfast.core.reduction import Segments
+from mmfast.ops.merging import segment_merge, segment_merge_reference
 
 ROUNDS = 30
 INPUTS = 3  # sets of rows that take turns: none is found in a cache

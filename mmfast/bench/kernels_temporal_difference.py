@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmfast.bench.device_time import device_times
 from mmfast.bench.kernel_runs import (
     KINDS,
     bandwidth,
@@ -20,6 +19,7 @@ from mmfast.bench.kernel_runs import (
     timing,
     turns,
 )
+from mmfast.bench.timing import device_times
 from mmfast.core.errors import MmfastError
 from mmfast.ops.temporal_difference import (
     Difference,

@@ -20,11 +20,11 @@ from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 
 from mmfast.attach import attach
+from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.frontends.image import read_image
-from mmfast.frontends.video import read_video
-from mmfast.models.kv_plan import call_plan
+from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, chat_inputs
 from mmfast.models.timing import FirstToken
@@ -80,7 +80,7 @@ class Mmfast(lmms):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Any]) -> list[GenerationResult]:
         """Answer all requests; those with equal generation arguments share batches."""
         results: dict[int, GenerationResult] = {}
-        meter = Meter()
+        meter = BatchMeter()
         bar = tqdm(total=len(requests), desc="mmfast", disable=self.rank != 0)
         for part in self._batches(requests):
             arguments = requests[part[0]].args[2]
@@ -131,7 +131,7 @@ class Mmfast(lmms):  # type: ignore[misc]
         raise MmfastError(f"a message holds {part.type!r}; mmfast reads text, image and video here")
 
     def _answer(
-        self, chats: Sequence[Chat], arguments: Mapping[str, Any], meter: Meter
+        self, chats: Sequence[Chat], arguments: Mapping[str, Any], meter: BatchMeter
     ) -> list[GenerationResult]:
         inputs = chat_inputs(self.processor, chats, self.model.device)
         options, stops = generation(arguments)
@@ -153,7 +153,7 @@ class Mmfast(lmms):  # type: ignore[misc]
         ]
 
 
-class Meter:
+class BatchMeter:
     """Adds up times and tokens of batches."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from mmfast.bench.results import Row as Row
 from mmfast.bench.results import environment
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.models.device import device_name
+from mmfast.models.loading import device_name
 
 SUITES = ("stream", "speech", "serve", "kernels", "decode", "encoder")
 Tick = Callable[[str, int, int], None]

@@ -6,18 +6,221 @@ mmfast computes them, and a list of further faults: where the exact mode breaks 
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from mmfast.bench import parity_encoder, parity_video
-from mmfast.bench.parity_base import Arrays, Driver, Outcome, Params, order_of, run
+import torch
+from torch import Tensor
+
 from mmfast.core.errors import MmfastError
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import reduce
 from mmfast.core.tokens import Tokens
-from mmfast.ops.bipartite import match
-from mmfast.ops.max_min import max_min
-from mmfast.ops.max_min_reference import max_min_reference
-from mmfast.ops.paired_cosine import temporal_cosine
-from mmfast.ops.ranking import stable_topk
-from mmfast.ops.static_windows import static_windows
+from mmfast.models.reduction.probe import last_query_scores
+from mmfast.ops.max_min import max_min, max_min_reference
+from mmfast.ops.merging import match
+from mmfast.ops.ranking import outlier_count, stable_topk
+from mmfast.ops.similarity import steady_channels, temporal_cosine
+from mmfast.ops.video import ChunkMemory, familiarity, static_windows
+from mmfast.reducers.attention.vidcom2 import frame_shares, video_scores
+from mmfast.reducers.diversity.cdpruner import picks, relevance
+from mmfast.reducers.video.stc_pruner import prune_chunk
+
+Arrays = Mapping[str, Tensor]
+Params = Mapping[str, Any]
+Outcome = tuple[dict[str, Tensor], list[str]]
+Driver = Callable[[Arrays, Params], Outcome]
+
+
+def run(tokens: Tokens, spec: str) -> Reduction:
+    """The one Reduction of a spec, checked."""
+    reduction = reduce(tokens, spec)
+    if isinstance(reduction, list):
+        raise MmfastError(f"{spec!r} gave {len(reduction)} reductions instead of one")
+    reduction.check()
+    return reduction
+
+
+def order_of(reduction: Reduction) -> Tensor:
+    """Slots in order of emission."""
+    if reduction.order is not None:
+        return reduction.order
+    return torch.arange(reduction.m).expand_as(reduction.keep)
+
+
+def mask_of(reduction: Reduction) -> Tensor:
+    """`[..., N]` bool, True at the kept sources."""
+    none = torch.zeros(reduction.owner.shape, dtype=torch.bool)
+    return none.scatter_(-1, reduction.keep, torch.ones_like(reduction.keep, dtype=torch.bool))
+
+
+def _hiprune(arrays: Arrays, params: Params) -> Outcome:
+    middle, deep = (arrays[name].mean((1, 2))[:, 1:] for name in ("attn_object", "attn_deep"))
+    budget = int(params["retention"] / len(deep))
+    side = round(deep.shape[1] ** 0.5)
+    spec = f"hiprune:{budget}?parity=true&alpha={params['alpha']}"
+    crops = [
+        run(
+            Tokens(d[:, None], grid=(1, side, side), signals={"attn_visual": d, "attn_middle": m}),
+            spec,
+        )
+        for d, m in zip(deep, middle, strict=True)
+    ]
+    outputs = {
+        "mask": torch.stack([mask_of(crop) for crop in crops]),
+        "indices": torch.cat([crop.keep for crop in crops]),
+        "counts": torch.tensor([crop.m for crop in crops]),
+    }
+    return outputs, []
+
+
+def _hired(arrays: Arrays, params: Params) -> Outcome:
+    first, late = (arrays[f"{name}_layer_cls_attn"].sum(1)[:, 1:] for name in ("first", "late"))
+    n, parts = params["n_tokens"], params["num_partitions"]
+    masks: list[Tensor] = []
+    for early, score in zip(first.split(parts), late.split(parts), strict=True):
+        tile = torch.arange(len(score)).repeat_interleave(n)
+        signals = {"attn_first": early.flatten(), "tile": tile}
+        tokens = Tokens(score.reshape(-1, 1), attn=score.flatten(), signals=signals)
+        budget = int(len(score) * n * params["rate"])
+        found = run(tokens, f"hired:{budget}?parity=true&alpha={params['alpha']}")
+        masks.append(mask_of(found).reshape(-1, n))
+    kept = [mask.sum(-1) for mask in masks]
+    outputs = {
+        "mask": torch.cat(masks),
+        "kept_per_partition": torch.cat(kept),
+        "sub_budgets": torch.cat([counts[1:] for counts in kept]),
+    }
+    return outputs, []
+
+
+def _prumerge(arrays: Arrays, params: Params, name: str = "prumerge") -> Outcome:
+    query, keys, x = arrays["q_cls"], arrays["k"], arrays["features"]
+    attn = last_query_scores(query[:, None], keys[:, None])[:, 1:]  # one head of the full width
+    ratio = outlier_count(attn) / attn.numel() if params["adaptive"] else params["ratio"]
+    spec = f"{name}?parity=true" + ("" if params["adaptive"] else f"&ratio={ratio}")
+    merged: list[Reduction] = []
+    for row, score, key in zip(x, attn, keys[:, 1:], strict=True):
+        merged.append(run(Tokens(row, attn=score, signals={"keys": key}), spec))
+    listed = [one.keep[one.order[:-1]] for one in merged if one.order is not None]
+    outputs = {
+        "indices": torch.stack(listed),
+        "ratio": torch.tensor([ratio], dtype=torch.float64),
+        "cls_attn": attn,
+        "tokens": torch.stack([m.apply(r, emit=True) for m, r in zip(merged, x, strict=True)]),
+    }
+    return outputs, []
+
+
+def _prumerge_plus(arrays: Arrays, params: Params) -> Outcome:
+    return _prumerge(arrays, params, "prumerge_plus")
+
+
+def _cdpruner(arrays: Arrays, params: Params) -> Outcome:
+    x, joint = arrays["features"], arrays["image_embeds"]
+    query = arrays["text_embeds"].expand(len(x), -1, -1)
+    found = run(
+        Tokens(x, query=query, signals={"joint": joint}), f"cdpruner:{params['keep']}?parity=true"
+    )
+    score = relevance(joint, query, opposite=True, together=True)
+    order = picks(x, score, params["keep"])
+    same = found.keep.equal(order.sort(dim=-1).values)
+    faults = [] if same else ["the reducer with parity=true does not keep the picks"]
+    return {"indices": order, "mask": mask_of(found), "relevance": score}, faults
+
+
+ENCODER_DRIVERS: dict[str, Driver] = {
+    "cdpruner": _cdpruner,
+    "hiprune": _hiprune,
+    "hired": _hired,
+    "prumerge": _prumerge,
+    "prumerge_plus": _prumerge_plus,
+}
+
+
+_FRAME_TOKENS = {"clip": 144, "llava_ov": 196, "llava_vid": 169}
+
+
+def _dycoke(arrays: Arrays, params: Params) -> Outcome:
+    x, n = arrays["x"], params["tokens_per_frame"]
+    frames = len(x) // n
+    spec = f"dycoke?parity=true&ratio={params['merging_ratio']}"
+    found = run(Tokens(x, grid=(frames, 1, n)), spec)
+    outputs = {
+        "indices": found.keep[order_of(found)],
+        "per_frame": mask_of(found).reshape(frames, n).sum(-1)[: frames // 2 * 2],
+        "tokens": found.apply(x, emit=True),
+    }
+    return outputs, []
+
+
+def _stc_pruner(arrays: Arrays, params: Params) -> Outcome:
+    n, keep = _FRAME_TOKENS[params["model"]], params["keep_per_frame"]
+    found: dict[str, list[Tensor]] = {name: [] for name in ("indices", "channels", "score", "raw")}
+    faults: list[str] = []
+    memory: ChunkMemory | None = None
+    for chunk in arrays["x"].split([frames * n for frames in params["chunk_frames"]]):
+        frames = len(chunk) // n
+        tokens = Tokens(chunk, grid=(frames, 1, n))
+        scores = familiarity(chunk, frames, memory)
+        pruned, after = prune_chunk(tokens, keep * frames, memory)
+        alone = run(tokens, f"stc_pruner:{keep * frames}")
+        if memory is None and not alone.keep.equal(pruned.keep):
+            faults.append("the reducer keeps other tokens than the first chunk of a stream")
+        memory = after
+        places = pruned.keep.reshape(frames, keep) % n
+        found["indices"].append(places)
+        found["channels"].append(scores.channels[None])
+        found["score"].append(scores.score)
+        found["raw"].append(_rows_with_separators(places))
+    outputs = {name: torch.cat(found[name]) for name in ("indices", "channels", "score")}
+    if params["model"] == "llava_vid":
+        outputs["raw_rows"] = torch.cat(found["raw"])
+        outputs["raw_rows_per_chunk"] = torch.tensor([len(rows) for rows in found["raw"]])
+    return outputs, faults
+
+
+def _rows_with_separators(places: Tensor, side: int = 13) -> Tensor:
+    """Rows of a layout with a separator after every `side` tokens: kept ones, then separators."""
+    frame = torch.arange(len(places))[:, None] * side * (side + 1)
+    kept = frame + places // side * (side + 1) + places % side
+    ends = frame + torch.arange(1, side + 1) * (side + 1) - 1
+    return torch.cat([kept, ends], dim=-1).flatten()
+
+
+def _vidcom2(arrays: Arrays, params: Params) -> Outcome:
+    x, n = arrays["x"], params["tokens_per_frame"]
+    frames = len(x) // n
+    found = run(Tokens(x, grid=(frames, 1, n)), f"vidcom2?ratio={params['base_scale']}")
+    score, unusual = video_scores(x, frames)
+    outputs = {
+        "indices": found.keep,
+        "per_frame": mask_of(found).reshape(frames, n).sum(-1),
+        "channels": steady_channels(x.double(), x.shape[1] // 2).sort().values,
+        "scales": frame_shares(unusual, params["base_scale"]),
+        "score": score,
+    }
+    return outputs, []
+
+
+def _pixelprune(arrays: Arrays, params: Params) -> Outcome:
+    merge = params["spatial_merge_size"]
+    pixels = arrays["pixel_values"].reshape(-1, merge**2 * arrays["pixel_values"].shape[1])
+    grids = [(t, h // merge, w // merge) for t, h, w in arrays["grid_thw"].tolist()]
+    knobs = "&".join(f"{name}={params[name]}" for name in ("metric", "threshold", "anchored"))
+    kept = [
+        run(Tokens(image, grid=grid, signals={"pixels": image}), f"pixelprune?{knobs}").keep
+        for image, grid in zip(pixels.split([t * h * w for t, h, w in grids]), grids, strict=True)
+    ]
+    return {"indices": torch.cat(kept), "counts": torch.tensor([len(k) for k in kept])}, []
+
+
+VIDEO_DRIVERS: dict[str, Driver] = {
+    "dycoke": _dycoke,
+    "pixelprune": _pixelprune,
+    "stc_pruner": _stc_pruner,
+    "vidcom2": _vidcom2,
+}
 
 
 def _divprune(arrays: Arrays, params: Params) -> Outcome:
@@ -149,8 +352,8 @@ def _holitom(arrays: Arrays, params: Params) -> Outcome:
 
 
 DRIVERS: dict[str, Driver] = {
-    **parity_encoder.DRIVERS,
-    **parity_video.DRIVERS,
+    **ENCODER_DRIVERS,
+    **VIDEO_DRIVERS,
     "divprune": _divprune,
     "evs": _evs,
     "fastv": _fastv,

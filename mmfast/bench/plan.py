@@ -1,27 +1,46 @@
 """Plans for model shapes: one layer and one tower block are built and timed, the rest is counted.
 
 So a shape can be planned for that would never fit this machine. `check_plan` builds all of it.
+
+Predicted against measured time to first token, on model shapes and on the embedded model.
+
+The rates are measured afresh in the same process, then every spec runs turn about, so that the
+load of a shared machine meets prediction and measurement alike.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from mmfast.bench.cases import Case, build, model_config, pick_device, pick_dtype
-from mmfast.bench.inputs import pixel_inputs, video_grid
+from mmfast.attach import attach
+from mmfast.bench.cases import (
+    Case,
+    build,
+    model_config,
+    pick_device,
+    pick_dtype,
+    pixel_inputs,
+    video_grid,
+)
 from mmfast.bench.presets import Preset, get_preset
-from mmfast.bench.stages import Stage
-from mmfast.models.adapter import tower_of
-from mmfast.planner.calibrate import Tick
+from mmfast.bench.results import Row, environment
+from mmfast.bench.stages import MeasuredStage
+from mmfast.core.spec import parse
+from mmfast.models.families.adapter import tower_of
+from mmfast.models.loading import EMBEDDED
+from mmfast.models.timing import Clock, FirstToken
+from mmfast.planner.calibration import Tick
+from mmfast.planner.cost import Cost, ModelShape, Work, shape_of, work_of
+from mmfast.planner.learner import Learner, Run
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner
-from mmfast.planner.shape import Shape, shape_of
 from mmfast.planner.target import Target
 
 SHORT_MS = 1000.0  # a call this short is measured five times
@@ -73,7 +92,7 @@ def plan_shape(
     return made.planner.plan(made.inputs, target, call="forward", tick=tick)
 
 
-def whole_shape(preset: Preset, model: Any) -> Shape:
+def whole_shape(preset: Preset, model: Any) -> ModelShape:
     """The shape of a preset, of which `model` has one layer and one tower block."""
     config = model_config(preset, ("ttft",))
     depth, vision = config.get_text_config().num_hidden_layers, config.vision_config
@@ -98,9 +117,183 @@ def check_plan(plan: Plan, preset: str, frames: int, device: str | None, dtype: 
 
 def measured(case: Case, group: str, spec: str | None) -> float:
     """Milliseconds of one group of stages: of a short one the median of five runs."""
-    stage = Stage(case, group, (group,), time.perf_counter)
+    stage = MeasuredStage(case, group, (group,), time.perf_counter)
     first = stage.run(spec).ms[group]
     again = stage.run(spec).ms[group]
     if again > SHORT_MS:
         return min(first, again)
     return median(stage.run(spec).ms[group] for _ in range(5))
+
+
+# Pruned before the model and inside it, with cheap and with costly choosing.
+SPECS = (
+    None,
+    "evs:0.5",
+    "evs:0.25",
+    "evs:0.1",
+    "divprune:0.25",
+    "fastv@llm8:0.5",
+    "fastv@llm8:0.1",
+)
+SHALLOW = (None, "evs:0.5", "evs:0.25", "evs:0.1", "divprune:0.25", "fastv@llm1:0.25")
+WHOLE = (None, "evs:0.25", "visionzip:0.1")
+EMBEDDED_SPECS = (
+    *(None, "evs:0.5", "evs:0.25", "divprune:0.1", "visionzip:0.25", "holitom:0.1"),
+    *("fastv@llm2:0.5", "fastv@llm2:0.1", "holitom_inner@llm3:0.25"),
+)
+
+
+@dataclass(frozen=True)
+class PlanCheck:
+    """One shape and what is compared on it.
+
+    Attributes:
+        preset: Name of the shape.
+        stage: `llm`, behind the encoder, or `ttft`, with it.
+        frames: Frames of the clip.
+        specs: What runs.
+        layers: Decoder layers and tower blocks it is cut down to; None is the whole model.
+    """
+
+    preset: str
+    stage: str
+    frames: int
+    specs: Sequence[str | None]
+    layers: int | None = None
+
+
+CHECKS = (
+    PlanCheck("llava-onevision-0.5b", "llm", 8, SPECS),
+    PlanCheck("llava-onevision-0.5b", "ttft", 2, WHOLE),
+    PlanCheck("llava-onevision-7b", "llm", 4, SHALLOW, layers=2),
+    PlanCheck("qwen2.5-vl-7b", "llm", 4, SHALLOW, layers=2),
+    PlanCheck("qwen3-vl-8b", "llm", 4, SHALLOW, layers=2),
+    PlanCheck("qwen2.5-vl-7b", "ttft", 4, WHOLE, layers=2),
+)
+
+
+def check_rows(
+    tick: Tick | None = None,
+    checks: Sequence[PlanCheck] | None = None,
+    clock: Clock = time.perf_counter,
+) -> list[Row]:
+    """Rows of predicted and measured milliseconds, a ratio of 1 being a perfect prediction.
+
+    Args:
+        tick: Moves a progress bar.
+        checks: What to compare; all of `CHECKS` and the embedded model if None.
+        clock: Seconds; of the processor where a machine is too busy for those of the wall.
+    """
+    rows: list[Row] = []
+    checks, embedded = (CHECKS, True) if checks is None else (checks, False)
+    for done, check in enumerate(checks):
+        if tick is not None:
+            tick(done, len(checks) + 1, f"{check.preset} {check.stage}")
+        rows += _check(check, clock)
+    if tick is not None:
+        tick(len(checks), len(checks) + 1, EMBEDDED)
+    return rows + embedded_rows(clock) if embedded else rows
+
+
+def cut(preset: Preset, layers: int | None) -> Preset:
+    """A shape with fewer decoder layers and tower blocks."""
+    if layers is None:
+        return preset
+    vision, text = dict(preset.vision), dict(preset.text)
+    vision["num_hidden_layers" if "num_hidden_layers" in vision else "depth"] = layers
+    text["num_hidden_layers"] = layers
+    if "fullatt_block_indexes" in vision:
+        vision["fullatt_block_indexes"] = [layers - 1]
+    if "deepstack_visual_indexes" in vision:
+        vision["deepstack_visual_indexes"] = list(range(layers - 1))
+    return replace(preset, vision=vision, text=text)
+
+
+def _check(check: PlanCheck, clock: Clock) -> list[Row]:
+    preset = cut(get_preset(check.preset), check.layers)
+    # In bfloat16 a CPU without the instructions for it crawls; the cut shapes fit in float32.
+    half = preset.half and check.layers is None
+    case = build(
+        preset, (check.stage,), check.frames, None, torch.bfloat16 if half else torch.float32
+    )
+    stage = MeasuredStage(case, check.stage, (check.stage,), clock)
+    inputs = {**case.prompt, **case.pixels}
+    if check.stage == "llm":
+        inputs["mm_encoder_outputs"] = case.features()
+    work = (
+        _behind(case.n, case.grid, inputs) if check.stage == "llm" else work_of(case.model, inputs)
+    )
+
+    def run(spec: str | None) -> float:
+        return stage.run(spec).ms[check.stage]
+
+    learner = Learner(case.model, remember=False, clock=clock)
+    learner.learn(inputs, work, "forward", run)
+    shared = {"preset": check.preset, "stage": check.stage, "frames": check.frames}
+    shared |= {"layers": check.layers, "dtype": str(case.visual.dtype).removeprefix("torch.")}
+    return _rows(learner, work, "forward", run, check.specs, shared)
+
+
+def _behind(n: int, grid: tuple[int, int, int], inputs: Mapping[str, Any]) -> Work:
+    return Work(inputs["input_ids"].shape[1], 1, (n,), 0, (grid,))
+
+
+def embedded_rows(clock: Clock = time.perf_counter) -> list[Row]:
+    """The embedded model answering about a clip, from ready inputs to the first token."""
+    from mmfast.core.trace import Trace
+    from mmfast.pipelines import pipeline
+    from mmfast.tiny.suites import suite
+
+    pipe = pipeline("video-qa", device="cpu", max_new_tokens=1)
+    case = suite(1, 0)[0]
+    inputs, _ = pipe._inputs([(case.media[0], case.question)], Trace())
+    work = work_of(pipe.model, inputs)
+    learner = Learner(pipe.model, remember=False, clock=clock)
+    run = partial(first_token, pipe, inputs, clock)
+    learner.learn(inputs, work, "generate", run)
+    shared = {"preset": EMBEDDED, "stage": "generate", "frames": 8, "layers": None}
+    return _rows(learner, work, "generate", run, EMBEDDED_SPECS, {**shared, "dtype": "float32"})
+
+
+def first_token(pipe: Any, inputs: Mapping[str, Any], clock: Clock, spec: str | None) -> float:
+    """Milliseconds to the first token of a pipeline whose inputs are ready."""
+    first = FirstToken(clock)
+    start = clock()
+    with attach(pipe.model, spec):
+        pipe.run(dict(inputs), streamer=first)
+    return (first.at - start) * 1e3
+
+
+def _rows(
+    learner: Learner,
+    work: Work,
+    call: str,
+    run: Run,
+    specs: Sequence[str | None],
+    shared: Mapping[str, Any],
+) -> list[Row]:
+    for spec in specs:
+        learner.price(parse(spec), work)
+    costs = {spec: learner.cost(work, parse(spec), call) for spec in specs}
+    times: dict[str | None, list[float]] = {spec: [run(spec)] for spec in specs}
+    for _ in range(7 if times[None][0] < SHORT_MS else 1):
+        for spec in specs:
+            times[spec].append(run(spec))
+    environ = {**environment(), "device": "cpu", "threads": torch.get_num_threads()}
+    return [
+        {"suite": "plan", **shared, **environ, **_row(spec, costs[spec], times[spec])}
+        for spec in specs
+    ]
+
+
+def _row(spec: str | None, cost: Cost, times: Sequence[float]) -> Row:
+    ms = median(times[1:])  # the first run warmed up
+    return {
+        "reduce": spec,
+        "kept": cost.kept,
+        "predicted_ms": cost.ttft,
+        "measured_ms": ms,
+        "ratio": ms / cost.ttft,
+        "n": len(times) - 1,
+        "parts": {p: getattr(cost, p) for p in ("encode", "select", "prefill", "overhead")},
+    }

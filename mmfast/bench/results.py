@@ -16,7 +16,7 @@ import torch
 import mmfast
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import parse
-from mmfast.models.device import device_name
+from mmfast.models.loading import device_name
 
 Row = dict[str, Any]
 

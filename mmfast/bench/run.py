@@ -8,23 +8,329 @@ rounds of paired ratios; the two stock runs give the noise floor.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 
-from mmfast.bench.cases import Case, build, pick_device, pick_dtype
-from mmfast.bench.ceilings import ceilings
-from mmfast.bench.group import Group
-from mmfast.bench.inputs import video_grid
-from mmfast.bench.measure import clock_of, frozen
-from mmfast.bench.memory import check_fits, one_line_when_full
+from mmfast.bench.cases import Case, build, pick_device, pick_dtype, video_grid
+from mmfast.bench.gate import Checked, check
 from mmfast.bench.presets import get_preset
 from mmfast.bench.results import environment
-from mmfast.bench.specs import expand, parse_keep, parse_stages
-from mmfast.bench.stages import GROUPS
+from mmfast.bench.specs import Twins, expand, parse_keep, parse_stages
+from mmfast.bench.stages import (
+    GROUPS,
+    MeasuredStage,
+    RunOutcome,
+    Span,
+    ceilings,
+    check_fits,
+    one_line_when_full,
+    peaks_in,
+    spans,
+)
+from mmfast.bench.timing import (
+    Clock,
+    Sample,
+    clock_of,
+    frozen,
+    interleave,
+    noise,
+    paired,
+    peak_during,
+    quantile,
+    timed,
+    warm_up,
+)
 from mmfast.core.errors import MmfastError
+from mmfast.core.spec import parse
+from mmfast.models.reduction.signals import from_tower
+
+REDUCING, SHARE = "reducing", "share"  # beside the stages in a sample
+_NO_SPEED = dict.fromkeys(("speedup", "ideal", "of_ideal", "of_oracle"))
+
+
+@dataclass
+class GroupEntry:
+    """One spec of a group, with what the untimed passes found.
+
+    Attributes:
+        text: The spec as it was asked for.
+        checked: What the gate saw; its run was the first of this spec.
+        selection_ms: The methods alone, outside the model.
+        peak_mb: Of the whole run.
+        spans: Peak megabytes where attention is read.
+        stock_spans: The same of the stock model.
+    """
+
+    text: str
+    checked: Checked
+    selection_ms: float
+    peak_mb: float
+    spans: Mapping[Span, float] = field(default_factory=dict)
+    stock_spans: Mapping[Span, float] = field(default_factory=dict)
+
+    def scoring(self) -> dict[str, float | None]:
+        """The span that grew most, beside stock with its fused attention."""
+        worst = max(
+            self.spans, key=lambda span: self.spans[span] / self.stock_spans[span], default=None
+        )
+        mine = None if worst is None else self.spans[worst]
+        stock = None if worst is None else self.stock_spans[worst]
+        over = None if mine is None or stock is None else mine / stock - 1.0
+        return {"scoring_mb": mine, "scoring_stock_mb": stock, "scoring_over": over}
+
+
+@dataclass
+class Measured:
+    """All samples of one group.
+
+    Attributes:
+        stage: Knows what a run costs.
+        stock: The first stock run.
+        stock_peak: Peak megabytes of a stock run.
+        entries: The specs.
+        samples: By job, one a round.
+        ceilings: Of the machine; see `mmfast.bench.stages`.
+        noise: By stage, filled while rows are made.
+    """
+
+    stage: MeasuredStage
+    stock: RunOutcome
+    stock_peak: float
+    entries: Sequence[GroupEntry]
+    samples: Mapping[str, list[Sample]]
+    ceilings: Mapping[str, float] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rounds(self) -> int:
+        """How often each job ran."""
+        return len(self.samples["stock"])
+
+    def rows(self, stage: str) -> Iterator[dict[str, Any]]:
+        """The rows of one timed stage, stock first."""
+        first, again = ([s[stage] for s in self.samples[k]] for k in ("stock", "again"))
+        self.noise[stage] = floor = noise(first, again)
+        stock = [(a + b) / 2 for a, b in zip(first, again, strict=True)]
+        shared = {"stage": stage, "tokens": self.stage.case.n, "noise": floor}
+        still = {"speedup": 1.0, "ideal": 1.0, "of_ideal": 1.0, "of_oracle": 1.0}
+        full = self.stage.cost(self.stock, stage)
+        yield {"reduce": None, **shared, **_times(first + again), **still} | {
+            **self._achieved(stage, full, median(first + again)),
+            "kept": self.stage.case.n,
+            "selection_ms": 0.0,
+            "first_ms": self.stock.ms[stage],
+            "peak_mb": self.stock_peak,
+            "equal": True,
+        }
+        for entry in self.entries:
+            yield {"reduce": entry.text, **shared, **self._entry_row(entry, stage, stock, full)}
+
+    def _entry_row(
+        self, entry: GroupEntry, stage: str, stock: Sequence[float], full: int
+    ) -> dict[str, Any]:
+        mine = self.samples[f"plain {entry.text}"]
+        times = [s[stage] for s in mine]
+        outcome = entry.checked.outcome or self.stock
+        cost, speedup = self.stage.cost(outcome, stage), paired(stock, times)
+        row = {
+            **_times(times),
+            "speedup": speedup,
+            "ideal": full / cost,
+            "of_ideal": speedup * cost / full,
+            "of_oracle": self._of_oracle(entry, stage, times),
+            **self._achieved(stage, cost, median(times)),
+            "kept": entry.checked.kept or self.stage.case.n,
+            "selection_ms": entry.selection_ms,
+            "first_ms": outcome.ms[stage],
+            "peak_mb": entry.peak_mb,
+            "equal": abs(speedup - 1.0) <= self.noise[stage],
+        }
+        if stage == "decode":
+            return row
+        inside = {
+            "reducing_ms": median(s[REDUCING] for s in mine),
+            "reducing_share": median(s[SHARE] for s in mine),
+        }
+        return {**row, **inside, **entry.scoring()}
+
+    def _achieved(self, stage: str, cost: int, ms: float) -> dict[str, float | None]:
+        """What was reached of the machine: a decoding step is bound by bytes, the rest by FLOPs."""
+        moved = stage == "decode"
+        name, ceiling = ("gb_s", "copy_gb_s") if moved else ("tflop_s", "matmul_tflop_s")
+        reached, best = cost / ms / (1e6 if moved else 1e9), self.ceilings.get(ceiling)
+        return {name: reached, "of_ceiling": None if best is None else reached / best}
+
+    def _of_oracle(self, entry: GroupEntry, stage: str, times: list[float]) -> float | None:
+        """Time with free selection / time of the method; None where no token was chosen."""
+        fixed = self.samples.get(f"fixed {entry.text}")
+        if fixed is None or stage == "decode":
+            return None
+        return paired([s[stage] for s in fixed], times)
+
+    def selection_rows(self) -> Iterator[dict[str, Any]]:
+        """What choosing and compacting took inside the runs, and its share of them."""
+        host = self.stage.group
+        for entry in self.entries:
+            mine = self.samples[f"plain {entry.text}"]
+            fixed = self.samples.get(f"fixed {entry.text}")
+            yield {"reduce": entry.text, "stage": "selection", "tokens": self.stage.case.n} | {
+                "noise": self.noise[host],
+                **_times([s[REDUCING] for s in mine]),
+                **_NO_SPEED,
+                "share": median(s[SHARE] for s in mine),
+                "share_of": host,
+                "compact_ms": None if fixed is None else median(s[REDUCING] for s in fixed),
+                "kept": entry.checked.kept or self.stage.case.n,
+                "selection_ms": entry.selection_ms,
+                "peak_mb": entry.peak_mb,
+                "equal": False,
+            }
+
+
+def host_of(stages: Sequence[str]) -> str:
+    """The stage inside which selection is looked at: the whole way to the first token if run."""
+    return "ttft" if "ttft" in stages else "llm"
+
+
+def _times(times: list[float]) -> dict[str, float]:
+    return {
+        "median_ms": median(times),
+        "p20_ms": quantile(times, 0.2),
+        "p80_ms": quantile(times, 0.8),
+    }
+
+
+WARM_ENOUGH_MS = 1000.0  # a run this long is its own warm-up; the gate made several
+
+
+class SpecGroup:
+    """The specs that one group of stages can show, from gate to rows."""
+
+    def __init__(
+        self,
+        case: Case,
+        name: str,
+        stages: tuple[str, ...],
+        specs: list[str],
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.stage = MeasuredStage(case, name, stages, clock)
+        self.selection = "selection" in stages and name == host_of(stages)
+        self.twins = [
+            Twins(part, f"{name}{i}", towerless=name == "llm", asked=text)
+            for i, text in enumerate(specs)
+            if (part := _part(text, name))
+        ]
+        self.entries: list[GroupEntry] = []
+        self.warm = 1
+
+    def work(self, rounds: int) -> int:
+        """Ticks that `prepare` and `measure` will make."""
+        return 1 + len(self.twins) + rounds * (2 + self._jobs_per_spec() * len(self.twins))
+
+    def _jobs_per_spec(self) -> int:
+        return 1 if self.stage.group == "vit" else 2
+
+    def prepare(self, tick: Callable[[], None]) -> list[str]:
+        """Gate, selection time and peak memory; returns the faults."""
+        faults: list[str] = []
+        self.stock = self.stage.observe(None)
+        self.stock_peak = peak_during(partial(self.stage.run, None))
+        self.stock_spans = self._stock_spans()
+        tick()
+        seen: set[str] = set()
+        for twins in self.twins:
+            with twins.registered():
+                checked = check(self.stage, twins, self.stock, whole=twins.whole not in seen)
+                seen.add(twins.whole)
+                faults += checked.faults
+                if not faults:
+                    self.entries.append(self._entry(twins, checked))
+            tick()
+        return faults
+
+    def _entry(self, twins: Twins, checked: Checked) -> GroupEntry:
+        run = partial(self.stage.run, twins.spec())
+        where = self._spans(twins)
+        alone = _selection(twins, self.stage.clock)
+        peaks = peaks_in(self.stage.case.model, where, run)
+        stock = {span: self.stock_spans[span] for span in where}
+        return GroupEntry(twins.asked, checked, alone, peak_during(run), peaks, stock)
+
+    def _spans(self, twins: Twins) -> list[Span]:
+        tower = self.stage.group != "llm"
+        return spans(self.stage.case.model, twins.stages, tower)
+
+    def _stock_spans(self) -> dict[Span, float]:
+        """What the stock model holds where some method reads attention."""
+        where = list(dict.fromkeys(span for twins in self.twins for span in self._spans(twins)))
+        return peaks_in(self.stage.case.model, where, partial(self.stage.run, None))
+
+    def measure(
+        self,
+        rounds: int,
+        tick: Callable[[], None],
+        enough: Callable[[], bool] = lambda: False,
+    ) -> Measured:
+        """Interleaved rounds, fewer where `enough()` says so."""
+        with ExitStack() as stack:
+            for twins in self.twins:
+                stack.enter_context(twins.registered())
+            jobs = self._jobs()
+            self.warm = min(self._warm(name, job) for name, job in jobs.items())
+            samples = interleave(jobs, rounds, tick, enough)
+        return Measured(self.stage, self.stock, self.stock_peak, self.entries, samples)
+
+    def _jobs(self) -> dict[str, Callable[[], Sample]]:
+        """Stock first, stock again in the middle, each method beside its fixed-index twin."""
+        specs: dict[str, str | None] = {"stock": None}
+        for index, entry in enumerate(self.entries):
+            if index == len(self.entries) // 2:
+                specs["again"] = None
+            chosen = any(recording.results for recording in entry.checked.twins.recordings)
+            for role in ("plain", "fixed")[: self._jobs_per_spec() if chosen else 1]:
+                specs[f"{role} {entry.text}"] = entry.checked.twins.spec(role)
+        specs.setdefault("again", None)
+        return {name: partial(self._sample, spec) for name, spec in specs.items()}
+
+    def _sample(self, spec: str | None) -> Sample:
+        outcome = self.stage.run(spec)
+        return {**outcome.ms, REDUCING: outcome.reducing_ms, SHARE: outcome.share}
+
+    def _warm(self, name: str, job: Callable[[], Sample]) -> int:
+        """Warm a job up; the gate ran it already, which is enough for one that takes long."""
+        spec = name.partition(" ")[2]
+        known = {e.text: e.checked.outcome for e in self.entries}.get(spec) or self.stock
+        if sum(known.ms.values()) > WARM_ENOUGH_MS:
+            return 1
+        return 1 + warm_up(job)
+
+
+def _part(text: str, group: str) -> str | None:
+    """The stages of a spec that `group` shows: the tower knows nothing of the decoder."""
+    stages = parse(text)
+    if group == "llm":
+        stages = tuple(s for s in stages if s.site != "vit")
+    elif group == "vit" and not any(
+        s.site == "vit" or (s.site == "pre" and from_tower(s.method.needs)) for s in stages
+    ):
+        return None
+    return "+".join(map(str, stages)) or None
+
+
+def _selection(twins: Twins, clock: Clock) -> float:
+    """Milliseconds the methods take alone, median of five after the one the gate made."""
+    with torch.no_grad():
+        calls = twins.selection()
+        return sum((median(timed(call, clock)[1] for _ in range(5)) for call in calls), 0.0)
+
 
 Progress = Callable[[int, int], None]
 
@@ -80,7 +386,7 @@ def run_bench(
         clock, told = clock_of(where, torch.get_num_threads())
         case = build(shape, wanted, frames, where, kind)
         named = [name for name in GROUPS if set(GROUPS[name]) & set(wanted)]
-        groups = [Group(case, name, wanted, specs, clock) for name in named]
+        groups = [SpecGroup(case, name, wanted, specs, clock) for name in named]
         measured = _measure(groups, rounds, limits, _Ticks(progress), enough)
         measured["rows"] = [row for row in measured["rows"] if row["stage"] in asked]
         found = {"preset": preset, **_described(case, kind), "frames": frames}
@@ -97,7 +403,7 @@ def _described(case: Case, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _measure(
-    groups: Sequence[Group],
+    groups: Sequence[SpecGroup],
     rounds: int,
     limits: Mapping[str, float],
     ticks: _Ticks,

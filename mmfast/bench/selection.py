@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmfast.bench.measure import noise, one_thread, peak_during
 from mmfast.bench.results import environment
-from mmfast.bench.selection_ops import OPS, Job, OpCase
+from mmfast.bench.selection_ops import OPS, OpCase, SelectionJob
 from mmfast.bench.selection_textbooks import TEXTBOOKS
+from mmfast.bench.timing import noise, one_thread, peak_during
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import count, reduce
@@ -41,7 +41,7 @@ class Case:
         frames, rows, columns = self.grid
         return frames * rows * columns
 
-    def job(self) -> Job:
+    def job(self) -> SelectionJob:
         """The method and its textbook on a synthetic video.
 
         Raises:
@@ -51,7 +51,7 @@ class Case:
         if name not in TEXTBOOKS:
             raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")
         tokens, budget = video(self.grid, self.d), self.budget
-        return Job(
+        return SelectionJob(
             lambda: _ours(tokens, f"{self.method}:{budget}"),
             lambda: TEXTBOOKS[name](tokens, budget),
             lambda kept, expected: kept.equal(expected.sort().values),
@@ -113,7 +113,7 @@ def result_rows(progress: Callable[[int, int], None] | None = None) -> list[dict
     return rows
 
 
-def _compare(job: Job, repeats: int) -> dict[str, Any]:
+def _compare(job: SelectionJob, repeats: int) -> dict[str, Any]:
     jobs = {"ours": job.ours, "textbook": job.textbook, "again": job.ours}
     _settle_heap()
     results: dict[str, Any] = {}
@@ -162,7 +162,7 @@ def _processor_ms(call: Callable[[], Any], often: int) -> float:
     return (time.process_time() - start) * 1e3 / often
 
 
-def _memory(job: Job) -> dict[str, float]:
+def _memory(job: SelectionJob) -> dict[str, float]:
     """Peak megabytes above what was resident before, results included."""
     extra = {}
     for key, call in (("extra_mb", job.ours), ("textbook_extra_mb", job.textbook)):

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from mmfast.bench import selection_textbooks as textbooks
-from mmfast.ops.attend import attend
+from mmfast.core.reduction import gather_rows
+from mmfast.ops.attention import attend
 from mmfast.ops.attention_column_sums import attention_column_sums
-from mmfast.ops.gather_rows import gather_rows
-from mmfast.ops.static_windows import static_windows
+from mmfast.ops.video import static_windows
 
 
 @dataclass(frozen=True)
-class Job:
+class SelectionJob:
     """Two ways to the same result.
 
     Attributes:
@@ -43,9 +43,9 @@ class OpCase:
     n: int
     d: int
     budget: int | None
-    build: Callable[[], Job]
+    build: Callable[[], SelectionJob]
 
-    def job(self) -> Job:
+    def job(self) -> SelectionJob:
         """Inputs and both ways."""
         return self.build()
 
@@ -55,21 +55,23 @@ class OpCase:
         return {"case": self.name, "method": self.method, **sizes}
 
 
-def segmentation(frames: int, places: int, tau: float = 0.8) -> Job:
+def segmentation(frames: int, places: int, tau: float = 0.8) -> SelectionJob:
     """Windows of still places: shots of 16 frames in which one place in 25 flickers."""
     generator = torch.Generator().manual_seed(0)
     alike = 0.7 + 0.3 * torch.rand(frames - 1, places, generator=generator).sqrt()
     alike[torch.rand(frames - 1, places, generator=generator) < 0.04] = 0.5
     alike[15::16] = 0.3
     longest = 1024
-    return Job(
+    return SelectionJob(
         lambda: static_windows(alike > tau, longest),
         lambda: textbooks.windows(alike, tau, longest),
         lambda a, b: bool(a == b),
     )
 
 
-def importance(heads: int, kv_heads: int, length: int, width: int, share: float = 0.25) -> Job:
+def importance(
+    heads: int, kv_heads: int, length: int, width: int, share: float = 0.25
+) -> SelectionJob:
     """Attention and what every key receives of it."""
     generator = torch.Generator().manual_seed(0)
     make = partial(torch.randn, generator=generator)
@@ -85,7 +87,7 @@ def importance(heads: int, kv_heads: int, length: int, width: int, share: float 
         )
         return close and kept[0].equal(kept[1])
 
-    return Job(
+    return SelectionJob(
         lambda: _importance(query, key, value),
         lambda: textbooks.importance(query, key, value),
         same,
@@ -99,13 +101,13 @@ def _importance(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return output, sums / query.shape[1:3].numel()
 
 
-def head_gather(heads: int, length: int, kept: int, width: int) -> Job:
+def head_gather(heads: int, length: int, kept: int, width: int) -> SelectionJob:
     """The entries that each head of a KV cache keeps for itself."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, heads, length, width, generator=generator)
     order = torch.rand(heads, length, generator=generator).argsort()
     index = order[:, :kept].sort().values
-    return Job(
+    return SelectionJob(
         lambda: gather_rows(states, index[None]),
         lambda: textbooks.head_gather(states, index),
         torch.equal,

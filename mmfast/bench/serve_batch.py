@@ -10,11 +10,10 @@ from pathlib import Path
 
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
-from mmfast.serve.ray.batch import Way, run_batch
-from mmfast.serve.ray.batch_job import Job
-from mmfast.tiny.render import draw
-from mmfast.tiny.scene import CLIPS, make_scene
-from mmfast.tiny.video_io import encode
+from mmfast.serve.batch.job import BatchJob
+from mmfast.serve.batch.run import BatchOptions, run_batch
+from mmfast.tiny.video.clips import encode
+from mmfast.tiny.video.scene import CLIPS, draw, make_scene
 
 FILES, QUESTION = 240, "How many shapes are there?"
 WAYS = (("inproc", 1), ("ray", 1), ("ray", 2))
@@ -60,8 +59,8 @@ def _run(folder: Path, out: Path, engine: str, workers: int) -> Row:
         if done > stamps[-1][1]:
             stamps.append((time.perf_counter() - start, done))
 
-    job = Job(folder, (QUESTION,), device="cpu")
-    run_batch(job, out, Way(engine, workers), tick=tick)
+    job = BatchJob(folder, (QUESTION,), device="cpu")
+    run_batch(job, out, BatchOptions(engine, workers), tick=tick)
     out.unlink()
     half = next(stamp for stamp in stamps if stamp[1] >= stamps[-1][1] / 2)
     seconds, clips = stamps[-1][0] - half[0], stamps[-1][1] - half[1]

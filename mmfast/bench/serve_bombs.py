@@ -70,9 +70,9 @@ class Bombed:
         return chat(self.port, "image", encode(bombs.picture(), "image/png"))
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[Watch]:
+    def watched(self) -> Iterator[MemoryWatch]:
         """Measure the memory of the server and all its processes."""
-        watch = Watch(self.pid)
+        watch = MemoryWatch(self.pid)
         thread = Thread(target=watch.run)
         thread.start()
         try:
@@ -82,7 +82,7 @@ class Bombed:
             thread.join()
 
 
-class Watch:
+class MemoryWatch:
     """How much more memory a process and all below it have than at first, and what they worked.
 
     Shared pages count once (PSS), sampled; of the process itself also its own peak.

@@ -14,7 +14,7 @@ import numpy as np
 
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot
-from mmfast.serve.engine.base import Delta, Event, Media, Message, Request, Sampling
+from mmfast.serve.engine.base import Delta, Event, Media, Message, Request, SamplingOptions
 from mmfast.serve.engine.scheduler import Scheduler
 
 _NUMBERS = itertools.count()
@@ -35,10 +35,10 @@ def chat(tokens: int, text: str = "what is it?", image: bool = True, tenant: str
         pixels = np.random.default_rng(number).integers(0, 256, (96, 96, 3), dtype=np.uint8)
         parts.insert(0, Media(Shot("image", pixels), f"image-{number}"))
     message = Message("user", tuple(parts))
-    return Request(f"chat-{number}", (message,), Sampling(max_tokens=tokens), tenant=tenant)
+    return Request(f"chat-{number}", (message,), SamplingOptions(max_tokens=tokens), tenant=tenant)
 
 
-class Heard:
+class ChatRecord:
     """The events of one request."""
 
     def __init__(self, scheduler: Scheduler, request: Request) -> None:
@@ -57,29 +57,29 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Spent:
+class TimeSpent:
     """Seconds by the clock and of the processor."""
 
     wall: float
     cpu: float
 
     @staticmethod
-    def now() -> Spent:
+    def now() -> TimeSpent:
         """Both clocks."""
-        return Spent(time.perf_counter(), time.process_time())
+        return TimeSpent(time.perf_counter(), time.process_time())
 
-    def since(self, start: Spent) -> Spent:
+    def since(self, start: TimeSpent) -> TimeSpent:
         """The difference."""
-        return Spent(self.wall - start.wall, self.cpu - start.cpu)
+        return TimeSpent(self.wall - start.wall, self.cpu - start.cpu)
 
 
-def gap_and_chunk(scheduler: Scheduler, share: float = 0.75) -> tuple[Spent, Spent]:
+def gap_and_chunk(scheduler: Scheduler, share: float = 0.75) -> tuple[TimeSpent, TimeSpent]:
     """The longest gap between two decoding steps, and the median of whole chunks; of late."""
     batch = scheduler._lanes.batch
     assert batch is not None
-    gaps = [Spent(*gap) for gap in tuple(batch.gaps)]
+    gaps = [TimeSpent(*gap) for gap in tuple(batch.gaps)]
     least = share * batch.prefiller.chunk
-    chunks = [Spent(*both) for n, *both in tuple(batch.passes) if n >= least]
+    chunks = [TimeSpent(*both) for n, *both in tuple(batch.passes) if n >= least]
     return _by(max, gaps), _by(statistics.median, chunks)
 
 
@@ -93,12 +93,12 @@ def forget(scheduler: Scheduler) -> None:
     scheduler._lanes.encoder.kept.shrink(0)
 
 
-def _by(how: Any, values: Sequence[Spent]) -> Spent:
+def _by(how: Any, values: Sequence[TimeSpent]) -> TimeSpent:
     if not values:
-        return Spent(float("nan"), float("nan"))
-    return Spent(how([v.wall for v in values]), how([v.cpu for v in values]))
+        return TimeSpent(float("nan"), float("nan"))
+    return TimeSpent(how([v.wall for v in values]), how([v.cpu for v in values]))
 
 
-def all_ended(heard: Iterable[Heard]) -> list[Event]:
+def all_ended(heard: Iterable[ChatRecord]) -> list[Event]:
     """The last events of requests."""
     return [each.end() for each in heard]

@@ -7,10 +7,10 @@ import statistics
 
 import torch
 
-from mmfast.bench.measure import frozen
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
-from mmfast.bench.serve_chats import Heard, Spent, chat, engine, forget, gap_and_chunk
+from mmfast.bench.serve_chats import ChatRecord, TimeSpent, chat, engine, forget, gap_and_chunk
+from mmfast.bench.timing import frozen
 from mmfast.serve.engine.base import Delta, Event
 from mmfast.serve.engine.scheduler import Scheduler
 
@@ -22,8 +22,8 @@ def rows(progress: Tick, rounds: int = ROUNDS, words: int = WORDS) -> list[Row]:
     """Rows of the embedded model, on as many threads as torch uses."""
     ways = {"chunks of 256": 256, "in one piece": 4096}
     engines = {name: engine(chunk=chunk, slots=4) for name, chunk in ways.items()}
-    found: dict[str, list[tuple[Spent, Spent]]] = {name: [] for name in ways}
-    quiet: list[Spent] = []
+    found: dict[str, list[tuple[TimeSpent, TimeSpent]]] = {name: [] for name in ways}
+    quiet: list[TimeSpent] = []
     try:
         with frozen():
             for number in range(rounds + 1):  # the first one is to get warm
@@ -47,22 +47,22 @@ def rows(progress: Tick, rounds: int = ROUNDS, words: int = WORDS) -> list[Row]:
     ]
 
 
-def _beside(scheduler: Scheduler, words: int) -> tuple[Spent, Spent]:
+def _beside(scheduler: Scheduler, words: int) -> tuple[TimeSpent, TimeSpent]:
     """A long prompt comes while an answer runs: the longest gap in it, and a chunk."""
-    running = Heard(scheduler, chat(TOKENS, image=False))
+    running = ChatRecord(scheduler, chat(TOKENS, image=False))
     running.first()
-    long = Heard(scheduler, chat(2, " ".join(["red"] * words), image=False))
+    long = ChatRecord(scheduler, chat(2, " ".join(["red"] * words), image=False))
     long.end()
     running.end()
     return gap_and_chunk(scheduler)
 
 
-def _alone(scheduler: Scheduler) -> Spent:
-    Heard(scheduler, chat(TOKENS, image=False)).end()
+def _alone(scheduler: Scheduler) -> TimeSpent:
+    ChatRecord(scheduler, chat(TOKENS, image=False)).end()
     return gap_and_chunk(scheduler)[0]
 
 
-def _row(gaps: list[Spent], chunks: list[Spent]) -> Row:
+def _row(gaps: list[TimeSpent], chunks: list[TimeSpent]) -> Row:
     both = list(zip(gaps, chunks, strict=True))
     return {
         "gap_ms": 1e3 * statistics.median(gap.wall for gap in gaps),

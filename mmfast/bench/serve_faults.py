@@ -30,7 +30,7 @@ from mmfast.serve.engine.base import (
     Media,
     Message,
     Request,
-    Sampling,
+    SamplingOptions,
 )
 
 REPLICAS, LATER, BYSTANDERS, LINGER, EVERY = 2, 8, 4, 1.0, 0.2
@@ -39,7 +39,7 @@ _NUMBERS = itertools.count()
 
 def rows(progress: Tick) -> list[Row]:
     """A row per engine and role, with the embedded model on the CPU."""
-    from mmfast.serve.engine.processes import Processes
+    from mmfast.serve.engine.processes.crowd import Processes
     from mmfast.serve.ray.engine import RayEngine
 
     engines: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -75,7 +75,7 @@ def endless() -> Iterator[Path]:
         yield path
 
 
-class Heard:
+class FaultRecord:
     """One answer.
 
     Args:
@@ -92,7 +92,7 @@ class Heard:
         self.last: Event | None = None
         self.at = 0.0
         message = Message("user", (media, "what is it?"))
-        engine.submit(Request(self.name, (message,), Sampling(tokens)), self._hear)
+        engine.submit(Request(self.name, (message,), SamplingOptions(tokens)), self._hear)
 
     def _hear(self, event: Event) -> None:
         self.begun.set()
@@ -123,9 +123,9 @@ def trial(
         patience: Seconds to wait for anything.
     """
     before = engine.health().gauges[f"workers_{role}"]
-    long = [Heard(engine, tokens) for _ in range(bystanders)]
+    long = [FaultRecord(engine, tokens) for _ in range(bystanders)]
     _await([each.begun for each in long], patience)
-    fed: list[Heard] = []
+    fed: list[FaultRecord] = []
     while not (fed and fed[0].begun.is_set()):  # from now on there is one in every role
         _feed(engine, fed, every, patience)
     begun = {each.name for each in (*long, *fed) if each.begun.is_set() and not each.over.is_set()}
@@ -157,25 +157,25 @@ def trial(
     }
 
 
-def _feed(engine: Any, fed: list[Heard], every: float, patience: float) -> None:
+def _feed(engine: Any, fed: list[FaultRecord], every: float, patience: float) -> None:
     until = time.monotonic() + patience
     while time.monotonic() < until:
         time.sleep(every)
         try:
-            fed.append(Heard(engine, 16))
+            fed.append(FaultRecord(engine, 16))
             return
         except BusyError:
             continue
     raise TimeoutError(f"the engine took no request in {patience} s")
 
 
-def _victim(engine: Any, role: str, long: list[Heard]) -> int:
+def _victim(engine: Any, role: str, long: list[FaultRecord]) -> int:
     """The worker of a role that had to do with a running answer, or has most to do."""
     known = engine.workers(long[0].name)
     return int(known[role] if role in known else engine.pids(role)[0])
 
 
-def _lost(each: Heard) -> bool:
+def _lost(each: FaultRecord) -> bool:
     return isinstance(each.last, Failure) and each.last.kind == "replica_lost"
 
 

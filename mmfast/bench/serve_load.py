@@ -6,10 +6,18 @@ import statistics
 
 import torch
 
-from mmfast.bench.measure import frozen, paired
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
-from mmfast.bench.serve_chats import Heard, Spent, all_ended, chat, engine, forget, gap_and_chunk
+from mmfast.bench.serve_chats import (
+    ChatRecord,
+    TimeSpent,
+    all_ended,
+    chat,
+    engine,
+    forget,
+    gap_and_chunk,
+)
+from mmfast.bench.timing import frozen, paired
 from mmfast.serve.engine.base import BusyError, Finish
 from mmfast.serve.engine.scheduler import Scheduler
 
@@ -26,9 +34,9 @@ def rows(progress: Tick, rounds: int = ROUNDS, tokens: int = TOKENS) -> list[Row
 
 
 def _rows(scheduler: Scheduler, progress: Tick, rounds: int, tokens: int) -> list[Row]:
-    one: list[Spent] = []
-    many: list[Spent] = []
-    gaps: list[tuple[Spent, Spent]] = []
+    one: list[TimeSpent] = []
+    many: list[TimeSpent] = []
+    gaps: list[tuple[TimeSpent, TimeSpent]] = []
     with frozen():
         one_by_one(scheduler, tokens, 2)
         at_once(scheduler, tokens, CHATS)
@@ -56,19 +64,19 @@ def _rows(scheduler: Scheduler, progress: Tick, rounds: int, tokens: int) -> lis
     ]
 
 
-def one_by_one(scheduler: Scheduler, tokens: int, count: int) -> Spent:
+def one_by_one(scheduler: Scheduler, tokens: int, count: int) -> TimeSpent:
     """What `count` chats take, each asked when the one before is over."""
-    start = Spent.now()
+    start = TimeSpent.now()
     for _ in range(count):
-        Heard(scheduler, chat(tokens)).end()
-    return Spent.now().since(start)
+        ChatRecord(scheduler, chat(tokens)).end()
+    return TimeSpent.now().since(start)
 
 
-def at_once(scheduler: Scheduler, tokens: int, count: int) -> Spent:
+def at_once(scheduler: Scheduler, tokens: int, count: int) -> TimeSpent:
     """What `count` chats take that are asked together."""
-    start = Spent.now()
-    all_ended([Heard(scheduler, chat(tokens)) for _ in range(count)])
-    return Spent.now().since(start)
+    start = TimeSpent.now()
+    all_ended([ChatRecord(scheduler, chat(tokens)) for _ in range(count)])
+    return TimeSpent.now().since(start)
 
 
 def crowd(scheduler: Scheduler, tokens: int, count: int) -> Row:
@@ -76,7 +84,7 @@ def crowd(scheduler: Scheduler, tokens: int, count: int) -> Row:
     heard, busy, retry = [], 0, 0.0
     for _ in range(count):
         try:
-            heard.append(Heard(scheduler, chat(tokens)))
+            heard.append(ChatRecord(scheduler, chat(tokens)))
         except BusyError as error:
             busy, retry = busy + 1, error.retry_after
     ended = sum(isinstance(event, Finish) for event in all_ended(heard))
@@ -88,7 +96,7 @@ def crowd(scheduler: Scheduler, tokens: int, count: int) -> Row:
     }
 
 
-def _speed(base: list[Spent], mine: list[Spent], tokens: int) -> Row:
+def _speed(base: list[TimeSpent], mine: list[TimeSpent], tokens: int) -> Row:
     wall = statistics.median(each.wall for each in mine)
     return {
         "tokens_per_s": CHATS * tokens / wall,
@@ -99,7 +107,7 @@ def _speed(base: list[Spent], mine: list[Spent], tokens: int) -> Row:
     }
 
 
-def _gaps(found: list[tuple[Spent, Spent]]) -> Row:
+def _gaps(found: list[tuple[TimeSpent, TimeSpent]]) -> Row:
     return {
         "chunk_ms": 1e3 * statistics.median(chunk.wall for _, chunk in found),
         "gap_ms": 1e3 * statistics.median(gap.wall for gap, _ in found),

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.bench.measure import frozen, quantile
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
-from mmfast.ops.resample import resample
+from mmfast.bench.timing import frozen, quantile
+from mmfast.ops.audio import resample
 from mmfast.serve.config import ServerConfig
 
 N, SEED, SESSIONS = 8, 5, (1, 4)
@@ -34,11 +34,11 @@ BLOCK = 0.032  # seconds of sound a message
 def rows(progress: Tick) -> list[Row]:
     """Rows of the embedded models: one client, and several at once."""
     from mmfast.bench.speech_listening import unseen_questions
-    from mmfast.models.speech import load_speech
+    from mmfast.models.speech.embedded import load_speech
     from mmfast.serve.realtime.brain import ChatterVoices
     from mmfast.serve.realtime.service import load_voices
-    from mmfast.streams.voice_cascade import Cascade
-    from mmfast.tiny.espeak import say
+    from mmfast.tiny.speech.recordings import say
+    from mmfast.voice.models import Cascade
 
     speech: Any = load_speech()
     asked = [say(each.text, each.voice).pcm for each in unseen_questions(N, SEED)]
@@ -77,7 +77,7 @@ def listening(service: Any) -> Iterator[str]:
     import uvicorn
     from fastapi import FastAPI, WebSocket
 
-    from mmfast.serve.guard.uvicorn_options import uvicorn_options
+    from mmfast.serve.guard.shield import uvicorn_options
     from mmfast.serve.realtime.socket import realtime
 
     async def talk(websocket: WebSocket) -> None:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mmfast.core.budget import check_budget, count
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import get, register, unregister
-from mmfast.core.spec import Spec, parse
+from mmfast.core.spec import Spec, check_budget, count, parse
 from mmfast.core.tokens import Tokens
-from mmfast.models.signals import from_tower
+from mmfast.models.reduction.signals import from_tower
 
 STAGES = ("vit", "llm", "decode", "ttft", "selection")
 DEFAULT = ("evs", "fastv", "uniform", "divprune", "holitom")
@@ -83,7 +82,7 @@ def expand(reduce: Sequence[str], keep: Sequence[float | int]) -> list[str]:
 
 
 @dataclass
-class Recording:
+class StageRecording:
     """What one stage of a spec was given and decided, in order of its calls."""
 
     spec: Spec
@@ -125,7 +124,7 @@ class Twins:
     def __init__(self, text: str, key: str, towerless: bool, asked: str | None = None) -> None:
         self.asked = asked or text
         self.stages = parse(text)
-        self.recordings = [Recording(stage) for stage in self.stages]
+        self.recordings = [StageRecording(stage) for stage in self.stages]
         self.towerless = towerless
         self._names = {
             role: [f"bench-{role}-{key}-{i}" for i in range(len(self.stages))]
@@ -151,7 +150,7 @@ class Twins:
     @contextmanager
     def registered(self) -> Iterator[None]:
         """Enrol the copies; they leave the registry at the end, whatever happened."""
-        makers: dict[str, Callable[[Recording], Callable[..., Reduction]]] = {
+        makers: dict[str, Callable[[StageRecording], Callable[..., Reduction]]] = {
             "plain": self._plain,
             "recorded": self._recorded,
             "fixed": _fixed,
@@ -175,7 +174,7 @@ class Twins:
         made_up = self._made_up(spec)
         return tuple(need for need in spec.method.needs if need not in made_up)
 
-    def _plain(self, recording: Recording) -> Callable[..., Reduction]:
+    def _plain(self, recording: StageRecording) -> Callable[..., Reduction]:
         spec, made_up = recording.spec, self._made_up(recording.spec)
 
         def plain(tokens: Tokens, budget: int | None) -> Reduction:
@@ -186,7 +185,7 @@ class Twins:
 
         return plain
 
-    def _recorded(self, recording: Recording) -> Callable[..., Reduction]:
+    def _recorded(self, recording: StageRecording) -> Callable[..., Reduction]:
         plain = self._plain(recording)
 
         def recorded(tokens: Tokens, budget: int | None) -> Reduction:
@@ -215,7 +214,7 @@ def _enrol(name: str, spec: Spec, needs: tuple[str, ...], fn: Callable[..., Redu
     enrol(fn)
 
 
-def _fixed(recording: Recording) -> Callable[..., Reduction]:
+def _fixed(recording: StageRecording) -> Callable[..., Reduction]:
     def fixed(tokens: Tokens, budget: int | None) -> Reduction:
         """Return the recorded choice as a plain gather: what a free selection would cost."""
         chosen = next(r for r in recording.results if r.n == tokens.n)

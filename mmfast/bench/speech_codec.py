@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.bench.measure import one_thread
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
-from mmfast.bench.speech_speaking import Line, unseen_lines
+from mmfast.bench.speech_speaking import SpokenLine, unseen_lines
+from mmfast.bench.timing import one_thread
 from mmfast.bench.word_errors import Errors, Recogniser, count_errors
 from mmfast.core.errors import MmfastError
-from mmfast.frontends.codecs.embedded import load_embedded
-from mmfast.ops.log_mel import log_mel
-from mmfast.tiny.espeak import say
-from mmfast.tiny.statistics import interval
+from mmfast.frontends.codecs.embedded.codec import load_embedded
+from mmfast.ops.audio import log_mel
+from mmfast.tiny.evaluate import interval
+from mmfast.tiny.speech.recordings import say
 
 RATE, N, SEED = 16000, 60, 0
 DECIBELS = 10 / math.log(10)
@@ -33,7 +33,7 @@ def rows(progress: Tick) -> list[Row]:
     return measure(load_embedded(), unseen_lines(N, SEED), Recogniser().transcribe, progress)
 
 
-def measure(codec: Any, lines: Sequence[Line], hear: Hear, progress: Tick) -> list[Row]:
+def measure(codec: Any, lines: Sequence[SpokenLine], hear: Hear, progress: Tick) -> list[Row]:
     """The same for another codec at 16 kHz, sentences and recogniser."""
     recorded = [say(line.text, line.voice).pcm for line in lines]
     coded, encoding, decoding = _through(codec, recorded)

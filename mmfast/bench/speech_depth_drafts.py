@@ -15,16 +15,21 @@ from torch import Tensor
 
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
-from mmfast.decoding.codebook_choice import CodeChoice
-from mmfast.decoding.codebook_plan import BlockPlan
-from mmfast.decoding.codebook_types import Drafter, parallel
-from mmfast.decoding.codebooks import FrameDecoder, copy_frame, one_by_one
+from mmfast.decoding.codebooks import (
+    BlockPlan,
+    CodeChoice,
+    Drafter,
+    FrameDecoder,
+    copy_frame,
+    one_by_one,
+    parallel,
+)
 from mmfast.decoding.sampling import Sampling
-from mmfast.heads.code_mlp import CodeMlp
+from mmfast.heads.code_base import CodeMlp
 from mmfast.heads.depth import DepthHead
 from mmfast.heads.groups import GroupsHead
-from mmfast.ops.log_mel import log_mel
-from mmfast.tiny.speech_codec_corpus import recordings
+from mmfast.ops.audio import log_mel
+from mmfast.tiny.speech.codec import recordings
 
 BOOKS, SIZE, WIDTH, STACK = 8, 64, 64, 4  # 25 frames per second
 SPAN, BATCH = 24, 12

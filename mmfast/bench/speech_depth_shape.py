@@ -15,15 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.bench.measure import frozen, interleave, one_thread, paired
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
-from mmfast.decoding.codebook_choice import CodeChoice
-from mmfast.decoding.codebook_plan import BlockPlan, FrameCount, measure_share
-from mmfast.decoding.codebook_types import Drafts
-from mmfast.decoding.codebooks import draft_and_check, one_by_one
-from mmfast.heads.depth_core import DepthCore
-from mmfast.models.depth_weights import csm_depth
+from mmfast.bench.timing import frozen, interleave, one_thread, paired
+from mmfast.decoding.codebooks import (
+    BlockPlan,
+    CodeChoice,
+    FrameCount,
+    FrameDrafts,
+    draft_and_check,
+    measure_share,
+    one_by_one,
+)
+from mmfast.heads.depth import DepthCore
+from mmfast.models.speech.depth_weights import csm_depth
 
 WRONG = (0.0, 0.1)  # share of wrong drafts
 
@@ -58,7 +63,7 @@ def _checked(
     core: DepthCore, hidden: Tensor, first: Tensor, drafts: Tensor, plan: BlockPlan
 ) -> Callable[[], Tensor]:
     choice = CodeChoice()
-    return lambda: draft_and_check(core, hidden, first, Drafts(drafts), choice, plan)
+    return lambda: draft_and_check(core, hidden, first, FrameDrafts(drafts), choice, plan)
 
 
 def rows(progress: Tick) -> list[Row]:
@@ -90,7 +95,7 @@ def measure(rounds: int, progress: Tick, **sizes: Any) -> list[Row]:
         noise = torch.rand(right.shape) < wrong
         drafts = torch.where(noise, (right + 1) % core.size, right)
         count, name = FrameCount(core.codes), f"drafts {1 - wrong:.0%} right"
-        draft_and_check(core, hidden, first, Drafts(drafts), choice, None, count)
+        draft_and_check(core, hidden, first, FrameDrafts(drafts), choice, None, count)
         counts[name] = count.rounds
         ways[name] = _checked(core, hidden, first, drafts, BlockPlan(core.codes))
         same &= torch.equal(ways[name](), right)

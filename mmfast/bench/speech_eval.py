@@ -68,7 +68,7 @@ def speech_eval_rows(document: dict[str, Any], environ: Row) -> list[Row]:
 def _load(model: Any) -> tuple[Any, str]:
     if model is not None and not isinstance(model, str | Path):
         return model, str(getattr(model, "name", type(model).__name__))
-    from mmfast.models.speech import load_speech
+    from mmfast.models.speech.embedded import load_speech
 
     return load_speech(model), "tiny-speech" if model is None else Path(model).name
 

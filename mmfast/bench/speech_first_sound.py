@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mmfast.bench.measure import frozen, quantile
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
 from mmfast.bench.speech_listening import unseen_questions
-from mmfast.bench.speech_speaking import MODES, Line, unseen_lines
+from mmfast.bench.speech_speaking import MODES, SpokenLine, unseen_lines
+from mmfast.bench.timing import frozen, quantile
 from mmfast.core.speech import Sound
-from mmfast.tiny.espeak import say
+from mmfast.tiny.speech.recordings import say
 
 N, SEED = 20, 5
 WAYS = ("turbo", "exact", "vanilla")  # of MODES
@@ -21,13 +21,15 @@ WAYS = ("turbo", "exact", "vanilla")  # of MODES
 
 def rows(progress: Tick) -> list[Row]:
     """Rows of the embedded model, on as many threads as torch uses."""
-    from mmfast.models.speech import load_speech
+    from mmfast.models.speech.embedded import load_speech
 
     asked = [say(each.text, each.voice).pcm for each in unseen_questions(N, SEED)]
     return measure(load_speech(), unseen_lines(N, SEED), asked, progress)
 
 
-def measure(model: Any, lines: Sequence[Line], asked: Sequence[Any], progress: Tick) -> list[Row]:
+def measure(
+    model: Any, lines: Sequence[SpokenLine], asked: Sequence[Any], progress: Tick
+) -> list[Row]:
     """The same for another `Speaker` and `Chatter`: texts to say, and spoken questions `[n]`.
 
     The clock starts at the end of the question: all of it is heard, understood and answered from
@@ -110,7 +112,7 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _say(model: Any, line: Line, mode: str) -> Callable[[], Iterable[Sound]]:
+def _say(model: Any, line: SpokenLine, mode: str) -> Callable[[], Iterable[Sound]]:
     return lambda: model.speak(line.text, **_how(mode), **line.options)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.speech import Sound, Turn
-from mmfast.streams.voice_ear import Heard
+from mmfast.voice.ear import EarEvent
 
 RATE = 16000
 LETTERS = " abcdefghijklmnopqrstuvwxyz0123456789.,?!'-"
@@ -102,7 +102,7 @@ class HumEar:
         self._rest, self._blocks = torch.zeros(0), list[Tensor]()
         self._speaking, self._quiet, self._at = False, 0, 0
 
-    def hear(self, pcm: Tensor) -> list[Heard]:
+    def hear(self, pcm: Tensor) -> list[EarEvent]:
         """The next samples `[n]`."""
         held = torch.cat([self._rest, pcm])
         whole = len(held) // 160 * 160
@@ -110,7 +110,7 @@ class HumEar:
         blocks = held[:whole].split(160) if whole else ()
         return [found for block in blocks for found in self._block(block)]
 
-    def _block(self, block: Tensor) -> list[Heard]:
+    def _block(self, block: Tensor) -> list[EarEvent]:
         loud = float(block.abs().max()) > LOUD / 3
         self._blocks.append(block)
         self._at += len(block)
@@ -120,16 +120,16 @@ class HumEar:
             if not loud:
                 return []
             self._speaking = True
-            return [Heard("started", self._at - 160 * len(self._blocks))]
+            return [EarEvent("started", self._at - 160 * len(self._blocks))]
         return self.flush() if self._quiet >= self._pause else []
 
-    def flush(self) -> list[Heard]:
+    def flush(self) -> list[EarEvent]:
         """End a turn that goes on."""
         if not self._speaking:
             return []
         pcm = torch.cat(self._blocks)
         self.clear()
-        return [Heard("stopped", self._at, pcm)]
+        return [EarEvent("stopped", self._at, pcm)]
 
     def clear(self) -> None:
         """Forget a turn that goes on."""

@@ -13,12 +13,12 @@ from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
 from mmfast.bench.word_errors import Errors, count_errors
 from mmfast.pipelines.omni_chat import written
-from mmfast.tiny.espeak import EspeakVoice, say
-from mmfast.tiny.speech_text import heard_voice, split_of, spoken_variants
-from mmfast.tiny.statistics import interval
-from mmfast.tiny.suites import Case, suite_of
+from mmfast.tiny.evaluate import interval
+from mmfast.tiny.speech.recordings import EspeakVoice, say
+from mmfast.tiny.speech.text import heard_voice, split_of, spoken_variants
+from mmfast.tiny.suites import SuiteCase, suite_of
 
-Answer = Callable[[Sequence[Case]], list[str]]
+Answer = Callable[[Sequence[SuiteCase]], list[str]]
 BATCH, LOOKS = 20, 40  # questions answered together; cases looked at for one that fits
 
 
@@ -26,7 +26,7 @@ BATCH, LOOKS = 20, 40  # questions answered together; cases looked at for one th
 class Asked:
     """A question about a clip, and how it is spoken."""
 
-    case: Case
+    case: SuiteCase
     text: str
     voice: EspeakVoice
 
@@ -53,7 +53,7 @@ def listening_rows(model: Any, asked: Sequence[Asked], answer: Answer, progress:
         answer: Answers of a video model to cases.
         progress: Called with a label, questions done and questions in all.
     """
-    heard, errors, exact = list[Case](), Errors(), 0
+    heard, errors, exact = list[SuiteCase](), Errors(), 0
     for i, each in enumerate(asked):
         text = model.transcribe(say(each.text, each.voice).pcm, 16000)
         found = count_errors(each.text, text)
@@ -74,7 +74,7 @@ def listening_rows(model: Any, asked: Sequence[Asked], answer: Answer, progress:
     ]
 
 
-def _row(mode: str, cases: Sequence[Case], answer: Answer, progress: Tick) -> Row:
+def _row(mode: str, cases: Sequence[SuiteCase], answer: Answer, progress: Tick) -> Row:
     marks: dict[str, list[bool]] = defaultdict(list)
     for at in range(0, len(cases), BATCH):
         part = cases[at : at + BATCH]

@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmfast.bench.measure import frozen, interleave, noise, one_thread, paired
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
-from mmfast.bench.speech_speaking import MODES, Line, unseen_lines
-from mmfast.decoding.loop import Decoder
+from mmfast.bench.speech_speaking import MODES, SpokenLine, unseen_lines
+from mmfast.bench.timing import frozen, interleave, noise, one_thread, paired
+from mmfast.decoding.loop import SingleDecoder
 from mmfast.decoding.stats import Stats
-from mmfast.models.speech_guide import SpeechGuide
-from mmfast.tiny.speech_text import groups
+from mmfast.models.speech.layout import SpeechGuide
+from mmfast.tiny.speech.text import groups
 
 ROUNDS, SEED = 24, 3
 
 
 @dataclass(frozen=True)
-class Way:
+class DecodeMode:
     """A way to decode."""
 
     name: str
@@ -56,22 +56,22 @@ class Counts:
 
 def rows(progress: Tick) -> list[Row]:
     """Rows of the embedded model."""
-    from mmfast.models.speech import load_speech
+    from mmfast.models.speech.embedded import load_speech
 
     return measure(load_speech(), unseen_lines(ROUNDS, SEED), ROUNDS, progress)
 
 
-def ways(heads: Sequence[str]) -> list[Way]:
+def ways(heads: Sequence[str]) -> list[DecodeMode]:
     """One token per pass, every mode with the first head, fastest and exact mode of others."""
-    found = [Way("vanilla", None, "vanilla", "none")]
+    found = [DecodeMode("vanilla", None, "vanilla", "none")]
     for head in heads:
         for name, (mode, verify) in MODES.items():
             if name != "vanilla" and (head == heads[0] or name in ("turbo", "exact")):
-                found.append(Way(f"{name} ({head})", head, mode, verify))
+                found.append(DecodeMode(f"{name} ({head})", head, mode, verify))
     return found
 
 
-def measure(model: Any, lines: Sequence[Line], rounds: int, progress: Tick) -> list[Row]:
+def measure(model: Any, lines: Sequence[SpokenLine], rounds: int, progress: Tick) -> list[Row]:
     """The same for another model of the kind of `SpeechModel`.
 
     A round says one sentence in every way; the clock is the processor time of the process, on one
@@ -112,13 +112,13 @@ def measure(model: Any, lines: Sequence[Line], rounds: int, progress: Tick) -> l
     ]
 
 
-def utter(model: Any, line: Line, way: Way) -> tuple[Stats, list[int]]:
+def utter(model: Any, line: SpokenLine, way: DecodeMode) -> tuple[Stats, list[int]]:
     """Decode a sentence; its counts and its tokens."""
     layout = model.layout
     guide = SpeechGuide(layout, iter([layout.group(part) for part in groups(line.text)]))
     style = layout.style(line.voice.name, line.voice.rate, line.voice.pitch)
     head = None if way.head is None else model.heads[way.head]
-    decoder = Decoder(model.backbone, head, guide, schedule=way.mode, verify=way.verify)
+    decoder = SingleDecoder(model.backbone, head, guide, schedule=way.mode, verify=way.verify)
     decoder.feed([layout.id("<speak>"), *style, *guide.opening()])
     said = [token for step in decoder for token in step.tokens]
     return decoder.stats, said
@@ -126,7 +126,7 @@ def utter(model: Any, line: Line, way: Way) -> tuple[Stats, list[int]]:
 
 def _row(
     model: Any,
-    way: Way,
+    way: DecodeMode,
     times: Sequence[float],
     base: Sequence[float],
     counts: Counts,

@@ -19,22 +19,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmfast.bench.measure import Sample, frozen, interleave, noise, one_thread, paired
+from mmfast.bench.cases import fill_
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
 from mmfast.bench.speech_modes import draft_weights, trunk_weights
-from mmfast.bench.synthetic import fill_
+from mmfast.bench.timing import Sample, frozen, interleave, noise, one_thread, paired
 from mmfast.decoding.adapt import Costs
-from mmfast.decoding.guide import Open
-from mmfast.decoding.loop import Decoder
-from mmfast.decoding.schedule import parse_schedule
+from mmfast.decoding.drafting import parse_schedule
+from mmfast.decoding.loop import SingleDecoder
+from mmfast.decoding.row import Open
 
 ROUNDS, PROMPT = 5, 8
 SCHEDULES = {"vanilla": 4, "boost": 2, "turbo": 3}  # cycles that are timed
 
 
 @dataclass(frozen=True)
-class Shape:
+class LanguageShape:
     """Of a language model; audio rows are its last."""
 
     name: str = "7b"
@@ -51,15 +51,15 @@ class Shape:
 
 def rows(progress: Tick) -> list[Row]:
     """Rows of the shape of Qwen2-7B with the vocabulary of VITA-Audio (arXiv 2505.03739)."""
-    return measure(Shape(), ROUNDS, progress)
+    return measure(LanguageShape(), ROUNDS, progress)
 
 
-def build(shape: Shape, dtype: torch.dtype) -> tuple[Any, Any]:
+def build(shape: LanguageShape, dtype: torch.dtype) -> tuple[Any, Any]:
     """Backbone and `mctp` head of a shape, on the CPU."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from mmfast.heads.mctp import Mctp
-    from mmfast.models.backbone import Backbone
+    from mmfast.models.decoder.backbone import Backbone
 
     config = Qwen2Config(
         hidden_size=shape.hidden,
@@ -109,7 +109,7 @@ class _Sharing:
 
 
 def measure(
-    shape: Shape, rounds: int, progress: Tick, dtype: torch.dtype | None = None
+    shape: LanguageShape, rounds: int, progress: Tick, dtype: torch.dtype | None = None
 ) -> list[Row]:
     """The same for another shape.
 
@@ -228,7 +228,9 @@ def decode(
     opening, (main, drafts) = parse_schedule(schedule).pairs[0], parse_schedule(schedule).pairs[-1]
     tokens = sum(opening) + cycles * (main + drafts)
     guide, reserve = Open(tokens, rows=audio), PROMPT + tokens + 32
-    decoder = Decoder(backbone, head, guide, schedule=schedule, costs=Costs(), reserve=reserve)
+    decoder = SingleDecoder(
+        backbone, head, guide, schedule=schedule, costs=Costs(), reserve=reserve
+    )
     decoder.feed(list(range(PROMPT)))
     steps = iter(decoder)
     next(steps)  # the prompt

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from mmfast.bench.speech_hum import RATE, TONE, HumChatter, HumEar, HumSpeaker, hum, read
 from mmfast.core.speech import Turn
-from mmfast.streams.voice_events import VoiceEvent
-from mmfast.streams.voice_history import History
-from mmfast.streams.voice_session import VoiceSession
+from mmfast.voice.channel import VoiceEvent
+from mmfast.voice.history import History
+from mmfast.voice.session import VoiceSession
 
 TEXT = "a red blue circle square moves left right up down fast slow it is at 7 12 no"
 WORDS = TEXT.split()

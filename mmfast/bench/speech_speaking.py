@@ -16,9 +16,9 @@ from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
 from mmfast.bench.word_errors import Errors, count_errors
 from mmfast.core.speech import Sound
-from mmfast.tiny.espeak import EspeakVoice, say
-from mmfast.tiny.speech_text import PITCHES, SPEEDS, VOICE_NAMES, sentence
-from mmfast.tiny.statistics import interval
+from mmfast.tiny.evaluate import interval
+from mmfast.tiny.speech.recordings import EspeakVoice, say
+from mmfast.tiny.speech.text import PITCHES, SPEEDS, VOICE_NAMES, sentence
 
 Hear = Callable[[Tensor], str]
 EVAL = 77  # keeps these sentences apart from other draws of the same seed
@@ -35,7 +35,7 @@ MODES: dict[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Line:
+class SpokenLine:
     """A sentence and how it is to be said."""
 
     text: str
@@ -47,7 +47,7 @@ class Line:
         return {"voice": self.voice.name, "rate": self.voice.rate, "pitch": self.voice.pitch}
 
 
-def unseen_lines(n: int, seed: int) -> list[Line]:
+def unseen_lines(n: int, seed: int) -> list[SpokenLine]:
     """Different sentences of the evaluation half of the domain, voices in turn."""
     rng, texts = np.random.default_rng([EVAL, seed]), dict[str, None]()
     while len(texts) < n:
@@ -56,10 +56,10 @@ def unseen_lines(n: int, seed: int) -> list[Line]:
         EspeakVoice(VOICE_NAMES[i % len(VOICE_NAMES)], SPEEDS[int(s)], PITCHES[int(p)])
         for i, (s, p) in enumerate(rng.integers(0, 3, (n, 2)))
     ]
-    return [Line(text, way) for text, way in zip(texts, ways, strict=True)]
+    return [SpokenLine(text, way) for text, way in zip(texts, ways, strict=True)]
 
 
-class Ear:
+class CachedRecogniser:
     """A recogniser that hears equal sound once."""
 
     def __init__(self, hear: Hear) -> None:
@@ -86,7 +86,7 @@ class Tally:
     same: int = 0
     codes: list[Tensor | None] = field(default_factory=list)
 
-    def add(self, line: Line, heard: str, pcm: Tensor) -> None:
+    def add(self, line: SpokenLine, heard: str, pcm: Tensor) -> None:
         """Count a sentence."""
         found = count_errors(line.text, heard)
         self.errors += found
@@ -111,19 +111,19 @@ class Tally:
 
 
 def speaking_rows(
-    model: Any, lines: Sequence[Line], hear: Hear, modes: Sequence[str], progress: Tick
+    model: Any, lines: Sequence[SpokenLine], hear: Hear, modes: Sequence[str], progress: Tick
 ) -> list[Row]:
     """Word error rate of the recordings, of the codec alone, and of every mode.
 
     Args:
-        model: A `Speaker` with `codec`; see `mmfast.models.speech.load_speech`.
+        model: A `Speaker` with `codec`; see `mmfast.models.speech.embedded.load_speech`.
         lines: What is said.
         hear: Sound `[n]` at 16 kHz to text.
         modes: Of MODES.
         progress: Called with a label, sentences done and sentences in all.
     """
     recorded = [say(line.text, line.voice).pcm for line in lines]
-    ear, total = Ear(hear), len(lines) * (len(modes) + 2)
+    ear, total = CachedRecogniser(hear), len(lines) * (len(modes) + 2)
     rows, done = list[Row](), 0
     for name in ("recordings", "codec"):
         tally = Tally()
@@ -158,7 +158,7 @@ def joined(pieces: Sequence[Sound]) -> tuple[Tensor, Tensor | None]:
     return torch.cat([piece.pcm for piece in pieces]), torch.cat(codes, 1) if codes else None
 
 
-def _speak(model: Any, line: Line, name: str, tally: Tally, ear: Ear) -> None:
+def _speak(model: Any, line: SpokenLine, name: str, tally: Tally, ear: CachedRecogniser) -> None:
     mode, verify = MODES[name]
     pieces = list(model.speak(line.text, mode=mode, verify=verify, **line.options))
     pcm, codes = joined(pieces)

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmfast.attach import attach
-from mmfast.bench.cases import Case
-from mmfast.bench.measure import Clock, T, timed, timed_by_events
+from mmfast.bench.cases import TOWER_STAGES, Case, empty_model, video_grid
+from mmfast.bench.presets import Preset
+from mmfast.bench.timing import Clock, T, peak_now, reset_peak, timed, timed_by_events
+from mmfast.core.errors import MmfastError
+from mmfast.core.spec import Spec, expand
 from mmfast.models.flops import decode_bytes, prefill_flops, tower_blocks, tower_flops
+from mmfast.models.reduction.decoder_signals import INNER
+from mmfast.models.reduction.signals import from_tower
 
 GROUPS = {"vit": ("vit",), "llm": ("llm", "decode"), "ttft": ("ttft",)}
 DECODE_STEPS = 8
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """What one run gave.
 
     Attributes:
@@ -41,7 +49,7 @@ class Outcome:
     leaving: list[int] = field(default_factory=list)
 
 
-class Stage:
+class MeasuredStage:
     """One group of stages that one run of the model measures together.
 
     `vit` is the tower with its projector; `llm` the prefill behind the encoder, one logit row,
@@ -60,7 +68,7 @@ class Stage:
         self.stages = tuple(s for s in GROUPS[group] if s in stages)
         self.decode = "decode" in self.stages
 
-    def run(self, spec: str | None) -> Outcome:
+    def run(self, spec: str | None) -> RunOutcome:
         """Run it once; `spec` None is the stock model."""
         session: AbstractContextManager[Any] = nullcontext()
         if spec is not None:
@@ -72,7 +80,7 @@ class Stage:
                 outcome.share = outcome.reducing_ms / wall
             return outcome
 
-    def observe(self, spec: str | None) -> Outcome:
+    def observe(self, spec: str | None) -> RunOutcome:
         """As `run`, counting the tokens that leave each tower block; not for timing."""
         if self.group == "llm":
             return self.run(spec)
@@ -87,15 +95,15 @@ class Stage:
             return timed_by_events(fn)
         return timed(fn, self.clock)
 
-    def _tower(self) -> tuple[Outcome, float]:
+    def _tower(self) -> tuple[RunOutcome, float]:
         case, start = self.case, time.perf_counter()
         out, ms = self._timed(lambda: case.model.get_video_features(**case.pixels))
         wall = 1e3 * (time.perf_counter() - start)
         features = out.pooler_output
         values = features if isinstance(features, Tensor) else torch.cat(list(features))
-        return Outcome({"vit": ms}, values.flatten(0, -2)), wall
+        return RunOutcome({"vit": ms}, values.flatten(0, -2)), wall
 
-    def _prefill(self) -> tuple[Outcome, float]:
+    def _prefill(self) -> tuple[RunOutcome, float]:
         """What came out, and the milliseconds of the prefill by the wall clock."""
         case = self.case
         inputs = {**case.prompt, "use_cache": True, "logits_to_keep": 1}
@@ -107,7 +115,7 @@ class Stage:
         out, ms = self._timed(lambda: case.model(**inputs))
         wall = 1e3 * (time.perf_counter() - start)
         lengths = [layer.keys.shape[-2] for layer in out.past_key_values.layers]
-        outcome = Outcome({self.group: ms}, out.logits, lengths=lengths)
+        outcome = RunOutcome({self.group: ms}, out.logits, lengths=lengths)
         if self.decode:
             outcome.ms["decode"] = self._decode(out.past_key_values)
         return outcome, wall
@@ -123,7 +131,7 @@ class Stage:
         _, ms = self._timed(lambda: step(DECODE_STEPS))
         return ms / DECODE_STEPS
 
-    def cost(self, outcome: Outcome, stage: str) -> int:
+    def cost(self, outcome: RunOutcome, stage: str) -> int:
         """FLOPs of `stage` with the token counts of `outcome`; bytes for `decode`."""
         model = self.case.model
         if stage == "decode":
@@ -154,3 +162,240 @@ def _leaving(model: Any) -> Iterator[list[int]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+Span = tuple[str, int]  # ("tower", 0), or ("layer", number)
+
+
+def spans(model: Any, specs: Sequence[Spec], tower: bool) -> list[Span]:
+    """Where the methods read attention: the vision tower, and decoder layers.
+
+    Args:
+        model: Gives the number of decoder layers.
+        specs: The stages of a spec.
+        tower: The tower runs, so that methods can read it.
+    """
+    found: list[Span] = []
+    for spec in expand(tuple(specs), len(model.get_decoder().layers)):
+        if spec.site == "llm" and spec.layer and INNER & set(spec.method.needs):
+            found.append(("layer", spec.layer - 1))
+        elif tower and spec.site in ("pre", "vit") and from_tower(spec.method.needs):
+            found.append(("tower", 0))
+    return list(dict.fromkeys(found))
+
+
+def peaks_in(model: Any, where: Sequence[Span], run: Callable[[], object]) -> dict[Span, float]:
+    """Peak megabytes while each span runs, in one run of the model; no run where there is none.
+
+    A layer's span ends where the next layer begins: signals are read behind a layer, too.
+    """
+    peaks: dict[Span, float] = {}
+    if where:
+        with _watched(model, where, peaks):
+            run()
+    return peaks
+
+
+@contextmanager
+def _watched(model: Any, where: Sequence[Span], peaks: dict[Span, float]) -> Iterator[None]:
+    layers, tower = model.get_decoder().layers, model.get_encoder("image")
+    handles: list[Any] = []
+
+    def read(span: Span) -> Callable[..., None]:
+        def note(*_: Any) -> None:
+            _wait()
+            peaks[span] = max(peaks.get(span, 0.0), peak_now())
+
+        return note
+
+    def reset(*_: Any) -> None:
+        _wait()
+        reset_peak()
+
+    for span in where:
+        kind, number = span
+        first = tower if kind == "tower" else layers[number]
+        handles.append(first.register_forward_pre_hook(reset))
+        if kind == "tower":
+            handles.append(tower.register_forward_hook(read(span)))
+        elif number + 1 < len(layers):
+            handles.append(layers[number + 1].register_forward_pre_hook(read(span)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+_OWN_BYTES = 1 << 30  # libraries, matrices of the ceilings, what the allocator holds back
+_REFUSED = ("can't allocate memory", "not enough memory", "CUDA out of memory")
+
+
+def needed_bytes(preset: Preset, stages: Collection[str], frames: int, dtype: torch.dtype) -> int:
+    """About what a run holds at its peak: weights, keys and values, one layer's activations."""
+    model = empty_model(preset, stages, torch.device("meta"), dtype)
+    size = torch.empty((), dtype=dtype).element_size()
+    weights = sum(p.numel() for p in model.parameters())  # shared ones count once
+    text, vision = model.config.get_text_config(), model.config.vision_config
+    steps, rows, columns = video_grid(preset, frames)
+    n = steps * rows * columns
+    heads = text.num_attention_heads
+    entries = 2 * text.num_hidden_layers * n * text.hidden_size // heads * text.num_key_value_heads
+    inside = n * (3 * text.intermediate_size + 6 * text.hidden_size)
+    if TOWER_STAGES & set(stages):
+        patches = frames * preset.grid[0] * preset.grid[1]
+        inside = max(inside, patches * (2 * vision.intermediate_size + 6 * vision.hidden_size))
+    return int(size * (weights + entries + inside))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes a process may still take, or None where that is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    info = Path("/proc/meminfo")
+    if not info.is_file():
+        return None
+    lines = info.read_text(encoding="ascii").splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return min(free, _group_bytes(Path("/sys/fs/cgroup"), free))
+
+
+def _group_bytes(folder: Path, otherwise: int) -> int:
+    """What a container's limit leaves; the files of control groups, version 2."""
+    limit, used = folder / "memory.max", folder / "memory.current"
+    if not (limit.is_file() and used.is_file()):
+        return otherwise
+    bound = limit.read_text(encoding="ascii").strip()
+    return otherwise if bound == "max" else int(bound) - int(used.read_text(encoding="ascii"))
+
+
+def check_fits(
+    preset: Preset,
+    stages: Collection[str],
+    frames: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Refuse what the machine would kill halfway.
+
+    Raises:
+        MmfastError: Says what is needed, what is free and what would fit.
+    """
+    free = free_bytes(device)
+    needed = needed_bytes(preset, stages, frames, dtype) + _OWN_BYTES
+    if free is None or needed <= free:
+        return
+    smaller = ["a smaller --preset"]
+    if dtype == torch.float32:
+        smaller.insert(0, "--dtype bfloat16")
+    if TOWER_STAGES & set(stages):
+        smaller.append("--stages llm")
+    raise MmfastError(
+        f"{preset.name} in {str(dtype).removeprefix('torch.')} with {frames} frames needs about "
+        f"{needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {device}; "
+        f"choose {', '.join(smaller)} or fewer --frames"
+    )
+
+
+@contextmanager
+def one_line_when_full(preset: str, frames: int) -> Iterator[None]:
+    """Say in one line that memory ran out.
+
+    Raises:
+        MmfastError: In place of what the allocator raised.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or any(text in str(error) for text in _REFUSED):
+            raise MmfastError(
+                f"memory ran out on {preset} with {frames} frames; choose fewer --frames, "
+                "--dtype bfloat16 or a smaller --preset"
+            ) from None
+        raise
+
+
+ROUNDS = 3
+CPU_COPY_BYTES, CUDA_COPY_BYTES = 256 << 20, 1 << 30  # past every cache
+PROBE_SIDE = 256
+CPU_SIDE, CUDA_SIDE = 3072, 8192  # three matrices of 38 MB, of 134 MB
+SLOW = 2.0  # seconds: a product estimated to take longer is measured on smaller matrices
+
+
+def ceilings(device: torch.device | str, dtype: torch.dtype | None = None) -> dict[str, float]:
+    """Copy bandwidth and matrix product of a device, the best of a few runs.
+
+    Measured once per process, device, type and number of CPU threads.
+
+    Args:
+        device: `cpu` or `cuda`.
+        dtype: Of the matrices; float32 on the CPU and bfloat16 on CUDA if None.
+
+    Returns:
+        `copy_gb_s`, gigabytes per second read plus written; `matmul_tflop_s`, 10^12 multiplies
+        and adds per second.
+    """
+    where = torch.device(device)
+    kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
+    copy, product = _measured(str(where), kind, torch.get_num_threads())
+    return {"copy_gb_s": copy, "matmul_tflop_s": product}
+
+
+@cache
+def _measured(device: str, dtype: torch.dtype, threads: int) -> tuple[float, float]:
+    """(GB/s, TFLOP/s); `threads` only tells one setting of the CPU from another."""
+    cuda = torch.device(device).type == "cuda"
+    with torch.cuda.device(device) if cuda else nullcontext():
+        return _copy(device, cuda), _product(device, dtype, cuda)
+
+
+def _copy(device: str, cuda: bool) -> float:
+    size = CUDA_COPY_BYTES if cuda else CPU_COPY_BYTES
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _best_seconds(lambda: target.copy_(source), cuda) / 1e9
+
+
+def _product(device: str, dtype: torch.dtype, cuda: bool) -> float:
+    """An emulated type would take minutes at full size: the size is what `SLOW` seconds allow."""
+    side = PROBE_SIDE
+    seconds = _product_seconds(side, device, dtype, cuda)
+    affordable = int(side * (SLOW / seconds) ** (1 / 3))
+    best = min(CUDA_SIDE if cuda else CPU_SIDE, affordable // side * side)
+    if best > side:
+        side, seconds = best, _product_seconds(best, device, dtype, cuda)
+    return 2 * side**3 / seconds / 1e12
+
+
+def _product_seconds(side: int, device: str, dtype: torch.dtype, cuda: bool) -> float:
+    """By `linear`, as models multiply: bfloat16 on an old CPU is far slower by `mm`."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    # Random, since a product of zeros draws less power and runs faster.
+    a, b = torch.randn(2, side, side, device=device, generator=generator).to(dtype)
+    return _best_seconds(lambda: F.linear(a, b), cuda)
+
+
+def _best_seconds(job: Callable[[], object], cuda: bool) -> float:
+    """Seconds of the fastest run; the first one, which warms up, does not count."""
+    return min([_seconds(job, cuda) for _ in range(ROUNDS * 4 + 1 if cuda else ROUNDS + 1)][1:])
+
+
+def _seconds(job: Callable[[], object], cuda: bool) -> float:
+    if not cuda:
+        # As `mmfast bench` times: on one thread by the processor, which other load leaves alone.
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        start = clock()
+        job()
+        return clock() - start
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    first.record()
+    job()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last)) / 1e3

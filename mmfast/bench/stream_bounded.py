@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmfast.bench.measure import one_thread
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
+from mmfast.bench.timing import one_thread
 
 FRAMES, EARLY, PART = 20_000, 2_000, 1_000
 MEMORY = "sink:64+window:512+retrieve:4"
@@ -90,7 +90,7 @@ def measure(
 
 
 @dataclass
-class _Seen:
+class _MemoryRecord:
     """Bytes that the session holds and that the process has, and milliseconds per frame."""
 
     held: list[int] = field(default_factory=list)
@@ -100,8 +100,8 @@ class _Seen:
 
 def _watch(
     pipe: Any, frames: int, side: int, tick: Callable[[int, int], None]
-) -> tuple[_Seen, dict[str, Any]]:
-    seen = _Seen()
+) -> tuple[_MemoryRecord, dict[str, Any]]:
+    seen = _MemoryRecord()
     with tempfile.TemporaryDirectory() as folder, one_thread():
         options = {"host_bytes": "2MB", "disk_bytes": "2MB", "folder": Path(folder)}
         with pipe.open(MEMORY, **options) as session:

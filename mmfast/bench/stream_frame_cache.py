@@ -17,7 +17,7 @@ from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row
 from mmfast.bench.stream_jobs import compare
 from mmfast.core.errors import MmfastError
-from mmfast.models.frame_cache import FrameCache
+from mmfast.models.vision.frame_cache import FrameCache
 
 SHARE, EVERY, ROUNDS = 0.25, 32, 5
 

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
 from mmfast.core.errors import MmfastError
-from mmfast.frontends.video import read_video
-from mmfast.models.frame_cache import FrameCache
+from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import embedded_path, load
-from mmfast.streams.encode import Encoder
+from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.streams.intake import FrameEncoder
 
 CLIPS = Path(__file__).resolve().parents[2] / "assets" / "clips"
 MODEL = "tiny-video"
@@ -57,8 +57,8 @@ def measure(
         clip = read_video(path, fps=fps)
         shots = [(frame, float(time)) for frame, time in zip(clip.frames, clip.times, strict=True)]
         state = cache.start()
-        stock = _features(Encoder(model, processor), shots, None)
-        cached = _features(Encoder(model, processor, cache=cache), shots, state)
+        stock = _features(FrameEncoder(model, processor), shots, None)
+        cached = _features(FrameEncoder(model, processor, cache=cache), shots, state)
         near.append(F.cosine_similarity(cached, stock, dim=-1)[1:])
         counts = {name: total + state.stats()[name] for name, total in counts.items()}
     cosines = torch.cat(near)  # [frames, tokens]
@@ -79,6 +79,6 @@ def measure(
     }
 
 
-def _features(encoder: Encoder, shots: Sequence[Any], state: Any) -> Tensor:
+def _features(encoder: FrameEncoder, shots: Sequence[Any], state: Any) -> Tensor:
     """Features of every frame, `[T, n, D]`."""
     return torch.stack([encoder([[shot]], state)[0].features for shot in shots])

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from mmfast.bench.measure import frozen, interleave, noise, one_thread, paired, quantile, timed
 from mmfast.bench.results import Row
+from mmfast.bench.timing import frozen, interleave, noise, one_thread, paired, quantile, timed
 
 
 def compare(jobs: Mapping[str, Callable[[], object]], rounds: int) -> list[Row]:

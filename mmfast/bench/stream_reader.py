@@ -15,20 +15,20 @@ from typing import Any
 import av
 import numpy as np
 
-from mmfast.bench.measure import Sample, frozen, interleave, noise, paired, quantile
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
+from mmfast.bench.timing import Sample, frozen, interleave, noise, paired, quantile
 from mmfast.core.errors import MmfastError
 from mmfast.frontends import iter_video
-from mmfast.frontends.long_file import cores
 from mmfast.frontends.picture import Frame
+from mmfast.frontends.video.parallel import cores
 
 ROUNDS = 5
 FPS = 1.0
 
 
 @dataclass(frozen=True)
-class Shape:
+class ClipShape:
     """The clip that is generated and read."""
 
     width: int = 1280
@@ -42,7 +42,7 @@ class Shape:
         return f"{size}, {self.seconds} s, {self.rate}/s, H.264, GOP {self.gop}"
 
 
-def rows(progress: Tick, shape: Shape | None = None, rounds: int = ROUNDS) -> list[Row]:
+def rows(progress: Tick, shape: ClipShape | None = None, rounds: int = ROUNDS) -> list[Row]:
     """A row per way of reading the clip: times, ratio to the baseline, whether frames are equal.
 
     Wall clock, which is what threads are for, and beside it the processor time, which the load
@@ -51,7 +51,7 @@ def rows(progress: Tick, shape: Shape | None = None, rounds: int = ROUNDS) -> li
     Raises:
         MmfastError: The frames differ, and no time is worth telling.
     """
-    shape = shape or Shape()
+    shape = shape or ClipShape()
     with tempfile.TemporaryDirectory() as folder:
         path = write_clip(Path(folder) / "clip.mp4", shape)
         jobs: dict[str, Callable[[], list[Frame]]] = {
@@ -94,7 +94,7 @@ def _check(name: str, got: list[Frame], want: list[Frame]) -> None:
         raise MmfastError(f"{name!r} reads other frames: run pytest tests/test_long_file*.py")
 
 
-def _table(found: Mapping[str, list[Sample]], shape: Shape, frames: int) -> list[Row]:
+def _table(found: Mapping[str, list[Sample]], shape: ClipShape, frames: int) -> list[Row]:
     ms = {name: [s["ms"] for s in samples] for name, samples in found.items()}
     cpu = {name: [s["cpu_ms"] for s in samples] for name, samples in found.items()}
     base = next(iter(found))
@@ -138,7 +138,7 @@ def _one_decoder(path: Path, threads: str) -> Iterator[Frame]:
                 yield np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
 
 
-def write_clip(path: Path, shape: Shape) -> Path:
+def write_clip(path: Path, shape: ClipShape) -> Path:
     """Encode a camera that pans over a textured scene with things moving in it and sensor noise."""
     with av.open(str(path), "w") as file:
         stream: Any = file.add_stream("libx264", rate=shape.rate, options={"preset": "veryfast"})
@@ -152,7 +152,7 @@ def write_clip(path: Path, shape: Shape) -> Path:
     return path
 
 
-def _scene(shape: Shape) -> Iterator[Frame]:
+def _scene(shape: ClipShape) -> Iterator[Frame]:
     """Yield YUV 4:2:0 pictures, planes below each other [H * 3 / 2, W]."""
     rng = np.random.default_rng(0)
     width, height = shape.width, shape.height

@@ -15,8 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, SpecError
-from mmfast.tiny.speech_text import MARKS, groups
-from mmfast.tiny.speech_text_grammar import jsgf
+from mmfast.tiny.speech.text import MARKS, groups, jsgf
 
 RATE = 16000
 MARGIN = 0.15  # seconds of near silence around an utterance, for the recogniser's own statistics
@@ -92,7 +91,9 @@ class Recogniser:
             SpecError: Another rate than 16,000 samples per second.
         """
         if rate != RATE:
-            raise SpecError(f"rate={rate} is not {RATE}; resample with mmfast.frontends.audio")
+            raise SpecError(
+                f"rate={rate} is not {RATE}; resample with mmfast.frontends.audio.reader"
+            )
         samples = np.nan_to_num(pcm.detach().cpu().numpy().astype(np.float32))
         rng = np.random.default_rng(0)
         pad = round(MARGIN * RATE)

@@ -9,7 +9,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.pooled_votes import with_last
+from mmfast.ops.eviction import with_last
 from mmfast.ops.ranking import stable_topk
 
 _TINY = 1e-30  # a token that nothing attends to: logarithm -69, below any draw

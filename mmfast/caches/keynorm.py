@@ -9,8 +9,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.grouped_topk import grouped_topk, marked
-from mmfast.ops.share_out import share_out
+from mmfast.ops.ranking import grouped_topk, marked, share_out
 
 
 @register(

@@ -6,8 +6,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.fold_evicted import fold_evicted
-from mmfast.ops.pooled_votes import with_last
+from mmfast.ops.eviction import fold_evicted, with_last
 from mmfast.ops.ranking import stable_topk
 
 

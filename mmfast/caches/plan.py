@@ -25,8 +25,8 @@ from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, parse
 from mmfast.core.tokens import Tokens
-from mmfast.ops.evict import evict, evict_beside, keep_marked
-from mmfast.ops.quantise import Quantiser
+from mmfast.ops.eviction import evict, evict_beside, keep_marked
+from mmfast.ops.quantisation import Quantiser
 
 ROLES = ("position", "score", "retrieve", "store")
 
@@ -185,3 +185,19 @@ def _at_most_one(role: str, specs: Sequence[Spec]) -> None:
     if len(specs) > 1:
         names = " and ".join(repr(spec.method.name) for spec in specs)
         raise SpecError(f"{names} are both of role {role!r}, of which a cache has one; keep one")
+
+
+def call_plan(text: str | None) -> CachePlan | None:
+    """Read the cache spec of `attach`; None or "" is no policy at all.
+
+    Raises:
+        SpecError: A name, knob or budget is wrong, or policies do not go together.
+    """
+    plan = plan_cache(text)
+    if plan is not None and plan.retrieve is not None and plan.score is not None:
+        names = plan.score.method.name, plan.retrieve.method.name
+        raise SpecError(
+            f"{names[0]!r} evicts what {names[1]!r} would find again; drop one of them, or keep by "
+            "place, such as 'sink:4+window:256+retrieve:8'"
+        )
+    return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from mmfast.core.errors import SpecError, unknown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Importing the package of a kind registers its methods (one import line each).
+# Every file of a kind's package is imported, which registers its methods.
 PACKAGES = {"reducer": "mmfast.reducers", "cache": "mmfast.caches", "head": "mmfast.heads"}
 # Installed packages add methods by an entry point of this group that names the module to import.
 PLUGINS = "mmfast.plugins"
@@ -168,9 +169,19 @@ def unregister(name: str, kind: str = "reducer") -> None:
     _METHODS.pop((kind, name), None)
 
 
+def import_all(package: str) -> None:
+    """Import every module of a package and of the packages in it, once."""
+    if package in _LOADED:
+        return
+    _LOADED.add(package)
+    home = importlib.import_module(package)
+    for info in pkgutil.walk_packages(home.__path__, f"{package}."):
+        importlib.import_module(info.name)
+
+
 def _load(kind: str) -> None:
     if kind in PACKAGES:
-        importlib.import_module(PACKAGES[kind])
+        import_all(PACKAGES[kind])
     for entry in _plugins(tuple(sys.path)):
         if entry.value not in _LOADED:
             _LOADED.add(entry.value)  # first: a plugin may ask for methods while it loads
@@ -184,7 +195,7 @@ def _plugins(_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 def _load_plugin(entry: EntryPoint) -> None:
     for package in PACKAGES.values():  # their names come first: a plugin cannot take one
-        importlib.import_module(package)
+        import_all(package)
     try:
         entry.load()
     except Exception as error:

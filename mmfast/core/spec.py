@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from mmfast.core.budget import BUDGETS
-from mmfast.core.budget import Budget as Budget
-from mmfast.core.budget import check_budget as check_budget
-from mmfast.core.budget import count as count
 from mmfast.core.errors import MmfastError, SpecError, unknown
-from mmfast.core.follow import follow
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import Method, get
-from mmfast.core.tokens import Tokens
+from mmfast.core.tokens import Tokens, follow
+
+Budget = int | float | None
+
+BUDGETS = "a share with a dot in (0, 1] such as 0.25, or a whole number of tokens such as 64"
+
+
+def check_budget(budget: Budget) -> Budget:
+    """Refuse a budget that can never be met: 0, negative, a share above 1, NaN.
+
+    Raises:
+        SpecError: Names the budget and what is allowed.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise SpecError(f"budget {budget!r} is a {type(budget).__name__}; {BUDGETS}")
+    if isinstance(budget, int):
+        if budget < 1:
+            raise SpecError(f"budget {budget} keeps nothing; {BUDGETS}")
+    elif not 0.0 < budget <= 1.0:
+        raise SpecError(f"budget {budget} is no share; {BUDGETS}")
+    return budget
+
+
+def count(budget: Budget, n: int) -> int | None:
+    """Tokens to keep of `n`: a share is rounded half to even and keeps at least one.
+
+    Raises:
+        SpecError: A whole-number budget above `n`.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, float):
+        return max(1, round(budget * n))
+    if budget > n:
+        raise SpecError(
+            f"budget {budget} is more than the {n} tokens there are; choose at most {n}"
+        )
+    return budget
+
 
 _STAGE = re.compile(
     r"(?P<name>[^@:?+]*)(@(?P<site>[^@:?+]*))?(:(?P<budget>[^@:?]*))?(\?(?P<knobs>.*))?"
@@ -245,3 +280,78 @@ def reduce(tokens: Tokens, spec: str) -> Reduction | list[Reduction]:
             )
         result = result.then(after)
     return result
+
+
+def stage_layers(
+    depths: Iterable[float], layers: int, able: Collection[int] | None = None
+) -> list[int]:
+    """Decoder layers before which a schedule cuts, ascending.
+
+    Args:
+        depths: Relative depths in (0, 1).
+        layers: Decoder layers L of the model. Depth d is layer `round(d L)`, at least 1, since
+            layer 0 has no attention before it; depths that fall on one layer are one cut.
+        able: The layers that may be cut, where not all from 1 on: the nearest one is taken.
+    """
+    choices = sorted(able or range(1, layers))
+
+    def nearest(depth: float) -> int:
+        return min(choices, key=lambda layer: (abs(layer - round(depth * layers)), layer))
+
+    return sorted({nearest(depth) for depth in depths})
+
+
+def expand(
+    specs: Iterable[Spec], layers: int, able: Collection[int] | None = None
+) -> tuple[Spec, ...]:
+    """Turn every schedule among `specs` into its cuts.
+
+    Args:
+        specs: Parsed stages.
+        layers: Decoder layers of the model.
+        able: See `stage_layers`.
+
+    Raises:
+        SpecError: A schedule for a model of fewer than two layers.
+    """
+    found: list[Spec] = []
+    for number, spec in enumerate(specs):
+        if not spec.staged:
+            found.append(spec)
+            continue
+        if layers < 2:
+            raise SpecError(
+                f"{str(spec)!r} cuts between decoder layers, but the model has {layers}; "
+                "use a model of at least 2 layers, or a method that runs at 'pre'"
+            )
+        at = stage_layers(spec.method.stages, layers, able)
+        found += [
+            replace(spec, layer=layer, cut=Cut(number, index + 1, len(at)))
+            for index, layer in enumerate(at)
+        ]
+    return tuple(found)
+
+
+def wanted(spec: Spec, n: int, entered: MutableMapping[int, int]) -> int | None:
+    """Tokens that a stage leaves of the `n` of one item; None where the method decides.
+
+    The cuts of a schedule remove a constant share each. The last one leaves exactly the budget
+    of what entered the first, or less where stages of other methods between them removed more.
+
+    Args:
+        spec: The stage.
+        n: Tokens of the item that enter it.
+        entered: Tokens of the item that entered each schedule; a first cut adds itself.
+
+    Raises:
+        SpecError: A whole-number budget above the tokens there are.
+    """
+    cut = spec.cut
+    if cut is None:
+        return count(spec.budget, n)
+    first = entered.setdefault(cut.schedule, n)
+    last = count(spec.budget, first)
+    if last is None or cut.index == cut.of:
+        return None if last is None else min(n, last)
+    share: float = (last / first) ** (cut.index / cut.of)
+    return min(n, round(first * share))

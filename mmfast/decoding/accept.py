@@ -18,7 +18,7 @@ from mmfast.decoding.sampling import draw
 
 
 @dataclass(frozen=True)
-class Rule:
+class AcceptRule:
     """How drafts are verified.
 
     Attributes:
@@ -30,17 +30,17 @@ class Rule:
     epsilon: float = 0.0
 
 
-def parse_rule(spec: str | Rule) -> Rule:
+def parse_rule(spec: str | AcceptRule) -> AcceptRule:
     """Read `none`, `exact` or `typical:ε`.
 
     Raises:
         SpecError: It is none of these, or ε is outside (0, 1).
     """
-    if isinstance(spec, Rule):
+    if isinstance(spec, AcceptRule):
         return spec
     kind, colon, number = str(spec).partition(":")
     if kind in ("none", "exact") and not colon:
-        return Rule(kind)
+        return AcceptRule(kind)
     try:
         epsilon = float(number) if colon else 0.3
     except ValueError:
@@ -50,7 +50,7 @@ def parse_rule(spec: str | Rule) -> Rule:
             f"unknown verify {spec!r}; choices: 'none', 'exact', or 'typical:0.3' with a number "
             "between 0 and 1"
         )
-    return Rule(kind, epsilon)
+    return AcceptRule(kind, epsilon)
 
 
 def accept_greedy(drafts: Tensor, best: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,28 +9,275 @@ the same distribution when sampling.
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmfast.core.errors import SpecError
 from mmfast.decoding.accept import accept_greedy, accept_sampled
-from mmfast.decoding.codebook_plan import BlockPlan, FrameCount
-from mmfast.decoding.codebook_types import Choice, Depth, Drafter, Drafts
+from mmfast.decoding.sampling import Sampling, draw, process
 
 
-def copy_frame(_hidden: Tensor, _first: Tensor, before: Tensor, _choice: Choice) -> Drafts:
+class DepthModel(Protocol):
+    """A depth transformer: a head of mmfast, or the one of Moshi or CSM."""
+
+    @property
+    def codes(self) -> int:
+        """K, the codes that its passes predict."""
+
+    @property
+    def size(self) -> int:
+        """V, entries per codebook."""
+
+    def begin(self, hidden: Tensor) -> Any:
+        """Working memory for frames of hidden states `[B, D]`."""
+
+    def run(self, frame: Any, tokens: Tensor, at: int) -> Tensor:
+        """Tokens `[B, n]` in front of the codes at, at + 1, … to their logits `[B, n, V]`."""
+
+
+class ChoiceRule(Protocol):
+    """How a code is chosen from logits."""
+
+    @property
+    def greedy(self) -> bool:
+        """The likeliest is taken."""
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Logits `[..., V]` to the probabilities that codes are drawn from."""
+
+    def draw(self, probs: Tensor) -> Tensor:
+        """Probabilities `[..., V]` to codes `[...]`."""
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Numbers in [0, 1) of that shape."""
+
+
+@dataclass(frozen=True, eq=False)
+class FrameDrafts:
+    """Proposed codes of one frame.
+
+    Attributes:
+        codes: `[B, K]`.
+        probs: `[B, K, V]` what they were drawn from, independently of each other; None where
+            they are certain (a copy).
+    """
+
+    codes: Tensor
+    probs: Tensor | None = None
+
+
+# (hidden [B, D], first [B], codes of the frame before [B, K], how codes are chosen) -> drafts
+Drafter = Callable[[Tensor, Tensor, Tensor, ChoiceRule], FrameDrafts]
+
+
+def parallel(guess: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Drafter:
+    """A drafter out of a network that gives logits `[B, K, V]` of all codes at once.
+
+    Args:
+        guess: (hidden `[B, D]`, first `[B]`, codes of the frame before `[B, K]`) to logits, as
+            `heads.code_mlp.CodeMlp.guess` or `heads.groups.GroupsHead.guess`.
+    """
+
+    def draft(hidden: Tensor, first: Tensor, before: Tensor, choice: ChoiceRule) -> FrameDrafts:
+        logits = guess(hidden, first, before)
+        if choice.greedy:
+            return FrameDrafts(logits.argmax(-1))
+        probs = choice.probs(logits)
+        return FrameDrafts(choice.draw(probs), probs)
+
+    return draft
+
+
+class CodeChoice:
+    """Greedy, or drawn after temperature, top-k and top-p.
+
+    Numbers are drawn in the order of the calls: the same calls after the same seed give the same
+    codes.
+
+    Args:
+        sampling: How; None is greedy. Codes of a frame have no history: a penalty is refused.
+
+    Raises:
+        SpecError: A penalty.
+    """
+
+    def __init__(self, sampling: Sampling | None = None) -> None:
+        self.sampling = sampling or Sampling()
+        if self.sampling.penalty != 1:
+            raise SpecError(
+                f"penalty {self.sampling.penalty!r} is not possible for codes of a frame; use 1"
+            )
+        self._sources: dict[torch.device, torch.Generator] = {}
+
+    @property
+    def greedy(self) -> bool:
+        """The likeliest is taken."""
+        return self.sampling.greedy
+
+    def probs(self, logits: Tensor, check: bool = True) -> Tensor:
+        """Logits `[..., V]` to the probabilities that codes are drawn from.
+
+        Args:
+            logits: `[..., V]`.
+            check: Look for NaN and infinity, which waits for the device.
+        """
+        return process(logits, self.sampling, (), check=check).softmax(-1)
+
+    def draw(self, probs: Tensor) -> Tensor:
+        """Probabilities `[..., V]` to codes `[...]`."""
+        return draw(probs, self.uniform(probs[..., 0]))
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Numbers in [0, 1) of that shape."""
+        if like.device not in self._sources:
+            source = torch.Generator(like.device).manual_seed(self.sampling.seed)
+            self._sources[like.device] = source
+        return torch.rand(like.shape, generator=self._sources[like.device], device=like.device)
+
+
+_FORGET = 0.98  # of what was seen, per pass: about the last fifty frames count
+
+
+@dataclass(eq=False)
+class FrameCount:
+    """What was spent and what was accepted, per codebook.
+
+    Attributes:
+        codes: Codebooks K that depth passes predict.
+        frames: Frames, of all streams.
+        rounds: Passes of the depth transformer, each for the whole batch.
+        tokens: Codebooks these passes took together.
+        drafted: `[K]` codes of the drafter that were checked.
+        accepted: `[K]` of them, accepted.
+    """
+
+    codes: int
+    frames: int = 0
+    rounds: int = 0
+    tokens: int = 0
+    drafted: Tensor = field(init=False)
+    accepted: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drafted = torch.zeros(self.codes, dtype=torch.long)
+        self.accepted = torch.zeros(self.codes, dtype=torch.long)
+
+    def ran(self, n: int) -> None:
+        """Note one pass over n codebooks."""
+        self.rounds += 1
+        self.tokens += n
+
+    def to_dict(self) -> dict[str, object]:
+        """Figures for a trace: passes, and the share accepted per codebook."""
+        share = self.accepted / self.drafted.clamp(min=1)
+        return {
+            "frames": self.frames,
+            "depth_passes": self.rounds,
+            "depth_tokens": self.tokens,
+            "acceptance": [round(float(s), 4) for s in share],
+        }
+
+
+class BlockPlan:
+    """The number of codes per pass that promises the most codes for the time.
+
+    A pass over n codes costs 1 + share x (n - 1) passes over one. A stretch settles every code
+    up to the first that is refused, and that one too; how many that will be follows from the
+    share accepted per codebook so far, of first drafts and of later ones apart.
+
+    Args:
+        codes: Codebooks K.
+        share: What each further code of a pass costs, in passes over one code: near 0 where
+            the pass waits for weights that all codes share (CSM), more where it computes or
+            where every codebook has weights of its own (Moshi); `measure_share` finds it.
+    """
+
+    def __init__(self, codes: int, share: float = 0.0) -> None:
+        self.codes = codes
+        self.share = share
+        self._tried = [[2.0] * codes, [2.0] * codes]  # two codes each of which one was right
+        self._right = [[1.0] * codes, [1.0] * codes]
+
+    def length(self, at: int, batch: int, again: bool) -> int:
+        """How many codes from `at` on the next pass takes, 1 at least.
+
+        Args:
+            at: The first code that is not settled.
+            batch: Streams that go together: the slowest holds up the others.
+            again: The first draft of this frame has been refused somewhere.
+        """
+        left = self.codes - at
+        if self.share <= 0:
+            return left
+        best, best_rate, chance, settled = 1, 0.0, 1.0, 0.0
+        for n in range(1, left + 1):
+            settled += chance
+            rate = settled / (1 + self.share * (n - 1))
+            if rate > best_rate:
+                best, best_rate = n, rate
+            place = at + n - 1
+            chance *= (self._right[again][place] / self._tried[again][place]) ** batch
+        return best
+
+    def learn(self, again: bool, at: int, tried: list[int], right: list[int]) -> None:
+        """Note drafts that were checked at the codes at, at + 1, …, and how many were right."""
+        for place, (t, r) in enumerate(zip(tried, right, strict=True), start=at):
+            if t:
+                self._tried[again][place] = self._tried[again][place] * _FORGET + t
+                self._right[again][place] = self._right[again][place] * _FORGET + r
+
+
+def measure_share(
+    one: Callable[[], object],
+    many: Callable[[], object],
+    n: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """What a further code of a pass costs here, in passes over one code.
+
+    Args:
+        one: Runs a pass over one code.
+        many: Runs a pass over n codes.
+        n: Two at least.
+        clock: Seconds; `time.process_time` on a processor that others use too.
+
+    Returns:
+        (time of many / time of one - 1) / (n - 1), in 0..1; medians of interleaved runs.
+    """
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(9):
+        for run, taken in ((one, times[0]), (many, times[1])):
+            start = clock()
+            run()
+            taken.append(clock() - start)
+    ratio = statistics.median(times[1]) / max(statistics.median(times[0]), 1e-9)
+    return min(max((ratio - 1) / (n - 1), 0.0), 1.0)
+
+
+def copy_frame(_hidden: Tensor, _first: Tensor, before: Tensor, _choice: ChoiceRule) -> FrameDrafts:
     """The codes of the frame before, again: costs nothing."""
-    return Drafts(before)
+    return FrameDrafts(before)
 
 
-def pick(logits: Tensor, choice: Choice) -> Tensor:
+def pick(logits: Tensor, choice: ChoiceRule) -> Tensor:
     """Logits `[..., V]` to codes `[...]`."""
     return logits.argmax(-1) if choice.greedy else choice.draw(choice.probs(logits))
 
 
 @torch.no_grad()
 def one_by_one(
-    depth: Depth, hidden: Tensor, first: Tensor, choice: Choice, count: FrameCount | None = None
+    depth: DepthModel,
+    hidden: Tensor,
+    first: Tensor,
+    choice: ChoiceRule,
+    count: FrameCount | None = None,
 ) -> Tensor:
     """The codes `[B, K]` of a frame, a pass each: what every faster way must agree with."""
     frame = depth.begin(hidden)
@@ -47,11 +294,11 @@ def one_by_one(
 
 @torch.no_grad()
 def draft_and_check(
-    depth: Depth,
+    depth: DepthModel,
     hidden: Tensor,
     first: Tensor,
-    drafts: Drafts,
-    choice: Choice,
+    drafts: FrameDrafts,
+    choice: ChoiceRule,
     plan: BlockPlan | None = None,
     count: FrameCount | None = None,
 ) -> Tensor:
@@ -87,7 +334,9 @@ def draft_and_check(
 class _Line:
     """The codes of one frame on their way from drafted to settled, several streams abreast."""
 
-    def __init__(self, depth: Depth, first: Tensor, drafts: Drafts, choice: Choice) -> None:
+    def __init__(
+        self, depth: DepthModel, first: Tensor, drafts: FrameDrafts, choice: ChoiceRule
+    ) -> None:
         self.choice = choice
         self.tokens = torch.cat([first[:, None], drafts.codes], dim=1)  # [B, K + 1]
         self.odds = None if choice.greedy else _odds(drafts, depth.size)  # [B, K, V]
@@ -145,7 +394,7 @@ def _greedy(drafted: Tensor, says: Tensor, held: Tensor) -> tuple[Tensor, Tensor
 
 
 def _sampled(
-    drafted: Tensor, probs: Tensor, odds: Tensor, held: Tensor, choice: Choice
+    drafted: Tensor, probs: Tensor, odds: Tensor, held: Tensor, choice: ChoiceRule
 ) -> tuple[Tensor, Tensor]:
     """As `_greedy`; codes that are settled already are certain on both sides."""
     sure = F.one_hot(drafted, probs.shape[-1]).to(probs.dtype)
@@ -159,7 +408,7 @@ def _all(drafted: Tensor) -> Tensor:
     return torch.full_like(drafted[:, 0], drafted.shape[1])
 
 
-def _odds(drafts: Drafts, size: int) -> Tensor:
+def _odds(drafts: FrameDrafts, size: int) -> Tensor:
     if drafts.probs is not None:
         return drafts.probs.clone()
     return F.one_hot(drafts.codes, size).float()
@@ -175,14 +424,14 @@ class FrameDecoder:
     """
 
     def __init__(
-        self, depth: Depth, drafter: Drafter | None = None, plan: BlockPlan | None = None
+        self, depth: DepthModel, drafter: Drafter | None = None, plan: BlockPlan | None = None
     ) -> None:
         self.depth = depth
         self.drafter = drafter
         self.plan = plan or BlockPlan(depth.codes)
         self.count = FrameCount(depth.codes)
 
-    def frame(self, hidden: Tensor, first: Tensor, before: Tensor, choice: Choice) -> Tensor:
+    def frame(self, hidden: Tensor, first: Tensor, before: Tensor, choice: ChoiceRule) -> Tensor:
         """Codes `[B, K]` of a frame.
 
         Args:

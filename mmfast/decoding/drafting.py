@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import ModelError
-from mmfast.decoding.row import Row
+from mmfast.core.errors import ModelError, SpecError, unknown
+from mmfast.decoding.row import DecodeRow
 from mmfast.decoding.sampling import not_finite
 
 
@@ -24,7 +28,7 @@ def draft_rows(decoder: Any, tokens: list[int | None], most: int) -> tuple[int, 
     Returns:
         Modules that ran, and drafts per stream.
     """
-    rows: list[Row] = decoder.rows
+    rows: list[DecodeRow] = decoder.rows
     none = decoder.rule.kind == "none"
     limits = [_limit(row, token, most, none) for row, token in zip(rows, tokens, strict=True)]
     if not any(limits):
@@ -32,7 +36,7 @@ def draft_rows(decoder: Any, tokens: list[int | None], most: int) -> tuple[int, 
     kinds = {(r.start, r.stop) for r in (row.guide.draft_rows for row in rows)}
     if len(kinds) > 1:
         raise ModelError("streams of a batch draft from different rows; decode them one by one")
-    run = _Run(decoder, rows, limits, none)
+    run = _DraftRun(decoder, rows, limits, none)
     first = torch.tensor([token or 0 for token in tokens], device=decoder.backbone.device)
     ran = decoder.head.draft(decoder.heads, first, max(limits), run.slice, run.pick)
     run.settle()
@@ -40,7 +44,7 @@ def draft_rows(decoder: Any, tokens: list[int | None], most: int) -> tuple[int, 
     return ran, run.made
 
 
-def _limit(row: Row, token: int | None, most: int, none: bool) -> int:
+def _limit(row: DecodeRow, token: int | None, most: int, none: bool) -> int:
     """How many drafts a stream wants behind its token."""
     guide = row.guide
     if token is None or guide.done or guide.rows() != guide.draft_rows:
@@ -50,10 +54,10 @@ def _limit(row: Row, token: int | None, most: int, none: bool) -> int:
     return 0 if guide.stops(token) else row.length.begin(most)
 
 
-class _Run:
+class _DraftRun:
     """Chooses drafts while the modules run."""
 
-    def __init__(self, decoder: Any, rows: list[Row], limits: list[int], none: bool) -> None:
+    def __init__(self, decoder: Any, rows: list[DecodeRow], limits: list[int], none: bool) -> None:
         self.rows, self.limits, self.none = rows, limits, none
         self.slice: slice = rows[0].guide.draft_rows
         self.start = self.slice.indices(decoder.backbone.vocabulary)[0]
@@ -95,7 +99,7 @@ class _Run:
                 self._kept(b, row, tokens[b], row.confidences[-1])
         return torch.tensor(tokens, device=logits.device)
 
-    def _kept(self, b: int, row: Row, token: int, confidence: float) -> None:
+    def _kept(self, b: int, row: DecodeRow, token: int, confidence: float) -> None:
         self.made[b] += 1
         self.open[b] -= 1
         ended = not self.none and (row.guide.stops(token) or not row.length.more(confidence))
@@ -114,7 +118,7 @@ class _Run:
                 self.made[b] = len(self.rows[b].drafts)
 
 
-def _finish(decoder: Any, rows: list[Row], limits: list[int], none: bool) -> None:
+def _finish(decoder: Any, rows: list[DecodeRow], limits: list[int], none: bool) -> None:
     """Drafts that nothing verifies stand at once; the others wait for the next pass."""
     stale = list(decoder.state.lengths)
     for b, row in enumerate(rows):
@@ -135,3 +139,78 @@ def _finish(decoder: Any, rows: list[Row], limits: list[int], none: bool) -> Non
         row.sure = len(row.unseen)
     if none:  # keys that saw drafts of streams that do not draft, or not so many
         decoder.head.crop(decoder.heads, stale)
+
+
+# Main passes, drafts, main passes, drafts, …; the last pair repeats.
+SCHEDULES: dict[str, tuple[int, ...]] = {
+    "vanilla": (1, 0),
+    "balance": (1, 4, 3, 8, 4, 10),
+    "boost": (1, 10, 4, 10),
+    "turbo": (1, 10),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule.
+
+    Attributes:
+        pairs: Main passes and the drafts behind the last of them; the last pair repeats.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+
+    def runs(self) -> Iterator[int]:
+        """For every main pass, how many drafts follow it; without end."""
+        for main, drafts in self.pairs:
+            yield from (0,) * (main - 1)
+            yield drafts
+        while True:
+            yield from (0,) * (main - 1)
+            yield drafts
+
+    def letters(self, n: int) -> str:
+        """The first `n` passes as M and m."""
+        letters = (letter for drafts in self.runs() for letter in "M" + "m" * drafts)
+        return "".join(islice(letters, n))
+
+    @property
+    def most(self) -> int:
+        """Most drafts in a row."""
+        return max(drafts for _, drafts in self.pairs)
+
+
+def parse_schedule(spec: str | Sequence[int] | Schedule) -> Schedule:
+    """Read a schedule.
+
+    Args:
+        spec: `vanilla`, `balance`, `boost`, `turbo`; letters such as `MmmmMM`; or counts such as
+            `1,4,3,8`, as text or numbers.
+
+    Raises:
+        SpecError: It is none of these.
+    """
+    if isinstance(spec, Schedule):
+        return spec
+    if not isinstance(spec, str):
+        return _of_counts(tuple(spec), spec)
+    if spec in SCHEDULES:
+        return _of_counts(SCHEDULES[spec], spec)
+    if re.fullmatch(r"(M+m*)+", spec):
+        runs = re.findall(r"(M+)(m*)", spec)
+        return Schedule(tuple((len(main), len(drafts)) for main, drafts in runs))
+    if re.fullmatch(r"\d+(,\d+)+", spec):
+        return _of_counts(tuple(int(part) for part in spec.split(",")), spec)
+    raise SpecError(
+        f"{unknown('schedule', spec, SCHEDULES)}; or letters such as 'MmmmM', or counts such as "
+        "'1,4,3,8'"
+    )
+
+
+def _of_counts(counts: Sequence[int], spec: object) -> Schedule:
+    mains, drafts = counts[::2], counts[1::2]
+    if len(counts) < 2 or len(counts) % 2 or min(mains) < 1 or min(drafts) < 0:
+        raise SpecError(
+            f"schedule {spec!r} is no list of pairs: main passes (1 or more), drafts (0 or more)"
+        )
+    return Schedule(tuple(zip(mains, drafts, strict=True)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Step:
+class PassStats:
     """What one pass of the backbone, and the drafts behind it, made certain for one stream.
 
     Attributes:
@@ -48,7 +48,7 @@ class Stats:
     by_book: dict[int, list[int]] = field(default_factory=dict)
     widths: dict[int, int] = field(default_factory=dict)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: PassStats) -> None:
         """Count a step."""
         self.tokens += len(step.tokens)
         for name in ("forced", "passes", "draft_passes", "drafted", "accepted"):

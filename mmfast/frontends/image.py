@@ -2,20 +2,138 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.guard import quote, refusing
-from mmfast.frontends.headers import check_header
-from mmfast.frontends.limits import DEFAULT_LIMITS, Limits
 from mmfast.frontends.picture import Frame
-from mmfast.frontends.pixels import array_picture, is_array
-from mmfast.frontends.source import IMAGE_KINDS, Source, is_encoded, open_source
+from mmfast.frontends.source import (
+    DEFAULT_LIMITS,
+    IMAGE_KINDS,
+    Budget,
+    Limits,
+    MediaSource,
+    is_encoded,
+    open_source,
+    quote,
+    refusing,
+)
+from mmfast.frontends.video.clip import Clip, make_clip
+from mmfast.frontends.video.headers import check_header
+from mmfast.frontends.video.sampling import Ask, Floats
+
+_CHANNELS = (1, 3, 4)
+_SLACK = 1e-3  # a float picture may overshoot [0, 1] by resampling noise of bf16
+
+
+def is_tensor(media: object) -> bool:
+    """Say whether `media` is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(media, torch.Tensor)
+
+
+def is_array(media: object) -> bool:
+    """Say whether `media` is a numpy array or a torch tensor."""
+    return isinstance(media, np.ndarray) or is_tensor(media)
+
+
+def to_numpy(array: Any, name: str) -> npt.NDArray[Any]:
+    """Bring an array to the host; torch's types that numpy lacks become float32."""
+    if not is_tensor(array):
+        return np.asarray(array)
+    try:
+        host = array.detach().cpu()
+        host = host.float() if host.is_floating_point() else host
+        return np.asarray(host.numpy())
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise MediaError(
+            f"{name} is a tensor that numpy cannot read ({str(error).splitlines()[0]}): "
+            f"give a dense uint8 or float tensor"
+        ) from None
+
+
+def channel_axis(shape: tuple[int, ...], tensor: bool, name: str) -> int:
+    """Find the channels of a picture: -1 for [..., H, W, C], -3 for [..., C, H, W].
+
+    Where both could be (a picture 1, 3 or 4 pixels wide), an axis of 3 wins, then the habit of
+    the library: torch puts channels first, numpy last.
+    """
+    axes = [axis for axis in (-1, -3) if shape[axis] in _CHANNELS]
+    if not axes:
+        raise MediaError(
+            f"{name} has shape {list(shape)}, in which no axis can be the channels: "
+            f"give [T, H, W, 3] or [T, 3, H, W] for a video, [H, W, 3] or [3, H, W] for an image"
+        )
+    rgb = [axis for axis in axes if shape[axis] == 3]
+    preferred = -3 if tensor else -1
+    choices = rgb or axes
+    return preferred if preferred in choices else choices[0]
+
+
+def array_picture(array: Any, name: str, limits: Limits, axis: int | None = None) -> Frame:
+    """Turn one picture [H, W], [H, W, C] or [C, H, W] into uint8 RGB [H, W, 3].
+
+    uint8 is taken as it is, float in [0, 1] is scaled to 255. Grey is repeated, alpha is
+    composited over white.
+
+    Raises:
+        MediaError: Shape, dtype, range, NaN, or size is wrong.
+    """
+    shape = tuple(array.shape)
+    if len(shape) not in (2, 3):
+        raise MediaError(
+            f"{name} has shape {list(shape)}: an image is [H, W], [H, W, 3] or [3, H, W], "
+            f"a video [T, H, W, 3] or [T, 3, H, W]"
+        )
+    if 0 in shape:
+        raise MediaError(f"{name} has shape {list(shape)}, which holds no pixel: give a picture")
+    if len(shape) == 3 and axis is None:
+        axis = channel_axis(shape, is_tensor(array), name)
+    height, width = shape[-2:] if axis == -3 else shape[:2]
+    limits.check_picture(name, width, height)
+    pixels = _to_uint8(to_numpy(array, name), name)
+    if axis == -3:
+        pixels = pixels.transpose(1, 2, 0)
+    return _to_rgb(pixels)
+
+
+def _to_uint8(array: npt.NDArray[Any], name: str) -> npt.NDArray[np.uint8]:
+    if array.dtype == np.uint8:
+        return array
+    if not np.issubdtype(array.dtype, np.floating):
+        raise MediaError(
+            f"{name} has dtype {array.dtype}: give uint8 in [0, 255] or float in [0, 1]"
+        )
+    low, high = float(array.min()), float(array.max())  # NaN wins both
+    if not np.isfinite([low, high]).all():
+        raise MediaError(f"{name} holds NaN or infinite values: give float in [0, 1] or uint8")
+    if low < -_SLACK or high > 1 + _SLACK:
+        raise MediaError(
+            f"{name} has float values from {low:g} to {high:g}: scale them to [0, 1] or give uint8"
+        )
+    scaled: Frame = np.rint(np.clip(array, 0, 1) * 255).astype(np.uint8)
+    return scaled
+
+
+def _to_rgb(pixels: npt.NDArray[np.uint8]) -> Frame:
+    """[H, W], [H, W, 1], [H, W, 3] or [H, W, 4] to [H, W, 3]."""
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    if pixels.shape[-1] == 1:
+        return np.repeat(pixels, 3, axis=-1)
+    if pixels.shape[-1] == 3:
+        return pixels
+    alpha = pixels[..., 3:].astype(np.uint16)
+    over_white = pixels[..., :3] * alpha + 255 * (255 - alpha) + 127
+    rgb: Frame = (over_white // 255).astype(np.uint8)
+    return rgb
+
 
 _ANIMATED = ("GIF", "WEBP", "PNG", "AVIF")  # elsewhere several pictures are pages, not frames
 _ORIENTATION = 0x0112
@@ -105,7 +223,7 @@ def is_animated(image: Image.Image) -> bool:
 
 
 @contextmanager
-def open_image(source: Source, limits: Limits) -> Iterator[Image.Image]:
+def open_image(source: MediaSource, limits: Limits) -> Iterator[Image.Image]:
     """Open an image lazily: its header is read and its size checked, no pixel is decoded.
 
     `Image.open` would try every plugin, and only warns about a bomb; here the plugin is the one
@@ -146,3 +264,84 @@ def to_rgb(image: Image.Image, name: str) -> Frame:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
     return np.array(image.convert("RGB"))
+
+
+_UNSET = 0.1  # seconds for a duration of 0, as browsers do; 0 frames per second cannot be shown
+_STILL = 1.0  # a still image is a clip of one frame that lasts a second
+_TOLERANCE = 5e-4  # durations are whole milliseconds
+
+
+def read_animation(source: MediaSource, ask: Ask, limits: Limits) -> Clip:
+    """Read the frames asked for from an image file, animated or still."""
+    with open_image(source, limits) as image:
+        return image_clip(image, ask, limits, source.name)
+
+
+def image_clip(image: Image.Image, ask: Ask, limits: Limits, name: str) -> Clip:
+    """Read the frames asked for from an open PIL image and put its position back."""
+    limits.check_picture(name, *image.size)
+    with refusing(name), _position_kept(image):
+        times = frame_times(image, limits, name)  # [n + 1]
+        end = float(times[-1])
+        limits.check_duration(name, end)
+        asked = ask.choose(name, times[:-1], end, _TOLERANCE)
+        limits.check_decoded(name, len(asked), *image.size)
+        wanted = set(asked.tolist())
+        found = {i: _rgb(image, name) for i in _walk(image, limits, name) if i in wanted}
+    frames = np.stack([found[i] for i in asked.tolist()])  # [m, H, W, 3]
+    return make_clip(frames, asked, times[:-1], end, 0.0, name, "pillow")
+
+
+def frame_times(image: Image.Image, limits: Limits, name: str) -> Floats:
+    """When each frame appears and when the last one ends, in seconds, [n + 1]."""
+    if not is_animated(image):
+        return np.array([0.0, _STILL])
+    stays = []
+    for _ in _walk(image, limits, name):
+        image.load()  # WebP and AVIF tell a frame's duration when they decode it
+        stays.append(float(image.info.get("duration") or 0) / 1000 or _UNSET)
+    return np.concatenate([[0.0], np.cumsum(stays)])
+
+
+def iter_animation(image: Image.Image, limits: Limits, name: str) -> Iterator[tuple[Frame, float]]:
+    """Yield the frames of an open image one by one, with their times."""
+    with _position_kept(image):
+        with refusing(name):
+            times = frame_times(image, limits, name)
+        for i in _walk(image, limits.untimed(), name):
+            with refusing(name):
+                rgb = _rgb(image, name)
+            yield rgb, float(times[i])
+
+
+@contextmanager
+def _position_kept(image: Image.Image) -> Iterator[None]:
+    """Put an animation back to the frame at which the caller left it."""
+    start = image.tell()
+    try:
+        yield
+    finally:
+        if image.tell() != start:
+            with suppress(Exception):  # a broken file has said so already
+                image.seek(start)
+
+
+def _rgb(image: Image.Image, name: str) -> Frame:
+    return to_rgb(image if is_animated(image) else upright(image), name)
+
+
+def _walk(image: Image.Image, limits: Limits, name: str) -> Iterator[int]:
+    """Step through the frames of an animation, numbered from 0, within the budget."""
+    if not is_animated(image):
+        yield 0
+        return
+    budget = Budget(limits, name)
+    total = int(getattr(image, "n_frames", 1))
+    limits.check_frames(name, total)
+    # An animated PNG may begin with a still for old viewers, which is no part of the animation.
+    first = 1 if getattr(image, "default_image", False) else 0
+    for position in range(first, total):
+        with refusing(name):
+            image.seek(position)
+        budget.frame(*image.size)
+        yield position - first

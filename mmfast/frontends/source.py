@@ -3,16 +3,146 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from mmfast.core.errors import MediaError
-from mmfast.frontends.guard import first_line, quote
-from mmfast.frontends.limits import Limits
+from mmfast.core.errors import MediaError, MmfastError
+
+
+class Mismatch(Exception):  # noqa: N818 - a change of plan, never seen by a caller
+    """A decoder did not give the frames that the packets promised."""
+
+
+class Damage(Mismatch):
+    """... because it is damaged: what follows depends on how a decoder conceals that."""
+
+
+def quote(text: object) -> str:
+    """Quote a value for a message: one line, at most 200 characters."""
+    shown = repr(str(text))
+    return shown if len(shown) <= 200 else shown[:160] + "..." + shown[-30:]
+
+
+def first_line(error: BaseException) -> str:
+    """Give an exception's reason as one short line."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(str(text).split())[:160]
+
+
+@contextmanager
+def refusing(name: str, doing: str = "decoded") -> Iterator[None]:
+    """Turn whatever a decoder raises on broken input into a one-line `MediaError`."""
+    try:
+        yield
+    except (MmfastError, Mismatch):
+        raise
+    except Exception as error:  # garbage makes decoders raise nearly anything, MemoryError too
+        raise MediaError(
+            f"{name} cannot be {doing} ({first_line(error)}): it is damaged or not what its "
+            f"header says; re-encode or download it again"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one media input may cost; media files are hostile until they are decoded.
+
+    A 54 KB H.264 file can hold 4.5 GB of pictures, so each figure is checked from the header
+    first and counted again while decoding, where the header may have lied.
+    """
+
+    bytes: int = 4 << 30  # size of the encoded input
+    pixels: int = 89_478_485  # of one frame: 256 MiB of RGB
+    frames: int = 1_000_000  # of the source, about 9 hours at 30 per second
+    decoded_bytes: int = 2 << 30  # RGB handed back to the caller
+    duration: float = 6 * 3600.0  # seconds of video
+    seconds: float = 300.0  # wall clock that decoding one input may take
+    min_side: int = 2  # a 1x1 picture has nothing to look at and no model takes it
+
+    def untimed(self) -> Limits:
+        """Drop the wall clock, for streams whose consumer sets the pace."""
+        return replace(self, seconds=math.inf)
+
+    def check_file(self, name: str, size: int) -> None:
+        """Refuse an input of more encoded bytes than allowed."""
+        if size > self.bytes:
+            raise MediaError(
+                f"{name} has {size:,} bytes, the limit is {self.bytes:,}: "
+                f"cut or re-encode it, or raise Limits(bytes=...)"
+            )
+
+    def check_picture(self, name: str, width: int, height: int) -> None:
+        """Refuse a picture that is too small to look at or too large to allocate."""
+        if min(width, height) < self.min_side:
+            raise MediaError(
+                f"{name} is {width}x{height} pixels, the smallest side allowed is "
+                f"{self.min_side}: give a larger picture"
+            )
+        if width * height > self.pixels:
+            raise MediaError(
+                f"{name} is {width}x{height} = {width * height:,} pixels, the limit is "
+                f"{self.pixels:,}: scale it down, or raise Limits(pixels=...)"
+            )
+
+    def check_frames(self, name: str, count: int) -> None:
+        """Refuse a source of too many frames."""
+        if count > self.frames:
+            raise MediaError(
+                f"{name} has {count:,} frames or more, the limit is {self.frames:,}: "
+                f"cut it into parts, or raise Limits(frames=...)"
+            )
+
+    def check_duration(self, name: str, seconds: float) -> None:
+        """Refuse a source that lasts too long."""
+        if seconds > self.duration:
+            raise MediaError(
+                f"{name} lasts {seconds:,.1f} s, the limit is {self.duration:,.1f} s: "
+                f"cut it into parts, or raise Limits(duration=...)"
+            )
+
+    def check_decoded(self, name: str, count: int, width: int, height: int) -> None:
+        """Refuse a read whose RGB frames would not fit the budget."""
+        need = 3 * count * width * height
+        if need > self.decoded_bytes:
+            raise MediaError(
+                f"{count} frames of {width}x{height} from {name} need {need:,} bytes, the limit "
+                f"is {self.decoded_bytes:,}: ask for fewer, or raise Limits(decoded_bytes=...)"
+            )
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class Budget:
+    """Counts the frames a decoder really produced and the time it took."""
+
+    def __init__(self, limits: Limits, name: str) -> None:
+        self._limits, self._name = limits, name
+        self._deadline = time.monotonic() + limits.seconds
+        self._frames = 0
+
+    def frame(self, width: int, height: int) -> None:
+        """Account for one decoded frame; raise `MediaError` when the budget is spent."""
+        self._frames += 1
+        self._limits.check_frames(self._name, self._frames)
+        self._limits.check_picture(self._name, width, height)
+        self.clock()
+
+    def clock(self) -> None:
+        """Raise `MediaError` when the wall clock has run out."""
+        if time.monotonic() > self._deadline:
+            raise MediaError(
+                f"decoding {self._name} took over {self._limits.seconds:g} s: cut it into parts, "
+                f"scale it down, or raise Limits(seconds=...)"
+            )
+
 
 _HEAD = 512  # bytes read to tell what a file is; two transport stream packets fit
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://|^data:", re.ASCII)
@@ -71,7 +201,7 @@ Sniffer = Callable[[str, bytes], str]
 
 
 @dataclass(frozen=True)
-class Source:
+class MediaSource:
     """One encoded input: where its bytes are, how many, and what they are."""
 
     name: str  # quoted, on one line, for messages
@@ -93,7 +223,7 @@ def is_encoded(media: object) -> bool:
     )
 
 
-def open_source(media: object, limits: Limits, kind_of: Sniffer | None = None) -> Source:
+def open_source(media: object, limits: Limits, kind_of: Sniffer | None = None) -> MediaSource:
     """Check an encoded input's size and kind without decoding anything.
 
     Args:
@@ -116,10 +246,10 @@ def open_source(media: object, limits: Limits, kind_of: Sniffer | None = None) -
     limits.check_file(name, len(data))
     if not data:
         raise MediaError(f"{name} is empty: read the file again from its start")
-    return Source(name, data, len(data), kind_of(name, data[:_HEAD]))
+    return MediaSource(name, data, len(data), kind_of(name, data[:_HEAD]))
 
 
-def _from_path(media: Any, limits: Limits, kind_of: Sniffer) -> Source:
+def _from_path(media: Any, limits: Limits, kind_of: Sniffer) -> MediaSource:
     text = os.fsdecode(media)
     name = quote(text)
     if _URL.match(text):
@@ -150,7 +280,7 @@ def _from_path(media: Any, limits: Limits, kind_of: Sniffer) -> Source:
         raise MediaError(f"{name} is not a path ({error}): give a file name") from None
     if not size:
         raise MediaError(f"{name} is empty (0 bytes): copy or download it again")
-    return Source(name, path.absolute(), size, kind_of(name, head))
+    return MediaSource(name, path.absolute(), size, kind_of(name, head))
 
 
 def _network(text: str, name: str) -> MediaError:

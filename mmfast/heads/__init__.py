@@ -1,7 +1,1 @@
-"""Multi-token audio heads, one per file; importing this package registers them."""
-
-from mmfast.heads import depth as depth
-from mmfast.heads import groups as groups
-from mmfast.heads import mctp as mctp
-from mmfast.heads import mtp as mtp
-from mmfast.heads import pair as pair
+"""Multi-token audio heads: `core.registry` finds every file of this package by itself."""

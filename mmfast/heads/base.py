@@ -7,15 +7,116 @@ the one that the backbone itself chose there. Its keys and values are its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
-from mmfast.heads.state import HeadState, at, gather, room
-from mmfast.heads.trunk import Block, Pick, Rows, Trunk
-from mmfast.ops.row_cache import Place, Placer, Slot
+from mmfast.core.registry import get
+from mmfast.ops.stream_cache import LayerSlot, Placer, TokenPlaces
+
+
+@dataclass(eq=False)
+class HeadState:
+    """What a head keeps of B streams.
+
+    Attributes:
+        embeds: `[B, capacity, D]` embeddings of the tokens, drafts included.
+        hidden: `[B, capacity, D]` hidden states of the backbone.
+        length: Per stream the tokens that the backbone has read and that stand.
+        filled: Per module and stream the positions whose keys are those of tokens that stand.
+        first: Per module and stream the oldest position it has keys of.
+        slots: Keys and values per module.
+    """
+
+    embeds: Tensor
+    hidden: Tensor
+    length: list[int]
+    filled: list[list[int]]
+    first: list[list[int]]
+    slots: list[LayerSlot] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        own = sum(t.numel() * t.element_size() for t in (self.embeds, self.hidden))
+        return own + sum(slot.nbytes for slot in self.slots)
+
+
+def room(state: HeadState, needed: int) -> None:
+    """Make the buffers of a state hold `needed` tokens."""
+    have = state.embeds.shape[1]
+    if needed <= have:
+        return
+    for name in ("embeds", "hidden"):
+        old = getattr(state, name)
+        new = old.new_zeros(old.shape[0], max(needed, have + have // 2), old.shape[2])
+        new[:, :have].copy_(old)
+        setattr(state, name, new)
+
+
+def gather(buffer: Tensor, starts: Sequence[int], n: int, offset: int = 0) -> Tensor:
+    """`[B, n, D]` from each stream's own start."""
+    start = starts[0] + offset
+    if len(starts) == 1 or all(s == starts[0] for s in starts):
+        return buffer[:, start : start + n]
+    return torch.stack([row[s + offset :][:n] for row, s in zip(buffer, starts, strict=True)])
+
+
+def at(hidden: Tensor, last: Sequence[int]) -> Tensor:
+    """`[B, D]`: one place of each stream."""
+    if len(last) == 1 or all(i == last[0] for i in last):
+        return hidden[:, last[0]]
+    return torch.stack([row[i] for row, i in zip(hidden, last, strict=True)])
+
+
+# Given the logits [B, rows] of draft i, the tokens [B] to draft behind; None ends it.
+Pick = Callable[[Tensor, int], Tensor | None]
+Block = Callable[[Tensor, LayerSlot, TokenPlaces], Tensor]
+Rows = slice
+
+
+class Trunk(Protocol):
+    """What a head needs of its language model; `mmfast.models.decoder.backbone.Backbone` is one."""
+
+    width: int
+    placer: Placer
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings `[.., D]` of ids `[..]`."""
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm."""
+
+    def logits(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Logits `[.., rows]` of normed hidden states `[.., D]`."""
+
+    def new_layer(self, ffn: int | None = None) -> nn.Module:
+        """A decoder layer of the model's own class, its inner width `ffn` where given."""
+
+    def new_norm(self) -> nn.Module:
+        """A norm of the model's own class."""
+
+    def new_output(self) -> nn.Module:
+        """An output matrix of its own, a copy of the model's to begin with."""
+
+    def block(self, layer: nn.Module) -> Block:
+        """The layer as it is called on pieces of streams."""
+
+    def normer(self, norm: nn.Module) -> Callable[[Tensor], Tensor]:
+        """The norm as it is called on pieces of streams."""
+
+    def entry(self, norms: Sequence[nn.Module], linear: nn.Module) -> Callable[[Tensor], Tensor]:
+        """A linear layer on inputs `[.., k D]` side by side, each through its own norm."""
+
+    def whole(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The layer on whole sequences `[B, T, D]`, causal, differentiable."""
 
 
 class AudioHead(nn.Module):
@@ -71,7 +172,7 @@ class AudioHead(nn.Module):
         embeds, hidden = (weight.new_zeros(shape) for _ in range(2))
         none = [[0] * batch for _ in range(2 * self.modules_count)]
         filled, first = none[: self.modules_count], none[self.modules_count :]
-        slots = [Slot(reserve) for _ in range(self.modules_count)]
+        slots = [LayerSlot(reserve) for _ in range(self.modules_count)]
         return HeadState(embeds, hidden, [0] * batch, filled, first, slots)
 
     def observe(self, state: HeadState, embeds: Tensor, hidden: Tensor, counts: list[int]) -> None:
@@ -128,7 +229,7 @@ class AudioHead(nn.Module):
         blocks, placer = self._ready()
         hidden = gather(state.hidden, starts, width)
         last = [end - start - 1 for start, end in zip(starts, ends, strict=True)]
-        place: Place | None = None
+        place: TokenPlaces | None = None
         firsts: list[int] | None = None
         for module in range(limit):
             if place is None or state.first[module] != firsts:
@@ -239,3 +340,52 @@ class AudioHead(nn.Module):
         """Start the module behind `module` as its copy."""
         source = self.layers[module].state_dict()
         self.layers[module + 1].load_state_dict(source)
+
+
+def save_head(head: Any, path: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write `path` (`….safetensors`) and the JSON file of the same name.
+
+    Args:
+        head: A head with a `config` that names it under `head`.
+        path: Where to; folders are made.
+        dtype: Of the numbers in the file; None as they are.
+    """
+    weights = Path(path).with_suffix(".safetensors")
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    state = {
+        name: t.detach().to("cpu", dtype).contiguous() for name, t in head.state_dict().items()
+    }
+    save_file(state, weights)
+    weights.with_suffix(".json").write_text(json.dumps(head.config, indent=1) + "\n")
+
+
+def load_head(path: str | Path, trunk: Any) -> nn.Module:
+    """The head of a file on a language model.
+
+    Args:
+        path: The `.safetensors` file; the `.json` of the same name lies beside it.
+        trunk: The model's parts, as the head's class wants them.
+
+    Raises:
+        ModelError: A file is missing or broken, or the head is of another model.
+    """
+    weights = Path(path).with_suffix(".safetensors")
+    try:
+        config = json.loads(weights.with_suffix(".json").read_text())
+        state = load_file(weights)
+        make = get(config.pop("head"), "head").fn
+    except (OSError, KeyError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"the head {weights.name!r} cannot be read: {reason}; "
+            "name a .safetensors file that save_head wrote, with its .json beside it"
+        ) from error
+    head: nn.Module = make(trunk, **config)
+    try:
+        head.load_state_dict(state)
+    except RuntimeError as error:
+        raise ModelError(
+            f"the head {weights.name!r} does not fit {type(trunk).__name__} of width "
+            f"{trunk.width}: {str(error).splitlines()[-1].strip()}; load it on its own model"
+        ) from error
+    return head.eval()

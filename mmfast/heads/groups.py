@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import register
 from mmfast.heads.code_base import Choose, CodeEmbed, CodeState, Wide, likeliest, width_of
-from mmfast.heads.depth_layers import Norm, StepLinear
+from mmfast.heads.depth import Norm, StepLinear
 from mmfast.heads.time_layers import TimeStack
-from mmfast.ops.codebook_loss import CodeLoss, adaptive_weights, code_loss
-from mmfast.ops.delay import check_delays
-from mmfast.ops.stream_kv import crop, empty
+from mmfast.ops.codebooks import CodeLoss, adaptive_weights, check_delays, code_loss
+from mmfast.ops.stream_cache import crop, empty
 
 
 @register("groups", kind="head", paper="2406.02897", needs=("hidden",), sites=("codebooks",))

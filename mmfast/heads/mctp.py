@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.core.registry import register
-from mmfast.heads.base import AudioHead
-from mmfast.heads.state import HeadState, gather
-from mmfast.heads.trunk import Trunk
+from mmfast.heads.base import AudioHead, HeadState, Trunk, gather
 
 
 @register("mctp", kind="head", paper="2505.03739", needs=("hidden",), sites=("time",))

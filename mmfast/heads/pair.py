@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from mmfast.core.registry import register
 from mmfast.heads.code_base import Choose, Wide, likeliest, width_of
-from mmfast.heads.depth_layers import Norm
+from mmfast.heads.depth import Norm
 from mmfast.heads.time_layers import TimeStack
-from mmfast.ops.codebook_loss import CodeLoss, code_loss
-from mmfast.ops.stream_kv import StreamKV, crop, empty
+from mmfast.ops.codebooks import CodeLoss, code_loss
+from mmfast.ops.stream_cache import StreamKV, crop, empty
 
 
 @register("pair", kind="head", paper="2506.00975", needs=("hidden",), sites=("channels",))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmfast.heads.depth_layers import Norm, rotate
-from mmfast.ops.stream_kv import Step, StreamKV, advance
+from mmfast.heads.depth import Norm, rotate
+from mmfast.ops.stream_cache import StepPlaces, StreamKV, advance
 
 
 class TimeLayer(nn.Module):
@@ -110,7 +110,7 @@ class TimeStack(nn.Module):
         known = step.known if keep is None else step.known[:, max(step.known.shape[1] - keep, 0) :]
         return StreamKV(tuple(keys), tuple(values), known, step.seen), x
 
-    def _turn(self, step: Step, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _turn(self, step: StepPlaces, x: Tensor) -> tuple[Tensor, Tensor]:
         # In float64: a stream of days still turns by the right angle.
         angle = (step.place.clamp(min=0)[:, None, :, None] * self.rates.double()).repeat(1, 1, 1, 2)
         return angle.cos().to(x.dtype), angle.sin().to(x.dtype)

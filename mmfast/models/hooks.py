@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.core.trace import Trace
-from mmfast.models.adapter import Adapter
-from mmfast.models.ahead import layer_ahead, look_ahead
-from mmfast.models.arming import Arming, on_layers
-from mmfast.models.call import (
+from mmfast.models.families.adapter import Adapter
+from mmfast.models.families.prompt_ids import prompt_ids, told_by_generate
+from mmfast.models.kv.policy import KVStage
+from mmfast.models.patching import override, stand_before, stand_behind
+from mmfast.models.reduction.cache_layers import held
+from mmfast.models.reduction.call import (
+    Arming,
     Call,
     Local,
     apply,
@@ -24,18 +27,15 @@ from mmfast.models.call import (
     length_of,
     make_step,
     needs_layers,
+    on_layers,
 )
-from mmfast.models.inner import INNER, Seen
-from mmfast.models.kv import KVStage
-from mmfast.models.lengths import held
-from mmfast.models.masks import fit_decode, forget_masks
-from mmfast.models.patching import override, stand_before, stand_behind
-from mmfast.models.prompt_ids import prompt_ids, told_by_generate
-from mmfast.models.records import Recorder, features_given, recording
-from mmfast.models.reviver import Reviver
-from mmfast.models.rope import Offsets
-from mmfast.models.stages import Site
-from mmfast.models.step import Step
+from mmfast.models.reduction.decoder_signals import INNER, LayerAttention
+from mmfast.models.reduction.look_ahead import layer_ahead, look_ahead
+from mmfast.models.reduction.masks import Offsets, fit_decode, forget_masks
+from mmfast.models.reduction.record import Recorder, features_given, recording
+from mmfast.models.reduction.revival import Reviver
+from mmfast.models.reduction.site import Site
+from mmfast.models.reduction.step import ForwardStep
 
 
 class Hooks:
@@ -218,9 +218,9 @@ class Hooks:
                 return (more, *args[1:]), kwargs
         return (args, kwargs) if fitted else None
 
-    def _probe(self, call: Call, step: Step, index: int, module: Any, cache: Any) -> None:
+    def _probe(self, call: Call, step: ForwardStep, index: int, module: Any, cache: Any) -> None:
         """Watch the attention of this layer once, for the site before the next one."""
-        from mmfast.models.probe import probing
+        from mmfast.models.reduction.probe import probing
 
         filled = cache is not None and len(cache.layers) > index
         start = held(cache.layers[index]) if filled else 0
@@ -229,7 +229,7 @@ class Hooks:
             _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, so: bool
         ) -> None:
             if self._local.call is call:  # else another thread's pass
-                step.observe(index, Seen(q, k, mask, scale, so, start))
+                step.observe(index, LayerAttention(q, k, mask, scale, so, start))
 
         watch: Any = partial(self._uncompiled, look)
         call.stack.enter_context(probing({module.self_attn: watch}))

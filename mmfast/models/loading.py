@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Callable
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,8 @@ from typing import Any
 import torch
 
 from mmfast.core.errors import ModelError, unknown
+from mmfast.core.speech import Codec
+from mmfast.frontends.codecs.published import dac_codec, encodec_codec, mimi_codec
 
 EMBEDDED = "tiny-video"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -128,3 +133,83 @@ def _class_of(where: str) -> Any:
     if config.model_type == "qwen2_5_omni":
         return Qwen2_5OmniThinkerForConditionalGeneration
     return AutoModelForImageTextToText
+
+
+EMBEDDED_CODEC = "tiny-speech"
+CODECS: dict[str, Callable[..., Any]] = {
+    "mimi": mimi_codec,
+    "encodec": encodec_codec,
+    "dac": dac_codec,
+}
+
+
+def load_codec(
+    source: Any = EMBEDDED_CODEC,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "float32",
+    **options: Any,
+) -> Codec:
+    """A codec, ready to stream.
+
+    Args:
+        source: "tiny-speech" (embedded), a directory, a hub id such as "kyutai/mimi", or a
+            transformers model, which is used where it is.
+        device: Where to put a loaded one; None: CUDA where there is one.
+        dtype: Of a loaded one: float32 for exactness.
+        **options: `codebooks` (all three: how many to encode to), `lookahead` (DAC: frames).
+
+    Raises:
+        ModelError: It cannot be loaded, is of another kind, or does not take the options.
+    """
+    if isinstance(source, (str, Path)):
+        if str(source) == EMBEDDED_CODEC:
+            return _embedded(options)
+        source = _load(str(source), device, dtype)
+    kind = str(getattr(getattr(source, "config", None), "model_type", type(source).__name__))
+    if kind not in CODECS:
+        raise ModelError(unknown("codec", kind, [*CODECS, EMBEDDED_CODEC]))
+    allowed = ["codebooks", "lookahead"] if kind == "dac" else ["codebooks"]
+    for name in options:
+        if name not in allowed:
+            raise ModelError(unknown(f"option of codec {kind}", name, allowed))
+    codec: Codec = CODECS[kind](source.eval(), **options)
+    return codec
+
+
+def _embedded(options: dict[str, Any]) -> Codec:
+    if options:
+        raise ModelError(f"codec {EMBEDDED_CODEC!r} takes no options, given: {', '.join(options)}")
+    embedded = import_module("mmfast.frontends.codecs.embedded.codec")
+    codec: Codec = embedded.load_embedded()
+    return codec
+
+
+def _load(where: str, device: str | torch.device | None, dtype: str | torch.dtype) -> Any:
+    from transformers import AutoConfig, DacModel, EncodecModel, MimiModel
+
+    classes = {"mimi": MimiModel, "encodec": EncodecModel, "dac": DacModel}
+    place, kind = pick_device(device), pick_dtype(dtype)
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+        if config.model_type not in classes:
+            raise ModelError(unknown("codec", config.model_type, [*classes, EMBEDDED_CODEC]))
+        model: Any = classes[config.model_type].from_pretrained(
+            where, dtype=kind, use_safetensors=True
+        )
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"cannot load codec {where!r}: {reason}") from error
+    return model.to(place)
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's product name, or the processor's; never the name of a machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mmfast.ops.lazy_greedy import LazyGreedy
-from mmfast.ops.most_isolated import most_isolated
-from mmfast.ops.row_groups import first_of_equal
-from mmfast.ops.unit import unit_rows
+from mmfast.ops.dpp import LazyGreedy
+from mmfast.ops.ranking import ROUNDING
+from mmfast.ops.similarity import cosine_table, first_of_equal, most_isolated, unit_rows
 
 # Cosines this close to 1 differ by rounding only: such rows count as equal.
 _SAME = 1.0 - 2.0**-20
@@ -30,8 +30,6 @@ def max_min(x: Tensor, count: int) -> Tensor:
     """
     items = x.reshape(-1, *x.shape[-2:])
     if x.is_cuda:
-        from mmfast.ops.max_min_device import max_min_device
-
         picks = max_min_device(items, count)
     else:
         picks = torch.stack([_on_host(item, count) for item in items])
@@ -54,4 +52,205 @@ def _on_host(x: Tensor, count: int) -> Tensor:
         free = torch.ones(n, dtype=torch.bool, device=x.device)
         free[picks] = False
         picks = torch.cat([picks, free.nonzero()[: count - len(picks), 0]])
+    return picks
+
+
+LARGEST = 16_384  # tokens whose similarities, 1 GB, are computed at once
+_BLOCK = 128  # rows picked among themselves
+_PASSES = 8  # blocks between two looks at how far the search is
+_CHUNK = 1 << 26  # products held at a time while looking for the first pick, 256 MB
+
+
+def max_min_device(x: Tensor, count: int, *, largest: int = LARGEST, block: int = _BLOCK) -> Tensor:
+    """Picks `[B, count]` of `x` `[B, N, D]`, as `max_min` describes them.
+
+    Args:
+        x: Rows; half precision is multiplied as it is, which loses nothing: products of two such
+            numbers are exact in float32, and so is the sum as of any float32 rows.
+        count: At most N.
+        largest: Above so many tokens the matrix of similarities is never held: time grows with
+            picks times tokens, memory with tokens.
+        block: Rows that are picked among themselves there.
+    """
+    rows, scale = _prepared(x)
+    n = x.shape[1]
+    if n > largest:
+        return torch.stack([_blocks(*item, count, block) for item in zip(rows, scale, strict=True)])
+    at_once = max(1, largest**2 // n**2)
+    parts = zip(rows.split(at_once), scale.split(at_once), strict=True)
+    return torch.cat([_whole(*part, count) for part in parts])
+
+
+def _prepared(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows `[B, N', D']` padded with zeros, and `[B, N]` what makes their products cosines.
+
+    Rows of zeros get a one in a column of their own: they equal each other and nothing else.
+    """
+    x, n, width = x.detach(), *x.shape[1:]
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    zero = (x == 0).all(-1)
+    if half:
+        length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+        scale = 1 / length.masked_fill(zero, 1.0)
+    else:
+        x, scale = unit_rows(x).float(), torch.ones(x.shape[:2], device=x.device)
+    # Multiples of 16 all around: matrix units and loads of 16 bytes want it.
+    rows = F.pad(x, (0, 16 - width % 16, 0, -n % 16))
+    rows[:, :n, width] = zero.to(rows.dtype)
+    return rows, scale
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b.T` in float32, `[..., A, B]`."""
+    if a.dtype == torch.float32 or not a.is_cuda:
+        return a.float() @ b.float().mT
+    multiply = torch.mm if a.ndim == 2 else torch.bmm
+    return multiply(a, b.mT, out_dtype=torch.float32)
+
+
+def _whole(rows: Tensor, scale: Tensor, count: int) -> Tensor:
+    """Picks `[B, count]` from the matrix of all similarities; nothing is waited for."""
+    from mmfast.kernels.max_min_select import max_min_select, nearest_other
+
+    n = scale.shape[1]
+    similarity = _product(rows, rows)[:, :n, :n]
+    first = nearest_other(similarity, scale).argmin(-1)
+    picks: Tensor = max_min_select(similarity, first, count)
+    return picks
+
+
+def _blocks(rows: Tensor, scale: Tensor, count: int, size: int) -> Tensor:
+    """Picks `[count]` of one item, block by block, each brought up to date by one product.
+
+    Similarity to the nearest pick only grows, so the rows of a block can be picked among
+    themselves until one outside, whose bound is known, would come first. At least one row a block
+    is picked, so the passes between two looks are never idle before the end.
+    """
+    from mmfast.kernels.max_min_select import pick_block, raise_bounds
+
+    n = len(scale)
+    picks = torch.empty(count, dtype=torch.int64, device=rows.device)
+    picks[:1] = first = _first(rows, scale)
+    taken = torch.ones(1, dtype=torch.int64, device=rows.device)
+    bound = torch.full((n,), -torch.inf, device=rows.device)
+    new = torch.ones(1, dtype=torch.int32, device=rows.device)
+    raise_bounds(_one(rows, first, n), scale, bound, first, new)
+    while int(taken) < count:
+        for _ in range(_PASSES):
+            index, outside = _next(bound, size)
+            product = _one(rows, index, n)
+            new = pick_block(product, scale, bound, index, outside, picks, taken)
+            raise_bounds(product, scale, bound, index, new)
+    return picks
+
+
+def _one(rows: Tensor, index: Tensor, n: int) -> Tensor:
+    """Products of rows `index` with all n rows, contiguous."""
+    return _product(rows.index_select(0, index), rows[:n])
+
+
+def _next(bound: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The `size` rows of lowest (bound, index), ascending by index, and the one after them."""
+    n = len(bound)
+    bits = bound.view(torch.int32).long()
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # the order of numbers
+    place = torch.arange(n, device=bound.device)
+    key = bits * 2**32 + place  # no two are equal, so any order of ties will do
+    lowest = key.topk(min(size + 1, n), largest=False).indices
+    outside = lowest[size:] if n > size else place.new_full((1,), n)
+    return lowest[:size].sort().values, outside
+
+
+def _first(rows: Tensor, scale: Tensor) -> Tensor:
+    """The row whose nearest other one is farthest away, `[1]`; similarities a chunk at a time."""
+    from mmfast.kernels.max_min_select import nearest_other
+
+    n = len(scale)
+    step = max(1, _CHUNK // n)
+    parts = [
+        nearest_other(_product(part, rows[:n])[None], scale[None], i * step, store=False)[0]
+        for i, part in enumerate(rows[:n].split(step))
+    ]
+    return torch.cat(parts).argmin(keepdim=True)
+
+
+def max_min_plain(similarity: Tensor, first: Tensor, count: int) -> Tensor:
+    """Pick the row least similar to all picks so far, `count` times, a step in Python each.
+
+    Args:
+        similarity: `[B, N, N]`; the diagonal is not looked at.
+        first: `[B]` int64, the first pick of each item.
+        count: Picks per item, at most N.
+
+    Returns:
+        `[B, count]` int64 in the order of picking; no row twice, ties to the lowest index.
+    """
+    batch = torch.arange(len(similarity), device=similarity.device)
+    nearest = torch.full_like(similarity[:, 0], -torch.inf)  # [B, N]
+    picks = [first]
+    while True:
+        nearest = torch.maximum(nearest, similarity[batch, picks[-1]])
+        nearest[batch, picks[-1]] = torch.inf
+        if len(picks) == count:
+            return torch.stack(picks, -1)
+        picks.append(nearest.argmin(-1))
+
+
+def max_min_reference(x: Tensor, count: int) -> Tensor:
+    """Picks of the DivPrune reference, in the order of picking: `[count]` for `x` `[N, D]`.
+
+    Nothing keeps a picked row from being picked again, which happens as soon as every row equals
+    a pick. The running minimum gives the picks of the reference, which takes it anew each time.
+    """
+    rows = x / x.norm(dim=-1, keepdim=True)
+    distance = 1.0 - rows @ rows.T  # [N, N]
+    nearest = distance.topk(2, dim=0, largest=False).values[1]  # the smallest is the row itself
+    picks = [int(nearest.argmax())]
+    closest = distance[picks[0]].clone()
+    while len(picks) < count:
+        picks.append(int(closest.argmax()))
+        torch.minimum(closest, distance[picks[-1]], out=closest)
+    return torch.tensor(picks, device=x.device)
+
+
+def greedy_diverse(
+    score: Tensor, x: Tensor, count: int, balance: float, start: Tensor | None = None
+) -> Tensor:
+    """Pick `count` rows, each with the best score less its likeness to the picks before it.
+
+    A row's worth is `balance * score - (1 - balance) * likeness`, the likeness being its largest
+    cosine with a pick. The first pick has the best score; ties go to the lowest index.
+
+    Args:
+        score: `[N]`, of the order of a cosine: see `rescale`.
+        x: `[N, D]`.
+        count: Number of picks, at most N.
+        balance: From 0, unlike tokens only, to 1, high scores only.
+        start: Rows that are picked beforehand, at most `count`.
+
+    Returns:
+        `[count]` int64 in the order of picking, `start` in front.
+    """
+    own = balance * score.double()
+    first = [] if start is None else start.tolist()
+    if x.is_cuda:
+        return _stepwise(own, x, count, 1 - balance, first)
+    rows = unit_rows(x.double())
+    return LazyGreedy(rows, count, own.numpy(), 1 - balance, ROUNDING).run(first)
+
+
+def _stepwise(own: Tensor, x: Tensor, count: int, share: float, start: list[int]) -> Tensor:
+    """The same picks from the table of all cosines, without waiting for the device."""
+    table = cosine_table(x, x)
+    likeness = torch.full_like(own, -1.0)
+    picks = torch.empty(count, dtype=torch.int64, device=x.device)
+    free = torch.zeros_like(own)  # -inf once picked
+    for step in range(count):
+        if step < len(start):
+            picks[step] = start[step]
+        else:
+            picks[step : step + 1] = (own - share * likeness + free).argmax(keepdim=True)
+        pick = picks[step : step + 1]
+        likeness = torch.maximum(likeness, table.index_select(0, pick)[0])
+        free.index_fill_(0, pick, -torch.inf)
     return picks

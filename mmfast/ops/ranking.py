@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.reduction import Reduction
+from mmfast.core.tokens import Tokens
 
 
 def stable_topk(score: Tensor, count: int) -> Tensor:
@@ -16,3 +23,171 @@ def stable_topk(score: Tensor, count: int) -> Tensor:
         `[..., count]` int64. `torch.topk` leaves the order of ties open, and CPU and CUDA differ.
     """
     return score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+# Scores this close differ by rounding only: float64 is a million times finer.
+ROUNDING = 2.0**-30
+
+
+def snap(score: Tensor) -> Tensor:
+    """Round a float64 score to multiples of 2^-30.
+
+    Rounding noise of float64 is a million times smaller, so equal tokens get equal bits; and up to
+    four million snapped cosines add up without any rounding at all.
+    """
+    return (score / ROUNDING).round_().mul_(ROUNDING)
+
+
+def rescale(score: Tensor) -> Tensor:
+    """Lowest to 0, highest to 1 along the last dimension, float64 in steps of 2^-30.
+
+    Args:
+        score: `[..., N]`; if all are equal, all become 0.
+    """
+    wide = score.double()
+    low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
+    span = high - low
+    return snap((wide - low) / span.masked_fill(span == 0, 1.0))
+
+
+def outlier_count(score: Tensor) -> int:
+    """How many values of `score` (any shape) lie above Q3 + 1.5 (Q3 - Q1), linear quartiles."""
+    values = score.double().flatten()
+    at = torch.tensor([0.25, 0.75], dtype=torch.float64, device=values.device) * (len(values) - 1)
+    ranked = values.sort().values
+    low, high = at.floor().long(), at.ceil().long()  # torch.quantile refuses 16 million values
+    first, third = ranked[low] + (ranked[high] - ranked[low]) * (at - low)
+    return int((values > third + 1.5 * (third - first)).sum())
+
+
+def grouped_topk(score: Tensor, group: Tensor, counts: Tensor) -> Tensor:
+    """Mark the `counts[g]` highest scores of each group g; ties go to the lowest index.
+
+    Args:
+        score: `[..., N]`.
+        group: `[..., N]` int64 in `[0, G)`, in any order.
+        counts: `[..., G]` int64, at most as many as the group has; 0 takes none.
+
+    Returns:
+        `[..., N]` bool; `marked` turns it into indices.
+    """
+    score, group = torch.broadcast_tensors(score, group)
+    counts = counts.expand(*score.shape[:-1], counts.shape[-1])
+    best = score.sort(dim=-1, descending=True, stable=True).indices
+    # A second stable sort brings groups together and leaves the best of each in front.
+    sorted_group, place = group.gather(-1, best).sort(dim=-1, stable=True)
+    order = best.gather(-1, place)
+    start = torch.searchsorted(sorted_group.contiguous(), sorted_group.contiguous())
+    rank = torch.arange(score.shape[-1], device=score.device) - start
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(
+        -1, order, rank < counts.gather(-1, sorted_group)
+    )
+
+
+def marked(mask: Tensor) -> Tensor:
+    """Ascending indices `[..., M]` of the True entries of `mask` `[..., N]`, M in every row."""
+    return mask.nonzero()[:, -1].reshape(*mask.shape[:-1], -1)
+
+
+def mass_cover(mass: Tensor, share: float) -> Tensor:
+    """Mark, row by row, the fewest entries whose sum reaches `share` of the row's sum.
+
+    Args:
+        mass: `[..., C]`, not negative, no row all zero.
+        share: In (0, 1]; 1 takes every entry. Of equal entries the first ones are taken.
+
+    Returns:
+        `[..., C]` bool, at least one per row.
+    """
+    if share >= 1:
+        return torch.ones_like(mass, dtype=torch.bool)
+    ordered, index = mass.double().sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    taken = before < share * ordered.sum(-1, keepdim=True)
+    return torch.zeros_like(taken).scatter_(-1, index, taken)
+
+
+def complement(index: Tensor, n: int) -> Tensor:
+    """Ascending indices below `n` that are not in `index`.
+
+    Args:
+        index: `[..., K]` int64, no duplicates.
+        n: Number of indices.
+
+    Returns:
+        `[..., n - K]` int64.
+    """
+    taken = torch.zeros(*index.shape[:-1], n, dtype=torch.int8, device=index.device)
+    taken.scatter_(-1, index, torch.ones_like(index, dtype=torch.int8))
+    return taken.argsort(dim=-1, stable=True)[..., : n - index.shape[-1]]
+
+
+def even_spots(count: int, n: int, device: torch.device | None = None) -> Tensor:
+    """The middles of `count` equal runs of `n` places, `[count]` int64, all different."""
+    return (2 * torch.arange(count, device=device) + 1) * n // (2 * max(1, count))
+
+
+def one_by_one(reduce: Callable[[Tokens], Reduction], tokens: Tokens) -> Reduction:
+    """`reduce` on each item of `tokens` `[..., N, D]`, stacked; every item keeps the same number.
+
+    Args:
+        reduce: From tokens without leading dims to a Reduction without a mix.
+        tokens: Any leading dims.
+    """
+    lead = tuple(tokens.x.shape[:-2])
+    items = [tokens]
+    for size in lead:
+        items = [item.select(index) for item in items for index in range(size)]
+    return Reduction.stack([reduce(item) for item in items], lead)
+
+
+_ROUNDING = 2.0**-30  # remainders this close differ by rounding only: a tie
+
+
+def share_out(weights: Tensor, budget: int, caps: Tensor) -> Tensor:
+    """Counts in proportion to `weights`, whole and at most `caps`, that sum to exactly `budget`.
+
+    Largest remainder: every group gets its quota rounded down, and those with the largest
+    fractions one more; ties go to the lowest index. What a full group cannot take goes to the
+    others in the same proportion. Groups of weight 0 get something once all others are full, then
+    in equal parts.
+
+    Args:
+        weights: `[..., G]`, 0 or positive, any dtype.
+        budget: Tokens to hand out in each row.
+        caps: `[..., G]` int64, most a group can take.
+
+    Returns:
+        `[..., G]` int64.
+
+    Raises:
+        MmfastError: The groups of a row hold fewer than `budget`.
+    """
+    weights, caps = torch.broadcast_tensors(weights.double(), caps)
+    if bool((caps.sum(-1) < budget).any()):
+        raise MmfastError(
+            f"cannot share {budget} tokens out among groups that hold {int(caps.sum(-1).min())}"
+        )
+    quota = _quotas(weights, budget, caps)
+    counts = (quota + _ROUNDING).floor().long()
+    fraction = ((quota - counts) / _ROUNDING).round().masked_fill(counts >= caps, -1)
+    rank = fraction.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)
+    return counts + (rank < budget - counts.sum(-1, keepdim=True)).long()
+
+
+def _quotas(weights: Tensor, budget: int, caps: Tensor) -> Tensor:
+    """Proportional shares, not yet whole; those that reach their cap stay there."""
+    full = caps <= 0
+    quota = torch.zeros_like(weights)
+    for _ in range(weights.shape[-1] + 1):
+        left = budget - caps.masked_fill(~full, 0).sum(-1, keepdim=True)
+        open_weight = weights.masked_fill(full, 0)
+        total = open_weight.sum(-1, keepdim=True)
+        open_weight = torch.where(total > 0, open_weight, (~full).double())
+        total = open_weight.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        quota = torch.where(full, caps, left * (open_weight / total))
+        over = ~full & (quota + _ROUNDING >= caps)
+        if not bool(over.any()):
+            break
+        full = full | over
+    return quota

@@ -1,15 +1,207 @@
-"""Specs worth considering for a request, and why the others are not."""
+"""Specs worth considering for a request, and why the others are not.
+
+What was measured about quality: accuracy rows by method, read from the package.
+
+The rows say what each method kept of the accuracy at each budget on questions about unseen media.
+Between two measured budgets the worse of both counts; below the smallest there is no evidence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any
 
-from mmfast.core.errors import MmfastError
-from mmfast.core.spec import Spec, count
-from mmfast.planner.cost import Cost
-from mmfast.planner.evidence import BASELINE, Curve, Evidence
-from mmfast.planner.work import Work
+from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.spec import Spec, count, parse
+from mmfast.planner.cost import Cost, Work
+from mmfast.planner.target import KINDS
+
+Row = Mapping[str, Any]
+BASELINE = "random"
+_SAME = ("model", "n", "seed")  # other questions are no comparison
+Point = tuple[float, float]  # (share kept, accuracy)
+SUBSET = "video"  # of rows that name no kind of media
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Accuracy of one spec over its budgets.
+
+    Attributes:
+        stages: The stages as measured; one stage is free to take another budget, several are not.
+        points: `(share kept, accuracy)` ascending.
+        layers: Decoder layers of the model it was measured on.
+    """
+
+    stages: tuple[Spec, ...]
+    points: tuple[Point, ...]
+    layers: int | None = None
+
+    @property
+    def single(self) -> bool:
+        """Whether the budget may be changed."""
+        return len(self.stages) == 1
+
+    def around(self, share: float) -> list[Point]:
+        """The measured points next to `share`; none where it is below the smallest."""
+        for point in self.points:
+            if abs(point[0] - share) < 1e-6:
+                return [point]
+        below = [p for p in self.points if p[0] < share]
+        if not below or not self.single:
+            return []
+        return [below[-1], *[p for p in self.points if p[0] > share][:1]]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Rows of one kind of media.
+
+    Attributes:
+        full: Accuracy with all tokens.
+        curves: One per spec without its budget.
+        source: Where the rows come from, in words.
+        kind: The kind of media the rows are about.
+        own: They are about the very model that is planned for.
+    """
+
+    full: float
+    curves: tuple[Curve, ...]
+    source: str = ""
+    kind: str = SUBSET
+    own: bool = True
+
+    @cached_property
+    def baselines(self) -> tuple[Curve, ...]:
+        """Random selection, at each site it was measured at."""
+        named = (c for c in self.curves if c.single)
+        return tuple(c for c in named if c.stages[0].method.name == BASELINE)
+
+    def allowed(self, curve: Curve, shares: Iterable[float]) -> tuple[list[Point], list[str]]:
+        """(share, sure accuracy) wherever the spec may be recommended; else the reasons."""
+        good, reasons = list[Point](), list[str]()
+        for share in shares:
+            reason = self.verdict(curve, share)
+            if reason is not None:
+                reasons.append(reason)
+            elif (score := self.accuracy(curve, share)) is not None:
+                good.append((share, score))
+        return good, reasons
+
+    def accuracy(self, curve: Curve, share: float) -> float | None:
+        """Accuracy that is sure at `share`: of the measured points around it, the worse one."""
+        around = curve.around(share)
+        return min(score for _, score in around) if around else None
+
+    def verdict(self, curve: Curve, share: float) -> str | None:
+        """Why a spec may not be recommended at `share`; None where it may."""
+        around = curve.around(share)
+        if not around:
+            return f"no measured budget at or below {share:.3g}"
+        for at, score in around:
+            rival = self.random(curve, at)
+            if rival is None:
+                return f"no random baseline measured to compare with at {at:.3g}"
+            if score <= rival:
+                return f"{score:.1%} at {at:.3g} is not above random selection ({rival:.1%})"
+        return None
+
+    def random(self, curve: Curve, share: float) -> float | None:
+        """The best that random selection was measured to do with no smaller a budget.
+
+        Random at the same site counts too, where it was measured.
+        """
+        rivals = [c for c in self.baselines if _comparable(c, curve)]
+        found = [next((s for at, s in c.points if at >= share - 1e-6), None) for c in rivals]
+        return max((score for score in found if score is not None), default=None)
+
+
+def _comparable(rival: Curve, curve: Curve) -> bool:
+    return rival.stages[0].site == "pre" or rival.stages[0].where == curve.stages[-1].where
+
+
+@cache
+def shipped_rows() -> tuple[Row, ...]:
+    """The accuracy rows that come with the package, in the order of the file names."""
+    folder = files("mmfast.assets").joinpath("results")
+    names = sorted(f.name for f in folder.iterdir()) if folder.is_dir() else []
+    rows: list[Row] = []
+    for name in names:
+        if name.startswith("eval") and name.endswith(".jsonl"):
+            text = folder.joinpath(name).read_text(encoding="utf-8")
+            rows += [json.loads(line) for line in text.splitlines() if line.strip()]
+    return tuple(rows)
+
+
+def evidence_for(
+    kind: str,
+    rows: Sequence[Row] | None = None,
+    model: str | None = None,
+    layers: Callable[[str], int | None] = lambda name: None,
+) -> Evidence | None:
+    """What is known about media of a kind; None where not even all tokens were measured.
+
+    Args:
+        kind: `image`, `multi-image`, `video` or `document`; rows of clips stand in where a kind
+            has none.
+        rows: Result rows; those of the package if None.
+        model: Rows of this model are preferred; else those of the embedded ones are all there is.
+        layers: Decoder layers of a model by its name.
+    """
+    usable = [r for r in (shipped_rows() if rows is None else rows) if _usable(r)]
+    for wanted in (kind, SUBSET):
+        of_kind = [r for r in usable if _subset(r) == wanted]
+        whole = [r for r in of_kind if r["reduce"] is None]
+        if not whole:
+            continue
+        own = [r for r in whole if r.get("model") == model]
+        full = (own or whole)[-1]
+        name, total = str(full.get("model")), float(full.get("kept") or 0)
+        found = [r for r in of_kind if all(r.get(k) == full.get(k) for k in _SAME)]
+        depth = layers(name)
+        curves = tuple(replace(c, layers=depth) for c in _curves(found, total))
+        source = f"{full.get('n', '?')} questions to {name} about {wanted} input"
+        return Evidence(float(full["score"]), curves, source, wanted, bool(own))
+    return None
+
+
+def _subset(row: Row) -> str:
+    """The kind of media that a row is about; the first suite was clips."""
+    name = str(row.get("subset") or row.get("suite"))
+    return name if name in KINDS else SUBSET
+
+
+def _usable(row: Row) -> bool:
+    plain = not row.get("cache")  # what a KV policy costs says nothing about a reduction
+    return isinstance(row.get("score"), (int, float)) and "reduce" in row and plain
+
+
+def _curves(rows: Iterable[Row], total: float) -> list[Curve]:
+    """Group rows by spec without budgets; the latest row of a budget counts."""
+    found: dict[str, tuple[tuple[Spec, ...], dict[float, float]]] = {}
+    for row in rows:
+        try:
+            stages = parse(row["reduce"])
+        except SpecError:
+            continue  # a method that has left the package
+        share = _share(stages, float(row.get("kept") or 0), total)
+        if not stages or share is None:
+            continue
+        free = tuple(replace(s, budget=None) for s in stages) if len(stages) == 1 else stages
+        key = "+".join(map(str, free))
+        found.setdefault(key, (stages, {}))[1][share] = float(row["score"])
+    return [Curve(stages, tuple(sorted(points.items()))) for stages, points in found.values()]
+
+
+def _share(stages: Sequence[Spec], kept: float, total: float) -> float | None:
+    if len(stages) == 1 and isinstance(stages[0].budget, float):
+        return stages[0].budget
+    return kept / total if total and kept else None
+
 
 # Shares that are tried: steps of 5 %, finer where few tokens are left.
 SHARES = (

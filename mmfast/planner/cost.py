@@ -7,16 +7,183 @@ what the encoder and one decoder layer hold while they work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from mmfast.core.schedule import expand
-from mmfast.core.spec import Spec
-from mmfast.models.signals import TOWER_SIGNALS
-from mmfast.models.stages import sites_of
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+from mmfast.core.spec import Spec, expand
+from mmfast.models.families.adapter import adapter_for, tower_of
+from mmfast.models.flops import attention_width, linear_macs
+from mmfast.models.reduction.decoder_signals import INNER
+from mmfast.models.reduction.record import features_given
+from mmfast.models.reduction.signals import TOWER_SIGNALS
+from mmfast.models.reduction.site import sites_of
 from mmfast.planner.rates import Rates, at
-from mmfast.planner.shape import Shape
-from mmfast.planner.work import Work
+
+# Of a config, what changes from one download or version to the next and not with the shape.
+_IDLE = {"_name_or_path", "transformers_version", "architectures", "id2label", "label2id", "dtype"}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a model that its time and memory depend on.
+
+    Attributes:
+        layers: Multiply-adds per token of each decoder layer.
+        width: Query heads x head size of the decoder.
+        hidden: Width of the decoder.
+        entry: Values of keys and values that one token leaves in one layer.
+        element: Bytes of a value.
+        weights: Bytes of all parameters and buffers.
+        blocks: Blocks of the vision tower.
+    """
+
+    layers: tuple[int, ...]
+    width: int
+    hidden: int
+    entry: int
+    element: int
+    weights: int
+    blocks: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+
+def shape_of(model: Any, blocks: int = 0) -> ModelShape:
+    """Read the shape off a model.
+
+    Args:
+        model: A transformers vision-language model, on any device.
+        blocks: Blocks of its vision tower.
+    """
+    config = model.config.get_text_config()
+    width = attention_width(model)
+    head = width // config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
+    return ModelShape(
+        layers=tuple(linear_macs(layer) for layer in model.get_decoder().layers),
+        width=width,
+        hidden=int(config.hidden_size),
+        entry=2 * groups * head,
+        element=next(model.parameters()).element_size(),
+        weights=sum(t.numel() * t.element_size() for t in tensors),
+        blocks=blocks,
+    )
+
+
+def fingerprint(model: Any) -> str:
+    """The same for every copy of a model shape: what measured rates may be shared by."""
+    text = json.dumps(_plain(model.config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(f"{type(model).__name__} {text}".encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items() if k not in _IDLE}
+    return value
+
+
+_PIXELS = ("pixel_values", "pixel_values_videos", "input_features")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call has to do.
+
+    Attributes:
+        prompt: Tokens of a row, visual ones included.
+        rows: Rows of the batch.
+        items: Visual tokens of each image or video that a method may touch.
+        pixels: Numbers the encoder reads; 0 where it does not run.
+        grids: Raster of each item, None where it has none.
+        tiled: Some image is cut into tiles.
+        attentive: The encoder has attention that signals can be read from.
+    """
+
+    prompt: int
+    rows: int = 1
+    items: tuple[int, ...] = ()
+    pixels: int = 0
+    grids: tuple[tuple[int, int, int] | None, ...] = ()
+    tiled: bool = False
+    attentive: bool = True
+
+    @property
+    def visual(self) -> int:
+        """Visual tokens of the whole batch."""
+        return sum(self.items)
+
+    def lacks(self, site: str, need: str) -> str | None:
+        """Why a method at `site` cannot have a signal; None where it can."""
+        if need == "x":
+            return None
+        if need == "query":
+            text = self.prompt * self.rows - self.visual
+            return None if text > 0 else "the prompt has no text"
+        if site == "llm":
+            if need in INNER:
+                return None
+            return f"{need!r} does not exist inside the language model"
+        if site == "pre" and need in TOWER_SIGNALS:
+            if not self.attentive:
+                return "the encoder has no attention to read"
+            return None if self.pixels else f"{need!r} comes from the encoder, which does not run"
+        if need == "grid":
+            return None if all(self.grids) else "the tokens are no full raster (image tiles)"
+        if need == "tile":
+            return None if self.tiled else "no image is cut into tiles"
+        known = {"place", "sizes"} | ({"pixels"} if site == "pixel" else set())
+        return None if need in known else f"{need!r} is not known to the planner"
+
+
+def work_of(model: Any, inputs: Mapping[str, Any]) -> Work:
+    """Read a request off what the processor returned.
+
+    Raises:
+        ModelError: The family is unknown, or there is nothing visual in the inputs.
+    """
+    adapter = adapter_for(model)
+    layouts = [
+        layout
+        for kind in features_given(inputs)
+        for layout in adapter.layout(model.base_model, kind, inputs)
+    ]
+    if not layouts:
+        raise ModelError("inputs hold no image and no video; a plan is about visual tokens")
+    rows, prompt = inputs["input_ids"].shape
+    return Work(
+        prompt=int(prompt),
+        rows=int(rows),
+        items=tuple(len(layout.content()) for layout in layouts),
+        pixels=pixels_of(inputs),
+        grids=tuple(layout.grid for layout in layouts),
+        tiled=any(layout.tiles is not None for layout in layouts),
+        attentive=tower_depth(model) > 0,
+    )
+
+
+def tower_depth(model: Any) -> int:
+    """Blocks of the vision tower; 0 where the family's encoder is no stack of blocks."""
+    try:
+        return len(tower_of(model).blocks)
+    except (ModelError, StopIteration, AttributeError):
+        return 0
+
+
+def pixels_of(inputs: Mapping[str, Any], names: Sequence[str] = _PIXELS) -> int:
+    """How many numbers the encoder reads."""
+    found = [inputs.get(name) for name in names]
+    return sum(value.numel() for value in found if isinstance(value, Tensor))
+
 
 # What reading attention inside the language model costs, in attention passes of one layer.
 _INNER_PASSES = {"attn_visual": 2.0, "attn_text": 1.0, "text_attn": 1.0}
@@ -73,7 +240,7 @@ def visual_lengths(stages: Sequence[Spec], n: int, depth: int) -> list[int]:
 
 
 def predict(
-    shape: Shape, rates: Rates, work: Work, stages: Sequence[Spec], call: str = "generate"
+    shape: ModelShape, rates: Rates, work: Work, stages: Sequence[Spec], call: str = "generate"
 ) -> Cost:
     """Predict one call.
 
@@ -102,7 +269,7 @@ def predict(
     )
 
 
-def _prefill(shape: Shape, rates: Rates, tokens: Sequence[int], rows: int) -> float:
+def _prefill(shape: ModelShape, rates: Rates, tokens: Sequence[int], rows: int) -> float:
     """Layers in milliseconds; runs of equal layers are computed once."""
     total, known = 0.0, dict[tuple[int, int], float]()
     for macs, n in zip(shape.layers, tokens, strict=True):
@@ -138,7 +305,7 @@ def select_key(stage: Spec, work: Work) -> str:
     return f"{stage.method.name}:{'+'.join(map(str, work.items))}"
 
 
-def _activations(shape: Shape, work: Work, tokens: int) -> int:
+def _activations(shape: ModelShape, work: Work, tokens: int) -> int:
     """Bytes of the widest moment; the wide part of a layer is its share beyond the attention."""
     wide = max(0, shape.layers[0] - 4 * shape.hidden * shape.width) // (3 * shape.hidden)
     layer = tokens * (_COPIES_HIDDEN * shape.hidden + _COPIES_WIDE * wide)

@@ -10,14 +10,19 @@ from typing import Any
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec, parse
 from mmfast.models.timing import Clock
-from mmfast.planner.calibrate import Bench, Tick, decoder_rates
-from mmfast.planner.cost import Cost, predict, select_key
-from mmfast.planner.encoder import encoder_rates
-from mmfast.planner.rates import Rates
+from mmfast.planner.calibration import Bench, Tick, decoder_rates, encoder_rates
+from mmfast.planner.cost import (
+    Cost,
+    ModelShape,
+    Work,
+    fingerprint,
+    predict,
+    select_key,
+    shape_of,
+    tower_depth,
+)
+from mmfast.planner.rates import Rates, rates_key, read_rates, write_rates
 from mmfast.planner.selection import selection_ms
-from mmfast.planner.shape import Shape, fingerprint, shape_of
-from mmfast.planner.store import rates_key, read_rates, write_rates
-from mmfast.planner.work import Work, tower_depth
 
 Run = Callable[[str | None], float]  # spec -> measured ms to the first token, inputs ready
 PROBE = "uniform:0.25"  # chooses in no time: what a reduced call takes beside choosing
@@ -46,7 +51,7 @@ class Learner:
         self,
         model: Any,
         rates: Rates | None = None,
-        shape: Shape | None = None,
+        shape: ModelShape | None = None,
         remember: bool = True,
         clock: Clock = time.perf_counter,
     ) -> None:

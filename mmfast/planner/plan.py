@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmfast.planner.candidates import Candidate, Rejected
-from mmfast.planner.work import Work
+from mmfast.planner.cost import Work
 
 
 @dataclass(frozen=True)

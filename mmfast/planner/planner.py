@@ -3,6 +3,12 @@
 planner = Planner(model)
 plan = planner.plan(inputs, make_target(target_ttft_ms=300))
 with attach(model, plan.spec): ...
+
+Which candidate: down one ladder that is the same for every target.
+
+The ladder starts at the best quality and the most tokens. Each step down is the best of what is
+faster and keeps no more tokens, or keeps fewer where time does not matter. A target only says
+where to stop, so a tighter one never gets more tokens than a looser one.
 """
 
 from __future__ import annotations
@@ -16,20 +22,164 @@ from typing import Any
 
 from mmfast.attach import check_sites
 from mmfast.core.errors import MmfastError, ModelError
-from mmfast.core.schedule import expand
-from mmfast.core.spec import Spec
+from mmfast.core.spec import Spec, expand
 from mmfast.models.loading import embedded_path
-from mmfast.planner.calibrate import Tick
-from mmfast.planner.candidates import DOCUMENT_SHARE, Candidate, Rejected, candidates, passed_over
-from mmfast.planner.choose import choose
-from mmfast.planner.evidence import Evidence, Row, evidence_for
-from mmfast.planner.explain import reasons, refusal
+from mmfast.planner.calibration import Tick
+from mmfast.planner.candidates import (
+    DOCUMENT_SHARE,
+    Candidate,
+    Evidence,
+    Rejected,
+    Row,
+    candidates,
+    evidence_for,
+    passed_over,
+)
+from mmfast.planner.cost import Cost, ModelShape, Work, work_of
 from mmfast.planner.learner import Learner, Run
 from mmfast.planner.plan import Plan, plan_of
 from mmfast.planner.rates import Rates
-from mmfast.planner.shape import Shape
-from mmfast.planner.target import Target
-from mmfast.planner.work import Work, work_of
+from mmfast.planner.target import FAST_SHARE, QUALITIES, Target, size
+
+FASTER = 0.98  # a gain below 2 % drowns in what the prediction is off by
+
+
+def ladder(candidates: Sequence[Candidate], timed: bool = True) -> list[Candidate]:
+    """The candidates that are worth their cost, best first.
+
+    Args:
+        candidates: What to choose from.
+        timed: Every step must be faster than the one before; else it must keep fewer tokens.
+    """
+    steps: list[Candidate] = []
+    left = list(candidates)
+    while left:
+        best = max(left, key=_worth)
+        steps.append(best)
+        left = [c for c in left if _below(c.cost, best.cost, timed)]
+    return steps
+
+
+def _below(cost: Cost, best: Cost, timed: bool) -> bool:
+    if timed:
+        return cost.ttft < FASTER * best.ttft and cost.mean <= best.mean + 1e-9
+    return cost.mean < best.mean - 1e-9
+
+
+def _worth(candidate: Candidate) -> tuple[float, float, float, str]:
+    """Quality, then tokens (detail such as text goes first), then speed, then the name."""
+    cost = candidate.cost
+    return candidate.accuracy or 0.0, cost.mean, -cost.ttft, candidate.spec or "~"
+
+
+def good_enough(candidates: Sequence[Candidate], quality: str | None) -> list[Candidate]:
+    """The candidates that a quality allows."""
+    if quality is None:
+        return list(candidates)
+    full = next(c for c in candidates if not c.stages)
+    points = QUALITIES[quality]
+    if points is None:
+        return [c for c in candidates if c.cost.mean <= FAST_SHARE * full.cost.mean + 0.5]
+    floor = (full.accuracy or 0.0) - points - 1e-9
+    return [c for c in candidates if (c.accuracy or 0.0) >= floor]
+
+
+def meets(candidate: Candidate, target: Target, spent: float = 0.0) -> bool:
+    """Whether a candidate stays within every limit; `spent` ms are gone already."""
+    cost = candidate.cost
+    return (
+        (target.ttft_ms is None or spent + cost.ttft <= target.ttft_ms)
+        and (target.tokens is None or cost.mean <= target.tokens)
+        and (target.memory is None or cost.memory <= target.memory)
+    )
+
+
+def choose(
+    candidates: Sequence[Candidate], target: Target, spent: float = 0.0
+) -> tuple[Candidate | None, list[Candidate]]:
+    """The first step of the ladder that meets the target.
+
+    A quality alone is a limit from below, so the fastest step that it allows is taken; `fast`
+    is the best of what keeps a tenth.
+
+    Returns:
+        The choice, or None where no step meets the target; and the ladder.
+    """
+    limited = target.tokens is not None or target.memory is not None
+    timed = target.ttft_ms is not None or (target.quality is not None and not limited)
+    steps = ladder(good_enough(candidates, target.quality), timed)
+    fitting = [step for step in steps if meets(step, target, spent)]
+    if not fitting:
+        return None, steps
+    floor_only = QUALITIES.get(target.quality or "") is not None
+    return fitting[-1 if floor_only and timed and target.ttft_ms is None else 0], steps
+
+
+def reasons(
+    choice: Candidate,
+    steps: Sequence[Candidate],
+    found: Sequence[Candidate],
+    target: Target,
+    evidence: Evidence,
+    work: Work,
+    spent: float,
+) -> tuple[str, ...]:
+    """Why this candidate: what it gains, what the next better one costs, what the rows say."""
+    stock, cost = found[0].cost, choice.cost
+    limited = any(v is not None for v in (target.ttft_ms, target.tokens, target.memory))
+    lines = []
+    if choice.spec is None:
+        lines.append("All visual tokens are kept: that meets the target.")
+    else:
+        gain = stock.ttft / cost.ttft
+        lines.append(
+            f"{choice.spec} leaves {cost.kept} of {work.visual} visual tokens and is predicted to "
+            f"be {gain:.1f}x as fast to the first token as keeping all of them."
+        )
+        lines.append(_quality(choice, evidence))
+    place = next((i for i, s in enumerate(steps) if s is choice), 0)
+    if place:
+        better = steps[place - 1]
+        lines.append(
+            f"The next better step, {better.spec or 'all tokens'}, would take "
+            f"{spent + better.cost.ttft:.0f} ms with {better.cost.mean:.0f} tokens per layer"
+            + (f", outside the target ({target})." if limited else ".")
+        )
+    if choice.spec is not None and not evidence.own:
+        lines.append(
+            "There are no accuracy rows of this model, so those of the embedded one had to do; "
+            "run `mmfast eval` with your own questions before you rely on them."
+        )
+    return tuple(lines)
+
+
+def _quality(choice: Candidate, evidence: Evidence) -> str:
+    if choice.accuracy is None:
+        return "Nothing is known about its accuracy."
+    return (
+        f"It answers at least {choice.accuracy:.1%} right where all tokens answer "
+        f"{evidence.full:.1%}, and more than random selection at this budget "
+        f"({evidence.source})."
+    )
+
+
+def refusal(steps: Sequence[Candidate], target: Target, spent: float) -> str:
+    """What cannot be met, and the best that can."""
+    if not steps:
+        return f"no method is good enough for {target}; ask for another quality"
+    best = steps[-1]
+    name = best.spec or "all tokens"
+    reach = []
+    if target.ttft_ms is not None:
+        reach.append(f"{spent + best.cost.ttft:.0f} ms to the first token")
+    if target.tokens is not None:
+        reach.append(f"{best.cost.mean:.0f} tokens per layer")
+    if target.memory is not None:
+        reach.append(size(best.cost.memory))
+    return (
+        f"{target} is out of reach here: the best is {', '.join(reach)} with {name}; "
+        "raise the target, or give fewer frames or a smaller image"
+    )
 
 
 class PlanWarning(UserWarning):
@@ -54,7 +204,7 @@ class Planner:
         name: str | None = None,
         rows: Sequence[Row] | None = None,
         rates: Rates | None = None,
-        shape: Shape | None = None,
+        shape: ModelShape | None = None,
         remember: bool = True,
     ) -> None:
         self.model, self.name, self.rows = model, name, rows

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mmfast.core.spec import Spec, count, run
 from mmfast.core.tokens import Tokens
-from mmfast.planner.calibrate import Bench
-from mmfast.planner.work import Work
+from mmfast.planner.calibration import Bench
+from mmfast.planner.cost import Work
 
 _SHARE = 0.25  # of the budget it is timed at: choosing depends on it far less than the layers do
 _WORDS = 16  # text tokens of a question

@@ -6,30 +6,293 @@ own tokens, so any number of them may use one engine, from any thread.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from mmfast.caches.plan import CachePlan
-from mmfast.core.errors import ModelError
-from mmfast.models.masks import FULL, kind_of
-from mmfast.models.raw import Raw, RawCapture
-from mmfast.models.rotary import Rotary, check_rotation
-from mmfast.streams.archive import Archive
-from mmfast.streams.branch import Branch
-from mmfast.streams.buffers import Buffer, Slot, same_length
-from mmfast.streams.fitting import fitting
-from mmfast.streams.memory import Memory, Store
-from mmfast.streams.piece import Piece
-from mmfast.streams.places import Start, live
-from mmfast.streams.quotas import Quotas
-from mmfast.streams.scoring import check_score, score
-from mmfast.streams.turning import Turner
+from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import Spec
+from mmfast.core.tokens import Tokens
+from mmfast.models.decoder.rotary import Raw, RawCapture, Rotary, check_rotation
+from mmfast.models.reduction.masks import FULL, kind_of, stock_mask
+from mmfast.models.reduction.probe import intercepting
+from mmfast.ops.eviction import evict
+from mmfast.streams.archive.archive import Archive, recall
+from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.buffers import (
+    RAW,
+    VALUES,
+    VISUAL,
+    Buffer,
+    BufferLayer,
+    LiveBlock,
+    Start,
+    Turner,
+    highest,
+    live,
+    same_length,
+)
+from mmfast.streams.memory import BlockStore, Memory
+from mmfast.streams.script import Piece
+
+_ROOM = 512  # tokens of a question, what is read for it and an answer, before a buffer grows
+
+
+class Branch:
+    """The live tokens of a stream at one moment, with a question and an answer behind them.
+
+    Attributes:
+        blocks: Blocks that stood when it was made, and its own.
+        found: Per layer the archive's numbers of the blocks that were read for the question.
+    """
+
+    def __init__(self, engine: Engine, memory: Memory) -> None:
+        self._engine = engine
+        self._memory = memory
+        self._shared = len(memory.blocks)
+        self._newest = memory.stored  # what is archived later is live here
+        self._kept = 0
+        self._spots: list[list[int]] = []  # where each block of its own is, per layer
+        self._token: LiveBlock | None = None  # the answer so far, where one is being written
+        self._broken = False
+        self.blocks = list(memory.blocks)
+        self._cursor = replace(memory.cursor)
+        self.buffers = [buffer.fork(_ROOM) for buffer in memory.buffers]
+        self.found: dict[int, list[int]] = {}
+
+    def extend(self, piece: Piece, *, retrieve: bool = True) -> Tensor:
+        """Prefill a piece behind the branch.
+
+        Args:
+            piece: The question, or more of the conversation.
+            retrieve: Read stored blocks for it; only the first time that there are any.
+
+        Returns:
+            Logits `[V]`, float32, of its last token.
+
+        Raises:
+            MmfastError: The piece is malformed, or the branch failed before.
+        """
+        self._token = None
+        with torch.no_grad():
+            return self._run(piece, retrieve)
+
+    def token(self, token: int) -> Tensor:
+        """Write one token of the answer.
+
+        Returns:
+            Logits `[V]`, float32, of the next one.
+        """
+        ids = torch.tensor([token])
+        axes = self._engine.turner.axes
+        with torch.no_grad():
+            piece = Piece(
+                self._engine.embed(ids),
+                torch.zeros(axes, 1, dtype=torch.int64),
+                torch.ones(axes, dtype=torch.int64),
+                "text",
+                fresh=not self._own or self._own[-1].kind == "frame",
+                ids=ids,
+            )
+            logits = self._run(piece, False)
+            self._join()
+        return logits
+
+    def keep(self) -> None:
+        """Append what was said on this branch to the stream, at its present end.
+
+        What stands there was computed with everything that the branch could see. A second call
+        appends what came since the first.
+
+        Raises:
+            MmfastError: A block does not fit into the memory; those before it are kept.
+        """
+        memory = self._memory
+        with memory.lock, torch.no_grad():
+            own = list(zip(self._own, self._spots, strict=True))
+            for block, spots in own[self._kept :]:
+                placed = replace(block, number=memory.number, start=memory.cursor.start(block))
+                for layer, (buffer, at) in enumerate(zip(self.buffers, spots, strict=True)):
+                    raw, values = (buffer.read(p, at, at + block.n) for p in (RAW, VALUES))
+                    turned = memory.turner.rotate(layer, raw, placed.positions(layer))
+                    memory.buffers[layer].write(raw, turned, values)
+                memory.admit(placed)
+                self._kept += 1
+            self._token = None
+
+    @property
+    def _own(self) -> list[LiveBlock]:
+        return self.blocks[self._shared :]
+
+    def _run(self, piece: Piece, retrieve: bool) -> Tensor:
+        if self._broken:
+            raise MmfastError("this branch failed in the middle of a step; open another one")
+        block = live(piece, -1, self._cursor.start(piece))
+        reading = retrieve and not self.found and self._stored()
+        before = partial(self._before, block) if reading else None
+        lengths = [buffer.length for buffer in self.buffers]
+        try:
+            hidden = self._engine._forward(piece, block.start, self.buffers, before)
+        except BaseException:
+            self._broken = [buffer.length for buffer in self.buffers] != lengths
+            raise
+        self._spots.append([buffer.length for buffer in self.buffers])
+        for buffer in self.buffers:
+            buffer.length += block.n
+        self.blocks.append(block)
+        self._cursor.place(block)
+        return self._engine.logits(hidden)
+
+    def _stored(self) -> bool:
+        archive = self._memory.archive
+        if archive is None:
+            return False
+        with self._memory.lock:
+            return any(number <= self._newest for number in archive.numbers())
+
+    def _before(self, block: LiveBlock, raw: Raw) -> Callable[[int], None]:
+        """What a layer does before it attends: read what the question asks for."""
+
+        def read(layer: int) -> None:
+            archive = self._memory.archive
+            assert archive is not None
+            with self._memory.lock:
+                found = archive.choose(layer, raw.queries[layer][0])
+                found = [each for each in found if each.number <= self._newest]
+                parts = archive.read(layer, found)
+            self.found[layer] = [part.number for part in parts]
+            if parts:
+                recall(self._engine.turner, layer, self.buffers[layer], self.blocks, parts, block)
+
+        return read
+
+    def _join(self) -> None:
+        """Count tokens of one answer as one block."""
+        last = self.blocks[-1]
+        if self._token is None:
+            self._token = last
+            return
+        head = self._token
+        offset = torch.tensor(last.start) - torch.tensor(head.start)
+        relative = torch.cat([head.relative, last.relative + offset[:, None]], 1)
+        advance = tuple(int(o) + a for o, a in zip(offset, last.advance, strict=True))
+        kinds = torch.cat([head.kinds, last.kinds])
+        top = highest(relative, advance)
+        self._token = replace(head, relative=relative, advance=advance, highest=top, kinds=kinds)
+        self.blocks[-2:] = [self._token]
+        self._spots.pop()
+
+
+@contextmanager
+def fitting(
+    config: Any, attentions: Sequence[nn.Module], embeds: Tensor, cache: Any
+) -> Iterator[None]:
+    """Give every layer that this thread runs the stock mask of its own length.
+
+    How much a layer holds is known only when it attends: it may have read stored tokens a moment
+    before. Positions are kept from flash attention, which takes gaps for packed sequences.
+
+    Args:
+        config: Config of the text model.
+        attentions: Attention module per layer.
+        embeds: What the pass runs, `[1, n, D]`.
+        cache: Its cache.
+    """
+    thread = threading.get_ident()
+    masks: dict[tuple[int, torch.device], Any] = {}
+    numbers = {module: layer for layer, module in enumerate(attentions)}
+
+    def around(call: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return call(module, *args, **kwargs)
+        layer, query = numbers[module], args[0]
+        key = (cache.get_seq_length(layer), query.device)
+        if key not in masks:
+            masks[key] = stock_mask(config, embeds.to(query.device), None, cache, layer)
+        if "position_ids" in kwargs:
+            kwargs["position_ids"] = None
+        if len(args) > 3:
+            return call(module, *args[:3], masks[key], *args[4:], **kwargs)
+        return call(module, *args, **{**kwargs, "attention_mask": masks[key]})
+
+    with intercepting(dict.fromkeys(attentions, around)):
+        yield
+
+
+_KNOWN = {"x", "values", "kind", "layer", "layers"}
+
+
+def check_score(plan: CachePlan | None) -> None:
+    """Refuse a score policy that reads what a stream does not know.
+
+    Raises:
+        SpecError: It needs attention of queries that are still to come.
+    """
+    spec = None if plan is None else plan.score
+    if spec is not None and not set(spec.method.needs) <= _KNOWN:
+        missing = ", ".join(sorted(set(spec.method.needs) - _KNOWN))
+        raise SpecError(
+            f"{spec.method.name!r} needs {missing}, which frames of a stream do not have before "
+            "a question comes; use 'keynorm' in a stream"
+        )
+
+
+def score(memory: Memory, block: LiveBlock) -> LiveBlock:
+    """Let the policy choose among the visual tokens of a new frame, in every layer for itself.
+
+    Args:
+        memory: Its buffers hold the tokens, not counted in.
+        block: The new block; texts, and markers inside frames, are left alone.
+
+    Returns:
+        The block with what is left of it.
+    """
+    spec = None if memory.plan is None else memory.plan.score
+    visual = (block.kinds == VISUAL).nonzero()[:, 0]
+    if spec is None or not len(visual):
+        return block
+    markers = (block.kinds != VISUAL).nonzero()[:, 0]
+    held = []
+    for layer, buffer in enumerate(memory.buffers):
+        tail = buffer.read_all(buffer.length, buffer.length + block.n)  # [3, H, n, d]
+        rows = tail.index_select(2, visual.to(tail.device))
+        reduction = _choose(spec, rows, layer, len(memory.buffers))
+        chosen = visual[reduction.keep.cpu()]
+        held.append(torch.cat([markers, chosen]).sort().values)
+        buffer.select(held[-1], block.n)
+    return replace(block, held=tuple(held))
+
+
+def _choose(spec: Spec, rows: Tensor, layer: int, layers: int) -> Reduction:
+    """All heads of a layer keep the same tokens: heads side by side are one long key."""
+    keys, values = (_wide(rows[plane]) for plane in (RAW, VALUES))
+    signals = {
+        "values": values,
+        "kind": torch.full(keys.shape[:1], VISUAL, device=keys.device),
+        "layer": torch.tensor(layer),
+        "layers": torch.tensor(layers),
+    }
+    reduction = evict(spec, Tokens(keys, signals=signals))
+    if not reduction.pure:
+        raise SpecError(
+            f"{spec.method.name!r} merges keys, which frames of a stream do not do; use 'keynorm' "
+            "in a stream"
+        )
+    return reduction
+
+
+def _wide(rows: Tensor) -> Tensor:
+    return rows.transpose(0, 1).flatten(1)  # [m, H * d]
 
 
 class Engine:
@@ -67,8 +330,8 @@ class Engine:
         self,
         plan: CachePlan | None = None,
         *,
-        tiers: Quotas | None = None,
-        archive: Store | None = None,
+        tiers: TierQuotas | None = None,
+        archive: BlockStore | None = None,
         slack: float = 0.25,
     ) -> Memory:
         """An empty memory.
@@ -144,7 +407,7 @@ class Engine:
         )
         with self._capture.recording() as raw:
             before = None if recall is None else recall(raw)
-            cache = Cache(layers=[Slot(i, b, raw, before) for i, b in enumerate(buffers)])
+            cache = Cache(layers=[BufferLayer(i, b, raw, before) for i, b in enumerate(buffers)])
             uneven = before is not None or not same_length(buffers)
             flash = "flash" in str(self.decoder.config._attn_implementation)
             fit = fitting(self.decoder.config, self.attentions, embeds, cache)

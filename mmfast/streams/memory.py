@@ -11,16 +11,197 @@ import torch
 from torch import Tensor
 
 from mmfast.caches.plan import CachePlan
+from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.kv import Block
-from mmfast.streams import saved
-from mmfast.streams.archive import Found, Part
-from mmfast.streams.buffers import Buffer, Span
-from mmfast.streams.leaving import budget, check_plan, cut, leaving, spans, staying
-from mmfast.streams.places import Cursor, Live, Start, walk
-from mmfast.streams.turning import Turner
+from mmfast.streams import buffers
+from mmfast.streams.archive.archive import Found, LayerPart
+from mmfast.streams.buffers import RAW, VALUES, Buffer, Cursor, LiveBlock, Span, Start, Turner, walk
 
 
-class Store(Protocol):
+def to_tree(memory: Memory) -> dict[str, Any]:
+    """All state of a memory; tensors are copies."""
+    layers: list[dict[str, Tensor] | None] = []
+    for buffer in memory.buffers:
+        if buffer.data is None:
+            layers.append(None)
+        else:
+            layers.append({"keys": buffer.read(RAW).clone(), "values": buffer.read(VALUES).clone()})
+    return {
+        "plan": str(memory.plan) if memory.plan is not None else None,
+        "blocks": [buffers.to_tree(block) for block in memory.blocks],
+        "layers": layers,
+        "number": memory.number,
+        "stored": memory.stored,
+        "counts": dict(memory.counts),
+        "archive": None if memory.archive is None else memory.archive.snapshot(),
+    }
+
+
+def from_tree(memory: Memory, tree: dict[str, Any]) -> None:
+    """Fill a new memory of the same model and plan.
+
+    Raises:
+        MmfastError: The tree is of another model or another plan.
+    """
+    plan = str(memory.plan) if memory.plan is not None else None
+    if tree["plan"] != plan or (tree["archive"] is None) != (memory.archive is None):
+        raise MmfastError(
+            f"a stream saved with memory {tree['plan']!r} cannot go on with {plan!r}; "
+            "open it with the memory it was saved with"
+        )
+    if len(tree["layers"]) != len(memory.buffers):
+        raise MmfastError(
+            f"a stream saved from a model of {len(tree['layers'])} layers cannot go on with one "
+            f"of {len(memory.buffers)}; load the model it was saved with"
+        )
+    blocks = [buffers.from_tree(each) for each in tree["blocks"]]
+    for layer, saved in enumerate(tree["layers"]):
+        if saved is not None:
+            _fill(memory, layer, blocks, saved["keys"], saved["values"])
+    memory.blocks = blocks
+    memory.cursor = buffers.Cursor.behind(blocks, memory.turner.axes)
+    memory.number, memory.stored = tree["number"], tree["stored"]
+    memory.counts = dict(tree["counts"])
+    if memory.archive is not None:
+        memory.archive.restore(tree["archive"])
+
+
+def _fill(memory: Memory, layer: int, blocks: list[Any], keys: Any, values: Any) -> None:
+    device = memory.turner.device(layer)
+    raw, values = keys.to(device), values.to(device)
+    buffer = memory.buffers[layer]
+    buffer.length = 0
+    if blocks:
+        where = torch.cat([block.positions(layer) for block in blocks], 1)
+        buffer.write(raw, memory.turner.rotate(layer, raw, where), values)
+    buffer.length = raw.shape[1]
+
+
+_EXACT = "sink"  # may split a block; all other policies keep or drop whole ones
+
+
+def check_plan(plan: CachePlan | None) -> None:
+    """Refuse what an endless stream cannot do.
+
+    Raises:
+        SpecError: A position policy keeps a share, or nothing but sinks; a policy merges bits.
+    """
+    if plan is None:
+        return
+    for spec in plan.position:
+        if not isinstance(spec.budget, int):
+            raise SpecError(
+                f"'{plan}' keeps a share by {spec.method.name!r}, of a stream that has no end; "
+                f"write a number of tokens, for example '{spec.method.name}:4096'"
+            )
+    if plan.position and all(spec.method.name == _EXACT for spec in plan.position):
+        raise SpecError(
+            f"'{plan}' keeps sinks and nothing of what is new; add a window, for example "
+            f"'{plan}+window:4096'"
+        )
+
+
+def budget(plan: CachePlan | None) -> int:
+    """Tokens that position policies let live; 0 where there is no bound."""
+    specs = plan.position if plan is not None else ()
+    return sum(int(spec.budget or 0) for spec in specs)
+
+
+def staying(
+    plan: CachePlan, blocks: Sequence[LiveBlock], known: dict[tuple[bytes, ...], list[int]]
+) -> list[int]:
+    """How many of its first tokens each block keeps: all, none, or a part that is sinks.
+
+    Args:
+        plan: Its position policies decide.
+        blocks: Live blocks, the last of them new.
+        known: The last answer, as a full stream asks the same thing with every frame.
+
+    Raises:
+        MmfastError: The new block does not fit.
+    """
+    sizes = [block.size for block in blocks]
+    if sum(sizes) <= _smallest(plan):
+        return sizes
+    pattern = tuple(block.pattern for block in blocks)
+    if pattern in known:
+        return known[pattern]
+    kinds = torch.cat([block.counted() for block in blocks])
+    stands = plan.standing(kinds).split(sizes)
+    sinks = tuple(spec for spec in plan.position if spec.method.name == _EXACT)
+    exact = CachePlan(sinks).standing(kinds).split(sizes)
+    whole = torch.stack([part.all() for part in stands]).tolist()
+    firsts = torch.stack([part.sum() for part in exact]).tolist()
+    stays = [n if all_ else int(s) for n, all_, s in zip(sizes, whole, firsts, strict=True)]
+    if stays[-1] < sizes[-1]:
+        raise MmfastError(
+            f"a piece of {sizes[-1]} tokens does not fit into '{plan}'; give the window more "
+            "tokens, or reduce frames and cut texts"
+        )
+    known.clear()
+    known[pattern] = stays
+    return stays
+
+
+def _smallest(plan: CachePlan) -> int:
+    return min(int(spec.budget or 0) for spec in plan.position)
+
+
+def cut(block: LiveBlock, size: int) -> LiveBlock:
+    """The block with only its first `size` tokens held."""
+    if size >= block.size:
+        return block
+    held = tuple(each[:size] for each in block.held) or (torch.arange(size),)
+    return replace(block, held=held, whole=False)
+
+
+def spans(blocks: Sequence[LiveBlock], stays: Sequence[int], layer: int) -> list[Span]:
+    """Ranges of a layer's buffer that stay."""
+    found, at = [], 0
+    for block, size in zip(blocks, stays, strict=True):
+        held = block.size_at(layer)
+        found.append((at, at + (held if size >= block.size else min(size, held))))
+        at += held
+    return found
+
+
+def leaving(
+    blocks: Sequence[LiveBlock], stays: Sequence[int], buffers: Sequence[Buffer]
+) -> list[Block]:
+    """What leaves, with its keys before RoPE, in the order of time."""
+    found = []
+    ends = [0] * len(buffers)
+    for block, size in zip(blocks, stays, strict=True):
+        sizes = [block.size_at(layer) for layer in range(len(buffers))]
+        if size < block.size:
+            rows = [
+                (end + min(size, held), end + held) for end, held in zip(ends, sizes, strict=True)
+            ]
+            found.append(_block(block, size, rows, buffers))
+        ends = [end + held for end, held in zip(ends, sizes, strict=True)]
+    return found
+
+
+def _block(block: LiveBlock, first: int, rows: Sequence[Span], buffers: Sequence[Buffer]) -> Block:
+    kept: list[Tensor | None] = []
+    for layer in range(len(buffers)):
+        held = block.tokens(layer)
+        if held is None and first:
+            held = torch.arange(block.n)
+        kept.append(None if held is None else held[first:])
+    return Block(
+        block.number,
+        block.kind,
+        block.time,
+        block.relative,
+        torch.tensor(block.advance),
+        tuple(b.read(RAW, *span).clone() for b, span in zip(buffers, rows, strict=True)),
+        tuple(b.read(VALUES, *span).clone() for b, span in zip(buffers, rows, strict=True)),
+        tuple(kept) if any(each is not None for each in kept) else (),
+    )
+
+
+class BlockStore(Protocol):
     """What a memory asks of an archive; see `streams.archive.Archive`."""
 
     def put(self, block: Block) -> None:
@@ -29,7 +210,7 @@ class Store(Protocol):
     def choose(self, layer: int, query: Tensor) -> list[Found]:
         """What to read in a layer for queries `[Hq, T, d]` before RoPE."""
 
-    def read(self, layer: int, found: Sequence[Found]) -> list[Part]:
+    def read(self, layer: int, found: Sequence[Found]) -> list[LayerPart]:
         """Read it."""
 
     def forget(self, number: int) -> None:
@@ -65,7 +246,7 @@ class Memory:
     """
 
     def __init__(
-        self, turner: Turner, plan: CachePlan | None, archive: Store | None, slack: float
+        self, turner: Turner, plan: CachePlan | None, archive: BlockStore | None, slack: float
     ) -> None:
         check_plan(plan)
         self.plan = plan
@@ -73,7 +254,7 @@ class Memory:
         self.slack = slack
         self.turner = turner
         self.lock = threading.RLock()
-        self.blocks: list[Live] = []
+        self.blocks: list[LiveBlock] = []
         self.cursor = Cursor.behind([], turner.axes)
         room = budget(plan)
         self.buffers = [Buffer(room, bounded=room > 0) for _ in range(turner.layers)]
@@ -87,7 +268,7 @@ class Memory:
         """Where the next piece starts on each axis, unless it is fresh."""
         return self.cursor.next
 
-    def admit(self, block: Live) -> None:
+    def admit(self, block: LiveBlock) -> None:
         """Count in a block whose tokens stand behind the last ones, and let others leave.
 
         Nothing has changed when this raises.
@@ -117,7 +298,7 @@ class Memory:
             self._close_up()
             self.cursor = Cursor.behind(self.blocks, self.turner.axes)
 
-    def _add(self, block: Live) -> None:
+    def _add(self, block: LiveBlock) -> None:
         """Count in a block where nothing ever leaves."""
         self.number = max(self.number, block.number + 1)
         for layer, buffer in enumerate(self.buffers):
@@ -173,7 +354,7 @@ class Memory:
     def snapshot(self) -> dict[str, Any]:
         """All state as a tree of tensors, numbers and strings; see `streams.saved`."""
         with self.lock, torch.no_grad():
-            return saved.to_tree(self)
+            return to_tree(self)
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Take over a snapshot of a stream of the same model and plan; it goes on bit for bit.
@@ -182,4 +363,4 @@ class Memory:
             MmfastError: The snapshot is of another model or plan.
         """
         with self.lock, torch.no_grad():
-            saved.from_tree(self, tree)
+            from_tree(self, tree)

@@ -12,12 +12,12 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
-from mmfast.models.towers import KINDS
+from mmfast.models.families.tower import KINDS
 
 _BROKEN = "\ufffd"  # a character whose bytes are not all there yet
 
 
-class Branch(Protocol):
+class ReplySource(Protocol):
     """What a reply needs of a branch."""
 
     def token(self, id: int) -> Tensor:
@@ -132,7 +132,7 @@ class Reply(Iterator[str]):
 
     def __init__(
         self,
-        branch: Branch,
+        branch: ReplySource,
         logits: Tensor,
         *,
         tokenizer: Any,
@@ -144,7 +144,7 @@ class Reply(Iterator[str]):
         ended: Callable[[Reply], None],
         prompt: Sequence[int] = (),
     ) -> None:
-        self.branch: Branch | None = branch
+        self.branch: ReplySource | None = branch
         self.trace = trace
         self.ids: list[int] = []
         self.ttft_ms = 0.0

@@ -11,19 +11,186 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
-from mmfast.streams.folders import link_or_copy, lock, sync_folder
-from mmfast.streams.tree import File, compact, from_plain, to_plain
+
+if sys.platform != "win32":  # there folders are not locked, and none is taken for abandoned
+    import fcntl
+
+
+def lock(path: Path) -> int:
+    """Create `path` and lock it until the returned descriptor is closed or the process ends.
+
+    Raises:
+        BlockingIOError: Another holds it.
+        OSError: It cannot be made.
+    """
+    held = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        if sys.platform != "win32":
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        raise
+    return held
+
+
+def locked(path: Path) -> bool:
+    """Whether somebody holds the lock at `path`, or may be about to take it."""
+    if sys.platform == "win32":
+        return True
+    try:
+        held = os.open(path, os.O_RDWR)
+    except OSError:
+        return True  # no lock file yet, or not ours to judge
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(held)
+    return False
+
+
+def sync_file(path: Path) -> None:
+    """Make the contents of a file survive a power cut.
+
+    Raises:
+        OSError: The disk fails.
+    """
+    held = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(held)
+    finally:
+        os.close(held)
+
+
+def sync_folder(path: Path) -> None:
+    """Make names in a folder survive a power cut, where the system can."""
+    try:
+        held = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(held)
+    except OSError:
+        pass  # some file systems refuse folders
+    finally:
+        os.close(held)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a finished file a second name, or copy it where that is not possible.
+
+    Raises:
+        OSError: The source is gone, or the disk is full.
+    """
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+        sync_file(target)
+
+
+_KINDS = "dict, list, tuple, tensors, numbers, strings, True, False, None and files"
+
+
+@dataclass(frozen=True)
+class File:
+    """A finished file, synced to disk, that belongs to some state; saving links or copies it."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tree without what is large.
+
+    Attributes:
+        skeleton: Fit for JSON; containers are one-entry dicts that name their kind.
+        tensors: In the order in which the skeleton numbers them.
+        files: Likewise.
+    """
+
+    skeleton: Any
+    tensors: list[Tensor]
+    files: list[File]
+
+
+def to_plain(tree: Any) -> Plain:
+    """Take a tree apart.
+
+    Raises:
+        MmfastError: It holds something else than what `from_plain` can give back; says where.
+    """
+    plain = Plain(None, [], [])
+    return Plain(_skeleton(tree, plain, "tree"), plain.tensors, plain.files)
+
+
+def _skeleton(node: Any, plain: Plain, where: str) -> Any:
+    if node is None or type(node) in (bool, int, float, str):
+        return node
+    if isinstance(node, Tensor):
+        plain.tensors.append(node)
+        return {"tensor": len(plain.tensors) - 1}
+    if isinstance(node, File):
+        plain.files.append(node)
+        return {"file": len(plain.files) - 1}
+    if type(node) in (list, tuple):
+        items = [_skeleton(v, plain, f"{where}[{i}]") for i, v in enumerate(node)]
+        return {type(node).__name__: items}
+    if type(node) is dict and all(type(key) in (str, int) for key in node):
+        pairs = [[key, _skeleton(v, plain, f"{where}[{key!r}]")] for key, v in node.items()]
+        return {"dict": pairs}
+    raise MmfastError(
+        f"cannot save {where}: a {type(node).__name__} is none of {_KINDS} (keys: str or int)"
+    )
+
+
+def from_plain(skeleton: Any, tensors: Sequence[Tensor], files: Sequence[File] = ()) -> Any:
+    """Put a tree together again.
+
+    Raises:
+        MmfastError: The skeleton is not one that `to_plain` made, or lacks parts.
+    """
+    try:
+        return _tree(skeleton, tensors, files)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise MmfastError(f"saved state is malformed: {error!r}; it was not written here") from None
+
+
+def _tree(node: Any, tensors: Sequence[Tensor], files: Sequence[File]) -> Any:
+    if not isinstance(node, dict):
+        return node
+    ((kind, value),) = node.items()
+    if kind == "dict":
+        return {key: _tree(v, tensors, files) for key, v in value}
+    many: Callable[[Any], Any] = {"list": list, "tuple": tuple}.get(kind, list)
+    if kind in ("list", "tuple"):
+        return many(_tree(v, tensors, files) for v in value)
+    return {"tensor": tensors, "file": files}[kind][value]
+
+
+def compact(x: Tensor) -> Tensor:
+    """The same numbers, dense, and in storage of their own: a view would keep its whole base."""
+    x = x.detach()
+    alone = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x if alone and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
 
 _SHARD = 256 << 20  # bytes of tensors per file: what is in memory twice while saving
 _NAME = re.compile(r"gen-(\d{8,})")

@@ -1,13 +1,17 @@
 """How a model family writes a stream: opening, frames, question, and what follows an answer.
 
 Written piece by piece, a stream is what the stock processor and the stock model make of the same
-clip and question at once, token for token and position for position (`mmfast.streams.proof`
+clip and question at once, token for token and position for position (`mmfast.streams.families`
 compares them once for every checkpoint).
+
+How a checkpoint's own chat template writes a conversation about a video that goes on.
+
+The template is run on short sample conversations and the result is cut at the placeholder of the
+video, so a stream holds exactly the text that a stock prompt of the same conversation would.
 """
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,21 +19,151 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import ModelError
-from mmfast.streams.piece import Piece
-from mmfast.streams.wording import Wording
-
-# A family is a line here and a file with a class `Script`.
-_FILES = {
-    "llava_onevision": "mmfast.streams.llava_onevision",
-    "qwen2_vl": "mmfast.streams.qwen2_5_vl",
-    "qwen2_5_vl": "mmfast.streams.qwen2_5_vl",
-    "qwen3_vl": "mmfast.streams.qwen3_vl",
-}
+from mmfast.core.errors import MmfastError, ModelError
+from mmfast.models.prompt import check_question
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class Piece:
+    """Consecutive tokens of one conversation.
+
+    A piece starts where the one before it says (`advance` behind that one's start), or, where it
+    is `fresh`, on every axis one behind the highest position so far. A `level` piece starts on
+    every axis where the lowest axis of that start is: text after a video of the Qwen2 families
+    counts on from the rows and columns of the frames, not from their times, which run ahead.
+
+    Attributes:
+        embeds: `[n, D]` input of the language model.
+        relative: `[A, n]` int64 positions from the start of the piece; A is 1, or 3 under M-RoPE.
+        advance: `[A]` int64 from the start of this piece to the start of the next one.
+        kind: `text` or `frame`.
+        fresh: See above.
+        level: See above; `relative` then holds how far the last frame's rows or columns reach.
+        time: Seconds of the frame on the stream's clock; None for text.
+        visual: `[n]` bool, which tokens are visual; None for text.
+        planes: DeepStack features `[visual tokens, D]`, one per plane.
+        ids: `[n]` token ids, for repetition rules and transcripts.
+    """
+
+    embeds: Tensor
+    relative: Tensor
+    advance: Tensor
+    kind: str
+    fresh: bool
+    time: float | None = None
+    visual: Tensor | None = None
+    planes: tuple[Tensor, ...] = ()
+    ids: Tensor | None = None
+    level: bool = False
+
+
+_SAMPLE = "What is it?"
+# A reply that no template writes by itself; what comes behind it opens the next turn.
+_REPLY = "mmfastreply"
+
+
+class Wording:
+    """Texts of a stream, as token ids.
+
+    Args:
+        processor: The checkpoint's processor.
+        system: Text of a system message; None leaves it to the template.
+
+    Raises:
+        ModelError: There is no chat template, or one that puts the question before the video.
+    """
+
+    def __init__(self, processor: Any, system: str | None = None) -> None:
+        if getattr(processor, "chat_template", None) is None:
+            raise ModelError(f"{type(processor).__name__} has no chat template; give one that has")
+        self.processor, self.system = processor, system
+        self.tokenizer = processor.tokenizer
+        self.video: str = processor.video_token
+        self.video_id: int = processor.video_token_id
+        opening, _ = self._cut([self._user(_SAMPLE, video=True)], 2)
+        if _SAMPLE in opening:
+            raise ModelError(
+                f"the chat template of {type(processor).__name__} puts the question before the "
+                "video, so no frame can be read before it is known; use pipeline('video-qa')"
+            )
+        self._opening = opening
+
+    def opening(self) -> list[int]:
+        """From the start of the conversation up to the first frame."""
+        return self._ids(self._opening, after=True, special=True)
+
+    def question(self, text: str) -> list[int]:
+        """From behind the last frame to where the answer begins."""
+        _, tail = self._cut([self._user(self._checked(text), video=True)], 2)
+        return self._ids(tail, before=True)
+
+    def prompt(self, text: str) -> str:
+        """The stock prompt about one video, with its placeholder."""
+        return self._render([self._user(self._checked(text), video=True)])
+
+    def alone(self, text: str) -> list[int]:
+        """A whole prompt without a video."""
+        return self._ids(self._render([self._user(self._checked(text))]), special=True)
+
+    def again(self) -> list[int]:
+        """From behind an answer up to the first frame that follows it."""
+        turns = [self._user(_SAMPLE, True), self._said(), self._user(_SAMPLE, True)]
+        return self._ids(self._cut(turns, 3)[1].partition(_REPLY)[2], after=True)
+
+    def next_question(self, text: str) -> list[int]:
+        """From behind an answer to where the next begins, where no frame came between them."""
+        turns = [self._user(_SAMPLE, True), self._said(), self._user(self._checked(text))]
+        return self._ids(self._cut(turns, 2)[1].partition(_REPLY)[2])
+
+    def text(self, text: str) -> list[int]:
+        """Any text that stands alone between special tokens."""
+        return self._ids(text)
+
+    def _checked(self, text: str) -> str:
+        text = check_question(text)
+        for token in (self.video, getattr(self.processor, "image_token", None)):
+            if token and token in text:
+                raise MmfastError(
+                    f"question {text!r} holds the placeholder {token!r}; leave it out"
+                )
+        return text
+
+    def _user(self, text: str, video: bool = False) -> dict[str, Any]:
+        content = [{"type": "video"}] if video else []
+        return {"role": "user", "content": [*content, {"type": "text", "text": text}]}
+
+    def _said(self) -> dict[str, Any]:
+        return {"role": "assistant", "content": [{"type": "text", "text": _REPLY}]}
+
+    def _render(self, turns: list[dict[str, Any]]) -> str:
+        if self.system is not None:
+            system = {"role": "system", "content": [{"type": "text", "text": self.system}]}
+            turns = [system, *turns]
+        text: str = self.processor.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=False
+        )
+        return text
+
+    def _cut(self, turns: list[dict[str, Any]], parts: int) -> list[str]:
+        cut = self._render(turns).split(self.video)
+        if len(cut) != parts:
+            raise ModelError(
+                f"the chat template of {type(self.processor).__name__} wrote {len(cut) - 1} "
+                f"placeholders {self.video!r} for {parts - 1} videos; a stream needs one each"
+            )
+        return cut
+
+    def _ids(
+        self, text: str, before: bool = False, after: bool = False, special: bool = False
+    ) -> list[int]:
+        """Token ids of a text between placeholders, which are there while it is cut into tokens."""
+        full = self.video * before + text + self.video * after
+        ids: list[int] = self.tokenizer(full, add_special_tokens=special)["input_ids"]
+        return ids[int(before) : len(ids) - int(after)]
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedUnit:
     """What the encoder made of one frame, or of the two frames of a temporal patch.
 
     Attributes:
@@ -57,7 +191,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenState:
     """How far a conversation is written.
 
     Attributes:
@@ -95,17 +229,17 @@ class Script(ABC):
         self.model, self.base, self.wording, self.fps = model, model.base_model, wording, fps
         self.embed = self.base.get_input_embeddings()
 
-    def patch(self, state: Written, unit: Unit) -> tuple[Written, list[Piece]]:
+    def patch(self, state: WrittenState, unit: EncodedUnit) -> tuple[WrittenState, list[Piece]]:
         """Pieces of the next frame, and of the text before it where a video begins."""
         pieces = []
         if state.phase != "video":
             ids = self.wording.opening() if state.phase == "blank" else self.wording.again()
             pieces.append(self.text(ids))
-            state = Written("video", since=unit.times[0])
+            state = WrittenState("video", since=unit.times[0])
         state, frame = self._frame(state, unit)
         return replace(state, span=max(unit.grid)), [*pieces, *frame]
 
-    def question(self, state: Written, text: str) -> list[Piece]:
+    def question(self, state: WrittenState, text: str) -> list[Piece]:
         """Pieces from what was written last to where the answer begins."""
         if state.phase == "blank":
             return [self.text(self.wording.alone(text))]
@@ -113,15 +247,15 @@ class Script(ABC):
             return [self.text(self.wording.next_question(text))]
         return self._tail(state, self.wording.question(text))
 
-    def answered(self, state: Written) -> Written:
+    def answered(self, state: WrittenState) -> WrittenState:
         """After an exchange that stays in the stream."""
         return replace(state, phase="answered")
 
     @abstractmethod
-    def _frame(self, state: Written, unit: Unit) -> tuple[Written, list[Piece]]:
+    def _frame(self, state: WrittenState, unit: EncodedUnit) -> tuple[WrittenState, list[Piece]]:
         """One frame, or one temporal patch; [] where no token of it is left."""
 
-    def _tail(self, state: Written, ids: list[int]) -> list[Piece]:
+    def _tail(self, state: WrittenState, ids: list[int]) -> list[Piece]:
         return [self.text(ids)]
 
     @torch.no_grad()
@@ -138,29 +272,12 @@ class Script(ABC):
             ids=tokens,
         )
 
-    def visual(self, unit: Unit) -> Tensor:
+    def visual(self, unit: EncodedUnit) -> Tensor:
         """The unit's tokens as the language model takes them, `[M, D]`."""
         weight = self.embed.weight
         return unit.features.to(weight.device, weight.dtype)
 
-    def placeholders(self, unit: Unit) -> Tensor:
+    def placeholders(self, unit: EncodedUnit) -> Tensor:
         """Their token ids."""
         count = len(unit.features)
         return torch.full((count,), self.wording.video_id, device=self.embed.weight.device)
-
-
-def script_for(model: Any, processor: Any, fps: float, system: str | None = None) -> Script:
-    """The script of a model of a known family.
-
-    Raises:
-        ModelError: No script is known for the family, or its chat template cannot be streamed.
-    """
-    family = model.config.model_type
-    if family not in _FILES:
-        raise ModelError(
-            f"{type(model).__name__} (model_type {family!r}) cannot watch streams; families that "
-            f"do: {', '.join(sorted(_FILES))}; use pipeline('video-qa') for a clip that ends"
-        )
-    cls = importlib.import_module(_FILES[family]).FamilyScript
-    script: Script = cls(model, Wording(processor, system), fps)
-    return script

@@ -2,26 +2,97 @@
 
 from __future__ import annotations
 
+import threading
 import time as clocks
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mmfast.core.errors import MmfastError
+import numpy as np
+
+from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.trace import Trace
-from mmfast.frontends.limits import DEFAULT_LIMITS, Limits
+from mmfast.frontends.image import picture
+from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.prompt import check_question
 from mmfast.streams import saving
-from mmfast.streams.given import read_frames
-from mmfast.streams.quotas import Quotas
+from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.intake import Frame
 from mmfast.streams.reply import Reply, Sampler
-from mmfast.streams.speaking import Rule
+from mmfast.streams.sources import Watch, together
 from mmfast.streams.stream import Stream
-from mmfast.streams.subscribe import NO, PROBE, YES, Event, Look, Subscription, condition_of
-from mmfast.streams.turns import Turns
+from mmfast.streams.subscription import (
+    NO,
+    PROBE,
+    YES,
+    Event,
+    Look,
+    SpeakRule,
+    Subscription,
+    condition_of,
+)
 from mmfast.streams.viewer import Viewer
-from mmfast.streams.watching import Watch, together
+
+
+class TurnLock:
+    """Frames come all the time, so a plain lock might never let a question through.
+
+    Whoever holds it may take it again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._calm = threading.Condition()
+        self._urgent = 0  # questions that wait or run
+
+    @contextmanager
+    def frame(self) -> Iterator[None]:
+        """Hold it, after all questions that wait."""
+        self._let_pass()
+        with self._lock:
+            yield
+
+    def _let_pass(self) -> None:
+        with self._calm:
+            # Where this thread holds the lock already, no question can run before it is done.
+            if not self._lock._is_owned():  # type: ignore[attr-defined]
+                self._calm.wait_for(lambda: not self._urgent)
+
+    @contextmanager
+    def question(self) -> Iterator[None]:
+        """Hold it as soon as the frame that is being read is done."""
+        with self._calm:
+            self._urgent += 1
+        try:
+            with self._lock:
+                yield
+        finally:
+            with self._calm:
+                self._urgent -= 1
+                self._calm.notify_all()
+
+
+def read_frames(frame: Any, time: Any, limits: Limits) -> tuple[list[Frame], list[Any]]:
+    """One frame or several, as RGB `[H, W, 3]` uint8, and a time or None for each.
+
+    Args:
+        frame: Anything `read_image` takes; a list, a tuple or an array of four axes is several.
+        time: Seconds; of several frames a sequence of them, or None.
+        limits: Of a frame's size.
+
+    Raises:
+        MediaError: A frame cannot be read, or there are not as many times as frames.
+    """
+    several = isinstance(frame, list | tuple) or getattr(frame, "ndim", 0) == 4
+    frames = list(frame) if several else [frame]
+    many = isinstance(time, Sequence | np.ndarray) and not isinstance(time, str)
+    times = list(time) if many else [time] * len(frames)
+    if len(times) != len(frames) or (several and time is not None and not many):
+        given = f"{len(times)} times" if many else f"time={time!r}"
+        raise MediaError(f"{len(frames)} frames came with {given}; give one time for each, or None")
+    return [picture(each, "the frame", limits) for each in frames], times
 
 
 class Session:
@@ -38,14 +109,14 @@ class Session:
         viewer: Viewer,
         memory: str | None = None,
         *,
-        quotas: Quotas | None = None,
+        quotas: TierQuotas | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.viewer, self.limits = viewer, limits
         self.stream = Stream(viewer, memory, quotas)
         self.subscriptions: list[Subscription] = []
         self.watches: list[Watch] = []
-        self.turns, self.closed = Turns(), False
+        self.turns, self.closed = TurnLock(), False
 
     def push(self, frame: Any, time: Any = None) -> int:
         """Take the next frame, or the next few.
@@ -81,7 +152,7 @@ class Session:
         """Watch a source: file, directory of frames, camera, address, iterator.
 
         Args:
-            source: See `mmfast.frontends.live.live_frames`.
+            source: See `mmfast.frontends.live.source.live_frames`.
             background: Return at once and watch in a thread; else return when the source ends.
             **options: `fps`, `latency` (seconds that a frame may wait before it is dropped),
                 `realtime` (a file at its own speed), `allow_network`, `each`; see `Watch`.
@@ -172,7 +243,7 @@ class Session:
         max_new_tokens: int = 32,
         **rule: float,
     ) -> Subscription:
-        """Be told when something happens; `mmfast.streams.subscribe` explains the rule.
+        """Be told when something happens; `mmfast.streams.subscription` explains the rule.
 
         Args:
             text: "tell me when a car stops".
@@ -193,7 +264,7 @@ class Session:
         condition = condition_of(text)
         question = probe.replace("{condition}", condition)
         look = Look(question, tuple(yes), no, silence, reply, max_new_tokens)
-        subscription = Subscription(condition, Rule.of(rule), look, callback)
+        subscription = Subscription(condition, SpeakRule.of(rule), look, callback)
         with self.turns.question():
             self._check_open()
             look.check(self)

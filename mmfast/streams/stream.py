@@ -2,19 +2,84 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from numbers import Real
+from typing import Any, Protocol
 
 from mmfast.caches.plan import plan_cache
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.trace import Trace
-from mmfast.streams.encode import Shot
-from mmfast.streams.quotas import Quotas
+from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.intake import Shot
 from mmfast.streams.reply import Reply
-from mmfast.streams.script import Unit, Written
-from mmfast.streams.timeline import Timeline
+from mmfast.streams.script import EncodedUnit, WrittenState
 from mmfast.streams.viewer import Viewer
+
+# A frame so many seconds behind the last one is late; one further back is a source begun anew.
+LATE = 1.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Seconds of the stream so far; a value.
+
+    Attributes:
+        last: Of the last frame; None before the first.
+        offset: From the source's seconds to the stream's.
+        repeated: Frames left out because their time was the last one's.
+        late: Frames left out because they came out of order.
+        jumps: How often the source went back in time; the stream goes on.
+        fresh: The next frame is of another source, whose times need not ascend from here.
+    """
+
+    last: float | None = None
+    offset: float = 0.0
+    repeated: int = 0
+    late: int = 0
+    jumps: int = 0
+    fresh: bool = False
+
+    def step(self, time: object, interval: float) -> tuple[Timeline, float | None]:
+        """Take the time of the next frame.
+
+        Args:
+            time: Seconds on the source's clock; None is one interval after the last frame.
+            interval: Seconds between frames where nothing else is known.
+
+        Returns:
+            The timeline behind it, and its seconds on the stream's clock; None leaves it out.
+
+        Raises:
+            MediaError: The time is no finite number.
+        """
+        if time is None:
+            now = 0.0 if self.last is None else self.last + interval
+            return replace(self, last=now, fresh=False), now
+        if isinstance(time, bool) or not isinstance(time, Real) or not math.isfinite(time):
+            raise MediaError(f"time={time!r} of a frame is no number of seconds; give e.g. 1.5")
+        now = float(time) + self.offset
+        if self.last is None or now > self.last:
+            return replace(self, last=now, fresh=False), now
+        if not self.fresh and now == self.last:
+            return replace(self, repeated=self.repeated + 1), None
+        if not self.fresh and now >= self.last - LATE:
+            return replace(self, late=self.late + 1), None
+        jumps, now = self.jumps + (not self.fresh), self.last + interval
+        offset = now - float(time)
+        return replace(self, last=now, offset=offset, jumps=jumps, fresh=False), now
+
+    def again(self) -> Timeline:
+        """Before the first frame of another source."""
+        return replace(self, fresh=True)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain values, for saving."""
+        return asdict(self)
+
 
 _FORMAT = 1
 
@@ -37,17 +102,17 @@ class Stream:
         spent: Milliseconds by stage.
     """
 
-    def __init__(self, viewer: Viewer, spec: str | None, quotas: Quotas | None) -> None:
+    def __init__(self, viewer: Viewer, spec: str | None, quotas: TierQuotas | None) -> None:
         self.viewer, self.spec = viewer, spec
         self.memory = viewer.engine.memory(plan_cache(spec), tiers=quotas)
         self.timeline = Timeline()
         self.taken = viewer.intake.start()
-        self.written = Written()
+        self.written = WrittenState()
         self.version = 0
         self.counts = dict.fromkeys(("frames", "units", "tokens", "questions", "events"), 0)
         self.spent = {"encode_ms": 0.0, "prefill_ms": 0.0, "answer_ms": 0.0}
 
-    def take(self, frames: Sequence[Any], times: Sequence[Any]) -> list[Unit]:
+    def take(self, frames: Sequence[Any], times: Sequence[Any]) -> list[EncodedUnit]:
         """Take frames `[H, W, 3]` with the times of their source; returns the units written."""
         timeline, shots = self.timeline, list[Shot]()
         for frame, stamp in zip(frames, times, strict=True):
@@ -69,14 +134,14 @@ class Stream:
         for unit in units:
             self._write(unit)
 
-    def _write(self, unit: Unit) -> None:
+    def _write(self, unit: EncodedUnit) -> None:
         start = time.perf_counter()
         written, pieces = self.viewer.script.patch(self.written, unit)
         for piece in pieces:
             self.viewer.engine.append(self.memory, piece)
             self.version += 1
             if piece.kind == "text":  # a video has begun, whether or not its frame fits
-                self.written = Written("video", since=unit.times[0])
+                self.written = WrittenState("video", since=unit.times[0])
         self.written = written
         self.counts["units"] += 1
         self.counts["tokens"] += len(unit.features)
@@ -148,7 +213,7 @@ class Stream:
         self.memory.restore(tree["memory"])
         self.timeline = Timeline(**tree["timeline"])
         self.taken = self.viewer.intake.restore(tree["taken"])
-        self.written = Written(**tree["written"])
+        self.written = WrittenState(**tree["written"])
         self.counts, self.spent = dict(tree["counts"]), dict(tree["spent"])
 
     def close(self) -> None:
@@ -167,3 +232,86 @@ class Stream:
             **{name: round(ms, 3) for name, ms in self.spent.items()},
             "memory": self.memory.stats(),
         }
+
+
+class Clock(Protocol):
+    """Tells seconds that never go back, and lets a thread wait for some of them to pass."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary moment."""
+        ...
+
+    def wait(self, condition: threading.Condition, until: float | None = None) -> None:
+        """Wait on a held condition until it is notified or the clock reaches `until`.
+
+        It may wake early, as any condition: check again in a loop.
+        """
+        ...
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        """Seconds of the monotonic clock."""
+        return time.monotonic()
+
+    def wait(self, condition: threading.Condition, until: float | None = None) -> None:
+        """Wait on a held condition; None waits for its notification alone."""
+        left = None if until is None else until - self.now()
+        if left is None or left > 0:
+            condition.wait(left)
+
+
+class FakeClock:
+    """A clock that stands still until `advance`: time-dependent code becomes deterministic."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+        self._waiting: dict[object, tuple[threading.Condition, float]] = {}
+        self._changed = threading.Condition()  # guards both above
+
+    def now(self) -> float:
+        """Seconds set by hand."""
+        with self._changed:
+            return self._now
+
+    def wait(self, condition: threading.Condition, until: float | None = None) -> None:
+        """Wait on a held condition until it is notified or `advance` reaches `until`."""
+        if until is None:
+            condition.wait()
+            return
+        # Registered before the time is read: an advance in between finds the condition, and
+        # cannot notify before `condition.wait` has released its lock. No wake-up is lost.
+        with self._changed:
+            self._waiting[ticket := object()] = condition, until
+            passed = self._now >= until
+            self._changed.notify_all()
+        try:
+            if not passed:
+                condition.wait()
+        finally:
+            with self._changed:
+                del self._waiting[ticket]
+
+    def advance(self, seconds: float) -> None:
+        """Move the clock and wake everybody who waits for it."""
+        with self._changed:
+            self._now += seconds
+            waiting = {condition for condition, _ in self._waiting.values()}
+        for condition in waiting:
+            with condition:
+                condition.notify_all()
+
+    def settle(self, sleepers: int = 1, patience: float = 10.0) -> None:
+        """Wait, in real time, until so many threads wait for a moment yet to come.
+
+        Raises:
+            TimeoutError: They did not within `patience` seconds.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._sleepers() >= sleepers, patience):
+                raise TimeoutError(f"{self._sleepers()} of {sleepers} threads wait")
+
+    def _sleepers(self) -> int:
+        return sum(until > self._now for _, until in self._waiting.values())

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmfast.core.errors import MmfastError
-from mmfast.frontends.frame_gate import FrameGate
-from mmfast.streams.encode import Encoder
+from mmfast.frontends.changes import FrameGate
 from mmfast.streams.engine import Engine
-from mmfast.streams.intake import Intake
-from mmfast.streams.proof import prove
-from mmfast.streams.reducing import StreamReducer
+from mmfast.streams.families import prove, script_for
+from mmfast.streams.intake import FrameEncoder, Intake, StreamReducer
 from mmfast.streams.reply import placeholders, stop_ids
-from mmfast.streams.script import Script, script_for
+from mmfast.streams.script import Script
 
 
 @dataclass(eq=False)
@@ -57,7 +55,7 @@ class Viewer:
         model, processor = self.model, self.processor
         self.script = script_for(model, processor, float(self.fps), self.system)
         prove(self.script)
-        encoder = Encoder(model, processor, sized_for=self.sized_for, cache=self.frame_cache)
+        encoder = FrameEncoder(model, processor, sized_for=self.sized_for, cache=self.frame_cache)
         self.intake = Intake(
             encoder, self.script.frames, gate=self.gate, reducer=reducer, batch=self.batch
         )

@@ -44,7 +44,7 @@ Training, from `training.jsonl` beside this card ({machine}, torch {torch}, seed
 
 ## How it was trained
 
-`python -m mmfast.tiny.train_video --seed {seed}`: (1) clips are drawn, encoded and read back;
+`python -m mmfast.tiny.video.train --seed {seed}`: (1) clips are drawn, encoded and read back;
 (2) tower and projector learn what every patch shows (shape, colour, digit, row, column, offset
 to the object's centre), labels that the generator knows; (3) they are frozen and run over the
 clips once; (4) the decoder learns to answer, about ten questions a clip in one pass, half of the

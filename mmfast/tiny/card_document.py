@@ -36,7 +36,7 @@ Training, from `training.jsonl` beside this card ({machine}, torch {torch}, seed
 
 ## How it was trained
 
-`python -m mmfast.tiny.train_document`: pages are drawn and encoded once by the frozen tower; the
+`python -m mmfast.tiny.document.train`: pages are drawn and encoded once by the frozen tower; the
 decoder answers about ten questions a page in one pass. Most steps see a part of the tokens only
 (the most diverse 10 to 30 %, sometimes a random 35 to 50 %, all of them in one step of twenty;
 original positions): say so when you compare reductions on it with models that were not. In two of

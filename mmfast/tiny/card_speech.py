@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mmfast.models.speech_layout import SpeechLayout
+from mmfast.models.speech.layout import SpeechLayout
 
 CARD = """---
 library_name: transformers
@@ -33,8 +33,8 @@ measured on a model that has learned to speak; outside its {words} words it spel
 
 {size:.1f} MB in all. Voices {voices}; {speeds} words per minute; pitch {pitches}.
 
-`mmfast.models.speech.load_speech()` speaks, listens and answers; the backbone alone loads with
-`AutoModelForCausalLM`.
+`mmfast.models.speech.embedded.load_speech()` speaks, listens and answers; the backbone alone
+loads with `AutoModelForCausalLM`.
 
 ## Layout
 
@@ -48,7 +48,7 @@ and `<answer>` text, then the last question heard and its answer said.
 
 ## Training
 
-`python -m mmfast.tiny.train_speech`, on recordings of espeak-ng alone: {recordings}.
+`python -m mmfast.tiny.speech.train`, on recordings of espeak-ng alone: {recordings}.
 {runs}
 Speech to be understood is in eleven voices at 125 to 210 words per minute, with gain, noise, DC
 offset, telephone band and silence around it. Texts for evaluation are kept apart by their

@@ -33,9 +33,9 @@ that name once. Of the present, with the word "now": colour, shape, corner, and 
 screen. Answers are short lower-case words. It no longer answers `tiny-video`'s
 questions about movement, speed and order.
 
-The videos (`mmfast.tiny.world`): ordinary scenes of one to three moving things, some with a number
-that belongs to nothing, 10 to 60 seconds long, in hard cuts; and facts, 4 to 6 seconds long. A
-stream has at most 20 facts, because 20 of the 30 names are kept for them.
+The videos (`mmfast.tiny.stream.world`): ordinary scenes of one to three moving things, some
+with a number that belongs to nothing, 10 to 60 seconds long, in hard cuts; and facts, 4 to 6
+seconds long. A stream has at most 20 facts, because 20 of the 30 names are kept for them.
 
 ## Figures
 
@@ -52,7 +52,7 @@ clips of facts and {scenes} of scenes; {runs}.
 
 ## How it was trained
 
-`python -m mmfast.tiny.train_stream`: clips are drawn (half of them go through H.264) and encoded
+`python -m mmfast.tiny.stream.train`: clips are drawn (half of them go through H.264) and encoded
 once by the frozen tower; a training stream is 13 of them (8 facts, 5 scenes; 36 frames,
 of which only the 18 or 10 tokens that differ most from their frame are kept) or, in 3 steps of
 10, 8 of them with all tokens. About 14 questions a stream are answered in one pass, in half of the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -11,19 +12,36 @@ from typing import Any
 import torch
 
 from mmfast.attach import attach
+from mmfast.caches.plan import call_plan
 from mmfast.core.spec import Spec, parse
 from mmfast.frontends.image import read_image
-from mmfast.frontends.video import read_video
-from mmfast.models.counts import token_counts
-from mmfast.models.encoded import encoded
-from mmfast.models.kv_plan import call_plan
+from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import embedded_path, load
-from mmfast.models.prompt import Shot, build_inputs
+from mmfast.models.prompt import Shot, build_inputs, token_counts
+from mmfast.models.reduction.inputs import encoded
 from mmfast.models.timing import FirstToken
-from mmfast.tiny.scene import SAMPLED
-from mmfast.tiny.statistics import interval
-from mmfast.tiny.suites import Case, Suite, suite_of
+from mmfast.tiny.suites import Suite, SuiteCase, suite_of
 from mmfast.tiny.suites import suite as suite
+from mmfast.tiny.video.scene import SAMPLED
+
+Z = 1.959964  # 95 %
+
+
+def interval(right: int, n: int) -> list[float]:
+    """Wilson score interval of a share, 95 %; it stays inside [0, 1] and is never empty.
+
+    Args:
+        right: Right answers.
+        n: Questions, at least 1.
+
+    Returns:
+        Lower and upper bound.
+    """
+    share, spread = right / n, Z * Z / n
+    middle = (share + spread / 2) / (1 + spread)
+    half = Z * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
+    return [max(0.0, middle - half), min(1.0, middle + half)]
+
 
 BATCH = 20
 Progress = Callable[[str, int, int], None]
@@ -50,7 +68,7 @@ class Subject:
         source = embedded_path(self.asked.model) if model is None else model
         self.model, self.processor = load(source, device, "auto")
 
-    def inputs(self, cases: Sequence[Case]) -> Inputs:
+    def inputs(self, cases: Sequence[SuiteCase]) -> Inputs:
         """Processor output for a batch of cases, padded on the left."""
         shots = [[self._shot(file) for file in case.media] for case in cases]
         questions = [case.question for case in cases]
@@ -76,10 +94,10 @@ class Subject:
         return [t.strip().lower() for t in texts], (first.at - start) * 1e3 / len(prompt)
 
 
-class Batch:
+class QuestionBatch:
     """Questions answered together; the encoder runs once for all reductions behind it."""
 
-    def __init__(self, subject: Subject, cases: Sequence[Case], needs: set[str]) -> None:
+    def __init__(self, subject: Subject, cases: Sequence[SuiteCase], needs: set[str]) -> None:
         self.cases = cases
         self.inputs = subject.inputs(cases)
         start = time.perf_counter()
@@ -132,10 +150,10 @@ def run_eval(
     behind = [spec for spec in wanted if not _in_tower(stages[spec])]
     needs = {need for spec in behind for stage in stages[spec] for need in stage.method.needs}
     sizes = {1 if _alone(stages[spec]) else BATCH for spec in wanted}
-    batches: dict[int, list[Batch]] = {size: [] for size in sizes}
+    batches: dict[int, list[QuestionBatch]] = {size: [] for size in sizes}
     for size, prepared in batches.items():
         for at in range(0, n, size):
-            prepared.append(Batch(subject, cases[at : at + size], needs))
+            prepared.append(QuestionBatch(subject, cases[at : at + size], needs))
             if progress is not None:
                 progress("encoding", min(at + size, n), n)
     rows = []
@@ -159,7 +177,7 @@ def _alone(stages: Sequence[Spec]) -> bool:
 
 def _row(
     subject: Subject,
-    batches: Sequence[Batch],
+    batches: Sequence[QuestionBatch],
     spec: str | None,
     behind: bool,
     progress: Progress | None,

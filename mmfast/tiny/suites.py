@@ -15,13 +15,19 @@ import numpy as np
 from PIL import Image
 
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.tiny import pages
-from mmfast.tiny.questions import KINDS, WORDINGS, Fact, facts
-from mmfast.tiny.render import Bytes, draw
-from mmfast.tiny.scene import EVAL, FRAMES, make_scene, sampled_indices
-from mmfast.tiny.stills import still_facts
-from mmfast.tiny.table import make_table
-from mmfast.tiny.video_io import encode
+from mmfast.tiny.document import pages
+from mmfast.tiny.video.clips import encode
+from mmfast.tiny.video.lessons import still_facts
+from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, facts
+from mmfast.tiny.video.scene import (
+    EVAL,
+    FRAMES,
+    Bytes,
+    draw,
+    make_scene,
+    make_table,
+    sampled_indices,
+)
 
 STILL_KINDS = ("colour", "shape", "count", "position", "number")
 # A thing may be in several pictures of a prompt; what is asked of one must not depend on that.
@@ -30,7 +36,7 @@ ALBUM = 3  # pictures in a prompt
 
 
 @dataclass(frozen=True)
-class Case:
+class SuiteCase:
     """One question.
 
     Attributes:
@@ -63,11 +69,11 @@ class Suite:
     model: str
     media: str
     kinds: tuple[str, ...]
-    cases: Callable[[int], Iterator[Case]]
+    cases: Callable[[int], Iterator[SuiteCase]]
     summary: str
 
 
-def suite(n: int, seed: int, name: str = "video") -> list[Case]:
+def suite(n: int, seed: int, name: str = "video") -> list[SuiteCase]:
     """The first n cases of a suite; the same for the same seed.
 
     Raises:
@@ -97,7 +103,7 @@ class Picture:
     number: bool  # whether one is shown
 
 
-def _clips(seed: int) -> Iterator[Case]:
+def _clips(seed: int) -> Iterator[SuiteCase]:
     """Questions about clips, whose answers are clear."""
     clips = count()
     for number in count():
@@ -110,11 +116,11 @@ def _clips(seed: int) -> Iterator[Case]:
                 continue
             fact = known[(7 * number) % len(known)]
             wording = (number // len(KINDS)) % len(WORDINGS[kind])
-            yield Case((encode(drawing.frames),), fact.ask(wording), fact.answer, kind)
+            yield SuiteCase((encode(drawing.frames),), fact.ask(wording), fact.answer, kind)
             break
 
 
-def _stills(seed: int) -> Iterator[Case]:
+def _stills(seed: int) -> Iterator[SuiteCase]:
     """Questions about one frame of a clip, as a JPEG."""
     pictures = _pictures(seed, 1)
     for number in count():
@@ -122,7 +128,7 @@ def _stills(seed: int) -> Iterator[Case]:
         yield next(case for shown in pictures if (case := _ask([shown], kind, number)))
 
 
-def _albums(seed: int) -> Iterator[Case]:
+def _albums(seed: int) -> Iterator[SuiteCase]:
     """Several pictures in one prompt, a question that only one of them answers."""
     pictures = _pictures(seed, 2)
     albums = ([next(pictures) for _ in range(ALBUM)] for _ in count())
@@ -155,7 +161,7 @@ def _pictures(seed: int, stream: int) -> Iterator[Picture]:
         )
 
 
-def _ask(shown: Sequence[Picture], kind: str, number: int) -> Case | None:
+def _ask(shown: Sequence[Picture], kind: str, number: int) -> SuiteCase | None:
     """A question of a kind about pictures; None where there is none."""
     known = [
         (fact, wordings)
@@ -168,10 +174,10 @@ def _ask(shown: Sequence[Picture], kind: str, number: int) -> Case | None:
     fact, wordings = known[(7 * number) % len(known)]
     question = wordings[(number // 5) % len(wordings)].format(*fact.slots)
     files = tuple(_file(picture.frame, "JPEG") for picture in shown)
-    return Case(files, question, fact.answer, kind)
+    return SuiteCase(files, question, fact.answer, kind)
 
 
-def _documents(seed: int) -> Iterator[Case]:
+def _documents(seed: int) -> Iterator[SuiteCase]:
     """Questions about pages with printed numbers, as PNG."""
     indices = count()
     for number in count():
@@ -183,7 +189,7 @@ def _documents(seed: int) -> Iterator[Case]:
                 break
         fact = known[(7 * number) % len(known)]
         question = pages.ask(fact, number // len(pages.KINDS))
-        yield Case((_file(page.picture, "PNG"),), question, fact.answer, kind)
+        yield SuiteCase((_file(page.picture, "PNG"),), question, fact.answer, kind)
 
 
 def _file(picture: Bytes, kind: str) -> bytes:

@@ -35,7 +35,7 @@ is needed is missing, the server ends at start with a line that says which.
 
 from __future__ import annotations
 
-from mmfast.vllm.plan import Plan, choices, parse_plan, read_plan
+from mmfast.vllm.plan import ReducerPlan, choices, parse_plan, read_plan
 from mmfast.vllm.plugin import register
 
-__all__ = ["Plan", "choices", "parse_plan", "read_plan", "register"]
+__all__ = ["ReducerPlan", "choices", "parse_plan", "read_plan", "register"]

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.budget import count
 from mmfast.core.errors import SpecError
-from mmfast.core.follow import follow
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import Method, methods
-from mmfast.core.spec import Spec, parse, run
-from mmfast.core.tokens import Tokens
+from mmfast.core.spec import Spec, count, parse, run
+from mmfast.core.tokens import Tokens, follow
 
 KEY = "mmfast_reduce"  # in hf_overrides and mm_processor_kwargs
 VARIABLE = "MMFAST_VLLM_REDUCE"
@@ -24,7 +22,7 @@ _OWN = frozenset({"x", "grid"})  # what the encoder's output alone tells
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReducerPlan:
     """Reducers with fixed budgets, one after the other.
 
     Attributes:
@@ -86,7 +84,7 @@ def _reason(method: Method) -> str:
     return ""
 
 
-def parse_plan(text: str, rate: float | None = None) -> Plan:
+def parse_plan(text: str, rate: float | None = None) -> ReducerPlan:
     """Read a spec for vLLM.
 
     Args:
@@ -116,7 +114,7 @@ def parse_plan(text: str, rate: float | None = None) -> Plan:
         raise SpecError(
             f"{what}, but vLLM must know the count beforehand; write a budget, such as 'evs:0.25'"
         )
-    return Plan(stages)
+    return ReducerPlan(stages)
 
 
 def _with_budget(text: str, share: float | None) -> str:
@@ -127,7 +125,7 @@ def _with_budget(text: str, share: float | None) -> str:
 
 def read_plan(
     mm_config: Any, hf_config: Any, environ: Mapping[str, str] | None = None
-) -> Plan | None:
+) -> ReducerPlan | None:
     """The plan of a server; None where nobody asked for one.
 
     Args:

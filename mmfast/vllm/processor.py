@@ -7,10 +7,60 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mmfast.core.errors import SpecError
-from mmfast.vllm.plan import KEY, Plan, read_plan
-from mmfast.vllm.prompt import lumped, recount
+from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.vllm.plan import KEY, ReducerPlan, read_plan
+
+
+def recount(
+    ids: Sequence[int], counts: Sequence[int], *, video: int, start: int, end: int
+) -> list[int]:
+    """A prompt with other numbers of places per frame.
+
+    A frame is a run of video tokens, of any length, between a start and an end token; what lies
+    between these tokens for an image, and the text around all of them, stays.
+
+    Args:
+        ids: Tokens of the prompt.
+        counts: New number of places of each frame, in order.
+        video: The token that stands for a place.
+        start: The token before a frame.
+        end: The token after it.
+
+    Raises:
+        MmfastError: There are more or fewer frames than counts.
+    """
+    out: list[int] = []
+    rest, at, frames = list(counts), 0, 0
+    while at < len(ids):
+        out.append(ids[at])
+        at += 1
+        if out[-1] != start:
+            continue
+        stop = at
+        while stop < len(ids) and ids[stop] == video:
+            stop += 1
+        if stop == len(ids) or ids[stop] != end:
+            continue  # an image, or text
+        frames += 1
+        out += [video] * (rest.pop(0) if rest else 0)
+        at = stop
+    if frames != len(counts):
+        raise MmfastError(
+            f"the prompt has {frames} frames where {len(counts)} were expected: this vLLM lays "
+            "videos out in a way that mmfast does not know; use the version that its notes name"
+        )
+    return out
+
+
+def lumped(count: int, frames: int) -> list[int]:
+    """Places per frame of a pruned video: vLLM puts all of them into the first frame.
+
+    They only reserve room; where each frame's tokens end up is settled with the embeddings.
+    """
+    return [count] + [0] * (frames - 1)
 
 
 class PrunedPrompt:
@@ -36,7 +86,7 @@ class PrunedPrompt:
 
         return [counted(u) if u.modality == "video" else u for u in updates]
 
-    def _shorter(self, stock: Any, plan: Plan, grid: torch.Tensor) -> Any:
+    def _shorter(self, stock: Any, plan: ReducerPlan, grid: torch.Tensor) -> Any:
         """A video's part of the prompt, with places for what is kept.
 
         Args:
@@ -57,7 +107,7 @@ class PrunedPrompt:
         parent: Any = super()
         return parent._call_hf_processor(prompt, mm_data, kwargs, tok_kwargs)
 
-    def _plan(self, kwargs: Mapping[str, Any]) -> tuple[Plan | None, dict[str, Any]]:
+    def _plan(self, kwargs: Mapping[str, Any]) -> tuple[ReducerPlan | None, dict[str, Any]]:
         """The server's plan, and the processor's arguments without our own."""
         mm_config, rest = self.info.ctx.get_mm_config(), dict(kwargs)
         asked = rest.pop(KEY, None)
@@ -69,7 +119,7 @@ class PrunedPrompt:
             )
         return read_plan(mm_config, self.info.get_hf_config()), rest
 
-    def _kept(self, plan: Plan, grid: torch.Tensor) -> int:
+    def _kept(self, plan: ReducerPlan, grid: torch.Tensor) -> int:
         merge = self.info.get_hf_config().vision_config.spatial_merge_size
         return plan.count(int(grid.prod()) // merge**2)
 
@@ -95,3 +145,52 @@ class PrunedText(PrunedPrompt):
         held = out["input_ids"]
         out["input_ids"] = torch.tensor(rows) if isinstance(held, torch.Tensor) else rows
         return out
+
+
+class PrunedVideos:
+    """To stand before one of vLLM's Qwen models among the bases of a class."""
+
+    mmfast_plan: ReducerPlan | None
+    visual: Any
+
+    # Of the parent; a release without one of them is one that this plugin does not know.
+    mmfast_needs: tuple[str, ...] = ("_postprocess_video_embeds_evs", "recompute_mrope_positions")
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        config = vllm_config.model_config
+        plan = read_plan(config.multimodal_config, config.hf_config)
+        stock = super()
+        missing = [name for name in self.mmfast_needs if not hasattr(stock, name)]
+        if plan is not None and missing:
+            raise ModelError(
+                f"this vLLM's {type(self).__name__} has no {missing[0]}, which mmfast prunes by; "
+                "use the version that mmfast.vllm names, or leave its spec out"
+            )
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        self.mmfast_plan = plan  # after: a torch module takes attributes from then on
+
+    def mmfast_choose(self, embeds: Tensor, size: Any, width: int) -> tuple[Reduction, Tensor]:
+        """What is kept of one video.
+
+        Args:
+            embeds: The tower's output `[N, D]`, further channels behind the first `width`.
+            size: Patches: frames, rows, columns.
+            width: Channels that the choice looks at, DeepStack's left out.
+
+        Returns:
+            The choice, and its mask `[N]`: as many are set as the prompt has places.
+        """
+        assert self.mmfast_plan is not None
+        merge = int(self.visual.spatial_merge_size)
+        frames, rows, columns = (int(v) for v in size)
+        grid = (frames, rows // merge, columns // merge)
+        chosen = self.mmfast_plan.reduce(embeds[:, :width], grid)
+        mask = torch.zeros(len(embeds), dtype=torch.bool, device=embeds.device)
+        mask[chosen.keep] = True
+        return chosen, mask
+
+
+def field(inputs: Any, name: str) -> Any:
+    """A field of vLLM's inputs, which are mappings in some releases and objects in others."""
+    value = getattr(inputs, name, None)
+    return inputs[name] if value is None else value

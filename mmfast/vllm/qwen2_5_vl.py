@@ -9,8 +9,7 @@ from torch import Tensor
 from vllm.model_executor.models import qwen2_5_vl as stock
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from mmfast.vllm.model import PrunedVideos, field
-from mmfast.vllm.processor import PrunedPrompt
+from mmfast.vllm.processor import PrunedPrompt, PrunedVideos, field
 
 
 class Qwen2_5_VLMultiModalProcessor(  # noqa: N801 - vLLM's name

@@ -8,8 +8,7 @@ from torch import Tensor
 from vllm.model_executor.models import qwen3_vl as stock
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from mmfast.vllm.model import PrunedVideos, field
-from mmfast.vllm.processor import PrunedText
+from mmfast.vllm.processor import PrunedText, PrunedVideos, field
 
 
 class Qwen3VLMultiModalProcessor(

@@ -4,10 +4,17 @@ All of them take and give `[B, C, t]`, for any t, none included. A layer is in s
 give exactly t * up / down outputs at once, for every chunk of whole frames: then a row of a batch
 can begin anew while the others go on. Other layers wait: for the first samples (reflection), or
 for later ones (convolutions that look ahead).
+
+Layers that need more future than there is time for: each frame from a window around it.
+
+The window of frame t ends `ahead` frames behind it, and what lies beyond is taken for the end of
+the sound. It is exact where the window covers all that the layers can see of the future; short of
+that its error is there to be measured (`deviation`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +24,7 @@ from torch import Tensor, nn
 from mmfast.core.errors import ModelError
 
 
-class Layer(Protocol):
+class CodecLayer(Protocol):
     """One layer, or a stack of them."""
 
     in_step: bool
@@ -107,10 +114,10 @@ class Recurrent:
         return n
 
 
-class Chain:
+class LayerChain:
     """One layer behind the other."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[CodecLayer]) -> None:
         self.layers = tuple(layers)
         self.in_step = all(layer.in_step for layer in self.layers)
 
@@ -143,7 +150,7 @@ class Chain:
         return n
 
 
-class Waiting(NamedTuple):
+class BranchBuffer(NamedTuple):
     """What some branches of a sum have given before the others."""
 
     states: tuple[Any, ...]
@@ -153,30 +160,30 @@ class Waiting(NamedTuple):
 class Residual:
     """Branches of one input, added: where one looks ahead, the others wait for it."""
 
-    def __init__(self, *branches: Layer) -> None:
+    def __init__(self, *branches: CodecLayer) -> None:
         self.branches = branches
         self.in_step = all(branch.in_step for branch in branches)
 
-    def start(self, batch: int) -> Waiting:
+    def start(self, batch: int) -> BranchBuffer:
         """All branches at their start."""
         states = tuple(branch.start(batch) for branch in self.branches)
-        return Waiting(states, (None,) * len(states))
+        return BranchBuffer(states, (None,) * len(states))
 
-    def step(self, state: Waiting, x: Tensor) -> tuple[Waiting, Tensor]:
+    def step(self, state: BranchBuffer, x: Tensor) -> tuple[BranchBuffer, Tensor]:
         """`[B, C, t]` to the sum, as far as all branches have come."""
         pairs = [each.step(own, x) for each, own in zip(self.branches, state.states, strict=True)]
         states = tuple(pair[0] for pair in pairs)
         if self.in_step:
-            return Waiting(states, state.ahead), _sum([pair[1] for pair in pairs])
+            return BranchBuffer(states, state.ahead), _sum([pair[1] for pair in pairs])
         outs = [
             torch.cat([*_some(old), new], -1)
             for old, (_, new) in zip(state.ahead, pairs, strict=True)
         ]
         n = min(out.shape[-1] for out in outs)
         ahead = tuple(out[..., n:] for out in outs)
-        return Waiting(states, ahead), _sum([out[..., :n] for out in outs])
+        return BranchBuffer(states, ahead), _sum([out[..., :n] for out in outs])
 
-    def finish(self, state: Waiting) -> Tensor | None:
+    def finish(self, state: BranchBuffer) -> Tensor | None:
         """The rest of all of them, added."""
         ends = [each.finish(own) for each, own in zip(self.branches, state.states, strict=True)]
         outs = [join(old, new) for old, new in zip(state.ahead, ends, strict=True)]
@@ -207,3 +214,162 @@ def join(head: Tensor | None, tail: Tensor | None) -> Tensor | None:
     if head is None or tail is None:
         return tail if head is None else head
     return torch.cat([head, tail], dim=-1)
+
+
+class End(NamedTuple):
+    """The last sample so far."""
+
+    last: Tensor | None  # [B, C, 1]
+
+
+class Edge:
+    """`left` copies of the first sample before a stream, `right` copies of the last behind it."""
+
+    in_step = False
+
+    def __init__(self, left: int, right: int) -> None:
+        self.left, self.right = left, right
+
+    def start(self, batch: int) -> End:
+        """No sample yet."""
+        return End(None)
+
+    def step(self, state: End, x: Tensor) -> tuple[End, Tensor]:
+        """`[B, C, t]`, with copies before the first."""
+        if not x.shape[-1]:
+            return state, x
+        copies = x[..., :1].expand(*x.shape[:2], self.left)
+        out = torch.cat([copies, x], -1) if state.last is None else x
+        return End(x[..., -1:].clone()), out
+
+    def finish(self, state: End) -> Tensor | None:
+        """Copies behind the last."""
+        if state.last is None:
+            return None
+        return state.last.expand(*state.last.shape[:2], self.right)
+
+    def count(self, n: int) -> int:
+        """One for one, and those before the first."""
+        return n + self.left if n else 0
+
+
+class Due(NamedTuple):
+    """How much has come, and gone."""
+
+    inner: Any
+    total: int
+    given: int
+
+
+class Capped:
+    """A layer of whose end only as much is let out as `ratio` times the input."""
+
+    def __init__(self, layer: CodecLayer, ratio: int) -> None:
+        self.layer, self.ratio, self.in_step = layer, ratio, layer.in_step
+
+    def start(self, batch: int) -> Due:
+        """Nothing has come."""
+        return Due(self.layer.start(batch), 0, 0)
+
+    def step(self, state: Due, x: Tensor) -> tuple[Due, Tensor]:
+        """As the layer."""
+        inner, out = self.layer.step(state.inner, x)
+        return Due(inner, state.total + x.shape[-1], state.given + out.shape[-1]), out
+
+    def finish(self, state: Due) -> Tensor | None:
+        """What is still due."""
+        tail = join(None, self.layer.finish(state.inner))
+        return None if tail is None else tail[..., : self.ratio * state.total - state.given]
+
+    def count(self, n: int) -> int:
+        """As the layer."""
+        return self.layer.count(n)
+
+
+class FrameWindow(NamedTuple):
+    """The frames that a window may still need."""
+
+    frames: Tensor  # [B, C, w * unit]
+    done: int  # frames given
+    total: int  # frames come
+
+
+class Windowed:
+    """Layers, run anew over `back` frames, the frame itself and `ahead` frames.
+
+    Args:
+        layers: What is to run; in one piece on every window.
+        channels: Channels of its input.
+        unit: Inputs per frame.
+        yields: Outputs per frame.
+        back: Frames before; the layers' own past, or more.
+        ahead: Frames behind.
+        like: A tensor of the input's type and place.
+    """
+
+    in_step = False
+
+    def __init__(
+        self,
+        layers: Callable[[Tensor], Tensor],
+        channels: int,
+        unit: int,
+        yields: int,
+        back: int,
+        ahead: int,
+        like: Tensor,
+    ) -> None:
+        self.layers, self.channels, self.unit, self.yields = layers, channels, unit, yields
+        self.back, self.ahead, self.like = back, ahead, like
+
+    def start(self, batch: int) -> FrameWindow:
+        """No frame yet."""
+        return FrameWindow(self.like.new_zeros(batch, self.channels, 0), 0, 0)
+
+    def step(self, state: FrameWindow, x: Tensor) -> tuple[FrameWindow, Tensor]:
+        """Whole frames `[B, C, t * unit]` to the frames whose window is full."""
+        frames = torch.cat([state.frames, x], -1)
+        total = state.total + x.shape[-1] // self.unit
+        state = FrameWindow(frames, state.done, total)
+        return self._give(state, max(state.done, total - self.ahead))
+
+    def finish(self, state: FrameWindow) -> Tensor | None:
+        """The last frames, whose windows end with the stream."""
+        return self._give(state, state.total)[1] if state.total > state.done else None
+
+    def count(self, n: int) -> int:
+        """Outputs after `n` inputs."""
+        return max(0, n // self.unit - self.ahead) * self.yields
+
+    def _give(self, state: FrameWindow, until: int) -> tuple[FrameWindow, Tensor]:
+        base = state.total - state.frames.shape[-1] // self.unit  # the first frame kept
+        outs = []
+        for t in range(state.done, until):
+            low, high = max(base, t - self.back), min(state.total, t + self.ahead + 1)
+            out = self.layers(
+                state.frames[..., (low - base) * self.unit : (high - base) * self.unit]
+            )
+            outs.append(out[..., (t - low) * self.yields : (t - low + 1) * self.yields])
+        first = max(base, until - self.back)
+        kept = state.frames[..., (first - base) * self.unit :].clone()
+        empty = self.like.new_zeros(state.frames.shape[0], 1, 0)
+        return FrameWindow(kept, until, state.total), torch.cat(outs, -1) if outs else empty
+
+
+def at_once(layers: CodecLayer) -> Callable[[Tensor], Tensor]:
+    """Layers over a whole window: from its start to its end."""
+
+    def whole(x: Tensor) -> Tensor:
+        state, out = layers.step(layers.start(x.shape[0]), x)
+        tail = layers.finish(state)
+        return out if tail is None else torch.cat([out, tail], -1)
+
+    return whole
+
+
+def deviation(exact: Tensor, other: Tensor) -> tuple[float, float]:
+    """How far one sound is from another: largest difference, and error to signal in decibels."""
+    error = other.double() - exact.double()
+    power = float(exact.double().pow(2).mean().clamp(min=1e-30))
+    noise = float(error.pow(2).mean().clamp(min=1e-30))
+    return float(error.abs().max()), 10 * math.log10(noise / power)

@@ -3,25 +3,144 @@
 All rows of a batch share one grid of frames. A row can begin anew while the others go on: where
 every layer is in step, in place. Where a layer waits for samples (mirrored padding, look-ahead),
 that row becomes a group of its own, whose output comes late by `lag` frames, blanks before it.
+
+From the modules of a codec to layers that stream, by what they are made of.
+
+A module is known by its parts, not by its class: SEANet convolutions (`conv`, `causal`,
+`pad_mode`), their residual blocks (`block`, `shortcut`), an LSTM beside a skip (`lstm`), plain
+convolutions with zero padding, and functions of each moment.
+
+Values of many tensors: the state of a stream is a tuple of tuples, tensors and numbers.
+
+Every tensor has the rows of the batch first, so rows can be taken out and put back without knowing
+what a state means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from mmfast.core.errors import MediaError
-from mmfast.frontends.codecs.layers import Layer, join
-from mmfast.frontends.codecs.tree import take_rows, where_rows
+from mmfast.core.errors import MediaError, ModelError
+from mmfast.frontends.codecs.convolution import Conv, ConvTranspose
+from mmfast.frontends.codecs.layers import (
+    CodecLayer,
+    LayerChain,
+    Pointwise,
+    Recurrent,
+    Residual,
+    join,
+)
+
+MOMENTARY = (nn.ELU, nn.GELU, nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Tanh, nn.Identity)
+
+
+def walk(modules: Iterable[Any]) -> LayerChain:
+    """Modules that run one behind the other, as one streaming layer.
+
+    Raises:
+        ModelError: One of them cannot stream.
+    """
+    return LayerChain([stream(module) for module in modules])
+
+
+def stream(module: Any) -> CodecLayer:
+    """One module of a codec.
+
+    Raises:
+        ModelError: It cannot stream, or is not known.
+    """
+    if isinstance(module, nn.Conv1d):
+        return Conv(module, *_own_padding(module))
+    if isinstance(module, nn.ConvTranspose1d):
+        return ConvTranspose(module, *_own_padding(module))
+    if isinstance(getattr(module, "conv", None), (nn.Conv1d, nn.ConvTranspose1d)):
+        return _seanet(module)
+    if hasattr(module, "block") and hasattr(module, "shortcut"):
+        return Residual(walk(module.block), stream(module.shortcut))
+    if isinstance(getattr(module, "lstm", None), nn.LSTM):
+        return Recurrent(module.lstm)
+    if hasattr(module, "res_unit1"):
+        return walk(_dac_block(module))
+    if hasattr(module, "snake1") and hasattr(module, "conv2"):
+        unit = walk([module.snake1, module.conv1, module.snake2, module.conv2])
+        return Residual(unit, Pointwise(nn.Identity()))
+    if isinstance(module, MOMENTARY) or hasattr(module, "alpha"):  # alpha: the snake activation
+        return Pointwise(module)
+    raise ModelError(
+        f"cannot stream a layer {type(module).__name__}; choices: convolutions, transposed "
+        "convolutions, LSTM, residual blocks, activations"
+    )
+
+
+def _own_padding(module: Any) -> tuple[int, int]:
+    extra = any(getattr(module, "output_padding", (0,)))
+    if module.padding_mode != "zeros" or isinstance(module.padding, str) or extra:
+        raise ModelError(
+            f"cannot stream padding {module.padding!r} of {module.padding_mode!r}"
+            f"{' with output_padding' if extra else ''}; give zeros, the same at both ends"
+        )
+    return module.padding[0], module.padding[0]
+
+
+def _seanet(module: Any) -> CodecLayer:
+    """Padding all on the left (causal) or on both sides, the odd one on the left."""
+    if getattr(module, "norm_type", "weight_norm") == "time_group_norm":
+        raise ModelError(
+            "this codec normalises over all time (norm_type 'time_group_norm'), so it cannot "
+            "stream; choose one of norm_type 'weight_norm', such as facebook/encodec_24khz"
+        )
+    conv, causal = module.conv, bool(module.causal)
+    kernel = (conv.kernel_size[0] - 1) * conv.dilation[0] + 1
+    total = kernel - conv.stride[0]
+    if isinstance(conv, nn.ConvTranspose1d):
+        right = math.ceil(total * module.trim_right_ratio) if causal else total // 2
+        return ConvTranspose(conv, total - right, right)
+    right = 0 if causal else total // 2
+    return Conv(conv, total - right, right, module.pad_mode, whole=True)
+
+
+def _dac_block(module: Any) -> list[Any]:
+    units = [module.res_unit1, module.res_unit2, module.res_unit3]
+    if hasattr(module, "conv_t1"):
+        return [module.snake1, module.conv_t1, *units]
+    return [*units, module.snake1, module.conv1]
+
+
+def tree_map(function: Callable[..., Tensor], *trees: Any) -> Any:
+    """`function` of the tensors at the same place of each tree; the rest is the first one's."""
+    first = trees[0]
+    if isinstance(first, Tensor):
+        return function(*trees)
+    if isinstance(first, tuple):
+        parts = [tree_map(function, *each) for each in zip(*trees, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    return first
+
+
+def take_rows(tree: Any, rows: Tensor) -> Any:
+    """Rows `[b]` of every tensor."""
+    return tree_map(lambda x: x.index_select(0, rows.to(x.device)), tree)
+
+
+def where_rows(rows: Tensor, yes: Any, no: Any) -> Any:
+    """Of every tensor the rows of `yes` where `rows` (`[B]` bool) says so, else those of `no`."""
+
+    def pick(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(rows.to(a.device).view(-1, *[1] * (a.dim() - 1)), a, b)
+
+    return tree_map(pick, yes, no)
+
 
 BLOCK = 32  # frames worked on at once, which bounds the memory of a long chunk
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """Rows that began at the same time."""
 
     rows: Tensor  # [b] which of the batch
@@ -30,13 +149,13 @@ class Group(NamedTuple):
     frames: int  # since it began
 
 
-class Frames(NamedTuple):
+class RowState(NamedTuple):
     """State of a stage."""
 
     batch: int
     waiting: Tensor  # [B, ..., r] input that does not fill a frame
     frames: int  # of the oldest stream
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
 
 
 class FrameStage:
@@ -59,7 +178,7 @@ class FrameStage:
 
     def __init__(
         self,
-        layers: Layer,
+        layers: CodecLayer,
         check: Callable[[Any, int | None], Tensor],
         unit: int,
         yields: int,
@@ -75,16 +194,16 @@ class FrameStage:
         self.lookahead, self._lag = owed[-1], max(owed)
         self.startup = sum(n == 0 for n in counts)
 
-    def start(self, batch: int = 1) -> Frames:
+    def start(self, batch: int = 1) -> RowState:
         """The state of `batch` streams before their first chunk."""
         if batch < 1:
             raise MediaError(f"batch is {batch}; give 1 or more streams")
         rows = torch.arange(batch, device=self.device)
-        group = Group(rows, self.layers.start(batch), None, 0)
-        return Frames(batch, torch.zeros(batch, 0, device=self.device), 0, (group,))
+        group = RowGroup(rows, self.layers.start(batch), None, 0)
+        return RowState(batch, torch.zeros(batch, 0, device=self.device), 0, (group,))
 
     @torch.no_grad()
-    def step(self, state: Frames, chunk: Tensor) -> tuple[Frames, Tensor]:
+    def step(self, state: RowState, chunk: Tensor) -> tuple[RowState, Tensor]:
         """A chunk of any length to what it makes certain; the state given stays as it was.
 
         Raises:
@@ -104,7 +223,7 @@ class FrameStage:
         return state, outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
     @torch.no_grad()
-    def finish(self, state: Frames) -> Tensor:
+    def finish(self, state: RowState) -> Tensor:
         """The rest of every stream; rows that have less are filled with blanks behind it."""
         rest = state.waiting
         part = -(-rest.shape[-1] // self.unit)
@@ -122,7 +241,7 @@ class FrameStage:
         longest = max(tail.shape[-1] for tail in tails)
         return self._gather(state, [self._fill(tail, longest) for tail in tails])
 
-    def reset(self, state: Frames, rows: Tensor) -> Frames:
+    def reset(self, state: RowState, rows: Tensor) -> RowState:
         """The state with some streams (`[B]` bool) started anew.
 
         Samples that wait for a frame of theirs to fill are silence then: rows share frames.
@@ -147,7 +266,7 @@ class FrameStage:
             groups = (group._replace(inner=inner),)
         return state._replace(waiting=waiting, groups=groups)
 
-    def _advance(self, state: Frames, piece: Tensor) -> tuple[Frames, Tensor]:
+    def _advance(self, state: RowState, piece: Tensor) -> tuple[RowState, Tensor]:
         """Whole frames through the layers of every group; each gives as much as the oldest."""
         new, before = piece.shape[-1] // self.unit, self.layers.count(state.frames * self.unit)
         frames = state.frames + new
@@ -159,12 +278,12 @@ class FrameStage:
             if group.due is not None:
                 out = torch.cat([group.due, out], -1)
                 out, due = out[..., :n], out[..., n:]
-            groups.append(Group(group.rows, inner, due, group.frames + new))
+            groups.append(RowGroup(group.rows, inner, due, group.frames + new))
             outs.append(out)
         state = state._replace(frames=frames, groups=tuple(groups))
         return state, self._gather(state, outs)
 
-    def _split(self, state: Frames, rows: Tensor) -> tuple[Group, ...]:
+    def _split(self, state: RowState, rows: Tensor) -> tuple[RowGroup, ...]:
         """Groups without the rows, and one of them alone at its start, late by the lag."""
         kept = []
         for group in state.groups:
@@ -173,17 +292,17 @@ class FrameStage:
                 kept.append(take_rows(group, stay)._replace(frames=group.frames))
         new = rows.nonzero().flatten()
         due = self._blanks(len(new), self._lag)
-        return (*kept, Group(new, self.layers.start(len(new)), due, 0))
+        return (*kept, RowGroup(new, self.layers.start(len(new)), due, 0))
 
     def _blanks(self, rows: int, n: int) -> Tensor:
         kind = torch.long if isinstance(self.blank, int) else torch.float32
         shape = (rows, *self.shape, n)
         return torch.full(shape, self.blank, dtype=kind, device=self.device)
 
-    def _of(self, x: Tensor, group: Group, state: Frames) -> Tensor:
+    def _of(self, x: Tensor, group: RowGroup, state: RowState) -> Tensor:
         return x if len(state.groups) == 1 else x.index_select(0, group.rows)
 
-    def _gather(self, state: Frames, outs: list[Tensor]) -> Tensor:
+    def _gather(self, state: RowState, outs: list[Tensor]) -> Tensor:
         """The rows of all groups back in their places."""
         if len(outs) == 1 and len(outs[0]) == state.batch:
             return outs[0]

@@ -44,7 +44,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """How tokens are chosen.
 
     Attributes:
@@ -93,7 +93,7 @@ class Request:
 
     id: str
     messages: tuple[Message, ...]
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     options: Options = field(default_factory=Options)
     tenant: str = ""
     priority: int = 0

@@ -4,17 +4,92 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from mmfast.serve.engine.answer import Answer
-from mmfast.serve.engine.decode import Decoder
-from mmfast.serve.engine.encoder import Encoder, Result
-from mmfast.serve.engine.prefill import Job, Prefiller, token_bytes
-from mmfast.serve.engine.prefix import Prefixes
-from mmfast.serve.engine.tower import Tower
+from mmfast.serve.engine.decode import DecodeBatch
+from mmfast.serve.engine.encoder import MediaEncoder, Result, Steps
+from mmfast.serve.engine.prefill import Prefiller, PrefillJob, Prefixes, token_bytes
+from mmfast.serve.engine.request import ActiveRequest
+
+_END = object()
+Made = tuple[ActiveRequest, Result]
 
 
-class Batch:
+class TowerQueue:
+    """Requests that wait for embeddings, and the call that makes them.
+
+    Args:
+        encoder: Makes embeddings.
+    """
+
+    def __init__(self, encoder: MediaEncoder) -> None:
+        self.encoder = encoder
+        self._waiting: dict[str, ActiveRequest] = {}
+        self._call: tuple[Steps, list[ActiveRequest | None]] | None = None
+
+    @property
+    def answers(self) -> list[ActiveRequest]:
+        """All requests that are here."""
+        called = [answer for answer in self._call[1] if answer] if self._call else []
+        return [*list(self._waiting.values()), *called]  # health is of any thread
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a call is under way."""
+        return self._call is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether somebody waits for the next call."""
+        return bool(self._waiting)
+
+    def add(self, answer: ActiveRequest) -> None:
+        """Take a request in."""
+        self._waiting[answer.id] = answer
+
+    def cancel(self, name: str) -> ActiveRequest | None:
+        """Let a request go; a call that is nobody's any more ends."""
+        answer = self._waiting.pop(name, None)
+        batch = self._call[1] if self._call else []
+        for i, each in enumerate(batch):
+            if each is not None and each.id == name:
+                answer, batch[i] = each, None
+        if self._call is not None and not any(batch):
+            self._call[0].close()
+            self._call = None
+        return answer
+
+    def texts(self) -> Iterator[Made]:
+        """Requests without media: they need no tower, and wait for nobody's call of it."""
+        for answer in list(self._waiting.values()):
+            prepared = answer.prepared
+            if prepared is not None and not prepared.media:
+                del self._waiting[answer.id]
+                yield answer, self.encoder.encode([prepared])[0]
+
+    def step(self, budget: float | None) -> Made | None:
+        """A slice of the call, which begins with all that wait; what became of one of them.
+
+        Args:
+            budget: Seconds after which the call stops at the next block; None never stops it.
+        """
+        if self._call is None:
+            fresh = [a for a in self._waiting.values() if a.prepared is not None]
+            self._waiting.clear()
+            prepared = [a.prepared for a in fresh if a.prepared is not None]
+            self._call = self.encoder.steps(prepared), [*fresh]
+        steps, batch = self._call
+        self.encoder.slicer.budget = budget
+        step = next(steps, _END)
+        if step is _END:
+            self._call = None
+        elif isinstance(step, tuple):
+            answer, batch[step[0]] = batch[step[0]], None
+            return None if answer is None else (answer, step[1])
+        return None
+
+
+class RunningBatch:
     """Requests at work.
 
     Args:
@@ -33,9 +108,9 @@ class Batch:
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: MediaEncoder,
         prefiller: Prefiller,
-        decoder: Decoder,
+        decoder: DecodeBatch,
         limit: int,
         served: Callable[[str, float], None],
     ) -> None:
@@ -43,9 +118,9 @@ class Batch:
         self._served = served
         self.prefixes = Prefixes(limit)
         self.per_token = token_bytes(prefiller)
-        self._tower = Tower(encoder)
-        self._jobs: dict[str, tuple[Answer, Job]] = {}
-        self._running: dict[str, Answer] = {}
+        self._tower = TowerQueue(encoder)
+        self._jobs: dict[str, tuple[ActiveRequest, PrefillJob]] = {}
+        self._running: dict[str, ActiveRequest] = {}
         self._prefill_next = False
         self.pace = 0.02  # seconds of a chunk
         self.gaps: deque[tuple[float, float]] = deque(maxlen=4096)
@@ -53,13 +128,13 @@ class Batch:
         self._stepped: tuple[float, float] | None = None
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ActiveRequest]:
         """All requests at work."""
         jobs = [answer for answer, _ in list(self._jobs.values())]  # health is of any thread
         return [*self._tower.answers, *jobs, *list(self._running.values())]
 
     @property
-    def coming(self) -> list[Answer]:
+    def coming(self) -> list[ActiveRequest]:
         """Requests that have no token yet."""
         return [answer for answer in self.answers if answer.id not in self._running]
 
@@ -74,11 +149,11 @@ class Batch:
         jobs = sum(job.nbytes for _, job in list(self._jobs.values()))
         return self.decoder.slots.nbytes + jobs
 
-    def start(self, answer: Answer) -> None:
+    def start(self, answer: ActiveRequest) -> None:
         """Take a request in."""
         self._tower.add(answer)
 
-    def cancel(self, name: str) -> Answer | None:
+    def cancel(self, name: str) -> ActiveRequest | None:
         """Let a request go, whatever is done with it; its memory is free at once."""
         answer = self._tower.cancel(name)
         if name in self._jobs:
@@ -134,7 +209,7 @@ class Batch:
                 self._fail(answer, error)
         return True
 
-    def clear(self) -> list[Answer]:
+    def clear(self) -> list[ActiveRequest]:
         """Let everything go; the requests it was."""
         gone = self.answers
         for answer in gone:
@@ -148,14 +223,14 @@ class Batch:
         if made is not None:
             self._encoded(*made)
 
-    def _encoded(self, answer: Answer, found: Result) -> None:
+    def _encoded(self, answer: ActiveRequest, found: Result) -> None:
         if isinstance(found, Exception):
             self._fail(answer, found)
             return
         answer.prepared = None
         answer.reserve = found.length + answer.sampling.max_tokens
         prefix = self.prefixes.find(answer.request.tenant, found.blocks, found.length)
-        job = Job(found, prefix)
+        job = PrefillJob(found, prefix)
         answer.cached = max(found.reused, job.reused)
         self._jobs[answer.id] = answer, job
 
@@ -177,11 +252,13 @@ class Batch:
             if job.prompt.length <= self.prefiller.chunk or not self._running:
                 self._begin(answer, job)
 
-    def _read(self) -> list[tuple[Answer, Job]]:
+    def _read(self) -> list[tuple[ActiveRequest, PrefillJob]]:
         """Prompts that are read, and wait to begin."""
         return [(answer, job) for answer, job in self._jobs.values() if not job.left]
 
-    def _pass(self, plan: Sequence[tuple[Job, int]], owners: dict[Job, Answer]) -> None:
+    def _pass(
+        self, plan: Sequence[tuple[PrefillJob, int]], owners: dict[PrefillJob, ActiveRequest]
+    ) -> None:
         """One pass of prefill; nothing has happened where it raises."""
         work = sum(self.prefiller.cost(job, n) for job, n in plan)
         start, worked = time.perf_counter(), time.thread_time()
@@ -195,7 +272,7 @@ class Batch:
             owners[job].prefill_ms += ms * n / total
             self._served(owners[job].payer, n)
 
-    def _begin(self, answer: Answer, job: Job) -> None:
+    def _begin(self, answer: ActiveRequest, job: PrefillJob) -> None:
         """From prefill to decoding."""
         del self._jobs[answer.id]
         prompt, filled = job.prompt, self.prefiller.result(job)
@@ -213,7 +290,7 @@ class Batch:
         except Exception as error:
             self._fail(answer, error)
 
-    def _release(self, answer: Answer) -> None:
+    def _release(self, answer: ActiveRequest) -> None:
         self._running.pop(answer.id, None)
         self.decoder.release(answer.id)
         if answer.broken or answer.read is None:
@@ -221,6 +298,6 @@ class Batch:
             return
         answer.finish(*answer.read)
 
-    def _fail(self, answer: Answer, error: Exception) -> None:
+    def _fail(self, answer: ActiveRequest, error: Exception) -> None:
         self.cancel(answer.id)
         answer.fail(error)

@@ -2,31 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import random
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmfast.serve.engine.base import Sampling
-from mmfast.serve.engine.parts import Draw, Filled
+from mmfast.decoding.sampling import Sampling as Choice
+from mmfast.decoding.sampling import draw, not_finite, process
+from mmfast.models.families.tower import KINDS
+from mmfast.serve.engine.base import Reason, SamplingOptions
+from mmfast.serve.engine.failures import NoTokenError
 from mmfast.serve.engine.prefill import check_batches, logits
-from mmfast.serve.engine.sample import Chooser
-from mmfast.serve.engine.slots import RowCache, Slots
+from mmfast.serve.engine.slots import CacheSlots, Draw, Filled, RowCache
+
+_GREEDY = 1e-5  # a temperature under it: logits divided by it are no numbers any more
+
+
+class Chooser:
+    """What `generate` of a model does to logits, without its state.
+
+    A draw depends on the seed and on the number of the token alone, so an answer is the same
+    whatever was decoded beside it.
+
+    Args:
+        model: A stock model.
+
+    Attributes:
+        ends: Token ids that end an answer.
+        penalty: Repetition penalty of its generation config; 1 is none.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.generation_config
+        ends = config.eos_token_id
+        self.ends = frozenset([ends] if isinstance(ends, int) else ends or ())
+        self.penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
+        named = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
+        blocked = [i for i in named if i is not None]  # an answer has no placeholders
+        rows = model.get_output_embeddings().weight.shape[0]
+        inside = sorted(i for i in {*blocked, *(config.suppress_tokens or ())} if i < rows)
+        self._blocked = torch.tensor(inside, device=model.device, dtype=torch.int64)
+
+    def choose(
+        self, logits: Tensor, draws: Sequence[Draw], seen: Sequence[Tensor | None]
+    ) -> list[int | Exception]:
+        """A token per row; a row that has none gets an error.
+
+        Args:
+            logits: `[B, V]` float32; changed in place.
+            draws: How.
+            seen: Per row the token ids so far, where there is a penalty.
+        """
+        if len(self._blocked):
+            logits[:, self._blocked] = -torch.inf
+        for row, mine in enumerate(seen):
+            if mine is not None and self.penalty != 1:
+                old = logits[row, mine]
+                old = torch.where(old < 0, old * self.penalty, old / self.penalty)
+                logits[row, mine] = old
+        peaks, best = logits.max(-1)
+        fine, tokens = torch.isfinite(peaks).tolist(), best.tolist()
+        found: list[int | Exception] = []
+        for row, each in enumerate(draws):
+            if not fine[row]:
+                found.append(NoTokenError(not_finite()))
+            elif each.sampling.temperature < _GREEDY:
+                found.append(tokens[row])
+            else:
+                found.append(_drawn(logits[row], each))
+        return found
+
+
+def _drawn(logits: Tensor, how: Draw) -> int:
+    given = how.sampling
+    choice = Choice(temperature=given.temperature, top_p=given.top_p)
+    chances = process(logits[None], choice, ((),))[0].softmax(-1)
+    number = random.Random(f"{given.seed}/{how.step}").random()
+    return int(draw(chances, torch.tensor(number, dtype=torch.float64, device=logits.device)))
 
 
 @dataclass(eq=False)
 class _Answer:
     key: Hashable
-    sampling: Sampling
+    sampling: SamplingOptions
     token: int
     step: int
     position: list[int]  # [A] of the token that is read next
     seen: Tensor | None
 
 
-class Decoder:
+class DecodeBatch:
     """Answers that run.
 
     Args:
@@ -46,13 +114,13 @@ class Decoder:
         self.decoder, self._output = model.get_decoder(), model.get_output_embeddings()
         self._table = self.decoder.get_input_embeddings()
         self.chooser = Chooser(model)
-        self.slots = Slots(len(self.decoder.layers), slots)
+        self.slots = CacheSlots(len(self.decoder.layers), slots)
         self._rows: list[_Answer] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def first(self, filled: Filled, sampling: Sampling) -> int:
+    def first(self, filled: Filled, sampling: SamplingOptions) -> int:
         """The first token of an answer.
 
         Raises:
@@ -64,7 +132,7 @@ class Decoder:
         return found[0]
 
     @torch.inference_mode()
-    def admit(self, key: Hashable, filled: Filled, token: int, sampling: Sampling) -> None:
+    def admit(self, key: Hashable, filled: Filled, token: int, sampling: SamplingOptions) -> None:
         """Take an answer in behind its first token.
 
         Args:
@@ -120,3 +188,70 @@ class Decoder:
                 if row.seen is not None:
                     row.seen = torch.cat([row.seen, row.seen.new_tensor([token])]).unique()
         return [(row.key, token) for row, token in zip(rows, chosen, strict=True)]
+
+
+_HALF = "\ufffd"  # what a tokenizer writes for half a character
+
+
+class Writer:
+    """The text of one answer.
+
+    Args:
+        tokenizer: Of the model.
+        sampling: Longest answer and stop strings.
+        ends: Token ids that end an answer.
+
+    Attributes:
+        over: Why the answer is over; None while it is not.
+        count: Tokens so far.
+    """
+
+    def __init__(self, tokenizer: Any, sampling: SamplingOptions, ends: Collection[int]) -> None:
+        self._tokenizer, self._sampling, self._ends = tokenizer, sampling, ends
+        self._tokens: list[int] = []
+        self._start = self._read = 0  # tokens before `_start` are written; up to `_read` too
+        self._held = ""  # may become a stop string
+        self.over: Reason | None = None
+        self.count = 0
+
+    def push(self, token: int) -> str:
+        """Take the next token; returns the text that is certain now, maybe none."""
+        self.count += 1
+        ended = token in self._ends
+        if not ended:
+            self._tokens.append(token)
+        last = ended or self.count >= self._sampling.max_tokens
+        text = self._held + self._decoded(last)
+        for stop in self._sampling.stop:
+            at = text.find(stop) if stop else -1
+            if at >= 0:
+                text, ended = text[:at], True
+                last = True
+        if last:
+            self.over, self._held = "stop" if ended else "length", ""
+            return text
+        keep = max((_overlap(text, stop) for stop in self._sampling.stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _decoded(self, last: bool) -> str:
+        """What the new tokens add; half a character waits for its other half."""
+        before = self._text(self._tokens[self._start : self._read])
+        now = self._text(self._tokens[self._start :])
+        if not last and now.endswith(_HALF):
+            return ""
+        # Some tokenizers write a space by what stands before: one written piece stays in sight.
+        self._start, self._read = self._read, len(self._tokens)
+        return now[len(before) :]
+
+    def _text(self, tokens: list[int]) -> str:
+        found: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return found
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Letters at the end of `text` that may be the beginning of `stop`."""
+    for n in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-n:]):
+            return n
+    return 0

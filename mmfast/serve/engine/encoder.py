@@ -2,26 +2,307 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from mmfast.core.errors import MmfastError, SpecError
+import torch
+from torch import Tensor, nn
+
+from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.spec import Spec, parse
-from mmfast.models.adapter import adapter_for, check_media
-from mmfast.models.inner import AHEAD
+from mmfast.core.trace import Trace
+from mmfast.models.families.adapter import adapter_for, check_media
 from mmfast.models.prompt import chat_inputs
-from mmfast.models.records import features_given
+from mmfast.models.reduction.decoder_signals import AHEAD
+from mmfast.models.reduction.inputs import compress
+from mmfast.models.reduction.record import features_given, flat
 from mmfast.serve.engine.base import Media, Request
-from mmfast.serve.engine.finish import Key, Result, finished
-from mmfast.serve.engine.lru import Lru
-from mmfast.serve.engine.media import Known, Unit, encode, grouped, units, whole
-from mmfast.serve.engine.parts import Prepared
-from mmfast.serve.engine.slicer import Slicer
+from mmfast.serve.engine.media import Known, Lru, MediaUnit, encode, grouped, joined, units, whole
+from mmfast.serve.engine.slots import Embedded, Prepared
 
-__all__ = ["Encoder", "Result", "Steps", "early"]
+BLOCK = 16  # tokens; beginnings are compared in steps of these
+
+
+def embedded(
+    model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any], named: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The fields of `Embedded` that the language model reads.
+
+    Args:
+        model: The model.
+        rest: Inputs as `compress` returns them, of one prompt.
+        whole: Encoder outputs before reduction, by kind.
+        named: Identity `[n]` int64 of each feature by kind; without one, its bytes are hashed.
+    """
+    base, ids = model.base_model, rest["input_ids"][0]
+    outputs = rest.get("mm_encoder_outputs") or {}
+    embeds: Tensor | None = rest.get("inputs_embeds")
+    joint = torch.zeros_like(ids, dtype=torch.bool)
+    marks = ids.clone()
+    hidden = base.get_input_embeddings()(ids) if embeds is None else embeds[0]
+    planes: list[Tensor] = []
+    for kind, output in (outputs or whole).items():
+        place = ids == getattr(base.config, f"{kind}_token_id")
+        features = flat(output.pooler_output).to(hidden)
+        if embeds is None:
+            hidden = hidden.masked_scatter(place[:, None], features)
+        marks[place] = named[kind] if kind in named else hashes(hidden[place])
+        for i, plane in enumerate(getattr(output, "deepstack_features", None) or ()):
+            if len(planes) <= i:
+                planes.append(torch.zeros_like(hidden))
+            planes[i][place] = flat(plane).to(hidden)
+        joint |= place
+    positions = axes(model, rest["position_ids"], len(ids))
+    return {
+        "embeds": hidden,
+        "positions": positions,
+        "blocks": chain(marks, positions),
+        "visual": joint if planes else None,
+        "planes": tuple(plane[joint] for plane in planes),
+    }
+
+
+def axes(model: Any, positions: Tensor, length: int) -> Tensor:
+    """Positions `[A, m]` of one prompt, from `[1, m]`, `[3, 1, m]` or `[4, 1, m]`."""
+    wide = hasattr(getattr(model.get_decoder(), "rotary_emb", None), "mrope_section")
+    if positions.ndim == 3:
+        positions = positions[-3:, 0]
+    if positions.shape[0] == 1 and wide:
+        positions = positions.expand(3, -1)
+    return positions[:, -length:].contiguous()
+
+
+def identities(
+    mine: Sequence[MediaUnit], parts: Mapping[str, Sequence[Known]], reduce: str | None
+) -> dict[str, Tensor]:
+    """Identity `[n]` of each feature by kind; nothing where features are reduced."""
+    found: dict[str, Tensor] = {}
+    for kind, known in () if reduce else parts.items():
+        keys = [unit.key for unit in mine if unit.kind == kind]
+        rows = [
+            _digest(repr(key).encode()) + torch.arange(len(each.features))
+            for key, each in zip(keys, known, strict=True)
+        ]
+        found[kind] = torch.cat(rows).to(known[0].features.device)
+    return found
+
+
+def hashes(rows: Tensor) -> Tensor:
+    """A number per row `[n, D]`, from its bytes; `[n]` int64."""
+    data = rows.contiguous().view(torch.uint8).cpu().numpy()
+    return torch.tensor([_digest(row.tobytes()) for row in data], device=rows.device).long()
+
+
+def chain(marks: Tensor, positions: Tensor) -> tuple[bytes, ...]:
+    """Hash of everything up to the end of each block of a prompt.
+
+    Args:
+        marks: `[m]` int64 what each token is.
+        positions: `[A, m]` int64 where it stands.
+    """
+    data = torch.cat([marks[None], positions]).T.contiguous().cpu().numpy()
+    found, before = [], b""
+    for stop in range(BLOCK, len(data) + 1, BLOCK):
+        piece = data[stop - BLOCK : stop].tobytes()
+        before = hashlib.blake2b(before + piece, digest_size=16).digest()
+        found.append(before)
+    return tuple(found)
+
+
+def _digest(data: bytes) -> int:
+    # 62 bits: counting on from it stays an int64.
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 2
+
+
+Key = tuple[Any, ...]
+Result = Embedded | Exception
+
+
+def finished(
+    model: Any,
+    prepared: Prepared,
+    mine: Sequence[MediaUnit],
+    known: Mapping[Key, Known | Exception],
+    reused: AbstractSet[Key],
+) -> Result:
+    """The prompt as the language model gets it, or why there is none.
+
+    Args:
+        model: The model.
+        prepared: The request.
+        mine: Its media.
+        known: What they became.
+        reused: Those that were not encoded for this request.
+    """
+    try:
+        parts = [(unit, _fine(known[unit.key])) for unit in mine]
+        return _joined(model, prepared, parts, reused)
+    except Exception as error:
+        return error
+
+
+def _fine(found: Known | Exception) -> Known:
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@torch.no_grad()
+def _joined(
+    model: Any,
+    prepared: Prepared,
+    parts: Sequence[tuple[MediaUnit, Known]],
+    reused: AbstractSet[Key],
+) -> Embedded:
+    kinds = dict.fromkeys(unit.kind for unit, _ in parts)
+    known = {kind: [each for unit, each in parts if unit.kind == kind] for kind in kinds}
+    outputs = {kind: joined(kind, each) for kind, each in known.items()}
+    again = [each for unit, each in parts if unit.key in reused]
+    visual = sum(len(y.content()) for _, each in parts for y in each.layouts)
+    trace = Trace()
+    trace.add("read", 0, prepared.length, prepared.ms)
+    fresh = (each.ms for unit, each in parts if unit.key not in reused)
+    trace.add("encode", visual, visual, sum(fresh))
+    inputs = {**prepared.inputs, "mm_encoder_outputs": outputs}
+    try:
+        rest = compress(model, inputs, prepared.reduce, trace)
+    except ModelError as error:
+        if not prepared.reduce:
+            raise
+        raise SpecError(str(error)) from error  # reducers that do not fit this model or prompt
+    named = identities([unit for unit, _ in parts], known, prepared.reduce)
+    told = trace.to_dict()
+    return Embedded(
+        **embedded(model, rest, outputs, named),
+        whole=prepared.inputs["input_ids"][0],
+        reused=sum(y.length for each in again for y in each.layouts),
+        visual_tokens=visual,
+        kept_tokens=left(visual, trace),
+        rows=told["rows"],
+        reductions=told["reductions"],
+    )
+
+
+def left(visual: int, trace: Trace) -> int:
+    """Visual tokens behind all reductions, of so many before."""
+    ends: dict[int, tuple[int, int]] = {}
+    for site, item, reduction in trace.reductions:
+        if site != "vit":  # inside the encoder patches are counted
+            ends[item] = (ends.get(item, (reduction.n, 0))[0], reduction.m)
+    return visual - sum(before - after for before, after in ends.values())
+
+
+T = TypeVar("T")
+
+
+class _Abandoned(BaseException):
+    """Nobody wants the result any more."""
+
+
+class Slicer:
+    """Runs calls in a thread that works only while its owner waits for it.
+
+    So there are never two at work on the model, and a call of any family stops wherever a block
+    of its tower begins.
+
+    Attributes:
+        budget: Seconds after which a call stops at the next block; None never stops it.
+        longest: Seconds of the longest slice of the last call.
+        total: Seconds of all slices of the last call.
+        worked: Processor seconds of the thread so far.
+    """
+
+    def __init__(self) -> None:
+        self.budget: float | None = None
+        self.longest = self.total = self.worked = 0.0
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._call: Callable[[], Any] | None = None
+        self._result: tuple[bool, Any] | None = None
+        self._stopping = False
+        self._since = 0.0
+        self._thread: threading.Thread | None = None
+
+    def run(self, call: Callable[[], T], blocks: nn.ModuleList) -> Generator[None, None, T]:
+        """Yields where `call` stops at a block; its value is that of the call."""
+        self._call, self._result = call, None
+        self.longest = self.total = 0.0
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="mmfast-tower", daemon=True)
+            self._thread.start()
+        with self._stops(blocks):
+            try:
+                while not self._resumed():
+                    yield
+            except GeneratorExit:
+                self._stopping = True
+                self._resumed()
+                self._stopping, self._result = False, None  # its frames hold the call's memory
+                raise
+        found: T = self._value()
+        return found
+
+    def close(self) -> None:
+        """End the thread; no call may be at work."""
+        if self._thread is not None:
+            self._call = None
+            self._go.release()
+            self._thread.join()
+            self._thread = None
+
+    def _value(self) -> Any:
+        """What the call returned; or raises what it raised."""
+        assert self._result is not None
+        (fine, value), self._result = self._result, None
+        if not fine:
+            raise value
+        return value
+
+    def _resumed(self) -> bool:
+        """Let the call work until it stops; whether it is through."""
+        self._since = time.perf_counter()
+        self._go.release()
+        self._back.acquire()
+        took = time.perf_counter() - self._since
+        self.longest, self.total = max(self.longest, took), self.total + took
+        return self._result is not None
+
+    @contextmanager
+    def _stops(self, blocks: nn.ModuleList) -> Iterator[None]:
+        handles = [block.register_forward_pre_hook(self._before) for block in blocks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, *_: Any) -> None:
+        if threading.current_thread() is not self._thread or self.budget is None:
+            return
+        if time.perf_counter() - self._since >= self.budget:
+            self.worked = time.thread_time()
+            self._back.release()
+            self._go.acquire()
+            if self._stopping:
+                raise _Abandoned
+
+    def _work(self) -> None:
+        while True:
+            self._go.acquire()
+            if self._call is None:
+                return
+            try:
+                self._result = True, self._call()
+            except BaseException as error:
+                self._result = False, error
+            self._call, self.worked = None, time.thread_time()
+            self._back.release()
+
 
 Steps = Generator[tuple[int, Result] | None, None, None]
 # Numbers of pixels that enter the tower at once; one medium may be more.
@@ -41,7 +322,7 @@ def _is_early(spec: Spec) -> bool:
     return spec.site == "pre" and AHEAD not in spec.method.needs
 
 
-class Encoder:
+class MediaEncoder:
     """Encodes media of several requests in one call of the vision tower.
 
     What a medium became is kept for the tenant it came from, and for nobody else.
@@ -105,7 +386,7 @@ class Encoder:
         """As `encode`, in small steps: what became of a request, by number, or None in between."""
         plans = {i: self._units(each) for i, each in enumerate(batch)}
         known: dict[Key, Known | Exception] = {}
-        fresh: dict[Key, Unit] = {}
+        fresh: dict[Key, MediaUnit] = {}
         for unit in (unit for mine in plans.values() for unit in mine):
             held = None if unit.key in fresh or unit.key in known else self.kept.get(unit.key)
             if held is not None:
@@ -127,7 +408,7 @@ class Encoder:
     def _ready(
         self,
         batch: Sequence[Prepared],
-        plans: dict[int, list[Unit]],
+        plans: dict[int, list[MediaUnit]],
         known: dict[Key, Known | Exception],
         owed: set[Key],
     ) -> Iterator[tuple[int, Result]]:
@@ -138,7 +419,7 @@ class Encoder:
             owed -= {unit.key for unit in mine}
             yield i, finished(self.model, batch[i], mine, known, reused)
 
-    def _units(self, prepared: Prepared) -> list[Unit]:
+    def _units(self, prepared: Prepared) -> list[MediaUnit]:
         needs = tuple(sorted({n for s in parse(prepared.reduce) for n in s.method.needs}))
         context = (prepared.request.tenant, needs)
         keys = {kind: [m.key for m in media] for kind, media in prepared.media.items()}
@@ -153,7 +434,7 @@ class Encoder:
         ]
 
     def _run(
-        self, needs: tuple[str, ...], group: list[Unit]
+        self, needs: tuple[str, ...], group: list[MediaUnit]
     ) -> Generator[None, None, dict[Key, Known | Exception]]:
         """Encode a group; where that fails, one by one, so that only the broken ones fail."""
         blocks = self.adapter.tower_of(self.base, group[0].kind).blocks
@@ -175,7 +456,7 @@ class Encoder:
             self.kept.put(key, each)
         return {**known}
 
-    def _learn(self, group: Sequence[Unit]) -> None:
+    def _learn(self, group: Sequence[MediaUnit]) -> None:
         """So much enters the tower at once that a block takes no longer than a slice may."""
         budget, work = self.slicer.budget, sum(unit.work for unit in group)
         if budget is None or not work:

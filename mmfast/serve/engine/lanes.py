@@ -9,23 +9,186 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import DynamicCache
 
-from mmfast.attach import check_sites
-from mmfast.core.errors import MmfastError, ModelError
-from mmfast.core.schedule import expand
-from mmfast.core.spec import parse
-from mmfast.models.kv_plan import call_plan
+from mmfast.attach import attach, check_sites
+from mmfast.caches.plan import call_plan
+from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.core.spec import expand, parse
+from mmfast.core.trace import Trace
+from mmfast.models.prompt import token_counts
+from mmfast.models.reduction.record import features_given
 from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
 from mmfast.planner.target import make_target
-from mmfast.serve.engine.answer import Answer
-from mmfast.serve.engine.batch import Batch
-from mmfast.serve.engine.decode import Decoder
-from mmfast.serve.engine.encoder import Encoder, early
+from mmfast.serve.engine.batch import RunningBatch
+from mmfast.serve.engine.decode import Chooser, DecodeBatch
+from mmfast.serve.engine.encoder import MediaEncoder, early, left
 from mmfast.serve.engine.prefill import Prefiller
-from mmfast.serve.engine.sample import Chooser
-from mmfast.serve.engine.slots import Slots
-from mmfast.serve.engine.solo import Solo
+from mmfast.serve.engine.request import ActiveRequest
+from mmfast.serve.engine.slots import CacheSlots, Draw
+
+
+class _Own:
+    """One answer with a cache of its own."""
+
+    def __init__(self, answer: ActiveRequest) -> None:
+        self.answer = answer
+        self.cache: Any = None
+        self.position: Tensor | None = None  # [1 or 3 or 4, 1, 1] of the last token
+        self.token = 0
+        self.count = 0
+        self.seen: Tensor | None = None
+        self.trace = Trace()
+        self.visual = 0  # tokens before anything was reduced
+        self.read = 0.0, 0  # milliseconds of writing the prompt, and its tokens
+
+
+class Solo:
+    """Steps of answers under `attach`, one after the other.
+
+    The hooks are in only while a step runs, so that nothing else feels them; all that lasts from
+    one step to the next is in the answer's cache.
+
+    Args:
+        model: A stock model of a known family.
+        chooser: How tokens are chosen.
+        served: Told the tenant and how many tokens of work it was given.
+    """
+
+    def __init__(self, model: Any, chooser: Chooser, served: Callable[[str, float], None]) -> None:
+        self._model, self._chooser, self._served = model, chooser, served
+        self._own: dict[str, _Own] = {}
+
+    @property
+    def answers(self) -> list[ActiveRequest]:
+        """All requests at work."""
+        return [own.answer for own in list(self._own.values())]  # health is of any thread
+
+    def start(self, answer: ActiveRequest) -> None:
+        """Take a request in."""
+        self._own[answer.id] = _Own(answer)
+
+    def cancel(self, name: str) -> ActiveRequest | None:
+        """Let a request go; its memory is free at once."""
+        own = self._own.pop(name, None)
+        return None if own is None else own.answer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        mine = list(self._own.values())
+        layers = (x for own in mine if own.cache for x in list(own.cache.layers))
+        return sum(_nbytes(layer) for layer in layers)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a prompt is still to be read."""
+        return any(own.cache is None for own in list(self._own.values()))
+
+    def step(self, prompts: bool) -> bool:
+        """A prompt, or a token, of the answer whose turn it is; whether there was one.
+
+        Args:
+            prompts: Read a prompt; else say a token.
+        """
+        own = next((o for o in self._own.values() if (o.cache is None) == prompts), None)
+        if own is None:
+            return False
+        name = own.answer.id
+        self._own[name] = self._own.pop(name)  # the others' turns first
+        try:
+            with torch.inference_mode():
+                token = self._next(own)
+            if not own.answer.push(token):
+                del self._own[name]
+                self._finish(own)
+        except Exception as error:
+            self._own.pop(name, None)
+            own.answer.fail(error)
+        return True
+
+    def _next(self, own: _Own) -> int:
+        answer = own.answer
+        start = time.perf_counter()
+        try:
+            with attach(self._model, answer.reduce, answer.cache) as trace:
+                logits = self._prompt(own) if own.cache is None else self._token(own)
+        except ModelError as error:
+            if not (answer.reduce or answer.cache):
+                raise
+            raise SpecError(str(error)) from error  # specs that do not fit this model or prompt
+        if not own.count:
+            own.trace = trace
+            answer.prefill_ms = (time.perf_counter() - start) * 1e3
+        draw = Draw(answer.sampling, own.count)
+        (token,) = self._chooser.choose(logits[:, -1].float(), [draw], [own.seen])
+        if isinstance(token, Exception):
+            raise token
+        own.token, own.count = token, own.count + 1
+        if own.seen is not None:
+            own.seen = torch.cat([own.seen, own.seen.new_tensor([token])]).unique()
+        return token
+
+    def _prompt(self, own: _Own) -> Tensor:
+        prepared = own.answer.prepared
+        assert prepared is not None
+        inputs, model = dict(prepared.inputs), self._model
+        ids = inputs["input_ids"]
+        positions = model._prepare_position_ids_for_generation(ids, dict(inputs))
+        own.position = positions[..., -1:]
+        own.cache = DynamicCache(config=model.config.get_text_config())
+        if self._chooser.penalty != 1:
+            own.seen = ids[0].unique()
+        self._served(own.answer.payer, ids.shape[1])
+        found: Tensor = model(
+            **inputs, position_ids=positions, past_key_values=own.cache, use_cache=True
+        ).logits
+        own.read, own.visual = (prepared.ms, prepared.length), self._visual(inputs)
+        own.answer.prepared = None  # pixels are not kept for as long as an answer takes
+        return found
+
+    def _visual(self, inputs: dict[str, Any]) -> int:
+        counts = (token_counts(self._model, k, inputs, Trace()) for k in features_given(inputs))
+        return sum(n for pairs in counts for n, _ in pairs)
+
+    def _token(self, own: _Own) -> Tensor:
+        assert own.position is not None
+        own.position = own.position + 1
+        self._served(own.answer.payer, 1)
+        device = own.position.device
+        found: Tensor = self._model(
+            input_ids=torch.tensor([[own.token]], device=device),
+            position_ids=own.position,
+            past_key_values=own.cache,
+            use_cache=True,
+        ).logits
+        return found
+
+    def _finish(self, own: _Own) -> None:
+        answer, length = own.answer, own.read[1]
+        if answer.broken:
+            answer.over = True
+            return
+        own.trace.rows.insert(0, _read(*own.read))
+        told = own.trace.to_dict()
+        facts = {"visual_tokens": own.visual, "kept_tokens": left(own.visual, own.trace)}
+        answer.finish({**told, **facts, "prompt": length}, length)
+
+
+def _read(ms: float, length: int) -> Any:
+    trace = Trace()
+    trace.add("read", 0, length, ms)
+    return trace.rows[0]
+
+
+def _nbytes(layer: Any) -> int:
+    known = getattr(layer, "nbytes", None)
+    if isinstance(known, int):
+        return known
+    both = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    return sum(each.nbytes for each in both if isinstance(each, Tensor))
 
 
 class Lanes:
@@ -46,7 +209,7 @@ class Lanes:
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: MediaEncoder,
         slots: int,
         chunk: int,
         limit: int,
@@ -57,10 +220,10 @@ class Lanes:
         self._slots, self.limit, self._name = slots, limit, name
         self.chooser = Chooser(self.model)
         self.solo = Solo(self.model, self.chooser, served)
-        self.batch: Batch | None = None
+        self.batch: RunningBatch | None = None
         try:
-            parts = Prefiller(self.model, chunk), Decoder(self.model, slots)
-            self.batch = Batch(self.encoder, *parts, limit // 4, served)
+            parts = Prefiller(self.model, chunk), DecodeBatch(self.model, slots)
+            self.batch = RunningBatch(self.encoder, *parts, limit // 4, served)
             self.per_token = self.batch.per_token
         except ModelError:  # windows, convolutions, images that see forward: one by one
             self.per_token = _stated_bytes(self.model)
@@ -70,7 +233,7 @@ class Lanes:
     # --- room ---------------------------------------------------------------------------------
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ActiveRequest]:
         """All requests at work."""
         return [*(self.batch.answers if self.batch else ()), *self.solo.answers]
 
@@ -79,7 +242,7 @@ class Lanes:
         """Bytes of keys and values of requests at work."""
         return (self.batch.nbytes if self.batch else 0) + self.solo.nbytes
 
-    def worst(self, more: Sequence[Answer] = ()) -> int:
+    def worst(self, more: Sequence[ActiveRequest] = ()) -> int:
         """Tokens of memory that all at work may come to hold, with more requests beside them."""
         mine = [answer for answer in more if self.batched(answer)]
         own = [*self.solo.answers, *(answer for answer in more if not self.batched(answer))]
@@ -91,7 +254,7 @@ class Lanes:
             pieces = sum(answer.reserve - answer.sampling.max_tokens for answer in waiting)
         return rows + pieces + sum(answer.reserve for answer in own)
 
-    def check_fits(self, answer: Answer) -> None:
+    def check_fits(self, answer: ActiveRequest) -> None:
         """Refuse a request that is too large even alone.
 
         Raises:
@@ -99,7 +262,7 @@ class Lanes:
         """
         tokens = answer.reserve
         if self.batched(answer):
-            rows, room = Slots(0, self._slots).shape([answer.reserve])
+            rows, room = CacheSlots(0, self._slots).shape([answer.reserve])
             tokens = rows * room + answer.reserve - answer.sampling.max_tokens
         if tokens * self.per_token > self.limit:
             raise MmfastError(
@@ -107,7 +270,7 @@ class Lanes:
                 f"there are {self.limit:,}; ask for fewer tokens, or give the server more memory"
             )
 
-    def fits(self, answer: Answer) -> bool:
+    def fits(self, answer: ActiveRequest) -> bool:
         """Whether a request can start now; finished prompts make room."""
         if len(self.answers) >= self._slots:
             return False
@@ -134,7 +297,7 @@ class Lanes:
 
     # --- in and out ---------------------------------------------------------------------------
 
-    def check(self, answer: Answer) -> None:
+    def check(self, answer: ActiveRequest) -> None:
         """Read the specs of a request.
 
         Raises:
@@ -149,11 +312,11 @@ class Lanes:
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
 
-    def batched(self, answer: Answer) -> bool:
+    def batched(self, answer: ActiveRequest) -> bool:
         """Whether a request goes the batched way."""
         return self.batch is not None and not answer.cache and early(answer.reduce)
 
-    def start(self, answer: Answer) -> None:
+    def start(self, answer: ActiveRequest) -> None:
         """Take a request in; one with a target is planned now."""
         if answer.target is not None:
             try:
@@ -175,7 +338,7 @@ class Lanes:
             self.batch.cancel(name)
         self.solo.cancel(name)
 
-    def clear(self) -> list[Answer]:
+    def clear(self) -> list[ActiveRequest]:
         """Let everything go; the requests it was."""
         gone = self.answers
         for answer in gone:
@@ -203,7 +366,7 @@ class Lanes:
             batch.decode()
         self.solo.step(prompts=False)
 
-    def _plan(self, answer: Answer) -> None:
+    def _plan(self, answer: ActiveRequest) -> None:
         assert answer.prepared is not None
         if self._planner is None:
             pipe = SimpleNamespace(model=self.model, cache=None, run=self._generate)

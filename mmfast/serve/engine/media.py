@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
-from mmfast.models.adapter import Adapter, Layout
-from mmfast.models.prompt_ids import prompt_ids
-from mmfast.models.records import Record, flat, record_of, recording, remember
-from mmfast.models.towers import PIXELS
+from mmfast.models.families.adapter import Adapter, Layout
+from mmfast.models.families.prompt_ids import prompt_ids
+from mmfast.models.families.tower import PIXELS
+from mmfast.models.reduction.record import Record, flat, record_of, recording, remember
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class MediaUnit:
     """Media of one kind that their family encodes together: one where it can be told apart.
 
     Attributes:
@@ -79,7 +80,7 @@ class Known:
 
 def units(
     base: Any, kind: str, inputs: Mapping[str, Any], keys: Sequence[str], context: tuple[Any, ...]
-) -> list[Unit]:
+) -> list[MediaUnit]:
     """The media of one kind of one prompt, apart where that is safe.
 
     Args:
@@ -94,18 +95,18 @@ def units(
     if parts is None:
         return [together]
     return [
-        Unit(kind, (kind, context, key), part, together.ids)
+        MediaUnit(kind, (kind, context, key), part, together.ids)
         for key, part in zip(keys, parts, strict=True)
     ]
 
 
 def whole(
     base: Any, kind: str, inputs: Mapping[str, Any], keys: Sequence[str], context: tuple[Any, ...]
-) -> Unit:
+) -> MediaUnit:
     """All media of one kind of one prompt as one unit; arguments as of `units`."""
     names = inspect.signature(getattr(base, f"get_{kind}_features")).parameters
     call = {name: inputs[name] for name in names if inputs.get(name) is not None}
-    return Unit(kind, (kind, context, *keys), call, inputs["input_ids"][0])
+    return MediaUnit(kind, (kind, context, *keys), call, inputs["input_ids"][0])
 
 
 def _split(kind: str, call: Mapping[str, Any], count: int) -> list[dict[str, Any]] | None:
@@ -123,9 +124,9 @@ def _split(kind: str, call: Mapping[str, Any], count: int) -> list[dict[str, Any
     return [{name: parts[i] for name, parts in cut.items()} for i in range(count)]
 
 
-def grouped(waiting: Sequence[Unit], most: int) -> Iterator[list[Unit]]:
+def grouped(waiting: Sequence[MediaUnit], most: int) -> Iterator[list[MediaUnit]]:
     """Units that go through the tower together, at most `most` numbers in each group."""
-    groups: dict[tuple[Any, ...], list[Unit]] = {}
+    groups: dict[tuple[Any, ...], list[MediaUnit]] = {}
     for unit in waiting:
         if not all(isinstance(value, Tensor) for value in unit.call.values()):
             yield [unit]
@@ -139,7 +140,9 @@ def grouped(waiting: Sequence[Unit], most: int) -> Iterator[list[Unit]]:
 
 
 @torch.no_grad()
-def encode(base: Any, adapter: Adapter, needs: Collection[str], group: Sequence[Unit]) -> list[Any]:
+def encode(
+    base: Any, adapter: Adapter, needs: Collection[str], group: Sequence[MediaUnit]
+) -> list[Any]:
     """Run the tower once for all units of a group; a `Known` each."""
     kind, first = group[0].kind, group[0].call
     call = dict(first)
@@ -155,7 +158,7 @@ def encode(base: Any, adapter: Adapter, needs: Collection[str], group: Sequence[
     return _apart(output, record, _shares(record, group))
 
 
-def _shares(record: Record, group: Sequence[Unit]) -> list[int]:
+def _shares(record: Record, group: Sequence[MediaUnit]) -> list[int]:
     """How many layouts each unit has."""
     if len(group) == 1:
         return [len(record.layouts)]
@@ -198,3 +201,62 @@ def joined(kind: str, parts: Sequence[Known]) -> Any:
     signals = [signal for part in parts for signal in part.signals]
     remember(output, Record(kind, layouts, signals, [features, *planes]))
     return output
+
+
+T = TypeVar("T")
+
+
+class Lru(Generic[T]):
+    """A dictionary that forgets.
+
+    Args:
+        limit: Bytes; 0 keeps nothing.
+        size: Bytes of a value.
+
+    Attributes:
+        nbytes: Bytes of what is held.
+        hits: How often something was found.
+        misses: How often nothing was.
+    """
+
+    def __init__(self, limit: int, size: Callable[[T], int]) -> None:
+        self.limit, self._size = limit, size
+        self._held: OrderedDict[Hashable, T] = OrderedDict()
+        self.nbytes = self.hits = self.misses = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: Hashable) -> T | None:
+        """The value, now the most recently used; None where there is none."""
+        found = self._held.get(key)
+        if found is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._held.move_to_end(key)
+        return found
+
+    def put(self, key: Hashable, value: T) -> list[tuple[Hashable, T]]:
+        """Keep a value where it fits; returns what had to go."""
+        gone = self.drop(key)
+        if self._size(value) > self.limit:
+            return gone
+        self._held[key] = value
+        self.nbytes += self._size(value)
+        return gone + self.shrink(self.limit)
+
+    def drop(self, key: Hashable) -> list[tuple[Hashable, T]]:
+        """Forget one."""
+        if key not in self._held:
+            return []
+        value = self._held.pop(key)
+        self.nbytes -= self._size(value)
+        return [(key, value)]
+
+    def shrink(self, limit: int) -> list[tuple[Hashable, T]]:
+        """Forget the oldest until no more than `limit` bytes are held; returns what went."""
+        gone = []
+        while self.nbytes > limit:
+            gone += self.drop(next(iter(self._held)))
+        return gone

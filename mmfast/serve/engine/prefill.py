@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
-from mmfast.models.adapter import Adapter, adapter_for
-from mmfast.models.masks import FULL, kind_of
-from mmfast.serve.engine.embed import BLOCK
-from mmfast.serve.engine.parts import Embedded, Filled
-from mmfast.serve.engine.slots import PackCache
+from mmfast.models.families.adapter import Adapter, adapter_for
+from mmfast.models.reduction.masks import FULL, kind_of
+from mmfast.serve.engine.encoder import BLOCK
+from mmfast.serve.engine.media import Lru
+from mmfast.serve.engine.slots import Embedded, Filled, PackCache
 
 
 def check_batches(model: Any) -> None:
@@ -33,7 +34,7 @@ def check_batches(model: Any) -> None:
         raise ModelError(f"{name} runs {attention!r} attention, which takes no masks of rows")
 
 
-class Job:
+class PrefillJob:
     """A prompt on its way through prefill.
 
     Attributes:
@@ -96,16 +97,18 @@ class Prefiller:
 
     def fill(self, prompts: Sequence[Embedded]) -> list[Filled]:
         """Read prompts to their ends, as many as fit at a time."""
-        jobs = [Job(prompt) for prompt in prompts]
+        jobs = [PrefillJob(prompt) for prompt in prompts]
         while any(job.left for job in jobs):
             self.step(jobs)
         return [self.result(job) for job in jobs]
 
-    def cost(self, job: Job, tokens: int = 1) -> float:
+    def cost(self, job: PrefillJob, tokens: int = 1) -> float:
         """Work on the next tokens of a job, in tokens that have nothing before them."""
         return tokens * (self._even + job.done) / self._even
 
-    def plan(self, jobs: Sequence[Job], waited: bool = False) -> list[tuple[Job, int]]:
+    def plan(
+        self, jobs: Sequence[PrefillJob], waited: bool = False
+    ) -> list[tuple[PrefillJob, int]]:
         """Which tokens go next.
 
         The first job gets half a chunk at least, short ones that fit as a whole the rest of it;
@@ -136,12 +139,12 @@ class Prefiller:
         return list(plan.items())
 
     @torch.inference_mode()
-    def step(self, jobs: Sequence[Job]) -> list[Job]:
+    def step(self, jobs: Sequence[PrefillJob]) -> list[PrefillJob]:
         """One pass over at most a chunk of tokens; the jobs that it ended."""
         return self.run(self.plan(jobs))
 
     @torch.inference_mode()
-    def run(self, plan: Sequence[tuple[Job, int]]) -> list[Job]:
+    def run(self, plan: Sequence[tuple[PrefillJob, int]]) -> list[PrefillJob]:
         """One pass over the next tokens of some jobs; those that it ended."""
         if not plan:
             return []
@@ -166,7 +169,7 @@ class Prefiller:
         )
         return self._advance(plan, output.last_hidden_state[0])
 
-    def result(self, job: Job) -> Filled:
+    def result(self, job: PrefillJob) -> Filled:
         """What became of a job that is through."""
         assert job.logits is not None
         prompt = job.prompt
@@ -175,7 +178,7 @@ class Prefiller:
             seen = prompt.whole.unique()
         return Filled(tuple(job.kv), prompt.positions[:, -1] + 1, job.logits, job.reused, seen)
 
-    def _advance(self, plan: Sequence[tuple[Job, int]], hidden: Tensor) -> list[Job]:
+    def _advance(self, plan: Sequence[tuple[PrefillJob, int]], hidden: Tensor) -> list[PrefillJob]:
         ended, at, row = [], [], 0
         for job, n in plan:
             row += n
@@ -191,7 +194,7 @@ class Prefiller:
         return ended
 
 
-def _one(job: Job) -> float:
+def _one(job: PrefillJob) -> float:
     return 1.0
 
 
@@ -239,3 +242,65 @@ def _planes(parts: Sequence[tuple[Embedded, int, int]]) -> dict[str, Any]:
         return {}
     joined = [torch.cat(plane) for plane in planes]
     return {"visual_pos_masks": visual[None], "deepstack_visual_embeds": joined}
+
+
+_Name = tuple[str, bytes]
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    kv: tuple[Tensor, ...]  # [2, H, m, d] per layer
+    names: tuple[_Name, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.kv)
+
+
+class Prefixes:
+    """Keys and values by what the tokens before and at their end are.
+
+    A name holds the tenant and a hash of every token, its content and its position up to there:
+    two prompts share what they begin alike with, and no tenant ever meets another's.
+
+    Args:
+        limit: Bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.held: Lru[_Entry] = Lru(limit, lambda entry: entry.nbytes)
+        self._where: dict[_Name, list[_Name]] = {}  # entries that begin so, the newest last
+
+    def find(
+        self, tenant: str, blocks: Sequence[bytes], length: int
+    ) -> tuple[tuple[Tensor, ...], int] | None:
+        """The longest known beginning of a prompt: keys and values, and how many tokens count."""
+        for count in range(reusable(length) // BLOCK, 0, -1):
+            for place in reversed(self._where.get((tenant, blocks[count - 1]), ())):
+                if (entry := self.held.get(place)) is not None:
+                    return entry.kv, count * BLOCK
+        self.held.misses += 1
+        return None
+
+    def put(self, tenant: str, blocks: Sequence[bytes], kv: Sequence[Tensor]) -> None:
+        """Keep what a prompt left; it is not changed afterwards."""
+        names = tuple((tenant, block) for block in blocks)
+        entry = _Entry(tuple(kv), names)
+        if not names or names[-1] in self._where or entry.nbytes > self.held.limit:
+            return
+        for name in names[:-1]:  # whose whole is a beginning of this one is held twice
+            self._forget(self.held.drop(name))
+        for name in names:
+            self._where.setdefault(name, []).append(names[-1])
+        self._forget(self.held.put(names[-1], entry))
+
+    def shrink(self, limit: int) -> None:
+        """Keep no more than `limit` bytes."""
+        self._forget(self.held.shrink(max(0, limit)))
+
+    def _forget(self, gone: Sequence[tuple[object, _Entry]]) -> None:
+        for key, entry in gone:
+            for name in entry.names:
+                self._where[name] = [each for each in self._where[name] if each != key]
+                if not self._where[name]:
+                    del self._where[name]

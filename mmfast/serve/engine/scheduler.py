@@ -4,25 +4,91 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
+from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
-from mmfast.models.kv_plan import call_plan
 from mmfast.models.loading import EMBEDDED, load
 from mmfast.planner.target import check_alone, make_target
-from mmfast.serve.engine.answer import Answer
-from mmfast.serve.engine.base import BusyError, Emit, Failure, Health, Options, Request, Sampling
-from mmfast.serve.engine.checks import checked, context_of, fitting
-from mmfast.serve.engine.encoder import Encoder, early
+from mmfast.serve.engine.base import (
+    BusyError,
+    Emit,
+    Failure,
+    Health,
+    Options,
+    Request,
+    SamplingOptions,
+)
+from mmfast.serve.engine.decode import Writer
+from mmfast.serve.engine.encoder import MediaEncoder, early
 from mmfast.serve.engine.failures import LOG
-from mmfast.serve.engine.fair import FairQueue
 from mmfast.serve.engine.lanes import Lanes
-from mmfast.serve.engine.memory import kv_limit
-from mmfast.serve.engine.text import Writer
+from mmfast.serve.engine.request import ActiveRequest, checked, context_of, fitting
+from mmfast.serve.engine.slots import kv_limit
+
+
+class QueueEntry(Protocol):
+    """What a queue needs to know."""
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+
+    @property
+    def payer(self) -> str:
+        """Whose share it takes."""
+
+    @property
+    def priority(self) -> int:
+        """Higher goes first."""
+
+
+T = TypeVar("T", bound=QueueEntry)
+
+
+class FairQueue(Generic[T]):
+    """Requests that wait.
+
+    Work is counted in tokens. A payer that comes anew starts level with the one that had least
+    among those at work, so that nobody saves up turns.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, T] = OrderedDict()
+        self.served: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, item: T, active: Iterable[str] = ()) -> None:
+        """Let one wait; `active` are the payers at work."""
+        present = {*active, *(each.payer for each in self._waiting.values())}
+        if item.payer not in present:
+            floor = min((self.served.get(name, 0.0) for name in present), default=0.0)
+            self.served[item.payer] = max(self.served.get(item.payer, 0.0), floor)
+        self._waiting[item.id] = item
+
+    def peek(self) -> T | None:
+        """Who goes next."""
+        if not self._waiting:
+            return None
+        order = enumerate(self._waiting.values())
+        return min(order, key=lambda p: (self.served.get(p[1].payer, 0.0), -p[1].priority, p[0]))[1]
+
+    def remove(self, name: str) -> T | None:
+        """Take one out by name; None where it does not wait."""
+        return self._waiting.pop(name, None)
+
+    def count(self, payer: str, tokens: float, active: Callable[[], Iterable[str]] = tuple) -> None:
+        """A payer was given work of so many tokens; `active` tells the payers at work."""
+        self.served[payer] = self.served.get(payer, 0.0) + tokens
+        if len(self.served) > 4096:  # payers that left; those at work stay
+            keep = {*active(), *(each.payer for each in self._waiting.values()), payer}
+            self.served = {name: had for name, had in self.served.items() if name in keep}
 
 
 class Scheduler:
@@ -69,22 +135,22 @@ class Scheduler:
         memory: str | int | None = None,
         sharing: int = 1,
         name: str | None = None,
-        encoder: Callable[[Any, Any, int], Encoder] = Encoder,
+        encoder: Callable[[Any, Any, int], MediaEncoder] = MediaEncoder,
     ) -> None:
         parse(reduce), call_plan(cache)
         stock, processor = load(model, device, dtype)
         self.model = name or (EMBEDDED if model is None else str(model))
         limit = kv_limit(memory, stock.device, sharing)
-        self._queue: FairQueue[Answer] = FairQueue()
+        self._queue: FairQueue[ActiveRequest] = FairQueue()
         self._most, self._slots = slots + queue, slots
         self.context = context or context_of(stock)
         kept = encoder(stock, processor, min(limit // 4, 256 << 20))
         self._lanes = Lanes(kept, slots, chunk, limit, self._served, model)
         self._default = Options(reduce, cache)
-        self._lanes.check(self._answer(Request("", ()), print, Sampling()))
+        self._lanes.check(self._answer(Request("", ()), print, SamplingOptions()))
         self._wake = threading.Condition()
-        self._known: dict[str, Answer | None] = {}
-        self._new: deque[Answer] = deque()
+        self._known: dict[str, ActiveRequest | None] = {}
+        self._new: deque[ActiveRequest] = deque()
         self._gone: set[str] = set()
         self._closed = False
         self._pace, self._ended = 0.1, time.perf_counter()  # seconds between two ends
@@ -150,9 +216,9 @@ class Scheduler:
                 f"{len(known)} requests run or wait already; try again in {wait:.1f} s", wait
             )
 
-    def _answer(self, request: Request, emit: Emit, sampling: Sampling) -> Answer:
+    def _answer(self, request: Request, emit: Emit, sampling: SamplingOptions) -> ActiveRequest:
         """A request with the engine's own options where it has none."""
-        answer, mine = Answer(request, emit, sampling), request.options
+        answer, mine = ActiveRequest(request, emit, sampling), request.options
         answer.cache = self._default.cache if mine.cache is None else mine.cache
         answer.target = mine.target_ttft_ms
         if mine.target_ttft_ms is not None:
@@ -161,7 +227,7 @@ class Scheduler:
             answer.reduce = self._default.reduce if mine.reduce is None else mine.reduce
         return answer
 
-    def _prepared(self, request: Request, emit: Emit, sampling: Sampling) -> Answer:
+    def _prepared(self, request: Request, emit: Emit, sampling: SamplingOptions) -> ActiveRequest:
         answer, lanes = self._answer(request, emit, sampling), self._lanes
         lanes.check(answer)
         prepared = lanes.encoder.prepare(request, answer.reduce if early(answer.reduce) else None)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from mmfast.planner.target import parse_bytes
+from mmfast.serve.engine.base import Media, Request, SamplingOptions
+
 STEP = 64  # tokens; rows grow in steps of these
 
 
-class Slots:
+class CacheSlots:
     """Keys and values `[2, rows, H, room, d]` per layer; rows `0..count-1` are answers.
 
     What stands behind the length of a row is finite and never read. Memory is that of the rows
@@ -113,7 +119,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers has no types
         slots: The rows.
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: CacheSlots) -> None:
         super().__init__(layers=[])
         self._data, lengths = slots.data, slots.lengths
         first = self._data[0]
@@ -219,3 +225,183 @@ class PackCache(Cache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Keys that are read, and the first of them."""
         return self._keys, 0
+
+
+_SHARE = {"cuda": 0.8, "cpu": 0.25}  # of what is free; the CPU's memory is not ours alone
+_FALLBACK = 2 << 30
+
+
+def kv_limit(memory: str | int | None, device: torch.device, sharing: int = 1) -> int:
+    """Bytes for keys and values.
+
+    Args:
+        memory: `"2GB"` or bytes; None takes a share of what is free on the device.
+        device: Where they lie.
+        sharing: Workers that take the same share, this one included.
+
+    Raises:
+        MmfastError: It is no size.
+    """
+    given = parse_bytes(memory)
+    if given is not None:
+        return given
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _SHARE["cuda"] / sharing)
+    return int(_free() * _SHARE["cpu"] / sharing)
+
+
+def _free() -> int:
+    """Free bytes of this machine, or of the container it runs in."""
+    free = _FALLBACK
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        known = dict(line.split(":", 1) for line in lines)
+        free = int(known["MemAvailable"].split()[0]) * 1024
+        group = Path("/sys/fs/cgroup")
+        most = (group / "memory.max").read_text(encoding="ascii").strip()
+        if most != "max":
+            used = int((group / "memory.current").read_text(encoding="ascii"))
+            free = min(free, max(0, int(most) - used))
+    except (OSError, ValueError, KeyError):
+        pass  # other systems keep other books
+    return free
+
+
+T = TypeVar("T")
+
+
+def moved(value: T, device: torch.device) -> T:
+    """The same with all its tensors on a device; a value of the CPU stays as it is there.
+
+    Args:
+        value: Tensors in dictionaries, lists, tuples and dataclasses.
+        device: Where they go.
+    """
+    return value if device.type == "cpu" else _moved(value, device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _moved(each, device) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(each, device) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {each.name: _moved(getattr(value, each.name), device) for each in fields(value)}
+        return replace(value, **parts)
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A request as its model's processor writes it.
+
+    Attributes:
+        request: The request.
+        inputs: What the processor returned: ids `[1, L]`, pixels, grids.
+        media: Images and clips by kind, in the order of their pixels.
+        reduce: Spec string of reducers at site `pre`; None reduces nothing.
+        ms: Milliseconds that it took.
+    """
+
+    request: Request
+    inputs: dict[str, Any]
+    media: dict[str, tuple[Media, ...]]
+    reduce: str | None
+    ms: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt before anything is reduced."""
+        return int(self.inputs["input_ids"].shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """A prompt as the language model gets it, m tokens.
+
+    Attributes:
+        embeds: `[m, D]`.
+        positions: `[A, m]` int64, the original ones; A is 1, or 3 under M-RoPE.
+        blocks: Hash of everything up to the end of each block of `BLOCK` tokens.
+        visual: `[m]` bool where there are DeepStack planes; None elsewhere.
+        planes: DeepStack features `[visual tokens, D]` each.
+        whole: Token ids `[L]` of the prompt before it was reduced, as `generate` would get it.
+        reused: Tokens of `whole` whose encoding was reused.
+        visual_tokens: Visual tokens before reduction.
+        kept_tokens: Visual tokens behind it.
+        rows: Rows of the trace so far.
+        reductions: Of `Trace.to_dict()`.
+    """
+
+    embeds: Tensor
+    positions: Tensor
+    blocks: tuple[bytes, ...] = ()
+    visual: Tensor | None = None
+    planes: tuple[Tensor, ...] = ()
+    whole: Tensor | None = None
+    reused: int = 0
+    visual_tokens: int = 0
+    kept_tokens: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    reductions: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens m."""
+        return int(self.embeds.shape[0])
+
+    @property
+    def whole_length(self) -> int:
+        """Tokens before it was reduced."""
+        return self.length if self.whole is None else len(self.whole)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the trace says of it; holds no tensor."""
+        names = ("rows", "reductions", "visual_tokens", "kept_tokens")
+        return {**{name: getattr(self, name) for name in names}, "prompt": self.length}
+
+
+@dataclass(frozen=True, eq=False)
+class Filled:
+    """A prompt behind prefill.
+
+    Attributes:
+        kv: Keys and values per decoder layer, `[2, H, m, d]`.
+        position: `[A]` int64 of the first token of the answer.
+        logits: `[V]` float32 at the end of the prompt.
+        reused: Tokens of the prompt whose keys and values were there before.
+        seen: Distinct token ids of prompt, for repetition penalties; None where there is none.
+    """
+
+    kv: tuple[Tensor, ...]
+    position: Tensor
+    logits: Tensor
+    reused: int = 0
+    seen: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens m."""
+        return int(self.kv[0].shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(each.nbytes for each in self.kv)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How one token of one answer is chosen.
+
+    Attributes:
+        sampling: Its seed is set.
+        step: Number of the token in the answer, from 0.
+    """
+
+    sampling: SamplingOptions
+    step: int = 0

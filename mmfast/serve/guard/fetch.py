@@ -7,21 +7,143 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import ipaddress
+import re
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 import h11
 
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.guard.address import Target, check_addresses, check_url
 from mmfast.serve.guard.data_url import too_large
 from mmfast.serve.guard.errors import ApiError, busy
+
+PORTS = {"http": 80, "https": 443}
+_LONGEST = 2048
+_NAME = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*\.?")
+_NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?")  # what inet_aton takes for a part of an address
+# Addresses that stand for others, or for the machine's own cloud, and count as global elsewhere.
+_NEVER = tuple(
+    ipaddress.ip_network(each)
+    for each in (
+        *("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96"),  # IPv4 in IPv6, in three ways
+        *("64:ff9b::/96", "64:ff9b:1::/48"),  # NAT64, RFC 6052 and 8215
+        *("2002::/16", "2001::/32", "192.88.99.0/24"),  # 6to4, Teredo, 6to4's relays
+        *("fec0::/10", "100.64.0.0/10"),  # once site-local; shared with a carrier
+        *("168.63.129.16/32", "192.0.0.0/24"),  # a cloud's own services
+    )
+)
+
+
+@dataclass(frozen=True)
+class CheckedUrl:
+    """A checked URL, without anything that a parser could read in two ways."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str  # with its query
+
+    @property
+    def host_header(self) -> str:
+        """The host as the server is told."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The URL, for the next redirect."""
+        return f"{self.scheme}://{self.host_header}{self.path}"
+
+
+def check_url(url: str, allowed: Iterable[str], param: str | None = None) -> CheckedUrl:
+    """Check a URL by its text alone.
+
+    Args:
+        url: As a client or a redirect gives it.
+        allowed: Hosts: `example.com`, `example.com:8443`, `.example.com` for all below it, or `*`
+            for every public host.
+        param: The part of the request.
+
+    Raises:
+        ApiError: 400: it is no plain http or https URL, or of a host that is not allowed.
+    """
+    if len(url) > _LONGEST or not url.isascii() or not url.isprintable() or set(url) & set("\\ <>"):
+        raise _refused("a URL has up to 2,048 ASCII characters without spaces and \\", param)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        host = (parts.hostname or "").rstrip(".")
+    except ValueError:
+        raise _refused("the URL cannot be read", param) from None
+    scheme = parts.scheme.lower()
+    if scheme not in PORTS:
+        raise _refused(f"scheme {scheme[:20]!r} is refused: give https", param)
+    if "@" in parts.netloc:
+        raise _refused("a URL with user and password is refused", param)
+    if not _is_host(host):
+        raise _refused(f"the host {host[:80]!r} is written in an unusual way", param)
+    port = port or PORTS[scheme]
+    if not _listed(host, port, port == PORTS[scheme], allowed):
+        raise _refused(f"the host {host[:80]!r} is not among those allowed here", param)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return CheckedUrl(scheme, host, port, path)
+
+
+def _is_host(host: str) -> bool:
+    """A name or an address in its usual spelling: no octal, hexadecimal or single numbers."""
+    try:
+        return str(ipaddress.ip_address(host)) == host
+    except ValueError:
+        last = host.rpartition(".")[2]
+        return bool(_NAME.fullmatch(host)) and len(host) < 254 and not _NUMBER.fullmatch(last)
+
+
+def _listed(host: str, port: int, usual: bool, allowed: Iterable[str]) -> bool:
+    for each in allowed:
+        entry = each.lower().removeprefix("*.") if each != "*" else "*"
+        below = each.startswith((".", "*."))
+        name = entry.lstrip(".")
+        fits = entry == "*" or host == name or (below and host.endswith("." + name))
+        if (fits and usual) or f"{host}:{port}" == entry:
+            return True
+    return False
+
+
+def check_addresses(found: Iterable[str], host: str, param: str | None = None) -> str:
+    """The address to connect to: the first, where every one is public.
+
+    Raises:
+        ApiError: 400: a name has none, or one that is not of the open internet.
+    """
+    addresses = list(found)
+    if not addresses:
+        raise _refused(f"the host {host[:80]!r} is unknown", param, "fetch_failed")
+    if not all(map(is_public, addresses)):
+        raise _refused(f"the host {host[:80]!r} has an address that is not public", param)
+    return addresses[0]
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the open internet, and stands for no other one."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:  # also one with a zone
+        return False
+    if any(found.version == net.version and found in net for net in _NEVER):
+        return False
+    return found.is_global and not found.is_multicast and not found.is_reserved
+
+
+def _refused(text: str, param: str | None, code: str = "url_not_allowed") -> ApiError:
+    return ApiError(400, text, code=code, param=param)
+
 
 _HOPS = 3
 _MOVED = (301, 302, 303, 307, 308)
@@ -114,7 +236,7 @@ async def fetch(
 async def _follow(
     url: str, config: ServerConfig, param: str | None, network: Network
 ) -> tuple[str, bytes]:
-    before: Target | None = None
+    before: CheckedUrl | None = None
     for _ in range(_HOPS + 1):
         try:
             target = check_url(url, config.remote_hosts, param)
@@ -139,7 +261,7 @@ def _astray(where: str, param: str | None) -> ApiError:
 
 
 async def _get(
-    target: Target, address: str, most: int, param: str | None, network: Network
+    target: CheckedUrl, address: str, most: int, param: str | None, network: Network
 ) -> str | tuple[str, bytes]:
     """One request: where it leads, or what is there."""
     async with asyncio.timeout(_CONNECT):
@@ -157,7 +279,7 @@ async def _get(
             await writer.wait_closed()
 
 
-def _request(conn: h11.Connection, target: Target) -> bytes:
+def _request(conn: h11.Connection, target: CheckedUrl) -> bytes:
     headers = [
         ("Host", target.host_header),
         ("User-Agent", "mmfast"),

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio import load_audio
-from mmfast.frontends.audio_kinds import sniff_sound
+from mmfast.frontends.audio.reader import load_audio, sniff_sound
 from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, magic_kind
 from mmfast.models.prompt import Shot
 from mmfast.serve.config import ServerConfig
@@ -22,7 +21,7 @@ from mmfast.serve.engine.base import Media
 from mmfast.serve.guard import data_url
 from mmfast.serve.guard.errors import ApiError, scrub
 from mmfast.serve.guard.fetch import fetch
-from mmfast.serve.guard.worker import Decoders
+from mmfast.serve.guard.sandbox.pool import Decoders
 
 Kind = Literal["image", "video"]
 _HEAD = 512

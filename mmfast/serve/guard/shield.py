@@ -5,24 +5,245 @@ Nothing is gathered: bodies and streams pass through, counted.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+import h11
 from starlette.middleware.cors import CORSMiddleware
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.guard.caller import Caller, caller_of, client_of
-from mmfast.serve.guard.errors import ApiError
-from mmfast.serve.guard.exchange import Exchange
-from mmfast.serve.guard.intake import Bodies, Intake, check_head, check_type
-from mmfast.serve.guard.keys import Keys, from_elsewhere, given_key, loopback, values
-from mmfast.serve.guard.quotas import Quotas, Rates
-from mmfast.serve.guard.socket_exchange import SocketExchange
+from mmfast.serve.guard import logs
+from mmfast.serve.guard.body import Bodies, BodyReceiver, check_head, check_type
+from mmfast.serve.guard.caller import (
+    Caller,
+    CallerLimits,
+    CallerQuotas,
+    Keys,
+    client_of,
+    from_elsewhere,
+    given_key,
+    loopback,
+    values,
+)
+from mmfast.serve.guard.errors import ApiError, reply
 
-__all__ = ["Caller", "Shield", "caller_of"]
+_log = logging.getLogger("mmfast.serve")
+_GONE = 499  # the client went, or stopped reading
+
+
+class Exchange:
+    """Passes messages both ways.
+
+    Args:
+        scope: Of the request.
+        receive: Of the server.
+        send: Of the server.
+        caller: Whose request it is.
+        config: Limits.
+
+    Attributes:
+        receive: Of the server.
+        intake: What the application receives from, once the headers are checked.
+    """
+
+    def __init__(
+        self, scope: Any, receive: Any, send: Any, caller: Caller, config: ServerConfig
+    ) -> None:
+        self.receive, self._send, self._scope = receive, send, scope
+        self._caller, self._config = caller, config
+        self.intake: BodyReceiver | None = None
+        self._status, self._out = 0, 0
+        self._started = self._stalled = False
+
+    async def run(self, app: Any) -> None:
+        """Let the application answer; answer in its place where it fails."""
+        try:
+            await app(self._scope, self.intake, self.send)
+        except Exception as error:
+            refused = self.intake.refused if self.intake else None
+            if self._stalled:
+                self._status = _GONE
+                return
+            if refused is None and reply(error)[0] >= 500:
+                _log.error("request %s failed", self._caller.id, exc_info=error)
+            await self.refuse(refused or error)
+            return
+        if self.intake and self.intake.refused and not self._started:
+            await self.refuse(self.intake.refused)
+
+    async def send(self, message: Any) -> None:
+        """Pass a part of the reply on, at once.
+
+        Raises:
+            ConnectionError: The client has stopped reading.
+        """
+        if not self._started and self.intake and self.intake.refused:
+            return  # what the application makes of a body that was cut
+        if message["type"] == "http.response.start":
+            self._started, self._status = True, message["status"]
+            headers = [h for h in message.get("headers", []) if h[0].lower() != b"x-request-id"]
+            message = {**message, "headers": [*headers, self._id()]}
+        self._out += len(message.get("body", b""))
+        try:
+            async with asyncio.timeout(self._config.send_seconds):
+                await self._send(message)
+        except TimeoutError:
+            self._stalled = True
+            raise ConnectionError("the client has stopped reading") from None
+
+    def _id(self) -> tuple[bytes, bytes]:
+        return b"x-request-id", self._caller.id.encode()
+
+    async def refuse(self, error: BaseException) -> None:
+        """Answer with an error, unless an answer has begun: that one is cut."""
+        if self._started:
+            return
+        self._started = True
+        self._status, headers, data = reply(error)
+        self._out = len(data)
+        unread = self._unread()
+        close = [(b"connection", b"close")] if unread else []
+        start = {"type": "http.response.start", "status": self._status}
+        await self._send({**start, "headers": [*headers, *close, self._id()]})
+        await self._send({"type": "http.response.body", "body": data, "more_body": unread})
+        if unread:
+            intake = self.intake or BodyReceiver(self.receive, self._config)
+            await intake.drain()
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _unread(self) -> bool:
+        headers = self._scope["headers"]
+        sent = values(headers, b"content-length") not in ([], [b"0"])
+        sent = sent or bool(values(headers, b"transfer-encoding"))
+        return sent and not (self.intake is not None and self.intake.over)
+
+    def log(self, quiet: bool, ms: float) -> None:
+        """One line, when it is over."""
+        size = self.intake.size if self.intake else 0
+        if self.intake:
+            self.intake.close()
+        self._caller.quotas.spend(self._caller.who, "bytes", size)
+        fields = {
+            "id": self._caller.id,
+            "ms": round(ms, 1),
+            "in": size,
+            "out": self._out,
+            "tokens": self._caller.tokens or None,
+            "tenant": self._caller.tenant or None,
+        }
+        scope = self._scope
+        logs.request(quiet, scope["method"], scope["path"], self._status or _GONE, fields)
+
+
+_TOO_BIG, _FAILED, _LATER = 1009, 1011, 1013  # RFC 6455, section 7.4
+
+
+class SocketExchange:
+    """Passes messages both ways; the arguments are those of `Exchange`."""
+
+    def __init__(
+        self, scope: Any, receive: Any, send: Any, caller: Caller, config: ServerConfig
+    ) -> None:
+        self._receive, self._send, self._scope = receive, send, scope
+        self._caller, self._config = caller, config
+        self._asked = self._open = self._over = False
+        self._in, self._out, self._status = 0, 0, 0
+
+    async def run(self, app: Any) -> None:
+        """Let the application talk; close in its place where it fails."""
+        try:
+            await app(self._scope, self.receive, self.send)
+        except Exception as error:
+            if self._over:
+                return
+            if reply(error)[0] >= 500:
+                _log.error("connection %s failed", self._caller.id, exc_info=error)
+            await self.refuse(error)
+
+    async def receive(self) -> Any:
+        """The next message; one that is too large ends the connection."""
+        message = await self._receive()
+        if message["type"] == "websocket.connect":
+            self._asked = True
+        if message["type"] == "websocket.disconnect":
+            self._over = True
+        size = len(message.get("text") or "") + len(message.get("bytes") or b"")
+        self._in += size
+        if size > self._config.realtime_message_bytes:
+            return await self._cut(_TOO_BIG, "the message is too large")
+        self._caller.quotas.spend(self._caller.who, "bytes", size)
+        if size and self._caller.quotas.check(self._caller.who, "bytes") is not None:
+            return await self._cut(_LATER, "too many bytes a minute")
+        return message
+
+    async def _cut(self, code: int, reason: str) -> Any:
+        self._over = True
+        await self._send({"type": "websocket.close", "code": code, "reason": reason})
+        return {"type": "websocket.disconnect", "code": code, "reason": reason}
+
+    async def send(self, message: Any) -> None:
+        """Pass a message on, at once.
+
+        Raises:
+            ConnectionError: The client has stopped reading, or the connection was cut here.
+        """
+        kind = message["type"]
+        if self._over:
+            raise ConnectionError("the connection is closed")
+        if kind == "websocket.accept":
+            self._open, self._status = True, 101
+            message = {**message, "headers": [*message.get("headers", []), self._id()]}
+        elif kind == "websocket.http.response.start":
+            self._status = message["status"]
+            message = {**message, "headers": [*message.get("headers", []), self._id()]}
+        elif kind == "websocket.close":
+            self._over = True
+            self._status = self._status or 403
+        self._out += len(message.get("text") or "") + len(message.get("bytes") or b"")
+        try:
+            async with asyncio.timeout(self._config.send_seconds):
+                await self._send(message)
+        except TimeoutError:
+            self._over = True
+            raise ConnectionError("the client has stopped reading") from None
+
+    def _id(self) -> tuple[bytes, bytes]:
+        return b"x-request-id", self._caller.id.encode()
+
+    async def refuse(self, error: BaseException) -> None:
+        """Refuse the handshake with an HTTP reply, or close what is open."""
+        if self._open:
+            self._over = True
+            await self._send({"type": "websocket.close", "code": _FAILED, "reason": "error"})
+            return
+        if not self._asked:
+            await self._receive()
+        self._status, headers, data = reply(error)
+        if "websocket.http.response" not in self._scope.get("extensions", {}):
+            await self._send({"type": "websocket.close", "code": 1008, "reason": "refused"})
+            return
+        start = {"type": "websocket.http.response.start", "status": self._status}
+        await self._send({**start, "headers": [*headers, self._id()]})
+        await self._send({"type": "websocket.http.response.body", "body": data, "more_body": False})
+
+    def log(self, quiet: bool, ms: float) -> None:
+        """One line, when it is over."""
+        fields = {
+            "id": self._caller.id,
+            "ms": round(ms, 1),
+            "in": self._in,
+            "out": self._out,
+            "tokens": self._caller.tokens or None,
+            "tenant": self._caller.tenant or None,
+        }
+        logs.request(quiet, "WEBSOCKET", self._scope["path"], self._status, fields)
+
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _ALWAYS = ("/health", "/ready")  # for whoever watches the server, without a key
@@ -45,8 +266,8 @@ class Shield:
         self._app, self._config = app, config
         self._keys, self._rejected = Keys(config.api_keys), rejected
         self._local, self._bodies = loopback(config.host), Bodies(config.bodies_bytes)
-        self.quotas = Quotas(
-            Rates(
+        self.quotas = CallerQuotas(
+            CallerLimits(
                 config.requests_per_minute,
                 config.bytes_per_minute,
                 config.tokens_per_minute,
@@ -102,7 +323,9 @@ class Shield:
     async def _http(self, scope: Any, exchange: Exchange) -> None:
         is_json = check_type(scope["method"], scope["path"], scope["headers"])
         endless = bool(values(scope["headers"], b"transfer-encoding"))
-        exchange.intake = Intake(exchange.receive, self._config, is_json, self._bodies, endless)
+        exchange.intake = BodyReceiver(
+            exchange.receive, self._config, is_json, self._bodies, endless
+        )
         await exchange.run(self._app)
 
     async def _refuse(self, exchange: Any, error: ApiError) -> None:
@@ -148,3 +371,107 @@ class Shield:
 def _reason(error: ApiError) -> str:
     names = {401: "auth", 403: "auth", 408: "slow", 413: "body", 429: "rate", 431: "headers"}
     return names.get(error.status, "invalid")
+
+
+_LINES = 8 << 10  # of a request line, beside the headers
+_NAMES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
+    """Keyword arguments for `uvicorn.Config` or `uvicorn.run` that a guarded server needs."""
+
+    class Protocol(Timed):
+        header_seconds = config.header_seconds
+        header_bytes = config.max_header_bytes + _LINES
+
+    return {
+        "http": Protocol,
+        "h11_max_incomplete_event_size": config.max_header_bytes + _LINES,
+        "ws": "websockets-sansio",
+        "ws_max_size": config.realtime_message_bytes,
+        "ws_max_queue": 8,
+        "ws_ping_interval": 20.0,
+        "ws_ping_timeout": 20.0,
+        "limit_concurrency": config.connections,
+        "timeout_keep_alive": max(1, round(config.keep_alive_seconds)),
+        "timeout_graceful_shutdown": max(1, round(config.shutdown_seconds)),
+        "server_header": False,
+        "proxy_headers": False,  # whoever asks could choose the address whose quota counts
+        "access_log": False,  # the guard writes one line for each request
+        "log_config": None,
+    }
+
+
+class Timed(H11Protocol):
+    """HTTP/1.1 whose headers must come in time; bodies are timed by `Shield`.
+
+    Attributes:
+        header_seconds: From the first byte of a connection, or of a further request on it.
+        header_bytes: Of a request line and its headers.
+    """
+
+    header_seconds = 10.0
+    header_bytes = 40 << 10
+    _late: asyncio.TimerHandle | None = None
+    _seen = 0  # bytes of headers so far
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there: its clock runs."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        if self._awaiting():
+            self._seen += len(data)
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """A reply is out; uvicorn's own clock runs until the next request begins."""
+        super().on_response_complete()
+        self._seen = 0
+        if self.conn.trailing_data[0]:
+            self._watch()
+        else:
+            self._rest()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self._rest()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP, or too much of it."""
+        self._rest()
+        if self._seen > self.header_bytes:
+            self._close(431, "the headers are too large: send fewer", "headers_too_large")
+        else:
+            self._close(400, "this is no HTTP request", "invalid_http")
+
+    def _awaiting(self) -> bool:
+        return self.conn.their_state is h11.IDLE
+
+    def _watch(self) -> None:
+        if not self._awaiting():
+            self._rest()
+        elif self._late is None:
+            self._late = self.loop.call_later(self.header_seconds, self._give_up)
+
+    def _rest(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _give_up(self) -> None:
+        self._late = None
+        if self._awaiting() and not self.transport.is_closing():
+            text = f"the headers took over {self.header_seconds:g} s: send them faster"
+            self._close(408, text, "headers_too_slow")
+
+    def _close(self, status: int, text: str, code: str) -> None:
+        _, headers, data = reply(ApiError(status, text, code=code))
+        lines = [f"HTTP/1.1 {status} {_NAMES[status]}".encode(), b"connection: close"]
+        lines += [key + b": " + value for key, value in headers]
+        self.transport.write(b"\r\n".join([*lines, b"", data]))
+        self.transport.close()

@@ -2,29 +2,275 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.engine.base import Delta, Event, Failure, Finish, Options, Request, Sampling
+from mmfast.serve.engine.base import (
+    Delta,
+    Event,
+    Failure,
+    Finish,
+    Media,
+    Message,
+    Options,
+    Request,
+    Role,
+    SamplingOptions,
+)
 from mmfast.serve.guard import logs
 from mmfast.serve.guard.caller import Caller, caller_of
-from mmfast.serve.guard.errors import ApiError, body
-from mmfast.serve.http.chat_reply import Reply
-from mmfast.serve.http.chat_request import ChatRequest, MmfastOptions
-from mmfast.serve.http.conversation import Reader
-from mmfast.serve.http.event_stream import DONE, EVENT_SCHEMA, EVENTS, WAITING, Growing, event
+from mmfast.serve.guard.errors import ApiError, api_error, body
+from mmfast.serve.guard.media import load_media, load_sound
+from mmfast.serve.http import schema as asked
+from mmfast.serve.http.events import (
+    DONE,
+    EVENT_SCHEMA,
+    EVENTS,
+    WAITING,
+    RequestRun,
+    StreamedReply,
+    event,
+    failed,
+    unless_gone,
+)
 from mmfast.serve.http.json_route import JsonRoute
-from mmfast.serve.http.replies import ERRORS, Completion
-from mmfast.serve.http.running import Run, failed, unless_gone
+from mmfast.serve.http.schema import (
+    ERRORS,
+    AnswerMessage,
+    ChatRequest,
+    Choice,
+    Completion,
+    MmfastOptions,
+    PromptDetails,
+    Transcribed,
+    Usage,
+)
 from mmfast.serve.http.service import Service
+
+
+@dataclass
+class ChatReply:
+    """The envelope of one answer.
+
+    Attributes:
+        id: Of the completion.
+        model: As it was asked for.
+        heard: What was understood of each sound of the request.
+        seconds: Of those sounds.
+        created: In seconds since 1970.
+    """
+
+    id: str
+    model: str
+    heard: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def usage(self, finish: Finish) -> dict[str, Any]:
+        """What was counted."""
+        details = PromptDetails(
+            cached_tokens=finish.cached_tokens,
+            image_tokens=finish.trace.get("visual_tokens") or 0,
+        )
+        heard = Transcribed(sounds=len(self.heard), seconds=round(self.seconds, 3))
+        found = Usage(
+            prompt_tokens=finish.prompt_tokens,
+            completion_tokens=finish.completion_tokens,
+            total_tokens=finish.prompt_tokens + finish.completion_tokens,
+            prompt_tokens_details=details,
+            transcribed=heard if self.heard else None,
+        ).model_dump(mode="json")
+        if not self.heard:
+            del found["transcribed"]
+        return found
+
+    def trace(self, finish: Finish) -> dict[str, Any]:
+        """What it cost, and what was heard."""
+        return {**finish.trace, **({"heard": self.heard} if self.heard else {})}
+
+    def whole(self, text: str, finish: Finish) -> dict[str, Any]:
+        """The answer in one."""
+        message = AnswerMessage(content=text)
+        found = Completion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[Choice(message=message, finish_reason=finish.reason)],
+            mmfast=self.trace(finish),
+        ).model_dump(mode="json")
+        return {**found, "usage": self.usage(finish)}
+
+    def chunk(
+        self, delta: Mapping[str, Any], reason: str | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """A piece of it."""
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return {**self._head(), "choices": [choice], **more}
+
+    def counted(self, finish: Finish) -> dict[str, Any]:
+        """The chunk behind the last, which has no choice."""
+        return {**self._head(), "choices": [], "usage": self.usage(finish)}
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+        }
+
+
+class Reader:
+    """Reads the messages of one request.
+
+    Args:
+        service: Whose limits and whose ears.
+        options: How clips are sampled.
+
+    Attributes:
+        heard: What was understood of each sound, in their order.
+        seconds: Of all sounds.
+    """
+
+    def __init__(self, service: Service, options: asked.MmfastOptions) -> None:
+        self._service, self._config = service, service.config
+        self._options = options
+        self._heard: dict[tuple[int, int], str] = {}
+        self.seconds = 0.0
+
+    @property
+    def heard(self) -> list[str]:
+        """What was understood."""
+        return [self._heard[key] for key in sorted(self._heard)]
+
+    async def messages(self, given: list[Any]) -> tuple[Message, ...]:
+        """All messages, their media read side by side.
+
+        Raises:
+            ApiError: Too much of something, nothing asked, or media that cannot be read.
+        """
+        self._check(given)
+        reading = [asyncio.ensure_future(self._message(each, i)) for i, each in enumerate(given)]
+        try:
+            return tuple(await asyncio.gather(*reading))
+        finally:
+            for task in reading:
+                task.cancel()
+
+    def _check(self, given: list[Any]) -> None:
+        parts = [
+            p for m in given for p in ([m.content] if isinstance(m.content, str) else m.content)
+        ]
+        texts = [p if isinstance(p, str) else p.text for p in parts if _is_text(p)]
+        letters, limit = sum(map(len, texts)), self._config.max_text
+        if letters > limit:
+            raise _too_much(f"{letters:,} letters are too many; send at most {limit:,}")
+        media, most = len(parts) - len(texts), self._config.max_media
+        if media > most:
+            raise _too_much(f"{media} images, clips and sounds are too many; send at most {most}")
+        frames = self._options.frames or 0
+        if frames > self._config.max_frames:
+            raise ApiError(
+                400,
+                f"mmfast.frames={frames} is too many; ask for at most {self._config.max_frames}",
+                code="invalid_value",
+                param="mmfast.frames",
+            )
+        last = given[-1]
+        if last.role != "user":
+            raise ApiError(
+                400,
+                f"the last message is the {last.role}'s; end with one whose role is 'user'",
+                code="invalid_value",
+                param="messages",
+            )
+        own = [last.content] if isinstance(last.content, str) else last.content
+        if not any(_asks(part) for part in own):
+            raise ApiError(
+                400,
+                "the last message asks nothing; add a text",
+                code="invalid_value",
+                param=f"messages[{len(given) - 1}].content",
+            )
+
+    async def _message(self, given: Any, number: int) -> Message:
+        role: Role = "system" if given.role == "developer" else given.role
+        if isinstance(given.content, str):
+            return Message(role, (given.content,))
+        parts = [
+            asyncio.ensure_future(self._part(part, (number, i)))
+            for i, part in enumerate(given.content)
+        ]
+        try:
+            return Message(role, tuple(await asyncio.gather(*parts)))
+        finally:  # where one fails, nobody waits for the others
+            for part in parts:
+                part.cancel()
+
+    async def _part(self, part: Any, place: tuple[int, int]) -> str | Media:
+        if isinstance(part, asked.TextPart):
+            return part.text
+        param = f"messages[{place[0]}].content[{place[1]}].{part.type}"
+        try:
+            if isinstance(part, asked.SoundPart):
+                return await self._words(part.input_audio, place, param)
+            if isinstance(part, asked.ImagePart):
+                return await load_media(part.image_url.url, "image", self._config, param=param)
+            options, url = self._options, part.video_url.url
+            return await load_media(
+                url, "video", self._config, frames=options.frames, fps=options.fps, param=param
+            )
+        except MmfastError as error:
+            self._service.metrics.rejected("media")
+            raise api_error(error, param) from error
+
+    async def _words(self, sound: asked.RecordingData, place: tuple[int, int], param: str) -> str:
+        """What was said, as one would write it."""
+        pcm, rate = await load_sound(sound.data, self._config, format=sound.format, param=param)
+        voice = await self._service.voice()
+        heard = await self._service.in_voice_thread(_transcriber(voice, pcm, rate))
+        self.seconds += len(pcm) / rate
+        self._heard[place] = heard
+        return heard
+
+
+def _transcriber(voice: Any, pcm: Any, rate: int) -> Callable[[], str]:
+    def transcribe() -> str:
+        from mmfast.pipelines.omni_chat import written
+
+        heard = voice.transcribe(pcm, rate).strip()
+        if not heard:
+            raise MmfastError("no word was understood in the sound; speak louder, or send text")
+        return written(heard)
+
+    return transcribe
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, str | asked.TextPart)
+
+
+def _asks(part: Any) -> bool:
+    if isinstance(part, str | asked.TextPart):
+        return bool((part if isinstance(part, str) else part.text).strip())
+    return isinstance(part, asked.SoundPart)
+
+
+def _too_much(text: str) -> ApiError:
+    return ApiError(400, text, code="too_much", param="messages")
+
 
 PATIENCE = 2.0  # seconds for which a stream waits with its status: what fails at once gets its own
 HEARTBEAT = 15.0  # seconds between signs of life of a stream that has to wait
@@ -47,19 +293,19 @@ router = APIRouter(route_class=JsonRoute)
 async def chat(asked: ChatRequest, http: HttpRequest) -> Response:
     """Answer a conversation."""
     service: Service = http.app.state.service
-    answer = Answer(service, asked, caller_of(http.scope))
+    answer = ChatExchange(service, asked, caller_of(http.scope))
     if asked.stream:
         return await unless_gone(http, answer.stream())
     return await unless_gone(http, answer.whole())
 
 
-class Answer:
+class ChatExchange:
     """One request of a client and its answer."""
 
     def __init__(self, service: Service, asked: ChatRequest, caller: Caller) -> None:
         self._service, self._asked, self._caller = service, asked, caller
         self._start = self._last = time.perf_counter()
-        self._reply = Reply(f"chatcmpl-{uuid.uuid4().hex}", asked.model)
+        self._reply = ChatReply(f"chatcmpl-{uuid.uuid4().hex}", asked.model)
         self._begun, self._said, self._spent = False, list[str](), 0
         _check(asked, service)
 
@@ -83,9 +329,9 @@ class Answer:
         except BaseException:
             run.close()
             raise
-        return Growing(self._chunks(run, first), EVENTS, run.close)
+        return StreamedReply(self._chunks(run, first), EVENTS, run.close)
 
-    async def _run(self) -> Run:
+    async def _run(self) -> RequestRun:
         asked, service = self._asked, self._service
         options = asked.mmfast or MmfastOptions()
         executor = await service.executor()
@@ -102,9 +348,9 @@ class Answer:
             options.priority or 0,
             self._caller.tenant,
         )
-        return Run(executor, request)
+        return RequestRun(executor, request)
 
-    async def _chunks(self, run: Run, first: Event | None) -> AsyncGenerator[bytes, None]:
+    async def _chunks(self, run: RequestRun, first: Event | None) -> AsyncGenerator[bytes, None]:
         reply = self._reply
         wants = self._asked.stream_options
         usage: dict[str, Any] = {"usage": None} if wants and wants.include_usage else {}
@@ -180,9 +426,9 @@ def _check(asked: ChatRequest, service: Service) -> None:
         )
 
 
-def _sampling(asked: ChatRequest, config: ServerConfig) -> Sampling:
+def _sampling(asked: ChatRequest, config: ServerConfig) -> SamplingOptions:
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    return Sampling(
+    return SamplingOptions(
         asked.longest or min(config.default_tokens, config.max_tokens),
         asked.temperature or 0.0,
         1.0 if asked.top_p is None else asked.top_p,

@@ -48,7 +48,7 @@ class Metrics:
         )
         self._rejected = Counter("mmfast_rejected", "Refused.", ["reason"], registry=own)
         self._sessions = Gauge("mmfast_realtime_sessions", "Open sessions.", registry=own)
-        own.register(_Engine(health))
+        own.register(_EngineGauges(health))
 
     def ttft(self, seconds: float) -> None:
         """A first token came."""
@@ -102,7 +102,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Engine(Collector):
+class _EngineGauges(Collector):
     """How the engine is, at the moment somebody looks."""
 
     def __init__(self, health: Callable[[], Health | None]) -> None:

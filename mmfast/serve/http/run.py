@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.guard.uvicorn_options import uvicorn_options
+from mmfast.serve.guard.shield import uvicorn_options
 
 
 def bind(config: ServerConfig) -> socket.socket:

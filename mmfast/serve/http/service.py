@@ -191,7 +191,7 @@ def _engine(config: ServerConfig) -> Executor:
 
 
 def _voice(config: ServerConfig) -> Any:
-    from mmfast.streams.voice_models import can, load_voice
+    from mmfast.voice.models import can, load_voice
 
     return can(can(load_voice(config.speech, config.device, "auto"), "speak"), "transcribe")
 

@@ -6,21 +6,138 @@ import asyncio
 import base64
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from torch import Tensor
 
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.frontends.audio.wav import WavWriter
+from mmfast.ops.audio import Resampler
 from mmfast.serve.guard.errors import ApiError, api_error, body, busy
-from mmfast.serve.http.event_stream import EVENT_SCHEMA, EVENTS, Growing, event
+from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event, unless_gone
 from mmfast.serve.http.json_route import JsonRoute
-from mmfast.serve.http.replies import ERRORS
-from mmfast.serve.http.running import unless_gone
+from mmfast.serve.http.schema import ERRORS, SpeechRequest
 from mmfast.serve.http.service import VOICES, Service
-from mmfast.serve.http.sound_writer import TYPES, sound_writer
-from mmfast.serve.http.speech_request import SpeechRequest
+
+PCM_RATE = 24_000  # what OpenAI's clients expect of `pcm`, which does not say
+TYPES = {
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg",
+    "aac": "audio/aac",
+    "flac": "audio/flac",
+    "wav": "audio/wav",
+    "pcm": "audio/pcm",
+}
+_CODECS = {  # format -> container and codec of FFmpeg
+    "mp3": ("mp3", "libmp3lame"),
+    "opus": ("ogg", "libopus"),
+    "aac": ("adts", "aac"),
+    "flac": ("flac", "flac"),
+}
+
+
+class SoundWriter(Protocol):
+    """Takes samples, gives what is ready of the file."""
+
+    def write(self, pcm: Tensor) -> bytes:
+        """Samples `[n]` float in -1..1."""
+
+    def close(self) -> bytes:
+        """The rest."""
+
+
+def sound_writer(kind: str, rate: int) -> SoundWriter:
+    """What writes one format.
+
+    Args:
+        kind: One of `TYPES`.
+        rate: Samples per second of what will come.
+    """
+    if kind == "pcm":
+        return _Pcm(rate)
+    return _Wav(rate) if kind == "wav" else _Encoded(*_CODECS[kind], rate)
+
+
+class _Sink:
+    """A file that cannot seek, emptied from the other end."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        self._parts.append(bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+    def take(self) -> bytes:
+        found, self._parts = b"".join(self._parts), []
+        return found
+
+
+class _Wav:
+    def __init__(self, rate: int) -> None:
+        self._sink = _Sink()
+        self._wav = WavWriter(self._sink, rate)
+
+    def write(self, pcm: Tensor) -> bytes:
+        self._wav.write(pcm)
+        return self._sink.take()
+
+    def close(self) -> bytes:
+        self._wav.close()
+        return self._sink.take()
+
+
+class _Pcm:
+    def __init__(self, rate: int) -> None:
+        self._resampler = Resampler(rate, PCM_RATE)
+        self._state = self._resampler.start()
+
+    def write(self, pcm: Tensor) -> bytes:
+        self._state, out = self._resampler.step(self._state, pcm[None])
+        return _int16(out[0])
+
+    def close(self) -> bytes:
+        return _int16(self._resampler.finish(self._state)[0])
+
+
+class _Encoded:
+    def __init__(self, container: str, codec: str, rate: int) -> None:
+        import av
+
+        self._sink, self._rate, self._samples = _Sink(), rate, 0
+        self._file: Any = av.open(self._sink, "w", format=container)
+        self._stream: Any = self._file.add_stream(codec, rate=rate, layout="mono")
+
+    def write(self, pcm: Tensor) -> bytes:
+        import av
+
+        if not len(pcm):
+            return b""
+        samples = torch.frombuffer(bytearray(_int16(pcm)), dtype=torch.int16).numpy()
+        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        frame.sample_rate, frame.pts = self._rate, self._samples
+        self._samples += len(samples)
+        self._file.mux(self._stream.encode(frame))
+        return self._sink.take()
+
+    def close(self) -> bytes:
+        self._file.mux(self._stream.encode(None))
+        self._file.close()
+        return self._sink.take()
+
+
+def _int16(pcm: Tensor) -> bytes:
+    whole = torch.nan_to_num(pcm.detach().float().cpu(), nan=0.0) * 32768.0
+    data = whole.round().clamp(-32768, 32767).to(torch.int16).numpy()
+    return data.astype("<i2").tobytes()
+
 
 WAITING = 8  # speeches that wait for a thread; one more is refused
 RATE = 165  # words per minute at speed 1
@@ -69,8 +186,8 @@ async def _say(asked: SpeechRequest, service: Service) -> Response:
         saying.close()
         raise
     if asked.stream_format == "sse":
-        return Growing(saying.events(first), EVENTS, saying.close)
-    return Growing(saying.parts(first), TYPES[asked.response_format or "mp3"], saying.close)
+        return StreamedReply(saying.events(first), EVENTS, saying.close)
+    return StreamedReply(saying.parts(first), TYPES[asked.response_format or "mp3"], saying.close)
 
 
 def voice_of(name: str, voices: tuple[str, ...]) -> str:
@@ -100,7 +217,7 @@ class Saying:
         options: dict[str, Any] = {"voice": voice_of(asked.voice, tuple(speaker.voices))}
         if asked.speed not in (None, 1.0):
             options["rate"] = round(RATE * asked.speed)
-        from mmfast.pipelines.spoken import check_text
+        from mmfast.pipelines.speech import check_text
 
         try:
             check_text(asked.input)

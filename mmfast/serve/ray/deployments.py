@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mmfast.cli_output import quiet
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.loading import load
+from mmfast.models.quiet import quiet
 from mmfast.serve.engine.base import Delta, Event, Failure, Request
 from mmfast.serve.engine.failures import failure
-from mmfast.serve.engine.moving import moved
-from mmfast.serve.engine.shared import Parcel, unwrap, wrap
+from mmfast.serve.engine.processes.messages import Parcel, unwrap, wrap
+from mmfast.serve.engine.slots import moved
+from mmfast.serve.ray.cluster import Cluster, calm, share, sharing
 
 ROLES = ("encode", "prefill", "decode")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplicaSettings:
     """What every replica is told.
 
     Attributes:
@@ -79,11 +81,11 @@ class Handed:
 class Encode:
     """Replica that encodes media, and reduces and embeds prompts."""
 
-    def __init__(self, plan: Plan) -> None:
-        from mmfast.serve.engine.encoder import Encoder
-        from mmfast.serve.engine.gathering import Gathering
+    def __init__(self, plan: ReplicaSettings) -> None:
+        from mmfast.serve.engine.encoder import MediaEncoder
+        from mmfast.serve.engine.services import Gathering
 
-        self._gathering, self._linger = Gathering(Encoder(*plan.load())), plan.linger
+        self._gathering, self._linger = Gathering(MediaEncoder(*plan.load())), plan.linger
 
     async def __call__(self, request: Request, reduce: str | None) -> Handed | Failure:
         """Embeddings of a request."""
@@ -105,10 +107,10 @@ class Encode:
 class Prefill:
     """Replica that reads prompts."""
 
-    def __init__(self, plan: Plan) -> None:
-        from mmfast.serve.engine.checks import context_of
-        from mmfast.serve.engine.filling import Filling
+    def __init__(self, plan: ReplicaSettings) -> None:
         from mmfast.serve.engine.prefill import Prefiller
+        from mmfast.serve.engine.request import context_of
+        from mmfast.serve.engine.services import Filling
 
         model, _ = plan.load()
         self._device = model.device
@@ -131,15 +133,15 @@ class Prefill:
 class Decode:
     """Replica that writes answers."""
 
-    def __init__(self, plan: Plan) -> None:
-        from mmfast.serve.engine.continuing import Continuing
-        from mmfast.serve.engine.decode import Decoder
-        from mmfast.serve.engine.memory import kv_limit
+    def __init__(self, plan: ReplicaSettings) -> None:
+        from mmfast.serve.engine.decode import DecodeBatch
+        from mmfast.serve.engine.services import Continuing
+        from mmfast.serve.engine.slots import kv_limit
 
         model, processor = plan.load()
         self._device = model.device
         limit = kv_limit(plan.memory, self._device, plan.sharing)
-        self._continuing = Continuing(Decoder(model, plan.slots), processor.tokenizer, limit)
+        self._continuing = Continuing(DecodeBatch(model, plan.slots), processor.tokenizer, limit)
 
     async def __call__(
         self, request: Request, given: Handed | Failure
@@ -166,3 +168,60 @@ class Decode:
         finally:
             if not over:  # whoever listened is gone
                 self._continuing.cancel(request.id)
+
+
+BODIES = {"encode": Encode, "prefill": Prefill, "decode": Decode}
+
+
+def deploy(
+    cluster: Cluster, apps: Sequence[str], plan: ReplicaSettings, replicas: Mapping[str, int]
+) -> dict[str, Any]:
+    """Start replicas, and wait until they are there.
+
+    Args:
+        cluster: Where.
+        apps: Names of Serve's applications, in the order of `ROLES`.
+        plan: What every replica is told.
+        replicas: How many of each role.
+
+    Returns:
+        A handle per role; that of `decode` streams.
+
+    Raises:
+        MmfastError: One does not start.
+    """
+    from ray import serve
+
+    have, count = cluster.resources(), sum(replicas.values())
+    parts = share(have, count, plan.device, spare=0.1)  # for Serve's controller, and others there
+    places = cluster.machines() if not parts["num_gpus"] else int(have["GPU"])
+    plan = replace(plan, sharing=sharing(replicas["decode"], count, places))
+    targets = []
+    for role, app in zip(ROLES, apps, strict=True):
+        deployment: Any = serve.deployment(
+            BODIES[role],
+            name=role,
+            num_replicas=replicas[role],
+            max_ongoing_requests=plan.slots if role == "decode" else 8,
+            max_queued_requests=-1,  # the engine says when it is too much
+            ray_actor_options=parts,
+            health_check_period_s=1.0,
+            health_check_timeout_s=30.0,  # a busy machine is not a dead one
+            graceful_shutdown_timeout_s=2.0,
+            graceful_shutdown_wait_loop_s=0.1,
+        )
+        targets.append(serve.RunTarget(deployment.bind(plan), name=app, route_prefix=None))
+    try:
+        with calm():
+            handles = serve.run_many(targets)
+    except RuntimeError as error:
+        raise MmfastError(f"a replica does not start: {_reason(error)}") from None
+    found = dict(zip(ROLES, handles, strict=True))
+    found["decode"] = found["decode"].options(stream=True)
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """The line of a remote traceback that says what was wrong."""
+    lines = re.findall(r"^\s*(?:[\w.]+\.)?(\w+Error: .+)$", str(error), re.M)
+    return str(lines[-1] if lines else error).strip()[:300]

@@ -4,22 +4,105 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import threading
+import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.models.loading import EMBEDDED
-from mmfast.serve.engine.base import BusyError, Emit, Event, Failure, Health, Request
-from mmfast.serve.engine.checks import checked
+from mmfast.serve.engine.base import BusyError, Delta, Emit, Event, Failure, Finish, Health, Request
 from mmfast.serve.engine.encoder import early
+from mmfast.serve.engine.request import checked
 from mmfast.serve.ray.cluster import Cluster
-from mmfast.serve.ray.deployments import ROLES, Plan
-from mmfast.serve.ray.driving import CANCELLED, Stream, drive, failure_of
-from mmfast.serve.ray.rollout import deploy
+from mmfast.serve.ray.deployments import ROLES, ReplicaSettings, deploy
+
+LOG = logging.getLogger("mmfast.serve")
+LOST = Failure("the replica that worked on this answer was lost; ask again", 503, "replica_lost")
+CANCELLED = Failure("cancelled", 499, "cancelled")
+
+
+@dataclass(eq=False)
+class RemoteStream:
+    """A request that somebody waits for.
+
+    Attributes:
+        request: The request, its seed set.
+        emit: Hears the events.
+        workers: Process of each role, once decoding has begun.
+        task: Drives it.
+    """
+
+    request: Request
+    emit: Emit
+    workers: Mapping[str, int] = field(default_factory=dict)
+    task: Any = None
+    began: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+
+
+async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | None) -> Event:
+    """Emit the pieces of an answer; returns its last event.
+
+    Args:
+        handles: Of the deployments, by role.
+        stream: The request.
+        reduce: Spec string of reducers.
+    """
+    request = stream.request
+    # Handles take each other's answers: what they hold goes from replica to replica.
+    embedded = handles["encode"].remote(request, reduce)
+    piece = handles["prefill"].remote(embedded, request.sampling.max_tokens)
+    chunks = handles["decode"].remote(replace(request, messages=()), piece)
+    last: Event | None = None
+    try:
+        async for chunk in chunks:
+            if isinstance(chunk, dict):
+                stream.workers = chunk
+                continue
+            for event in chunk:
+                if not isinstance(event, Delta):
+                    last = event
+                else:
+                    stream.first = stream.first or time.perf_counter()
+                    stream.emit(event)
+    finally:
+        if last is None:  # cancelled, or broken: whoever still works on it need not
+            for response in (chunks, piece, embedded):
+                response.cancel()
+    if isinstance(last, Finish):
+        first = stream.first or time.perf_counter()
+        ttft = (first - stream.began) * 1e3
+        return replace(last, trace={**last.trace, "ttft_ms": ttft, "workers": stream.workers})
+    return LOST if last is None else last
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What a user is told of an error that Ray raised."""
+    from ray import exceptions
+    from ray.serve.exceptions import BackPressureError
+
+    gone = (
+        exceptions.RayActorError,
+        exceptions.ObjectLostError,
+        exceptions.WorkerCrashedError,
+        exceptions.NodeDiedError,
+    )
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, gone):
+            return LOST
+        if isinstance(cause, BackPressureError):
+            return Failure("all replicas are busy; try again in a second", 503)
+        if isinstance(cause, exceptions.TaskCancelledError):
+            return CANCELLED
+        cause = getattr(cause, "cause", None) or cause.__cause__
+    LOG.error("a request failed", exc_info=error)  # its text may hold anything, paths too
+    return Failure(f"the engine failed on this request ({type(error).__name__})")
 
 
 class RayEngine:
@@ -80,8 +163,8 @@ class RayEngine:
         self.model = name or (EMBEDDED if model is None else str(model))
         self._most = slots * decode + queue
         where = None if model is None else str(model)
-        plan = Plan(where, device, dtype, threads, slots, chunk, context, memory, linger)
-        self._streams: dict[str, Stream] = {}
+        plan = ReplicaSettings(where, device, dtype, threads, slots, chunk, context, memory, linger)
+        self._streams: dict[str, RemoteStream] = {}
         self._lock = threading.Lock()
         self._closed = False
         self.replicas: dict[str, int] = dict(zip(ROLES, (encode, prefill, decode), strict=True))
@@ -113,7 +196,7 @@ class RayEngine:
         if request.options.target_ttft_ms is not None:
             raise MmfastError("target_ttft_ms is not possible on Ray; name reducers instead")
         sampling = checked(request.sampling)
-        stream = Stream(replace(request, sampling=sampling), emit)
+        stream = RemoteStream(replace(request, sampling=sampling), emit)
         with self._lock:
             if self._closed:
                 raise MmfastError("the engine is closed; start another one")
@@ -164,16 +247,16 @@ class RayEngine:
 
     # --- the loop's thread --------------------------------------------------------------------
 
-    def _begin(self, stream: Stream, reduce: str | None) -> None:
+    def _begin(self, stream: RemoteStream, reduce: str | None) -> None:
         stream.task = self._loop.create_task(drive(self._handles, stream, reduce))
         # Not code of the task: one that is cancelled before it began runs none.
         stream.task.add_done_callback(partial(self._finish, stream))
 
-    def _stop(self, stream: Stream) -> None:
+    def _stop(self, stream: RemoteStream) -> None:
         if stream.task is not None:
             stream.task.cancel()
 
-    def _finish(self, stream: Stream, task: asyncio.Task[Event]) -> None:
+    def _finish(self, stream: RemoteStream, task: asyncio.Task[Event]) -> None:
         last: Event
         if task.cancelled():
             last = Failure("the server stops", 503) if self._closed else CANCELLED

@@ -1,4 +1,6 @@
-"""What a worker process of Ray imports before it is given anything to do: see `spare`.
+"""Imports of a worker process of Ray before it is given anything to do.
+
+See `mmfast.serve.ray.cluster.Spare`.
 
 Every worker of a cluster imports this module. Only those that are started to wait go on from here:
 controllers need nothing of it, and the first replicas need it no sooner than they import it.
@@ -13,7 +15,7 @@ from pathlib import Path
 
 _ENGINE = "mmfast.serve.engine"
 PARTS = (
-    *(f"{_ENGINE}.preload", f"{_ENGINE}.continuing", f"{_ENGINE}.filling"),
+    *(f"{_ENGINE}.processes.preload", f"{_ENGINE}.services"),
     *("mmfast.serve.ray.deployments", "ray.serve._private.replica"),  # the last: Serve's own half
 )
 PLACE = "MMFAST_RAY_SPARES"  # environment: a folder; workers warm up once it holds a file `warm`

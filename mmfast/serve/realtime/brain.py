@@ -12,12 +12,13 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Sound, Turn
-from mmfast.streams.voice_cascade import speaking
-from mmfast.streams.voice_ear import RATE
+from mmfast.pipelines.omni_chat import OmniChat, OmniSession
+from mmfast.voice.ear import RATE
+from mmfast.voice.models import speaking
 
 
 @dataclass(frozen=True)
-class Question:
+class BrainQuestion:
     """What is to be answered.
 
     Attributes:
@@ -46,7 +47,7 @@ class Brain(Protocol):
     def hear(self, pcm: Tensor) -> str:
         """Speech `[n]` at 16 kHz to text."""
 
-    def answer(self, question: Question) -> Iterator[Sound]:
+    def answer(self, question: BrainQuestion) -> Iterator[Sound]:
         """The answer as it comes; where it was asked by `pcm`, first what was understood."""
 
     def see(self, frame: Any, time: float) -> None:
@@ -101,13 +102,13 @@ class ChatterBrain:
             return ""
         return str(self._ears.transcribe(pcm, RATE)).strip()
 
-    def answer(self, question: Question) -> Iterator[Sound]:
+    def answer(self, question: BrainQuestion) -> Iterator[Sound]:
         """See `Brain`."""
         if self.native:
             return self._reply(question)
         return voiced(self._chat(told_turns(question)), self._mouth, question)
 
-    def _reply(self, question: Question) -> Iterator[Sound]:
+    def _reply(self, question: BrainQuestion) -> Iterator[Sound]:
         if question.pcm is None:
             raise ModelError("this model answers speech alone; send input_audio, not text")
         options = question.options
@@ -148,14 +149,14 @@ class ChatterVoices:
         return ChatterBrain(self._chatter)
 
 
-def told_turns(question: Question) -> Sequence[Turn]:
+def told_turns(question: BrainQuestion) -> Sequence[Turn]:
     """The turns; instructions, for a function of text, are said by the user first."""
     if not question.instructions:
         return question.turns
     return (Turn("user", question.instructions), *question.turns)
 
 
-def voiced(text: str | Iterable[str], speaker: Any, question: Question) -> Iterator[Sound]:
+def voiced(text: str | Iterable[str], speaker: Any, question: BrainQuestion) -> Iterator[Sound]:
     """A written answer as it is spoken, or as it is; nothing where nothing is written."""
     parts = iter([text] if isinstance(text, str) else text)
     first = next((part for part in parts if part.strip()), "")
@@ -174,3 +175,78 @@ def silent(sound: Sound) -> Sound:
 
 
 Load = Callable[[], Voices]
+
+
+HOST_BYTES = "256MB"  # of one session's memory of what it has seen, beside the window on the model
+
+
+class OmniVoices:
+    """Shares an `omni-chat` pipeline.
+
+    Args:
+        omni: The pipeline.
+        follows: The model follows instructions and earlier turns in its prompt; the embedded one
+            knows questions alone.
+        **options: Of `OmniChat.open`, such as `memory`.
+    """
+
+    def __init__(self, omni: OmniChat, follows: bool = True, **options: Any) -> None:
+        self._omni, self._follows = omni, follows
+        self._options = {"host_bytes": HOST_BYTES, **options}
+        _, speaker = omni.parts
+        self.voices: tuple[str, ...] = tuple(getattr(speaker, "voices", ()))
+        self.pace = pace_of(speaker)
+        self.open().close()  # loads the model, which may be one that cannot watch
+
+    def open(self) -> OmniBrain:
+        """See `mmfast.serve.realtime.brain.Voices`."""
+        opened = self._omni.open(ear="manual", **self._options)
+        return OmniBrain(opened, self._omni, self._follows)
+
+
+class OmniBrain:
+    """See `mmfast.serve.realtime.brain.Brain`."""
+
+    native, sees = False, True
+
+    def __init__(self, opened: OmniSession, omni: OmniChat, follows: bool) -> None:
+        self._opened, self._omni, self._follows = opened, omni, follows
+        self._listener, self._speaker = omni.parts
+
+    def hear(self, pcm: Tensor) -> str:
+        """See `Brain`."""
+        return str(self._listener.transcribe(pcm, RATE)).strip()
+
+    def answer(self, question: BrainQuestion) -> Iterator[Sound]:
+        """About what was seen so far; the video goes on while the answer is written."""
+        return voiced(self._written(question), self._speaker, question)
+
+    def _written(self, question: BrainQuestion) -> Iterator[str]:
+        longest = min(question.limit or 64, 256)
+        text = self._prompt(question)
+        with self._opened.video.ask(text, max_new_tokens=longest) as reply:
+            yield from reply
+
+    def _prompt(self, question: BrainQuestion) -> str:
+        """The question; before it what was told and said, for a model that can follow that."""
+        last = self._omni.wording(question.turns[-1].text)
+        if not self._follows:
+            return last
+        said = [f"{turn.role}: {turn.text}" for turn in question.turns[:-1]]
+        return "\n".join(part for part in (question.instructions, *said, last) if part)
+
+    def see(self, frame: Any, time: float) -> None:
+        """See `Brain`."""
+        self._opened.video.push(frame, time)
+
+    def count(self, text: str) -> int:
+        """Tokens of the model that answers."""
+        return len(self._opened.video.viewer.tokenizer(text)["input_ids"])
+
+    def figures(self) -> dict[str, Any]:
+        """Of the stream."""
+        return dict(self._opened.video.stats())
+
+    def close(self) -> None:
+        """See `Brain`."""
+        self._opened.close()

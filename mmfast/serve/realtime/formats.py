@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmfast.frontends.audio_array import decode_pcm
-from mmfast.ops.resample import Resampler
+from mmfast.frontends.audio.samples import decode_pcm
+from mmfast.ops.audio import Resampler
 from mmfast.serve.realtime.errors import EventError
-from mmfast.streams.voice_ear import RATE
-from mmfast.streams.voice_inlet import Inlet
+from mmfast.voice.channel import Inlet
+from mmfast.voice.ear import RATE
 
 # name -> encoding of `decode_pcm`, samples per second
 FORMATS = {

@@ -14,16 +14,16 @@ from mmfast.serve.guard.errors import ApiError, busy
 from mmfast.serve.guard.media import load_media
 from mmfast.serve.realtime.brain import ChatterVoices, Voices
 from mmfast.serve.realtime.formats import unpack
-from mmfast.serve.realtime.hearing import ear_of
-from mmfast.streams.clock import SystemClock
-from mmfast.streams.voice_ear import Ear
+from mmfast.serve.realtime.input import ear_of
+from mmfast.streams.stream import SystemClock
+from mmfast.voice.ear import Ear
 
 T = TypeVar("T")
 _log = logging.getLogger("mmfast.serve")
 
 
 @dataclass(frozen=True)
-class Limits:
+class SessionLimits:
     """What one session may take.
 
     Attributes:
@@ -77,16 +77,16 @@ class RealtimeService:
         *,
         model: Callable[[], str] = lambda: "mmfast",
         metrics: Any = None,
-        limits: Limits | None = None,
+        limits: SessionLimits | None = None,
         ear: Callable[[dict[str, Any]], Ear] = ear_of,
         clock: Any = None,
     ) -> None:
         self.config, self._load, self.model, self.metrics = config, load, model, metrics
-        self.limits = limits or Limits(
+        self.limits = limits or SessionLimits(
             config.session_seconds,
             config.idle_seconds,
             config.realtime_message_bytes,
-            pixels=min(config.max_pixels, Limits.pixels),
+            pixels=min(config.max_pixels, SessionLimits.pixels),
             text=config.max_text,
             context=config.context,
         )
@@ -213,7 +213,7 @@ def load_voices(config: ServerConfig, speech: Any) -> Voices:
     """What a server with these options answers with: it sees, where its model can watch streams."""
     from mmfast.core.errors import ModelError
     from mmfast.pipelines.omni_chat import OmniChat
-    from mmfast.serve.realtime.omni import OmniVoices
+    from mmfast.serve.realtime.brain import OmniVoices
 
     try:
         omni = OmniChat(config.model, speech=speech, device=config.device, dtype=config.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmfast.core.errors import unknown
 from mmfast.serve.realtime.errors import EventError
-from mmfast.serve.realtime.shapes import AudioOutput, Session, Voice, Wish
+from mmfast.serve.realtime.protocol import AudioOutput, SessionShape, VoiceShape, Wish
 
 # Names that stock clients ask for; each is one of the model's own voices.
 NAMES = ["alloy", "ash", "ballad", "coral", "echo", "sage", "shimmer", "verse", "marin", "cedar"]
@@ -77,7 +77,7 @@ class Settings:
             },
         }
 
-    def update(self, asked: Session) -> None:
+    def update(self, asked: SessionShape) -> None:
         """Change what is given, all of it or nothing.
 
         Raises:
@@ -127,7 +127,7 @@ class Settings:
             found["voice"] = self.voice(found["voice"], f"{where}.voice")
         return found
 
-    def voice(self, asked: str | Mapping[str, Any] | Voice, where: str) -> str:
+    def voice(self, asked: str | Mapping[str, Any] | VoiceShape, where: str) -> str:
         """The name of a voice that can be had.
 
         Raises:

@@ -11,11 +11,10 @@ from fastapi import WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 
 from mmfast.core.errors import unknown
-from mmfast.serve.guard.caller import caller_of
+from mmfast.serve.guard.caller import Keys, caller_of, from_elsewhere, given_key, loopback
 from mmfast.serve.guard.errors import ApiError, api_error, body
-from mmfast.serve.guard.keys import Keys, from_elsewhere, given_key, loopback
 from mmfast.serve.realtime.service import RealtimeService, realtime_of
-from mmfast.serve.realtime.session import Session
+from mmfast.serve.realtime.session import RealtimeSession
 
 _log = logging.getLogger("mmfast.serve")
 GONE = (WebSocketDisconnect, RuntimeError, OSError)  # of a client, while something is sent
@@ -41,7 +40,7 @@ async def realtime(websocket: WebSocket, service: Any) -> None:
         await deny(websocket, error)
         return
     try:
-        session = Session(service, voices, brain)
+        session = RealtimeSession(service, voices, brain)
         with contextlib.suppress(TypeError):  # no guard in front, no quotas
             session.spend = caller_of(websocket.scope).spend
         await converse(websocket, session)
@@ -86,7 +85,7 @@ async def deny(websocket: WebSocket, error: Exception) -> None:
         await websocket.close(SLOW)
 
 
-async def converse(websocket: WebSocket, session: Session) -> None:
+async def converse(websocket: WebSocket, session: RealtimeSession) -> None:
     """Read, write and watch the clock, until one of them ends."""
     offered = websocket.scope.get("subprotocols") or ()
     tasks: list[asyncio.Task[int]] = []
@@ -110,7 +109,7 @@ async def converse(websocket: WebSocket, session: Session) -> None:
         await _close(websocket, session, code)
 
 
-async def _close(websocket: WebSocket, session: Session, code: int) -> None:
+async def _close(websocket: WebSocket, session: RealtimeSession, code: int) -> None:
     """Send what waits, as far as the client reads it, and close."""
     with contextlib.suppress(TimeoutError, *GONE):
         async with asyncio.timeout(2.0):
@@ -121,7 +120,7 @@ async def _close(websocket: WebSocket, session: Session, code: int) -> None:
             await websocket.close(code)
 
 
-async def _read(websocket: WebSocket, session: Session) -> int:
+async def _read(websocket: WebSocket, session: RealtimeSession) -> int:
     """Events of the client, one after another; 0 when it has gone."""
     while True:
         await session.outbox.calm()
@@ -134,7 +133,7 @@ async def _read(websocket: WebSocket, session: Session) -> int:
         await session.handle(text)
 
 
-async def _write(websocket: WebSocket, session: Session) -> int:
+async def _write(websocket: WebSocket, session: RealtimeSession) -> int:
     """Events of the server; a client that does not read them is not waited for."""
     while (text := await session.outbox.next()) is not None:
         try:
@@ -147,7 +146,7 @@ async def _write(websocket: WebSocket, session: Session) -> int:
     return 0
 
 
-async def _watch(websocket: WebSocket, session: Session) -> int:
+async def _watch(websocket: WebSocket, session: RealtimeSession) -> int:
     """The clock: sessions end, quiet ones earlier; who says nothing for long is asked."""
     limits = session.service.limits
     while True:

@@ -1,0 +1,180 @@
+"""ReKV: read the stored frames whose mean key answers the question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import SpecError
+from mmfast.core.kv import Clusters, Retriever
+from mmfast.core.reduction import Segments
+from mmfast.core.registry import register
+from mmfast.ops.attention import group_queries
+from mmfast.ops.clustering import best_blocks, leader_clusters
+from mmfast.ops.merging import segment_merge
+from mmfast.ops.ranking import mass_cover
+
+
+@register("rekv", kind="cache", paper="2503.00540", needs=(), sites=("kv",), role="retrieve")
+def rekv(budget: int | None, *, chunk: int = 1) -> Retriever:
+    """Read the frames whose mean key has the largest product with the question's mean query.
+
+    Each stored block stands as the mean of its keys before RoPE, heads side by side; the
+    question as the mean of its queries, where the query heads of a group add up; in every layer
+    the blocks with the largest dot products are read, in order of time (Di et al., 2025).
+
+    Args:
+        budget: Blocks to read.
+        chunk: Blocks that are chosen together with their neighbours, by the mean of their
+            products; 1 chooses each for itself.
+
+    Raises:
+        SpecError: A budget that is no number of blocks, or a chunk below 1.
+    """
+    if not isinstance(budget, int) or budget < 1 or chunk < 1:
+        raise SpecError(f"'rekv' got {budget!r} blocks in chunks of {chunk}; write 'rekv:64'")
+    return MeanKeys(budget, chunk)
+
+
+@dataclass(frozen=True)
+class MeanKeys:
+    """One mean key per block, and dot products with the mean query."""
+
+    budget: int
+    chunk: int = 1
+
+    def represent(self, keys: Tensor) -> Clusters:
+        """The mean of the block's keys `[H, n, d]`, in float32."""
+        n = keys.shape[1]
+        return Clusters(
+            means=keys.float().mean(1)[None],
+            counts=torch.tensor([n], device=keys.device),
+            owner=torch.zeros(n, dtype=torch.long, device=keys.device),
+        )
+
+    def choose(self, query: Tensor, index: Clusters) -> Tensor:
+        """Blocks by dot product with the mean of the query `[Hq, T, d]`: `[C]` bool."""
+        seen = group_queries(query.float().mean(1, keepdim=True), index.means.shape[1])
+        score = index.means.flatten(1) @ seen.sum((1, 2)).flatten()  # [C]
+        return best_blocks(score, index.owner, self.budget, self.chunk)
+
+
+register("retrieve", kind="cache", paper="2503.00540", needs=(), sites=("kv",), role="retrieve")(
+    rekv
+)
+
+
+_AT_ONCE = 1 << 24  # scores in flight; bounds memory however many clusters are stored
+
+
+@register(
+    "resv",
+    kind="cache",
+    paper="2512.12284",
+    needs=(),
+    sites=("kv",),
+    role="retrieve",
+    adaptive=True,
+)
+def resv(
+    budget: float | None,
+    *,
+    planes: int = 32,
+    radius: int = 7,
+    limit: int = 8192,
+    seed: int = 0,
+) -> Retriever:
+    """Read the fewest clusters of like keys that hold a share of the question's attention.
+
+    Keys before RoPE, heads side by side, are hashed to the sides of random hyperplanes they lie
+    on; keys of a block whose hashes differ in fewer than `radius` bits form a cluster, which
+    stands as its mean key. A cluster's attention mass is the softmax of its product with the
+    query, counted once per key in it. For every token of the question the heaviest clusters are
+    read until they hold the share (V-Rex, 2025; there raw products are summed, which is no mass
+    where some are negative). A choice serves all heads, so the mass is their mean.
+
+    Args:
+        budget: Share of the mass, in (0, 1]; None is 0.3.
+        planes: Hyperplanes, the bits of a hash.
+        radius: Hamming distance from which on keys are unlike.
+        limit: Keys read per layer at most, the heaviest clusters first; 0 sets no limit.
+        seed: Of the hyperplanes.
+
+    Raises:
+        SpecError: A budget that is no share, or a knob below its least value.
+    """
+    share = 0.3 if budget is None else budget
+    if not isinstance(share, float) or not 0 < share <= 1:
+        raise SpecError(f"'resv' got a mass of {budget!r}; write a share in (0, 1]: 'resv:0.3'")
+    if planes < 1 or radius < 0 or limit < 0:
+        raise SpecError(
+            f"'resv' got planes={planes}, radius={radius}, limit={limit}; choose at least 1, 0, 0"
+        )
+    return HashClusters(share, planes, radius, limit, seed)
+
+
+@dataclass(frozen=True)
+class HashClusters:
+    """Clusters of keys by hash bits, chosen by attention mass."""
+
+    share: float
+    planes: int = 32
+    radius: int = 7
+    limit: int = 8192
+    seed: int = 0
+
+    def represent(self, keys: Tensor) -> Clusters:
+        """Clusters of the block's keys `[H, n, d]`, their means in float32."""
+        heads, n, width = keys.shape
+        rows = keys.float().transpose(0, 1).flatten(1)  # [n, H * d]
+        planes = hyperplanes(rows.shape[1], self.planes, self.seed).to(rows.device)
+        owner = leader_clusters(rows @ planes > 0, self.radius)
+        counts = owner.bincount() if n else owner
+        means = segment_merge(rows, Segments(owner, len(counts), mean=True))
+        means = means.unflatten(1, (heads, width))
+        return Clusters(means, counts, owner)
+
+    def choose(self, query: Tensor, index: Clusters) -> Tensor:
+        """Clusters by attention mass of the query `[Hq, T, d]`: `[C]` bool."""
+        clusters = len(index.counts)
+        step = max(1, _AT_ONCE // max(1, clusters * query.shape[0]))
+        chosen = torch.zeros(clusters, dtype=torch.bool, device=query.device)
+        total = torch.zeros(clusters, dtype=torch.float64, device=query.device)
+        for rows in query.split(step, dim=1):
+            mass = attention_mass(rows, index)  # [t, C]
+            chosen |= mass_cover(mass, self.share).any(0)
+            total += mass.sum(0, dtype=torch.float64)
+        return self._within(chosen, total, index.counts) if self.limit else chosen
+
+    def _within(self, chosen: Tensor, mass: Tensor, counts: Tensor) -> Tensor:
+        """The heaviest of the chosen clusters that hold `limit` keys together, at least one."""
+        order = mass.masked_fill(~chosen, -1).sort(descending=True, stable=True).indices
+        behind = counts[order].cumsum(0) <= self.limit
+        behind[:1] = True
+        return chosen & torch.zeros_like(chosen).scatter_(0, order, behind)
+
+
+def attention_mass(query: Tensor, index: Clusters) -> Tensor:
+    """Attention that each cluster gets from each token, mean over heads.
+
+    Args:
+        query: `[Hq, T, d]` before RoPE.
+        index: Clusters of all stored blocks.
+
+    Returns:
+        `[T, C]`, rows sum to 1.
+    """
+    rows = group_queries(query.float(), index.means.shape[1]) * query.shape[-1] ** -0.5
+    score = torch.einsum("hgtd,chd->hgtc", rows, index.means)
+    mass: Tensor = (score + index.counts.log()).softmax(-1).mean((0, 1))
+    return mass
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
+def hyperplanes(width: int, planes: int, seed: int) -> Tensor:
+    """Normals of random hyperplanes through the origin, `[width, planes]`."""
+    return torch.randn(width, planes, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,154 @@
+"""`mmfast ask`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mmfast.cli.options import (
+    Cache,
+    Device,
+    Dtype,
+    Json,
+    Memory,
+    Model,
+    Quality,
+    Reduce,
+    TokenTarget,
+    Ttft,
+)
+
+
+def ask(
+    media: Annotated[str, typer.Argument(help="Video or image file.")],
+    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    model: Model = None,
+    reduce: Reduce = None,
+    cache: Cache = None,
+    frames: Annotated[int, typer.Option(help="Frames sampled uniformly.")] = 8,
+    fps: Annotated[float | None, typer.Option(help="Sample at this rate instead.")] = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    target_ttft_ms: Ttft = None,
+    target_tokens: TokenTarget = None,
+    max_memory: Memory = None,
+    quality: Quality = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
+    save_overlay: Annotated[
+        Path | None,
+        typer.Option(help="Picture of the kept, merged and dropped patches: .png, .jpg, .webp."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Answer one question about a video or an image, and say what it cost."""
+    from mmfast.cli.output import print_answer
+    from mmfast.frontends.image import kind_of
+    from mmfast.models.prompt import check_question
+    from mmfast.models.quiet import quiet
+
+    quiet()
+    task = f"{kind_of(media)}-qa"
+    check_question(question)
+    if save_overlay is not None:
+        from mmfast.pipelines.overlay import check_target
+
+        check_target(save_overlay)
+    from mmfast.pipelines import pipeline
+
+    options: dict[str, Any] = {"reduce": reduce, "cache": cache, "frames": frames, "fps": fps}
+    options |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens}
+    options |= {"max_memory": max_memory, "quality": quality}
+    pipe = pipeline(
+        task, model, device=device, dtype=dtype, max_new_tokens=max_new_tokens, **options
+    )
+    answer = pipe(media, question)
+    if save_overlay is not None:
+        from mmfast.pipelines.overlay import save_sheet
+
+        save_sheet(pipe.overlay(media, answer.trace), save_overlay)
+    print_answer(answer, as_json)
+
+
+def batch(
+    folder: Annotated[Path, typer.Argument(help="Searched for clips and images to any depth.")],
+    question: Annotated[
+        list[str] | None, typer.Option("--question", "-q", help="Give it several times.")
+    ] = None,
+    questions: Annotated[
+        Path | None, typer.Option(help="File with more questions, one a line.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The result.")] = Path("answers.parquet"),
+    model: Model = None,
+    reduce: Reduce = None,
+    cache: Cache = None,
+    frames: Annotated[int, typer.Option(help="Frames sampled uniformly.")] = 8,
+    fps: Annotated[float | None, typer.Option(help="Sample at this rate instead.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    pattern: Annotated[
+        str | None, typer.Option(help="Which files: '*.mp4', 'day1/*'; by suffix if absent.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="So many files at most.")] = None,
+    engine: Annotated[
+        str, typer.Option(help="ray, or inproc: in this process, one after the other.")
+    ] = "ray",
+    workers: Annotated[
+        int | None, typer.Option(help="Models; one per GPU, or per two cores if absent.")
+    ] = None,
+    address: Annotated[
+        str, typer.Option(help="A running Ray cluster's; local starts one here.")
+    ] = "local",
+    batch_size: Annotated[int, typer.Option(help="Questions in one forward pass.")] = 1,
+    resume: Annotated[
+        bool, typer.Option(help="Go on from what is there; --no-resume begins anew.")
+    ] = True,
+    retry_errors: Annotated[
+        bool, typer.Option(help="Answer those again whose answer is an error.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Ask about every clip and image of a folder; kill it and run it again: it goes on."""
+    from mmfast.cli.output import print_json, progress
+    from mmfast.models.quiet import quiet
+    from mmfast.serve.batch.job import BatchJob, read_questions
+
+    quiet()
+    runner = _runner()
+    asked = read_questions(question or [], questions)
+    how: dict[str, Any] = {"model": model, "reduce": reduce, "cache": cache, "dtype": dtype}
+    how |= {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens, "device": device}
+    job = BatchJob(folder.resolve(), asked, **how, batch_size=batch_size)
+    way = runner.Way(engine, workers, address, pattern, limit, resume, retry_errors)
+    target = out.parent.resolve() / out.name
+    with progress("answers") as tick:
+        done = runner.run_batch(job, target, way, tick=tick, warn=_warn)
+    if as_json:
+        print_json(done.to_dict())
+    else:
+        print(done.out)
+        _warn(_said(done))
+    return int(done.failed > 0)
+
+
+def _said(done: Any) -> str:
+    return (
+        f"{done.answers} answers about {done.files} files, {done.before} of them from before, "
+        f"{done.failed} failed; {done.seconds:.1f} s"
+    )
+
+
+def _runner() -> Any:
+    from mmfast.core.errors import MmfastError
+
+    try:
+        from mmfast.serve.batch import run
+    except ImportError as error:
+        raise MmfastError(f'mmfast batch needs {error.name}: pip install "mmfast[ray]"') from None
+    return run
+
+
+def _warn(line: str) -> None:
+    typer.echo(line, err=True)

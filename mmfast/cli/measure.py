@@ -1,0 +1,416 @@
+"""`mmfast eval` and `mmfast bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mmfast.cli.options import Caches, Device, Dtype, Json, Model, Reduces, complete_preset
+from mmfast.cli.output import print_bench_rows, print_json, print_rows, progress
+from mmfast.core.errors import MmfastError
+
+
+def bench_full(
+    device: str | None, preset: str | None, minutes: float, out: Path | None, as_json: bool
+) -> None:
+    """Everything for one device; rows reach `out` step by step."""
+    from mmfast.bench.full import run_full
+    from mmfast.bench.results import Row, append
+
+    console = Console(stderr=True)
+
+    def sink(rows: list[Row]) -> None:
+        if out is not None and rows:
+            append(out, rows)
+
+    def tell(text: str) -> None:
+        console.print(text, style="dim", highlight=False, markup=False)
+
+    with progress("full") as tick:
+        document = run_full(device, preset, minutes, tick, sink, tell)
+    if as_json:
+        print_json(document)
+    else:
+        print_bench_rows([row for row in document["rows"] if row["suite"] == "bench"])
+        keys = ("label", "state", "seconds", "rows")
+        print_rows(keys, [[step[key] for key in keys] for step in document["steps"]])
+    if not document["ok"]:
+        raise typer.Exit(1)
+
+
+def bench_break_even(
+    preset: str, threads: int | None, device: str | None, out: Path | None, as_json: bool
+) -> None:
+    """From how many tokens, and for how many answers at once, reducing pays."""
+    from mmfast.bench.breakeven import run_break_even
+    from mmfast.bench.results import append
+
+    with progress("break-even") as tick:
+        rows = run_break_even(preset, threads, device, tick)
+    if out is not None:
+        append(out, rows)
+    if as_json:
+        return print_json(rows)
+    keys = ("bench", "stage", "reduce", "tokens", "batch", "stock_ms", "median_ms", "speedup")
+    names = ("by", "stage", "reduce", "tokens", "batch", "stock ms", "ms", "speed-up", "pays")
+    print_rows(names, [[*(row[key] for key in keys), _pays(row["pays"])] for row in rows])
+
+
+def _pays(value: bool | None) -> str:
+    return "=" if value is None else "yes" if value else "no"
+
+
+# What every row carries to be repeated, and a person does not need to see.
+_HIDDEN = {"suite", "bench", "versions", "commit", "date", "processor", "clock", "knobs", "dtype"}
+
+
+def completer(suite: str) -> Callable[[str], list[str]]:
+    """Completes the names of a suite's benchmarks on a command line."""
+
+    def complete(incomplete: str) -> list[str]:
+        from mmfast.bench.named import names
+
+        return [name for name in names(suite) if name.startswith(incomplete)]
+
+    return complete
+
+
+def bench_named(suite: str, name: str, out: Path | None, as_json: bool) -> None:
+    """Measure `name` of `suite`, append the rows to `out`, print them."""
+    from mmfast.bench.named import named_rows
+    from mmfast.bench.results import append
+
+    with progress(name) as tick:
+        rows = named_rows(suite, name, lambda label, done, total: tick(done, total, label))
+    if out is not None:
+        append(out, rows)
+    if as_json:
+        print_json(rows)
+        return
+    keys = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in _HIDDEN]
+    print_rows(keys, [[row.get(key) for key in keys] for row in rows])
+
+
+def _suites(incomplete: str) -> list[str]:
+    from mmfast.tiny.suites import SUITES
+
+    return [name for name in (*SUITES, "stream", "speech") if name.startswith(incomplete)]
+
+
+def evaluate(
+    reduce: Reduces = None,
+    cache: Caches = None,
+    n: Annotated[int, typer.Option(help="Questions.")] = 400,
+    seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="video, image, multi-image, document, stream, speech.", autocompletion=_suites
+        ),
+    ] = "video",
+    seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
+    model: Model = None,
+    out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Accuracy, tokens and time to first token per spec on the embedded task."""
+    from mmfast.caches.plan import call_plan
+    from mmfast.cli.output import print_eval, progress
+    from mmfast.core.spec import parse
+    from mmfast.models.quiet import quiet
+
+    quiet()
+    for spec in reduce or []:
+        parse(spec)
+    for spec in cache or []:
+        call_plan(spec)
+    if n < 1:
+        raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    if suite == "stream":
+        return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
+    if suite == "speech":
+        if reduce or cache:
+            raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
+        return eval_speech(n, seed, model, out, as_json)
+    from mmfast.bench.results import append, environment, eval_rows
+    from mmfast.tiny.evaluate import run_eval
+    from mmfast.tiny.suites import suite_of
+
+    suite_of(suite)
+    environ = environment()  # of the code that is about to run, not of the tree hours later
+    with progress("eval") as tick:
+        document = run_eval(
+            list(reduce or []),
+            n=n,
+            seed=seed,
+            model=model,
+            name=suite,
+            caches=list(cache or []),
+            progress=lambda spec, done, total: tick(done, total, spec),
+        )
+    if out is not None:
+        append(out, eval_rows(document, environ))
+    print_eval(document, as_json)
+
+
+def _named(suite: str, what: str) -> Any:
+    return typer.Option(help=f"A benchmark of {what} instead.", autocompletion=completer(suite))
+
+
+_Preset = Annotated[
+    str | None,
+    typer.Option(help="Model shape; tiny if absent.", autocompletion=complete_preset),
+]
+_Stages = Annotated[str, typer.Option(help="Of vit, llm, decode, ttft, selection.")]
+_Selection = Annotated[
+    bool, typer.Option("--selection", help="Time the choosing alone, against textbook loops.")
+]
+_Full = Annotated[bool, typer.Option("--full", help="Everything for one device, in minutes.")]
+_Minutes = Annotated[float, typer.Option(help="What --full may take.")]
+_BreakEven = Annotated[
+    bool, typer.Option("--break-even", help="From how many tokens reducing pays.")
+]
+_Compare = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(metavar="OLD NEW", help="Two files of rows: what got faster, what slower."),
+]
+_FailAbove = Annotated[
+    float | None, typer.Option(help="--compare exits 1 on a slow-down of more per cent.")
+]
+
+
+# What else each way to measure takes, beside --json; the last one is without any of the others.
+_TAKES = {
+    "compare": {"fail_above", "out"},  # --out is refused with a reason
+    "full": {"device", "preset", "minutes", "out"},
+    "break_even": {"preset", "threads", "device", "out"},
+    "selection": {"out"},
+    "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
+    | {"out"},
+}
+
+
+def _check_given(context: typer.Context, way: str) -> None:
+    """Nothing that was asked for is left out in silence.
+
+    Raises:
+        MmfastError: An option that `way` does not read; names it.
+    """
+    taken = _TAKES.get(way, {"out"}) | {way, "as_json"}
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        given = value is not None and source is not None and source.name == "COMMANDLINE"
+        if given and name not in taken:
+            shown = "bench" if way == "bench" else f"--{way.replace('_', '-')}"
+            raise MmfastError(f"{shown} does not use --{name.replace('_', '-')}; leave it out")
+
+
+def bench(
+    context: typer.Context,
+    preset: _Preset = None,
+    reduce: Reduces = None,
+    frames: Annotated[int, typer.Option(help="Frames of the clip.")] = 8,
+    keep: Annotated[
+        str | None, typer.Option(help="Shares for specs without budget: 0.25,0.1.")
+    ] = None,
+    stages: _Stages = "llm",
+    device: Device = None,
+    dtype: Dtype = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    iters: Annotated[int | None, typer.Option(help="Timed rounds.")] = None,
+    selection: _Selection = False,
+    full: _Full = False,
+    minutes: _Minutes = 6.0,
+    break_even: _BreakEven = False,
+    compare: _Compare = None,
+    fail_above: _FailAbove = None,
+    stream: Annotated[str | None, _named("stream", "streams")] = None,
+    speech: Annotated[str | None, _named("speech", "speech")] = None,
+    serve: Annotated[str | None, _named("serve", "the server")] = None,
+    kernels: Annotated[str | None, _named("kernels", "a kernel")] = None,
+    decode: Annotated[str | None, _named("decode", "decoding steps")] = None,
+    encoder: Annotated[str | None, _named("encoder", "the encoder")] = None,
+    out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Speed on real model shapes with random weights, baseline interleaved."""
+    from mmfast.bench.named import SUITES
+    from mmfast.bench.results import append, bench_rows
+    from mmfast.bench.run import run_bench
+    from mmfast.cli.output import print_bench, progress
+    from mmfast.models.quiet import quiet
+
+    quiet()
+    way = next((name for name in (*SUITES, *_TAKES) if context.params.get(name)), "bench")
+    _check_given(context, way)
+    if way in SUITES:
+        return bench_named(way, context.params[way], out, as_json)
+    if compare is not None:
+        return bench_compare(compare, fail_above, out, as_json)
+    if full:
+        return bench_full(device, preset, minutes, out, as_json)
+    if break_even:
+        return bench_break_even(preset or "tiny", threads, device, out, as_json)
+    if selection:
+        return _bench_selection(out, as_json)
+    with progress("bench") as tick:
+        wanted = (preset or "tiny", list(reduce or []), frames, keep, stages)
+        document = run_bench(*wanted, device, dtype, threads, iters, tick)
+    if out is not None:
+        append(out, bench_rows(document))
+    print_bench(document, as_json)
+    if not document["ok"]:
+        raise typer.Exit(1)
+
+
+def _bench_selection(out: Path | None, as_json: bool) -> None:
+    """The choosing alone, against textbook loops."""
+    from mmfast.bench.results import append
+    from mmfast.bench.selection import result_rows
+    from mmfast.cli.output import print_selection, progress
+
+    with progress("selection") as tick:
+        rows = result_rows(progress=tick)
+    if out is not None:
+        append(out, rows)
+    print_selection(rows, as_json)
+
+
+def bench_compare(
+    files: tuple[Path, Path], fail_above: float | None, out: Path | None, as_json: bool
+) -> None:
+    """Print old, new and ratio of every row; exit 1 only where `fail_above` asks for it.
+
+    Raises:
+        MmfastError: A file is missing or holds no rows, or `fail_above` is negative.
+    """
+    from mmfast.bench.compare import compare
+    from mmfast.bench.results import load
+
+    if out is not None:
+        raise MmfastError("--compare measures nothing, so --out has no rows; leave one of them out")
+    if fail_above is not None and not fail_above >= 0:
+        raise MmfastError(f"--fail-above {fail_above} is no slow-down; give per cent, 0 or more")
+    found = compare(*(load(file) for file in files))
+    beyond = found.beyond(fail_above) if fail_above is not None else ()
+    if as_json:
+        print_json({"ok": not beyond, "fail_above": fail_above, **found.to_dict()})
+    else:
+        cells = [
+            (pair.name, pair.metric, pair.old, pair.new, f"{pair.new / pair.old:.3f}", pair.verdict)
+            for pair in found.pairs
+        ]
+        print_rows(("row", "metric", "old", "new", "new / old", ""), cells)
+        _tell(found.notes, found.only_old, found.only_new)
+    if beyond:
+        raise typer.Exit(1)
+
+
+def _tell(notes: tuple[str, ...], only_old: tuple[str, ...], only_new: tuple[str, ...]) -> None:
+    """What stands beside the table."""
+    console = Console(stderr=True)
+    for note in notes:
+        console.print(f"differs: {note}", style="yellow", highlight=False, markup=False)
+    for label, names in (("first", only_old), ("second", only_new)):
+        for name in names:
+            text = f"only in the {label} file: {name}"
+            console.print(text, style="dim", highlight=False, markup=False)
+
+
+def eval_speech(n: int, seed: int, model: str | None, out: Path | None, as_json: bool) -> None:
+    """Run the suite and print a table a task."""
+    from mmfast.bench.results import append, environment
+    from mmfast.bench.speech_eval import run_speech_eval, speech_eval_rows
+    from mmfast.cli.output import print_json, progress
+
+    environ = environment()
+    with progress("eval") as tick:
+        document = run_speech_eval(
+            n, seed, model, progress=lambda label, done, total: tick(done, total, label)
+        )
+    if out is not None:
+        append(out, speech_eval_rows(document, environ))
+    print_json(document) if as_json else _show(document["rows"])
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    said = [row for row in rows if row["task"] == "speaking"]
+    heard = [row for row in rows if row["task"] == "listening"]
+    if said:
+        voices = list(said[0]["by_voice"])
+        table = Table("said", "word errors", *voices, "tokens per pass", "as vanilla")
+        for row in said:
+            each = [_share(row["by_voice"].get(name)) for name in voices]
+            many = f"{row['tokens_per_pass']:.2f}" if "tokens_per_pass" in row else ""
+            alike = _share(row.get("identical"))
+            table.add_row(row["mode"], _share(row["wer"]), *each, many, alike)
+        Console().print(table)
+    if heard:
+        table = Table("questions", "right", "of typed", "word errors", "heard without error")
+        for row in heard:
+            figures = (row["accuracy"], row.get("relative"), row.get("wer"), row.get("exact"))
+            table.add_row(row["mode"], *map(_share, figures))
+        Console().print(table)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def eval_stream(
+    reduce: Sequence[str],
+    memories: Sequence[str],
+    n: int,
+    seed: int,
+    seconds: float,
+    model: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Run the suite for each reducer (none by default) and print a line a memory.
+
+    Streams of more than LONGEST seconds are too long for an unbounded cache, which is left out.
+    """
+    specs: list[str | None] = [*reduce] or [None]
+    from mmfast.bench.results import append, environment, eval_rows
+    from mmfast.cli.output import print_json, progress
+    from mmfast.tiny.stream.needles import LONGEST, MEMORIES, Setting, run_needles
+
+    environ = environment()
+    with progress("eval") as tick:
+
+        def run(spec: str | None) -> dict[str, Any]:
+            return run_needles(
+                memories or MEMORIES,
+                n,
+                seed,
+                model,
+                setting=Setting(seconds),
+                reduce=spec,
+                unbounded=seconds <= LONGEST,
+                progress=lambda memory, done, total: tick(done, total, memory),
+            )
+
+        documents = [run(spec) for spec in specs]
+    document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
+    if out is not None:
+        append(out, eval_rows(document, environ))
+    print_json(document) if as_json else _show_streams(document)
+
+
+def _show_streams(document: dict[str, Any]) -> None:
+    bands = list(dict.fromkeys(band for row in document["rows"] for band in row["by_age"]))
+    table = Table()
+    for name in ("memory", "reduce", *bands, "of unbounded"):
+        table.add_column(name)
+    for row in document["rows"]:
+        ages = [row["by_age"].get(band) for band in bands]
+        cells = [f"{100 * age['accuracy']:.1f} % of {age['n']}" if age else "" for age in ages]
+        share = "" if row["relative"] is None else f"{100 * row['relative']:.1f} %"
+        table.add_row(row["memory"] or "unbounded", row["reduce"] or "", *cells, share)
+    Console().print(table)

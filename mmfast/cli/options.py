@@ -1,0 +1,134 @@
+"""Options that several commands share, and what completes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def complete_spec(incomplete: str) -> list[str]:
+    """Spec strings that end in a method whose name begins as typed."""
+    from mmfast.core.registry import methods
+
+    head, _, last = incomplete.rpartition("+")
+    prefix = f"{head}+" if head else ""
+    return [prefix + m.name for m in methods("reducer") if m.name.startswith(last)]
+
+
+def complete_cache(incomplete: str) -> list[str]:
+    """Cache specs that end in a policy whose name begins as typed."""
+    from mmfast.core.registry import methods
+
+    head, _, last = incomplete.rpartition("+")
+    prefix = f"{head}+" if head else ""
+    return [prefix + m.name for m in methods("cache") if m.name.startswith(last)]
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """Model shapes of `mmfast bench` that begin as typed."""
+    from mmfast.bench.presets import PRESETS
+
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
+
+Reduce = Annotated[
+    str | None,
+    typer.Option(
+        help="Spec, for example evs:0.25 or divprune:0.5+fastv@llm3:0.5.",
+        autocompletion=complete_spec,
+    ),
+]
+Reduces = Annotated[
+    list[str] | None,
+    typer.Option("--reduce", help="Spec; give it several times.", autocompletion=complete_spec),
+]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        help="KV policy spec, for example snapkv:1024 or sink:4+window:512+quant:8.",
+        autocompletion=complete_cache,
+    ),
+]
+Caches = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cache", help="KV policy; give it several times.", autocompletion=complete_cache
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Model = Annotated[
+    str | None, typer.Option(help="Checkpoint directory or hub id; embedded if absent.")
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1; CUDA where there is one if absent.")
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Ttft = Annotated[
+    float | None,
+    typer.Option("--target-ttft-ms", help="Milliseconds to the first token: plan for it."),
+]
+TokenTarget = Annotated[
+    int | None,
+    typer.Option("--target-tokens", help="Visual tokens in a decoder layer, on average."),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option("--max-memory", help="Weights, KV and activations: 2GB, 800MB."),
+]
+Quality = Annotated[str | None, typer.Option("--quality", help="high, balanced or fast.")]
+
+
+Source = Annotated[
+    str, typer.Argument(help="Video file, folder of frames, camera number, or address.")
+]
+Ask = Annotated[
+    list[str] | None,
+    typer.Option(help="Question at the end, or all --every seconds; several times if you like."),
+]
+Every = Annotated[
+    float | None, typer.Option(help="Seconds of the stream between two times of --ask.")
+]
+AskAt = Annotated[
+    list[str] | None,
+    typer.Option(help="SECONDS:QUESTION, asked when the stream is there; several times."),
+]
+TellMeWhen = Annotated[
+    list[str] | None, typer.Option(help="Be told when this happens; several times.")
+]
+Probe = Annotated[
+    str | None,
+    typer.Option(help="How --tell-me-when asks, with {condition} in it; else yes or no."),
+]
+Yes = Annotated[
+    list[str] | None,
+    typer.Option(help="Answers to --probe that mean it has happened; several times."),
+]
+Threshold = Annotated[float, typer.Option(help="Probability from which --tell-me-when speaks.")]
+StreamMemory = Annotated[
+    str | None,
+    typer.Option(help="Cache policies; sink:64+window:4096+retrieve:64 if absent."),
+]
+HostBytes = Annotated[
+    str | None,
+    typer.Option(help="Size of the archive, such as 4GB; 1GB and 1,800 frames if absent."),
+]
+FrameCacheShare = Annotated[
+    float | None,
+    typer.Option("--frame-cache", help="Share of a frame's patches to encode anew, such as 0.25."),
+]
+Gate = Annotated[
+    float | None, typer.Option(help="Change of colour (0 to 1) under which a frame is skipped.")
+]
+Fps = Annotated[float, typer.Option(help="Frames to take per second.")]
+Latency = Annotated[
+    float | None, typer.Option(help="Drop frames that have waited longer, in seconds; count them.")
+]
+Realtime = Annotated[bool, typer.Option("--realtime", help="Let a file run at its own speed.")]
+Network = Annotated[
+    bool, typer.Option("--allow-network", help="Open public addresses (rtsp, http).")
+]
+Save = Annotated[Path | None, typer.Option(help="Save the session here at the end.")]
+Restore = Annotated[Path | None, typer.Option(help="Go on with the session saved here.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Longest answer in tokens.")]

@@ -1,0 +1,203 @@
+"""What the commands print: rich tables for people, one JSON document for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+_err = Console(stderr=True)
+
+
+class Tick(Protocol):
+    """Moves a progress bar, and renames it where `label` is given."""
+
+    def __call__(self, done: int, total: int, label: str | None = None) -> None:
+        """Say that `done` of `total` steps are behind."""
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Tick]:
+    """A bar on standard error; yields `tick(done, total)`."""
+    text, count = TextColumn("{task.description}"), MofNCompleteColumn()
+    columns = (text, BarColumn(), count, TimeRemainingColumn())
+    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
+        task = bar.add_task(label, total=None)
+
+        def tick(done: int, total: int, label: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, description=label)
+
+        yield tick
+
+
+def print_json(document: Any) -> None:
+    """One document on standard output; NaN is not JSON, so it is refused."""
+    print(json.dumps(document, ensure_ascii=False, allow_nan=False))
+
+
+def _out() -> Console:
+    """Standard output; a pipe has no width to fold to."""
+    return Console(width=None if sys.stdout.isatty() else 200)
+
+
+def _table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float) and abs(value) < 100
+        else (f"{value:.0f}" if isinstance(value, float) else str(value))
+    )
+
+
+def print_rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table on standard output."""
+    _table(_out(), columns, rows)
+
+
+def print_answer(answer: Any, as_json: bool) -> None:
+    """The text on standard output, its trace on standard error; or the JSON document."""
+    if as_json:
+        return print_json(answer.to_dict())
+    print(answer.text)
+    _err.print(
+        f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens, "
+        f"first token after {answer.ttft_ms:.0f} ms",
+        style="dim",
+    )
+    if answer.plan is not None:
+        name, ms = answer.plan.spec or "all tokens", answer.plan.total_ms
+        _err.print(f"planned: {name}, predicted after {ms:.0f} ms", style="dim")
+    rows = [
+        (r.label, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows
+    ]
+    _table(_err, ("stage", "tokens in", "out", "ms", "peak MB"), rows)
+
+
+def print_methods(rows: Sequence[Any], as_json: bool) -> None:
+    """One line a method."""
+    if as_json:
+        return print_json([row.to_dict() for row in rows])
+    columns = ("name", "kind", "sites", "paper", "needs", "summary")
+    kinds = [" ".join(filter(None, (r.kind, r.role))) for r in rows]
+    cells = [
+        (r.name, kind, " ".join(r.sites), r.paper, " ".join(r.needs), r.summary)
+        for r, kind in zip(rows, kinds, strict=True)
+    ]
+    _table(_out(), columns, cells)
+
+
+def print_checks(rows: Sequence[Any], as_json: bool) -> None:
+    """One line a check of `mmfast doctor`."""
+    if as_json:
+        return print_json([asdict(row) for row in rows])
+    mark = {True: "ok", False: "missing"}
+    _table(
+        _out(),
+        ("what", "", "found", "fix"),
+        [(r.what, mark[r.ok], r.found, r.fix) for r in rows],
+    )
+
+
+def print_verify(rows: Sequence[Any], as_json: bool) -> bool:
+    """One line a golden file; returns whether none failed."""
+    ok = all(row.ok for row in rows)
+    if as_json:
+        print_json({"ok": ok, "rows": [asdict(row) for row in rows]})
+        return ok
+    mark = {True: "ok", False: "FAILED"}
+    _table(
+        _out(),
+        ("file", "method", "", "detail"),
+        [(r.file, r.method, mark[r.ok], r.detail) for r in rows],
+    )
+    return ok
+
+
+def print_eval(document: dict[str, Any], as_json: bool) -> None:
+    """One line a spec; accuracy by kind of question is in the JSON document."""
+    if as_json:
+        return print_json(document)
+    rows = []
+    for row in document["rows"]:
+        kind, worst = min(row["by_kind"].items(), key=lambda item: float(item[1]))
+        name = row["reduce"] or "all tokens"
+        name += f", {row['cache']}" if row.get("cache") else ""
+        low, high = row["interval"]
+        between = f"{low:.3f} to {high:.3f}"
+        weakest = f"{kind} {worst:.3g}"
+        rows.append((name, row["accuracy"], between, weakest, row["kept"], row["ttft_ms"]))
+    names = ("reduce", "accuracy", "95 % interval", "weakest kind", "kept", "ttft ms")
+    _table(_out(), names, rows)
+
+
+_BENCH = {
+    "reduce": "reduce",
+    "stage": "stage",
+    "median_ms": "median ms",
+    "speedup": "speed-up",
+    "ideal": "ideal",
+    "of_ideal": "of ideal",
+    "of_oracle": "of oracle",
+    "of_ceiling": "of ceiling",
+    "selection_ms": "selection ms",
+    "reducing_share": "of run",
+    "peak_mb": "peak MB",
+    "scoring_over": "over sdpa",
+}
+
+
+def print_bench(document: dict[str, Any], as_json: bool) -> None:
+    """One line a spec and stage."""
+    if as_json:
+        return print_json(document)
+    for fault in document["faults"]:
+        _err.print(f"gate: {fault}; no speed is printed", style="red")
+    print_bench_rows(document["rows"])
+    for stage, floor in document["noise"].items():
+        _err.print(f"{stage}: noise {floor:.1%} (stock against stock)", style="dim")
+    best = document["ceilings"]
+    _err.print(
+        f"ceilings: copy {best['copy_gb_s']:.3g} GB/s, "
+        f"matrix product {best['matmul_tflop_s']:.3g} TFLOP/s",
+        style="dim",
+    )
+
+
+def print_bench_rows(found: Sequence[dict[str, Any]]) -> None:
+    """One line a row; columns that no row fills are left out."""
+    rows = [{**row, "reduce": row["reduce"] or "stock"} for row in found]
+    for row in rows:
+        if row["equal"]:  # the difference drowns in the noise
+            row["speedup"] = "="
+        if row["stage"] == "selection":
+            row["reducing_share"] = row["share"]
+    keys = [key for key in _BENCH if any(row.get(key) is not None for row in rows)]
+    _table(_out(), [_BENCH[key] for key in keys], [[row.get(key) for key in keys] for row in rows])
+
+
+def print_selection(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    """One line a case of choosing tokens, against the textbook formulation."""
+    if as_json:
+        return print_json(rows)
+    keys = ("case", "ms", "textbook_ms", "speedup", "same_indices", "noise")
+    names = ["case", "ms", "textbook ms", "faster", "same indices", "noise"]
+    peaks = ("extra_mb", "textbook_extra_mb")  # of a few cases
+    cells = [[row.get(key) for key in (*keys, *peaks)] for row in rows]
+    _table(_out(), [*names, "peak MB", "textbook peak MB"], cells)

@@ -1,0 +1,154 @@
+"""`mmfast plan`: what to run for a target, what it should cost, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmfast.cli.options import (
+    Device,
+    Dtype,
+    Json,
+    Memory,
+    Model,
+    Quality,
+    TokenTarget,
+    Ttft,
+    complete_preset,
+)
+from mmfast.core.errors import MmfastError
+
+if TYPE_CHECKING:
+    from mmfast.planner.plan import Plan
+    from mmfast.planner.target import Target
+
+
+def plan(
+    media: Annotated[str | None, typer.Argument(help="Video or image file.")] = None,
+    question: Annotated[str, typer.Argument(help="What you want to know.")] = "What is this?",
+    target_ttft_ms: Ttft = None,
+    target_tokens: TokenTarget = None,
+    max_memory: Memory = None,
+    quality: Quality = None,
+    kind: Annotated[str | None, typer.Option(help="image, multi-image, video or document.")] = None,
+    model: Model = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="A model shape instead of media.", autocompletion=complete_preset),
+    ] = None,
+    frames: Annotated[int, typer.Option(help="Frames of the clip.")] = 8,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    check: Annotated[bool, typer.Option("--check", help="Run the plan and compare.")] = False,
+    check_all: Annotated[
+        bool, typer.Option("--check-all", help="Compare predictions on all shapes; minutes.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure this device anew, whatever is remembered.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="With --check-all: append rows here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Choose method, site and budget for a target, and explain the choice."""
+    from mmfast.models.quiet import quiet
+    from mmfast.planner.target import make_target
+
+    quiet()
+    target = make_target(target_ttft_ms, target_tokens, max_memory, quality, kind)
+    if check_all:
+        return _check_all(out, as_json)
+    if (media is None) == (preset is None):
+        raise MmfastError("give a media file, or --preset NAME for a model shape, and not both")
+    if not target:
+        target = make_target(quality="balanced", kind=kind)
+    if preset is not None:
+        made, ms = _of_shape(target, preset, frames, device, dtype, check, fresh)
+    else:
+        options = {"model": model, "device": device, "dtype": dtype, "frames": frames}
+        made, ms = _of_media(target, str(media), question, options, check, fresh)
+    _print(made, target, ms, as_json)
+
+
+def _of_media(
+    target: Target, media: str, question: str, options: dict[str, Any], check: bool, fresh: bool
+) -> tuple[Plan, float | None]:
+    from statistics import median
+
+    from mmfast.cli.output import progress
+    from mmfast.frontends.image import kind_of
+    from mmfast.models.prompt import check_question
+    from mmfast.pipelines import pipeline
+
+    check_question(question)
+    pipe = pipeline(f"{kind_of(media)}-qa", max_new_tokens=1, **options)
+    if check:
+        pipe(media, question)  # the first call of a process is slower in every part
+    if fresh:
+        pipe.planner.planner.learner.forget()
+    with progress("measuring this device") as tick:
+        made = pipe.plan(media, question, tick=tick, target=target)
+    if not check:
+        return made, None
+    made = pipe.plan(media, question, target=target)  # again, now that everything is warm
+    pipe.reduce = made.spec
+    planning = made.ttft_ms["plan"]
+    return made, planning + median(pipe(media, question).ttft_ms for _ in range(5))
+
+
+def _of_shape(
+    target: Target,
+    preset: str,
+    frames: int,
+    device: str | None,
+    dtype: str,
+    check: bool,
+    fresh: bool,
+) -> tuple[Plan, float | None]:
+    from mmfast.bench.plan import check_plan, plan_shape
+    from mmfast.cli.output import progress
+
+    with progress("measuring this device") as tick:
+        made = plan_shape(target, preset, frames, device, dtype, tick, fresh)
+    return made, check_plan(made, preset, frames, device, dtype) if check else None
+
+
+def _check_all(out: Path | None, as_json: bool) -> None:
+    from mmfast.bench.plan import check_rows
+    from mmfast.bench.results import append
+    from mmfast.cli.output import print_json, print_rows, progress
+
+    with progress("plan") as tick:
+        rows = check_rows(tick)
+    if out is not None:
+        append(out, rows)
+    if as_json:
+        return print_json(rows)
+    keys = ("preset", "stage", "reduce", "kept", "predicted_ms", "measured_ms", "ratio")
+    names = ("preset", "stage", "reduce", "kept", "predicted ms", "measured ms", "ratio")
+    print_rows(names, [[row[key] for key in keys] for row in rows])
+
+
+def _print(made: Plan, target: Target, ms: float | None, as_json: bool) -> None:
+    from mmfast.cli.output import print_json, print_rows
+    from mmfast.planner.target import size
+
+    if as_json:
+        return print_json(made.to_dict(ms))
+    rows: list[tuple[object, ...]] = [
+        ("reduce", made.spec or "all tokens", f"for {target}"),
+        ("visual tokens", f"{made.kept_tokens} of {made.visual_tokens}", "after the last stage"),
+        ("per layer", f"{made.mean_tokens:.0f}", "mean over the decoder layers"),
+        ("first token", f"{made.total_ms:.0f} ms", _parts(made.ttft_ms, "{:.3g}")),
+        ("memory", size(made.total_bytes), _parts({k: v / 1e6 for k, v in made.memory.items()})),
+    ]
+    if ms is not None:
+        rows.append(("measured", f"{ms:.0f} ms", f"{ms / made.total_ms:.2f} of the prediction"))
+    print_rows(("plan", "", ""), rows)
+    print("\n" + "\n".join(made.why) + "\n")
+    print_rows(("not taken", "why"), [(each.spec, each.reason) for each in made.rejected])
+
+
+def _parts(values: Any, form: str = "{:.0f} MB") -> str:
+    return ", ".join(f"{name} {form.format(value)}" for name, value in values.items() if value)

@@ -1,0 +1,245 @@
+"""`mmfast serve`: every field of `ServerConfig` is an option."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mmfast.cli.options import Device, Dtype, Model
+from mmfast.core.errors import MmfastError
+from mmfast.serve.config import ServerConfig
+
+_EXTRAS = {"fastapi", "uvicorn", "pydantic", "starlette", "websockets", "prometheus_client"}
+_NAMES = {"api_keys": "--api-key", "remote_hosts": "--remote-host"}  # given several times
+
+
+def serve(config: str | None = None, dry_run: bool = False, **flags: Any) -> None:
+    """Answer questions over HTTP as OpenAI's API has it: chat, speech and realtime.
+
+    Every option is also MMFAST_<OPTION> in the environment, and a key in the file of --config.
+    """
+    from mmfast.cli.output import print_json
+    from mmfast.models.quiet import quiet
+    from mmfast.serve.config import resolve
+
+    lists = {name: tuple(flags[name]) if flags[name] else None for name in _NAMES}
+    resolved = resolve({**flags, **lists}, config)
+    _check_specs(resolved)
+    if dry_run:
+        return print_json(resolved.public())
+    quiet()
+    try:
+        from mmfast.serve.guard.caller import loopback
+        from mmfast.serve.http.run import bind, url_of
+        from mmfast.serve.http.run import serve as run
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        raise MmfastError(
+            f'mmfast serve needs {error.name}, which is not installed; pip install "mmfast[serve]"'
+        ) from error
+    listening = bind(resolved)
+    _logs(resolved)
+    url = url_of(listening)
+    if not (resolved.api_keys or loopback(resolved.host)):
+        _say("warning: whoever reaches this port may ask, without a key; give --api-key")
+    _say(f"listening on {url} · loading the model …")
+    run(resolved, listening, lambda: _say(_welcome(url, resolved)))
+    _say("stopped")
+
+
+def _check_specs(config: ServerConfig) -> None:
+    """Refuse wrong specs before anything is loaded."""
+    if config.model is not None and config.model.startswith((".", "/", "~")):
+        path = Path(config.model).expanduser()
+        if not (path / "config.json").is_file():
+            raise MmfastError(f"model {config.model!r} is no directory of a checkpoint; give one")
+    if config.reduce is not None:
+        from mmfast.core.spec import parse
+
+        parse(config.reduce)
+    if config.cache is not None:
+        from mmfast.caches.plan import call_plan
+
+        call_plan(config.cache)
+
+
+def _logs(config: ServerConfig) -> None:
+    from mmfast.serve.guard.logs import set_up
+
+    set_up(config)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _welcome(url: str, config: ServerConfig) -> str:
+    from mmfast.serve.engine.choose import name_of
+
+    key = ' -H "Authorization: Bearer $MMFAST_API_KEY"' if config.api_keys else ""
+    body = (
+        f'{{"model": "{name_of(config)}", "messages": [{{"role": "user", "content": "Hello?"}}]}}'
+    )
+    lines = [
+        f"ready: {url}/v1 (described by {url}/openapi.json"
+        + (f", demo at {url}/demo)" if config.demo else ")"),
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+    ]
+    return "\n".join(lines)
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """An option per field, its help from the docstring; what is not given stays None."""
+    from mmfast.serve.config import helps, types_of
+
+    texts, types = helps(), types_of()
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    found = [
+        _option("config", str, "--config", "TOML file of options."),
+        inspect.Parameter(
+            "dry_run",
+            keyword,
+            default=False,
+            annotation=Annotated[
+                bool, typer.Option("--dry-run", help="Print all options and stop.")
+            ],
+        ),
+    ]
+    for each in fields(ServerConfig):
+        flag = _NAMES.get(each.name, "--" + each.name.replace("_", "-"))
+        kind: Any = types[each.name]
+        if kind is bool:
+            flag += f"/--no-{each.name.replace('_', '-')}"
+        shown = f" [{each.default}]" if each.default not in (None, ()) else ""
+        kind = list[str] if kind is tuple else kind
+        found.append(_option(each.name, kind, flag, texts.get(each.name, "") + shown))
+    return found
+
+
+def _option(name: str, kind: Any, flag: str, text: str) -> inspect.Parameter:
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, typer.Option(flag, help=text)],
+    )
+
+
+def _with_options(function: Any) -> Any:
+    parameters = _parameters()
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {each.name: each.annotation for each in parameters}
+    return function
+
+
+serve = _with_options(serve)
+
+
+HOST, PORT = "127.0.0.1", 7860
+
+
+def demo(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = HOST,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = PORT,
+    model: Model = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    share: Annotated[
+        bool, typer.Option("--share", help="A public address through gradio.live: not private.")
+    ] = False,
+    open_page: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
+    ] = True,
+) -> None:
+    """Serve the demo page: ask, compare, watch, talk; nothing leaves this machine."""
+    from mmfast.models.quiet import quiet
+
+    quiet()
+    app = _application(model, device, dtype)
+    socket = _listen(host, port)
+    number = socket.getsockname()[1]
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    where = f"http://{f'[{shown}]' if ':' in shown else shown}:{number}/"
+    print(f"mmfast demo: {where} (Ctrl-C ends it)", flush=True)
+    if share:
+        print(f"mmfast demo: {_tunnel(shown, number)} is public", flush=True)
+    if open_page and sys.stdout.isatty():
+        import webbrowser
+
+        webbrowser.open(where)
+    _serve(app, socket)
+
+
+def _application(model: str | None, device: str | None, dtype: str) -> Any:
+    """The page at the root of an application of its own.
+
+    Raises:
+        MmfastError: The extra is not installed, or the model cannot be loaded.
+    """
+    try:
+        from fastapi import FastAPI
+
+        from mmfast.demos.app import mount
+        from mmfast.demos.shelf import Shelf
+        from mmfast.serve.uploads import read_upload
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "gradio", "starlette"):
+            raise
+        raise MmfastError(
+            f'the demo needs {error.name}, which is not installed: pip install "mmfast[demo]"'
+        ) from None
+    shelf = Shelf(model, device, dtype, read_upload)
+    if model is not None:
+        shelf.visual("image")  # a wrong name is told now, not to the first visitor
+    shelf.warm_soon()
+    return mount(FastAPI(openapi_url=None), "/", shelf=shelf)
+
+
+def _listen(host: str, port: int) -> Any:
+    """A socket that listens, so that its port is known.
+
+    Raises:
+        MmfastError: The address is taken, or not of this machine.
+    """
+    import socket
+
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise MmfastError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; give another --port or "
+            "--host (--port 0 picks a free one)"
+        ) from None
+
+
+def _tunnel(host: str, port: int) -> str:
+    """An address of Gradio's servers that leads here.
+
+    Raises:
+        MmfastError: There is no way to them.
+    """
+    import secrets
+
+    from gradio.networking import setup_tunnel
+
+    try:
+        return str(setup_tunnel(host, port, secrets.token_urlsafe(32), None, None))
+    except Exception as error:  # of many kinds: no network, no program for the tunnel, refused
+        raise MmfastError(f"cannot share: {error}; leave --share out") from None
+
+
+def _serve(app: Any, socket: Any) -> None:
+    """Serve until Ctrl-C; the first visitor finds the models loaded."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app, log_level="warning", ws_max_size=1 << 20, timeout_graceful_shutdown=3
+    )
+    uvicorn.Server(config).run(sockets=[socket])

@@ -1,0 +1,278 @@
+"""What `mmfast say` and `mmfast talk` share: options, where sound goes, what is printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from mmfast.cli.options import Device, Dtype, Json, Model
+from mmfast.core.errors import MediaError, MmfastError
+from mmfast.core.speech import Turn
+from mmfast.frontends.audio.reader import load_audio
+from mmfast.frontends.audio.wav import WavWriter
+from mmfast.pipelines.omni_chat import written
+from mmfast.pipelines.speech import KEYS, SpeechChat
+from mmfast.voice.channel import VoiceEvent
+from mmfast.voice.ear import RATE, Ear, ManualEar, VoiceEar
+from mmfast.voice.models import given_options
+
+Output = Annotated[
+    str, typer.Option("--output", "-o", help="WAV file to write; - is standard output.")
+]
+Voice = Annotated[str | None, typer.Option(help="Voice, for example en-us or en-us+f2.")]
+Rate = Annotated[int | None, typer.Option(help="Words per minute.")]
+Pitch = Annotated[int | None, typer.Option(help="Pitch, 0 to 99.")]
+Mode = Annotated[
+    str | None,
+    typer.Option(help="When drafts are made: vanilla, balance, boost or turbo (default)."),
+]
+Verify = Annotated[
+    str | None,
+    typer.Option(help="exact (default), typical:0.3, or none: fastest, hard to understand."),
+]
+
+
+def check_output(path: str, as_json: bool) -> Any:
+    """Where sound is written: a path, or standard output; asked before a model is loaded.
+
+    Raises:
+        MmfastError: It is no `.wav` file in a folder that exists, or two things want the output.
+    """
+    if path == "-":
+        if as_json:
+            raise MmfastError("--json and -o - both want standard output; name a file for one")
+        if sys.stdout.isatty():
+            raise MmfastError("-o - would write sound to the terminal; pipe it, or name a file")
+        return sys.stdout.buffer
+    target = Path(path)
+    if target.suffix.lower() != ".wav":
+        raise MmfastError(f"--output {path!r} is no WAV file; give a name that ends in .wav")
+    if target.is_dir() or not target.parent.is_dir():
+        raise MmfastError(f"--output {path!r} cannot be written; give a file in an existing folder")
+    return target
+
+
+class GrowingWav:
+    """A WAV file that appears with its first sound: a failure before leaves none behind."""
+
+    def __init__(self, target: Any, rate: int) -> None:
+        self._target, self._rate, self._file = target, rate, None
+
+    def write(self, pcm: Any) -> None:
+        """Append samples `[n]`."""
+        if self._file is None:
+            from mmfast.frontends.audio.wav import WavWriter
+
+            self._file = WavWriter(self._target, self._rate)
+        self._file.write(pcm)
+
+    def __enter__(self) -> GrowingWav:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    _file: Any
+
+
+def print_spoken(document: dict[str, Any], as_json: bool, target: Any) -> None:
+    """What was said on standard output, what it cost on standard error; or the JSON document."""
+    from mmfast.cli.output import _err, print_json
+
+    if as_json:
+        return print_json(document)
+    if isinstance(target, Path):  # else the sound is there
+        if document.get("heard"):
+            print(f"> {document['heard']}")
+        print(document["text"])
+    _err.print(line_of(document), style="dim", highlight=False)
+
+
+def line_of(document: dict[str, Any]) -> str:
+    """The figures on one line."""
+    parts = [f"{document['seconds']:.2f} s"]
+    named = (
+        ("first_audio_ms", "first sound after {:.0f} ms"),
+        ("rtf", "real-time factor {:.3f}"),
+        ("tokens_per_pass", "{:.2f} tokens a pass"),
+        ("tokens_per_second", "{:.0f} tokens a second"),
+    )
+    parts += [text.format(document[name]) for name, text in named if document.get(name) is not None]
+    return " · ".join(parts)
+
+
+def say(
+    text: Annotated[str, typer.Argument(help="What to say; - reads standard input.")],
+    output: Output,
+    voice: Voice = None,
+    rate: Rate = None,
+    pitch: Pitch = None,
+    mode: Mode = None,
+    verify: Verify = None,
+    model: Model = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Say a text, written to a WAV file as it is made, and say what it cost."""
+    from mmfast.models.quiet import quiet
+
+    quiet()
+    target = check_output(output, as_json)
+    given = _standard_input() if text == "-" else text
+    from mmfast.pipelines import pipeline
+    from mmfast.pipelines.speech import check_text, collect
+    from mmfast.voice.playback import ReplyMeter
+
+    check_text(given)
+    pipe = pipeline("text-to-speech", model, device=device, dtype=dtype, voice=voice)
+    how = {"rate": rate, "pitch": pitch, "mode": mode, "verify": verify}
+    meter, speaker_rate = ReplyMeter(), pipe.speaker.sample_rate
+    with GrowingWav(target, speaker_rate) as wav:
+        spoken = collect(pipe.stream(given, **how), speaker_rate, meter, wav.write)
+    print_spoken(spoken.to_dict(), as_json, target)
+
+
+def _standard_input() -> str:
+    from mmfast.core.errors import MmfastError
+
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise MmfastError("standard input is no text; pipe UTF-8") from error
+
+
+def talk(
+    recording: Annotated[str, typer.Argument(help="What is said: any sound file, or - for one.")],
+    output: Output,
+    clip: Annotated[
+        str | None, typer.Option(help="Video that the questions are about; answered by voice.")
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="The file is one question; do not look for turns.")
+    ] = False,
+    voice: Voice = None,
+    rate: Rate = None,
+    pitch: Pitch = None,
+    mode: Mode = None,
+    verify: Verify = None,
+    model: Model = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Answer a recording by voice: every turn in it, cut off where the next one begins."""
+    from mmfast.models.quiet import quiet
+
+    quiet()
+    target = check_output(output, as_json)
+
+    source = read_recording(recording)
+    how = {"voice": voice, "speed": rate, "pitch": pitch, "mode": mode, "verify": verify}
+    place: dict[str, Any] = {"device": device, "dtype": dtype}
+    pipe = video_pipe(clip, model, how, place) if clip else voice_pipe(model, how, place)
+    talking = Talking(pipe, whole)
+    document = talking.run(source, target)
+    print_spoken(document, as_json, target)
+
+
+def read_recording(path: str) -> Tensor:
+    """A file, or standard input, as `[n]` at 16 kHz.
+
+    Raises:
+        MediaError: It is no sound.
+    """
+    return load_audio(sys.stdin.buffer.read() if path == "-" else path, RATE)
+
+
+def voice_pipe(model: str | None, how: dict[str, Any], place: dict[str, Any]) -> SpeechChat:
+    """A speech model answers."""
+    return SpeechChat(model, **how, **place)
+
+
+def video_pipe(
+    clip: str, model: str | None, how: dict[str, Any], place: dict[str, Any]
+) -> SpeechChat:
+    """A video model answers about a clip; the embedded speech model listens and speaks."""
+    from mmfast.pipelines.visual_qa import VideoQA
+
+    pipe = VideoQA(model, **place)
+
+    def chat(turns: Sequence[Turn]) -> Iterator[str]:
+        return pipe.stream(clip, written(turns[-1].text))
+
+    return SpeechChat(chat=chat, **given_options(how))
+
+
+class Talking:
+    """One run of `mmfast talk`.
+
+    Args:
+        pipe: Converses.
+        whole: The recording is one question.
+    """
+
+    def __init__(self, pipe: SpeechChat, whole: bool) -> None:
+        ear: Ear = ManualEar(longest=600.0) if whole else VoiceEar()
+        self.session = pipe.open(ear)
+        self.rate = pipe.chatter.sample_rate
+        self.turns: dict[str, dict[str, Any]] = {}
+
+    def run(self, pcm: Tensor, target: Any) -> dict[str, Any]:
+        """Converse, write what of the replies was played, and sum up.
+
+        Raises:
+            MediaError: Nobody speaks in the recording.
+            MmfastError: The model failed.
+        """
+        sounds: dict[str, list[Tensor]] = {}
+        with self.session as session:
+            for event in session.run([pcm]):
+                self._note(event)
+                if event.pcm is not None:
+                    sounds.setdefault(event.reply, []).append(event.pcm)
+            stats = session.stats()
+        if not self.turns:
+            raise MediaError(
+                "nobody speaks in the recording; give one with speech, or take it as it is: --whole"
+            )
+        with WavWriter(target, self.rate) as wav:
+            for reply, turn in self.turns.items():
+                limit = turn.pop("_samples", None)
+                wav.write(torch.cat([torch.zeros(0), *sounds.get(reply, ())])[:limit])
+        return self._document(wav.seconds, stats)
+
+    def _note(self, event: VoiceEvent) -> None:
+        if event.kind == "error":
+            raise MediaError(f"no reply: {event.text}")
+        if event.kind == "reply_started":
+            self.turns[event.reply] = {"heard": "", "text": "", "interrupted": False}
+        turn = self.turns.get(event.reply, {})
+        if event.kind == "heard":
+            turn["heard"] = event.text
+        elif event.kind == "text":
+            turn["text"] += event.text
+        elif event.kind == "interrupted":
+            turn |= {"text": event.text, "interrupted": True}
+            turn["_samples"] = round(event.audio_ms * self.rate / 1e3)
+        elif event.kind == "done":
+            turn |= event.stats
+
+    def _document(self, seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
+        turns = list(self.turns.values())
+        said = {
+            "text": " ".join(turn["text"].strip() for turn in turns).strip(),
+            "heard": " ".join(turn["heard"] for turn in turns).strip(),
+        }
+        figures = {**stats, "seconds": round(seconds, 4), "turns": turns}
+        first = next((t["first_audio_ms"] for t in turns if t.get("first_audio_ms")), None)
+        figures["first_audio_ms"] = first
+        head = {key: figures[key] for key in KEYS}
+        return {"text": said["text"], **head, "heard": said["heard"], **figures}

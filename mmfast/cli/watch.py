@@ -1,0 +1,219 @@
+"""`mmfast watch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mmfast.cli import options as options
+from mmfast.cli.options import Device, Dtype, Json, Model, Reduce
+from mmfast.cli.output import _err, print_json
+from mmfast.core.errors import MmfastError
+from mmfast.models.prompt import check_question
+
+
+def watch(
+    source: options.Source,
+    ask: options.Ask = None,
+    every: options.Every = None,
+    ask_at: options.AskAt = None,
+    tell_me_when: options.TellMeWhen = None,
+    probe: options.Probe = None,
+    yes: options.Yes = None,
+    threshold: options.Threshold = 0.6,
+    memory: options.StreamMemory = None,
+    host_bytes: options.HostBytes = None,
+    reduce: Reduce = None,
+    frame_cache: options.FrameCacheShare = None,
+    gate: options.Gate = None,
+    fps: options.Fps = 1.0,
+    latency: options.Latency = None,
+    realtime: options.Realtime = False,
+    allow_network: options.Network = False,
+    save: options.Save = None,
+    restore: options.Restore = None,
+    model: Model = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    max_new_tokens: options.MaxNewTokens = 64,
+    as_json: Json = False,
+) -> None:
+    """Watch a stream in bounded memory, answer questions on the way; Ctrl-C ends it."""
+    from mmfast.caches.plan import plan_cache
+    from mmfast.models.quiet import quiet
+    from mmfast.pipelines import pipeline
+    from mmfast.streams.archive.blocks import parse_bytes
+
+    quiet()
+    questions = times_of(ask or [], every, ask_at or [])
+    plan_cache(memory)  # before any weight is read
+    parse_bytes(host_bytes)
+    given: dict[str, Any] = {"reduce": reduce, "frame_cache": frame_cache, "gate": gate}
+    pipe = pipeline("video-stream", model, device=device, dtype=dtype, fps=fps, **given)
+    kept: dict[str, Any] = {} if memory is None else {"memory": memory}
+    kept |= {} if host_bytes is None else {"host_bytes": host_bytes, "host_blocks": None}
+    session = pipe.open(**kept) if restore is None else pipe.restore(restore, **kept)
+    viewing = WatchRun(session, questions, max_new_tokens, as_json)
+    looks: dict[str, Any] = {"threshold": threshold}
+    looks |= {"probe": probe} if probe else {}
+    looks |= {"yes": yes, "no": None} if yes else {}
+    for condition in tell_me_when or []:
+        session.subscribe(condition, viewing.told, **looks)
+    way = {"latency": latency, "realtime": realtime, "allow_network": allow_network}
+    viewing.run(camera_or_path(source), save, **way)
+
+
+@dataclass
+class TimedQuestion:
+    """A question and when it is asked.
+
+    Attributes:
+        text: The question.
+        at: Seconds of the stream at which it is due; None is the end.
+        every: Seconds between two times; None asks once.
+    """
+
+    text: str
+    at: float | None
+    every: float | None = None
+
+
+def times_of(ask: Sequence[str], every: float | None, ask_at: Sequence[str]) -> list[TimedQuestion]:
+    """Questions of the options `--ask`, `--every` and `--ask-at`.
+
+    Raises:
+        MmfastError: An empty question, or a time that is no number of seconds.
+    """
+    if every is not None and not 0 < every < float("inf"):
+        raise MmfastError(f"--every {every} is no interval; give seconds such as 5")
+    if every is not None and not ask:
+        raise MmfastError("--every needs a question; give --ask, too")
+    found = [TimedQuestion(check_question(text), every, every) for text in ask]
+    for given in ask_at:
+        seconds, colon, text = given.partition(":")
+        try:
+            at = float(seconds)
+        except ValueError:
+            at = -1.0
+        if not colon or not 0 <= at < float("inf"):
+            raise MmfastError(
+                f"--ask-at {given!r} is no time and question; write for example "
+                "--ask-at '12.5:What is in the picture?'"
+            )
+        found.append(TimedQuestion(check_question(text), at))
+    return found
+
+
+def camera_or_path(source: str) -> str | int:
+    """A bare number is a camera."""
+    return int(source) if source.isdecimal() and not Path(source).exists() else source
+
+
+class WatchRun:
+    """One run of `mmfast watch`.
+
+    Args:
+        session: Where the frames go.
+        questions: What to ask, and when.
+        max_new_tokens: Of an answer.
+        as_json: Print one document at the end and nothing else.
+    """
+
+    def __init__(
+        self, session: Any, questions: Sequence[TimedQuestion], max_new_tokens: int, as_json: bool
+    ) -> None:
+        self.session, self.questions = session, list(questions)
+        self.max_new_tokens, self.as_json = max_new_tokens, as_json
+        self.answers: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self._status: Any = None
+
+    def run(self, source: Any, save: Path | None, **options: Any) -> None:
+        """Watch to the end, or until Ctrl-C; then ask what is left, save, and print the summary.
+
+        Raises:
+            MediaError: The source could not be opened, or died; then the summary comes first.
+        """
+        interrupted, error = False, None
+        shown = _err.status("watching") if _err.is_terminal and not self.as_json else nullcontext()
+        with self.session, shown as self._status:
+            try:
+                self.session.watch(source, each=self._frame, **options)
+            except KeyboardInterrupt:
+                interrupted = True
+            except MmfastError as failure:
+                if not self.session.watches:  # nothing was seen, so there is nothing to sum up
+                    raise
+                error = failure
+            for question in self.questions:
+                if question.at is None and not interrupted:
+                    self._ask(question)
+            if save is not None:
+                self.session.save(save)
+            self._finish(str(source), save, interrupted, error)
+        if error is not None:
+            raise error
+
+    def told(self, event: Any) -> None:
+        """Takes an event of a subscription."""
+        self.events.append(asdict(event))
+        self._say(event.time, f"{event.condition} ({event.probability:.0%}) {event.text}".strip())
+
+    def _frame(self, seconds: float) -> None:
+        """After every frame: ask what is due, and show where the stream is."""
+        for question in self.questions:
+            if question.at is not None and seconds >= question.at:
+                self._ask(question)
+                step = question.every
+                # a gap in the stream is no reason to ask many times at once
+                question.at = float("inf") if step is None else (seconds // step + 1) * step
+        if self._status is not None:
+            self._status.update(line_of(self.session.stats()))
+
+    def _ask(self, question: TimedQuestion) -> None:
+        reply = self.session.ask(question.text, max_new_tokens=self.max_new_tokens)
+        text, seconds = reply.read(), self.session.stats()["seconds"]
+        row = {"time": seconds, "question": question.text, "answer": text}
+        self.answers.append(row | {"ttft_ms": round(reply.ttft_ms, 3), "ms": round(reply.ms, 3)})
+        self._say(seconds, f"{question.text} {text}")
+
+    def _say(self, seconds: float | None, text: str) -> None:
+        if not self.as_json:
+            print(f"[{seconds or 0.0:8.1f} s] {text}", flush=True)
+
+    def _finish(
+        self, source: str, save: Path | None, interrupted: bool, error: MmfastError | None
+    ) -> None:
+        stats = self.session.stats()
+        if not self.as_json:
+            return _err.print(line_of(stats), style="dim", highlight=False)
+        document = {
+            "source": source,
+            "answers": self.answers,
+            "events": self.events,
+            "interrupted": interrupted,
+            "error": None if error is None else str(error),
+            "saved": None if save is None else str(save),
+            "stats": stats,
+        }
+        print_json(document)
+
+
+def line_of(stats: dict[str, Any]) -> str:
+    """The figures of a session on one line."""
+    memory = stats["memory"]
+    stored = memory.get("archive", {}).get("bytes", {})
+    parts = [
+        f"{stats['frames']} frames",
+        f"{stats['seconds'] or 0.0:.1f} s",
+        f"{memory['live_tokens']:,} live tokens",
+        f"{(memory['bytes'] + sum(stored.values())) / 1e6:.1f} MB",
+        f"lag {stats['lag']:.1f} s",
+        f"{stats['dropped']} dropped",
+    ]
+    if stats["gated"]:
+        parts.append(f"{stats['gated']} skipped")
+    return " · ".join(parts)

@@ -1,0 +1,282 @@
+"""Where somebody speaks: a probability per 32 ms, and the spans of speech in a sound.
+
+The network of silero-vad, on the weights in its wheel, with its memory as a value.
+
+The package's own wrapper keeps one conversation inside the model, and importing it sets the number
+of threads of the whole process; so the file of weights (safetensors, 1.2 MB) is read without it.
+The network: a Fourier transform by convolution, four convolutions, an LSTM cell, a sigmoid.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
+
+WINDOW = 512  # samples of a decision
+_CONTEXT = 64  # samples of the window before that a window sees
+_BINS = 129
+_STRIDES = (1, 2, 2, 1)
+_FILE = "silero_vad_16k.safetensors"
+
+
+@dataclass(frozen=True)
+class SileroState:
+    """Memory of `B` streams: the cell `[2, B, 128]`, and the end of the last window `[B, 64]`."""
+
+    cell: Tensor
+    context: Tensor
+
+
+@lru_cache(maxsize=1)
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
+def _weights() -> dict[str, Tensor]:
+    found = importlib.util.find_spec("silero_vad")  # finds it, does not run it
+    file = Path(found.origin).parent / "data" / _FILE if found and found.origin else None
+    if file is None or not file.is_file():
+        what = "is not installed" if file is None else f"is too old: it has no {_FILE}"
+        raise ModelError(
+            f"silero-vad {what}: pip install 'mmfast[speech]' (silero-vad>=6.2), or name the "
+            f"simple detector, engine='energy'"
+        )
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+class Silero:
+    """How likely a window of 512 samples at 16 kHz holds speech.
+
+    Raises:
+        ModelError: The wheel of silero-vad is not there.
+    """
+
+    window = WINDOW
+
+    def __init__(self) -> None:
+        self._weights = _weights()
+
+    def start(self, batch: int) -> SileroState:
+        """Memory of streams that have heard nothing."""
+        return SileroState(torch.zeros(2, batch, 128), torch.zeros(batch, _CONTEXT))
+
+    def step(self, state: SileroState, samples: Tensor) -> tuple[SileroState, Tensor]:
+        """Samples `[B, 512]` in -1..1 to probabilities `[B]`."""
+        w = self._weights
+        seen = F.pad(torch.cat([state.context, samples], dim=1)[:, None], (0, 64), mode="reflect")
+        with torch.no_grad():
+            parts = F.conv1d(seen, w["stft_conv.weight"], stride=128)  # [B, 2 * 129, 4]
+            x = (parts[:, :_BINS].square() + parts[:, _BINS:].square()).sqrt()
+            for number, stride in enumerate(_STRIDES, start=1):
+                weight, bias = w[f"conv{number}.weight"], w[f"conv{number}.bias"]
+                x = F.conv1d(x, weight, bias, stride=stride, padding=1).relu()
+            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            cell = [w[f"lstm_cell.{name}"] for name in names]
+            h, c = torch.lstm_cell(x[..., 0], (state.cell[0], state.cell[1]), *cell)
+            voice = F.conv1d(h.relu()[..., None], w["final_conv.weight"], w["final_conv.bias"])
+        context = samples[:, -_CONTEXT:].clone()
+        return SileroState(torch.stack([h, c]), context), voice[:, 0, 0].sigmoid()
+
+    def reset(self, state: SileroState, rows: Tensor) -> SileroState:
+        """Memory with some streams (`[B]` bool) started anew."""
+        cell = state.cell.masked_fill(rows[None, :, None], 0.0)
+        return SileroState(cell, state.context.masked_fill(rows[:, None], 0.0))
+
+
+_QUIETEST = -60.0  # dB of full scale: below it nothing counts as loud
+_MARGIN = 12.0  # dB above the noise that count as half a voice
+_SLOPE = 2.0  # dB
+_RISE = 0.05  # dB per window that the noise is thought to rise while it is loud
+
+
+class Energy:
+    """How far a window stands out of the noise before it; any loud noise passes for speech.
+
+    The state is the level of the noise, `[B]` in dB: it falls at once and rises 1.5 dB a second.
+    """
+
+    window = WINDOW
+
+    def start(self, batch: int) -> Tensor:
+        """Noise is thought to be low at first."""
+        return torch.full((batch,), _QUIETEST)
+
+    def step(self, state: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Samples `[B, 512]` in -1..1 to what passes for probabilities `[B]`."""
+        moved = samples - samples.mean(dim=1, keepdim=True)  # an offset is no sound
+        level = 10.0 * moved.square().mean(dim=1).clamp(min=1e-12).log10()
+        noise = torch.minimum(state + _RISE, level).clamp(min=_QUIETEST)
+        return noise, ((level - noise - _MARGIN) / _SLOPE).sigmoid()
+
+    def reset(self, state: Tensor, rows: Tensor) -> Tensor:
+        """State with some streams (`[B]` bool) started anew."""
+        return state.masked_fill(rows, _QUIETEST)
+
+
+RATE = 16_000  # samples per second that it hears
+_ENGINES = {"silero": Silero, "energy": Energy}
+
+
+@dataclass(frozen=True)
+class ActivityState:
+    """What the detector remembers of each stream, and the window begun `[B, r]`."""
+
+    memory: Any
+    begun: Tensor
+
+
+class VoiceActivity:
+    """A `Stage`: pcm `[B, n]` at 16 kHz in, probabilities of speech `[B, t]` per 512 samples out.
+
+    Deterministic, and a pure function of state and samples: windows are looked at one by one, so
+    any split gives the same figures. Samples that are no numbers count as silence.
+
+    Args:
+        engine: "silero" (the network of silero-vad, about 0.5 ms a window), or "energy" (loudness
+            above the noise, which takes any loud noise for speech; never chosen by itself).
+
+    Raises:
+        ModelError: silero-vad is not installed.
+        SpecError: There is no such engine.
+    """
+
+    rate, window = RATE, WINDOW
+
+    def __init__(self, engine: str = "silero") -> None:
+        if engine not in _ENGINES:
+            raise SpecError(unknown("engine", engine, _ENGINES))
+        self._engine: Any = _ENGINES[engine]()
+        self.engine = engine
+
+    def start(self, batch: int = 1) -> ActivityState:
+        """The state of streams that have heard nothing."""
+        return ActivityState(self._engine.start(batch), torch.zeros(batch, 0))
+
+    def step(self, state: ActivityState, chunk: Tensor) -> tuple[ActivityState, Tensor]:
+        """Add samples `[B, n]`; give a probability for every window they complete `[B, t]`."""
+        clean = torch.nan_to_num(chunk.detach().float().cpu(), posinf=0.0, neginf=0.0)
+        samples = torch.cat([state.begun, clean.clamp(-1.0, 1.0)], dim=1)
+        memory, voices = state.memory, []
+        whole = samples.shape[1] // WINDOW * WINDOW
+        for window in samples[:, :whole].split(WINDOW, dim=1) if whole else ():
+            memory, voice = self._engine.step(memory, window)
+            voices.append(voice)
+        out = torch.stack(voices, dim=1) if voices else samples.new_zeros(len(samples), 0)
+        return ActivityState(memory, samples[:, whole:].clone()), out
+
+    def finish(self, state: ActivityState) -> Tensor:
+        """A window begun is not judged: `[B, 0]`."""
+        return state.begun.new_zeros(state.begun.shape[0], 0)
+
+    def reset(self, state: ActivityState, rows: Tensor) -> ActivityState:
+        """Start streams `rows` (`[B]` bool) anew; the others go on.
+
+        Raises:
+            MmfastError: The others are in the middle of a window, which a batch shares.
+        """
+        if bool(rows.all()):
+            return self.start(len(rows))
+        if state.begun.shape[1]:
+            raise MmfastError(
+                f"{state.begun.shape[1]} samples of a window of {WINDOW} are pending: reset single "
+                f"streams of a batch after whole windows, or keep one state per stream"
+            )
+        return replace(state, memory=self._engine.reset(state.memory, rows))
+
+
+@dataclass(frozen=True)
+class SpeechGateState:
+    """Whether somebody speaks, since which sample it seems so, and since which it does not."""
+
+    speaking: bool = False
+    loud_from: int | None = None
+    quiet_from: int | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Turns probabilities into beginnings and ends of speech.
+
+    Args:
+        threshold: Probability from which a window is speech.
+        exit: Probability below which speech may have ended; what lies between changes nothing.
+        speech: Samples of speech in a row that make a beginning.
+        silence: Samples without that make an end.
+    """
+
+    threshold: float = 0.5
+    exit: float = 0.35
+    speech: int = WINDOW
+    silence: int = RATE // 2
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.exit <= self.threshold < 1.0:
+            raise SpecError(
+                f"threshold={self.threshold:g}, exit={self.exit:g}: give 0 < exit <= threshold < 1"
+            )
+        if self.speech < 0 or self.silence < 0:
+            raise SpecError(f"speech={self.speech}, silence={self.silence}: give 0 or more")
+
+    def step(
+        self, state: SpeechGateState, voice: float, end: int
+    ) -> tuple[SpeechGateState, Literal["", "start", "stop"]]:
+        """Judge the window that ends before sample `end`; say whether speech began or ended."""
+        begin = end - WINDOW
+        if not state.speaking:
+            loud_from = None
+            if voice >= self.threshold:
+                loud_from = begin if state.loud_from is None else state.loud_from
+            begun = loud_from is not None and end - loud_from >= self.speech
+            return SpeechGateState(begun, loud_from), "start" if begun else ""
+        quiet_from = state.quiet_from
+        if voice >= self.threshold:
+            quiet_from = None
+        elif quiet_from is None and voice < self.exit:
+            quiet_from = begin
+        if quiet_from is not None and end - quiet_from >= self.silence:
+            return SpeechGateState(False, None, quiet_from), "stop"
+        return SpeechGateState(True, state.loud_from, quiet_from), ""
+
+
+def speech_spans(
+    pcm: Tensor,
+    gate: Gate | None = None,
+    padding: int = 480,
+    activity: VoiceActivity | None = None,
+) -> list[tuple[int, int]]:
+    """The spans `[start, stop)` of samples in which somebody speaks.
+
+    Args:
+        pcm: `[n]` at 16 kHz.
+        gate: Thresholds and times; an end after 100 ms of silence when left out.
+        padding: Samples added before and behind each span, where the neighbours leave room.
+        activity: The detector; silero when left out.
+
+    Raises:
+        ModelError: silero-vad is not installed.
+    """
+    gate = gate or Gate(silence=RATE // 10)
+    stage = activity or VoiceActivity()
+    _, voices = stage.step(stage.start(), pcm[None])
+    state, found, spans = SpeechGateState(), [], []
+    for number, voice in enumerate(voices[0].tolist(), start=1):
+        since = state.loud_from
+        state, change = gate.step(state, voice, number * WINDOW)
+        if change == "stop":
+            found.append((since or 0, state.quiet_from or 0))
+    if state.speaking:
+        found.append((state.loud_from or 0, state.quiet_from or len(pcm)))
+    for at, (first, last) in enumerate(found):
+        # Half of a short pause goes to either side.
+        before = first - found[at - 1][1] if at else 2 * first
+        behind = found[at + 1][0] - last if at + 1 < len(found) else 2 * (len(pcm) - last)
+        spans.append((first - min(padding, before // 2), last + min(padding, behind // 2)))
+    return spans

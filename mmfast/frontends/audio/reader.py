@@ -1,0 +1,401 @@
+"""Any sound to float32 mono at the wanted rate, whole or as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.audio.samples import ENCODINGS, check, decode_pcm, mix, to_mono
+from mmfast.frontends.source import (
+    DEFAULT_LIMITS,
+    IMAGE_KINDS,
+    VIDEO_KINDS,
+    Budget,
+    Limits,
+    MediaSource,
+    is_encoded,
+    magic_kind,
+    open_source,
+    refusing,
+)
+from mmfast.ops.audio import Resampler, check_rate
+
+AUDIO_KINDS = {
+    "wav": "wav",
+    "w64": "w64",
+    "aiff": "aiff",
+    "au": "au",
+    "caf": "caf",
+    "flac": "flac",
+    "wavpack": "wv",
+    "mp3": "mp3",
+    "aac": "aac",
+    "ac3": "ac3",
+    "amr": "amr",
+}  # kind -> FFmpeg's demuxer; containers with a picture may hold sound, too
+OTHER = "other"  # no magic we know: libsndfile may know it (NIST, VOC, PAF, RF64, …)
+
+_MAGIC = (
+    ("wav", 0, b"RF64"),
+    ("w64", 0, b"riff\x2e\x91\xcf\x11"),
+    ("aiff", 8, b"AIFF"),
+    ("aiff", 8, b"AIFC"),
+    ("au", 0, b".snd"),
+    ("caf", 0, b"caff"),
+    ("wavpack", 0, b"wvpk"),
+    ("ac3", 0, b"\x0bw"),
+    ("amr", 0, b"#!AMR"),
+    ("mp4", 4, b"ftyp"),  # any brand, also those that announce pictures
+)
+
+
+def sniff_sound(name: str, head: bytes) -> str:
+    """Tell what a sound file is from its first bytes.
+
+    Returns:
+        A key of `AUDIO_KINDS` or of `VIDEO_KINDS`, or `OTHER`.
+
+    Raises:
+        MediaError: It is an image.
+    """
+    kind = next((k for k, at, magic in _MAGIC if head[at : at + len(magic)] == magic), "")
+    kind = kind or magic_kind(head)
+    if kind in IMAGE_KINDS:
+        raise MediaError(f"{name} is an image ({kind}): give a file with sound, such as a WAV")
+    return kind if kind in AUDIO_KINDS or kind in VIDEO_KINDS else OTHER
+
+
+def demuxer(source: MediaSource) -> str:
+    """FFmpeg's demuxer for a sound file; looks behind a tag, which any kind may carry."""
+    if source.kind != "mp3":
+        return AUDIO_KINDS.get(source.kind) or VIDEO_KINDS[source.kind]
+    with source.open() as file:
+        head = file.read(10)
+        if head[:3] == b"ID3" and len(head) == 10:
+            size = 0
+            for byte in head[6:]:  # seven bits of each count
+                size = size << 7 | byte & 0x7F
+            file.seek(10 + size)
+            behind = magic_kind(file.read(16))
+            return AUDIO_KINDS.get(behind, "mp3")
+    return "mp3"
+
+
+def not_sound(source: MediaSource) -> MediaError:
+    """The error for a file that is no sound at all."""
+    with source.open() as file:
+        head = file.read(12)
+    return MediaError(
+        f"{source.name} is no sound that can be read, it starts with {head!r}: give one of "
+        f"{', '.join((*AUDIO_KINDS, *VIDEO_KINDS))}, or raw samples with encoding='pcm16'"
+    )
+
+
+Piece = tuple[Tensor, int]  # samples [n] float32 mono, their rate
+_SECONDS = 0.5  # of a piece: a packet may be 1 ms
+_DAMAGED = 100  # packets in a row that do not decode: nothing more will
+
+
+def sound_pieces(source: MediaSource, limits: Limits) -> Iterator[Piece]:
+    """Decode a file; the rate may change between pieces.
+
+    A damaged packet is left out, so is a truncated end.
+
+    Raises:
+        MediaError: Nothing can be decoded, it lasts too long, or takes too long to decode.
+    """
+    raw = _other_pieces(source) if source.kind == OTHER else _decoded(source, limits)
+    budget, seconds = Budget(limits, source.name), 0.0
+    waiting: list[Tensor] = []
+    rate = 0
+    for pcm, at in raw:
+        budget.clock()
+        if waiting and (at != rate or sum(map(len, waiting)) >= rate * _SECONDS):
+            yield torch.cat(waiting), rate
+            waiting = []
+        rate = check_rate(at, f"the rate of {source.name}")
+        waiting.append(check(pcm, source.name, seconds, rate))
+        seconds += len(pcm) / rate
+        limits.check_duration(source.name, seconds)
+    if waiting:
+        yield torch.cat(waiting), rate
+
+
+@contextmanager
+def _open(source: MediaSource) -> Iterator[Any]:
+    """PyAV's container; nothing but the file itself can be opened, whatever it refers to."""
+    file: Any = source.open() if isinstance(source.data, bytes) else str(source.data)
+    with refusing(source.name, "opened"):
+        container = av.open(
+            file,
+            format=demuxer(source),
+            options={"protocol_whitelist": "file"},
+            metadata_errors="ignore",
+        )
+    with container:
+        yield container
+
+
+def _decoded(source: MediaSource, limits: Limits) -> Iterator[Piece]:
+    with _open(source) as container:
+        stream = _main_stream(source, container)
+        length = stream.duration * stream.time_base if stream.duration else 0
+        limits.check_duration(source.name, float(length))
+        heard = failed = 0
+        for frame in _frames(source, container, stream):
+            if frame is None:
+                failed += 1
+                if failed >= _DAMAGED:
+                    break
+                continue
+            heard, failed = heard + 1, 0
+            yield _mono(frame, source.name), int(frame.sample_rate)
+    if not heard:
+        raise MediaError(f"{source.name} holds no sound that can be decoded: record it again")
+
+
+def _main_stream(source: MediaSource, container: Any) -> Any:
+    streams = [s for s in container.streams.audio if s.codec_context is not None]
+    if not streams:
+        kinds = sorted({s.type for s in container.streams if s.type})
+        raise MediaError(
+            f"{source.name} has no sound that can be decoded, only "
+            f"{', '.join(kinds) or 'nothing'}: give a file with an audio track"
+        )
+    best = container.streams.best("audio")
+    return best if best in streams else streams[0]
+
+
+def _frames(source: MediaSource, container: Any, stream: Any) -> Iterator[Any]:
+    """Frames as they decode, None for a packet that does not."""
+    packets = container.demux(stream)
+    while True:
+        try:
+            packet = next(packets, None)
+        except Exception:  # a truncated end, or a stream that the header does not name
+            return
+        if packet is None:
+            return
+        try:
+            with refusing(source.name):
+                decoded = packet.decode()
+        except MediaError:
+            yield None
+        else:
+            yield from decoded
+
+
+def _mono(frame: Any, name: str) -> Tensor:
+    array = frame.to_ndarray()
+    if not frame.format.is_planar:
+        array = array.reshape(-1, frame.layout.nb_channels).T
+    if array.dtype == np.int64:
+        array = (array >> 32).astype(np.int32)
+    return mix(array, name, axis=0)
+
+
+def _other_pieces(source: MediaSource) -> Iterator[Piece]:
+    """What libsndfile knows and our table does not."""
+    import soundfile
+
+    with source.open() as file:
+        try:
+            sound = soundfile.SoundFile(file)
+        except (soundfile.SoundFileError, TypeError, RuntimeError):
+            raise not_sound(source) from None
+        with sound, refusing(source.name):
+            for block in sound.blocks(blocksize=1 << 14, dtype="float32", always_2d=True):
+                yield torch.from_numpy(block.mean(axis=1)), int(sound.samplerate)
+
+
+_ARRAYS, _RATES = ("array", "raw", "samples"), ("sampling_rate", "rate")  # keys of a mapping
+
+
+@dataclass(frozen=True)
+class _SampleOptions:
+    """What the caller says of samples that have no header."""
+
+    rate: int
+    encoding: str | None
+    channels: int
+
+
+def load_audio(
+    media: object,
+    rate: int = 16_000,
+    *,
+    media_rate: int | None = None,
+    encoding: str | None = None,
+    channels: int = 1,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Tensor:
+    """Read one sound to its end.
+
+    Args:
+        media: Path, bytes or file object of a sound or a video (wav, flac, ogg, mp3, m4a, mp4,
+            mkv, …); an array `[n]`, `[channels, n]` or `[n, channels]` of float in -1..1, int16,
+            int32, int8 or uint8; `(array, rate)` in either order; a mapping with "array" and
+            "sampling_rate"; raw bytes, with `encoding`; or an iterator of arrays, of
+            `(array, rate)`, or of raw bytes. Network addresses are refused.
+        rate: Samples per second wanted.
+        media_rate: Those of samples that do not say; `rate` when left out.
+        encoding: Of raw bytes: "pcm16", "float32", "pcm8", "mulaw" or "alaw".
+        channels: Of raw bytes, interleaved.
+        limits: Bytes, seconds of sound and seconds of decoding that it may cost.
+
+    Returns:
+        `[n]` float32 in -1..1: channels averaged, resampled, peaks above full scale cut.
+
+    Raises:
+        MediaError: It is no sound, damaged beyond use, empty, too long, of an impossible rate or
+            scale, or has samples that are no numbers.
+    """
+    given = _given(rate, media_rate, encoding, channels)
+    budget, name = Budget(limits, "the sound"), "the sound"
+    parts, count = [], 0
+    for part in _resampled(_timed(_pieces(media, given, limits), limits, budget), rate):
+        parts.append(part)
+        count += len(part)
+        if 4 * count > limits.decoded_bytes:
+            raise MediaError(
+                f"{name} needs more than {limits.decoded_bytes:,} bytes at {rate:,} Hz: cut it "
+                f"into parts, or raise Limits(decoded_bytes=...)"
+            )
+    if not count:
+        raise MediaError(f"{name} has no samples: record it again")
+    return torch.cat(parts)
+
+
+def iter_audio(
+    media: object,
+    rate: int = 16_000,
+    *,
+    media_rate: int | None = None,
+    encoding: str | None = None,
+    channels: int = 1,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Iterator[Tensor]:
+    """`load_audio` piece by piece: `[n]` as soon as it is certain, in bounded memory.
+
+    A file gives half a second at a time. An iterator of chunks may go on for ever: no limit on
+    its seconds holds, and what it has given is out 2 ms later at most. Joined, the pieces are
+    what `load_audio` gives.
+    """
+    given = _given(rate, media_rate, encoding, channels)
+    pieces = _pieces(media, given, limits.untimed())
+    return (part for part in _resampled(pieces, rate) if len(part))
+
+
+def _given(
+    rate: int, media_rate: int | None, encoding: str | None, channels: int
+) -> _SampleOptions:
+    check_rate(rate)
+    own = rate if media_rate is None else check_rate(media_rate, "media_rate")
+    if encoding is not None and encoding not in ENCODINGS:
+        raise MediaError(f"encoding {encoding!r} is unknown; choices: {', '.join(ENCODINGS)}")
+    return _SampleOptions(own, encoding, channels)
+
+
+def _pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[Piece]:
+    """Mono samples and their rate, as they come."""
+    media, given = _unwrapped(media, given)
+    if is_encoded(media):
+        if given.encoding is None:
+            return sound_pieces(open_source(media, limits, sniff_sound), limits)
+        return _raw_pieces(media, given, limits)
+    if isinstance(media, Iterable) and not _is_samples(media):
+        return _stream_pieces(media, given)
+    return iter([(to_mono(media), given.rate)])
+
+
+def _is_samples(media: Any) -> bool:
+    """An array, or numbers in a list."""
+    if hasattr(media, "__array__") or isinstance(media, Tensor):
+        return True
+    return isinstance(media, list | tuple) and (not media or isinstance(media[0], Real))
+
+
+def _unwrapped(media: Any, given: _SampleOptions) -> tuple[Any, _SampleOptions]:
+    """Take the rate off `(array, rate)`, `(rate, array)` and mappings."""
+    if isinstance(media, Mapping):
+        array = next((media[key] for key in _ARRAYS if media.get(key) is not None), None)
+        rate = next((media[key] for key in _RATES if media.get(key) is not None), given.rate)
+        if array is None:
+            keys = ", ".join(sorted(map(str, media))[:8])
+            raise MediaError(f"a sound as a mapping has 'array' and 'sampling_rate', not: {keys}")
+    elif isinstance(media, tuple) and [isinstance(m, Real) for m in media] in _ONE_NUMBER:
+        array, rate = media if isinstance(media[1], Real) else media[::-1]
+    else:
+        return media, given
+    return array, replace(given, rate=check_rate(rate))
+
+
+_ONE_NUMBER = ([True, False], [False, True])
+
+
+def _raw_pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[Piece]:
+    source = open_source(media, limits, lambda *_: OTHER)
+    with source.open() as file:
+        data = file.read()
+    pcm, rest = decode_pcm(data, str(given.encoding), given.channels)
+    if rest:
+        raise MediaError(
+            f"{source.name} of {len(data):,} bytes is no whole number of {given.encoding} samples "
+            f"in {given.channels} channels, {len(rest)} are left over: check encoding and channels"
+        )
+    return iter([(to_mono(pcm, source.name), given.rate)])
+
+
+def _stream_pieces(chunks: Iterable[Any], given: _SampleOptions) -> Iterator[Piece]:
+    """Chunks of a stream; a sample may lie across two chunks of bytes, half of one is dropped."""
+    rest, seconds = b"", 0.0
+    for chunk in chunks:
+        array, mine = _unwrapped(chunk, given)
+        name = f"the chunk at {seconds:.3f} s"
+        if isinstance(array, bytes | bytearray | memoryview):
+            if mine.encoding is None:
+                raise MediaError(
+                    f"{name} is bytes: say encoding='pcm16' if they are raw samples, or join the "
+                    f"chunks if they are a file"
+                )
+            pcm, rest = decode_pcm(rest + bytes(array), mine.encoding, mine.channels)
+        else:
+            pcm = array
+        pcm = to_mono(pcm, name)
+        seconds += len(pcm) / mine.rate
+        yield pcm, mine.rate
+
+
+def _timed(pieces: Iterator[Piece], limits: Limits, budget: Budget) -> Iterator[Piece]:
+    """Refuse sound that lasts too long, or does not get on."""
+    seconds = 0.0
+    for pcm, rate in pieces:
+        seconds += len(pcm) / rate
+        limits.check_duration("the sound", seconds)
+        budget.clock()
+        yield pcm, rate
+
+
+def _resampled(pieces: Iterator[Piece], rate: int) -> Iterator[Tensor]:
+    """Bring pieces to one rate; where theirs changes, the sound so far comes to its end."""
+    stage: Resampler | None = None
+    state: Any = None
+    for pcm, given in pieces:
+        if stage is None or stage.source != given:
+            if stage is not None:
+                yield stage.finish(state)[0].clamp(-1.0, 1.0)
+            stage = Resampler(given, rate)
+            state = stage.start()
+        state, out = stage.step(state, pcm[None])
+        yield out[0].clamp(-1.0, 1.0)
+    if stage is not None:
+        yield stage.finish(state)[0].clamp(-1.0, 1.0)

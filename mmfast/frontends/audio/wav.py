@@ -1,0 +1,123 @@
+"""WAV files, written while the sound is still coming."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.source import first_line, quote
+from mmfast.ops.audio import check_rate
+
+_FORMATS = {"pcm16": (1, 2), "float32": (3, 4)}  # -> format tag, bytes of a sample
+_UNKNOWN = 0xFFFFFFFF  # a size that no seek can correct: players read to the end
+_HEADER = 44
+
+
+class WavWriter:
+    """A mono WAV file that grows: `with WavWriter("out.wav", 16000) as wav: wav.write(pcm)`.
+
+    The sizes in its header are corrected on `close`; where the target cannot seek (a pipe, a
+    socket) they say "unknown", which players take as "to the end".
+
+    Args:
+        target: Path, or file object opened for writing bytes, which stays open.
+        rate: Samples per second.
+        encoding: "pcm16" or "float32".
+
+    Raises:
+        MediaError: The target cannot be written, or rate or encoding are none.
+    """
+
+    def __init__(self, target: Any, rate: int, encoding: str = "pcm16") -> None:
+        self.rate = check_rate(rate)
+        if encoding not in _FORMATS:
+            raise MediaError(f"encoding {encoding!r} is unknown; choices: {', '.join(_FORMATS)}")
+        self.encoding, self.samples = encoding, 0
+        self._own = isinstance(target, str | os.PathLike)
+        self.name = quote(target if self._own else getattr(target, "name", type(target).__name__))
+        self._file: Any = target
+        try:
+            if self._own:
+                self._file = Path(target).open("wb")  # noqa: SIM115 - closed by `close`
+            self._start = self._file.tell() if self._own or _seekable(target) else None
+        except (OSError, ValueError) as error:
+            raise MediaError(f"{self.name} cannot be written: {first_line(error)}") from None
+        self._put(self._header(_UNKNOWN))
+
+    @property
+    def seconds(self) -> float:
+        """Written so far."""
+        return self.samples / self.rate
+
+    def write(self, pcm: Tensor) -> None:
+        """Append samples `[n]` float in -1..1; louder ones are cut, those that are none silent.
+
+        Raises:
+            MediaError: The file cannot take them, or grows beyond the 4 GiB of the format.
+        """
+        if self._file is None:
+            raise MediaError(f"{self.name} is closed: open another")
+        pcm = torch.nan_to_num(pcm.detach().cpu().float().flatten(), nan=0.0)
+        if self.encoding == "pcm16":
+            data = (pcm * 32768.0).round().clamp(-32768, 32767).to(torch.int16)
+        else:
+            data = pcm.clamp(-1.0, 1.0)
+        size = _FORMATS[self.encoding][1]
+        if self._start is not None and (self.samples + len(pcm)) * size >= _UNKNOWN - _HEADER:
+            raise MediaError(f"{self.name} would exceed 4 GiB, the most of a WAV: start another")
+        self._put(data.numpy().astype(data.numpy().dtype.newbyteorder("<")).tobytes())
+        self.samples += len(pcm)
+
+    def close(self) -> None:
+        """Correct the header; close the file when it was opened here."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            if self._start is not None:
+                end = file.tell()
+                file.seek(self._start)
+                file.write(self._header(self.samples * _FORMATS[self.encoding][1]))
+                file.seek(end)
+            file.close() if self._own else file.flush()
+        except (OSError, ValueError) as error:
+            raise MediaError(f"{self.name} cannot be written: {first_line(error)}") from None
+
+    def __enter__(self) -> WavWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _put(self, data: bytes) -> None:
+        try:
+            self._file.write(data)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise MediaError(f"{self.name} cannot be written: {first_line(error)}") from None
+
+    def _header(self, size: int) -> bytes:
+        tag, each = _FORMATS[self.encoding]
+        whole = size if size == _UNKNOWN else size + _HEADER - 8
+        fmt = struct.pack("<HHIIHH", tag, 1, self.rate, self.rate * each, each, 8 * each)
+        parts = (b"RIFF", struct.pack("<I", whole), b"WAVEfmt \x10\0\0\0", fmt, b"data")
+        return b"".join(parts) + struct.pack("<I", size)
+
+
+def write_wav(target: Any, pcm: Tensor, rate: int, encoding: str = "pcm16") -> None:
+    """Write samples `[n]` float in -1..1 to a mono WAV file.
+
+    Raises:
+        MediaError: The target cannot be written, or rate or encoding are none.
+    """
+    with WavWriter(target, rate, encoding) as wav:
+        wav.write(pcm)
+
+
+def _seekable(file: Any) -> bool:
+    return bool(file.seekable()) if hasattr(file, "seekable") else False

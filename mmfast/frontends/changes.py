@@ -1,0 +1,222 @@
+"""A gate before the encoder: frames that look like the last one let through are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.spec import count
+from mmfast.ops.ranking import stable_topk
+
+Pixels = NDArray[Any]
+CELLS = 32  # a frame is compared as a raster of this many cells each way
+_SAMPLES = 8  # pixels read of a cell each way: enough to average sensor noise away
+
+
+@dataclass(frozen=True, eq=False)
+class GateState:
+    """What a gate remembers; a value of fixed size.
+
+    Attributes:
+        cells: `[rows, columns, 3]` float32 in [0, 1], mean colours of the last frame let through;
+            None before the first.
+        size: Height and width of that frame.
+        run: Frames skipped since then.
+        seen: Frames so far.
+        skipped: How many of them were skipped.
+    """
+
+    cells: Tensor | None = None
+    size: tuple[int, int] = (0, 0)
+    run: int = 0
+    seen: int = 0
+    skipped: int = 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state as plain containers and tensors."""
+        return {**vars(self), "size": list(self.size)}
+
+    @classmethod
+    def restore(cls, tree: Mapping[str, Any]) -> GateState:
+        """The state of a snapshot."""
+        height, width = tree["size"]
+        return cls(**{**tree, "size": (height, width)})
+
+
+class FrameGate:
+    """Decides whether a frame is worth encoding.
+
+    A frame is let through if any cell of a 32 x 32 raster differs from the last frame LET THROUGH
+    by more than the threshold, so a small thing that moves is seen as well as a slow drift of the
+    whole picture. Noise of the sensor averages out inside a cell.
+    """
+
+    def __init__(self, threshold: float = 0.03, longest: int | None = None) -> None:
+        """Set the gate.
+
+        Args:
+            threshold: Mean change of a cell's colour that is still no change, 0 to 1.
+            longest: Most frames to skip in a row; None for any number.
+
+        Raises:
+            MmfastError: A value out of range.
+        """
+        if not 0.0 <= threshold < 1.0:
+            raise MmfastError(f"gate threshold {threshold} is no change of colour; 0 to 1")
+        if longest is not None and longest < 1:
+            raise MmfastError(f"longest={longest} skips nothing; give 1 or more, or no gate")
+        self.threshold = threshold
+        self.longest = longest
+
+    def start(self) -> GateState:
+        """The state before the first frame."""
+        return GateState()
+
+    def step(self, state: GateState, frame: Pixels | Tensor) -> tuple[GateState, bool]:
+        """Judge one frame.
+
+        Args:
+            state: Of the frames before.
+            frame: `[H, W, 3]` uint8.
+
+        Returns:
+            The state behind it, and whether to encode it.
+
+        Raises:
+            MmfastError: The frame has another shape or dtype.
+        """
+        pixels = _pixels(frame)
+        size = (pixels.shape[0], pixels.shape[1])
+        cells = cell_means(pixels)
+        if self._passes(state, size, cells):
+            return GateState(cells, size, 0, state.seen + 1, state.skipped), True
+        run, skipped = state.run + 1, state.skipped + 1
+        return GateState(state.cells, state.size, run, state.seen + 1, skipped), False
+
+    def _passes(self, state: GateState, size: tuple[int, int], cells: Tensor) -> bool:
+        if state.cells is None or size != state.size or state.run == self.longest:
+            return True
+        return float((cells - state.cells).abs().mean(-1).max()) > self.threshold
+
+
+def cell_means(pixels: Pixels) -> Tensor:
+    """Mean colours of the cells of a frame `[H, W, 3]` uint8: `[rows, columns, 3]` in [0, 1].
+
+    At most 8 x 8 pixels of each cell are read, evenly spaced, whatever the size of the frame.
+    """
+    for axis in (0, 1):
+        stride = max(1, pixels.shape[axis] // (CELLS * _SAMPLES))
+        pixels = pixels[::stride] if axis == 0 else pixels[:, ::stride]
+    sums: Pixels = pixels.astype(np.float32)
+    for axis in (0, 1):
+        length = pixels.shape[axis]
+        cells = min(CELLS, length)
+        starts = np.arange(cells) * length // cells
+        counts = np.diff(starts, append=length).astype(np.float32)
+        sums = np.add.reduceat(sums, starts, axis=axis)
+        sums /= counts[:, None, None] if axis == 0 else counts[:, None]
+    return torch.from_numpy(sums / np.float32(255.0))
+
+
+def _pixels(frame: Pixels | Tensor) -> Pixels:
+    pixels: Pixels = frame.cpu().numpy() if isinstance(frame, Tensor) else np.asarray(frame)
+    if pixels.ndim != 3 or pixels.shape[-1] != 3 or pixels.dtype != np.uint8 or 0 in pixels.shape:
+        raise MmfastError(
+            f"the gate got a frame of shape {list(pixels.shape)} and dtype {pixels.dtype}; give "
+            "[H, W, 3] uint8"
+        )
+    return pixels
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """When a patch is computed anew. A patch that did not change at all never is.
+
+    Attributes:
+        share: Share of a frame's patches, the most changed ones; exact where that many changed.
+        threshold: Instead of a share, the change from which a patch counts.
+        cut: The whole frame is computed if the patches that would not be differ by more than this
+            on average: a scene cut, a lamp switched on. None never does so.
+        every: Frames from one that is computed whole to the next, equal frames apart; None for any
+            number.
+
+    Raises:
+        MmfastError: A value out of range, or both or none of share and threshold.
+    """
+
+    share: float | None = 0.25
+    threshold: float | None = None
+    cut: float | None = 0.05
+    every: int | None = 32
+
+    def __post_init__(self) -> None:
+        if (self.share is None) == (self.threshold is None):
+            raise MmfastError(
+                f"frame cache with refresh={self.share} and threshold={self.threshold}; "
+                "give one of them, for example refresh=0.25"
+            )
+        if self.share is not None and not 0.0 < self.share <= 1.0:
+            raise MmfastError(f"refresh={self.share} is no share of patches; choose 0 to 1")
+        for name in ("threshold", "cut"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0.0:
+                raise MmfastError(f"{name}={value} is no change of a patch; choose 0 or more")
+        if self.every is not None and self.every < 1:
+            raise MmfastError(
+                f"every={self.every} never computes a frame; choose 1 or more, or None"
+            )
+
+    @property
+    def whole(self) -> bool:
+        """Whether every frame is computed whole."""
+        return self.share == 1.0 or self.every == 1
+
+    def choose(self, change: Tensor, since: int) -> Tensor | None:
+        """Patches to compute anew, ascending; None for all of them.
+
+        Args:
+            change: `[n]` of each patch since it was computed last.
+            since: Which frame this is, counted from the last one computed whole.
+        """
+        n = change.shape[0]
+        if self.share is not None:
+            first = stable_topk(change, count(self.share, n) or 1)
+            rows = first[change[first] > 0]
+        else:
+            rows = (change > (self.threshold or 0.0)).nonzero()[:, 0]
+        if not bool(change.any()):
+            return rows  # the frame is the reference, however old that is
+        due = self.every is not None and since >= self.every
+        if due or len(rows) == n or self._is_cut(change, rows):
+            return None
+        return rows.sort().values
+
+    def _is_cut(self, change: Tensor, rows: Tensor) -> bool:
+        """Whether too much change would be left out."""
+        if self.cut is None:
+            return False
+        stale = torch.ones_like(change).index_fill(0, rows, 0.0)
+        return bool((change * stale).sum() > self.cut * stale.sum())
+
+
+def changes(patches: Tensor, reference: Tensor) -> Tensor:
+    """How far each patch moved from its reference, `[n]` float32.
+
+    The squared distance as a share of how far the patches of both frames lie from the frame's
+    mean: 0 where nothing changed, about 1 on average where a picture gives way to another.
+
+    Args:
+        patches: Embedded patches `[n, D]`.
+        reference: `[n, D]`, each as it was when it was computed last.
+    """
+    x, r = patches.float(), reference.float()
+    spread = sum((each - each.mean(0)).square().sum(-1).mean() for each in (x, r))
+    distance = (x - r).square().sum(-1)
+    return distance / torch.as_tensor(spread).clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,0 +1,301 @@
+"""The embedded speech codec: 16 kHz, 25 frames per second, two codes of 10 bits each.
+
+Fitted to speech of espeak-ng by `mmfast.tiny.speech.codec`; 500 bits per second, pitch included.
+Streams in both directions: codes are out with the last sample of their frame, sound one frame
+behind its codes. Whole sound goes through the very steps a stream does.
+
+Sound to codes of the embedded codec: two residual books, the choice weighed by its rarity.
+
+An entry costs its distance and `bias`, which is larger the rarer the entry was in training
+(entropy-constrained vector quantisation, P. Chou, T. Lookabaugh, R. Gray, 1989): codes become
+half as surprising to a language model for a hundredth more error.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+from mmfast.frontends.codecs.base import check_codes, check_pcm
+from mmfast.frontends.codecs.embedded.features import (
+    FRAME,
+    LOOKAHEAD,
+    PAST,
+    STEPS,
+    VocoderNet,
+    features,
+)
+from mmfast.frontends.codecs.embedded.synthesis import SynthesisState, synthesise
+
+_BLOCK = 250  # frames at once: bounded memory however long the sound
+
+
+def quantise(frames: Tensor, books: Tensor, bias: Tensor) -> Tensor:
+    """Residual quantisation: each book codes what the books before left over.
+
+    Args:
+        frames: `[..., D]` float64.
+        books: Entries `[Q, V, D]`.
+        bias: What an entry costs beside its squared distance `[Q, V]`.
+
+    Returns:
+        Codes `[..., Q]`, int64.
+    """
+    codes = []
+    for book, price in zip(books.double(), bias.double(), strict=True):
+        cost = book.square().sum(-1) + price - 2.0 * frames @ book.mT  # [..., V]
+        code = cost.argmin(-1)
+        frames = frames - book[code]
+        codes.append(code)
+    return torch.stack(codes, -1)
+
+
+@dataclass(frozen=True)
+class EncoderState:
+    """Samples that coming frames still need: 480 of the past and the frame begun `[B, 480 + r]`."""
+
+    tail: Tensor
+
+    @property
+    def pending(self) -> int:
+        """Samples of a frame that is not complete."""
+        return self.tail.shape[1] - PAST
+
+
+class EmbeddedEncoder:
+    """pcm `[B, n]` to codes `[B, Q, t]` as a `Stage`; a frame is out with its last sample."""
+
+    lookahead = 0
+
+    def __init__(self, books: Tensor, bias: Tensor) -> None:
+        self.books, self.bias = books.double(), bias.double()
+
+    def start(self, batch: int = 1) -> EncoderState:
+        """Streams that have heard nothing."""
+        return EncoderState(self.books.new_zeros(batch, PAST))
+
+    def step(self, state: EncoderState, chunk: Tensor) -> tuple[EncoderState, Tensor]:
+        """Add samples `[B, n]`, any number; give the frames they complete `[B, Q, t]`.
+
+        Raises:
+            MediaError: Not finite floating-point samples `[B, n]`.
+        """
+        pcm = check_pcm(chunk, len(state.tail)).to(state.tail)
+        heard = torch.cat([state.tail, pcm], 1)
+        count = (heard.shape[1] - PAST) // FRAME
+        codes = [self._block(heard, at, min(count, at + _BLOCK)) for at in range(0, count, _BLOCK)]
+        empty = torch.zeros(len(heard), len(self.books), 0, dtype=torch.long, device=heard.device)
+        return EncoderState(heard[:, count * FRAME :].clone()), torch.cat([empty, *codes], 2)
+
+    def _block(self, heard: Tensor, start: int, stop: int) -> Tensor:
+        frames = features(heard[:, start * FRAME : stop * FRAME + PAST])
+        return quantise(frames, self.books, self.bias).mT  # [B, Q, t]
+
+    def finish(self, state: EncoderState) -> Tensor:
+        """The frame begun, filled up with silence: `[B, Q, 1]`, or `[B, Q, 0]`."""
+        rest = -state.pending % FRAME
+        return self.step(state, state.tail.new_zeros(len(state.tail), rest))[1]
+
+    def reset(self, state: EncoderState, rows: Tensor) -> EncoderState:
+        """Start streams `rows` (`[B]` bool) anew; the others go on.
+
+        Samples of a frame that a stream had begun are silence then: rows share frames.
+        """
+        if bool(rows.all()):
+            return self.start(len(state.tail))
+        return EncoderState(state.tail.masked_fill(rows.to(state.tail.device)[:, None], 0.0))
+
+
+@dataclass(frozen=True)
+class DecoderState:
+    """What coming sound depends on, of `B` streams."""
+
+    tails: tuple[Tensor, ...]  # of the network, [B, past, W] each
+    voice: SynthesisState
+    waiting: Tensor  # [B] int64, frames until a stream sounds
+    skipped: int  # frames of the batch that still give no sound
+
+
+class EmbeddedDecoder:
+    """Codes `[B, Q, t]` to pcm `[B, n]` as a `Stage`; sound comes one frame behind its codes.
+
+    A stream that is reset while others go on is silent for that one frame and then sounds as a
+    new one does; what it had not said is dropped.
+    """
+
+    lookahead = LOOKAHEAD * FRAME  # samples
+
+    def __init__(self, books: Tensor, net: VocoderNet) -> None:
+        self.books = books.double()  # [Q, V, 100]
+        self.net = net.double().eval().requires_grad_(False)
+
+    def start(self, batch: int = 1) -> DecoderState:
+        """Streams that have said nothing."""
+        return DecoderState(
+            tuple(self.net.tails(batch)),
+            SynthesisState.start(batch, self.books),
+            torch.full((batch,), LOOKAHEAD, device=self.books.device),
+            LOOKAHEAD,
+        )
+
+    def features(self, codes: Tensor) -> Tensor:
+        """What codes `[B, Q, T]` stand for: the sum of their entries `[B, T, 100]`."""
+        parts = [book[code] for book, code in zip(self.books, codes.unbind(1), strict=False)]
+        return torch.stack(parts).sum(0)
+
+    @torch.no_grad()
+    def step(self, state: DecoderState, chunk: Tensor) -> tuple[DecoderState, Tensor]:
+        """Add codes `[B, Q, t]`; give the sound they make certain `[B, n]`, float32.
+
+        Raises:
+            MediaError: Not whole numbers of that shape and range.
+        """
+        books, size, _ = self.books.shape
+        codes = check_codes(chunk, books, size, len(state.waiting)).to(self.books.device)
+        parts = []
+        for block in codes.split(_BLOCK, 2):
+            if block.shape[2]:
+                state, sound = self._block(state, self.features(block))
+                parts.append(sound)
+        empty = self.books.new_zeros(len(chunk), 0)
+        return state, torch.cat([empty, *parts], 1).float()
+
+    def _block(self, state: DecoderState, frames: Tensor) -> tuple[DecoderState, Tensor]:
+        count = frames.shape[1]
+        pitch, points, tails = self.net(frames, list(state.tails))
+        there = torch.arange(count, device=frames.device) >= state.waiting[:, None]  # [B, T]
+        voice, sound = synthesise(state.voice, pitch, points, there.repeat_interleave(STEPS, 1))
+        skip = min(state.skipped, count)
+        waiting = (state.waiting - count).clamp(min=0)
+        new = DecoderState(tuple(tails), voice, waiting, state.skipped - skip)
+        return new, sound[:, skip * FRAME :]
+
+    def finish(self, state: DecoderState) -> Tensor:
+        """The sound of the last frame, with silence behind it `[B, 640]`; nothing if none came."""
+        codes = torch.zeros(len(state.waiting), len(self.books), LOOKAHEAD, dtype=torch.long)
+        return self.step(state, codes)[1]
+
+    def reset(self, state: DecoderState, rows: Tensor) -> DecoderState:
+        """Start streams `rows` (`[B]` bool) anew; the others go on."""
+        if bool(rows.all()):
+            return self.start(len(rows))
+        rows = rows.to(self.books.device)
+        new, old = self.start(len(rows)), state.voice
+
+        def pick(fresh: Tensor, used: Tensor) -> Tensor:
+            return torch.where(rows.view(-1, *[1] * (used.dim() - 1)), fresh, used)
+
+        voice = SynthesisState(
+            pick(new.voice.points, old.points),
+            pick(new.voice.pitch, old.pitch),
+            pick(new.voice.phase, old.phase),
+            pick(new.voice.count, old.count),
+            pick(new.voice.ringing, old.ringing),
+        )
+        tails = tuple(pick(a, b) for a, b in zip(new.tails, state.tails, strict=True))
+        return replace(state, tails=tails, voice=voice, waiting=pick(new.waiting, state.waiting))
+
+
+KIND = "mmfast-embedded-codec"
+WEIGHTS, CONFIG, NET = "codec.safetensors", "config.json", "vocoder."
+
+
+class EmbeddedCodec:
+    """A `Codec` from its tables and its vocoder.
+
+    Args:
+        books: Entries `[Q, V, 100]`.
+        bias: What an entry costs beside its distance `[Q, V]`.
+        net: The vocoder's network.
+    """
+
+    sample_rate = 16_000
+    hop = FRAME
+    frame_rate = sample_rate / hop
+    name = "embedded"
+
+    def __init__(self, books: Tensor, bias: Tensor, net: VocoderNet) -> None:
+        self.codebooks, self.size = int(books.shape[0]), int(books.shape[1])
+        self.encoder = EmbeddedEncoder(books, bias)
+        self.decoder = EmbeddedDecoder(books, net)
+
+    def __repr__(self) -> str:
+        return (
+            f"<codec embedded: {self.sample_rate} Hz, {self.frame_rate:g} frames/s, "
+            f"{self.codebooks} x {self.size}>"
+        )
+
+    def encode(self, pcm: Tensor) -> Tensor:
+        """Sound `[B, n]` or `[n]` to codes `[B, Q, ceil(n / 640)]`; a last part is filled up.
+
+        Raises:
+            MediaError: Not finite floating-point samples of that shape.
+        """
+        one = isinstance(pcm, Tensor) and pcm.dim() == 1
+        pcm = check_pcm(pcm[None] if one else pcm)
+        state, codes = self.encoder.step(self.encoder.start(len(pcm)), pcm)
+        return torch.cat([codes, self.encoder.finish(state)], 2)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes `[B, Q, T]` or `[Q, T]` to sound `[B, T * 640]`, float32.
+
+        Raises:
+            MediaError: Not whole numbers of that shape and range.
+        """
+        one = isinstance(codes, Tensor) and codes.dim() == 2
+        codes = check_codes(codes[None] if one else codes, self.codebooks, self.size)
+        state, sound = self.decoder.step(self.decoder.start(len(codes)), codes)
+        return torch.cat([sound, self.decoder.finish(state)], 1)[:, : codes.shape[2] * FRAME]
+
+
+def embedded_codec_path() -> Path:
+    """Directory of the codec inside the embedded speech model."""
+    return Path(str(files("mmfast.assets").joinpath("models/tiny-speech/codec")))
+
+
+def save_embedded(path: str | Path, books: Tensor, bias: Tensor, net: VocoderNet) -> None:
+    """Write `config.json` and `codec.safetensors` (float16) to a directory."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {NET + name: value.half() for name, value in net.state_dict().items()}
+    tensors = {"books": books.half(), "bias": bias.float(), **weights}
+    save_file({name: t.contiguous() for name, t in tensors.items()}, str(folder / WEIGHTS))
+    config = {
+        "kind": KIND,
+        "sample_rate": EmbeddedCodec.sample_rate,
+        "hop": FRAME,
+        "codebooks": int(books.shape[0]),
+        "size": int(books.shape[1]),
+        "vocoder": {"width": net.enter.out_features, "fine": net.leave.in_features},
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_embedded(path: str | Path | None = None) -> EmbeddedCodec:
+    """The embedded codec, or one that `save_embedded` wrote.
+
+    Raises:
+        ModelError: Files are missing, broken or of something else.
+    """
+    folder = Path(path) if path is not None else embedded_codec_path()
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+        if config.get("kind") != KIND:
+            raise ModelError(f"{folder} holds no embedded codec (kind={config.get('kind')!r})")
+        tensors = load_file(str(folder / WEIGHTS))
+        net = VocoderNet(**config["vocoder"])
+        own = {name[len(NET) :]: t for name, t in tensors.items() if name.startswith(NET)}
+        net.load_state_dict(own)
+        return EmbeddedCodec(tensors["books"], tensors["bias"], net)
+    except (OSError, json.JSONDecodeError, SafetensorError, KeyError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"no embedded codec at {folder}: {reason}") from None

@@ -1,0 +1,203 @@
+"""Mimi: SEANet, a sliding-window transformer, a semantic and some acoustic codebooks.
+
+24 kHz, 12.5 frames/s. All of it is causal, so streaming is exact and late by nothing. The stock
+`decode` has no state for its upsampling and its convolutions, and is wrong in pieces.
+Paper: arXiv 2410.00037.
+
+EnCodec: SEANet with an LSTM and residual codebooks.
+
+24 kHz, 75 frames/s: causal, but padded with the mirror image of its start, so the first sound
+comes after 7 frames (93 ms) and nothing is late from then on. A non-causal one of the same layers
+streams exactly, too, late by what it looks ahead. The 48 kHz model does not stream: it normalises
+each second as a whole and keeps a loudness beside the codes.
+Paper: arXiv 2210.13438.
+
+DAC, the Descript codec: convolutions that see both ways, snake activations, residual codes.
+
+Nothing in it is recurrent, and its padding is zeros: streaming is exact, late by what the layers
+see of the future. With less look-ahead each frame comes from a window that ends sooner, and is off
+by an error that `deviation` measures.
+Paper: arXiv 2306.06546.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+from mmfast.frontends.codecs.attention import Transformer
+from mmfast.frontends.codecs.base import StackCodec, pick_books
+from mmfast.frontends.codecs.layers import CodecLayer, LayerChain, Windowed, at_once
+from mmfast.frontends.codecs.streaming import stream, walk
+
+
+def mimi_codec(model: Any, codebooks: int | None = None) -> StackCodec:
+    """A codec over a `MimiModel`, whose weights and quantisers it uses as they are.
+
+    Args:
+        model: On its device, in evaluation mode; one half may have been left out.
+        codebooks: How many to encode to (Moshi: 8); None: all.
+
+    Raises:
+        ModelError: More or fewer codebooks than it has, or a layer that cannot stream.
+    """
+    config = model.config
+    least = config.num_semantic_quantizers
+    books = pick_books(codebooks, least, config.num_quantizers, "Mimi")
+
+    def quantise(x: Tensor) -> Tensor:
+        codes: Tensor = model.quantizer.encode(x, books)  # [Q, B, t]
+        return codes.transpose(0, 1)
+
+    return StackCodec(
+        "mimi",
+        config.sampling_rate,
+        round(config.sampling_rate / config.frame_rate),
+        books,
+        config.codebook_size,
+        encode=_encoder(model.encoder),
+        quantise=quantise,
+        lookup=model.quantizer.decode,
+        decode=_decoder(model.decoder),
+        like=next(model.parameters()),
+        width=config.hidden_size,
+    )
+
+
+def _encoder(half: Any) -> CodecLayer | None:
+    if half is None:
+        return None
+    down = [] if half.downsample is None else [stream(half.downsample)]
+    return LayerChain(
+        [walk(half.encoder_seanet.layers), Transformer(half.encoder_transformer), *down]
+    )
+
+
+def _decoder(half: Any) -> CodecLayer | None:
+    if half is None:
+        return None
+    up = [] if half.upsample is None else [stream(half.upsample)]
+    return LayerChain(
+        [*up, Transformer(half.decoder_transformer), walk(half.decoder_seanet.layers)]
+    )
+
+
+def encodec_codec(model: Any, codebooks: int | None = None) -> StackCodec:
+    """A codec over an `EncodecModel`.
+
+    Args:
+        model: On its device, in evaluation mode.
+        codebooks: How many to encode to (a bandwidth of 6 kbit/s: 8); None: all.
+
+    Raises:
+        ModelError: More codebooks than it has, or a variant that cannot stream.
+    """
+    config = model.config
+    _check_variant(config)
+    quantiser = model.quantizer
+    books = pick_books(codebooks, 1, config.num_quantizers, "EnCodec")
+    # half a codebook more than needed: the quantiser rounds down
+    bandwidth = (books + 0.5) * math.log2(config.codebook_size) * config.frame_rate / 1000
+
+    def quantise(x: Tensor) -> Tensor:
+        codes: Tensor = quantiser.encode(x, bandwidth)  # [Q, B, t]
+        return codes.transpose(0, 1)
+
+    def lookup(codes: Tensor) -> Tensor:
+        latents: Tensor = quantiser.decode(codes.transpose(0, 1))
+        return latents
+
+    return StackCodec(
+        "encodec",
+        config.sampling_rate,
+        config.hop_length,
+        books,
+        config.codebook_size,
+        encode=walk(model.encoder.layers),
+        quantise=quantise,
+        lookup=lookup,
+        decode=walk(model.decoder.layers),
+        like=next(model.parameters()),
+        width=config.hidden_size,
+    )
+
+
+def _check_variant(config: Any) -> None:
+    reasons = {
+        "normalises each piece": config.normalize,
+        f"works in pieces of {config.chunk_length_s} s": config.chunk_length_s is not None,
+        f"has {config.audio_channels} channels": config.audio_channels != 1,
+    }
+    bad = [reason for reason, found in reasons.items() if found]
+    if bad:
+        raise ModelError(
+            f"this EnCodec {' and '.join(bad)}, so its codes alone are no stream of sound; "
+            "choose a mono one without, such as facebook/encodec_24khz"
+        )
+
+
+def dac_codec(model: Any, codebooks: int | None = None, lookahead: int | None = None) -> StackCodec:
+    """A codec over a `DacModel`.
+
+    Args:
+        model: On its device, in evaluation mode.
+        codebooks: How many to encode to; None: all.
+        lookahead: Frames of future each frame may see; None: all that the layers see (exact).
+
+    Raises:
+        ModelError: More codebooks than it has, or a negative look-ahead.
+    """
+    config = model.config
+    books = pick_books(codebooks, 1, config.n_codebooks, "DAC")
+    if lookahead is not None and lookahead < 0:
+        raise ModelError(f"lookahead={lookahead} is negative; give 0 or more frames, None = exact")
+    hop, like = config.hop_length, next(model.parameters())
+    encode, decode = _dac_encoder(model.encoder), _dac_decoder(model.decoder)
+    layers: list[CodecLayer] = [encode, decode]
+    if lookahead is not None:
+        window = (_span(encode, hop), lookahead, like)
+        wide = (_span(decode, 1, hop), lookahead, like)
+        layers = [
+            Windowed(at_once(encode), 1, hop, 1, *window),
+            Windowed(at_once(decode), config.hidden_size, 1, hop, *wide),
+        ]
+
+    def quantise(x: Tensor) -> Tensor:
+        codes: Tensor = model.quantizer(x, books)[1]
+        return codes
+
+    def lookup(codes: Tensor) -> Tensor:
+        latents: Tensor = model.quantizer.from_codes(codes)[0]
+        return latents
+
+    return StackCodec(
+        "dac",
+        config.sampling_rate,
+        hop,
+        books,
+        config.codebook_size,
+        encode=layers[0],
+        quantise=quantise,
+        lookup=lookup,
+        decode=layers[1],
+        like=like,
+        width=config.hidden_size,
+        whole=True,
+    )
+
+
+def _dac_encoder(half: Any) -> LayerChain:
+    return walk([half.conv1, *half.block, half.snake1, half.conv2])
+
+
+def _dac_decoder(half: Any) -> LayerChain:
+    return walk([half.conv1, *half.block, half.snake1, half.conv2, half.tanh])
+
+
+def _span(layers: LayerChain, unit: int, yields: int = 1) -> int:
+    """Frames that the layers see of the past: as many as of the future, for they are symmetric."""
+    late = 256 * yields - layers.count(256 * unit)
+    return -(-late // yields) + 1

@@ -1,0 +1,1 @@
+"""Live sources: pushed frames, folders, devices and network streams."""

@@ -1,0 +1,328 @@
+"""Which addresses may be opened, and RTSP: nothing unless allowed, and never a private host.
+
+Names are resolved here, every address that a name has is checked, and the connection goes to the
+address that was checked: a name that resolves differently the second time gains nothing.
+
+A video behind http:// or https:// as a file object for PyAV.
+
+FFmpeg's own client would follow a redirect anywhere; here every hop is checked like the first
+address, the connection goes to the address that was checked, and playlists are not followed.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import ipaddress
+import socket
+import ssl
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+
+import av
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, Limits, first_line, quote, sniff
+
+PORTS = {"http": 80, "https": 443, "rtsp": 554, "rtsps": 322}
+_RTSP_PROTOCOLS = {"rtsp": "rtsp,rtp,tcp", "rtsps": "rtsp,rtp,tcp,tls"}
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+Allowed = bool | Collection[str]
+
+
+@dataclass(frozen=True)
+class Address:
+    """A checked network address."""
+
+    url: SplitResult
+    host: str
+    port: int
+    ip: str  # where the connection goes
+
+    @property
+    def name(self) -> str:
+        """The address for messages: without user, password and query, which may be secret."""
+        return shown(self.url)
+
+
+def shown(url: SplitResult) -> str:
+    """A URL for messages, without user, password and query."""
+    host = (url.netloc or "").rpartition("@")[2]
+    return quote(f"{url.scheme}://{host}{url.path}")
+
+
+def check_address(text: str, allowed: Allowed) -> Address:
+    """Check a URL before anything is opened.
+
+    Args:
+        text: The URL.
+        allowed: False: no network. True: public hosts. A collection: these hosts only, and these
+            also where they are private.
+
+    Raises:
+        MediaError: The network is off, the scheme or the host is not allowed, the host is
+            unknown, or one of its addresses is private.
+    """
+    try:
+        url = urlsplit(text)
+        port = url.port
+    except ValueError as error:
+        raise MediaError(f"the address is not a URL ({error}): give {_examples()}") from None
+    name, scheme = shown(url), url.scheme.lower()
+    if scheme not in PORTS:
+        raise MediaError(f"{name}: scheme {scheme!r} is refused; give {_examples()}")
+    if not url.hostname or any(c.isspace() or ord(c) < 32 for c in text):
+        raise MediaError(f"{name} is not an address: give {_examples()}")
+    if allowed is False:
+        raise MediaError(f"{name}: network sources are off; allow them with allow_network=True")
+    host = url.hostname
+    hosts = (allowed,) if isinstance(allowed, str) else allowed
+    listed = None if hosts is True else {str(h).lower() for h in hosts}
+    if listed is not None and host.lower() not in listed:
+        raise MediaError(
+            f"{name}: host {host!r} is not among those allowed ({', '.join(sorted(listed))})"
+        )
+    port = port or PORTS[scheme]
+    ip = _resolve(name, host, port, private=listed is not None)
+    return Address(url._replace(scheme=scheme), host, port, ip)
+
+
+def _examples() -> str:
+    return "rtsp://, rtsps://, http:// or https:// and a host"
+
+
+def _resolve(name: str, host: str, port: int, private: bool) -> str:
+    try:
+        found = [
+            str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ]
+    except (OSError, UnicodeError) as error:
+        raise MediaError(f"{name}: the host is unknown ({first_line(error)}): check it") from None
+    bad = [ip for ip in found if not is_public(ip)]
+    if bad and not private:
+        raise MediaError(
+            f"{name}: {bad[0]} is a private address; allow it with allow_network=[{host!r}]"
+        )
+    return found[0]
+
+
+def is_public(ip: str) -> bool:
+    """Say whether an IP address is one of the open internet."""
+    address = ipaddress.ip_address(ip.split("%", 1)[0])
+    if isinstance(address, ipaddress.IPv6Address):  # some stand for an address of version 4
+        inner = address.ipv4_mapped or address.sixtofour
+        if inner is None and address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return address.is_global and not address.is_multicast
+
+
+def open_rtsp(address: Address, timeout: float) -> Any:
+    """Connect to an RTSP source over TCP.
+
+    A server may send its client on to another one; FFmpeg follows, with these protocols only.
+
+    Returns:
+        PyAV's container.
+
+    Raises:
+        MediaError: The connection fails or takes longer than `timeout` seconds.
+    """
+    url, scheme = address.url, address.url.scheme
+    user = url.netloc.rpartition("@")[0]
+    # A certificate is issued to a name, so that under TLS the name must stay.
+    host = address.host if scheme == "rtsps" else address.ip
+    host = f"[{host}]" if ":" in host else host
+    netloc = f"{user}@{host}:{address.port}" if user else f"{host}:{address.port}"
+    options = {
+        "rtsp_transport": "tcp",
+        "timeout": str(round(timeout * 1e6)),
+        "protocol_whitelist": _RTSP_PROTOCOLS[scheme],
+        "allowed_media_types": "video",
+    }
+    try:
+        return av.open(
+            url._replace(netloc=netloc).geturl(),
+            format="rtsp",
+            options=options,
+            timeout=(timeout, timeout),
+        )
+    except Exception as error:
+        raise MediaError(
+            f"{address.name} cannot be opened ({first_line(error)}): check that it is on and that "
+            f"user and password are right"
+        ) from None
+
+
+_HOPS = 5
+_HEAD = 512
+_MOVED = (301, 302, 303, 307, 308)
+
+
+class HttpFile:
+    """Bytes of one HTTP resource: read as they arrive, sought by asking for a range.
+
+    Raises:
+        MediaError: It is not there, or moves somewhere that is not allowed.
+        OSError: Later, when the connection dies or stalls.
+    """
+
+    def __init__(self, text: str, allowed: Allowed, timeout: float) -> None:
+        """Connect, with `timeout` seconds for every answer of the server."""
+        self._timeout = timeout
+        self.address = check_address(text, allowed)
+        self._position, self._reply = 0, self._request(0)
+        for _ in range(_HOPS):
+            if self._reply.status not in _MOVED:
+                break
+            target = urljoin(self.address.url.geturl(), self._reply.headers.get("Location", ""))
+            self.close()
+            self.address = self._follow(target, allowed)
+            self._reply = self._request(0)
+        if self._reply.status != 200:
+            self.close()
+            raise MediaError(
+                f"{self.address.name} answers {self._reply.status} "
+                f"{' '.join(self._reply.reason.split())}: check the address"
+            )
+        length = self._reply.headers.get("Content-Length", "")
+        self.size = int(length) if length.isdecimal() and len(length) < 19 else None
+        self._ranges = self.size is not None and self._reply.headers.get("Accept-Ranges") == "bytes"
+        self._head = b""
+
+    def _follow(self, target: str, allowed: Allowed) -> Address:
+        found = check_address(target, allowed)
+        if not found.url.scheme.startswith("http"):
+            raise MediaError(f"{self.address.name} moves to {found.name}: give that address")
+        if self.address.url.scheme == "https" and found.url.scheme == "http":
+            raise MediaError(f"{self.address.name} moves to {found.name}, which is not encrypted")
+        return found
+
+    def _request(self, start: int) -> http.client.HTTPResponse:
+        address = self.address
+        path = (address.url.path or "/") + (f"?{address.url.query}" if address.url.query else "")
+        headers = {"User-Agent": "mmfast", "Accept-Encoding": "identity", "Connection": "close"}
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        if address.url.username is not None:
+            pair = f"{unquote(address.url.username)}:{unquote(address.url.password or '')}"
+            headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
+        self._connection = connection = _Pinned(address, self._timeout)
+        try:
+            connection.request("GET", path, headers=headers)
+            return connection.getresponse()
+        except (OSError, http.client.HTTPException, ValueError) as error:  # a path not in ASCII
+            connection.close()
+            raise MediaError(
+                f"{address.name} does not answer ({first_line(error)}): check the address, or "
+                f"raise timeout="
+            ) from None
+
+    def head(self) -> bytes:
+        """The first 512 bytes, or all there are, which say what it is; `read` gives them again."""
+        while len(self._head) < _HEAD and (part := self._more(_HEAD - len(self._head))):
+            self._head += part
+        return self._head
+
+    @property
+    def content_type(self) -> str:
+        """What the server says it is."""
+        return self._reply.headers.get_content_type()
+
+    def read(self, count: int) -> bytes:
+        """At most `count` bytes, as soon as there are some; none at the end."""
+        if self._position < len(self._head):
+            part = self._head[self._position : self._position + count]
+        else:
+            part = self._more(count)
+        self._position += len(part)
+        if not part and self.size is not None and self._position < self.size:
+            raise ConnectionError(f"the server closed after {self._position} of {self.size} bytes")
+        return part
+
+    def _more(self, count: int) -> bytes:
+        try:
+            return self._reply.read1(count)
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"the server closed early ({first_line(error)})") from None
+
+    def seekable(self) -> bool:
+        """Whether the server serves ranges."""
+        return self._ranges
+
+    def tell(self) -> int:
+        """Where the next byte comes from."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to a byte of the resource, by a new request."""
+        base = {0: 0, 1: self._position, 2: self.size or 0}[whence]
+        target = base + offset
+        if target != self._position:
+            self.close()
+            self._reply = self._request(target)
+            # The head is kept for the first pass only; after a seek the server gives all bytes.
+            self._head, self._position = b"", target
+            if target and self._reply.status != 206:
+                raise ConnectionError(f"the server refuses byte {target} ({self._reply.status})")
+        return target
+
+    def close(self) -> None:
+        """End the connection."""
+        self._reply.close()
+        self._connection.close()
+
+
+class _Pinned(http.client.HTTPConnection):
+    """A connection to the address that was checked, whatever the name resolves to by now."""
+
+    def __init__(self, address: Address, timeout: float) -> None:
+        super().__init__(address.host, address.port, timeout=timeout)
+        self._address = address
+
+    def connect(self) -> None:
+        plain = socket.create_connection((self._address.ip, self._address.port), self.timeout)
+        self.sock: Any = plain
+        if self._address.url.scheme == "https":
+            context = ssl.create_default_context()
+            self.sock = context.wrap_socket(plain, server_hostname=self._address.host)
+
+
+def open_http(text: str, allowed: Allowed, limits: Limits, timeout: float) -> tuple[Any, HttpFile]:
+    """Open the video behind a URL.
+
+    Returns:
+        PyAV's container and the connection.
+
+    Raises:
+        MediaError: See `HttpFile`; or it is not a video.
+    """
+    file = HttpFile(text, allowed, timeout)
+    name = file.address.name
+    try:
+        limits.check_file(name, file.size or 0)
+        kind = "mpjpeg" if file.content_type == "multipart/x-mixed-replace" else ""
+        kind = kind or sniff(name, file.head())
+        if kind in IMAGE_KINDS:
+            raise MediaError(f"{name} is a picture ({kind}), not a video: give a stream's address")
+        # What a demuxer might open by itself, such as the parts of a playlist, stays shut.
+        options = {
+            "protocol_whitelist": "",
+            "max_pixels": str(limits.pixels),
+            "analyzeduration": "1000000",  # microseconds; the default of 5 s is a long wait live
+        }
+        form = VIDEO_KINDS.get(kind, kind)
+        return av.open(file, format=form, options=options, metadata_errors="ignore"), file
+    except MediaError:
+        file.close()
+        raise
+    except Exception as error:
+        file.close()
+        raise MediaError(
+            f"{name} cannot be opened ({first_line(error)}): it is damaged or not a video"
+        ) from None

@@ -1,0 +1,396 @@
+"""One way into every source of frames: files, folders, iterators, cameras and addresses."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from mmfast.core.errors import MediaError, MmfastError
+from mmfast.frontends.image import is_array, is_sequence, picture
+from mmfast.frontends.live.device import open_camera, running_frames, running_rgb
+from mmfast.frontends.live.network import Allowed, check_address, open_http, open_rtsp
+from mmfast.frontends.live.steady import at_rate, steady
+from mmfast.frontends.picture import Frame
+from mmfast.frontends.source import DEFAULT_LIMITS, Limits, first_line, is_encoded, quote
+from mmfast.frontends.video.parallel import DEFAULT_AHEAD, Ahead
+from mmfast.frontends.video.reader import iter_video
+from mmfast.frontends.video.sampling import positive_rate
+from mmfast.frontends.video.sequences import DEFAULT_RATE
+
+_HELD = 64
+
+
+class Push(Iterator[tuple[Any, float]]):
+    """Frames pushed by one thread and iterated by another; `end` lets the iteration finish.
+
+    A frame without a time gets the seconds since the first push.
+    """
+
+    def __init__(self, held: int = _HELD) -> None:
+        """Let at most `held` frames wait for the consumer."""
+        self._held = held
+        self._queue: deque[tuple[Any, float]] = deque()
+        self._error: BaseException | None = None
+        self._begin: float | None = None
+        self._ended = False
+        self._changed = threading.Condition()
+
+    def push(self, frame: Any, time: float | None = None, patience: float | None = None) -> bool:
+        """Add a frame; wait at most `patience` seconds for room (None: as long as it takes).
+
+        Returns:
+            False where there was no room in time and the frame was not taken.
+
+        Raises:
+            MediaError: The source has ended.
+        """
+        with self._changed:
+            at = self._now() if time is None else float(time)
+            room = self._changed.wait_for(
+                lambda: self._ended or len(self._queue) < self._held, patience
+            )
+            if self._ended:
+                raise MediaError("frames are pushed into a source that has ended: open a new one")
+            if room:
+                self._queue.append((frame, at))
+                self._changed.notify_all()
+            return room
+
+    def _now(self) -> float:
+        now = time.monotonic()
+        self._begin = now if self._begin is None else self._begin
+        return now - self._begin
+
+    def end(self, error: BaseException | None = None) -> None:
+        """No more frames come; with `error` the iteration raises it behind those that wait."""
+        with self._changed:
+            self._error, self._ended = error, True
+            self._changed.notify_all()
+
+    def __next__(self) -> tuple[Any, float]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._ended)
+            if self._queue:
+                self._changed.notify_all()
+                return self._queue.popleft()
+            error, self._error = self._error, None
+            raise error if error is not None else StopIteration
+
+    def close(self) -> None:
+        """The consumer wants no more: what waits is dropped, pushing is an error."""
+        with self._changed:
+            self._ended = True
+            self._queue.clear()
+            self._changed.notify_all()
+
+    interrupt = close
+
+
+_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"))
+
+
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key in which ``frame2`` comes before ``frame10``; ties by the number's length."""
+    parts = re.split(r"(\d+)", name.casefold(), flags=re.ASCII)
+    return tuple(
+        (int(part), len(part), "") if part.isdecimal() else (-1, 0, part) for part in parts
+    )
+
+
+def folder_frames(folder: Path, limits: Limits) -> Iterator[Path]:
+    """The pictures of a directory, without its subdirectories and hidden files.
+
+    Raises:
+        MediaError: It cannot be listed, holds no picture, or more than the limits allow.
+    """
+    name = quote(folder)
+    try:
+        files = [
+            path
+            for path in folder.iterdir()
+            if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
+        ]
+    except OSError as error:
+        raise MediaError(
+            f"{name} cannot be listed ({error.strerror}): check its permissions"
+        ) from None
+    limits.check_frames(name, len(files))
+    if not files:
+        raise MediaError(
+            f"{name} holds no picture: give a directory of {', '.join(sorted(_SUFFIXES))} files"
+        )
+    return iter(sorted(files, key=lambda path: natural_key(path.name)))
+
+
+_WAITING = 4  # items that wait for the consumer; a camera's own buffer drops what does not fit
+
+
+class Pump(Iterator[Any]):
+    """Items of a source that may stall, in order, each within `timeout` seconds of being asked.
+
+    A call that blocks in foreign code cannot be interrupted. After a stall or `close` the thread
+    is left where it hangs, ends when the call returns, and never keeps the process alive.
+    """
+
+    def __init__(self, items: Iterable[Any], name: str, timeout: float | None) -> None:
+        """Start reading `items`; None waits for ever, but `close` from elsewhere still works."""
+        self._items, self._name, self._timeout = items, name, timeout
+        self._queue: deque[Any] = deque()
+        self._error: BaseException | None = None
+        self._ended = self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._read, name="mmfast-source", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> Any:
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        with self._changed:
+            while not self._queue and not self._ended and not self._closed:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    self._closed = True
+                    raise MediaError(
+                        f"{self._name} gave no frame for {self._timeout:g} s: check that it is "
+                        f"on and reachable, or raise timeout="
+                    )
+                self._changed.wait(left)
+            if not self._queue:
+                error, self._error = self._error, None
+                raise error if error is not None and not self._closed else StopIteration
+            self._changed.notify_all()
+            return self._queue.popleft()
+
+    def _read(self) -> None:
+        error: BaseException | None = None
+        items: Iterator[Any] = iter(())
+        try:
+            items = iter(self._items)
+            for item in items:
+                if not self._keep(item):
+                    break
+        except Exception as caught:  # raised again at the consumer
+            error = caught
+        with suppress(Exception):
+            getattr(items, "close", lambda: None)()
+        with self._changed:
+            self._error, self._ended = error, True
+            self._changed.notify_all()
+
+    def _keep(self, item: Any) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._queue) < _WAITING)
+            if not self._closed:
+                self._queue.append(item)
+                self._changed.notify_all()
+            return not self._closed
+
+    def close(self) -> None:
+        """Drop what waits and let the thread end; safe from any thread."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+
+
+_URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
+_CAMERA = "camera:"
+_TIMEOUT = 10.0  # seconds, of cameras and addresses
+
+
+class LiveSource(Iterator[tuple[Frame, float]]):
+    """Frames [H, W, 3] uint8 of one source at rising times in seconds.
+
+    Attributes:
+        name: The source, for messages; without passwords.
+        events: How often the source misbehaved: ``broken``, ``repeated``, ``late``, ``jumps``,
+            ``resized``; a kind that never happened counts 0.
+        frames: Frames given so far.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pairs: Iterator[tuple[Frame, float]],
+        events: Counter[str],
+        stop: Callable[[], object],
+    ) -> None:
+        self.name, self.events, self.frames = name, events, 0
+        self._pairs, self._stop = pairs, stop
+
+    def __next__(self) -> tuple[Frame, float]:
+        try:
+            pair = next(self._pairs)
+        except (StopIteration, MmfastError):
+            self.interrupt()
+            raise
+        except Exception as error:  # an iterator's own, or a connection's
+            self.interrupt()
+            raise MediaError(
+                f"{self.name} died after {self.frames} frames ({first_line(error)}): open it again"
+            ) from error
+        self.frames += 1
+        return pair
+
+    def interrupt(self) -> None:
+        """Let a `next` that waits for the source end at once; safe from any thread."""
+        with suppress(Exception):
+            self._stop()
+
+    def close(self) -> None:
+        """Stop the source and let go of it; only from the thread that iterates."""
+        self.interrupt()
+        close: Any = getattr(self._pairs, "close", None)
+        if close is not None:
+            close()
+
+    def __del__(self) -> None:
+        self.interrupt()  # the thread that reads ahead would wait for ever
+
+    def __enter__(self) -> LiveSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """A source before its frames are made usable."""
+
+    name: str
+    items: Iterable[Any]  # pictures, or (picture, seconds or None) pairs
+    convert: Callable[[Any], Frame]
+    live: bool = True  # may stall: read by a thread
+    exact: bool = False  # `fps` was applied already
+    timeout: float | None = None
+
+
+def live_frames(
+    source: object,
+    *,
+    fps: float | None = None,
+    rate: float | None = None,
+    allow_network: Allowed = False,
+    limits: Limits = DEFAULT_LIMITS,
+    ahead: Ahead | int = DEFAULT_AHEAD,
+    timeout: float | None = None,
+) -> LiveSource:
+    """Open any source of frames; what can be checked is checked now.
+
+    Files give the frames that ``read_video(file, fps=fps)`` gives, read in parallel where their
+    groups of pictures allow it. Other sources give the first frame at or behind every 1/fps s.
+
+    What a source does wrong: a frame at the time of the one before, or up to a second behind it,
+    is dropped; a clock that jumps back further goes on from the last frame; a picture of another
+    size is scaled into the first one's; a broken picture is skipped; each is counted in `events`.
+    Thirty broken pictures in a row, a clock that stands still, a source that gives nothing within
+    `timeout` or breaks off, end in a `MediaError` behind the frames that came before. Late starts
+    and gaps are kept.
+
+    Args:
+        source: A path, bytes or file object of a video; a directory of pictures, in natural
+            order; an array, list or iterator of pictures or (picture, seconds) pairs, such as
+            `Push`; a camera's number or ``camera:NAME``; an rtsp, rtsps, http or https URL.
+        fps: How many frames to take per second; None takes all.
+        rate: Frames per second of frames that come without times; 24 if not given.
+        allow_network: False: no network. True: public hosts. A list of hosts: these only, private
+            ones too.
+        limits: Size limits.
+        ahead: How many decoded frames of a file may wait for their consumer.
+        timeout: Longest wait for a frame in seconds. None: 10 s for cameras and URLs, for ever
+            for the rest.
+
+    Raises:
+        MediaError: The source or an argument is wrong; one line that names the value and the fix.
+    """
+    step = None if fps is None else positive_rate("fps", fps)
+    speed = DEFAULT_RATE if rate is None else positive_rate("rate", rate)
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise MediaError(f"timeout={timeout!r} is not a delay: give seconds such as 10")
+    bound = Ahead(frames=ahead) if isinstance(ahead, int) else ahead
+    raw = _open(source, step, rate, allow_network, limits, bound, timeout)
+    events: Counter[str] = Counter()
+    items: Any = raw.items
+    wait = raw.timeout if timeout is None else timeout
+    pump = Pump(items, raw.name, wait) if raw.live or wait is not None else None
+    timed = (_timed(item) for item in (items if pump is None else pump))
+    pairs: Any = steady(timed, raw.convert, raw.name, events, speed)
+    pairs = pairs if raw.exact else at_rate(pairs, step)
+    return LiveSource(raw.name, pairs, events, lambda: _stop(pump, source))
+
+
+def _timed(item: Any) -> tuple[Any, float | None]:
+    """Take a (picture, seconds or None) pair apart."""
+    if isinstance(item, tuple) and len(item) == 2:
+        if item[1] is None:
+            return item
+        if isinstance(item[1], Real):
+            return item[0], float(item[1])
+    return item, None
+
+
+def _stop(pump: Pump | None, source: object) -> None:
+    if pump is not None:
+        pump.close()
+        close: Any = getattr(source, "interrupt", None)
+        if close is not None:
+            close()
+
+
+def _open(
+    source: Any,
+    fps: float | None,
+    rate: float | None,
+    allowed: Allowed,
+    limits: Limits,
+    ahead: Ahead,
+    timeout: float | None,
+) -> _Raw:
+    wait = _TIMEOUT if timeout is None else timeout
+    if isinstance(source, int) and not isinstance(source, bool):
+        return _camera(source, limits, wait)
+    if isinstance(source, str) and source.startswith(_CAMERA):
+        return _camera(source[len(_CAMERA) :], limits, wait)
+    if isinstance(source, str) and _URL.match(source):
+        return _address(source, allowed, limits, wait)
+    if isinstance(source, str | os.PathLike) and (folder := Path(os.fsdecode(source))).is_dir():
+        convert = _picture(f"a file of {quote(folder)}", limits)
+        return _Raw(quote(folder), folder_frames(folder, limits), convert, live=False)
+    if is_encoded(source) or is_array(source) or not is_sequence(source):
+        pairs = iter_video(source, fps=fps, limits=limits, rate=rate, ahead=ahead)
+        name = quote(source) if isinstance(source, str | os.PathLike) else "the video"
+        return _Raw(name, pairs, lambda frame: frame, live=False, exact=True)
+    listed = isinstance(source, list | tuple)
+    name = "the list of frames" if listed else "the frame iterator"
+    return _Raw(name, source, _picture(f"a frame of {name}", limits), live=not listed)
+
+
+def _picture(name: str, limits: Limits) -> Callable[[Any], Frame]:
+    return lambda raw: picture(raw, name, limits)
+
+
+def _camera(camera: int | str, limits: Limits, timeout: float) -> _Raw:
+    name = f"camera {camera}"
+    return _running(name, open_camera(camera, timeout), limits, timeout)
+
+
+def _address(text: str, allowed: Allowed, limits: Limits, timeout: float) -> _Raw:
+    address = check_address(text, allowed)
+    if address.url.scheme.startswith("http"):
+        container, file = open_http(text, allowed, limits, timeout)
+        return _running(file.address.name, container, limits, timeout, file)
+    return _running(address.name, open_rtsp(address, timeout), limits, timeout)
+
+
+def _running(name: str, container: Any, limits: Limits, timeout: float, file: Any = None) -> _Raw:
+    items = running_frames(container, name, limits, file)
+    return _Raw(name, items, lambda frame: running_rgb(frame, name, limits), timeout=timeout)

@@ -1,0 +1,1 @@
+"""Clips: readers, containers, sampling and parallel decoding."""

@@ -1,0 +1,188 @@
+"""Read frames with PyAV: exact seeks where the packets allow it, counting where they do not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import av
+import numpy as np
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.picture import Frame, Frames, Orientation, to_rgb
+from mmfast.frontends.source import Budget, Limits, MediaSource, Mismatch, first_line, refusing
+from mmfast.frontends.video.container import Header, open_video
+from mmfast.frontends.video.index import Index
+from mmfast.frontends.video.sampling import Indices
+
+logger = logging.getLogger("mmfast")
+
+_WORTH_SEEKING = 8  # frames; a seek empties the decoder's pipeline, which costs a few
+
+
+@dataclass
+class PacketDecoder:
+    """The frames that come out of one open stream, in order, over whatever damage there is."""
+
+    container: Any
+    stream: Any
+    budget: Budget
+    faults: list[str] = field(default_factory=list)
+    packets: int = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for packet in self.container.demux(self.stream):
+                self.budget.clock()
+                self.packets += 1
+                for frame in self._decode(packet):
+                    self.budget.frame(frame.width, frame.height)
+                    yield frame
+        except av.FFmpegError as error:
+            self.faults.append(first_line(error))
+
+    def _decode(self, packet: Any) -> list[Any]:
+        try:
+            return list(packet.decode())
+        except av.FFmpegError as error:
+            self.faults.append(first_line(error))
+            return []
+
+
+def first_frame(source: MediaSource, limits: Limits) -> Any:
+    """Decode the first frame: it proves that there is one, and carries the orientation."""
+    with open_video(source, limits, "SLICE") as (container, stream), refusing(source.name):
+        decoder = PacketDecoder(container, stream, Budget(limits, source.name))
+        for frame in decoder:
+            return frame
+    raise no_frames(source, decoder.faults)
+
+
+def no_frames(source: MediaSource, faults: list[str]) -> MediaError:
+    """Say that nothing could be decoded, and why."""
+    why = f" ({faults[0]})" if faults else ""
+    return MediaError(
+        f"no frame of {source.name} can be decoded{why}: it is damaged, copy it again"
+    )
+
+
+def read_exact(
+    source: MediaSource, limits: Limits, index: Index, rows: Indices, turn: Orientation, out: Frames
+) -> None:
+    """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), seeking between them.
+
+    Raises:
+        Mismatch: A frame did not come out where its packet said, or the stream is damaged.
+    """
+    with open_video(source, limits) as (container, stream), refusing(source.name):
+        decoder = PacketDecoder(container, stream, Budget(limits, source.name))
+        frames, reached = iter(decoder), -1
+        for place, (row, tick) in enumerate(zip(rows.tolist(), index.ticks[rows], strict=True)):
+            group = int(np.searchsorted(index.keys, tick, side="right")) - 1
+            start = int(np.searchsorted(index.ticks, index.keys[group]))
+            if start - reached > _WORTH_SEEKING:
+                container.seek(int(index.keys[group]), stream=stream)
+                frames = iter(decoder)
+            to_rgb(_advance(frames, int(tick), decoder), out[place], turn, source.name)
+            reached = row
+
+
+def _advance(frames: Iterator[Any], tick: int, decoder: PacketDecoder) -> Any:
+    for frame in frames:
+        if decoder.faults or frame.pts is None or frame.pts > tick:
+            break
+        if frame.pts == tick:
+            return frame
+    raise Mismatch
+
+
+def count_frames(
+    source: MediaSource, limits: Limits, header: Header, index: Index
+) -> tuple[Index, str]:
+    """List the frames by decoding them all and keeping none.
+
+    Returns:
+        The index, and the threading under which decoding again gives the same frames.
+
+    Raises:
+        MediaError: Nothing decodes, most of the stream is damaged, or its frames have no times.
+    """
+    decoder, ticks, threads = None, [], "AUTO"
+    for threads in ("AUTO", "SLICE"):  # frame threads drop other frames each time on damage
+        with open_video(source, limits, threads) as (container, stream), refusing(source.name):
+            decoder = PacketDecoder(container, stream, Budget(limits, source.name))
+            ticks = [frame.pts for frame in decoder]
+        if not decoder.faults:
+            break
+    if decoder is None or not ticks:
+        raise no_frames(source, decoder.faults if decoder else [])
+    _judge(source, decoder, len(ticks))
+    found = _strict(index.ticks.tolist(), len(ticks)) if source.kind == "avi" else None
+    found = found or _strict(ticks, len(ticks)) or _strict(index.ticks.tolist(), len(ticks))
+    if found is None:
+        raise MediaError(
+            f"the frames of {source.name} have no usable times (0 or repeated): re-encode it with "
+            f"a rate (ffmpeg -r 30 -i IN OUT.mp4)"
+        )
+    end = max(index.end, found[-1] + 1)
+    return replace(index, ticks=np.array(found, dtype=np.int64), end=end, trusted=False), threads
+
+
+def _strict(ticks: list[int | None], count: int) -> list[int] | None:
+    known = [tick for tick in ticks if tick is not None]
+    rising = all(a < b for a, b in pairwise(known))
+    return known if len(known) == count and rising else None
+
+
+def _judge(source: MediaSource, decoder: PacketDecoder, frames: int) -> None:
+    faults = len(decoder.faults)
+    if 2 * faults > decoder.packets:
+        raise MediaError(
+            f"{source.name} is damaged: {faults} of {decoder.packets} packets cannot be decoded "
+            f"({decoder.faults[0]}); copy or download it again"
+        )
+    if faults:
+        logger.warning("%s: %d damaged packets, %d frames left", source.name, faults, frames)
+
+
+def read_counted(
+    source: MediaSource, limits: Limits, rows: Indices, turn: Orientation, out: Frames, threads: str
+) -> None:
+    """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), from the start."""
+    wanted, row = rows.tolist(), 0
+    with open_video(source, limits, threads) as (container, stream), refusing(source.name):
+        decoder = PacketDecoder(container, stream, Budget(limits, source.name))
+        for number, frame in enumerate(decoder):
+            if number == wanted[row]:
+                to_rgb(frame, out[row], turn, source.name)
+                row += 1
+                if row == len(wanted):
+                    return
+    raise MediaError(f"frame {wanted[row]} of {source.name} cannot be decoded: copy the file again")
+
+
+def read_all(
+    source: MediaSource, limits: Limits, header: Header, turn: Orientation, threads: str = "AUTO"
+) -> Iterator[tuple[Frame, float]]:
+    """Yield every frame [H, W, 3] with its time, decoding as they are asked for."""
+    size: tuple[int, int] | None = None
+    with open_video(source, limits, threads) as (container, stream):
+        decoder = PacketDecoder(container, stream, Budget(limits, source.name))
+        for number, frame in enumerate(decoder):
+            size = size or turn.size(frame.width, frame.height)
+            rgb = np.empty((size[1], size[0], 3), np.uint8)
+            with refusing(source.name):
+                to_rgb(frame, rgb, turn, source.name)
+            yield rgb, _time(source, header, number, frame.pts)
+
+
+def _time(source: MediaSource, header: Header, number: int, tick: int | None) -> float:
+    """The frame's own time; AVI and bare streams have none but the rate."""
+    if tick is not None and source.kind != "avi":
+        return float(header.seconds(tick))
+    if not header.rate:
+        raise MediaError(f"frame {number} of {source.name} has no time: re-encode it with a rate")
+    return float(number / header.rate)

@@ -1,0 +1,291 @@
+"""The video front-end: any kind of media in, frames with their true times out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.image import image_clip, iter_animation, open_image, read_animation
+from mmfast.frontends.picture import Frame, Frames, Orientation
+from mmfast.frontends.source import (
+    DEFAULT_LIMITS,
+    IMAGE_KINDS,
+    Damage,
+    Limits,
+    MediaSource,
+    Mismatch,
+    is_encoded,
+    open_source,
+    quote,
+)
+from mmfast.frontends.video import decord, pyav
+from mmfast.frontends.video.clip import Clip, make_clip
+from mmfast.frontends.video.container import Header, open_video, read_header
+from mmfast.frontends.video.headers import check_header
+from mmfast.frontends.video.index import Index, packet_index
+from mmfast.frontends.video.packets import PacketGroup
+from mmfast.frontends.video.parallel import DEFAULT_AHEAD, Ahead, fill, sampled, suits, worth
+from mmfast.frontends.video.sampling import Ask, Indices, positive_rate, sample_stream
+from mmfast.frontends.video.sequences import iter_sequence, sequence_clip
+
+BACKENDS = ("auto", "decord", "pyav")
+
+
+@dataclass(frozen=True)
+class _FilePlan:
+    """What is known about a file once its packets are listed and its first frame is decoded."""
+
+    source: MediaSource
+    ask: Ask
+    limits: Limits
+    header: Header
+    turn: Orientation
+    size: tuple[int, int]  # width, height after rotation
+
+    def choose(self, index: Index) -> tuple[Indices, Indices, Frames]:
+        """Frame numbers asked for [m], the distinct ones ascending [u], and room for these."""
+        times, end = self.header.seconds(index.ticks), float(self.header.seconds(index.end))
+        half_tick = float(self.header.time_base) / 2 + 1e-9
+        self.limits.check_duration(self.source.name, end - float(times[0]))
+        asked = self.ask.choose(self.source.name, times, end, half_tick)
+        rows = np.unique(asked)
+        self.limits.check_decoded(self.source.name, len(asked), *self.size)
+        width, height = self.size
+        return asked, rows, np.empty((len(rows), height, width, 3), np.uint8)
+
+    def clip(self, index: Index, asked: Indices, rows: Indices, out: Frames, backend: str) -> Clip:
+        """Put the decoded frames [u] into the order asked for."""
+        frames = out if len(asked) == len(rows) and (asked == rows).all() else None
+        return make_clip(
+            frames=out[np.searchsorted(rows, asked)] if frames is None else frames,
+            rows=asked,
+            times=self.header.seconds(index.ticks),
+            end=float(self.header.seconds(index.end)),
+            rate=float(self.header.rate),
+            source=self.source.name,
+            backend=backend,
+        )
+
+
+def read_file(source: MediaSource, ask: Ask, limits: Limits, backend: str) -> Clip:
+    """Read the frames asked for; both decoders give the same ones.
+
+    Raises:
+        MediaError: The file is broken, empty, too large, or not one that `backend` can read.
+    """
+    check_header(source)
+    with open_video(source, limits) as (container, stream):
+        header = read_header(source, container, stream, limits)
+        index = packet_index(source, container, stream, header, limits)
+    first: Any = pyav.first_frame(source, limits)
+    turn = Orientation.of(first)
+    plan = _FilePlan(source, ask, limits, header, turn, turn.size(first.width, first.height))
+    reason = decord.why_not(source, header, index, bool(first.interlaced_frame), turn)
+    if backend == "decord" and reason:
+        raise MediaError(f"decord cannot read {source.name} ({reason}): use backend='auto'")
+    if backend != "decord" and index.groups is not None:
+        clip = _in_parallel(plan, index, index.groups)
+        if clip is not None:
+            return clip
+    if backend != "pyav" and not reason:
+        clip = _with_decord(plan, index)
+        if clip is not None:
+            return clip
+        if backend == "decord":
+            raise MediaError(f"decord failed on {source.name}: use backend='auto'")
+    return _with_pyav(plan, index)
+
+
+def _in_parallel(plan: _FilePlan, index: Index, groups: tuple[PacketGroup, ...]) -> Clip | None:
+    asked, rows, out = plan.choose(index)
+    try:
+        done = fill(plan.source, plan.limits, groups, index.ticks[rows], plan.turn, out)
+    except Mismatch:
+        return None
+    return plan.clip(index, asked, rows, out, "pyav") if done else None
+
+
+def _with_decord(plan: _FilePlan, index: Index) -> Clip | None:
+    asked, rows, out = plan.choose(index)
+    try:
+        decord.read(plan.source, plan.header, index, rows, out)
+    except Mismatch:
+        return None
+    return plan.clip(index, asked, rows, out, "decord")
+
+
+def _with_pyav(plan: _FilePlan, index: Index) -> Clip:
+    if index.trusted:
+        asked, rows, out = plan.choose(index)
+        try:
+            pyav.read_exact(plan.source, plan.limits, index, rows, plan.turn, out)
+            return plan.clip(index, asked, rows, out, "pyav")
+        except Mismatch:
+            del out
+    index, threads = pyav.count_frames(plan.source, plan.limits, plan.header, index)
+    asked, rows, out = plan.choose(index)
+    pyav.read_counted(plan.source, plan.limits, rows, plan.turn, out, threads)
+    return plan.clip(index, asked, rows, out, "pyav")
+
+
+def iter_file(
+    source: MediaSource, limits: Limits, fps: float | None = None, ahead: Ahead = DEFAULT_AHEAD
+) -> Iterator[tuple[Frame, float]]:
+    """Yield the frames of a file in turn; damaged packets are skipped.
+
+    Args:
+        source: The file.
+        limits: Size limits; the wall clock does not count, the consumer sets the pace.
+        fps: Takes the frame on screen at every 1/fps s; None takes all.
+        ahead: How far a parallel read may run ahead of its consumer.
+
+    Raises:
+        MediaError: Now for a bad header, later when the budget is spent.
+    """
+    check_header(source)
+    with open_video(source, limits) as (container, stream):
+        header = read_header(source, container, stream, limits)
+        count = stream.frames or float(container.duration or 0) / 1e6 * float(header.rate)
+    first = pyav.first_frame(source, limits)
+    turn = Orientation.of(first)
+    half_tick = float(header.time_base) / 2 + 1e-9
+    free = limits.untimed()
+
+    def from_start(threads: str) -> Iterator[tuple[Frame, float]]:
+        pairs = pyav.read_all(source, free, header, turn, threads)
+        return sample_stream(pairs, fps, half_tick)
+
+    if fps is None or not suits(source, header) or not worth(count, first.width * first.height):
+        return from_start("AUTO")
+    size = turn.size(first.width, first.height)
+    fast = sampled(source, free, header, turn, size, fps, half_tick, ahead)
+    return _else_from_start(fast, from_start)
+
+
+def _else_from_start(
+    fast: Iterator[tuple[Frame, float]], slow: Callable[[str], Iterator[tuple[Frame, float]]]
+) -> Iterator[tuple[Frame, float]]:
+    """Yield `fast`, and where it gives up, the rest of `slow`, which gives the same frames."""
+    given = 0
+    try:
+        for pair in fast:
+            given += 1
+            yield pair
+    except Mismatch as reason:
+        # Frame threads drop other frames each time on damage.
+        threads = "SLICE" if isinstance(reason, Damage) else "AUTO"
+        yield from islice(slow(threads), given, None)
+
+
+def read_video(
+    media: object,
+    *,
+    frames: int | None = None,
+    fps: float | None = None,
+    times: Sequence[float] | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    backend: str = "auto",
+    rate: float | None = None,
+) -> Clip:
+    """Read some frames of a video, with the times at which they are really shown.
+
+    Exactly one of `frames`, `fps` and `times` says which:
+
+    * ``frames=k``: numbers ``round(linspace(0, n - 1, k))``; all n if the clip has no more.
+    * ``fps=r``: the frame on screen at every 1/r s from the first frame on, each frame once.
+    * ``times=[...]``: the frame on screen at each time, in the order given.
+
+    A file's packets are listed without decoding them, then only the groups of pictures that hold
+    a wanted frame are decoded. Phone rotation and mirroring are applied, edit lists followed,
+    sound ignored, 10-bit colour rounded to 8 bits without tone mapping, non-square pixels kept.
+    A frame that the decoder can only conceal after damage comes as concealed.
+
+    Args:
+        media: A path, bytes, a binary file object; a PIL animation; a numpy array or torch tensor
+            [T, H, W, C] or [T, C, H, W] with 1, 3 or 4 channels, uint8 or float in [0, 1]; a list
+            or iterator of pictures (anything `read_image` takes), or of (picture, seconds) pairs.
+        frames: How many frames to spread over the clip.
+        fps: How many frames to take per second.
+        times: Seconds on the file's own timeline.
+        limits: Size limits; checked from the header before decoding and while decoding.
+        backend: ``auto`` (decord for what it reads exactly, else PyAV), ``decord`` or ``pyav``;
+            both give the same frames. Image files are always read by Pillow.
+        rate: Frames per second of decoded frames that come without times; 24 if not given.
+
+    Returns:
+        The frames [T, H, W, 3] uint8 with times, numbers and source facts.
+
+    Raises:
+        MediaError: The media are missing, broken, too large or of the wrong kind, or an argument
+            is out of range; one line that names the value and the fix.
+    """
+    ask = Ask.parse(frames, fps, times)
+    if backend not in BACKENDS:
+        raise MediaError(f"unknown backend {quote(backend)}: choose {', '.join(BACKENDS)}")
+    if is_encoded(media):
+        source = open_source(media, limits)
+        if source.kind in IMAGE_KINDS:
+            return read_animation(source, ask, limits)
+        return read_file(source, ask, limits, backend)
+    if isinstance(media, Image.Image):
+        return image_clip(media, ask, limits, "the animation")
+    return sequence_clip(media, ask, limits, rate)
+
+
+def iter_video(
+    media: object,
+    *,
+    fps: float | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    rate: float | None = None,
+    ahead: Ahead = DEFAULT_AHEAD,
+) -> Iterator[tuple[Frame, float]]:
+    """Yield the frames of a video lazily, each with its time in seconds.
+
+    With `fps` it yields the frames that ``read_video(media, fps=...)`` gives, one frame behind
+    the source; without, every frame. A long file of which few frames are wanted is decoded by
+    several threads, which run ahead; all else is decoded as it is asked for and nothing is held.
+    An endless iterator of frames stays endless, and a slow consumer runs into no time limit.
+
+    Args:
+        media: As for `read_video`.
+        fps: How many frames to take per second.
+        limits: Size limits; those on frames and duration apply to files only.
+        rate: Frames per second of decoded frames that come without times; 24 if not given.
+        ahead: How many decoded frames of a long file may wait.
+
+    Yields:
+        (picture [H, W, 3] uint8, seconds).
+
+    Raises:
+        MediaError: At once for a bad argument or file, later for damage inside it.
+    """
+    step = None if fps is None else positive_rate("fps", fps)
+    if is_encoded(media):
+        source = open_source(media, limits)
+        if source.kind not in IMAGE_KINDS:
+            return iter_file(source, limits, step, ahead)
+        media = source
+    pairs, tolerance = _stream(media, limits, rate)
+    return sample_stream(pairs, step, tolerance)
+
+
+def _stream(media: object, limits: Limits, rate: object) -> tuple[Iterator[Any], float]:
+    """The frames of any media but video files in turn, and how far their times are rounded."""
+    if isinstance(media, Image.Image):
+        return iter_animation(media, limits, "the animation"), 5e-4
+    if not isinstance(media, MediaSource):
+        return iter_sequence(media, limits, rate), 1e-6
+    source = media
+
+    def opened() -> Iterator[tuple[Frame, float]]:
+        with open_image(source, limits) as image:
+            yield from iter_animation(image, limits, source.name)
+
+    return opened(), 5e-4

@@ -1,0 +1,146 @@
+"""Frames that are already decoded: arrays, tensors, lists and iterators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.image import (
+    array_picture,
+    channel_axis,
+    is_array,
+    is_sequence,
+    is_tensor,
+    picture,
+)
+from mmfast.frontends.picture import Frame
+from mmfast.frontends.source import Limits, quote
+from mmfast.frontends.video.clip import Clip, make_clip
+from mmfast.frontends.video.sampling import Ask, Floats, positive_rate
+
+DEFAULT_RATE = 24.0  # what transformers' processors assume of frames that come without a rate
+
+
+@dataclass(frozen=True)
+class _FrameOptions:
+    """Frames as the caller gave them."""
+
+    name: str  # for messages
+    items: Iterable[Any]  # frames, or (frame, seconds) pairs
+    counted: bool = True  # False for an iterator, whose length shows when it ends
+    axis: int | None = None  # of the channels, where it is the same for all frames
+
+
+def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip:
+    """Read the frames asked for from an array, tensor, list or iterator.
+
+    Raises:
+        MediaError: Wrong shape, dtype, range or mixed sizes; no frame; too many; or sampling by
+            ``fps`` or ``times`` where neither the frames nor `rate` give times.
+    """
+    speed = DEFAULT_RATE if rate is None else positive_rate("rate", rate)
+    given = _given(media)
+    if not given.counted:
+        given = _FrameOptions(given.name, list(_hold(given, limits)), axis=-1)
+    stamps = [_split(item)[1] for item in given.items]
+    if not stamps:
+        raise MediaError(f"{given.name} is empty: give at least one frame")
+    limits.check_frames(given.name, len(stamps))
+    if ask.frames is None and stamps[0] is None and rate is None:
+        raise MediaError(
+            f"{given.name} has no times: give rate=, its frames per second, or use frames="
+        )
+    times, end = _times(stamps, speed, given.name)
+    asked = ask.choose(given.name, times, end, 1e-6)
+    wanted = set(asked.tolist())
+    found: dict[int, Frame] = {}
+    for i, (frame, _) in enumerate(_convert(given, limits)):
+        if i in wanted:
+            limits.check_decoded(given.name, len(asked), frame.shape[1], frame.shape[0])
+            found[i] = frame
+    picked = np.stack([found[i] for i in asked.tolist()])  # [m, H, W, 3]
+    return make_clip(picked, asked, times, end, speed, given.name, "array")
+
+
+def iter_sequence(media: object, limits: Limits, rate: object) -> Iterator[tuple[Frame, float]]:
+    """Yield each frame with its time as it comes; nothing is held back or counted."""
+    speed = DEFAULT_RATE if rate is None else positive_rate("rate", rate)
+    for i, (frame, time) in enumerate(_convert(_given(media), limits)):
+        yield frame, i / speed if time is None else time
+
+
+def _given(media: object) -> _FrameOptions:
+    if is_array(media):
+        return _array(media)
+    if isinstance(media, list | tuple):
+        return _FrameOptions("the list of frames", media)
+    if is_sequence(media):
+        return _FrameOptions("the frame iterator", media, counted=False)  # type: ignore[arg-type]
+    raise MediaError(
+        f"a video cannot be of type {type(media).__name__}, {quote(media)}: give a path, bytes, "
+        f"a file object, a PIL animation, an array, or a list or iterator of frames"
+    )
+
+
+def _array(media: Any) -> _FrameOptions:
+    name, shape = "the video array", tuple(media.shape)
+    if len(shape) != 4:
+        raise MediaError(
+            f"{name} has shape {list(shape)}: give [T, H, W, 3] or [T, 3, H, W] "
+            f"(a single picture needs a frame axis in front)"
+        )
+    if 0 in shape:
+        raise MediaError(f"{name} has shape {list(shape)}, which holds no frame: give at least one")
+    axis = channel_axis(shape, is_tensor(media), name)
+    return _FrameOptions(name, [media[i] for i in range(shape[0])], axis=axis)  # views
+
+
+def _split(item: Any) -> tuple[Any, float | None]:
+    """Take a (frame, seconds) pair apart."""
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Real):
+        return item[0], float(item[1])
+    return item, None
+
+
+def _convert(given: _FrameOptions, limits: Limits) -> Iterator[tuple[Frame, float | None]]:
+    """Convert frame after frame to uint8 RGB; all must have the size of the first."""
+    first: tuple[int, ...] = ()
+    for i, item in enumerate(given.items):
+        raw, time = _split(item)
+        name = f"frame {i} of {given.name}"
+        if given.axis is None:
+            frame = picture(raw, name, limits)
+        else:
+            frame = array_picture(raw, name, limits, given.axis)
+        first = first or frame.shape
+        if frame.shape != first:
+            raise MediaError(
+                f"{name} is {frame.shape[1]}x{frame.shape[0]} but frame 0 is "
+                f"{first[1]}x{first[0]}: resize them to one size"
+            )
+        yield frame, time
+
+
+def _hold(given: _FrameOptions, limits: Limits) -> Iterator[Any]:
+    """Convert an iterator's frames, within the budget: an endless one must end in an error."""
+    for i, (frame, time) in enumerate(_convert(given, limits)):
+        limits.check_frames(given.name, i + 1)
+        limits.check_decoded(given.name, i + 1, frame.shape[1], frame.shape[0])
+        yield frame if time is None else (frame, time)
+
+
+def _times(stamps: list[float | None], rate: float, name: str) -> tuple[Floats, float]:
+    """Times of the frames in seconds [n], and when the last one ends."""
+    known = [stamp for stamp in stamps if stamp is not None]
+    if not known:
+        return np.arange(len(stamps)) / rate, len(stamps) / rate
+    times = np.array(known, dtype=np.float64)
+    gaps = np.diff(times)
+    if len(known) != len(stamps) or not np.isfinite(times).all() or not (gaps > 0).all():
+        raise MediaError(f"{name}: every frame needs a time, ascending and finite, or none has one")
+    return times, float(times[-1] + (gaps[-1] if len(gaps) else 1 / rate))

@@ -1,0 +1,1 @@
+"""Decoders that mmfast runs itself: the backbone, streams and rotary positions."""

@@ -1,0 +1,305 @@
+"""Any stock causal language model as the trunk of a draft-and-verify loop.
+
+The decoder layers are called directly, on caches that belong to a stream: nothing of a stream is
+on the model, so any number of streams may use it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmfast.core.errors import ModelError
+from mmfast.core.registry import get
+from mmfast.heads.base import load_head as load_file
+from mmfast.heads.mtp import packed_mask
+from mmfast.models.decoder.blocks import (
+    Block,
+    Lean,
+    Stock,
+    lean_entry,
+    lean_fits,
+    lean_norm,
+    stock_entry,
+)
+from mmfast.models.decoder.rotary import Rotary
+from mmfast.models.reduction.masks import FULL, kind_of
+from mmfast.ops.stream_cache import Angles, LayerSlot, Placer
+
+_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+_CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # of the largest logit; else 5e-2
+
+
+@dataclass(eq=False)
+class BackboneState:
+    """Keys and values of B streams.
+
+    Attributes:
+        slots: Per decoder layer.
+        lengths: Tokens that stand, per stream; what is written behind them is not there.
+    """
+
+    slots: list[LayerSlot]
+    lengths: list[int]
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths` tokens of each stream; nothing is copied."""
+        self.lengths = [min(a, b) for a, b in zip(self.lengths, lengths, strict=True)]
+
+    def reset(self, rows: Sequence[bool]) -> None:
+        """Start some streams anew."""
+        self.lengths = [0 if row else n for row, n in zip(rows, self.lengths, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, whether filled or not."""
+        return sum(slot.nbytes for slot in self.slots)
+
+
+class Backbone:
+    """A transformers causal language model, called piece by piece.
+
+    Args:
+        model: `…ForCausalLM` of full-attention decoder layers with rotary positions; it stays as
+            it is. Its weights may change later: then call `refresh`.
+        lean: Whether to run Llama-like layers in fewer operations; None where it gains.
+        check: Compare a few tokens with the stock forward pass first.
+
+    Attributes:
+        lean: Whether it runs its layers in fewer operations.
+        width: D.
+        entries: Rows of the embedding.
+        vocabulary: Rows of the output head.
+
+    Raises:
+        ModelError: The model is of a kind that cannot be called so.
+    """
+
+    def __init__(self, model: Any, *, lean: bool | None = None, check: bool = True) -> None:
+        self.model = model
+        self.decoder = _decoder(model)
+        self._check_kind()
+        self.config = self.decoder.config
+        self._table = model.get_input_embeddings()
+        self._output = model.get_output_embeddings()
+        self.final_norm: Any = next(
+            getattr(self.decoder, name) for name in _NORMS if hasattr(self.decoder, name)
+        )
+        weight = self._table.weight
+        self.entries, self.width = weight.shape
+        self.vocabulary = self._output.weight.shape[0]
+        self.device, self.dtype = weight.device, weight.dtype
+        self._rotary = Rotary(self.decoder)
+        if self._rotary.axes > 1:
+            raise ModelError(
+                f"{type(self.decoder).__name__} has positions of {self._rotary.axes} axes; "
+                "speech models need a text model of one"
+            )
+        self.lean = lean_fits(self.decoder.layers[0]) if lean is None else lean
+        eager = self.config._attn_implementation == "eager" and not self.lean
+        self.placer = Placer(self._angles, self.device, self.dtype, explicit=eager)
+        self.refresh()
+        if check:
+            self._check_equal()
+
+    def refresh(self) -> None:
+        """Read the weights anew."""
+        self.blocks: list[Block] = [self.block(layer) for layer in self.decoder.layers]
+        self._normed = self.normer(self.final_norm)
+        self._parts: dict[tuple[int, int], Tensor] = {}  # of the output head, laid out for products
+
+    # --- streams ------------------------------------------------------------------------------
+
+    def state(self, batch: int = 1, reserve: int = 512) -> BackboneState:
+        """Empty caches of `batch` streams, with room for `reserve` tokens each."""
+        return BackboneState([LayerSlot(reserve) for _ in self.blocks], [0] * batch)
+
+    def run(self, state: BackboneState, embeds: Tensor, counts: Sequence[int]) -> Tensor:
+        """Read tokens behind those of the streams.
+
+        Args:
+            state: Changed in place.
+            embeds: `[B, n, D]`.
+            counts: How many of the n are tokens, per stream; the rest is padding behind them.
+
+        Returns:
+            Hidden states before the final norm, `[B, n, D]`.
+        """
+        place = self.placer.place(state.lengths, embeds.shape[1])
+        x = embeds
+        for block, slot in zip(self.blocks, state.slots, strict=True):
+            x = block(x, slot, place)
+        state.lengths = [n + count for n, count in zip(state.lengths, counts, strict=True)]
+        return x
+
+    # --- what heads are made of, see mmfast.heads.base.Trunk -----------------------------------
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings `[.., D]` of ids `[..]`."""
+        if type(self._table) is nn.Embedding:
+            return F.embedding(ids, self._table.weight)
+        found: Tensor = self._table(ids)
+        return found
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm; the stock module where gradients are wanted."""
+        return self.final_norm(hidden) if torch.is_grad_enabled() else self._normed(hidden)
+
+    def logits(self, hidden: Tensor, rows: slice) -> Tensor:
+        """Logits `[.., rows]` of normed hidden states `[.., D]`: only those rows are computed."""
+        start, stop, _ = rows.indices(self.vocabulary)
+        weight, bias = self._output.weight, self._output.bias
+        if stop - start == self.vocabulary:
+            return F.linear(hidden, weight, bias)
+        if self.lean and bias is None and not torch.is_grad_enabled():
+            if (start, stop) not in self._parts:
+                self._parts[start, stop] = weight[start:stop].detach().t().contiguous()
+            return hidden @ self._parts[start, stop]
+        return F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
+
+    def new_layer(self, ffn: int | None = None) -> nn.Module:
+        """A decoder layer of the model's own class, its inner width `ffn` where given."""
+        config = copy.deepcopy(self.config)
+        if ffn is not None:
+            config.intermediate_size = ffn
+        layer = type(self.decoder.layers[0])(config, 0)
+        return self._fresh(layer)
+
+    def new_norm(self) -> nn.Module:
+        """A norm of the model's own class."""
+        norm: nn.Module = copy.deepcopy(self.final_norm).requires_grad_(True)
+        return norm
+
+    def new_output(self) -> nn.Module:
+        """An output matrix, a copy of the model's to begin with."""
+        output: nn.Module = copy.deepcopy(self._output).requires_grad_(True)
+        return output
+
+    def block(self, layer: nn.Module) -> Block:
+        """The layer as it is called on pieces of streams."""
+        return Lean(layer) if self.lean else Stock(layer)
+
+    def normer(self, norm: nn.Module) -> Callable[[Tensor], Tensor]:
+        """The norm as it is called on pieces of streams."""
+        return lean_norm(norm) if self.lean else norm
+
+    def entry(self, norms: Sequence[nn.Module], linear: nn.Module) -> Callable[[Tensor], Tensor]:
+        """A linear layer on inputs `[.., k D]` side by side, each through its own norm."""
+        return (lean_entry if self.lean else stock_entry)(norms, linear)
+
+    def whole(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The layer on whole sequences `[B, T, D]`, causal, differentiable."""
+        n = x.shape[1]
+        place = self.placer.even(0, n)
+        if mask is None and self.config._attn_implementation == "eager" and n > 1:
+            mask = packed_mask(torch.zeros(1, n, dtype=torch.int64, device=x.device), x.dtype)
+        found = layer(x, attention_mask=mask, position_ids=None, position_embeddings=place.angles)
+        hidden: Tensor = found[0] if isinstance(found, tuple) else found
+        return hidden
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _angles(self, n: int) -> Angles:
+        with torch.inference_mode(False), torch.no_grad():
+            places = torch.arange(n, device=self.device)[None]
+            cos, sin = self._rotary.angles(places, self._table.weight)
+        return cos[0], sin[0]
+
+    def _fresh(self, layer: nn.Module) -> nn.Module:
+        layer.apply(self.model._init_weights)
+        return layer.to(self.device, self.dtype)
+
+    def _check_kind(self) -> None:
+        decoder, name = self.decoder, type(self.model).__name__
+        known = decoder is not None and hasattr(decoder, "layers") and hasattr(decoder, "config")
+        if not known or not any(hasattr(decoder, norm) for norm in _NORMS):
+            raise ModelError(
+                f"{name} is no causal language model of decoder layers and a final norm; "
+                "use one such as LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM"
+            )
+        kinds = {kind_of(decoder.config, i) for i in range(len(decoder.layers))}
+        if kinds != {FULL}:
+            raise ModelError(
+                f"{name} has layers of kind {', '.join(sorted(kinds - {FULL}))}; "
+                "drafts can be taken back from full-attention layers only"
+            )
+        attention = str(decoder.config._attn_implementation)
+        if attention not in ("sdpa", "eager"):
+            raise ModelError(
+                f"{name} runs {attention!r} attention, which takes no masks of single streams; "
+                "load it with attn_implementation='sdpa'"
+            )
+
+    @torch.no_grad()
+    def _check_equal(self) -> None:
+        """Raise unless a few tokens, read in two pieces, give the logits of the stock forward."""
+        ids = torch.arange(6, device=self.device)[None] % self.vocabulary
+        want = self.model(input_ids=ids, use_cache=False).logits.float()
+        state, found = self.state(1, 8), []
+        for piece in (ids[:, :4], ids[:, 4:]):
+            hidden = self.norm(self.run(state, self.embed(piece), [piece.shape[1]]))
+            found.append(self.logits(hidden, slice(None)).float())
+        gap = (torch.cat(found, 1) - want).abs().max()
+        if not gap <= _CLOSE.get(self.dtype, 5e-2) * want.abs().max().clamp(min=1e-3):
+            raise ModelError(
+                f"{type(self.model).__name__} does more around its decoder layers than embedding, "
+                f"norm and output head (logits differ by {float(gap):.2g}); use a Llama-like model"
+            )
+
+
+def _decoder(model: Any) -> Any:
+    return model.get_decoder() if hasattr(model, "get_decoder") else None
+
+
+def backbone_of(model: Any) -> Backbone:
+    """The model as a trunk; one that is a trunk already stays it."""
+    return model if isinstance(model, Backbone) else Backbone(model)
+
+
+def make_head(name: str, model: Any, *, start: str = "last", **options: Any) -> Any:
+    """A new head for a causal language model.
+
+    Args:
+        name: A registered head, such as `mctp` or `mtp`.
+        model: `…ForCausalLM`, or a `Backbone` of one.
+        start: `last` copies the model's last decoder layer into every module, where the inner
+            width is the same all of it, else all but the feed-forward part; `random` does not.
+        options: Of the head: `modules`, `ffn`, `window` …
+
+    Raises:
+        SpecError: There is no such head.
+        ModelError: The model or the options do not fit.
+    """
+    make = get(name, "head").fn
+    if start not in ("last", "random"):
+        raise ModelError(f"unknown start {start!r} of a head; choices: 'last', 'random'")
+    trunk = backbone_of(model)
+    try:
+        head = make(trunk, **options)
+    except TypeError as error:
+        raise ModelError(f"head {name!r}: {error}; see the options of its class") from error
+    if start == "last":
+        for layer in getattr(head, "layers", ()):
+            copy_weights(trunk.decoder.layers[-1], layer)
+    return head
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy the weights of the same name and shape."""
+    ours = target.state_dict()
+    with torch.no_grad():
+        for name, weight in source.state_dict().items():
+            if name in ours and ours[name].shape == weight.shape:
+                ours[name].copy_(weight)
+
+
+def load_head(path: str | Path, model: Any) -> Any:
+    """The head of a file on a model; see `mmfast.heads.base.load_head`."""
+    return load_file(path, backbone_of(model))

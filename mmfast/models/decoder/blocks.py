@@ -1,0 +1,221 @@
+"""Decoder layers as they are called on pieces of streams: stock, or the same in fewer calls.
+
+At a hidden width of a few hundred a CPU spends most of a decoder layer between operations. `Lean`
+does what a Llama-like layer does in half as many, on weights joined once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmfast.ops.stream_cache import LayerSlot, TokenPlaces
+
+
+def lean_norm(norm: Any) -> Callable[[Tensor], Tensor]:
+    """A stock RMS norm in five operations."""
+    bare, weight = bare_norm(norm), norm.weight.detach()
+    return lambda x: bare(x).mul_(weight)
+
+
+def bare_norm(norm: Any) -> Callable[[Tensor], Tensor]:
+    """The norm without its weight, which the next product has taken in."""
+    eps = torch.tensor(norm.variance_epsilon, dtype=norm.weight.dtype)
+    share, length_of, addcmul = 1 / norm.weight.numel(), torch.linalg.vector_norm, torch.addcmul
+
+    def normed(x: Tensor) -> Tensor:
+        length = length_of(x, dim=-1, keepdim=True)
+        return x * addcmul(eps, length, length, value=share).rsqrt_()
+
+    return normed
+
+
+def lean_entry(norms: Sequence[Any], linear: Any) -> Callable[[Tensor], Tensor]:
+    """A linear layer on inputs `[.., k D]` side by side, each normed: all of them at once."""
+    bare, parts = bare_norm(norms[0]), len(norms)
+    scale = torch.cat([norm.weight.detach() for norm in norms])
+    weight = (linear.weight.detach() * scale).t().contiguous()
+
+    def enter(x: Tensor) -> Tensor:
+        normed = bare(x.view(-1, parts, x.shape[-1] // parts)).view(-1, x.shape[-1])
+        return normed.mm(weight).view(*x.shape[:-1], -1)
+
+    return enter
+
+
+def stock_entry(norms: Sequence[Any], linear: Any) -> Callable[[Tensor], Tensor]:
+    """The same with the modules themselves."""
+
+    def enter(x: Tensor) -> Tensor:
+        pieces = x.chunk(len(norms), -1)
+        joined = [norm(piece) for norm, piece in zip(norms, pieces, strict=True)]
+        return F.linear(torch.cat(joined, -1), linear.weight)
+
+    return enter
+
+
+def head_norm(attention: Any, queries: int, keys: int) -> Callable[[Tensor], Tensor] | None:
+    """The norms of queries and keys as one, where the layer has them."""
+    if not hasattr(attention, "q_norm"):
+        return None
+    q, k = attention.q_norm, attention.k_norm
+    weight = torch.cat((q.weight.expand(queries, -1), k.weight.expand(keys, -1))).detach()
+    eps = torch.tensor(q.variance_epsilon, dtype=weight.dtype)
+
+    def normed(x: Tensor) -> Tensor:  # [B, n, queries + keys, d]
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_() * weight
+
+    return normed
+
+
+Block = Callable[[Tensor, LayerSlot, TokenPlaces], Tensor]
+
+_LEAN = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer")
+_LEAN_NUMBERS = 4_000_000  # of a layer; larger ones spend their time in the products
+
+
+def lean_fits(layer: nn.Module) -> bool:
+    """Whether `Lean` does what the layer does, and gains by it."""
+    weight = next(layer.parameters())
+    return (
+        type(layer).__name__ in _LEAN
+        and weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.float64)
+        and sum(p.numel() for p in layer.parameters()) <= _LEAN_NUMBERS
+    )
+
+
+class Lean:
+    """A Llama-like decoder layer on `[B, n, D]`, its weights joined and laid out for products."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.width = attention.q_proj.in_features
+        self.head = attention.head_dim
+        self.keys = attention.k_proj.out_features // self.head
+        self.queries = attention.q_proj.out_features // self.head
+        self.turned = self.queries + self.keys
+        self.scaling = attention.scaling
+        self.qkv, self.qkv_bias = _joined(parts, layer.input_layernorm)
+        self.out, self.out_bias = _joined((attention.o_proj,))
+        self.up, self.up_bias = _joined(
+            (mlp.gate_proj, mlp.up_proj), layer.post_attention_layernorm
+        )
+        self.down, self.down_bias = _joined((mlp.down_proj,))
+        self.through, self.through_bias = self._through()
+        self.before = bare_norm(layer.input_layernorm)
+        self.between = bare_norm(layer.post_attention_layernorm)
+        name = type(mlp.act_fn).__name__
+        self.act: Callable[[Tensor], Tensor] = F.silu if "SiLU" in name else mlp.act_fn
+        self.head_norm = head_norm(attention, self.queries, self.keys)
+
+    def __call__(self, x: Tensor, slot: LayerSlot, place: TokenPlaces) -> Tensor:
+        """The layer on new tokens, behind those of the slot."""
+        batch, n, width = x.shape
+        flat = x.reshape(-1, width)
+        if place.alone:
+            flat = _added(flat, self.before(flat), self.through, self.through_bias)
+        else:
+            mixed = self._mixed(flat, batch, n, slot, place)
+            flat = _added(flat, mixed, self.out, self.out_bias)
+        gate, up = _product(self.between(flat), self.up, self.up_bias).chunk(2, -1)
+        flat = _added(flat, self.act(gate).mul_(up), self.down, self.down_bias)
+        return flat.view(batch, n, width)
+
+    def _mixed(
+        self, flat: Tensor, batch: int, n: int, slot: LayerSlot, place: TokenPlaces
+    ) -> Tensor:
+        """What the attention reads, `[B * n, D]`."""
+        qkv = _product(self.before(flat), self.qkv, self.qkv_bias).view(batch, n, -1, self.head)
+        turned = qkv[:, :, : self.turned]
+        normed = turned if self.head_norm is None else self.head_norm(turned)
+        cos, sin = place.turn
+        torch.addcmul(normed * cos, normed.roll(self.head // 2, -1), sin, out=turned)
+        both = qkv[:, :, self.queries :].view(batch, n, 2, self.keys, self.head)
+        keys, values = slot.put(both.permute(2, 0, 3, 1, 4), place)
+        mixed = F.scaled_dot_product_attention(
+            qkv[:, :, : self.queries].transpose(1, 2),
+            keys,
+            values,
+            attn_mask=place.mask,
+            is_causal=place.causal,
+            scale=self.scaling,
+            enable_gqa=self.queries != self.keys,
+        )
+        return mixed.transpose(1, 2).reshape(batch * n, -1)
+
+    def _through(self) -> tuple[Tensor, Tensor | None]:
+        """Attention where a token sees itself alone: its own values, projected, as one product."""
+        first, groups = self.turned * self.head, self.queries // self.keys
+        rows = torch.arange(self.keys * self.head).view(self.keys, self.head)
+        rows = first + rows.repeat_interleave(groups, 0).flatten()  # one per query head
+        out = self.out.double()
+        through = (self.qkv[:, rows].double() @ out).to(self.out.dtype)
+        if self.qkv_bias is None:
+            return through, self.out_bias
+        bias = (self.qkv_bias[rows].double() @ out).to(self.out.dtype)
+        return through, bias if self.out_bias is None else bias + self.out_bias
+
+
+class Stock:
+    """A decoder layer of any class with stock arguments."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        names = inspect.signature(layer.forward).parameters
+        self.cache_name = "layer_past" if "layer_past" in names else "past_key_values"
+
+    def __call__(self, x: Tensor, slot: LayerSlot, place: TokenPlaces) -> Tensor:
+        """The layer on new tokens, behind those of the slot."""
+        mask = place.mask
+        found = self.layer(
+            x,
+            attention_mask=mask[None, None] if mask is not None and mask.ndim == 2 else mask,
+            position_ids=None,
+            use_cache=True,
+            position_embeddings=place.angles,
+            **{self.cache_name: _Cache(slot, place)},
+        )
+        hidden: Tensor = found[0] if isinstance(found, tuple) else found
+        return hidden
+
+
+class _Cache:
+    """A slot as a stock attention sees its cache, for one call."""
+
+    __slots__ = ("place", "slot")
+
+    def __init__(self, slot: LayerSlot, place: TokenPlaces) -> None:
+        self.slot, self.place = slot, place
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new tokens, read all."""
+        return self.slot.put_two(key_states, value_states, self.place)
+
+
+def _joined(parts: Any, norm: Any = None) -> tuple[Tensor, Tensor | None]:
+    """Weights of linear layers side by side, `[in, out]`, times a norm's, and their biases."""
+    weight = torch.cat([part.weight.detach() for part in parts])
+    weight = (weight if norm is None else weight * norm.weight.detach()).t().contiguous()
+    biases = [part.bias for part in parts]
+    if all(bias is None for bias in biases):
+        return weight, None
+    return weight, torch.cat([bias.detach() for bias in biases])
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.mm(weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def _added(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    total = torch.addmm(x, y, weight)
+    return total if bias is None else total.add_(bias)

@@ -1,0 +1,294 @@
+"""Rotate stored keys exactly as the stock attention does, with the model's own modules.
+
+Keys and queries as they are before RoPE, read off the stock attention while it runs.
+
+Forward hooks stand on the last module that makes them: `k_norm` where there is one, else
+`k_proj`. A hook only writes where the thread that runs the model asked for it, so other threads,
+and other users of the same model, see no difference.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from mmfast.core.errors import ModelError
+from mmfast.models.reduction.masks import kind_of
+
+_KEYS = ("k_norm", "k_layernorm", "key_layernorm", "k_proj")
+_QUERIES = ("q_norm", "q_layernorm", "query_layernorm", "q_proj")
+_FUSED = "qkv_proj"  # queries, keys and values side by side
+
+
+@dataclass(eq=False)
+class Raw:
+    """What the forward passes of one thread left, the last one of each layer.
+
+    Attributes:
+        keys: Decoder layer to `[B, H, n, d]` before RoPE.
+        queries: Decoder layer to `[B, Hq, n, d]` before RoPE.
+    """
+
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    queries: dict[int, Tensor] = field(default_factory=dict)
+
+
+class RawCapture:
+    """Hooks on every attention layer of a decoder; they stay until `remove`.
+
+    Args:
+        decoder: A text model (`model.get_decoder()`) with `layers`; those without `self_attn`
+            (convolutions) are passed over.
+
+    Attributes:
+        attentions: Decoder layer to its attention module.
+
+    Raises:
+        ModelError: There is no attention layer, or one does not show its keys before RoPE.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        self._local = threading.local()
+        self.attentions = attentions(decoder)
+        sites = [site for i, a in self.attentions.items() for site in _sites(i, a)]
+        self._handles = [
+            module.register_forward_hook(partial(self._note, name, layer, read))
+            for module, name, layer, read in sites
+        ]
+
+    @contextmanager
+    def recording(self) -> Iterator[Raw]:
+        """What this thread runs goes into the `Raw` that is given; recordings may be nested."""
+        raw = Raw()
+        stack: list[Raw] = self._local.__dict__.setdefault("stack", [])
+        stack.append(raw)
+        try:
+            yield raw
+        finally:
+            stack.remove(raw)
+
+    def remove(self) -> None:
+        """Take all hooks off the model; a second time does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _note(
+        self,
+        name: str,
+        layer: int,
+        read: Callable[[Tensor], Tensor],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> None:
+        stack: list[Raw] | None = self._local.__dict__.get("stack")
+        if not stack:
+            return
+        heads = _heads_first(read(output), args[0], _width(self.attentions[layer]))
+        for raw in stack:
+            getattr(raw, name)[layer] = heads
+
+
+@contextmanager
+def capturing(decoder: Any) -> Iterator[Raw]:
+    """Capture what this thread runs through a text model; no hook stays behind.
+
+    Raises:
+        ModelError: As `RawCapture`.
+    """
+    capture = RawCapture(decoder)
+    try:
+        with capture.recording() as raw:
+            yield raw
+    finally:
+        capture.remove()
+
+
+def attentions(decoder: Any) -> dict[int, nn.Module]:
+    """Decoder layer to its attention module.
+
+    Raises:
+        ModelError: The decoder has none.
+    """
+    layers = getattr(decoder, "layers", None)
+    found = {} if layers is None else dict(enumerate(layers))
+    found = {i: layer.self_attn for i, layer in found.items() if hasattr(layer, "self_attn")}
+    if not found:
+        raise ModelError(
+            f"{type(decoder).__name__} has no layers with self_attn, so its keys cannot be read; "
+            "give model.get_decoder() of a transformers vision-language model"
+        )
+    return found
+
+
+_Site = tuple[nn.Module, str, int, Callable[[Tensor], Tensor]]
+
+
+def _sites(layer: int, attention: Any) -> Iterator[_Site]:
+    """Where the keys and the queries of one layer appear, and how to read them."""
+    if not hasattr(attention, "head_dim"):
+        raise _unreadable(layer, attention, "head_dim")
+    fused = getattr(attention, _FUSED, None)
+    if isinstance(fused, nn.Module):
+        key = attention.config.num_key_value_heads * attention.head_dim
+        query = attention.config.num_attention_heads * attention.head_dim
+        yield fused, "queries", layer, partial(_slice, 0, query)
+        yield fused, "keys", layer, partial(_slice, query, key)
+        return
+    for name, choices in (("keys", _KEYS), ("queries", _QUERIES)):
+        modules = (getattr(attention, choice, None) for choice in choices)
+        found = next((m for m in modules if isinstance(m, nn.Module)), None)
+        if found is None:
+            raise _unreadable(layer, attention, f"{choices[-1]} or {_FUSED}")
+        yield found, name, layer, _whole
+
+
+def _unreadable(layer: int, attention: Any, missing: str) -> ModelError:
+    return ModelError(
+        f"{type(attention).__name__} of layer {layer} has no {missing}, so its keys before RoPE "
+        "cannot be read; use a model whose attention has k_proj and q_proj"
+    )
+
+
+def _whole(output: Tensor) -> Tensor:
+    return output
+
+
+def _slice(start: int, length: int, output: Tensor) -> Tensor:
+    return output.narrow(-1, start, length)
+
+
+def _heads_first(output: Tensor, given: Tensor, width: int) -> Tensor:
+    """`[B, H, n, d]` of what a projection `[B, n, H*d]` or a norm per head returned."""
+    if output.ndim == 3:
+        return output.view(*output.shape[:-1], -1, width).transpose(1, 2)
+    # A norm stands before or after the transposition; it got a view of the projection, whose
+    # strides tell tokens (far apart) from heads (side by side). One head is side by side with none.
+    near, far = given.stride(1), given.stride(2)
+    first = near < far or (near == far and output.shape[1] == 1)
+    heads: Tensor = output if first else output.transpose(1, 2)
+    return heads
+
+
+def _width(attention: Any) -> int:
+    return int(attention.head_dim)
+
+
+Angles = tuple[Tensor, Tensor]  # cos and sin, each [B, n, rotated width]
+
+_CHANGING = ("dynamic", "longrope")  # their frequencies depend on the length of the prompt
+
+
+class Rotary:
+    """The rotary embedding of one text model.
+
+    Args:
+        decoder: `model.get_decoder()`.
+
+    Attributes:
+        axes: Axes A of its positions: 3 under M-RoPE, else 1.
+
+    Raises:
+        ModelError: It has none, or one whose frequencies change with the length.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        self._module: Any = getattr(decoder, "rotary_emb", None)
+        self._config = decoder.config
+        name = type(decoder).__name__
+        if self._module is None:
+            raise ModelError(
+                f"{name} has no rotary_emb, so stored keys cannot be moved; "
+                "use a model with rotary positions"
+            )
+        kinds = self._module.rope_type
+        self._typed = isinstance(kinds, dict)
+        changing = [
+            kind
+            for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
+            if any(part in str(kind) for part in _CHANGING)
+        ]
+        if changing:
+            raise ModelError(
+                f"{name} has rotary positions of type {changing[0]!r}, whose frequencies change "
+                "with the length, so stored keys cannot be moved; use 'default', 'linear', "
+                "'yarn' or 'llama3'"
+            )
+        self.axes = 3 if hasattr(self._module, "mrope_section") else 1
+
+    def angles(self, positions: Tensor, like: Tensor, layer: int = 0) -> Angles:
+        """Cosines and sines of positions; the same for all layers of a kind and a device.
+
+        Args:
+            positions: `[A, n]`, or `[A, B, n]` where conversations differ; int64, of any sign.
+            like: Keys, for device and dtype.
+            layer: Decoder layer; only matters where kinds of layers have their own frequencies.
+        """
+        places = positions[:, None] if positions.ndim == 2 else positions
+        places = places.to(like.device)
+        extra = (kind_of(self._config, layer),) if self._typed else ()
+        with torch.no_grad():
+            turned: Angles = self._module(like, places if self.axes > 1 else places[0], *extra)
+        return turned
+
+    def turn(self, attention: Any, keys: Tensor, angles: Angles) -> Tensor:
+        """Keys `[.., H, n, d]` at these angles, by the apply function of the attention's file."""
+        apply: Callable[..., tuple[Tensor, Tensor]]
+        apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        batched = keys if keys.ndim == 4 else keys[None]
+        turned = apply(batched[:, :0], batched, *angles)[1]
+        return turned if keys.ndim == 4 else turned[0]
+
+    def rotate(self, attention: Any, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys as the stock attention would cache them at other positions.
+
+        Args:
+            attention: The attention module they are of.
+            keys: `[H, n, d]` or `[B, H, n, d]` before RoPE.
+            positions: `[A, n]` or `[A, B, n]`.
+
+        Returns:
+            Rotated keys, bit for bit those of the stock model.
+        """
+        angles = self.angles(positions, keys, getattr(attention, "layer_idx", 0))
+        return self.turn(attention, keys, angles)
+
+
+@torch.no_grad()
+def check_rotation(decoder: Any, capture: RawCapture, rotary: Rotary) -> None:
+    """Run three tokens and see that captured keys, rotated, are those the model caches.
+
+    A model that norms its keys behind RoPE, or rotates in some other way, shows here.
+
+    Raises:
+        ModelError: They are not.
+    """
+    weight = decoder.get_input_embeddings().weight
+    steps = torch.tensor([3, 5, 17], device=weight.device)
+    places = torch.stack([steps + 2 * axis for axis in range(rotary.axes)])  # [A, 3]
+    cache = DynamicCache(config=decoder.config)
+    with capture.recording() as raw:
+        decoder(
+            inputs_embeds=weight[:3][None],
+            position_ids=places[:, None] if rotary.axes > 1 else places,
+            past_key_values=cache,
+            use_cache=True,
+        )
+    for layer, attention in capture.attentions.items():
+        held = getattr(cache.layers[layer], "keys", None)
+        keys = rotary.rotate(attention, raw.keys[layer], places)
+        if held is None or held.shape != keys.shape or not torch.allclose(held, keys, 1e-3, 1e-3):
+            raise ModelError(
+                f"{type(attention).__name__} of layer {layer} caches keys that are not its "
+                "projected keys, rotated, so stored keys cannot be moved; use a model that "
+                "rotates last"
+            )

@@ -1,0 +1,1 @@
+"""Model families, one file each; a file calls `add_adapter`."""

@@ -1,0 +1,174 @@
+"""What is particular to one model family: the layout of its visual tokens, and a few flags.
+
+A family is one file in this folder that builds an `Adapter` and calls `add_adapter`.
+Nothing about a method may enter it, so methods and families add up instead of multiplying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+from mmfast.core.registry import import_all
+from mmfast.models.families.tower import Tower, find_tower
+
+# Arguments of the call of `get_image_features`, or of another kind, by name.
+Call = Mapping[str, Any]
+
+
+def one_tile(base: Any, call: Call) -> list[int]:
+    """Every image is one input of the tower."""
+    return [1] * len(call["pixel_values"])
+
+
+def raster_places(grid: tuple[int, int, int]) -> Tensor:
+    """`(t, y, x)` of every token of a full raster, `[t * h * w, 3]`."""
+    axes = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
+    return torch.stack([axis.flatten() for axis in axes], dim=-1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The placeholder tokens of one image or one video, in the order the LLM gets them.
+
+    Attributes:
+        length: How many there are, separators included.
+        grid: `(frames, rows, columns)` of the others in raster order; None where they are no
+            single raster (tiles of several resolutions).
+        separators: Offsets of newline tokens; no method sees them, so none can drop them.
+        tiles: For an image cut into tiles, the tile of each content token: 0 is the overview,
+            tiles count from 1 in raster order. None for anything else.
+        places: `[N, 3]` int `(t, y, x)` of each content token where there is no `grid`: tiles in
+            the raster of the whole mosaic, the overview in its own. None where it is not known.
+    """
+
+    length: int
+    grid: tuple[int, int, int] | None
+    separators: tuple[int, ...] = ()
+    tiles: tuple[int, ...] | None = None
+    places: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def place(self) -> Tensor | None:
+        """`(t, y, x)` of each content token, `[N, 3]`; None where nothing tells."""
+        if self.places is not None or self.grid is None:
+            return self.places
+        return raster_places(self.grid)
+
+    def content(self) -> Tensor:
+        """Offsets of the tokens that a method may reduce, `[N]` ascending."""
+        keep = torch.ones(self.length, dtype=torch.bool)
+        keep[list(self.separators)] = False
+        return keep.nonzero()[:, 0]
+
+
+Recover = Callable[[Any, str, Tensor, Tensor | None], Layout | list[Layout] | None]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One model family.
+
+    Attributes:
+        family: `model_type` of its config.
+        layout: `(base model, "image" or "video", call) -> list[Layout]`, one per image or video
+            in the order of the features.
+        fold: `(base model, kind, values [P, C], call) -> list of [N, C]`: brings values of the
+            vision tower's patches (in the tower's own order, without class token) to the content
+            tokens of each image or video, the way the family brings the features there.
+        recover: `(base model, kind, embeddings [length, D], positions [3, length] or None) ->
+            Layout` of one image or video, or list of those that come joined, for features that
+            were encoded before `attach` and come without their call; None where the tensors do
+            not tell.
+        tower: `(base model) -> Tower`: where the vision tower keeps its blocks.
+        audio_tower: The same of the audio encoder, for a family that hears.
+        tile_counts: `(base model, call) -> list[int]`: tower inputs of each image of a call.
+        media: Kinds of media it takes.
+        blocks: `(arguments of forward) -> [B, P + L]`: for a family whose media tokens see forward
+            inside their image, the number of the image of each token up to now, -1 at text; None
+            where this call is causal.
+        deepstack: The text model adds further visual features after its first layers.
+        mrope: Positions have three axes, and the base model remembers `rope_deltas`.
+    """
+
+    family: str
+    layout: Callable[[Any, str, Call], list[Layout]]
+    fold: Callable[[Any, str, Tensor, Call], list[Tensor]]
+    recover: Recover = lambda *_: None
+    tower: Callable[[Any], Tower] = find_tower
+    audio_tower: Callable[[Any], Tower] | None = None
+    tile_counts: Callable[[Any, Call], list[int]] = one_tile
+    media: tuple[str, ...] = ("image", "video")
+    blocks: Callable[[Call], Tensor | None] = lambda _: None
+    deepstack: bool = False
+    mrope: bool = False
+
+    def tower_of(self, base: Any, kind: str) -> Tower:
+        """The tower that encodes a kind of media."""
+        find = self.audio_tower if kind == "audio" else None
+        return (find or self.tower)(base)
+
+
+_PACKAGE = "mmfast.models.families"  # every file of it is imported, which makes its family known
+_ADAPTERS: dict[str, Adapter] = {}
+
+
+def families(kind: str | None = None) -> list[str]:
+    """Every known `model_type`, or those that take a kind of media."""
+    import_all(_PACKAGE)
+    names = sorted(_ADAPTERS)
+    return names if kind is None else [name for name in names if kind in _ADAPTERS[name].media]
+
+
+def check_media(model: Any, kind: str) -> None:
+    """Refuse a kind of media that a model does not take.
+
+    Raises:
+        ModelError: Names the families that do.
+    """
+    if kind not in adapter_for(model).media:
+        raise ModelError(
+            f"{type(model).__name__} takes no {kind}; families that do: {', '.join(families(kind))}"
+        )
+
+
+def add_adapter(adapter: Adapter) -> None:
+    """Make a family known; one of the same name is replaced."""
+    _ADAPTERS[adapter.family] = adapter
+
+
+def adapter_for(model: Any) -> Adapter:
+    """The adapter of a model, found by `model.config.model_type`.
+
+    Raises:
+        ModelError: There is none; names the class and says how to write one.
+    """
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    import_all(_PACKAGE)
+    if family not in _ADAPTERS:
+        part = getattr(getattr(getattr(model, "thinker", None), "config", None), "model_type", None)
+        if part in _ADAPTERS:
+            raise ModelError(
+                f"{type(model).__name__} speaks, too; attach to the part that sees and hears, "
+                f"its .thinker ({part})"
+            )
+        known = ", ".join(families())
+        raise ModelError(
+            f"{type(model).__name__} (model_type {family!r}) has no adapter; families: {known}; "
+            "write one: mmfast.models.families.adapter.add_adapter(Adapter(model_type, layout, "
+            "fold)), as mmfast/models/families/llava_onevision.py does in about 60 lines"
+        )
+    return _ADAPTERS[family]
+
+
+def tower_of(model: Any) -> Tower:
+    """The vision tower of a model of a known family.
+
+    Raises:
+        ModelError: The family is unknown.
+    """
+    return adapter_for(model).tower(model.base_model)

@@ -1,0 +1,1 @@
+"""KV policies on an attached model: eviction, packing and retrieval."""

@@ -1,0 +1,387 @@
+"""Evicting entries of a cache layer: keys keep the positions they were rotated to.
+
+Drafts under a policy that acts at every step: each sees what would be left at its own turn.
+
+Assisted decoding brings several tokens at once. The cache is thinned before the call only, as the
+drafts may be taken back; what each of them would have seen leave is hidden from it by a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmfast.caches.plan import CachePlan
+from mmfast.caches.store import beside, leave
+from mmfast.core.errors import ModelError
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import Spec, count
+from mmfast.core.tokens import Tokens
+from mmfast.models.kv.notes import BASIS, KIND, PADDING, PINNED, TOTAL, WINDOW, entries, fill
+from mmfast.models.kv.packed import StoredLayer, keep_stored
+from mmfast.models.reduction.cache_layers import is_short, regroup
+from mmfast.models.reduction.probe import intercepting
+
+# `(row, where [n])` -> what becomes of these entries of a batch row, leading dims `[H]`.
+Choose = Callable[[int, Tensor], Reduction]
+
+
+def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int, int]:
+    """Let a policy choose what stays in one layer of a cache.
+
+    Args:
+        cache: The cache.
+        index: A shortened layer of it, with notes.
+        choose: Asked once per batch row.
+        drafts: Last entries that nobody asks about, because they may be taken back.
+
+    Returns:
+        Entries per head before and after, of all rows together.
+    """
+    layer = cache.layers[index]
+    notes, length = fill(layer), entries(layer)
+    real = notes[KIND][:, 0] != PADDING  # [B, n]; padding is the same in all heads
+    where = [row.nonzero()[:, 0] for row in real]
+    reductions = [
+        beside(choose(b, mine[: len(mine) - drafts]), drafts) for b, mine in enumerate(where)
+    ]
+    before, after = sum(map(len, where)), sum(r.m for r in reductions)
+    if before == after and all(r.pure for r in reductions):
+        return before, after
+    if isinstance(layer, StoredLayer) and all(r.pure for r in reductions):
+        nothing = layer.keys.new_empty(*layer.keys.shape[:2], length, 0)
+        left = leave(nothing, nothing, notes, where, reductions)
+        keep_stored(layer, [r.keep for r in reductions])
+    else:
+        if isinstance(layer, StoredLayer):
+            layer.open()  # what is merged is packed once more
+        left = leave(layer.keys, layer.values, notes, where, reductions)
+        layer.keys, layer.values = left.keys, left.values
+        if isinstance(layer, StoredLayer):
+            layer.front = left.gaps
+    gone = length - left.width
+    layer.gone, layer.dropped = layer.gone + gone, layer.dropped + gone
+    layer.notes, layer.valid = left.notes, left.valid
+    regroup(cache, index)
+    return before, after
+
+
+def basis(layer: Any, row: int) -> int:
+    """Tokens that a row held behind its last prompt: what shares refer to from there on."""
+    return int(layer.notes[BASIS][row, 0, -1]) if BASIS in layer.notes else 0
+
+
+def chooser(plan: CachePlan, layer: Any, index: int, layers: int, prompt: bool = True) -> Choose:
+    """What a plan makes of the entries of a layer, behind a prompt or a later step."""
+    whole = layer.whole() if isinstance(layer, StoredLayer) else (layer.keys, layer.values)
+
+    def choose(row: int, where: Tensor) -> Reduction:
+        keys, values = (_pick(x[row], where, 1) for x in whole)
+        notes = {k: _pick(note[row], where, -1) for k, note in layer.notes.items()}
+        heads, kinds = len(keys), notes[KIND].long()
+        mine = plan if prompt else settled(plan, basis(layer, row))
+        signals = {
+            "values": values,
+            "kind": kinds[0],
+            "layer": torch.tensor(index, device=keys.device),
+            "layers": torch.tensor(layers, device=keys.device),
+        }
+        if WINDOW in notes:
+            mass = notes[WINDOW]  # the rows of a softmax add up to one each
+            signals["attn_window"] = mass / mass.sum(-1, keepdim=True).round().clamp_min(1)
+        if TOTAL in notes:
+            signals["attn_sum"] = notes[TOTAL]
+        if bool((kinds == kinds[:1]).all()):
+            return mine.reduce(Tokens(keys, signals=signals))
+        return _by_head(mine, keys, signals, kinds, heads)
+
+    return choose
+
+
+def _pick(x: Tensor, where: Tensor, dim: int) -> Tensor:
+    """Entries of one row, without a copy where that is all of them."""
+    return x if len(where) == x.shape[dim] else x.index_select(dim, where)
+
+
+def _by_head(
+    plan: CachePlan, keys: Tensor, signals: dict[str, Tensor], kinds: Tensor, heads: int
+) -> Reduction:
+    """Heads that hold different tokens since an earlier prompt are asked one by one."""
+    found = []
+    for head in range(heads):
+        mine = {k: v if v.ndim == 0 else v[head : head + 1] for k, v in signals.items()}
+        mine["kind"] = kinds[head]
+        found.append(plan.reduce(Tokens(keys[head : head + 1], signals=mine)).select(0))
+    length = max(r.m for r in found)
+    return Reduction.stack([_grown(r, length) for r in found], (heads,))
+
+
+def _grown(reduction: Reduction, length: int) -> Reduction:
+    """Heads hold equally many entries: the most recent of the dropped ones stay, too."""
+    missing = length - reduction.m
+    if missing == 0:
+        return reduction
+    target = reduction.keep.gather(-1, reduction.owner.clamp_min(0))
+    alone = torch.ones(reduction.n, dtype=torch.bool, device=target.device)
+    alone[reduction.keep] = False
+    back = alone.nonzero()[:, 0][-missing:]
+    target = target.masked_fill(reduction.owner < 0, -1).index_copy(0, back, back)
+    keep = torch.cat([reduction.keep, back])
+    if reduction.pure:
+        return Reduction.prune(keep, reduction.n)
+    return Reduction.merge(keep, target, reduction.weight)
+
+
+def stayer(plan: CachePlan, layer: Any) -> Choose:
+    """Behind the prompt: position policies go on, and what a policy pinned there stays."""
+
+    def choose(row: int, where: Tensor) -> Reduction:
+        kinds = layer.notes[KIND][row].index_select(-1, where).long()
+        stays = settled(plan, basis(layer, row)).standing(kinds)  # [1 or H, n]
+        if PINNED in layer.notes:
+            stays = stays | layer.notes[PINNED][row].index_select(-1, where)
+        stays = stays.expand(layer.keys.shape[1], -1)
+        most = int(stays.sum(-1).max())
+        # Recent tokens first: a stable sort puts what stays last, in order.
+        keep = stays.to(torch.int8).argsort(dim=-1, stable=True)[:, -most:]
+        return Reduction.prune(keep, len(where))
+
+    return choose
+
+
+def pin(plan: CachePlan, layer: Any) -> None:
+    """Remember what position policies do not hold: it was chosen behind the prompt, for good."""
+    kinds = fill(layer)[KIND]
+    pinned = torch.zeros(kinds.shape, dtype=torch.bool, device=kinds.device)
+    for row, mine in zip(pinned, kinds, strict=True):
+        where = (mine[0] != PADDING).nonzero()[:, 0]
+        row[:, where] = ~plan.standing(mine[:, where].long())
+    layer.notes = {**layer.notes, PINNED: pinned}
+
+
+def settled(plan: CachePlan, n: int) -> CachePlan:
+    """The plan with every share as the number of tokens that it is of `n`.
+
+    A policy that acts at every step would otherwise take a share of a share for ever.
+    """
+    specs = (*plan.position, *((plan.score,) if plan.score else ()))
+    if not any(isinstance(spec.budget, float) for spec in specs):
+        return plan
+    score = None if plan.score is None else _settled(plan.score, n)
+    return replace(plan, position=tuple(_settled(s, n) for s in plan.position), score=score)
+
+
+def _settled(spec: Spec, n: int) -> Spec:
+    return replace(spec, budget=count(spec.budget, n)) if isinstance(spec.budget, float) else spec
+
+
+@dataclass(eq=False)
+class Slid:
+    """What `slide` did to one layer, for the next ones, which hold the same.
+
+    Attributes:
+        before: Its notes, and how many entries it had and had lost by then.
+        kinds: Of its entries.
+        where: Entries that stay.
+        layer: The layer itself, as it stands now.
+    """
+
+    before: tuple[Any, int, int]
+    kinds: Tensor
+    where: Tensor
+    layer: Any
+
+
+# By tokens of a layer, and tokens that shares refer to: where the entries are that stay.
+Known = dict[tuple[int, int, torch.device], Tensor]
+_MANY = 256  # lengths that are remembered; in the long run a window has one
+
+
+def slide(cache: Any, index: int, plan: CachePlan, memo: list[Slid], known: Known) -> bool:
+    """Let position policies evict from one conversation, where all its layers hold the same.
+
+    Args:
+        cache: The cache.
+        index: A layer with notes.
+        plan: The policies.
+        memo: What was done to the layer before; empty at first.
+        known: What numbers of tokens alone decide, kept from step to step.
+
+    Returns:
+        Whether that was done: False where rows, heads or packs call for `evict`.
+    """
+    layer = cache.layers[index]
+    if isinstance(layer, StoredLayer) or PINNED in layer.notes:
+        return False
+    before = (layer.notes, entries(layer), layer.gone)
+    last = memo[0] if memo else None
+    if last is not None and last.before[0] is before[0] and last.before[1:] == before[1:]:
+        _follow(layer, last)
+        return True
+    notes = fill(layer)
+    kinds = notes[KIND]
+    if len(kinds) > 1 or any(note.shape[1] > 1 for note in notes.values()):
+        return False
+    if last is None or not torch.equal(last.kinds, kinds):
+        if bool((kinds == PADDING).any()):
+            return False
+        where = _standing(plan, layer, kinds, known)
+    else:
+        where = last.where.to(kinds.device)
+    if len(where) < kinds.shape[-1]:
+        _keep_only(layer, where)
+        layer.notes = {name: note.index_select(-1, where) for name, note in notes.items()}
+        layer.gone = before[2] + kinds.shape[-1] - len(where)
+        regroup(cache, index)
+    if last is not None and _alike(layer, last.layer):
+        layer.notes = last.layer.notes  # from here on it is enough to see that it is the same
+    memo[:] = [Slid(before, kinds, where, layer)]
+    return True
+
+
+def _standing(plan: CachePlan, layer: Any, kinds: Tensor, known: Known) -> Tensor:
+    """The entries that stay; where only their number counts, looked up."""
+    shares = any(isinstance(spec.budget, float) for spec in plan.position)
+    whole = basis(layer, 0) if shares else 0
+    key = (kinds.shape[-1], whole, kinds.device)
+    if key in known:
+        return known[key]
+    where = settled(plan, whole).standing(kinds[0, 0].long()).nonzero()[:, 0]
+    if not any(spec.method.needs for spec in plan.position) and len(known) < _MANY:
+        known[key] = where
+    return where
+
+
+def _follow(layer: Any, last: Slid) -> None:
+    """Do to a layer what was done to one that held the same."""
+    if len(last.where) < last.before[1]:
+        _keep_only(layer, last.where)
+        layer.gone, layer.group = last.layer.gone, last.layer.group
+        layer.uneven = last.layer.uneven
+    layer.notes = last.layer.notes
+
+
+def _keep_only(layer: Any, where: Tensor) -> None:
+    gone = layer.keys.shape[2] - len(where)
+    here = where.to(layer.keys.device)
+    layer.keys, layer.values = (x.index_select(2, here) for x in (layer.keys, layer.values))
+    layer.dropped, layer.valid = layer.dropped + gone, None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two layers hold the same tokens and know the same of them."""
+    return (
+        (one.gone, one.dropped, one.notes.keys()) == (other.gone, other.dropped, other.notes.keys())
+        and one.uneven == other.uneven
+        and all(
+            a.device == b.device and torch.equal(a, b)
+            for a, b in zip(one.notes.values(), other.notes.values(), strict=True)
+        )
+    )
+
+
+class DraftMasks:
+    """Masks for calls that bring drafts.
+
+    Args:
+        plan: Position policies that act at every step, perhaps with a score behind prompts.
+        cache: Gives the cache of the call that this thread is in; None where it brings a prompt.
+    """
+
+    def __init__(self, plan: CachePlan, cache: Callable[[], Any]) -> None:
+        self._plan, self._cache = plan, cache
+
+    @contextmanager
+    def watching(self, modules: dict[int, nn.Module]) -> Iterator[None]:
+        """Stand around attention modules, by decoder layer."""
+        around: Any = torch.compiler.disable(self._around)
+        with intercepting({module: partial(around, i) for i, module in modules.items()}):
+            yield
+
+    def _around(
+        self,
+        index: int,
+        call: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        mask = attention_mask
+        cache = self._cache()
+        if cache is not None and query.shape[2] > 1 and index < len(cache.layers):
+            layer = cache.layers[index]
+            if is_short(layer) and layer.notes is not None:
+                seen = self._seen(layer, query.shape[2])
+                mask = hidden(module, query, mask, seen)
+        return call(module, query, key, value, mask, *args, **kwargs)
+
+    def _seen(self, layer: Any, drafts: int) -> Tensor:
+        """What each of the last tokens sees, `[B, 1 or H, drafts, n]`."""
+        notes = fill(layer)
+        kinds = notes[KIND].long()
+        groups = max(note.shape[1] for note in notes.values())
+        kinds = kinds.expand(-1, groups, -1)
+        seen = torch.zeros(*kinds.shape[:2], drafts, kinds.shape[2], dtype=torch.bool)
+        for b in range(len(kinds)):
+            plan = settled(self._plan, basis(layer, b))
+            for g in range(groups):
+                pinned = notes[PINNED][b].expand(groups, -1)[g] if PINNED in notes else None
+                seen[b, g] = _turns(plan, kinds[b, g].cpu(), pinned, drafts)
+        return seen.to(kinds.device)
+
+
+def _turns(plan: CachePlan, kinds: Tensor, pinned: Tensor | None, drafts: int) -> Tensor:
+    """`[drafts, n]` of one row and head."""
+    n = len(kinds)
+    alive = (kinds[: n - drafts] != PADDING).nonzero()[:, 0]
+    seen = torch.zeros(drafts, n, dtype=torch.bool)
+    for turn in range(drafts):
+        if turn:  # the cache is thinned before the first of them already
+            stays = plan.standing(kinds[alive])
+            stays = stays if pinned is None else stays | pinned.cpu()[alive]
+            alive = alive[stays]
+        alive = torch.cat([alive, torch.tensor([n - drafts + turn])])
+        seen[turn, alive] = True
+    return seen
+
+
+def hidden(module: Any, query: Tensor, mask: Any, seen: Tensor) -> Any:
+    """The mask with more hidden.
+
+    Args:
+        module: The attention module.
+        query: `[B, H, L, d]`.
+        mask: None, bool or additive `[B | 1, 1, L, S or more]`.
+        seen: `[B, 1 or Hkv, L or 1, S]` bool, what may be seen at most; causal.
+
+    Raises:
+        ModelError: Attention that takes no such mask.
+    """
+    kind = str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
+    if "flash" in kind or not (mask is None or isinstance(mask, Tensor)):
+        raise ModelError(
+            f"tokens of one call see different entries under this cache policy, which {kind!r} "
+            "attention cannot; call model.set_attn_implementation('sdpa'), ask one by one, or "
+            "leave out the draft"
+        )
+    if seen.shape[1] > 1:
+        seen = seen.repeat_interleave(query.shape[1] // seen.shape[1], 1)
+    if mask is not None and mask.dtype == torch.bool:
+        return seen & mask[..., : seen.shape[-1]]
+    if mask is None and kind != "eager":
+        return seen
+    low = torch.finfo(query.dtype).min
+    if mask is None:
+        mask = torch.zeros(1, dtype=query.dtype, device=query.device)
+        return mask.expand(seen.shape).masked_fill(~seen, low)
+    return mask[..., : seen.shape[-1]].masked_fill(~seen, low)

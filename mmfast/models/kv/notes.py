@@ -1,0 +1,212 @@
+"""What a cache layer knows of its entries: what they are, and where they stood.
+
+Notes are tensors with the batch first and the entries last. They lie on the layer itself, so they
+follow it through beams, crops and copies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmfast.caches.plan import CachePlan
+from mmfast.models.kv.prompt import PromptPart
+from mmfast.models.reduction.probe import head_mass, probing
+from mmfast.models.reduction.sequence import Sequences
+
+PADDING, TEXT, VISUAL, MARK = -1, 0, 1, 2
+
+# `[B, 1 or H, n]`: what an entry is, and the how manyeth token the layer got it was.
+KIND, PLACE = "kind", "place"
+# `[B, 1 or H, n]` bool: kept by a policy that acts behind a prompt only.
+PINNED = "pinned"
+# `[B, H, n]` float32: attention received, of the last queries of a prompt and of all.
+WINDOW, TOTAL = "window", "total"
+# `[B, 1 or H, n]`, the same throughout a row: its tokens when its last prompt ended.
+BASIS = "basis"
+# `[B, 1, n]`: the cluster that finds an entry again, -1 at what is always read; the frame it came
+# with, until the prompt ends; and whether it is read.
+CLUSTER, FRAME, READ = "cluster", "frame", "read"
+_FILL = {
+    KIND: TEXT,
+    PINNED: False,
+    WINDOW: 0.0,
+    TOTAL: 0.0,
+    CLUSTER: -1,
+    FRAME: -1,
+    READ: True,
+}
+
+
+def kinds_of(sequences: Sequences) -> Tensor:
+    """What the tokens of a call are, `[B, n]` int8: text, visual, separators, or padding."""
+    items, ok, n = sequences.items, sequences.ok, sequences.length
+    device = sequences.fixed[0].device if sequences.fixed else None
+    device = ok.device if ok is not None else device
+    kinds = torch.zeros(len(sequences.fixed) or 1, n, dtype=torch.int8, device=device)
+    if items:
+        kinds[:] = MARK
+        for row, text in enumerate(sequences.text):
+            kinds[row, text] = TEXT
+        for item in items:
+            kinds[item.row, item.where] = VISUAL
+    if ok is None:
+        return kinds
+    return kinds.expand(len(ok), n).masked_fill(~ok, PADDING)
+
+
+def entries(layer: Any) -> int:
+    """Entries that a cache layer holds per row and head, padding included."""
+    if not layer.is_initialized or layer.keys is None:
+        return 0
+    return int(layer.keys.shape[-2]) + int(getattr(layer, "extra", 0))
+
+
+def fill(layer: Any) -> dict[str, Tensor]:
+    """Notes for what came since they were last written: generated tokens."""
+    notes: dict[str, Tensor] = layer.notes
+    n = entries(layer)
+    missing = n - notes[KIND].shape[-1]
+    if missing > 0:
+        start = layer.gone + n - missing
+        layer.notes = notes = {k: _longer(k, v, start, missing) for k, v in notes.items()}
+    return notes
+
+
+def _longer(name: str, note: Tensor, start: int, missing: int) -> Tensor:
+    if name in _FILL:
+        return F.pad(note, (0, missing), value=_FILL[name])
+    if name == BASIS:
+        new = note[..., -1:].expand(*note.shape[:-1], missing)
+    else:
+        places = torch.arange(start, start + missing, device=note.device)
+        new = places.expand(*note.shape[:-1], missing)
+    return torch.cat([note, new], -1)
+
+
+def begin(layer: Any, before: int, past: Tensor | None, batch: int) -> None:
+    """Start the notes of a layer that holds `before` entries of `batch` rows.
+
+    Args:
+        layer: A shortened layer.
+        before: Entries from calls that nobody watched; they count as text.
+        past: `[B, before]` False at padding among them, or None.
+        batch: Rows.
+    """
+    device = layer.keys.device
+    kinds = torch.zeros(batch, 1, before, dtype=torch.int8, device=device)
+    if past is not None:
+        kinds = kinds.masked_fill(~past[:, None, -before:].to(device), PADDING)
+    places = torch.arange(before, device=device).expand(batch, 1, before)
+    layer.notes = {KIND: kinds, PLACE: places}
+
+
+def arrive(layer: Any, kinds: Tensor) -> None:
+    """Take down what a call has just stored.
+
+    Args:
+        layer: A shortened layer with notes.
+        kinds: `[B, n]` of the n new entries.
+    """
+    notes = fill(layer)
+    count = kinds.shape[-1]
+    old = notes[KIND]
+    new = kinds[:, None].to(old).expand(*old.shape[:-1], count)
+    layer.notes = {**notes, KIND: torch.cat([old[..., : old.shape[-1] - count], new], -1)}
+
+
+def remember_basis(layer: Any) -> None:
+    """Take down how many tokens each row holds, before a policy acts on them."""
+    notes = fill(layer)
+    kinds = notes[KIND]
+    held = (kinds[:, :1] != PADDING).sum(-1, keepdim=True)  # [B, 1, 1]
+    layer.notes = {**notes, BASIS: held.expand(-1, kinds.shape[1], kinds.shape[2])}
+
+
+def add_masses(layer: Any, masses: Mapping[str, Tensor]) -> None:
+    """Add attention `[B, H, n]` that all entries received, by the name of the note."""
+    notes = fill(layer)
+    added = {
+        name: F.pad(notes[name], (0, mass.shape[-1] - notes[name].shape[-1])) + mass
+        if name in notes
+        else mass
+        for name, mass in masses.items()
+    }
+    layer.notes = {**notes, **added}
+
+
+# The part of a prompt that this thread's call brings (None in a decode step), and its padding
+# `[B, n]`; None in the place of both: look away.
+Now = Callable[[], tuple[PromptPart | None, Tensor | None] | None]
+
+
+class Attention:
+    """Sums the attention that the entries of a cache receive, while it is computed.
+
+    Args:
+        plan: What is read.
+        steps: Decode steps count, too.
+        now: See `Now`.
+    """
+
+    def __init__(self, plan: CachePlan, steps: bool, now: Now) -> None:
+        self._window = plan.window
+        self._total = "attn_sum" in plan.needs
+        self._steps, self._now = steps, now
+        self._local = threading.local()
+
+    @property
+    def reads(self) -> bool:
+        """Whether the plan reads attention at all."""
+        return bool(self._window) or self._total
+
+    @contextmanager
+    def watching(self, modules: Mapping[int, nn.Module]) -> Iterator[None]:
+        """Watch attention modules, by decoder layer."""
+        look: Any = torch.compiler.disable(self._look)
+        hooks = {module: partial(look, index) for index, module in modules.items()}
+        with probing(hooks, levels=self._total):
+            yield
+
+    def take(self, index: int) -> dict[str, Tensor]:
+        """Notes `[B, H, n]` to add, from the call that this thread is in, of one layer."""
+        found: dict[str, Tensor] = self._local.__dict__.pop(str(index), {})
+        return found
+
+    def _look(
+        self,
+        index: int,
+        _: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float | None,
+        causal: bool,
+        lse: Tensor | None = None,
+    ) -> None:
+        now = self._now()
+        if now is None or (now[0] is None and not self._steps):
+            return
+        part, ok = now
+        new = query.shape[2] - (part.drafts if part else 0)
+        total, window = [], []
+        for row in range(len(query)):
+            places = torch.arange(new, device=query.device)
+            if ok is not None:
+                places = places[ok[row, :new].to(query.device)]
+            if self._total:
+                total.append(head_mass(query, key, row, places, mask, scaling, causal, lse))
+            if self._window and part is not None:
+                recent = places[max(0, len(places) - max(0, self._window - part.rest)) :]
+                window.append(head_mass(query, key, row, recent, mask, scaling, causal))
+        self._local.__dict__[str(index)] = {
+            name: torch.stack(rows) for name, rows in ((TOTAL, total), (WINDOW, window)) if rows
+        }

@@ -1,0 +1,361 @@
+"""Cache layers that hold older entries in few bits and unpack them when they are read.
+
+One conversation's keys and values of one layer, most of them in few bits.
+
+A `Row` is what a cache layer holds of one batch row: packs, then the recent entries in full
+precision, which lie with those of the other rows on the layer. Nothing is ever packed twice: an
+entry that a policy evicts from a pack is passed over when the pack is read, and a pack goes when
+none of its entries is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import DynamicLayer
+
+from mmfast.caches.store import leave
+from mmfast.core.errors import ModelError
+from mmfast.core.reduction import Reduction, gather_rows
+from mmfast.models.kv.notes import KIND, PADDING, entries, fill
+from mmfast.models.reduction.cache_layers import Shorter, is_short, regroup, shorten
+from mmfast.ops.quantisation import (
+    MixedPacked,
+    PackedTensor,
+    dequantise,
+    dequantise_row,
+    unpack_mixed,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Consecutive entries in few bits.
+
+    Attributes:
+        keys: `[H, n, d]`.
+        values: `[H, n, d]`.
+        n: Entries per head.
+    """
+
+    keys: PackedTensor | MixedPacked
+    values: PackedTensor | MixedPacked
+    n: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """What one batch row holds beside its recent entries.
+
+    Attributes:
+        packs: In order of time.
+        live: `[H, m]` ascending: which entries of packs and recent ones are left, as of the time
+            when there were `covered` of them; None where all are.
+        covered: See `live`; what came since is left.
+    """
+
+    packs: tuple[Pack, ...] = ()
+    live: Tensor | None = None
+    covered: int = 0
+
+    @property
+    def packed(self) -> int:
+        """Entries per head in packs, evicted ones too."""
+        return sum(pack.n for pack in self.packs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of packs and index."""
+        index = 0 if self.live is None else self.live.nbytes
+        return index + sum(pack.nbytes for pack in self.packs)
+
+    def length(self, recent: int) -> int:
+        """Entries per head that are left, with so many recent ones on the layer."""
+        total = self.packed + recent
+        return total if self.live is None else self.live.shape[1] + total - self.covered
+
+    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[H, m, d]` that are left; takes the recent ones `[H, r, d]`."""
+        packs, index = self.packs, self.index(keys.shape[1])
+        if packs:
+            keys = _behind([p.keys for p in packs], self.packed, keys)
+            values = _behind([p.values for p in packs], self.packed, values)
+        if index is None:
+            return keys, values
+        index = index.to(keys.device)
+        return gather_rows(keys, index), gather_rows(values, index)
+
+    def index(self, recent: int) -> Tensor | None:
+        """`live` with what came since, `[H, m]`."""
+        if self.live is None:
+            return None
+        more = torch.arange(self.covered, self.packed + recent, device=self.live.device)
+        return torch.cat([self.live.long(), more.expand(len(self.live), -1)], 1)
+
+    def keep(self, kept: Tensor, recent: int) -> PackedRow:
+        """Only these of the entries that are left, `[H, m]` ascending."""
+        index, total = self.index(recent), self.packed + recent
+        live = kept if index is None else index.gather(1, kept)
+        return replace(self, live=live.to(torch.int32), covered=total)._without_empty_packs()
+
+    def without_last(self, count: int, recent: int) -> PackedRow:
+        """When `count` recent entries, which nothing evicted, were taken back; `recent` is left."""
+        total = self.packed + recent
+        if self.live is None or self.covered <= total:
+            return self
+        return replace(
+            self, live=self.live[:, : self.live.shape[1] - self.covered + total], covered=total
+        )
+
+    def _without_empty_packs(self) -> PackedRow:
+        assert self.live is not None
+        packs, live, covered, start = list[Pack](), self.live, self.covered, 0
+        for pack in self.packs:
+            inside = (live >= start) & (live < start + pack.n)
+            if bool(inside.any()):
+                packs.append(pack)
+                start += pack.n
+            else:
+                live = torch.where(live >= start, live - pack.n, live)
+                covered -= pack.n
+        return PackedRow(tuple(packs), live, covered)
+
+
+def _behind(packs: Sequence[PackedTensor | MixedPacked], n: int, recent: Tensor) -> Tensor:
+    """Packs of n entries unpacked, and the recent ones `[H, r, d]` behind: `[H, n + r, d]`."""
+    plain = [pack for pack in packs if isinstance(pack, PackedTensor)]
+    if len(plain) < len(packs):
+        parts = [unpack_mixed(p) if isinstance(p, MixedPacked) else dequantise(p) for p in packs]
+        return torch.cat([*parts, recent], 1)
+    row = recent.new_empty(len(recent), n + recent.shape[1], recent.shape[2])
+    dequantise_row(plain, row[:, :n])
+    row[:, n:] = recent
+    return row
+
+
+# `(x [H, n, d], whether keys) -> ` the same in few bits.
+Packer = Callable[[Tensor, bool], Any]
+
+
+def packs_of(keys: Tensor, values: Tensor, pack: Packer, size: int | None) -> list[Pack]:
+    """Packs of at most `size` entries, or one of all."""
+    pairs = zip(_packed(keys, pack, True, size), _packed(values, pack, False, size), strict=True)
+    left, size = keys.shape[1], size or keys.shape[1]
+    return [
+        Pack(k, v, min(size, left - start))
+        for (k, v), start in zip(pairs, range(0, left, size), strict=True)
+    ]
+
+
+def _packed(x: Tensor, pack: Packer, keys: bool, size: int | None) -> list[Any]:
+    """Parts of `size` entries, all full ones at once."""
+    full = 0 if size is None else x.shape[1] // size
+    if size is None or full < 2:
+        return [pack(part.contiguous(), keys) for part in x.split(size or x.shape[1], 1)]
+    parts: list[Any] = pack(x[:, : full * size].unflatten(1, (full, size)), keys).apart()
+    rest = x[:, full * size :]
+    return [*parts, pack(rest.contiguous(), keys)] if rest.shape[1] else parts
+
+
+class _StoredLayer(Shorter, DynamicLayer):  # type: ignore[misc]
+    """A layer whose `keys` and `values` are the recent entries in full precision.
+
+    Rows are right-aligned: padding in front, packs, recent entries.
+
+    Attributes:
+        rows: What lies beside them, per batch row.
+        front: Padding in front of the recent entries of each row.
+        extra: Entries per row of the whole layer, minus those of `keys`.
+    """
+
+    _layer_type = None
+    rows: tuple[PackedRow, ...] = ()
+    front: tuple[int, ...] = ()
+    extra = 0
+
+    def get_seq_length(self) -> Any:
+        return super().get_seq_length() + self.extra
+
+    def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
+        length, offset = super().get_mask_sizes(query_length)
+        return length + self.extra, offset
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        super().update(key_states, value_states, *args, **kwargs)
+        return self.whole()
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, H, n, d]` of all entries that are left."""
+        width = self.keys.shape[2] + self.extra
+        parts = [
+            row.read(self.keys[b, :, self.front[b] :], self.values[b, :, self.front[b] :])
+            for b, row in enumerate(self.rows)
+        ]
+        return _stack([k for k, _ in parts], width), _stack([v for _, v in parts], width)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything."""
+        return self.keys.nbytes + self.values.nbytes + sum(row.nbytes for row in self.rows)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        count = -tokens_to_remove
+        if count > min((self.keys.shape[2] - f for f in self.front), default=0):
+            self.open()
+        super().crop(tokens_to_remove)
+        recent = self.keys.shape[2]
+        self.rows = tuple(
+            row.without_last(count, recent - f)
+            for row, f in zip(self.rows, self.front, strict=True)
+        )
+
+    def open(self) -> None:
+        """Back to full precision throughout."""
+        self.keys, self.values = self.whole()
+        self.rows = tuple(PackedRow() for _ in self.rows)
+        gaps = self._gaps()
+        self.front, self.extra = gaps, 0
+
+    def _gaps(self) -> tuple[int, ...]:
+        if self.notes is None:
+            return (0,) * len(self.keys)
+        real = fill(self)[KIND][:, 0] != PADDING
+        return tuple(int(n) for n in real.shape[1] - real.sum(1))
+
+    def reset(self) -> None:
+        super().reset()
+        self.rows, self.front, self.extra = (), (), 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._take(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._take([b for b in range(len(self.rows)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._take(torch.arange(len(self.rows))[indices.cpu()].tolist())
+
+    def _take(self, numbers: Sequence[int]) -> None:
+        self.rows = tuple(self.rows[b] for b in numbers)
+        self.front = tuple(self.front[b] for b in numbers)
+
+
+StoredLayer = _StoredLayer
+
+
+def _stack(rows: Sequence[Tensor], width: int) -> Tensor:
+    """Rows `[H, n_b, d]` with padding in front, `[B, H, width, d]`."""
+    if len(rows) == 1 and rows[0].shape[1] == width:
+        return rows[0][None]
+    return torch.stack([F.pad(row, (0, 0, width - row.shape[1], 0)) for row in rows])
+
+
+def stored(cache: Any, index: int) -> StoredLayer:
+    """Shortened layer `index` of a cache with notes, made able to hold packs."""
+    layer = cache.layers[index]
+    if isinstance(layer, StoredLayer):
+        return layer
+    align(cache, index)
+    made: Any = object.__new__(StoredLayer)
+    made.__dict__ = layer.__dict__  # the same tensors, now and later
+    cache.layers[index] = made
+    made.rows = tuple(PackedRow() for _ in range(len(layer.keys)))
+    made.front, made.extra = made._gaps(), 0
+    return made  # type: ignore[no-any-return]
+
+
+def align(cache: Any, index: int) -> None:
+    """Put all padding of a layer in front."""
+    layer = cache.layers[index]
+    notes = fill(layer)
+    real = notes[KIND][:, 0] != PADDING
+    if not bool((real[:, :-1] & ~real[:, 1:]).any()):
+        return
+    where = [row.nonzero()[:, 0] for row in real]
+    heads = layer.keys.shape[1]
+    same = [Reduction.identity(len(w), (heads,), w.device) for w in where]
+    left = leave(layer.keys, layer.values, notes, where, same)
+    gone = entries(layer) - left.width
+    layer.keys, layer.values = left.keys, left.values
+    layer.notes, layer.valid = left.notes, left.valid
+    layer.gone, layer.dropped = layer.gone + gone, layer.dropped + gone
+    regroup(cache, index)
+
+
+def pack_recent(
+    layer: StoredLayer,
+    packer: Callable[[int], Packer],
+    keep: int,
+    full: int | None = None,
+    size: int | None = None,
+) -> None:
+    """Pack recent entries but for the last `keep` of each row.
+
+    Args:
+        layer: The layer.
+        packer: What packs the entries of a row.
+        keep: Entries that stay in full precision.
+        full: Only rows that hold so many of those.
+        size: Most entries of a pack; None packs all in one.
+    """
+    recent = [layer.keys.shape[2] - f for f in layer.front]
+    moving = [max(0, r - keep) if r >= (full or 0) else 0 for r in recent]
+    if not any(moving):
+        return
+    width = layer.keys.shape[2] + layer.extra
+    rows, keys, values = [], [], []
+    for b, (row, count) in enumerate(zip(layer.rows, moving, strict=True)):
+        k, v = layer.keys[b, :, layer.front[b] :], layer.values[b, :, layer.front[b] :]
+        if count:
+            packs = packs_of(k[:, :count], v[:, :count], packer(b), size)
+            row = replace(row, packs=(*row.packs, *packs))
+        rows.append(row)
+        keys.append(k[:, count:])
+        values.append(v[:, count:])
+    longest = max(k.shape[1] for k in keys)
+    # Copied: a view would keep the packed entries alive.
+    layer.keys, layer.values = (_stack(x, longest).clone() for x in (keys, values))
+    layer.rows, layer.extra = tuple(rows), width - longest
+    layer.front = tuple(longest - k.shape[1] for k in keys)
+
+
+def keep_stored(layer: StoredLayer, kept: Sequence[Tensor]) -> None:
+    """Evict entries of a layer with packs: per row those of its entries that stay, `[H, m]`."""
+    recent = layer.keys.shape[2]
+    layer.rows = tuple(
+        row.keep(mine, recent - f)
+        for row, mine, f in zip(layer.rows, kept, layer.front, strict=True)
+    )
+    layer.extra = max(mine.shape[1] for mine in kept) - recent
+
+
+def shrinkable(cache: Any, index: int) -> Any:
+    """Layer `index` of a cache, made able to lose entries.
+
+    Raises:
+        ModelError: It is of a kind that cannot.
+    """
+    layer = cache.layers[index]
+    if isinstance(layer, StoredLayer) or type(layer) is DynamicLayer:
+        return shorten(cache, index)
+    kind = next(c for c in type(layer).__mro__ if c.__module__.startswith("transformers"))
+    if is_short(layer) and kind is DynamicLayer:
+        return layer
+    raise ModelError(
+        f"cache layer {index} is a {kind.__name__}, which cannot lose entries; leave out "
+        "cache_implementation (write 'quant:8' into the cache spec for fewer bits), or pass "
+        "DynamicCache(config=model.config)"
+    )

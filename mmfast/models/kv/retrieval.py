@@ -1,0 +1,353 @@
+"""Reading a part of a cache: text, what was generated, and the stored blocks that a question wants.
+
+Everything stays in the cache, at its own position. While a prompt with media is prefilled all of
+it is read; from its end on a layer reads the blocks that the queries of the question have chosen,
+and a later prompt of text alone chooses anew before it reads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmfast.caches.plan import CachePlan
+from mmfast.core.errors import ModelError
+from mmfast.core.kv import Clusters, Retriever
+from mmfast.core.reduction import gather_rows
+from mmfast.models.decoder.rotary import Raw, RawCapture
+from mmfast.models.kv.eviction import hidden
+from mmfast.models.kv.notes import CLUSTER, FRAME, KIND, PADDING, READ, VISUAL, fill
+from mmfast.models.kv.prompt import PromptPart
+from mmfast.models.reduction.cache_layers import is_short
+from mmfast.models.reduction.probe import intercepting
+from mmfast.models.reduction.sequence import MediaItem, Sequences
+
+
+def parted(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, read: Tensor
+) -> tuple[Tensor, Tensor, Any]:
+    """Only these entries.
+
+    Args:
+        module: The attention module.
+        query: `[B, H, L, d]`.
+        key: `[B, Hkv, S, d]`; the new ones are at its end.
+        value: `[B, Hkv, S, d]`.
+        mask: None, bool or additive `[B | 1, 1, L, S]`, or `[B, S or more]` under flash.
+        read: `[B, S]` bool, which entries are read.
+
+    Raises:
+        ModelError: Rows of a batch read different numbers of entries under an attention that
+            takes no mask of its own, or flex attention.
+    """
+    counts = read.sum(1)
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ModelError(
+            "retrieval cannot cut a flex attention mask; call model.set_attn_implementation('sdpa')"
+        )
+    if bool((counts != counts[0]).any()):
+        return key, value, _hidden(module, query, mask, read)
+    index = read.nonzero()[:, 1].view(len(read), -1)  # [B, m]
+    if len(index) == 1:
+        where = index[0]
+        key, value = key.index_select(2, where), value.index_select(2, where)
+        mask = None if mask is None else _last(mask, read.shape[1]).index_select(-1, where)
+        return key, value, mask
+    wide = index[:, None].expand(-1, key.shape[1], -1)  # [B, Hkv, m]
+    key, value = gather_rows(key, wide), gather_rows(value, wide)
+    if mask is None:
+        return key, value, None
+    mask = _last(mask, read.shape[1])
+    if mask.ndim == 2:
+        return key, value, mask.gather(1, index)
+    mask = mask.expand(len(index), *mask.shape[1:])
+    return key, value, mask.gather(-1, index[:, None, None].expand(*mask.shape[:3], -1))
+
+
+def _last(mask: Tensor, size: int) -> Tensor:
+    """The columns of a mask that belong to the keys."""
+    return mask[:, -size:] if mask.ndim == 2 else mask[..., :size]
+
+
+def _hidden(module: nn.Module, query: Tensor, mask: Any, read: Tensor) -> Any:
+    """A mask `[B, 1, L, S]` that hides the others instead."""
+    seen = read[:, None, None]
+    length, size = query.shape[2], read.shape[1]
+    if mask is None and length > 1:
+        causal = torch.ones(length, size, dtype=torch.bool, device=read.device)
+        seen = seen & causal.tril(size - length)
+    return hidden(module, query, mask, seen)
+
+
+# Tokens of a block where no frames are known, such as those of an image cut into tiles.
+BLOCK = 64
+_KINDS = {"image": 1, "video": 2, "audio": 3}
+_NONE = -1
+
+
+def frames_of(sequences: Sequences) -> Tensor:
+    """A code `[B, n]` that tells the frames of a call apart, -1 at what is no content."""
+    rows = len(sequences.fixed) or 1
+    codes = torch.full((rows, sequences.length), _NONE)
+    for item in sequences.items:
+        codes[item.row, item.where.cpu()] = _code(item) + _frame(item)
+    return codes
+
+
+def _code(item: MediaItem) -> int:
+    kind = "" if item.record is None else item.record.kind
+    return _KINDS.get(kind, 0) * 10**12 + (item.index + 1) * 10**6
+
+
+def _frame(item: MediaItem) -> Tensor:
+    """The frame of each token that is left of an item, `[n]`."""
+    grid = None if item.record is None else item.record.layouts[item.index].grid
+    start = 0 if item.part is None else item.part[0]
+    index = torch.arange(start, start + item.n)
+    if item.part is None:
+        whole = item.chain[0].n if item.chain else item.n
+        index = torch.arange(whole)
+        for reduction in item.chain:
+            index = index.index_select(0, reduction.keep.cpu())
+    return index // (BLOCK if grid is None else grid[1] * grid[2])
+
+
+def index_blocks(layer: Any, retriever: Retriever, raw: Tensor) -> None:
+    """Represent the blocks that a prompt has brought.
+
+    Args:
+        layer: A shortened layer with notes, nothing of the prompt evicted yet.
+        retriever: Makes the clusters.
+        raw: `[B, H, n, d]` keys of the last n entries before RoPE.
+    """
+    notes, n = fill(layer), raw.shape[2]
+    batch, _, width = notes[KIND].shape
+    frames = notes[FRAME][:, 0, width - n :]
+    old = notes.get(CLUSTER, torch.full((batch, 1, width), _NONE, device=raw.device))
+    clusters = old.clone()
+    found: list[Clusters | None] = []
+    for b in range(batch):
+        before: Clusters | None = layer.per_row["index"][b] if layer.per_row else None
+        visual = (frames[b] != _NONE) & (notes[KIND][b, 0, width - n :] == VISUAL)
+        where = visual.nonzero()[:, 0]
+        after, owner = _more(before, retriever, raw[b], where, frames[b])
+        clusters[b, :, where + width - n] = owner.to(clusters)
+        found.append(after)
+    rest = {name: note for name, note in notes.items() if name != FRAME}
+    layer.notes = {**rest, CLUSTER: clusters}
+    layer.per_row = {"index": tuple(found)}
+
+
+def _more(
+    before: Clusters | None, retriever: Retriever, keys: Tensor, where: Tensor, frames: Tensor
+) -> tuple[Clusters | None, Tensor]:
+    """An index with new blocks, and the cluster in it of each token at `where`."""
+    if not len(where):
+        return before, where
+    codes = frames[where]
+    starts = (codes.diff() != 0).nonzero()[:, 0] + 1
+    cuts: Sequence[int] = [0, *starts.tolist(), len(where)]
+    parts = [] if before is None else [before]
+    owners = []
+    blocks = 0 if before is None else int(before.owner.max()) + 1
+    for number, (start, stop) in enumerate(pairwise(cuts)):
+        one = retriever.represent(keys[:, where[start:stop]])
+        owners.append(one.owner + sum(len(part.counts) for part in parts))
+        mine = torch.full_like(one.counts, blocks + number)
+        parts.append(Clusters(one.means, one.counts, mine))
+    joined = Clusters(
+        *(torch.cat([getattr(p, f) for p in parts]) for f in ("means", "counts", "owner"))
+    )
+    return joined, torch.cat(owners)
+
+
+_CHOSEN = "_mmfast_chosen"  # on a cache layer: the note READ and where it says yes
+
+
+@dataclass(eq=False)
+class Pending:
+    """What a cache layer keeps of a prompt until it ends.
+
+    Attributes:
+        raw: Keys `[B, H, n, d]` before RoPE of each call.
+        asked: `[B, Hq, T, d]` queries before RoPE, of the calls from the last media on.
+        seeing: The prompt has brought media.
+    """
+
+    raw: list[Tensor] = field(default_factory=list)
+    asked: Tensor | None = None
+    seeing: bool = False
+
+
+class _ReadState(threading.local):
+    cache: Any = None
+    part: PromptPart | None = None
+    raw: Raw | None = None
+    recording: Any = None
+
+
+class Reading:
+    """The retrieval policy of one attached model.
+
+    Args:
+        plan: With a policy of role `retrieve`; position policies say what is always read.
+        text: The text model.
+        layers: Its layers of full attention.
+        seeing: Tells whether the call that this thread is in brings media.
+    """
+
+    def __init__(
+        self, plan: CachePlan, text: Any, layers: list[int], seeing: Callable[[], bool]
+    ) -> None:
+        self._retriever: Retriever = plan.retriever()
+        self._plan, self._text, self._layers, self._seeing = plan, text, layers, seeing
+        self._capture: RawCapture | None = None
+        self._local = _ReadState()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Stand around the attention of the layers."""
+        attentions = {self._text.layers[i].self_attn: i for i in self._layers}
+        around: Any = torch.compiler.disable(self._around)
+        with intercepting({module: partial(around, i) for module, i in attentions.items()}):
+            yield
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Look at keys and queries before RoPE, which prompts need."""
+        capture = self._capture = RawCapture(self._text)
+        try:
+            yield
+        finally:
+            capture.remove()
+
+    def enter(self, cache: Any, part: PromptPart | None) -> None:
+        """A call begins; `part` is None where it brings no prompt, or keeps no cache."""
+        self.leave()
+        local = self._local
+        local.cache, local.part = cache, part
+        if part is not None and self._capture is not None:
+            local.recording = self._capture.recording()
+            local.raw = local.recording.__enter__()
+
+    def leave(self) -> None:
+        """A call has ended, perhaps with an exception."""
+        local = self._local
+        if local.recording is not None:
+            local.recording.__exit__(None, None, None)
+        local.cache, local.part, local.raw, local.recording = None, None, None, None
+
+    def arrive(self, layer: Any, index: int, sequences: Sequences) -> None:
+        """Behind a layer that has stored a part of a prompt; its notes are up to date."""
+        raw = self._local.raw
+        assert raw is not None
+        keys, queries = raw.keys.pop(index), raw.queries.pop(index)
+        notes, codes = fill(layer), frames_of(sequences).to(keys.device)
+        n = keys.shape[2]
+        codes = codes.expand(len(keys), n)[:, None]
+        old = notes.get(FRAME)
+        if old is None:
+            shape = (len(keys), 1, notes[KIND].shape[-1])
+            old = torch.full(shape, -1, dtype=codes.dtype, device=keys.device)
+        layer.notes = {**notes, FRAME: torch.cat([old[..., : old.shape[-1] - n], codes], -1)}
+        layer.pending = pending = layer.pending or Pending()
+        pending.raw.append(keys)
+        here = bool((codes >= 0).any())
+        before = None if here else pending.asked
+        pending.asked = queries if before is None else torch.cat([before, queries], 2)
+        pending.seeing |= here
+
+    def prompt_ends(self, layer: Any, drafts: int) -> None:
+        """Index what came, and choose what is read from here on."""
+        pending: Pending = layer.pending
+        layer.pending = None
+        index_blocks(layer, self._retriever, torch.cat(pending.raw, 2))
+        kinds = layer.notes[KIND][:, 0]
+        assert pending.asked is not None
+        asked, stop = pending.asked, kinds.shape[1] - drafts
+        places = [_question(mine[kinds.shape[1] - asked.shape[2] : stop]) for mine in kinds]
+        self._choose(layer, [asked[b].index_select(1, mine) for b, mine in enumerate(places)])
+
+    def _choose(self, layer: Any, queries: list[Tensor]) -> None:
+        """Choose what is read from here on, by the queries `[Hq, T, d]` of each row."""
+        notes = fill(layer)
+        kinds, clusters = notes[KIND][:, 0], notes[CLUSTER][:, 0]
+        read = torch.ones(clusters.shape, dtype=torch.bool, device=clusters.device)
+        for b, found in enumerate(layer.per_row["index"]):
+            if found is None:
+                continue
+            chosen = self._retriever.choose(queries[b], found).to(read.device)
+            read[b] = (clusters[b] < 0) | chosen[clusters[b].clamp_min(0)]
+            if self._plan.position:
+                real = (kinds[b] != PADDING).nonzero()[:, 0]
+                read[b, real] |= self._plan.standing(kinds[b, real].long())
+        rest = {name: note for name, note in notes.items() if name != READ}
+        # Where everything is read the layer is as stock as ever.
+        layer.notes = rest if bool(read.all()) else {**rest, READ: read[:, None]}
+
+    def _around(
+        self,
+        index: int,
+        call: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        mask = attention_mask
+        local = self._local
+        layers = () if local.cache is None else local.cache.layers
+        layer = layers[index] if index < len(layers) else None
+        if layer is not None and is_short(layer) and layer.per_row:
+            pending = layer.pending or Pending()
+            if local.part is None and mask is None and len(key) == 1:
+                key, value = _as_chosen(layer, key, value)
+            elif local.part is None or not (pending.seeing or self._seeing()):
+                if local.part is not None and local.raw is not None:
+                    self._choose(layer, list(local.raw.queries[index]))
+                read = fill(layer).get(READ)
+                if read is not None:
+                    key, value, mask = parted(module, query, key, value, mask, read[:, 0])
+        return call(module, query, key, value, mask, *args, **kwargs)
+
+
+def _as_chosen(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What one conversation reads in a decode step: what was chosen, and all that came since.
+
+    The notes need not be up to date for that, so they are not looked at again at every step.
+    """
+    read = layer.notes.get(READ)
+    if read is None:
+        return key, value
+    known: tuple[Tensor, Tensor] | None = layer.__dict__.get(_CHOSEN)
+    if known is None or known[0] is not read:
+        known = layer.__dict__[_CHOSEN] = (read, read[0, 0].nonzero()[:, 0])
+    new = torch.arange(read.shape[-1], key.shape[2], device=read.device)
+    where = torch.cat([known[1], new]).to(key.device)
+    return key.index_select(2, where), value.index_select(2, where)
+
+
+def read_of(layer: Any) -> Tensor:
+    """How many entries of each row are read, `[B]`."""
+    notes = fill(layer)
+    real = notes[KIND][:, 0] != PADDING
+    return (real & notes[READ][:, 0] if READ in notes else real).sum(1)
+
+
+def _question(kinds: Tensor) -> Tensor:
+    """Places of the text behind the last visual token, at least of the last token: `[T]`."""
+    real = (kinds != PADDING).nonzero()[:, 0]
+    visual = (kinds == VISUAL).nonzero()[:, 0]
+    behind = real if not len(visual) else real[real > visual[-1]]
+    return behind if len(behind) else real[-1:]

@@ -1,0 +1,1 @@
+"""Reduction inside a stock model: sites, signals, sequences and masks."""

@@ -1,0 +1,285 @@
+"""Cache layers that hold fewer tokens than the conversation had.
+
+A reduced layer reports the logical length (as if nothing had been dropped), so positions, crops,
+chunked prefill and later turns come out right in stock code, and the physical sizes for masks.
+
+Cache layers of short convolutions, which run over the tokens that are left.
+
+Rows of a batch that are left with different numbers of tokens get padding in front of the new
+ones. At the start of a prompt that is what the convolution expects; later it would part the new
+tokens from those the layer remembers, so the padding is moved in front of what is remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, StaticLayer
+
+from mmfast.core.errors import ModelError
+
+
+@dataclass(eq=False)
+class LayerGroup:
+    """Layers of one cache that hold the same tokens.
+
+    Attributes:
+        leader: The first of them.
+        mask: The leader's mask in the current decode step.
+    """
+
+    leader: int
+    mask: Any = None
+
+
+class _Shorter:
+    """Mixed into the class of the layers of one cache; other caches never see it.
+
+    Attributes:
+        dropped: Logical minus physical length.
+        valid: `[B, n]` False at padding among the first n tokens; None where there is none.
+        uneven: The mask that the model makes, for its first layer, does not fit this layer.
+        group: The layers that hold the same tokens, and so share a mask.
+        store: Tokens that may come back (lazy.py).
+        notes: What is known of the entries, batch first and entries last (kv_notes.py).
+        gone: How many of `dropped` a KV policy evicted.
+        per_row: Whatever else a KV policy keeps, by name, one of each row.
+        pending: What it keeps of a prompt until that ends.
+    """
+
+    store: Any = None
+    notes: dict[str, Tensor] | None = None
+    gone = 0
+    per_row: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    pending: Any = None
+    dropped = 0
+    valid: Tensor | None = None
+    uneven = False
+    group: LayerGroup | None = None
+
+    def get_seq_length(self) -> Any:
+        return super().get_seq_length() + self.dropped  # type: ignore[misc]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
+        held: Any = super()
+        if isinstance(self, StaticLayer) or self.is_sliding:  # type: ignore[attr-defined]
+            length, offset = held.get_mask_sizes(query_length)
+            return length, offset + self.dropped
+        return held.get_seq_length() + query_length, self.dropped
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
+        self.store, self.notes, self.gone = None, None, 0
+        self.per_row, self.pending = {}, None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._batch(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self._batch(lambda rows: rows.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._batch(lambda rows: rows[indices.to(rows.device)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        length = held(self)
+        self._rows(lambda rows: rows[..., :length])
+
+    def _batch(self, change: Any) -> None:
+        """Rows in another order, some several times or not at all."""
+        self._rows(change)
+        self.per_row = {
+            name: tuple(each[b] for b in change(torch.arange(len(each))).tolist())
+            for name, each in self.per_row.items()
+        }
+
+    def _rows(self, change: Any) -> None:
+        if self.valid is not None:
+            self.valid = change(self.valid)
+        if self.notes is not None:
+            self.notes = {name: change(note) for name, note in self.notes.items()}
+
+
+Shorter = _Shorter  # to inherit from
+_CLASSES: dict[type, type] = {}
+
+
+def shorten(cache: Any, index: int) -> Any:
+    """Layer `index` of `cache`, made able to be shorter than its logical length.
+
+    Raises:
+        ModelError: The layer is of a kind that cannot (linear attention).
+    """
+    while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    if isinstance(layer, _Shorter):
+        return layer
+    kind = type(layer)
+    if not isinstance(layer, (DynamicLayer, StaticLayer)):
+        raise ModelError(
+            f"cache layer {index} is a {kind.__name__}, which cannot hold reduced tokens; "
+            "use a cache of attention layers, such as the default DynamicCache"
+        )
+    if kind not in _CLASSES:
+        # `_layer_type` = None: a subclass must not register itself with transformers.
+        _CLASSES[kind] = type(f"Shorter{kind.__name__}", (_Shorter, kind), {"_layer_type": None})
+    shorter: Any = object.__new__(_CLASSES[kind])
+    shorter.__dict__ = layer.__dict__  # the same tensors, now and later
+    cache.layers[index] = shorter
+    return shorter
+
+
+def is_short(layer: Any) -> bool:
+    """Whether this cache layer was adopted by `shorten`."""
+    return isinstance(layer, _Shorter)
+
+
+def layer_of_model_mask(cache: Any, sliding: bool = False) -> Any:
+    """The cache layer by which the model itself makes the mask of all layers of its kind.
+
+    Args:
+        cache: A cache that holds something.
+        sliding: For sliding-window layers instead of full-attention ones.
+    """
+    attention = [layer for layer in cache.layers if hasattr(layer, "get_mask_sizes")]
+    return next((each for each in attention if each.is_sliding == sliding), attention[0])
+
+
+def held(layer: Any) -> int:
+    """Tokens that went into a layer; a sliding window holds the last of them."""
+    return int(layer.get_seq_length()) - getattr(layer, "dropped", 0)
+
+
+def extend(layer: Any, past: Tensor | None, new: Tensor | None) -> None:
+    """Note the padding among the tokens that are about to be stored.
+
+    Args:
+        layer: A shortened layer.
+        past: `[B, held]` padding of what it holds, where it was not shortened before.
+        new: `[B, n]` False at padding of the new tokens; None where there is none.
+    """
+    before = past if layer.group is None else layer.valid
+    if before is None and new is None:
+        return
+    length = held(layer)
+    if before is None:
+        assert new is not None
+        before = torch.ones(len(new), length, dtype=torch.bool, device=new.device)
+    before = F.pad(before, (0, length - before.shape[1]), value=True)
+    layer.valid = before if new is None else torch.cat([before, new], dim=1)
+
+
+def padding_mask(layer: Any, queries: int) -> Tensor | None:
+    """The 2-D mask that makes the stock mask functions see this layer's padding."""
+    if layer.valid is None:
+        return None
+    length, offset = layer.get_mask_sizes(queries)
+    end = length + offset - layer.dropped
+    valid = F.pad(layer.valid, (0, max(0, end - layer.valid.shape[1])), value=True)
+    return F.pad(valid, (layer.dropped, 0), value=False)
+
+
+def regroup(cache: Any, index: int) -> None:
+    """Say which mask a layer needs that has lost entries: the model's, or one that it shares."""
+    layer = cache.layers[index]
+    layer.group = LayerGroup(index)
+    for other in cache.layers[:index]:
+        group = getattr(other, "group", None)
+        if group is None or (other.dropped, held(other)) != (layer.dropped, held(layer)):
+            continue
+        if _equal(other.valid, layer.valid):
+            layer.group = group
+            break
+    model = layer_of_model_mask(cache, layer.is_sliding)
+    layer.uneven = layer.valid is not None or layer.dropped != getattr(model, "dropped", 0)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one is other or (one.shape == other.shape and torch.equal(one, other))
+
+
+class _Joined:
+    """Mixed into the class of the convolution layers of one cache; other caches never see it.
+
+    Attributes:
+        gaps: `[B]` padding in front of the tokens that come next, or None.
+    """
+
+    gaps: Tensor | None = None
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        held: Any = super()
+        gaps, self.gaps = self.gaps, None
+        joins = gaps is not None and self.has_previous_state[state_idx]  # type: ignore[attr-defined]
+        states: Tensor = held.update_conv_state(conv_states, state_idx, **kwargs)  # [B, D, S + n]
+        if not joins:
+            return states
+        assert gaps is not None
+        states = _padding_first(states, states.shape[-1] - conv_states.shape[-1], gaps)
+        self._store(states, state_idx)
+        return states
+
+    def _store(self, states: Tensor, state_idx: int) -> None:
+        layer: Any = self
+        if layer.record_past:
+            layer.conv_states[state_idx] = states
+        else:  # copied, because a static cache must keep its addresses
+            kernel = layer.conv_kernel_size[state_idx]
+            layer.conv_states[state_idx].copy_(states[..., -kernel:])
+
+
+_CONV_CLASSES: dict[type, type] = {}
+
+
+def join(cache: Any, index: int, ok: Tensor | None) -> None:
+    """Let convolution layer `index` of `cache` step over padding in front of the next tokens.
+
+    Args:
+        cache: A cache made for the model.
+        index: The layer.
+        ok: `[B, n]` False at padding of the next tokens, or None.
+
+    Raises:
+        ModelError: The cache has no convolution layer there.
+    """
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if not isinstance(layer, LinearAttentionLayer):
+        raise ModelError(
+            f"cache layer {index} is a {type(layer).__name__}, but the model's layer is a "
+            "convolution; pass DynamicCache(config=model.config), or no cache"
+        )
+    if ok is None:
+        return
+    if not isinstance(layer, _Joined):
+        kind = type(layer)
+        if kind not in _CONV_CLASSES:
+            _CONV_CLASSES[kind] = type(
+                f"Joined{kind.__name__}", (_Joined, kind), {"_layer_type": None}
+            )
+        joined: Any = object.__new__(_CONV_CLASSES[kind])
+        joined.__dict__ = layer.__dict__  # the same tensors, now and later
+        cache.layers[index] = layer = joined
+    layer.gaps = (~ok).sum(1)
+
+
+def _padding_first(states: Tensor, held: int, gaps: Tensor) -> Tensor:
+    """Exchange the `held` states `[B, D, held + n]` of each row with the padding after them."""
+    places = torch.arange(states.shape[-1], device=states.device)[None]  # [1, S]
+    gaps = gaps.to(states.device)[:, None]
+    moved = torch.where(places < gaps + held, places - gaps, places)
+    order = torch.where(places < gaps, held + places, moved)  # [B, S]
+    return states.gather(-1, order[:, None].expand_as(states))

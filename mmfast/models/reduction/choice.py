@@ -1,0 +1,345 @@
+"""What the stages of a site do to the items of one call: which tokens stay, changed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+from mmfast.core.reduction import Mix, Reduction
+from mmfast.core.spec import Spec, run, wanted
+from mmfast.core.tokens import Tokens, follow
+from mmfast.core.trace import Row, Trace
+from mmfast.models.reduction.sequence import MediaItem, Sequences
+from mmfast.models.reduction.site import Chain, Site, check_signals, run_part, run_site
+
+
+def left_of_row(
+    site: Site, lengths: Sequence[int | None], entered: Sequence[MutableMapping[int, int]]
+) -> list[int | None]:
+    """Tokens a site leaves of each item of a prompt; None where only the whole is known.
+
+    Args:
+        site: With a stage of scope `prompt`.
+        lengths: Tokens per item.
+        entered: See `Item.entered`, of each item.
+    """
+    left, total = list(lengths), _total(lengths)
+    for spec in site.specs:
+        if spec.method.scope != "prompt":
+            pairs = zip(left, entered, strict=True)
+            left = [None if n is None else wanted(spec, n, seen) for n, seen in pairs]
+            total = _total(left)
+            continue
+        after = None if total is None else wanted(spec, total, entered[0])
+        if after is None or after != total:
+            left = [None] * len(left)
+        total = after
+    return left
+
+
+def _total(lengths: Sequence[int | None]) -> int | None:
+    known = [n for n in lengths if n is not None]
+    return sum(known) if len(known) == len(lengths) else None
+
+
+def run_row(
+    site: Site, items: Sequence[Tokens | None], entered: Sequence[MutableMapping[int, int]]
+) -> list[Chain]:
+    """Run all stages of a site on the items of one prompt.
+
+    Args:
+        site: With a stage of scope `prompt`.
+        items: Tokens of each item; None where nothing is left of it.
+        entered: See `Item.entered`, of each item.
+
+    Returns:
+        A chain per item; a stage of scope `prompt` may leave nothing of one, and later stages do
+        not touch what is empty.
+
+    Raises:
+        ModelError: A signal is missing, or a stage merges across images.
+        SpecError: A budget does not fit.
+    """
+    found: list[list[Reduction]] = [[] for _ in items]
+    for spec in site.specs:
+        alive = [(i, tokens) for i, tokens in enumerate(items) if tokens is not None]
+        for i, one in _stage(spec, alive, entered):
+            found[i].append(one)
+        items = [
+            None if tokens is None or found[i][-1].m == 0 else follow(tokens, found[i][-1])
+            for i, tokens in enumerate(items)
+        ]
+    return [Chain(tuple(each)) for each in found]
+
+
+def _stage(
+    spec: Spec,
+    alive: Sequence[tuple[int, Tokens]],
+    entered: Sequence[MutableMapping[int, int]],
+) -> list[tuple[int, Reduction]]:
+    if spec.method.scope != "prompt":
+        return [(i, _run(spec, tokens, entered[i])) for i, tokens in alive]
+    if not alive:
+        return []
+    joined = _run(spec, join(alive), entered[alive[0][0]])
+    parts = split(joined, [tokens.n for _, tokens in alive], str(spec))
+    return [(i, part) for (i, _), part in zip(alive, parts, strict=True)]
+
+
+def _run(spec: Spec, tokens: Tokens, entered: MutableMapping[int, int]) -> Reduction:
+    if spec.cut is not None:
+        spec = replace(spec, budget=wanted(spec, tokens.n, entered), cut=None)
+    check_signals(spec, tokens)
+    one = run(spec, tokens)
+    assert isinstance(one, Reduction)
+    return one
+
+
+def join(items: Sequence[tuple[int, Tokens]]) -> Tokens:
+    """Items of one prompt as one, with the signal `image` `[N]` to tell them apart.
+
+    Args:
+        items: `(number of the item in its prompt, tokens)`; a `grid` survives where it is alone.
+    """
+    first = items[0][1]
+    signals = {}
+    for name in set.intersection(*(set(tokens.signals) for _, tokens in items)):
+        values = [tokens.signals[name] for _, tokens in items]
+        signals[name] = values[0] if name.startswith("text_") else torch.cat(values)
+    numbers = [torch.full((tokens.n,), i, device=tokens.x.device) for i, tokens in items]
+    attention = [tokens.attn for _, tokens in items if tokens.attn is not None]
+    return Tokens(
+        x=torch.cat([tokens.x for _, tokens in items]),
+        attn=torch.cat(attention) if len(attention) == len(items) else None,
+        query=first.query,
+        grid=first.grid if len(items) == 1 else None,
+        signals={**signals, "image": torch.cat(numbers)},
+    )
+
+
+def split(whole: Reduction, lengths: Sequence[int], name: str = "the stage") -> list[Reduction]:
+    """A Reduction of joined items as one per item, `lengths` tokens each.
+
+    Raises:
+        ModelError: It merges tokens of different items.
+    """
+    parts, start = [], 0
+    for length in lengths:
+        stop = start + length
+        low, high = (int((whole.keep < end).sum()) for end in (start, stop))
+        owner = whole.owner[start:stop]
+        foreign = (owner >= 0) & ((owner < low) | (owner >= high))
+        weight = None if whole.weight is None else whole.weight[start:stop]
+        mix = None if whole.mix is None else _mix(whole.mix, (low, high), (start, stop))
+        if bool(foreign.any()) or (mix is not None and bool((mix.source < 0).any())):
+            raise ModelError(
+                f"'{name}' merges tokens of different images, which have places of their own; "
+                "use a method that prunes across images, or one of scope 'item'"
+            )
+        owner = (owner - low).masked_fill(owner < 0, -1)
+        keep = whole.keep[low:high] - start
+        parts.append(Reduction(keep, owner, weight, mix, pure=whole.pure))
+        start = stop
+    return parts
+
+
+def _mix(mix: Mix, slots: tuple[int, int], sources: tuple[int, int]) -> Mix:
+    """The triplets of some outputs, renumbered; source -1 where it lies in another item."""
+    mine = (mix.output >= slots[0]) & (mix.output < slots[1])
+    source: Tensor = mix.source[mine]
+    inside = (source >= sources[0]) & (source < sources[1])
+    source = (source - sources[0]).masked_fill(~inside, -1)
+    return Mix(mix.output[mine] - slots[0], source, mix.weight[mine])
+
+
+# Which tokens of an item stay, and their features `[m, D]` where they changed.
+Kept = tuple[Tensor, Tensor | None]
+# Per decoder layer the signals of every item.
+Inner = Mapping[int, Seq[Mapping[str, Tensor]]]
+
+
+class SiteRunner:
+    """Runs sites on the items of one forward pass.
+
+    Args:
+        sequences: Where the items lie, as they stand.
+        inner: Signals of decoder layers.
+        trace: Gets every Reduction.
+    """
+
+    def __init__(self, sequences: Sequences, inner: Inner, trace: Trace) -> None:
+        self._sequences = sequences
+        self._inner = inner
+        self._trace = trace
+        self.noted: list[Chain] = []  # of the site that ran last
+
+    def run(self, site: Site, hidden: Tensor) -> list[Kept]:
+        """What a site keeps of every item; `hidden` `[B, n, D]`."""
+        items = self._sequences.items
+        self.noted.clear()
+        if not site.joint:
+            return [self._one(site, item, hidden) for item in items]
+        rows: dict[int, list[MediaItem]] = {}
+        for item in items:
+            rows.setdefault(item.row, []).append(item)
+        found = {
+            id(item): kept
+            for row in rows.values()
+            for item, kept in zip(row, self._row(site, row, hidden), strict=True)
+        }
+        return [found[id(item)] for item in items]
+
+    def _row(self, site: Site, row: Seq[MediaItem], hidden: Tensor) -> list[Kept]:
+        """All items of a prompt together."""
+        for item in row:
+            if item.part is not None or (item.record is not None and item.record.ends):
+                raise ModelError(
+                    f"'{site.specs[0]}' looks at all images of a prompt at once, and chunked "
+                    "prefill shows a part; leave out prefill_chunk_size, or use another method"
+                )
+        states = [hidden[item.row].index_select(0, item.where) for item in row]
+        tokens = [
+            self._tokens(site, item, x, hidden) if item.n else None
+            for item, x in zip(row, states, strict=True)
+        ]
+        chains = run_row(site, tokens, [item.entered for item in row])
+        kept: list[Kept] = []
+        for item, x, chain in zip(row, states, chains, strict=True):
+            if item.n == 0:
+                kept.append((item.where, None))
+                continue
+            self._note(site, item, chain)
+            item.chain.extend(chain.reductions)
+            kept.append((chain.keep, None if chain.pure else chain.apply(x)))
+        return kept
+
+    def _one(self, site: Site, item: MediaItem, hidden: Tensor) -> Kept:
+        """One item by itself."""
+        if item.n == 0:
+            return item.where, None  # a chunk that ends in a separator
+        if item.part is not None and not site.deep:
+            return self._planned(site, item, hidden)
+        x = hidden[item.row].index_select(0, item.where)
+        tokens = self._tokens(site, item, x, hidden)
+        if item.part is None:
+            chain = self._decide(site, item, tokens)
+        else:
+            chain, item.part = run_part(site, tokens, item.part, item.entered)
+        self._note(site, item, chain)
+        item.chain.extend(chain.reductions)
+        return chain.keep, None if chain.pure else chain.apply(x)
+
+    def _planned(self, site: Site, item: MediaItem, hidden: Tensor) -> Kept:
+        """The part of a whole item's plan that belongs to this chunk of a chunked prefill."""
+        assert item.record is not None and item.part is not None
+        plans, whole = item.record.plans, item.record.features(item.index).to(hidden)
+        before: tuple[Reduction, ...] = item.source[0].reductions if item.source else ()
+        whole, key = Chain(before).apply(whole), (site.name, item.index)
+        if key not in plans:
+            plans[key] = self._decide(site, item, self._tokens(site, item, whole, hidden))
+            self._note(site, item, plans[key])
+        elif site.early:
+            item.signals = plans[key].follow(item.signals)
+        plan: Chain = plans[key]
+        start, stop, _ = item.part
+        here = ((plan.keep >= start) & (plan.keep < stop)).nonzero()[:, 0]
+        first = int((plan.keep < start).sum())
+        item.part = (first, first + len(here), len(plan.keep))
+        item.source = (Chain(before + plan.reductions), here)
+        merged = None if plan.pure else plan.apply(whole).index_select(0, here)
+        return plan.keep.index_select(0, here) - start, merged
+
+    def _decide(self, site: Site, item: MediaItem, tokens: Tokens) -> Chain:
+        """Run a site on a whole item; one before the tower has run already."""
+        if not site.early:
+            return run_site(site, tokens, item.entered)
+        if item.record is not None and item.record.kind == "audio":
+            return Chain((Reduction.identity(tokens.n, device=tokens.x.device),))
+        if item.record is None or not item.record.dropped:
+            raise ModelError(
+                f"'{site.specs[0]}' runs before the vision tower; encode the media inside attach()"
+            )
+        chain: Chain = item.record.dropped[item.index]
+        item.signals = chain.follow(item.signals)
+        return chain
+
+    def _tokens(self, site: Site, item: MediaItem, x: Tensor, hidden: Tensor) -> Tokens:
+        """What the stages may look at: `x` `[n, D]` and the signals of this site."""
+        row, text = hidden[item.row], self._sequences.text[item.row]
+        signals = {} if site.deep else {n: v.to(x.device) for n, v in item.signals.items()}
+        if site.deep and site.layer - 1 in self._inner:
+            known = self._inner[site.layer - 1][item.number]
+            signals = {name: value.to(x.device) for name, value in known.items()}
+        grid = item.grid
+        if item.part is not None and item.record is not None and not site.deep:
+            layout = item.record.layouts[item.index]
+            grid = layout.grid if len(x) == len(layout.content()) else None
+        query = row.index_select(0, text) if "query" in site.needs and len(text) else None
+        attn = signals.pop("attn", None)
+        return Tokens(x, attn=attn, query=query, grid=grid, signals=signals)
+
+    def _note(self, site: Site, item: MediaItem, chain: Chain) -> None:
+        if not item.chain and item.source is None and item.record is not None:
+            layout, source = item.record.layouts[item.index], (item.record.kind, item.index)
+            tile = None if layout.tiles is None else torch.tensor(layout.tiles)
+            self._trace.see(item.number, layout.place(), tile, source)
+        for reduction in chain.reductions:
+            self._trace.record(site.name, item.number, reduction)
+        self.noted.append(chain)
+
+    def parts(self, site: Site, row: Row) -> list[Row]:
+        """The row of a site that just ran, by stage; the row itself where that is not known.
+
+        A chunk of a chunked prefill runs no stage of its own, so its tokens do not add up.
+        """
+        chains, count = self.noted, len(site.specs)
+        row.method = "+".join(spec.method.name for spec in site.specs)
+        if any(len(chain.reductions) != count for chain in chains):
+            return [row]
+        sizes = [
+            (sum(c.reductions[i].n for c in chains), sum(c.reductions[i].m for c in chains))
+            for i in range(count)
+        ]
+        if count == 1 or (sizes[0][0], sizes[-1][1]) != (row.tokens_in, row.tokens_out):
+            return [row]
+        spent = [sum(c.ms[i] if c.ms else 1.0 for c in chains) for i in range(count)]
+        return [
+            Row(row.stage, n, m, row.ms * ms / sum(spent), row.peak_bytes, spec.method.name)
+            for spec, (n, m), ms in zip(site.specs, sizes, spent, strict=True)
+        ]
+
+
+def acting(sites: Seq[Site], sequences: Sequences, trace: Trace) -> list[Site]:
+    """The sites that change anything: a share of 1.0 must leave the stock path alone."""
+    items = sequences.items
+    lengths: list[int | None] = [item.part[2] if item.part else item.n for item in items]
+    found: list[Site] = []
+    for site in sites if lengths else ():
+        after = _left(site, items, lengths)
+        if any(m is None or m != n for n, m in zip(lengths, after, strict=True)):
+            found.append(site)
+        else:
+            total = sum(n for n in lengths if n is not None)
+            trace.add(site.name, total, total, 0.0)
+        lengths = after
+    return found
+
+
+def _left(site: Site, items: Seq[MediaItem], lengths: Seq[int | None]) -> list[int | None]:
+    """Tokens a site leaves of every item; None where that is not known beforehand."""
+    if not site.joint:
+        pairs = zip(lengths, items, strict=True)
+        return [None if n is None else site.left(n, item.entered) for n, item in pairs]
+    after: list[int | None] = list(lengths)
+    for row in {item.row for item in items}:
+        mine = [i for i, item in enumerate(items) if item.row == row]
+        entered = [items[i].entered for i in mine]
+        left = left_of_row(site, [lengths[i] for i in mine], entered)
+        for i, n in zip(mine, left, strict=True):
+            after[i] = n
+    return after

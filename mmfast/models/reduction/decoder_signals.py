@@ -1,0 +1,138 @@
+"""Signals of a decoder layer: who attends to the visual tokens, for the site before the next one.
+
+Only the attention rows that a signal asks for are recomputed, a chunk at a time, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.models.reduction.probe import head_mass, last_query_scores, rows_of
+from mmfast.models.reduction.sequence import MediaItem, Sequences
+
+# What a decoder layer can tell about the visual tokens that it saw.
+INNER = frozenset({"attn", "attn_window", "attn_visual", "attn_text", "text_attn"})
+# What a pass over the first layers tells before layer 0.
+AHEAD = "attn_ahead"
+_OF_TEXT = {"attn_text", "text_attn"}
+
+# Queries at the end of the prompt that FastKV looks through.
+WINDOW = 8
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """The attention of one decoder layer, as its attention function got it.
+
+    Attributes:
+        query: `[B, H, L, d]`, rotated.
+        key: `[B, Hkv, S, d]`, the cached ones too.
+        mask: Whatever the attention function takes.
+        scaling: Factor of the logits.
+        causal: How queries see keys without a mask.
+        held: Tokens that the cache layer held before.
+    """
+
+    query: Tensor
+    key: Tensor
+    mask: Any
+    scaling: float | None
+    causal: bool
+    held: int
+
+    @property
+    def start(self) -> int:
+        """Place of the first new token among the keys."""
+        return min(self.held, self.key.shape[2] - self.query.shape[2])
+
+    def rows(self, row: int, places: Tensor) -> Any:
+        """Attention rows of the queries at `places` in a batch row; see `rows_of`."""
+        q, k = self.query, self.key
+        return rows_of(q, k, row, places.to(q.device), self.mask, self.scaling, self.causal)
+
+    def mean(self, row: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """`[len(keys)]`: attention of new tokens to new tokens, mean over the queries."""
+        columns = (keys + self.start).to(self.key.device)
+        q, k, places = self.query, self.key, queries.to(self.query.device)
+        mass = head_mass(q, k, row, places, self.mask, self.scaling, self.causal)
+        return mass.mean(0).index_select(0, columns) / max(1, len(queries))
+
+
+def inner_signals(
+    needs: Collection[str], sequences: Sequences, seen: LayerAttention
+) -> list[dict[str, Tensor]]:
+    """The signals `needs` for every item, from the attention of one decoder layer.
+
+    Returns:
+        Per item, of n tokens in a row of T text tokens: `attn` `[n]` from the last query of the
+        row, `attn_window` `[n]` mean over its last 8, `attn_visual` `[n]` mean over the item's
+        own tokens, `attn_text` `[n, T]` from each text token (0 where it stands before the item),
+        `text_attn` `[T]` what each text token receives from those that may see it. All are means
+        over heads, softmax over the full row. Text signals are left out where there is no text.
+    """
+    found: list[dict[str, Tensor]] = [{} for _ in sequences.items]
+    last = _last_rows(sequences, seen) if "attn" in needs else None
+    texts: dict[int, dict[int, dict[str, Tensor]]] = {}
+    for number, (item, signals) in enumerate(zip(sequences.items, found, strict=True)):
+        if last is not None:
+            columns = (item.where + seen.start).to(last.device)
+            signals["attn"] = last[item.row].index_select(0, columns)
+        if "attn_window" in needs:
+            window = _real(sequences, item.row)[-WINDOW:]
+            signals["attn_window"] = seen.mean(item.row, window, item.where)
+        if "attn_visual" in needs:
+            signals["attn_visual"] = seen.mean(item.row, item.where, item.where)
+        if _OF_TEXT & set(needs) and len(sequences.text[item.row]):
+            if item.row not in texts:
+                texts[item.row] = _of_text(needs, sequences, item.row, seen)
+            signals |= texts[item.row][number]
+    return found
+
+
+def _of_text(
+    needs: Collection[str], sequences: Sequences, row: int, seen: LayerAttention
+) -> dict[int, dict[str, Tensor]]:
+    """Text signals of all items of a batch row, in one pass over its text."""
+    text = sequences.text[row]
+    mine: dict[int, MediaItem] = {
+        number: item for number, item in enumerate(sequences.items) if item.row == row
+    }
+    device = seen.key.device
+    columns = (text + seen.start).to(device)
+    places = {number: (item.where + seen.start).to(device) for number, item in mine.items()}
+    parts: dict[int, list[Tensor]] = {number: [] for number in mine}
+    received = torch.zeros(len(text), device=device)
+    viewers = torch.zeros(len(text), device=device)
+    for weights, visible in seen.rows(row, text):  # [c, S]
+        received += weights.index_select(1, columns).sum(0)
+        viewers += visible.index_select(1, columns).expand(len(weights), -1).sum(0)
+        for number, where in places.items() if "attn_text" in needs else ():
+            parts[number].append(weights.index_select(1, where))
+    shared = {"text_attn": received / viewers.clamp_min(1)} if "text_attn" in needs else {}
+    return {
+        number: {**shared, "attn_text": torch.cat(rows).T} if rows else dict(shared)
+        for number, rows in parts.items()
+    }
+
+
+def _last_rows(sequences: Sequences, seen: LayerAttention) -> Tensor:
+    """`[B, S]`: attention of the last token of every row."""
+    if sequences.ok is None or bool(sequences.ok[:, -1].all()):
+        return last_query_scores(seen.query, seen.key, seen.mask, seen.scaling)
+    rows = []
+    for row in range(len(sequences.ok)):  # padded on the right
+        ((weights, _),) = seen.rows(row, _real(sequences, row)[-1:])
+        rows.append(weights[0])
+    return torch.stack(rows)
+
+
+def _real(sequences: Sequences, row: int) -> Tensor:
+    """Places in a row that are no padding."""
+    if sequences.ok is not None:
+        return sequences.ok[row].nonzero()[:, 0]
+    return torch.arange(sequences.length)

@@ -1,0 +1,218 @@
+"""Reduced inputs instead of hooks, for callers that own the call.
+
+Media are encoded through the stock methods, reduced, and handed on as `mm_encoder_outputs` with a
+shortened prompt and the original positions. Everything after that is stock, caches included.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.spec import parse
+from mmfast.core.trace import Trace
+from mmfast.models.families.adapter import adapter_for
+from mmfast.models.families.prompt_ids import prompt_ids
+from mmfast.models.families.tower import kinds_of
+from mmfast.models.reduction.decoder_signals import AHEAD
+from mmfast.models.reduction.record import features_given, flat, recording
+from mmfast.models.reduction.sequence import Sequences, locate
+from mmfast.models.reduction.site import sites_of
+from mmfast.models.reduction.step import ForwardStep
+
+
+@torch.no_grad()
+def compress(
+    model: Any, inputs: Mapping[str, Any], reduce: str | None, trace: Trace | None = None
+) -> dict[str, Any]:
+    """Encode and reduce the media of a prompt; the result is what `attach` would compute.
+
+    Args:
+        model: A stock model of a known family.
+        inputs: What its processor returned: ids, mask, pixels, grids.
+        reduce: Spec string; every stage at site `pre`. None reduces nothing.
+        trace: Gets a row per site and every Reduction.
+
+    Returns:
+        Inputs for `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`,
+        explicit `position_ids` and `mm_encoder_outputs` (`inputs_embeds` where there is sound).
+        Token counts and sequences that `generate` returns are those of the shortened prompt.
+
+    Raises:
+        SpecError: The spec is wrong, or a stage has another site.
+        ModelError: The family is unknown, a signal is missing, or a prompt ends with media whose
+            last token is dropped.
+    """
+    sites = sites_of(specs := parse(reduce))
+    for spec in specs:
+        if spec.site != "pre" or AHEAD in spec.method.needs:
+            raise SpecError(f"{str(spec)!r} runs inside the model; use attach() for it, not inputs")
+    if inputs.get("input_ids") is None:
+        raise ModelError("inputs hold no 'input_ids'; pass what the processor returned")
+    adapter, base = adapter_for(model), model.base_model
+    needs = {need for site in sites for need in site.needs}
+    with prompt_ids(inputs["input_ids"]), recording(base, adapter, needs) as recorder:
+        outputs = {kind: _encode(base, kind, inputs) for kind in features_given(inputs)}
+        rest = {k: v for k, v in inputs.items() if k not in _encoder_arguments(base)}
+        rest["position_ids"] = _positions(model, inputs)
+        rest["mm_encoder_outputs"] = outputs
+        mask = inputs.get("attention_mask")
+        ok = None if mask is None or bool(mask.all()) else mask.bool()
+        sequences = locate(base, adapter, rest, recorder, ok)
+    step = ForwardStep(sites, sequences, None, trace or Trace())
+    hidden = _embedded(base, rest["input_ids"], outputs)
+    if step.sites:
+        rest, hidden = _shortened(model, rest, outputs, step, hidden)
+    if "audio" in outputs:  # stock models take no encoded sound, so everything goes in embedded
+        del rest["mm_encoder_outputs"]
+        rest["inputs_embeds"] = hidden
+    return rest
+
+
+def _encoder_arguments(base: Any) -> set[str]:
+    names = set()
+    for kind in kinds_of(base):
+        names |= set(inspect.signature(getattr(base, f"get_{kind}_features")).parameters)
+    return names
+
+
+def _encode(base: Any, kind: str, inputs: Mapping[str, Any]) -> Any:
+    given = (inputs.get("mm_encoder_outputs") or {}).get(kind)
+    if given is not None:
+        return given
+    method = getattr(base, f"get_{kind}_features")
+    names = [name for name in inspect.signature(method).parameters if name in inputs]
+    return method(**{name: inputs[name] for name in names}, return_dict=True)
+
+
+def _positions(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    given: Tensor | None = inputs.get("position_ids")
+    if given is not None:
+        return given
+    positions: Tensor = model._prepare_position_ids_for_generation(
+        inputs["input_ids"], dict(inputs)
+    )
+    return positions
+
+
+def _embedded(base: Any, ids: Tensor, outputs: Mapping[str, Any]) -> Tensor:
+    """The prompt as the language model gets it, `[B, L, D]`."""
+    hidden: Tensor = base.get_input_embeddings()(ids)
+    for kind, output in outputs.items():
+        place = (ids == getattr(base.config, f"{kind}_token_id"))[..., None]
+        hidden = hidden.masked_scatter(place, flat(output.pooler_output).to(hidden))
+    return hidden
+
+
+def _shortened(
+    model: Any, rest: dict[str, Any], outputs: dict[str, Any], step: ForwardStep, hidden: Tensor
+) -> tuple[dict[str, Any], Tensor]:
+    base, ids, sequences = model.base_model, rest["input_ids"], step.sequences
+    places = {kind: ids == getattr(base.config, f"{kind}_token_id") for kind in outputs}
+    for site in step.sites:
+        hidden = step.reduce(site, hidden)
+    if sequences.index is None:
+        return rest, hidden
+    pad = getattr(base.config.get_text_config(), "pad_token_id", None) or 0
+    short = {**rest, **_gathered(rest, sequences, int(pad))}
+    for kind, output in outputs.items():
+        here = places[kind].gather(1, sequences.index) & (short["attention_mask"] > 0)
+        planes = _planes(output, places, kind, hidden, step, here)
+        rows = _like(output.pooler_output, hidden[here])
+        extra = {} if planes is None else {"deepstack_features": planes}
+        short["mm_encoder_outputs"] = {
+            **short["mm_encoder_outputs"],
+            kind: _output(output, rows, extra),
+        }
+    return short, hidden
+
+
+def _gathered(rest: dict[str, Any], sequences: Sequences, pad: int) -> dict[str, Any]:
+    """Everything that runs along the prompt, shortened alike; original positions."""
+    index, ok = sequences.index, sequences.ok
+    assert index is not None
+    valid = torch.ones_like(index) if ok is None else ok.long()
+    out: dict[str, Any] = {"attention_mask": valid}
+    for name, value in rest.items():
+        if name in ("input_ids", "token_type_ids", "mm_token_type_ids"):
+            filler = pad if name == "input_ids" else 0
+            out[name] = value.gather(1, index).masked_fill(valid == 0, filler)
+    positions = rest["position_ids"]
+    wide = index.expand(*positions.shape[:-2], *index.shape)
+    out["position_ids"] = positions.expand(*positions.shape[:-2], len(index), -1).gather(-1, wide)
+    if bool((index[:, -1] != rest["input_ids"].shape[1] - 1).any()):
+        raise ModelError(
+            "a prompt ends with an image or clip whose last token was dropped, and generate would "
+            "count on from a wrong position; put text behind it, or use attach()"
+        )
+    return out
+
+
+def _planes(
+    output: Any,
+    places: dict[str, Tensor],
+    kind: str,
+    hidden: Tensor,
+    step: ForwardStep,
+    here: Tensor,
+) -> list[Any] | None:
+    """DeepStack planes of one kind, reduced like the tokens they belong to."""
+    planes = getattr(output, "deepstack_features", None)
+    if planes is None:
+        return None
+    visual = torch.stack(list(places.values())).any(0)
+    reduced = []
+    for plane in planes:
+        rows = torch.cat(list(plane))
+        joint = rows.new_zeros(int(visual.sum()), rows.shape[-1])
+        joint[places[kind][visual]] = rows
+        reduced.append([step.add_planes(torch.zeros_like(hidden), joint.to(hidden))[here]])
+    return reduced
+
+
+def _output(stock: Any, rows: Any, extra: Mapping[str, Any]) -> Any:
+    """An encoder output of the stock class: features, and what that class cannot do without."""
+    needed = {f.name: getattr(stock, f.name) for f in fields(stock) if f.default is MISSING}
+    return type(stock)(**needed, pooler_output=rows, **extra)
+
+
+def _like(stock: Any, rows: Tensor) -> Any:
+    """The container the model expects: a batch of one, or a list of one."""
+    return rows[None] if isinstance(stock, Tensor) else [rows]
+
+
+@torch.no_grad()
+def encoded(model: Any, inputs: Mapping[str, Any], needs: Collection[str] = ()) -> dict[str, Any]:
+    """Inputs with the encoder's outputs in place of pixels.
+
+    The outputs remember the layout and the tower's signals, so stages at `pre` and inside the
+    language model work on them under `attach` as if the media were encoded there.
+
+    Args:
+        model: A stock model of a known family.
+        inputs: What its processor returned.
+        needs: Signals that later stages will ask for.
+
+    Returns:
+        Arguments of `generate` or `forward`.
+
+    Raises:
+        ModelError: The family is unknown.
+    """
+    base = model.base_model
+    outputs, names = {}, set[str]()
+    with prompt_ids(inputs.get("input_ids")), recording(base, adapter_for(model), needs):
+        for kind in features_given(inputs):
+            method = getattr(base, f"get_{kind}_features")
+            parameters = inspect.signature(method).parameters
+            given = {name: inputs[name] for name in parameters if name in inputs}
+            outputs[kind] = method(**given, return_dict=True)
+            names |= {name for name in given if name.startswith("pixel_values")}
+    rest = {name: value for name, value in inputs.items() if name not in names}
+    return {**rest, "mm_encoder_outputs": outputs}

@@ -1,0 +1,130 @@
+"""A look ahead: the attention of a deeper layer before layer 0 reduces anything (GemFilter).
+
+The text model itself runs a second time, over a copy of the cache that is thrown away, and is
+stopped in the attention of the layer that is asked for. So masks, positions and DeepStack planes
+are its own, and no later layer costs anything.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
+
+from mmfast.core.errors import SpecError
+from mmfast.core.spec import Spec
+from mmfast.models.reduction.cache_layers import held, is_short, shorten
+from mmfast.models.reduction.decoder_signals import LayerAttention, inner_signals
+from mmfast.models.reduction.step import ForwardStep
+
+DEPTH = 0.4  # of the model; GemFilter reads layer 13 of 32
+
+
+class _StopError(Exception):
+    """Ends the pass once the attention has been seen."""
+
+
+class _Peek(ForwardStep):
+    """A step that reduces nothing further and leaves the real one alone."""
+
+    def __init__(self, step: ForwardStep, hidden: Tensor) -> None:
+        self.__dict__.update(step.__dict__)
+        self.sites, self._groups, self._masks, self._plane = [], {}, {}, 0
+        self._reviving = set()
+        self.rebuild = True  # the given mask may be made for a static cache
+        self._hidden = hidden
+
+    def before_layer(
+        self, layer: int, hidden: Tensor, kwargs: dict[str, Any], config: Any, ahead: Any = None
+    ) -> Tensor:
+        """As in a step, from the tokens as they stand."""
+        return super().before_layer(layer, hidden if layer else self._hidden, kwargs, config)
+
+
+def look_ahead(
+    call: Any, layer: int, text: Any, hidden: Tensor, mine: Callable[[], bool]
+) -> list[dict[str, Tensor]]:
+    """Run the first layers of a text model once more, for the attention of `layer`.
+
+    Args:
+        call: The call at hand: its `step`, and in `given` the arguments of the text model.
+        layer: Decoder layer to read.
+        text: The text model.
+        hidden: Input of layer 0 as it stands, `[B, n, D]`.
+        mine: Whether this thread runs this call.
+
+    Returns:
+        Per item `attn_ahead` `[n]`, from the last query of its row, mean over heads.
+    """
+    from mmfast.models.reduction.probe import probing
+
+    args, kwargs = call.given
+    cache = _copy(kwargs.get("past_key_values"), layer)
+    start = 0 if cache is None else held(cache.layers[layer])
+    step, found = call.step, []
+
+    def look(
+        _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, so: bool
+    ) -> None:
+        if mine():
+            seen = LayerAttention(q, k, mask, scale, so, start)
+            found.extend(inner_signals({"attn"}, step.sequences, seen))
+            raise _StopError
+
+    quiet = {"output_hidden_states": False, "output_attentions": False, "use_cache": False}
+    call.step = _Peek(step, hidden)
+    try:
+        with probing({text.layers[layer].self_attn: look}):
+            # A context of its own, so that nothing of this pass is recorded as an output.
+            contextvars.Context().run(text, *args, **{**kwargs, **quiet, "past_key_values": cache})
+    except _StopError:
+        pass
+    finally:
+        call.step = step
+    return [{"attn_ahead": signals["attn"]} for signals in found]
+
+
+def layer_ahead(spec: Spec, layers: Sequence[Any]) -> int:
+    """The decoder layer whose attention a stage reads: its knob `layer`, or 0.4 of the depth.
+
+    Raises:
+        SpecError: The model has no such layer, or that layer has no attention.
+    """
+    able = [i for i, layer in enumerate(layers) if hasattr(layer, "self_attn")]
+    asked: int | None = spec.knobs.get("layer")
+    if asked is None:
+        return min(able, key=lambda i: (abs(i - round(DEPTH * len(layers))), i))
+    if asked not in able:
+        raise SpecError(
+            f"knob layer={asked} of {spec.method.name!r} is no attention layer of this model; "
+            f"choose {able[0]} to {able[-1]}"
+        )
+    return asked
+
+
+def _copy(cache: Any, last: int) -> Any:
+    """The layers of a cache up to `last`, writable without effect on it; None for an empty one."""
+    if cache is None or not len(cache.layers) or not int(cache.get_seq_length()):
+        return None
+    copied = DynamicCache()
+    for index, layer in enumerate(cache.layers[: last + 1]):
+        copied.layers.append(_copy_layer(layer))
+        if is_short(layer) and not is_short(copied.layers[index]):
+            short = shorten(copied, index)
+            short.dropped, short.valid, short.group = layer.dropped, layer.valid, layer.group
+    return copied
+
+
+def _copy_layer(layer: Any) -> Any:
+    if isinstance(layer, DynamicLayer):
+        return copy.copy(layer)  # an update replaces the tensors
+    if not isinstance(layer, StaticLayer) or layer.is_sliding:
+        return copy.deepcopy(layer)  # written in place, and small
+    length, grown = held(layer), DynamicLayer()
+    grown.lazy_initialization(layer.keys, layer.values)
+    grown.keys, grown.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+    return grown

@@ -1,0 +1,225 @@
+"""Masks that fit cache layers of different lengths, made by stock code.
+
+M-RoPE offsets per conversation instead of per model.
+
+Stock models keep `rope_deltas`, the distance between token counts and positions, on the model: a
+conversation that is continued after another one ran would get the other one's positions.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import StaticLayer
+from transformers.masking_utils import (
+    blockwise_overlay,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    sliding_window_overlay,
+)
+
+from mmfast.models.patching import override
+from mmfast.models.reduction.cache_layers import layer_of_model_mask, padding_mask
+
+# Decoder layers that can hold reduced tokens. A sliding window counts the tokens that are left,
+# a convolution runs over them; both as the stock model does on the shortened prompt.
+FULL, SLIDING, CONV = LAYER_KINDS = ("full_attention", "sliding_attention", "conv")
+
+
+def kind_of(config: Any, layer: int) -> str:
+    """Kind of a decoder layer, `full_attention` where the config of the text model says nothing."""
+    kinds = getattr(config, "layer_types", None)
+    return str(kinds[layer]) if kinds else FULL
+
+
+def stock_mask(
+    config: Any,
+    hidden: Tensor,
+    padding: Tensor | None,
+    cache: Any,
+    layer: int,
+    blocks: Tensor | None = None,
+) -> Any:
+    """The mask transformers makes for one layer, from its own cache lengths.
+
+    Args:
+        config: Config of the text model.
+        hidden: Input of the layer, `[B, n, D]`.
+        padding: `[B, offset + keys]` False at padding, or None.
+        cache: The cache, or None.
+        layer: The decoder layer, of attention.
+        blocks: `[B, n]` number of the block inside which a token sees forward, -1 outside; None
+            where the model is causal throughout.
+    """
+    common = {
+        "config": config,
+        "inputs_embeds": hidden,
+        "attention_mask": padding,
+        "past_key_values": cache,
+        "layer_idx": layer,
+    }
+    sliding = kind_of(config, layer) == SLIDING
+    if blocks is None:
+        return (create_sliding_window_causal_mask if sliding else create_causal_mask)(**common)
+    ids = _by_position(blocks, cache, layer)
+    if not sliding:
+        return create_causal_mask(**common, block_sequence_ids=ids)
+    return create_causal_mask(
+        **common,
+        or_mask_function=blockwise_overlay(ids),
+        and_mask_function=sliding_window_overlay(config.sliding_window),
+    )
+
+
+def _by_position(blocks: Tensor, cache: Any, layer: int) -> Tensor:
+    """Block numbers `[B, n]` of the new tokens among the logical places of this layer's keys."""
+    if cache is None:
+        return blocks
+    held = cache.layers[layer]
+    start, new = int(held.get_seq_length()), blocks.shape[1]
+    length, offset = held.get_mask_sizes(new)
+    return F.pad(blocks, (start, max(0, length + offset - start - new)), value=-1)
+
+
+def fit_decode(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Give a decoder layer its own mask in a step without new visual tokens.
+
+    Args:
+        config: Config of the text model.
+        layer: The decoder layer.
+        hidden: Its input `[B, n, D]`.
+        kwargs: Its keyword arguments; the mask is replaced in place.
+
+    Returns:
+        Whether the stock mask did not fit.
+    """
+    cache = kwargs.get("past_key_values")
+    if cache is None or len(cache.layers) <= layer:
+        return False
+    held = cache.layers[layer]
+    if not getattr(held, "uneven", False):
+        return False
+    untyped = kind_of(config, layer) == SLIDING and not held.is_sliding  # holds more than it sees
+    short = held.valid is None and not isinstance(held, StaticLayer) and not untyped
+    if hidden.shape[1] == 1 and short:
+        kwargs["attention_mask"] = None
+    elif held.group.leader == layer or held.group.mask is None:
+        seen = padding_mask(held, hidden.shape[1])
+        kwargs["attention_mask"] = stock_mask(config, hidden, seen, cache, layer)
+        held.group.mask = kwargs["attention_mask"]
+    else:
+        kwargs["attention_mask"] = held.group.mask
+    return True
+
+
+def forget_masks(cache: Any) -> None:
+    """Drop the masks of a step: a compiled one would otherwise have to return them."""
+    for layer in () if cache is None else cache.layers:
+        if getattr(layer, "uneven", False):
+            layer.group.mask = None
+
+
+def padding_of(
+    mask: Any, length: int, past: int, cache: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """Padding in the mask that a call came with.
+
+    Args:
+        mask: None, `[B, P + L]`, or what `generate` makes for a static cache: 4-D, or a dict.
+        length: New tokens L.
+        past: Tokens of earlier calls P, with those that were dropped.
+        cache: The cache, or None.
+
+    Returns:
+        False at padding: among the tokens of earlier calls `[B, P]`, and among the new ones
+        `[B, L]`; None where there is none.
+    """
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention", next(iter(mask.values())))
+    if mask is None:
+        return None, None
+    if mask.ndim == 4:  # the last query sees all that is no padding
+        past -= getattr(layer_of_model_mask(cache), "dropped", 0) if past else 0
+        seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0, -1, : past + length]
+    else:
+        seen = mask[:, -(past + length) :].bool()
+    new, old = seen[:, -length:], seen[:, :-length]
+    return None if bool(old.all()) else old, None if bool(new.all()) else new
+
+
+class _RopeState(threading.local):
+    fresh: Tensor | None = None  # computed in this thread, not yet stored with a cache
+
+
+class Offsets:
+    """Remembers the offset `[B, 1]` of every cache that an attached model fills.
+
+    Args:
+        model: The model that generates.
+        base: Its base model.
+    """
+
+    def __init__(self, model: Any, base: Any) -> None:
+        self._model = model
+        self._base = base
+        self._known: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+        self._local = _RopeState()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Stand around the two methods that read and write `rope_deltas`."""
+        with override(self._base, "compute_3d_position_ids", self._forward):
+            if self._model is self._base:
+                yield
+                return
+            with override(self._model, "_prepare_position_ids_for_generation", self._generate):
+                yield
+
+    def store(self, cache: Any) -> None:
+        """Keep the offset computed last in this thread with the cache it belongs to."""
+        if self._local.fresh is not None and cache is not None:
+            self._known[cache], self._local.fresh = self._local.fresh, None
+
+    def forget(self) -> None:
+        """Drop what no cache claimed, when a forward pass ends."""
+        self._local.fresh = None
+
+    def _generate(self, stock: Callable[..., Any], inputs: Any, kwargs: dict[str, Any]) -> Any:
+        cache = kwargs.get("past_key_values")
+        known = None if cache is None else self._known.get(cache)
+        with self._lock:
+            if known is not None:
+                self._base.rope_deltas = known
+            positions = stock(inputs, kwargs)
+            self._local.fresh = self._base.rope_deltas
+        return positions
+
+    def _forward(self, stock: Callable[..., Any], **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        known = None if cache is None else self._known.get(cache)
+        if known is not None and cache is not None and cache.get_seq_length() > 0:
+            return _continued(known, cache, kwargs["inputs_embeds"], kwargs.get("attention_mask"))
+        with self._lock:
+            positions = stock(**kwargs)
+            self._local.fresh = self._base.rope_deltas
+        return positions
+
+
+def _continued(offset: Tensor, cache: Any, embeds: Tensor, mask: Any) -> Tensor:
+    """Positions `[3, B, L]` of text that follows what the cache holds."""
+    batch, length = embeds.shape[:2]
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        counted = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+    else:
+        past = cache.get_seq_length()
+        counted = (torch.arange(length, device=embeds.device) + past).expand(batch, -1)
+    offset = offset.repeat_interleave(batch // len(offset), dim=0).to(counted.device)
+    return (counted + offset).expand(3, -1, -1)

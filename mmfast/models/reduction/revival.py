@@ -1,0 +1,299 @@
+"""Tokens that a cut dropped and a later step may call back (LazyLLM).
+
+A dropped token leaves its hidden state behind, on the cache layer of the cut. The layer before the
+cut has the keys of every token, so each decode step ranks all of them again; what ranks within the
+budget and is not there yet runs through the deeper layers beside the new token, at its own
+position, and sees only what stands before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
+
+from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.spec import Spec
+from mmfast.core.trace import Trace
+from mmfast.models.reduction.cache_layers import held
+from mmfast.models.reduction.probe import last_query_scores
+from mmfast.models.reduction.sequence import MediaItem
+from mmfast.ops.ranking import stable_topk
+
+
+@dataclass
+class DroppedTokens:
+    """What left at a cut, for one cache; times are places among the keys of the layer before.
+
+    Attributes:
+        times: `[n]` of the tokens that were dropped.
+        hidden: `[n, D]` their input to the layer of the cut.
+        embeddings: `[n, d]` each: their position embeddings.
+        items: Per image or video the times of all its tokens `[N]`, and how many may be there.
+        present: `[P]` times of the tokens in the cache layer, in the order they were stored.
+    """
+
+    times: Tensor
+    hidden: Tensor
+    embeddings: tuple[Tensor, ...]
+    items: list[tuple[Tensor, int]]
+    present: Tensor
+
+    def join(self, other: DroppedTokens) -> DroppedTokens:
+        """The same with what a later turn dropped, which knows who is present by now."""
+        return DroppedTokens(
+            torch.cat([self.times, other.times]),
+            torch.cat([self.hidden, other.hidden]),
+            tuple(torch.cat(pair) for pair in zip(self.embeddings, other.embeddings, strict=True)),
+            self.items + other.items,
+            other.present,
+        )
+
+    def fit(self, length: int, before: int) -> None:
+        """Follow a cache that was cropped since.
+
+        Args:
+            length: Tokens that the layer of the cut holds.
+            before: Tokens that the layer before it holds.
+
+        Raises:
+            ModelError: The cache holds tokens that this store has not seen.
+        """
+        if len(self.present) == length:
+            return
+        self.present = self.present[:length]
+        if len(self.present) < length or bool((self.present >= before).any()):
+            raise ModelError(
+                "this cache was changed in a way that lazyllm cannot follow; continue it inside "
+                "the same attach(), and crop no further back than the last token"
+            )
+
+    def wanted(self, scores: Tensor) -> Tensor:
+        """Which dropped tokens rank within the budget and are not there, by `scores` `[S]`."""
+        best = [times[stable_topk(scores[times], count)] for times, count in self.items]
+        missing = torch.isin(self.times, torch.cat(best)) & ~torch.isin(self.times, self.present)
+        return missing.nonzero()[:, 0]
+
+
+class Leaving:
+    """The tokens at a cut before it is made; see `Store`.
+
+    Raises:
+        ModelError: Several rows, padding, or a part of a prompt.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[MediaItem],
+        hidden: Tensor,
+        embeddings: Sequence[Tensor],
+        *padding: Any,
+    ) -> None:
+        padded = any(each is not None for each in padding)
+        if len(hidden) > 1 or padded or any(item.part is not None for item in items):
+            raise ModelError(
+                "lazyllm serves one row without padding, prefilled in one piece; call it with a "
+                "batch of one, without beams and prefill_chunk_size, or use fastv"
+            )
+        self._items, self._where = items, [item.where for item in items]
+        self._hidden, self._embeddings = hidden[0], [each[0] for each in embeddings]
+
+    def store(self, order: Tensor, start: int) -> DroppedTokens:
+        """What has left.
+
+        Args:
+            order: `[m]` previous places of all tokens left.
+            start: Time of the first token of this call.
+        """
+        places = torch.cat(self._where)
+        gone = places[~torch.isin(places, order)]
+        now = zip(self._where, self._items, strict=True)
+        return DroppedTokens(
+            gone + start,
+            self._hidden[gone],
+            tuple(each[gone] for each in self._embeddings),
+            [(mine + start, item.n) for mine, item in now],
+            order + start,
+        )
+
+
+def keep_store(
+    cache: Any, layer: int, left: Leaving | None, order: Tensor | None, length: int
+) -> None:
+    """Note on the cache layer of a cut what several new tokens mean for its store.
+
+    Args:
+        cache: The cache; the layer before the cut holds the new tokens already.
+        layer: Layer of the cut.
+        left: What stood there; None where the cut was not made.
+        order: `[1, m]` previous places of what is left, if something has left.
+        length: New tokens in the layer before the cut.
+
+    Raises:
+        ModelError: The cache layer is of a kind that cannot grow out of order.
+    """
+    mine = cache.layers[layer]
+    old: DroppedTokens | None = getattr(mine, "store", None)
+    if left is None and old is None:
+        return
+    if not isinstance(mine, DynamicLayer) or mine.is_sliding:
+        raise ModelError(
+            f"lazyllm puts tokens back into the cache, and layer {layer} is a "
+            f"{type(mine).__name__}; use the default DynamicCache, or fastv"
+        )
+    start, stored = held(cache.layers[layer - 1]) - length, held(mine)
+    if old is None and stored != start:
+        raise ModelError("this cache was reduced before; lazyllm needs one that it began itself")
+    if old is not None:
+        old.fit(stored, start)
+    if left is None or order is None:
+        assert old is not None
+        arrived = torch.arange(start, start + length, device=old.present.device)
+        old.present = torch.cat([old.present, arrived])
+        return
+    new = left.store(order[0], start)
+    past = torch.arange(stored, device=new.present.device) if old is None else old.present
+    new.present = torch.cat([past, new.present])
+    mine.store = new if old is None else old.join(new)
+
+
+def check_last(specs: Sequence[Spec]) -> None:
+    """A token that comes back runs through all deeper layers, so nothing else may cut there.
+
+    Raises:
+        SpecError: Something else does.
+    """
+    inside = [spec for spec in specs if spec.site == "llm"]
+    for spec in inside:
+        others = [o for o in inside if o is not spec and (o.layer or 0) >= (spec.layer or 0)]
+        if spec.method.revives and others:
+            raise SpecError(
+                f"{str(others[0])!r} cuts at or behind {str(spec)!r}, whose tokens may come back; "
+                f"put {spec.method.name!r} last"
+            )
+
+
+@dataclass
+class _Back:
+    """Tokens that come back in this step, beside the new one."""
+
+    count: int
+    embeddings: tuple[Tensor, ...]
+    mask: Tensor
+
+
+class _RevivalState(threading.local):
+    stack: ExitStack | None = None
+    scores: Tensor | None = None
+    back: _Back | None = None
+
+
+class Reviver:
+    """Decode steps of a model with a reviving cut.
+
+    Args:
+        layer: Decoder layer of the cut.
+        text: The text model.
+        trace: Gets a row `revive` per step in which tokens come back.
+    """
+
+    def __init__(self, layer: int, text: Any, trace: Trace) -> None:
+        kind = text.config._attn_implementation
+        types = set((getattr(text.config, "layer_types", None) or ())[layer:])
+        if types - {"full_attention"}:
+            raise ModelError(
+                f"lazyllm puts tokens back into full attention, and decoder layers from {layer} on "
+                f"are {', '.join(sorted(types))}; use fastv"
+            )
+        if kind not in ("sdpa", "eager"):
+            raise ModelError(
+                f"lazyllm makes masks of its own for sdpa and eager attention, not for {kind!r}; "
+                "call model.set_attn_implementation('sdpa')"
+            )
+        self._layer, self._text, self._trace = layer, text, trace
+        self._additive = kind == "eager"
+        self._local = _RevivalState()
+
+    def before(self, index: int, module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Before a decoder layer of a step with one new token.
+
+        Returns:
+            The input of the layer with the tokens that come back, `[1, R + 1, D]`, or None.
+        """
+        cache: Any = kwargs.get("past_key_values")
+        if index < self._layer - 1 or cache is None or len(cache.layers) <= self._layer:
+            return None
+        store: DroppedTokens | None = getattr(cache.layers[self._layer], "store", None)
+        if store is None:
+            return None
+        if index == self._layer - 1:
+            store.fit(held(cache.layers[self._layer]), held(cache.layers[index]))
+            self._watch(module)
+            return None
+        if index == self._layer:
+            hidden = self._choose(store, cache, hidden, kwargs["position_embeddings"])
+        back = self._local.back
+        if back is None:
+            return None
+        cache.layers[index].dropped -= back.count
+        kwargs["position_embeddings"], kwargs["attention_mask"] = back.embeddings, back.mask
+        kwargs["position_ids"] = None
+        return hidden
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After the last decoder layer: only the new token goes on."""
+        if self._local.back is None:
+            return None
+        self._local.back = None
+        if isinstance(output, tuple):
+            return (output[0][:, -1:], *output[1:])
+        return output[:, -1:]
+
+    def close(self) -> None:
+        """The step has ended, perhaps with an exception."""
+        local = self._local
+        if local.stack is not None:
+            local.stack.close()
+        local.stack, local.scores, local.back = None, None, None
+
+    def _watch(self, module: Any) -> None:
+        from mmfast.models.reduction.probe import probing
+
+        self.close()
+
+        def look(owner: Reviver, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+            if owner._local.stack is not None:  # else another thread's step
+                owner._local.scores = last_query_scores(q, k, rest[0], rest[1])[0]
+
+        self._local.stack = ExitStack()
+        self._local.stack.enter_context(probing({module.self_attn: partial(look, self)}))
+
+    def _choose(self, store: DroppedTokens, cache: Any, hidden: Tensor, embeddings: Any) -> Tensor:
+        """Rank again, and put what comes back before the new token."""
+        scores = self._local.scores
+        self.close()
+        assert scores is not None
+        chosen = store.wanted(scores)
+        now = torch.tensor([held(cache.layers[self._layer - 1]) - 1], device=hidden.device)
+        arrived = torch.cat([store.times[chosen], now])
+        store.present = torch.cat([store.present, arrived])
+        count = len(chosen)
+        if not count:
+            return hidden
+        with self._trace.stage("revive", len(store.times), count):
+            rows = zip(store.embeddings, embeddings, strict=True)
+            joined = tuple(torch.cat([old[chosen][None], new], 1) for old, new in rows)
+            mask = (store.present <= arrived[:, None])[None, None]  # [1, 1, R + 1, P + R + 1]
+            if self._additive:
+                low = torch.finfo(hidden.dtype).min
+                zeros = torch.zeros(mask.shape, dtype=hidden.dtype, device=hidden.device)
+                mask = zeros.masked_fill(~mask, low)
+            self._local.back = _Back(count, joined, mask)
+            return torch.cat([store.hidden[chosen][None], hidden], 1)

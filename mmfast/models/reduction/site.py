@@ -1,0 +1,246 @@
+"""Running the stages of one site on one image or video."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import Spec, count, run, wanted
+from mmfast.core.tokens import Tokens, follow, follow_signals
+from mmfast.models.reduction.decoder_signals import AHEAD
+from mmfast.models.reduction.revival import check_last
+
+# A chunk of a chunked prefill holds tokens part[0]:part[1] of the part[2] tokens of an item.
+Part = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Site:
+    """The stages that run before one decoder layer, in the order written.
+
+    A share refers to the tokens that enter its stage, so `"evs:0.5+divprune:0.5"` leaves a
+    quarter; a whole number is what the stage leaves of each image or video.
+
+    Attributes:
+        layer: Decoder layer before which they run; `pre` is layer 0.
+        specs: The stages.
+    """
+
+    layer: int
+    specs: tuple[Spec, ...]
+
+    @property
+    def name(self) -> str:
+        """The site as written in a spec, such as `pre` or `llm3`."""
+        return self.specs[0].where
+
+    @property
+    def deep(self) -> bool:
+        """Whether it works on hidden states inside the LLM, for what came with this call."""
+        return self.specs[0].site == "llm" or self.ahead
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it reads the attention of a deeper layer, which then has to run first."""
+        return AHEAD in self.specs[0].method.needs
+
+    @property
+    def early(self) -> bool:
+        """Whether it ran before the vision tower, so that its outcome is known."""
+        return self.specs[0].site == "pixel"
+
+    @property
+    def revives(self) -> bool:
+        """Whether what it drops may come back while decoding."""
+        return self.deep and any(spec.method.revives for spec in self.specs)
+
+    @property
+    def joint(self) -> bool:
+        """Whether a stage looks at all images of a prompt at once."""
+        return any(spec.method.scope == "prompt" for spec in self.specs)
+
+    @property
+    def needs(self) -> set[str]:
+        """Signals some stage reads."""
+        return {need for spec in self.specs for need in spec.method.needs}
+
+    def left(self, n: int, entered: MutableMapping[int, int]) -> int | None:
+        """Tokens the site leaves of `n`; None where a stage decides itself.
+
+        Args:
+            n: Tokens of an item.
+            entered: See `Item.entered`.
+
+        Raises:
+            SpecError: A whole-number budget above the tokens that enter its stage.
+        """
+        for spec in self.specs:
+            left = wanted(spec, n, entered)
+            if left is None:
+                return None
+            n = left
+        return n
+
+
+_ORDER = ("pixel", "pre", AHEAD, "llm")
+
+
+def sites_of(specs: Sequence[Spec]) -> list[Site]:
+    """Group stages by the decoder layer before which they run, in layer order.
+
+    Raises:
+        SpecError: A stage before the LLM stands behind one that looks ahead in it.
+    """
+    layers: dict[tuple[int, str], list[Spec]] = {}
+    for spec in specs:
+        if any(name == AHEAD for _, name in layers) and spec.site in ("pixel", "pre"):
+            ahead = layers[0, AHEAD][0]
+            raise SpecError(
+                f"{str(spec)!r} cannot follow {str(ahead)!r}, which looks through the decoder; "
+                f"write {ahead.method.name!r} last of the stages before it"
+            )
+        if spec.site in _ORDER:
+            name = AHEAD if AHEAD in spec.method.needs else spec.site
+            layers.setdefault((spec.layer or 0, name), []).append(spec)
+    check_last(specs)
+    order = sorted(layers, key=lambda key: (key[0], _ORDER.index(key[1])))
+    return [Site(layer, tuple(layers[layer, name])) for layer, name in order]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What the stages of a site did to one item, one Reduction after the other.
+
+    Attributes:
+        reductions: One per stage.
+        ms: What each took to choose, where it was measured.
+    """
+
+    reductions: tuple[Reduction, ...]
+    ms: tuple[float, ...] = field(default=(), compare=False)
+
+    @property
+    def keep(self) -> Tensor:
+        """`[M]` ascending: the token that each output stands for."""
+        keep = self.reductions[0].keep
+        for reduction in self.reductions[1:]:
+            keep = keep.index_select(0, reduction.keep)
+        return keep
+
+    @property
+    def trivial(self) -> bool:
+        """Nothing changes."""
+        return self.pure and all(reduction.m == reduction.n for reduction in self.reductions)
+
+    @property
+    def pure(self) -> bool:
+        """Every output is one untouched token."""
+        return all(reduction.pure for reduction in self.reductions)
+
+    def follow(self, signals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Signals of the `N` tokens as those of the `M`."""
+        for reduction in self.reductions:
+            here = {name: value.to(reduction.keep.device) for name, value in signals.items()}
+            signals = follow_signals(here, reduction)
+        return dict(signals)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[N, D]` to `[M, D]`."""
+        for reduction in self.reductions:
+            x = reduction.apply(x)
+        return x
+
+
+def run_site(site: Site, tokens: Tokens, entered: MutableMapping[int, int]) -> Chain:
+    """Run all stages of a site on one item, `tokens.x` `[N, D]`; `entered`: see `Item.entered`.
+
+    Raises:
+        ModelError: The model could not supply a signal that a stage needs.
+        SpecError: A budget does not fit.
+    """
+    reductions: list[Reduction] = []
+    ms: list[float] = []
+    for spec in site.specs:
+        start = time.perf_counter()
+        if reductions:
+            tokens = follow(tokens, reductions[-1])
+        if spec.cut is not None:
+            spec = replace(spec, budget=wanted(spec, tokens.n, entered), cut=None)
+        check_signals(spec, tokens)
+        one = run(spec, tokens)
+        assert isinstance(one, Reduction)
+        reductions.append(one)
+        ms.append((time.perf_counter() - start) * 1e3)
+    return Chain(tuple(reductions), tuple(ms))
+
+
+def run_part(
+    site: Site, tokens: Tokens, part: Part, entered: MutableMapping[int, int]
+) -> tuple[Chain, Part]:
+    """Run the stages on the part of an item that a chunk of a chunked prefill brings.
+
+    The budget is split so that all parts together keep what the item would.
+
+    Returns:
+        The reductions, and the part as it stands after them.
+    """
+    reductions: list[Reduction] = []
+    for spec in site.specs:
+        if reductions:
+            tokens = follow(tokens, reductions[-1])
+        whole = wanted(spec, part[2], entered)
+        if whole is not None:
+            start, stop = (round(end * whole / part[2]) for end in part[:2])
+            part, spec = (start, stop, whole), replace(spec, budget=stop - start, cut=None)
+        if spec.budget == 0:
+            nothing = torch.empty(0, dtype=torch.int64, device=tokens.x.device)
+            reductions.append(Reduction.prune(nothing, tokens.n))
+            break
+        check_signals(spec, tokens)
+        one = run(spec, tokens)
+        assert isinstance(one, Reduction)
+        reductions.append(one)
+    return Chain(tuple(reductions)), part
+
+
+# What to do about a signal the model side did not supply.
+_ADVICE = {
+    "grid": "the tokens are no full raster (image tiles, a chunk, or reduced before): "
+    "use it alone, without prefill_chunk_size, on videos or on images of one tile",
+    "attn": "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
+    "attn_visual": "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
+    "attn_ahead": "it exists at 'pre' only, and under attach()",
+    "attn_window": "it exists at 'llm<K>' only, with K at least 1",
+    "attn_text": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of it "
+    "under prefill_chunk_size, has text",
+    "text_attn": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of it "
+    "under prefill_chunk_size, has text",
+    "keys": "it exists at 'pre' only: encode the media inside attach()",
+    "attn_middle": "it exists at 'pre' only: encode the media inside attach()",
+    "attn_first": "it exists at 'pre' only: encode the media inside attach()",
+    "tile": "it exists at 'pre' and for images only; use a method without tiles, such as 'hiprune'",
+    "place": "it exists at 'pre' only, and where the family's layout tells it",
+    "pixels": "it exists at site 'pixel' only, before the vision tower",
+    "image": "only a method registered with scope='prompt' sees several images at once",
+    "query": "the prompt has no text",
+}
+
+
+def check_signals(spec: Spec, tokens: Tokens) -> None:
+    """Refuse a stage whose signals are not there; the identity needs none.
+
+    Raises:
+        ModelError: Names the signal and what to use instead.
+    """
+    if count(spec.budget, tokens.n) == tokens.n:
+        return  # the identity needs nothing
+    for need in spec.method.needs:
+        if not tokens.has(need):
+            why = _ADVICE.get(need, "the model side does not supply it")
+            raise ModelError(f"{str(spec)!r} needs {need!r}, which is missing here; {why}")

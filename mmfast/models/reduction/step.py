@@ -1,0 +1,218 @@
+"""One forward pass under `attach`: reductions before decoder layers, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+from mmfast.core.trace import Trace
+from mmfast.models.reduction.cache_layers import (
+    LayerGroup,
+    extend,
+    is_short,
+    join,
+    layer_of_model_mask,
+    padding_mask,
+    shorten,
+)
+from mmfast.models.reduction.choice import Kept, SiteRunner, acting
+from mmfast.models.reduction.decoder_signals import INNER, LayerAttention, inner_signals
+from mmfast.models.reduction.masks import CONV, kind_of, stock_mask
+from mmfast.models.reduction.revival import Leaving, keep_store
+from mmfast.models.reduction.sequence import Sequences, take
+from mmfast.models.reduction.site import Site
+
+
+class ForwardStep:
+    """State of one forward pass, in one thread, that brings more than one token.
+
+    Args:
+        sites: Where stages run, in layer order.
+        sequences: The new tokens; without items nothing is reduced.
+        past: `[B, P]` False at padding among the tokens of earlier calls, or None.
+        trace: Gets a row per site and every Reduction.
+        blocks: `[B, n]` number of the block inside which a new token sees forward, -1 outside.
+
+    Attributes:
+        sites: Those that change anything.
+        sequences: The new tokens as they stand.
+        inner: Signals of every item, of the decoder layers that were watched.
+    """
+
+    rebuild = False  # make every mask anew
+
+    def __init__(
+        self,
+        sites: Seq[Site],
+        sequences: Sequences,
+        past: Tensor | None,
+        trace: Trace,
+        blocks: Tensor | None = None,
+    ) -> None:
+        self.sequences = sequences
+        self.full = sequences.length
+        self.past = past
+        self.trace = trace
+        self.blocks = blocks
+        self.inner: dict[int, list[dict[str, Tensor]]] = {}
+        self._segments = sorted({site.layer for site in sites})
+        self.sites = acting(sites, sequences, trace)
+        self._choice = SiteRunner(sequences, self.inner, trace)
+        self._groups: dict[tuple[int, int, str], LayerGroup] = {}
+        self._embeddings: dict[str, tuple[Tensor, ...]] = {}
+        self._masks: dict[tuple[int, str], Any] = {}
+        self._plane = 0  # DeepStack planes added so far
+        self._reviving = {site.layer for site in sites if site.revives}
+        self._revives = False  # something may come back to the layers from here on
+        self._order: Tensor | None = None  # of the last site that removed something
+
+    def reads(self, layer: int) -> set[str]:
+        """Signals that a site which acts reads from the attention of this decoder layer."""
+        after = [site for site in self.sites if site.deep and site.layer == layer + 1]
+        return {need for site in after for need in site.needs} & INNER
+
+    def observe(self, layer: int, seen: LayerAttention) -> None:
+        """Take the signals for the sites before the next layer from this one's attention."""
+        self.inner[layer] = inner_signals(self.reads(layer), self.sequences, seen)
+
+    def before_layer(
+        self,
+        layer: int,
+        hidden: Tensor,
+        kwargs: dict[str, Any],
+        config: Any,
+        ahead: Callable[[Site, Tensor], list[dict[str, Tensor]]] | None = None,
+    ) -> Tensor:
+        """Reduce where a site stands; give the layer positions, mask and cache that fit.
+
+        Args:
+            layer: Decoder layer.
+            hidden: Its input `[B, n, D]`.
+            kwargs: Its keyword arguments, changed in place.
+            config: Config of the text model.
+            ahead: Gives the signals of a site that looks ahead, from the input as it stands.
+
+        Returns:
+            The input, reduced `[B, m, D]`.
+        """
+        cache, kind = kwargs.get("past_key_values"), kind_of(config, layer)
+        length, left = self.sequences.length, None
+        for site in self.sites:
+            if site.layer == layer:
+                if site.revives and cache is not None:
+                    places = self._places(kwargs, kind)
+                    left = Leaving(
+                        self.sequences.items, hidden, places, self.past, self.sequences.ok
+                    )
+                hidden = self.reduce(site, hidden, ahead)
+        if self.sequences.index is not None:
+            kwargs["position_embeddings"] = self._places(kwargs, kind)
+        elif not self.rebuild and not _short_at(cache, layer):
+            return hidden
+        kwargs["position_ids"] = None  # flash attention takes a gap for the end of a sequence
+        kwargs["attention_mask"] = self._mask(layer, hidden, cache, config)
+        if layer in self._reviving and cache is not None:
+            keep_store(cache, layer, left, self._order, length)
+            self._revives = left is not None
+        return hidden
+
+    def _places(self, kwargs: dict[str, Any], kind: str) -> tuple[Tensor, ...]:
+        """Position embeddings of the tokens as they stand."""
+        given: tuple[Tensor, ...] = kwargs["position_embeddings"]
+        if self.sequences.index is None:
+            return given
+        if kind not in self._embeddings:
+            self._embeddings[kind] = tuple(take(each, self.sequences.index) for each in given)
+        return self._embeddings[kind]
+
+    def _mask(self, layer: int, hidden: Tensor, cache: Any, config: Any) -> Any:
+        """The stock mask for this layer's tokens, and the cache layer's bookkeeping."""
+        ok, kind = self.sequences.ok, kind_of(config, layer)
+        if kind == CONV:
+            if cache is not None:
+                join(cache, layer, ok)
+            return ok
+        segment = sum(start <= layer for start in self._segments)
+        if cache is None:
+            if (segment, kind) not in self._masks:
+                mask = stock_mask(config, hidden, ok, None, layer, self._blocks())
+                self._masks[segment, kind] = mask
+            return self._masks[segment, kind]
+        held = shorten(cache, layer)
+        group = self._groups.setdefault((id(held.group), segment, kind), LayerGroup(layer))
+        extend(held, self.past, ok)
+        held.group = group
+        if group.leader == layer:
+            seen = padding_mask(held, hidden.shape[1])
+            group.mask = stock_mask(config, hidden, seen, cache, layer, self._blocks())
+        held.dropped += self.full - self.sequences.length
+        model = layer_of_model_mask(cache, held.is_sliding)
+        held.uneven = held.valid is not None or held.dropped != getattr(model, "dropped", 0)
+        return group.mask
+
+    def _blocks(self) -> Tensor | None:
+        """Block numbers of the tokens that are left, `[B, m]`."""
+        index = self.sequences.index
+        if self.blocks is None or index is None:
+            return self.blocks
+        return self.blocks.to(index.device).gather(1, index)
+
+    def reduce(
+        self,
+        site: Site,
+        hidden: Tensor,
+        ahead: Callable[[Site, Tensor], list[dict[str, Tensor]]] | None = None,
+    ) -> Tensor:
+        """Run a site on every item; `hidden` `[B, n, D]` to `[B, m, D]`, left-padded."""
+        self.sequences.to(hidden.device)
+        items = self.sequences.items
+        with self.trace.stage(site.name, sum(item.n for item in items)) as row:
+            if site.ahead and ahead is not None:
+                self.inner[site.layer - 1] = ahead(site, hidden)
+            kept = self._choice.run(site, hidden)
+            row.tokens_out = sum(len(keep) for keep, _ in kept)
+            if any(
+                len(k) != item.n or x is not None for item, (k, x) in zip(items, kept, strict=True)
+            ):
+                hidden = self._shorten(hidden, kept)
+        self.trace.split(row, self._choice.parts(site, row))
+        return hidden
+
+    def _shorten(self, hidden: Tensor, kept: Seq[Kept]) -> Tensor:
+        """Rows without the tokens that went, and with the features that changed."""
+        self._order = order = self.sequences.compact([keep for keep, _ in kept])
+        self._embeddings = {}
+        hidden = take(hidden, order)
+        for item, (_, merged) in zip(self.sequences.items, kept, strict=True):
+            if merged is not None:
+                hidden[item.row].index_copy_(0, item.where, merged)
+        return hidden
+
+    def add_planes(self, hidden: Tensor, planes: Tensor) -> Tensor:
+        """Add DeepStack features `[visual tokens, D]`, reduced like the tokens they belong to."""
+        if self._revives:
+            raise ModelError(
+                "lazyllm cuts among the layers that add DeepStack planes, which a token that comes "
+                "back would miss; choose llm<K> with a larger K"
+            )
+        hidden = hidden.clone()
+        self._plane += 1
+        for item in self.sequences.items:
+            rows = planes.index_select(0, item.planes)
+            if item.source is not None and item.record is not None:
+                plan, here = item.source
+                whole = item.record.features(item.index, self._plane).to(planes)
+                rows = plan.apply(whole).index_select(0, here)
+            for reduction in item.chain:
+                rows = reduction.apply(rows)
+            target = hidden[item.row]
+            target.index_copy_(0, item.where, target.index_select(0, item.where) + rows)
+        return hidden
+
+
+def _short_at(cache: Any, layer: int) -> bool:
+    return cache is not None and len(cache.layers) > layer and is_short(cache.layers[layer])

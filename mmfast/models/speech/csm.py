@@ -1,0 +1,285 @@
+"""CSM (Sesame's conversational speech model) step by step: a prompt in, frame after frame out.
+
+The stock `CsmForConditionalGeneration.generate` runs a nested `generate` of 31 calls per frame and
+hands the sound out when all is done. Here a step gives the codes of one frame, the state is a
+value, and the 31 codes are drafted at once where a drafter is given. No paper of its own: the
+architecture is that of Moshi's depth transformer (arXiv 2410.00037) behind a Llama.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError, SpecError, unknown
+from mmfast.core.speech import Codec, Sound
+from mmfast.decoding.codebooks import BlockPlan, CodeChoice, Drafter, FrameDecoder, pick
+from mmfast.decoding.sampling import Sampling
+from mmfast.models.decoder.stream import StreamDecoder
+from mmfast.models.loading import load_codec
+from mmfast.models.speech.depth_weights import csm_depth
+from mmfast.ops.stream_cache import StreamKV
+
+
+@dataclass(frozen=True, eq=False)
+class CsmState:
+    """Where B streams stand.
+
+    Attributes:
+        kv: Of the backbone.
+        hidden: `[B, D]` its last hidden state.
+        codes: `[B, Q]` the frame it has not read yet; None behind a prompt.
+        before: `[B, Q]` the last frame, for drafters that copy it.
+        ended: `[B]` bool.
+    """
+
+    kv: StreamKV
+    hidden: Tensor
+    codes: Tensor | None
+    before: Tensor
+    ended: Tensor
+
+
+@dataclass(frozen=True)
+class SpeechContext:
+    """Something said before, as context: it fixes the voice.
+
+    Args:
+        ids: `[T]` token ids of its text.
+        codes: `[Q, t]` codes of its sound; None for the text that is to be said.
+    """
+
+    ids: Tensor
+    codes: Tensor | None = None
+
+
+class CsmSteps:
+    """Steps of `CsmForConditionalGeneration`.
+
+    Args:
+        model: The stock model.
+        choice: How codes are chosen (Sesame's own setting is temperature 0.9, top-k 50).
+        drafter: Drafts the codes 1.. of a frame; None runs the depth transformer code by code.
+        plan: How many codes a depth pass takes.
+        window: Positions that it looks back; None for all.
+
+    Raises:
+        ModelError: Not a CSM.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        choice: CodeChoice | None = None,
+        drafter: Drafter | None = None,
+        plan: BlockPlan | None = None,
+        window: int | None = None,
+    ) -> None:
+        config = model.config
+        if config.model_type != "csm" or not hasattr(model, "depth_decoder"):
+            raise ModelError(
+                f"{type(model).__name__} is no CSM; "
+                "load a checkpoint with CsmForConditionalGeneration"
+            )
+        self.model, self.books = model, int(config.num_codebooks)
+        self.choice = choice or CodeChoice()
+        self.frames = FrameDecoder(csm_depth(model.depth_decoder), drafter, plan)
+        self.decoder = StreamDecoder(model.backbone_model, window)
+        self.end = int(config.codebook_eos_token_id)
+
+    def embed(self, turns: Sequence[SpeechContext]) -> Tensor:
+        """A conversation as the backbone reads it, `[T, D]`: text, frames and an end per turn."""
+        device, parts = self.model.device, []
+        for turn in turns:
+            parts.append(self.model.embed_text_tokens(turn.ids.to(device)))
+            if turn.codes is not None:
+                last = turn.codes.new_full((self.books, 1), self.end)
+                codes = torch.cat([turn.codes, last], dim=1).to(device)
+                parts.append(self.model.backbone_model.embed_tokens(codes.T[None])[0])
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def start(self, prompts: Sequence[Sequence[SpeechContext]]) -> CsmState:
+        """Read a prompt per stream.
+
+        Args:
+            prompts: Per stream what was said before and, last, the text that is to be said.
+        """
+        rows = [self.embed(turns) for turns in prompts]
+        longest = max(len(row) for row in rows)
+        embeds = rows[0].new_zeros(len(rows), longest, rows[0].shape[1])
+        real = torch.zeros(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+        for at, row in enumerate(rows):
+            embeds[at, longest - len(row) :] = row
+            real[at, longest - len(row) :] = True
+        kv, hidden = self.decoder.step(self.decoder.start(len(rows)), embeds, real)
+        zeros = torch.zeros(len(rows), self.books, dtype=torch.long, device=embeds.device)
+        return CsmState(kv, hidden[:, -1], None, zeros, zeros[:, 0].bool())
+
+    @torch.no_grad()
+    def step(self, state: CsmState) -> tuple[CsmState, Tensor]:
+        """Say one frame.
+
+        Returns:
+            The next state, whose `ended` tells where speech is over, and codes `[B, Q]`; those
+            of streams that have ended are not to be heard.
+        """
+        kv, hidden = state.kv, state.hidden
+        if state.codes is not None:
+            embeds = self.model.backbone_model.embed_tokens(state.codes[:, None])
+            kv, out = self.decoder.step(kv, embeds)
+            hidden = out[:, -1]
+        first = pick(self.model.lm_head(hidden), self.choice)
+        rest = self.frames.frame(hidden, first, state.before[:, 1:], self.choice)
+        codes = torch.cat([first[:, None], rest], dim=1)
+        ended = state.ended | (codes == self.end).all(1)
+        return CsmState(kv, hidden, codes, codes, ended), codes
+
+
+AUDIO = Sampling(temperature=0.9, top_k=50)  # Sesame's own setting
+_END = re.compile(r"(?<=[.!?…;:])\s+")
+
+
+class CsmVoice:
+    """Sesame's CSM as a `core.speech.Speaker`.
+
+    Args:
+        model: `CsmForConditionalGeneration`.
+        tokenizer: Its text tokenizer.
+        codec: Its Mimi; None takes the one inside the model.
+        audio: How codes are chosen.
+        options: Of `models.csm.CsmSteps`: `drafter`, `plan`, `window`.
+
+    Raises:
+        ModelError: The model is no CSM, or the codec has other codebooks.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        codec: Codec | None = None,
+        *,
+        audio: Sampling = AUDIO,
+        **options: Any,
+    ) -> None:
+        self.steps = CsmSteps(model, choice=CodeChoice(audio), **options)
+        self.codec = codec or load_codec(model.codec_model, codebooks=self.steps.books)
+        if self.codec.codebooks != self.steps.books:
+            raise ModelError(
+                f"a codec of {self.codec.codebooks} codebooks does not fit this CSM; "
+                f"load one of {self.steps.books}"
+            )
+        self.tokenizer = tokenizer
+        self.sample_rate = self.codec.sample_rate
+        self.room = int(model.config.max_position_embeddings)
+
+    def said(self, text: str, pcm: Tensor | None = None, voice: str = "0") -> SpeechContext:
+        """A turn of the conversation; with its sound `[n]` it fixes the voice."""
+        ids = self.tokenizer.encode(f"[{voice}]{text}", add_special_tokens=False)
+        ends = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        ids = [
+            *(i for i in ends[:1] if i is not None),
+            *ids,
+            *(i for i in ends[1:] if i is not None),
+        ]
+        codes = None if pcm is None else self.codec.encode(pcm[None])[0]
+        return SpeechContext(torch.tensor(ids), codes)
+
+    def speak(
+        self,
+        text: str | Iterable[str],
+        *,
+        voice: str = "0",
+        context: Sequence[SpeechContext] = (),
+        seconds: float = 20.0,
+        **others: Any,
+    ) -> Iterator[Sound]:
+        """Say text, sentence by sentence; each hears the ones before it.
+
+        Args:
+            text: Text, or pieces of it as they come: a sentence is spoken when it is complete.
+            voice: Number of the speaker.
+            context: What was said before; the oldest is dropped when there is no room left.
+            seconds: The longest sentence.
+            **others: There are none; what else is given is named in the error.
+
+        Yields:
+            A frame at a time; the first of a sentence carries its text.
+
+        Raises:
+            SpecError: An option that CSM does not have, such as `rate` or `mode`.
+        """
+        for name in others:
+            raise SpecError(unknown("option of CSM", name, ("voice", "context", "seconds")))
+        return self._say(text, voice, list(context), seconds)
+
+    def _say(
+        self, text: str | Iterable[str], voice: str, turns: list[SpeechContext], seconds: float
+    ) -> Iterator[Sound]:
+        frames = round(seconds * self.codec.frame_rate)
+        mouth = self.codec.decoder.start(1)
+        for sentence in _sentences(text):
+            turns.append(self.said(sentence.strip(), None, voice))
+            turns = self._fit(turns, frames)
+            state = self.steps.start([turns])
+            kept: list[Tensor] = []
+            shown = sentence
+            while len(kept) < frames:
+                state, codes = self.steps.step(state)
+                if bool(state.ended[0]):
+                    break
+                kept.append(codes[0])
+                mouth, pcm = self.codec.decoder.step(mouth, self._codes(codes)[:, :, None])
+                yield self._sound(pcm, shown, codes)
+                shown = ""
+            if kept:
+                turns[-1] = replace(turns[-1], codes=torch.stack(kept, dim=1))
+            else:
+                turns.pop()
+        tail = self.codec.decoder.finish(mouth)[0]
+        if len(tail):
+            yield Sound(tail.cpu(), self.sample_rate)
+
+    def start(self, prompts: Sequence[Sequence[SpeechContext]]) -> CsmState:
+        """Several streams at once: see `CsmSteps.start`, and go on with `steps.step`."""
+        return self.steps.start(prompts)
+
+    def _codes(self, codes: Tensor) -> Tensor:
+        return codes.clamp(max=self.codec.size - 1)  # padding is no sound
+
+    def _fit(self, turns: list[SpeechContext], frames: int) -> list[SpeechContext]:
+        lengths = [len(t.ids) + (0 if t.codes is None else t.codes.shape[1] + 1) for t in turns]
+        while len(turns) > 1 and sum(lengths) + frames > self.room:
+            turns, lengths = turns[1:], lengths[1:]
+        return turns
+
+    def _sound(self, pcm: Tensor, text: str, codes: Tensor) -> Sound:
+        notes = self.steps.frames.count.to_dict()
+        return Sound(
+            pcm[0].cpu(),
+            self.sample_rate,
+            text,
+            codes[0, :, None].cpu(),
+            passes=1,
+            tokens=codes.shape[1],
+            notes=notes,
+        )
+
+
+def _sentences(text: str | Iterable[str]) -> Iterator[str]:
+    """Sentences as soon as they are complete; joined they are the text."""
+    rest = ""
+    for piece in [text] if isinstance(text, str) else text:
+        rest += piece
+        while found := _END.search(rest):
+            yield rest[: found.end()]
+            rest = rest[found.end() :]
+    if rest.strip():
+        yield rest

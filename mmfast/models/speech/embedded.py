@@ -1,0 +1,385 @@
+"""The embedded speech model: it speaks, it listens, it answers speech with speech.
+
+A stock language model over text and audio rows, draft modules, a tower that hears, a codec that
+sounds. Long texts are said sentence by sentence, long sound is heard piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import MediaError, MmfastError, ModelError, SpecError, unknown
+from mmfast.core.speech import Sound, Turn
+from mmfast.decoding.accept import parse_rule
+from mmfast.decoding.drafting import parse_schedule
+from mmfast.decoding.loop import SingleDecoder
+from mmfast.decoding.row import Guide
+from mmfast.decoding.sampling import Sampling
+from mmfast.frontends.codecs.embedded.codec import load_embedded
+from mmfast.frontends.spoken import SpokenStream, spoken
+from mmfast.models.decoder.backbone import Backbone, load_head
+from mmfast.models.loading import embedded_path
+from mmfast.models.speech.layout import MARKS, HearingGuide, SpeechGuide, SpeechLayout
+from mmfast.models.speech.tower import FRAMES, SpeechTower, load_tower
+from mmfast.models.speech.voice import SpeakerVoice
+from mmfast.ops.audio import HOP, log_mel, resample
+
+HEADS = ("mctp", "mtp")
+Make = Callable[[Guide], SingleDecoder]
+
+
+def decoding(
+    backbone: Backbone,
+    heads: Mapping[str, Any],
+    mode: str | Sequence[int],
+    verify: str,
+    head: str,
+    sampling: Sampling | None,
+) -> Make:
+    """What makes a decoder for a guide.
+
+    Raises:
+        SpecError: An unknown mode, rule or head.
+        ModelError: The model lacks the head.
+    """
+    schedule, rule = parse_schedule(mode), parse_rule(verify)
+    if head not in HEADS:
+        raise SpecError(unknown("head", head, HEADS))
+    module = heads.get(head) if schedule.most else None
+    if schedule.most and module is None:
+        raise ModelError(f"the model has no head {head!r}; use mode='vanilla'")
+
+    def make(guide: Guide) -> SingleDecoder:
+        return SingleDecoder(
+            backbone, module, guide, schedule=schedule, verify=rule, sampling=sampling
+        )
+
+    return make
+
+
+RATE = 16000
+LONGEST, SHORTEST = 9 * RATE, 4 * RATE  # of a piece that is cut from longer sound
+LOUDNESS = 1e-3  # sound that never is louder is silence: -60 dB
+WINDOW = RATE // 10
+AROUND = (3200, 1600)  # samples of silence that a piece gets in front and behind
+
+
+def pieces(pcm: Tensor, rate: int = RATE) -> list[Tensor]:
+    """Sound in pieces that can be understood at once, cut where it is quietest.
+
+    Args:
+        pcm: `[n]` float.
+        rate: Samples per second.
+
+    Returns:
+        Pieces at 16 kHz; none where all is silence.
+
+    Raises:
+        MediaError: Samples of another shape or type, or that are no numbers.
+    """
+    if pcm.dim() != 1 or not pcm.is_floating_point():
+        raise MediaError(f"pcm is {tuple(pcm.shape)} {pcm.dtype}; give float samples [n]")
+    if not bool(pcm.isfinite().all()):
+        raise MediaError("pcm has samples that are NaN or infinite; clean them first")
+    sound = resample(pcm.float().clamp(-1, 1), rate, RATE)
+    if len(sound):
+        sound = sound - sound.mean()
+    found = []
+    while len(sound) > LONGEST:
+        cut = SHORTEST + quietest(sound[SHORTEST:LONGEST])
+        found.append(sound[:cut])
+        sound = sound[cut:]
+    found.append(sound)
+    return [part for part in found if len(part) and float(part.abs().max()) > LOUDNESS]
+
+
+def quietest(sound: Tensor) -> int:
+    """Sample in the middle of the quietest tenth of a second."""
+    loud = F.avg_pool1d(sound.square()[None], WINDOW, WINDOW // 4)[0]
+    return int(loud.argmin()) * (WINDOW // 4) + WINDOW // 2
+
+
+def embeddings(tower: SpeechTower, sound: Tensor) -> Tensor:
+    """Sound at 16 kHz `[n]`, silence around it, to embeddings `[t, D]`, one for 640 samples.
+
+    What was learned from never began at once: without silence in front first words get lost.
+    """
+    around = F.pad(sound, AROUND)
+    whole = F.pad(around, (0, -len(around) % (HOP * FRAMES)))
+    found: Tensor = tower(log_mel(whole[None]))[0]
+    return found.to(torch.float32)
+
+
+ENDS = (".", "?")
+PAUSE = 12  # groups behind which a comma ends a sentence, too
+MOST = 24  # groups of a sentence
+
+
+class Sentence:
+    """Words and marks of a sentence as they come; ends with a full stop if nothing else.
+
+    Attributes:
+        said: What has been handed over so far, marks that were added left out.
+    """
+
+    def __init__(self, source: Iterator[str]) -> None:
+        self._source, self.said = source, list[str]()
+        self._over = False
+
+    def __iter__(self) -> Iterator[str]:
+        """The words and marks."""
+        last = ""
+        while not self._over:
+            group = next(self._source, None)
+            if group is None:
+                break
+            self.said.append(group)
+            last = group
+            many = len(self.said)
+            self._over = group in ENDS or (many >= PAUSE and group in MARKS) or many >= MOST
+            yield group
+        self._over = True
+        if last and last not in MARKS:
+            yield "."
+
+
+def sentences(text: str | Iterable[str]) -> Iterator[Sentence]:
+    """Sentences of a text, each to be used up before the next is asked for.
+
+    Raises:
+        MmfastError: The text is none.
+    """
+    source = groups(text)
+    while (first := next(source, None)) is not None:
+        yield Sentence(chain([first], source))
+
+
+def groups(text: str | Iterable[str]) -> Iterator[str]:
+    """Words and marks of text, or of pieces of text as they come."""
+    stream = SpokenStream()
+    for piece in [text] if isinstance(text, str) else text:
+        if not isinstance(piece, str):
+            raise MmfastError(f"text holds a {type(piece).__name__}; give strings")
+        yield from stream.push(piece)
+    yield from stream.finish()
+
+
+EMBEDDED = "tiny-speech"
+HEARD = 80  # words of one piece of sound
+PAST = 240  # ids of what was said before that a reply sees
+
+
+class SpeechModel:
+    """Implements `Speaker`, `Listener` and `Chatter` of `mmfast.core.speech`.
+
+    Args:
+        backbone: Over the language model.
+        heads: Draft modules by name.
+        tower: Log-mel to embeddings.
+        layout: Rows.
+        codec: Codes to sound.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        heads: dict[str, Any],
+        tower: SpeechTower,
+        layout: SpeechLayout,
+        codec: Any,
+    ) -> None:
+        self.backbone, self.heads, self.tower = backbone, heads, tower
+        self.layout, self.codec = layout, codec
+        self.sample_rate: int = codec.sample_rate
+        self.voices = layout.voices  # names for `voice=`
+
+    def speak(
+        self,
+        text: str | Iterable[str],
+        *,
+        voice: str | None = None,
+        rate: int | None = None,
+        pitch: int | None = None,
+        mode: str | Sequence[int] = "turbo",
+        verify: str = "exact",
+        head: str = "mctp",
+        sampling: Sampling | None = None,
+    ) -> Iterator[Sound]:
+        """Say a text.
+
+        Args:
+            text: All of it, or pieces as they come: sound comes as soon as three words are there.
+            voice: One of `voices`; the first one if not given.
+            rate: Words per minute; the nearest that was learned is taken.
+            pitch: 0 to 99; likewise.
+            mode: `vanilla`, `balance`, `boost`, `turbo`, or another schedule.
+            verify: `none`, `exact` or `typical:ε`; `none` is faster and less intelligible.
+            head: Draft modules, `mctp` or `mtp`.
+            sampling: How tokens are chosen; the likeliest unless told.
+
+        Yields:
+            A piece per pass of the backbone that makes sound or text certain.
+
+        Raises:
+            SpecError: An unknown voice, mode, rule or head, a rate or pitch out of reach.
+            MmfastError: Nothing to say.
+        """
+        style = self.layout.style(voice or self.voices[0], rate, pitch)
+        make = self._decoding(mode, verify, head, sampling)
+        return self._say(text, style, make)
+
+    def _say(self, text: str | Iterable[str], style: list[int], make: Make) -> Iterator[Sound]:
+        voice, said = SpeakerVoice(self.layout, self.codec), False
+        for sentence in sentences(text):
+            guide = SpeechGuide(self.layout, map(self.layout.group, sentence))
+            prompt = [self.layout.id("<speak>"), *style, *guide.opening()]
+            if guide.done:
+                continue
+            said = True
+            decoder = make(guide)
+            decoder.feed(prompt)
+            voice.begin(sentence.said, decoder.stats)
+            for step in decoder:
+                yield from voice.step(step)
+        if not said:
+            raise MmfastError("the text has no word that can be said; give words")
+        yield from voice.finish()
+
+    def transcribe(self, pcm: Tensor, rate: int = 16000) -> str:
+        """What was said, in lower-case words without marks; nothing where nobody spoke.
+
+        Args:
+            pcm: `[n]` float.
+            rate: Samples per second.
+
+        Raises:
+            MediaError: Samples of another shape or type, or that are no numbers.
+        """
+        listen = self._decoding("vanilla", "none", HEADS[0], None)
+        heard = [self._heard(piece, listen)[0] for piece in pieces(pcm, rate)]
+        return " ".join(text for text in heard if text)
+
+    def _heard(
+        self, piece: Tensor, make: Make, before: Sequence[int] = ()
+    ) -> tuple[str, SingleDecoder, list[int]]:
+        """Words of one piece, the decoder behind them, and what it still has to read."""
+        guide = HearingGuide(self.layout, HEARD)
+        decoder = make(guide)
+        row = decoder.batch.rows[0]
+        chosen, row.sampling = row.sampling, Sampling()  # what was heard is not drawn by lot
+        first = torch.tensor([*before, self.layout.id("<listen>")])
+        last = torch.tensor([self.layout.id("<heard>")])
+        with torch.inference_mode():
+            sound, embed = embeddings(self.tower, piece), self.backbone.embed
+            decoder.feed(torch.cat([embed(first), sound, embed(last)]))
+        for _ in decoder:
+            pass
+        row.sampling = chosen
+        return self.layout.text(guide.words), decoder, guide.owed
+
+    def reply(
+        self,
+        pcm: Tensor,
+        rate: int = 16000,
+        history: Sequence[Turn] = (),
+        *,
+        voice: str | None = None,
+        speed: int | None = None,
+        pitch: int | None = None,
+        mode: str | Sequence[int] = "turbo",
+        verify: str = "exact",
+        head: str = "mctp",
+        sampling: Sampling | None = None,
+    ) -> Iterator[Sound]:
+        """Answer speech.
+
+        Args:
+            pcm: What was said `[n]`.
+            rate: Its samples per second.
+            history: What was said before, oldest first.
+            voice: As of `speak`.
+            speed: Its `rate`.
+            pitch: As of `speak`.
+            mode: Likewise.
+            verify: Likewise.
+            head: Likewise.
+            sampling: Likewise.
+
+        Yields:
+            The answer as it comes; the first piece says what was heard.
+
+        Raises:
+            SpecError: As of `speak`.
+            MediaError: As of `transcribe`.
+        """
+        style = self.layout.style(voice or self.voices[0], speed, pitch)
+        make = self._decoding(mode, verify, head, sampling)
+        return self._reply(pieces(pcm, rate), list(history), style, make)
+
+    def _reply(
+        self, parts: list[Tensor], history: list[Turn], style: list[int], make: Make
+    ) -> Iterator[Sound]:
+        layout, parts = self.layout, parts or [torch.zeros(1600)]
+        listen = self._decoding("vanilla", "none", HEADS[0], None)
+        earlier = [self._heard(part, listen)[0] for part in parts[:-1]]
+        heard, decoder, owed = self._heard(parts[-1], make, self._past(history))
+        guide = SpeechGuide(layout)
+        decoder.guide(guide)
+        decoder.feed([*owed, layout.id("<answer>"), *style])
+        voice = SpeakerVoice(layout, self.codec)
+        voice.begin_own(guide, decoder.stats)
+        told = " ".join(text for text in (*earlier, heard) if text)
+        yield Sound(torch.zeros(0), self.sample_rate, heard=told)
+        for step in decoder:
+            yield from voice.step(step)
+        yield from voice.finish()
+
+    def _past(self, history: list[Turn]) -> list[int]:
+        """Ids of the last turns that fit."""
+        found: list[int] = []
+        for turn in reversed(history):
+            text = " ".join(spoken(turn.text))
+            ids = self.layout.history([(turn.role, text)])
+            if len(found) + len(ids) > PAST:
+                break
+            found = ids + found
+        return found
+
+    def _decoding(
+        self, mode: str | Sequence[int], verify: str, head: str, sampling: Sampling | None
+    ) -> Make:
+        """What makes a decoder for a guide; all options are checked now."""
+        return decoding(self.backbone, self.heads, mode, verify, head, sampling)
+
+
+def load_speech(path: str | Path | None = None) -> SpeechModel:
+    """The embedded speech model, or one of its kind from a folder.
+
+    Raises:
+        ModelError: Files are missing or of something else.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(path) if path is not None else embedded_path(EMBEDDED)
+    layout = SpeechLayout.load(folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"cannot load speech model {str(folder)!r}: {reason}") from error
+    backbone = Backbone(model.eval())
+    heads = {
+        name: load_head(file, backbone)
+        for name in HEADS
+        if (file := folder / "heads" / f"{name}.safetensors").is_file()
+    }
+    return SpeechModel(backbone, heads, load_tower(folder), layout, load_embedded(folder / "codec"))

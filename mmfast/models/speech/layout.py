@@ -1,0 +1,375 @@
+"""Rows of a speech model's vocabulary: text first, then audio, and how both are written.
+
+Text rows are marks of the layout, words of the domain and letters; audio rows are `<next>`, `<end>`
+and the codes of all codebooks. A group is a word or a punctuation mark: the token that ends a word
+has `_` behind it, and a word that is no row is spelled.
+
+Who says what comes next while the speech model speaks: text by turns with its sound.
+
+The guide hands the text over two groups ahead of the sound, one group for every `<next>`; what
+kind a token is of is its decision, not the model's. Text may come as it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError, SpecError
+from mmfast.decoding.row import Open
+
+FILE = "speech.json"
+LOOK_AHEAD = 2  # groups of text that run before the group whose sound is due
+BASIC = ("<pad>", "<speak>", "<listen>", "<heard>", "<user>", "<answer>", "<done>")
+MARKS = (",", ".", "?")
+LETTERS = "abcdefghijklmnopqrstuvwxyz'"
+GROUP = re.compile(r"[a-z']+|[,.?]")
+LONGEST = 24  # letters of a word; the rest of a longer one is left out
+
+
+def specials(voices: int, speeds: int, pitches: int) -> tuple[str, ...]:
+    """The marks of the layout, in the order of their rows."""
+    named = (("voice", voices), ("speed", speeds), ("pitch", pitches))
+    return (*BASIC, *(f"<{name}{i}>" for name, many in named for i in range(many)))
+
+
+def vocabulary(words: tuple[str, ...], marks: tuple[str, ...]) -> tuple[str, ...]:
+    """All text rows: marks of the layout, punctuation, letters within and at the end, words."""
+    known = [*marks, *MARKS, *LETTERS, *(f"{letter}_" for letter in LETTERS)]
+    return tuple(dict.fromkeys([*known, *(f"{word}_" for word in words)]))
+
+
+@dataclass(frozen=True)
+class SpeechLayout:
+    """What the rows of a speech model stand for.
+
+    Args:
+        rows: Names of the text rows.
+        books: Codebooks Q.
+        entries: Codes per codebook V.
+        voices: Names of the voices, as they are asked for.
+        speeds: Words per minute.
+        pitches: In espeak's unit, 0 to 99.
+    """
+
+    rows: tuple[str, ...]
+    books: int
+    entries: int
+    voices: tuple[str, ...]
+    speeds: tuple[int, ...]
+    pitches: tuple[int, ...]
+    index: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.index.update({name: i for i, name in enumerate(self.rows)})
+
+    @property
+    def texts(self) -> int:
+        """Number of text rows; the row of `<next>`."""
+        return len(self.rows)
+
+    @property
+    def next(self) -> int:
+        """Row that ends the sound of a group and owes a group of text."""
+        return len(self.rows)
+
+    @property
+    def end(self) -> int:
+        """Row that ends all sound."""
+        return len(self.rows) + 1
+
+    @property
+    def base(self) -> int:
+        """Row of the first code."""
+        return len(self.rows) + 2
+
+    @property
+    def total(self) -> int:
+        """All rows."""
+        return self.base + self.books * self.entries
+
+    def id(self, name: str) -> int:
+        """Row of a mark such as "<done>"."""
+        return self.index[name]
+
+    def group(self, text: str) -> list[int]:
+        """Ids of one word or mark."""
+        known = self.index.get(text if text in MARKS else f"{text}_")
+        if known is not None:
+            return [known]
+        letters = [c for c in text if c in LETTERS][:LONGEST]
+        return [self.index[c] for c in letters[:-1]] + [self.index[f"{c}_"] for c in letters[-1:]]
+
+    def groups(self, text: str) -> list[list[int]]:
+        """Ids of each word and mark of a text that is lower case and spelled out."""
+        return [self.group(part) for part in GROUP.findall(text)]
+
+    def history(self, turns: Sequence[tuple[str, str]]) -> list[int]:
+        """Ids of what was said before, `(role, text)` each; of what the user said, no marks."""
+        ids = []
+        for role, text in turns:
+            parts = GROUP.findall(text.lower())
+            if role == "user":
+                parts = [part for part in parts if part not in MARKS]
+            ids.append(self.id("<user>" if role == "user" else "<answer>"))
+            ids += [i for part in parts for i in self.group(part)]
+            ids.append(self.id("<done>"))
+        return ids
+
+    def text(self, ids: list[int]) -> str:
+        """Words of ids; marks of the layout leave nothing."""
+        parts = [name for i in ids if not (name := self.rows[i]).startswith("<")]
+        words = "".join(p[:-1] + " " if p.endswith("_") else p + " " * (p in MARKS) for p in parts)
+        return re.sub(r" ([,.?])", r"\1", words).strip()
+
+    def ends_group(self, row: int) -> bool:
+        """Whether a text id is the last of its group."""
+        name = self.rows[row]
+        return name.endswith("_") or name in MARKS
+
+    def code_ids(self, codes: Tensor) -> Tensor:
+        """Codes `[Q, t]` to ids `[t * Q]`, frame after frame."""
+        offset = self.base + self.entries * torch.arange(self.books)
+        return (codes.T.long() + offset).flatten()
+
+    def codes(self, ids: Tensor) -> Tensor:
+        """Ids of whole frames `[t * Q]` to codes `[Q, t]`; a code of another book is taken as is.
+
+        Greedy decoding does not confuse books; sampled and drafted ids may.
+        """
+        places = (ids - self.base).clamp(min=0) % self.entries
+        return places.view(-1, self.books).T
+
+    def style(self, voice: str, rate: int | None, pitch: int | None) -> list[int]:
+        """The three ids of a voice, a rate and a pitch, the nearest that there are.
+
+        Raises:
+            SpecError: An unknown voice, or a rate or pitch far from what was learned.
+        """
+        if voice not in self.voices:
+            raise SpecError(f"voice={voice!r} is unknown; choose one of {', '.join(self.voices)}")
+        speed = _nearest("rate", rate, self.speeds, "words per minute")
+        high = _nearest("pitch", pitch, self.pitches, "of 99")
+        number = self.voices.index(voice)
+        return [self.id(f"<voice{number}>"), self.id(f"<speed{speed}>"), self.id(f"<pitch{high}>")]
+
+    def save(self, folder: Path) -> None:
+        """Write it beside the checkpoint."""
+        values = asdict(self)
+        del values["index"]
+        (folder / FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> SpeechLayout:
+        """Read it.
+
+        Raises:
+            ModelError: The folder is no speech model.
+        """
+        try:
+            values: Any = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise ModelError(
+                f"{str(folder)!r} holds no {FILE}; give the folder of a speech model of mmfast"
+            ) from None
+        given: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+        }
+        return cls(**given)
+
+
+def _nearest(name: str, value: int | None, known: tuple[int, ...], unit: str) -> int:
+    if value is None:
+        return len(known) // 2
+    slack = max(b - a for a, b in pairwise(known))
+    if isinstance(value, bool) or not known[0] - slack <= value <= known[-1] + slack:
+        choices = ", ".join(map(str, known))
+        raise SpecError(f"{name}={value!r} is out of reach; choose one of {choices} {unit}")
+    return min(range(len(known)), key=lambda i: abs(known[i] - value))
+
+
+LONGEST_GROUP = 70  # frames of one group; a word of the domain has 25 at most
+MOST = 48  # groups of a reply that the model words itself
+
+
+class SpeechGuide:
+    """Leads one utterance; a `mmfast.decoding.row.Guide`.
+
+    Args:
+        layout: Rows of the model.
+        groups: Ids of each word and mark as they come; None where the model chooses the text.
+        longest: Frames of one group before it is ended by force.
+        most: Groups that the model may choose.
+
+    Attributes:
+        done: All is said.
+        draft_rows: The audio rows.
+        text: Ids of the text so far, the model's own too.
+    """
+
+    def __init__(
+        self,
+        layout: SpeechLayout,
+        groups: Iterator[list[int]] | None = None,
+        *,
+        longest: int = LONGEST_GROUP,
+        most: int = MOST,
+    ) -> None:
+        self.layout, self.done = layout, False
+        self.draft_rows = slice(layout.texts, layout.total)
+        self._texts = slice(layout.id("<done>"), layout.texts)
+        self._finish = layout.id("<done>")
+        self._source, self._longest, self._most = groups, longest * layout.books, most
+        self._peeked: list[list[int]] = []  # taken from the source, not yet handed over
+        self._ended = False  # `<done>` is there
+        self._owed: list[int] = []  # to be forced now
+        self._choices = 0 if groups is not None else LOOK_AHEAD + 1  # groups the model owes
+        self.text: list[int] = []
+        self._groups = 0  # that are there
+        self._spoken = 0  # whose sound has ended
+        self._length = 0  # tokens of the sound of this one
+        self._break = False  # it has been ended by force
+
+    def opening(self) -> list[int]:
+        """The first groups of a given text: the end of the prompt.
+
+        Returns:
+            Their ids; empty where there is nothing to say.
+        """
+        first: list[int] = []
+        for _ in range(LOOK_AHEAD + 1):
+            first += self._hand()
+        if not self._ended and self._peek(0) is None:
+            first += self._hand()
+        if not self._groups:
+            self.done = True
+        return first
+
+    def forced(self) -> Sequence[int]:
+        """Text that is owed, and the end of a sound that would not end."""
+        found = self._owed
+        self._owed = []
+        if self._break:
+            self._break = False
+            found = [self.layout.next, *found, *self._turn()]
+        return found
+
+    def ahead(self, drafts: Sequence[int]) -> Sequence[int]:
+        """What would be owed behind these drafts."""
+        if self._source is None or self._length + len(drafts) >= self._longest:
+            return ()
+        found, depth, ended = list(self._owed), 0, self._ended
+        turns = sum(token in (self.layout.next, self.layout.end) for token in drafts)
+        for _ in range(turns):
+            if ended:
+                break
+            group = self._peek(depth)
+            found += [self._finish] if group is None else group
+            ended, depth = group is None, depth + 1
+        return found
+
+    def rows(self) -> slice:
+        """Text rows where the model owes a group, else audio rows."""
+        return self._texts if self._choices else self.draft_rows
+
+    def stops(self, token: int) -> bool:
+        """At the end of a sound, where text is to follow."""
+        owes = not self._ended or bool(self._owed)  # `<done>` is text that is to follow, too
+        return token in (self.layout.next, self.layout.end) and owes
+
+    def book(self, token: int) -> int | None:
+        """The codebook of a code."""
+        place = token - self.layout.base
+        return place // self.layout.entries if place >= 0 else None
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """Tokens that stand."""
+        for token in tokens:
+            if token < self.layout.texts:
+                self._choose(token)
+            elif token >= self.layout.base:
+                self._length += 1
+                self._break = self._length >= self._longest
+            elif not self.done:
+                self._owed += self._turn()
+
+    def _turn(self) -> list[int]:
+        """A group's sound has ended; what is owed now."""
+        self._length, self._break = 0, False
+        self._spoken += 1
+        if self._ended and self._spoken >= self._groups:
+            self.done = True
+            return []
+        if self._source is not None:
+            return self._hand()
+        self._choices += not self._ended
+        return []
+
+    def _choose(self, token: int) -> None:
+        """A token of the model's own text."""
+        if token == self._finish:
+            self._ended, self._choices = True, 0
+            self.done = self._spoken >= self._groups
+            return
+        self.text.append(token)
+        if self.layout.ends_group(token):
+            self._groups += 1
+            self._choices -= 1
+            if self._groups >= self._most and self._choices == 0:
+                self._ended = True
+                self._owed += [self._finish]
+
+    def _peek(self, depth: int) -> list[int] | None:
+        """The group so many behind the next one; None behind the last."""
+        while len(self._peeked) <= depth and self._source is not None:
+            group = next(self._source, None)
+            if group is None:
+                break
+            if group:
+                self._peeked.append(group)
+        return self._peeked[depth] if depth < len(self._peeked) else None
+
+    def _hand(self) -> list[int]:
+        """Ids of the next group, `<done>` behind the last, nothing behind that."""
+        if self._ended:
+            return []
+        group = self._peek(0)
+        if group is None:
+            self._ended = True
+            return [self._finish]
+        del self._peeked[0]
+        self._groups += 1
+        self.text += group
+        return group
+
+
+class HearingGuide(Open):
+    """Leads what is heard: text to its `<done>`; no drafts, they are sound."""
+
+    def __init__(self, layout: SpeechLayout, limit: int) -> None:
+        self._done = layout.id("<done>")
+        super().__init__(limit, (self._done,))
+        self._texts = slice(self._done, layout.texts)
+        self.draft_rows = slice(layout.texts, layout.total)
+
+    def rows(self) -> slice:
+        """Text rows."""
+        return self._texts
+
+    @property
+    def words(self) -> list[int]:
+        """Ids of what was heard."""
+        return [token for token in self.said if token != self._done]
+
+    @property
+    def owed(self) -> list[int]:
+        """The `<done>` that is missing where the limit came first."""
+        return [] if self._done in self.said else [self._done]

@@ -1,0 +1,362 @@
+"""Qwen2.5-Omni as a voice: thinker, talker and sound at the same time.
+
+`generate` runs them one behind the other, so the first sound comes when the last word and the last
+code are there. Here every code is made as soon as the thinker has the word it needs, and every
+block of codes becomes sound as soon as its look-ahead has come.
+Paper: arXiv 2503.20215.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError, unknown
+from mmfast.core.speech import Sound, Turn
+from mmfast.frontends.audio.reader import load_audio
+from mmfast.models.loading import pick_device, pick_dtype
+from mmfast.models.speech.omni_sound import SoundStage
+from mmfast.models.speech.omni_talker import TALKER, Picker, Picking, Talker, Thought, think
+
+# The talker was trained behind this system prompt; with another one it may fall silent.
+SYSTEM = (
+    "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of "
+    "perceiving auditory and visual inputs, as well as generating text and speech."
+)
+BROKEN = "\ufffd"  # a character whose bytes are not all there yet
+
+
+class PromptWriter:
+    """Conversations to the thinker's inputs.
+
+    Args:
+        processor: A `Qwen2_5OmniProcessor`, or None.
+        device: Where the model is.
+    """
+
+    def __init__(self, processor: Any, device: torch.device) -> None:
+        self.processor, self.device = processor, device
+
+    def ask(self, text: str) -> dict[str, Any]:
+        """A question in writing."""
+        return self._inputs([_turn("user", text)], None)
+
+    def hear(
+        self, pcm: Tensor, rate: int, history: Sequence[Turn], text: str = ""
+    ) -> dict[str, Any]:
+        """What was said `[n]` behind turns that were written down, with words beside it."""
+        sound = load_audio(pcm, 16_000, media_rate=rate)
+        content = [{"type": "audio", "audio": "speech"}, *([_words(text)] if text else [])]
+        turns = [_turn(each.role, each.text) for each in history]
+        return self._inputs([*turns, {"role": "user", "content": content}], sound)
+
+    def words(self, text: str | Iterable[str]) -> Iterator[int]:
+        """Tokens of text, or of its pieces as they come."""
+        for piece in [text] if isinstance(text, str) else text:
+            yield from self._need().tokenizer(piece, add_special_tokens=False)["input_ids"]
+
+    def read(self, tokens: list[int]) -> str:
+        """Tokens to text; without a processor, none."""
+        if self.processor is None:
+            return ""
+        text: str = self.processor.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _inputs(self, turns: list[dict[str, Any]], sound: Tensor | None) -> dict[str, Any]:
+        processor = self._need()
+        turns = [_turn("system", SYSTEM), *turns]
+        text = processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        text = text[0] if isinstance(text, list) else text
+        media = {} if sound is None else {"audio": [sound.numpy()]}
+        batch = processor(text=[text], return_tensors="pt", padding=True, **media)
+        return {k: v.to(self.device) for k, v in batch.items() if isinstance(v, Tensor)}
+
+    def _need(self) -> Any:
+        if self.processor is None:
+            raise ModelError(
+                "there is no processor; give OmniSpeech(model, processor), or call answer(inputs)"
+            )
+        return self.processor
+
+
+class WrittenText:
+    """Text as its tokens come, and how much of it has been told and said."""
+
+    def __init__(self, prompts: PromptWriter) -> None:
+        self.prompts = prompts
+        self.tokens: list[int] = []
+        self.text = ""
+        self.told = self.said = 0
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there is text that `take` has not given."""
+        return len(self.text) > self.told
+
+    def add(self, token: int) -> None:
+        """A token more; half a character waits for its other half."""
+        self.tokens.append(token)
+        text = self.prompts.read(self.tokens)
+        if not text.endswith(BROKEN):
+            self.text = text
+
+    def take(self) -> str:
+        """What has been written since the last time."""
+        new, self.told = self.text[self.told :], len(self.text)
+        return new
+
+    def say(self, until: int | None) -> str:
+        """Whole words up to so many characters; None: all of them."""
+        stop = len(self.text)
+        if until is not None and until < stop:
+            stop = max(self.said, self.text.rfind(" ", 0, until + 1) + 1)
+        new, self.said = self.text[self.said : stop], max(self.said, stop)
+        return new
+
+
+def _turn(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [_words(text)]}
+
+
+def _words(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+RATE = 24_000
+READ = "Read out what follows."
+WRITE = "Transcribe the speech."
+
+
+@dataclass(frozen=True)
+class OmniOptions:
+    """How a reply is made.
+
+    Args:
+        voice: A name in the model's `speaker_map`.
+        thinker: How words are picked; None: as the checkpoint says.
+        talker: How codes are picked.
+        max_words: Most tokens of text.
+        max_codes: Most codes, 50 a second.
+        ahead: Blocks of codes that must have come behind one that becomes sound (`SoundStage`).
+        vocoder_ahead: Mel frames that the vocoder waits for; None: all it sees (exact).
+        num_steps: Of the flow to mel frames.
+        characters: Characters that are taken to be said in a second: which text a piece carries.
+        parity: Leave out of the talker's start what `generate` leaves out (`omni_talker`).
+        seed: Of everything that is random.
+    """
+
+    voice: str = "Chelsie"
+    thinker: Picking | None = None
+    talker: Picking = TALKER
+    max_words: int = 1024
+    max_codes: int = 4096
+    ahead: int = 1
+    vocoder_ahead: int | None = None
+    num_steps: int = 10
+    characters: float = 15.0
+    parity: bool = False
+    seed: int = 0
+
+
+class OmniSpeech:
+    """Speaker, listener and chatter (`core.speech`) over one stock model; streams may share it.
+
+    Args:
+        model: A `Qwen2_5OmniForConditionalGeneration` with its talker.
+        processor: Its processor; None: only `answer` works, and text stays token ids.
+        **options: Of `OmniOptions`, for every reply; a call may change them.
+
+    Raises:
+        ModelError: It cannot speak, or an option is not known.
+    """
+
+    sample_rate = RATE
+
+    def __init__(self, model: Any, processor: Any = None, **options: Any) -> None:
+        if not getattr(model, "has_talker", False):
+            raise ModelError(
+                f"{type(model).__name__} has no talker; load Qwen2_5OmniForConditionalGeneration "
+                "with enable_audio_output=True"
+            )
+        self.model, self.prompts = model.eval(), PromptWriter(processor, model.device)
+        model.token2wav.float()  # as the stock model: its flow needs it
+        self.options = _changed(OmniOptions(), options)
+        self.ends = _ends(model.thinker.generation_config.eos_token_id)
+        talker = model.talker
+        self.code_ends = {talker.codec_pad_token, talker.codec_eos_token}
+
+    def speak(self, text: str | Iterable[str], **options: Any) -> Iterator[Sound]:
+        """Text, or pieces of it as they come, to sound: the thinker is given its words."""
+        inputs = self.prompts.ask(READ)
+        return self._reply(inputs, _changed(self.options, options), self.prompts.words(text))
+
+    def reply(
+        self, pcm: Tensor, rate: int = 16_000, history: Sequence[Turn] = (), **options: Any
+    ) -> Iterator[Sound]:
+        """What was said `[n]` to the answer as it comes."""
+        inputs = self.prompts.hear(pcm, rate, history)
+        return self._reply(inputs, _changed(self.options, options), None)
+
+    def answer(self, inputs: dict[str, Any], **options: Any) -> Iterator[Sound]:
+        """A prompt of text, sound, pictures and video, from the processor, to its answer."""
+        return self._reply(dict(inputs), _changed(self.options, options), None)
+
+    def transcribe(self, pcm: Tensor, rate: int = 16_000) -> str:
+        """Sound `[n]` to text."""
+        inputs = self.prompts.hear(pcm, rate, (), WRITE)
+        written = WrittenText(self.prompts)
+        for thought in self._think(inputs, self.options, None):
+            if thought.token is not None and thought.token not in self.ends:
+                written.add(thought.token)
+        return written.text
+
+    def _think(
+        self, inputs: dict[str, Any], how: OmniOptions, words: Iterator[int] | None
+    ) -> Iterator[Thought]:
+        thinker = self.model.thinker
+        if words is not None:
+            return think(thinker, inputs, words, set(), how.max_words)
+        picking = how.thinker or _own(thinker.generation_config, how.seed)
+        picker = Picker(picking, [], inputs["input_ids"].device)
+        return think(thinker, inputs, picker, self.ends, how.max_words)
+
+    def _reply(
+        self, inputs: dict[str, Any], how: OmniOptions, words: Iterator[int] | None
+    ) -> Iterator[Sound]:
+        voices = self.model.speaker_map
+        if how.voice not in voices:
+            raise ModelError(unknown("voice", how.voice, voices))
+        voice = voices[how.voice]
+        stage = SoundStage(
+            self.model.token2wav, voice, how.ahead, how.vocoder_ahead, how.seed,
+            num_steps=how.num_steps,
+        )  # fmt: skip
+        picker = Picker(
+            replace(how.talker, seed=how.seed),
+            [self.model.talker.codec_bos_token],
+            inputs["input_ids"].device,
+        )
+        talker = Talker(self.model, inputs, voice, picker, self.code_ends, how.parity)
+        run = _OmniReply(self._think(inputs, how, words), self.ends, WrittenText(self.prompts), how)
+        return run.sounds(talker, stage)
+
+
+class _OmniReply:
+    """One reply on its way: three stages, each as far as the one before lets it."""
+
+    def __init__(
+        self, thoughts: Iterator[Thought], ends: set[int], written: WrittenText, how: OmniOptions
+    ) -> None:
+        self.thoughts, self.ends, self.written, self.how = thoughts, ends, written, how
+        self.thinks = self.talks = self.samples = 0
+        self.told = (0, 0, 0)  # passes of each stage that pieces have told of
+        self.codes: list[int] = []
+
+    def sounds(self, talker: Talker, stage: SoundStage) -> Iterator[Sound]:
+        """Pieces of text and sound."""
+        first = self._thought(next(self.thoughts))
+        yield self._piece(torch.zeros(1, 0), stage)
+        state = stage.start()
+        if first.token is not None and first.token not in self.ends:
+            words = (self._thought(each).state for each in self.thoughts)
+            for code in talker.talk(first.state, first.token, words, self.how.max_codes):
+                self.talks += 1
+                self.codes.append(code)
+                state, pcm = stage.step(state, torch.tensor([[[code]]]))
+                if pcm.shape[1] or self.written.fresh:
+                    yield self._piece(pcm, stage)
+            for thought in self.thoughts:  # the talker may end before the thinker
+                self._thought(thought)
+        yield self._piece(stage.finish(state), stage, last=True)
+
+    def _thought(self, thought: Thought) -> Thought:
+        self.thinks += 1
+        if thought.token is not None and thought.token not in self.ends:
+            self.written.add(thought.token)
+        return thought
+
+    def _piece(self, pcm: Tensor, stage: SoundStage, last: bool = False) -> Sound:
+        self.samples += pcm.shape[1]
+        written = self.written.take()
+        seconds = self.samples / RATE
+        text = self.written.say(None if last else int(seconds * self.how.characters))
+        now = (self.thinks, self.talks, stage.passes)
+        thinks, talks, flows = (a - b for a, b in zip(now, self.told, strict=True))
+        self.told = now
+        codes, self.codes = self.codes, []
+        return Sound(
+            pcm[0].cpu(),
+            RATE,
+            text,
+            torch.tensor([codes], dtype=torch.long),
+            passes=thinks + talks,
+            tokens=len(codes),
+            notes={"written": written, "thinker": thinks, "talker": talks, "flow": flows},
+        )
+
+
+def _changed(options: OmniOptions, changes: dict[str, Any]) -> OmniOptions:
+    for name in changes:
+        if name not in OmniOptions.__dataclass_fields__:
+            raise ModelError(unknown("option", name, OmniOptions.__dataclass_fields__))
+    return replace(options, **changes)
+
+
+def _ends(tokens: int | list[int] | None) -> set[int]:
+    return set() if tokens is None else {tokens} if isinstance(tokens, int) else set(tokens)
+
+
+def _own(config: Any, seed: int) -> Picking:
+    """How the checkpoint says its words are to be picked."""
+    names = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+    given = {name: getattr(config, name, None) for name in names}
+    return Picking(seed=seed, **{k: v for k, v in given.items() if v is not None})
+
+
+def load_omni(
+    source: Any,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    **options: Any,
+) -> OmniSpeech:
+    """A speaker, listener and chatter.
+
+    Args:
+        source: A directory or hub id such as "Qwen/Qwen2.5-Omni-7B", or `(model, processor)`.
+        device: Where to put a loaded one; None: CUDA where there is one.
+        dtype: Of a loaded one.
+        **options: Of `OmniOptions`.
+
+    Raises:
+        ModelError: It cannot be loaded, or cannot speak.
+    """
+    if isinstance(source, tuple):
+        if len(source) != 2:
+            raise ModelError(f"model is a tuple of {len(source)}; give (model, processor)")
+        return OmniSpeech(*source, **options)
+    if not isinstance(source, (str, Path)):
+        raise ModelError(
+            f"model is a {type(source).__name__}; give a directory, a hub id or (model, processor)"
+        )
+    place, kind = pick_device(device), pick_dtype(dtype)
+    return OmniSpeech(*_from_pretrained(str(source), place, kind), **options)
+
+
+def _from_pretrained(where: str, place: torch.device, kind: torch.dtype | str) -> tuple[Any, Any]:
+    from transformers import AutoProcessor, Qwen2_5OmniForConditionalGeneration
+
+    try:
+        processor = AutoProcessor.from_pretrained(where, trust_remote_code=False)
+        model: Any = Qwen2_5OmniForConditionalGeneration.from_pretrained(
+            where, dtype=kind, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"cannot load Qwen2.5-Omni {where!r}: {reason}") from error
+    return model.to(place), processor

@@ -1,0 +1,1 @@
+"""Vision towers: merging, faster passes and the frame cache."""

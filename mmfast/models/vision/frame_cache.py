@@ -1,0 +1,431 @@
+"""A vision tower that computes the changed patches of a stream's frames only.
+
+`with cache.using(state):` stands around the stock `get_video_features` or `get_image_features`;
+nothing of the model is replaced for longer, other threads see the stock tower, and what a stream
+remembers lies in its state alone.
+
+One pass of a vision tower that computes the changed patches of consecutive frames only.
+
+What changed is decided once, on the embedded patches. In every block the chosen rows alone are
+projected, attend to all keys of their frame (those of the other patches come from the frame's
+reference) and go through the MLP. The first published cache of this kind (STC, arXiv 2512.00891)
+projects fresh keys of all tokens and chooses anew in every layer: on the embedded clips features
+are no nearer for it, and it costs a third more.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmfast.core.errors import ModelError
+from mmfast.frontends.changes import Refresh, changes
+from mmfast.models.families.adapter import Call, adapter_for
+from mmfast.models.families.tower import Tower, attention_of, kinds_of
+from mmfast.models.patching import override
+from mmfast.models.reduction.probe import intercepting
+from mmfast.models.reduction.tower_signals import KEPT, MERGED
+from mmfast.models.vision.frame_state import (
+    FrameCacheState,
+    FramePlan,
+    Group,
+    ReferenceFrame,
+    Rotary,
+    TowerBlock,
+    blocks_of,
+    groups,
+    plan_pass,
+)
+
+
+@dataclass
+class _PassFrame:
+    """One frame: what it builds on, and the patches to compute (`[k]` ascending; None: all)."""
+
+    base: int | None  # a frame of this pass; None where that is the state's reference
+    rows: Tensor | None
+    patches: Tensor  # [n, D] as in Reference
+
+
+class FramePass:
+    """The frames of one pass, and what its blocks leave behind.
+
+    Attributes:
+        stock: Every frame is computed whole: the stock blocks run and are only watched.
+    """
+
+    def __init__(self, plan: FramePlan, states: Sequence[FrameCacheState], fixed: bool) -> None:
+        self.plan = plan
+        self.stock = True
+        self._states = states
+        self._fixed = fixed
+        self._frames: list[_PassFrame] = []
+        self._last: dict[int, int] = {}  # by stream, the frame that becomes the reference
+        self._since: dict[int, int] = {}  # by stream, frames since one was computed whole
+        self._keys: list[dict[int, Tensor]] = []  # by block and frame, [n, H, d]
+        self._values: list[dict[int, Tensor]] = []
+        self._outputs: dict[int, dict[int, Tensor]] = {}
+        self._rotary: Rotary | None = None
+        self._groups: dict[int, tuple[Any, list[Group]]] = {}
+
+    def begin(self, flat: Tensor, rule: Refresh | None) -> None:
+        """Choose the patches of every frame from the input `[S, D]` of the first block.
+
+        Args:
+            flat: Embedded patches, frame after frame.
+            rule: None computes all.
+        """
+        picked, start = [], 0
+        for index, x in enumerate(flat.split(self.plan.sizes)):
+            frame = self._choose(index, x, rule)
+            self._frames.append(frame)
+            stream = self.plan.streams[index]
+            self._since[stream] = 0 if frame.rows is None else self._since[stream] + 1
+            if frame.rows is None or not self._fixed:
+                self._last[stream] = index
+            rows = torch.arange(len(x), device=x.device) if frame.rows is None else frame.rows
+            picked.append(rows + start)
+            start += len(x)
+        self.stock = all(frame.rows is None for frame in self._frames)
+        self._counts = [len(rows) for rows in picked]
+        self._rows = torch.cat(picked)  # [K]
+        self._hidden = flat if self.stock else flat[self._rows]  # [K, D]
+
+    def _choose(self, index: int, x: Tensor, rule: Refresh | None) -> _PassFrame:
+        stream, layout = self.plan.streams[index], self.plan.layouts[index]
+        before = self._last.get(stream)
+        if before is None:
+            known = self._reference(stream, layout)
+        else:
+            same = self.plan.layouts[before] == layout
+            known = self._frames[before].patches if same else None
+        if known is None or rule is None:
+            return _PassFrame(None, None, x)
+        known, classes = known.to(x), self._class_rows(layout, x)
+        content = torch.ones_like(x[:, 0], dtype=torch.bool).index_fill(0, classes, False)
+        rows = rule.choose(changes(x[content], known[content]), self._since[stream] + 1)
+        if rows is None:
+            return _PassFrame(None, None, x)
+        if len(rows):  # class tokens sum a frame up: with any patch, or not at all
+            rows = torch.cat([classes, content.nonzero()[rows, 0]]).sort().values
+        return _PassFrame(before, rows, known.index_copy(0, rows, x[rows]))
+
+    def _class_rows(self, layout: tuple[int, ...], x: Tensor) -> Tensor:
+        """Rows of the class tokens of a frame, one per tile."""
+        n, tiles = layout[0], layout[1] if self.plan.class_token else 0
+        return torch.arange(tiles, device=x.device) * (n // max(1, tiles))
+
+    def _reference(self, stream: int, layout: tuple[int, ...]) -> Tensor | None:
+        """Patches `[n, D]` of the state's reference, where it is of use."""
+        known = self._states[stream].reference
+        if known is None or known.layout != layout or not self.plan.taps <= {*known.outputs}:
+            return None
+        self._since[stream] = known.since
+        return known.patches
+
+    def watch(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Note keys and values `[B, H, n, d]` of a block that runs as stock, call by call."""
+        for kept, calls in ((self._keys, keys), (self._values, values)):
+            flat = torch.cat([call.transpose(1, 2).flatten(0, 1) for call in calls])  # [S, H, d]
+            kept.append(self._lasting(flat.split(self.plan.sizes)))
+
+    def note(self, index: int, flat: Tensor) -> None:
+        """Note the output `[S, D]` of a block that ran as stock."""
+        if index in self.plan.taps:
+            self._outputs[index] = self._lasting(flat.split(self.plan.sizes))
+
+    def _lasting(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Those of the frames that become references, none of them a view of all frames."""
+        views = len(parts) > 1
+        return {
+            i: parts[i].clone() if views and self._frames[i].rows is None else parts[i]
+            for i in self._last.values()
+        }
+
+    def step(
+        self, index: int, block: TowerBlock, hidden: Tensor, kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        """Run one block on the chosen rows.
+
+        Args:
+            index: Of the block.
+            block: The block.
+            hidden: `[B, N, D]` or `[S, D]`, its stock input.
+            kwargs: Further arguments of the stock block.
+
+        Returns:
+            `hidden` itself, or a new one with the block's output where that is read.
+        """
+        rotary = kwargs.get("position_embeddings")
+        if rotary is not None and self._rotary is None:
+            self._rotary = (rotary[0][self._rows], rotary[1][self._rows])
+        query, key, value = block.project(self._hidden, self._rotary)
+        keys = self._mixed(key, lambda known: known.keys[index])
+        values = self._mixed(value, lambda known: known.values[index])
+        self._keys.append(self._lasting(keys))
+        self._values.append(self._lasting(values))
+        attended = torch.empty_like(query)
+        for rows, frame, span in self._grouped(kwargs.get("cu_seqlens"), hidden):
+            q, k, v = query[rows], keys[frame][span], values[frame][span]  # [k or n, H, d]
+            q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+            found = F.scaled_dot_product_attention(q, k, v, scale=block.scale)  # [1, H, k, d]
+            attended[rows] = found[0].transpose(0, 1)
+        self._hidden = block.finish(self._hidden, attended)
+        if index not in self.plan.taps:
+            return hidden
+        full = self._mixed(self._hidden, lambda known: known.outputs[index])
+        self._outputs[index] = self._lasting(full)
+        return torch.cat(full).reshape(hidden.shape)
+
+    def _mixed(self, new: Tensor, old: Callable[[ReferenceFrame], Tensor]) -> list[Tensor]:
+        """Chosen rows `[K, ...]` put into what each frame builds on, `[n, ...]` per frame."""
+        done: list[Tensor] = []
+        for number, part in enumerate(new.split(self._counts)):
+            frame = self._frames[number]
+            if frame.rows is None:
+                done.append(part)
+                continue
+            if frame.base is None:
+                known = self._states[self.plan.streams[number]].reference
+                assert known is not None  # or all of its patches were chosen
+                base = old(known).to(part)
+            else:
+                base = done[frame.base]
+            done.append(base.index_copy(0, frame.rows, part) if len(part) else base)
+        return done
+
+    def _grouped(self, bounds: Tensor | None, hidden: Tensor) -> list[Group]:
+        """Chosen rows that attend to the same keys: those of their frame, tile or window.
+
+        Args:
+            bounds: `[W + 1]` where segments begin and end, None for a batch of equal ones.
+            hidden: `[B, N, D]` where there are no bounds.
+        """
+        name = id(bounds)
+        if name not in self._groups:
+            batch, length = hidden.shape[:2]
+            ends = torch.arange(batch + 1) * length if bounds is None else bounds.cpu().long()
+            self._groups[name] = (
+                bounds,
+                groups(self._rows, self.plan.sizes, ends),
+            )  # held, so that its id stays its own
+        return self._groups[name][1]
+
+    def commit(self) -> None:
+        """Put the new references into the states, now that the pass has succeeded."""
+        blocks = range(len(self._keys))
+        for stream, state in enumerate(self._states):
+            mine = [i for i, each in enumerate(self.plan.streams) if each == stream]
+            if not mine:
+                continue
+            if stream in self._last:
+                i = self._last[stream]
+                state.reference = ReferenceFrame(
+                    self.plan.layouts[i],
+                    self._frames[i].patches.clone(),
+                    tuple(self._keys[block][i] for block in blocks),
+                    tuple(self._values[block][i] for block in blocks),
+                    {block: rows[i] for block, rows in self._outputs.items()},
+                    self._since[stream],
+                )
+            elif state.reference is not None:
+                state.reference = replace(state.reference, since=self._since[stream])
+            state.frames += len(mine)
+            state.whole += sum(self._frames[i].rows is None for i in mine)
+            state.patches += sum(self.plan.sizes[i] for i in mine)
+            state.computed += sum(self._counts[i] for i in mine)
+
+
+class FrameCache:
+    """Frames of streams through a stock tower, recomputing only what changed.
+
+    A patch that is not computed keeps the keys, values and outputs of when it was; it is compared
+    with itself as it was then, so a slow change is noticed once it has added up. Towers: SigLIP,
+    CLIP, InternVL's, Idefics3's and those of Qwen2-VL, 2.5 and 3. For inference only.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        refresh: float | None = None,
+        *,
+        threshold: float | None = None,
+        cut: float | None = 0.05,
+        every: int | None = 32,
+        fixed: bool = False,
+    ) -> None:
+        """Prepare a cache; the model is not touched.
+
+        Args:
+            model: A stock model of a known family.
+            refresh: Share of a frame's patches to compute, the most changed ones; 1.0 is the
+                stock tower. 0.25 where neither it nor `threshold` is given.
+            threshold: Instead, the change from which a patch is computed (see
+                `mmfast.frontends.changes.changes`; 0.02 is a good start).
+            cut: A frame is computed whole if its other patches have changed by more than this on
+                average: a scene cut. None never does so.
+            every: A frame is computed whole at least this often; None for never.
+            fixed: Compare with the last frame computed whole, instead of each patch with itself
+                as it was computed last.
+
+        Raises:
+            ModelError: The family is unknown, or its tower is of another kind.
+            MmfastError: A value out of range.
+        """
+        share = 0.25 if refresh is None and threshold is None else refresh
+        self.rule = Refresh(share, threshold, cut, every)
+        self._adapter = adapter_for(model)
+        self._tower = self._adapter.tower(model.base_model)
+        self._blocks = blocks_of(self._tower, self._adapter.family)
+        self._fixed = fixed
+        self._local = threading.local()
+
+    def start(self) -> FrameCacheState:
+        """The state of a new stream."""
+        return FrameCacheState()
+
+    @contextmanager
+    def using(self, states: FrameCacheState | Sequence[FrameCacheState]) -> Iterator[None]:
+        """Encode with the cache what this thread encodes inside.
+
+        Args:
+            states: The stream whose next frames are encoded, as one video, as several that follow
+                each other, or as images; or of several streams, whose videos or images then come
+                in this order, equally many each. A state moves on when a call has succeeded, and
+                stays where it is when one fails.
+
+        Raises:
+            ModelError: While encoding, media do not share out among the states.
+        """
+        streams = [states] if isinstance(states, FrameCacheState) else list(states)
+        if self.rule.whole or not streams:
+            yield
+            return
+        tower, entered = self._tower, _entered()
+        if id(tower.module) in entered:
+            raise ModelError(
+                "a frame cache is in use on this vision tower already; leave its `with` first, or "
+                "hand one `using` the states of all streams"
+            )
+        with ExitStack() as stack:
+            entered.add(id(tower.module))
+            stack.callback(entered.discard, id(tower.module))
+            self._local.streams = streams
+            stack.callback(setattr, self._local, "streams", None)
+            mine = partial(self._for, streams)
+            for kind in {"image", "video"} & set(kinds_of(tower.base)):
+                name = f"get_{kind}_features"
+                stack.enter_context(override(tower.base, name, mine(partial(self._encode, kind))))
+            for index, block in enumerate(tower.blocks):
+                stack.enter_context(override(block, "forward", mine(partial(self._block, index))))
+            modules = [attention_of(block) for block in tower.blocks]
+            stack.enter_context(
+                intercepting(dict.fromkeys(modules, mine(self._attend)), innermost=True)
+            )
+            yield
+
+    def _for(self, streams: Sequence[FrameCacheState], around: Callable[..., Any]) -> Any:
+        """`around` for the one `with` that gave these streams; threads pass each other's by."""
+
+        def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            mine = getattr(self._local, "streams", None) is streams
+            return around(call, *args, **kwargs) if mine else call(*args, **kwargs)
+
+        return run
+
+    @torch.no_grad()
+    def _encode(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around `get_image_features` and `get_video_features`: run, put the references in."""
+        streams = getattr(self._local, "streams", None)
+        if streams is None or self._work() is not None:  # Qwen3-VL's video method calls the other
+            return call(*args, **kwargs)
+        _check_sites(self._tower)
+        method = getattr(self._tower.base, f"get_{kind}_features")
+        arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+        self._local.work = work = _Work(streams, kind, arguments)
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self._local.work = None
+        if work.running is not None:
+            work.running.commit()
+        return output
+
+    def _work(self) -> _Work | None:
+        found: _Work | None = getattr(self._local, "work", None)
+        return found
+
+    def _block(
+        self, index: int, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around a block: the stock one on whole frames, its parts on chosen patches."""
+        work = self._work()
+        if work is None:
+            return call(hidden, *args, **kwargs)
+        if index == 0:
+            masks = (*args, kwargs.get("attention_mask"))
+            self._begin(work, hidden, any(mask is not None for mask in masks))
+        running = work.running
+        assert running is not None
+        if not running.stock:
+            return running.step(index, self._blocks[index], hidden, kwargs)
+        work.calls = []
+        output = call(hidden, *args, **kwargs)
+        running.watch([key for key, _ in work.calls], [value for _, value in work.calls])
+        running.note(index, output.flatten(0, -2))
+        return output
+
+    def _begin(self, work: _Work, hidden: Tensor, masked: bool) -> None:
+        """Plan the pass and choose its patches; frames with padding are computed whole."""
+        states = len(work.streams)
+        plan = plan_pass(self._tower, self._adapter, work.kind, work.arguments, hidden, states)
+        work.running = FramePass(plan, work.streams, self._fixed)
+        work.running.begin(hidden.flatten(0, -2), None if masked else self.rule)
+
+    def _attend(
+        self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around the attention function: note keys and values as they are attended."""
+        work = self._work()
+        if work is not None:
+            work.calls.append((args[1], args[2]))
+        return call(module, *args, **kwargs)
+
+
+@dataclass
+class _Work:
+    """One call of the encoder."""
+
+    streams: Sequence[FrameCacheState]
+    kind: str
+    arguments: Call
+    running: FramePass | None = None
+    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+_THREAD = threading.local()
+
+
+def _entered() -> set[int]:
+    """Towers on which this thread uses a frame cache, by id."""
+    found: set[int] = _THREAD.__dict__.setdefault("towers", set())
+    return found
+
+
+def _check_sites(tower: Tower) -> None:
+    """Refuse what changes the number of patches on their way."""
+    merged = any(MERGED in attention_of(block).__dict__ for block in tower.blocks)
+    if merged or KEPT in tower.module.__dict__:
+        raise ModelError(
+            "a frame cache does not work with reduction at sites 'vit' and 'pixel'; reduce at "
+            "'pre', for example with dtd or stc_pruner"
+        )

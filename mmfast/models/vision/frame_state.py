@@ -1,0 +1,324 @@
+"""What a frame cache remembers of one stream."""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmfast.core.errors import ModelError
+from mmfast.models.families.adapter import Adapter, Call
+from mmfast.models.families.tower import Tower, argument, attention_of
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceFrame:
+    """One frame as the tower saw it, patch by patch possibly at different times.
+
+    Attributes:
+        layout: What a frame must match to be compared: number of patches, rows and columns.
+        patches: `[n, D]` input of the first block, each patch as it was when computed last.
+        keys: Per block `[n, H, d]`, as attended (rotated where the tower has rotary positions).
+        values: Per block `[n, H, d]`.
+        outputs: By block, `[n, D]` output of those that are read: the last one, feature layers,
+            DeepStack taps.
+        since: Frames since one was computed whole.
+    """
+
+    layout: tuple[int, ...]
+    patches: Tensor
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    outputs: Mapping[int, Tensor]
+    since: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = (self.patches, *self.keys, *self.values, *self.outputs.values())
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@dataclass(eq=False)
+class FrameCacheState:
+    """A stream's place in a frame cache: one reference frame, and counts.
+
+    `FrameCache.using` puts the next reference in once a pass has succeeded; tensors are replaced,
+    never written, so a snapshot costs nothing and stays as it was.
+
+    Attributes:
+        reference: None before the first frame.
+        frames: Frames so far (temporal patches, where the tower takes two frames at once).
+        whole: How many of them were computed whole.
+        patches: Patches so far.
+        computed: How many of them were computed.
+    """
+
+    reference: ReferenceFrame | None = field(default=None, repr=False)
+    frames: int = 0
+    whole: int = 0
+    patches: int = 0
+    computed: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, the same after any number of frames."""
+        return 0 if self.reference is None else self.reference.nbytes
+
+    def stats(self) -> dict[str, int]:
+        """The counts, and the bytes held."""
+        names = ("frames", "whole", "patches", "computed", "nbytes")
+        return {name: getattr(self, name) for name in names}
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state as plain containers and tensors."""
+        counts = {name: getattr(self, name) for name in ("frames", "whole", "patches", "computed")}
+        if self.reference is None:
+            return {**counts, "reference": None}
+        tree = {**vars(self.reference), "layout": list(self.reference.layout)}
+        tree["outputs"] = [[block, rows] for block, rows in self.reference.outputs.items()]
+        return {**counts, "reference": tree}
+
+    @classmethod
+    def restore(cls, tree: Mapping[str, Any]) -> FrameCacheState:
+        """The state of a snapshot."""
+        state = cls(**{**tree, "reference": None})
+        kept = tree["reference"]
+        if kept is not None:
+            state.reference = ReferenceFrame(
+                tuple(kept["layout"]),
+                kept["patches"],
+                tuple(kept["keys"]),
+                tuple(kept["values"]),
+                {int(block): rows for block, rows in kept["outputs"]},
+                kept["since"],
+            )
+        return state
+
+
+Layouts = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class FramePlan:
+    """What is known of a pass before it begins.
+
+    Attributes:
+        streams: The state of each frame, by number; frames of a stream in their order.
+        layouts: Per frame its number of rows, and what else must match to compare frames: rows
+            and columns, or of how many tiles it is.
+        taps: Blocks whose output is read.
+        class_token: Row 0 of every tile is a class token.
+    """
+
+    streams: tuple[int, ...]
+    layouts: tuple[tuple[int, ...], ...]
+    taps: frozenset[int]
+    class_token: bool
+
+    @property
+    def sizes(self) -> list[int]:
+        """Patches of each frame."""
+        return [layout[0] for layout in self.layouts]
+
+
+def plan_pass(
+    tower: Tower, adapter: Adapter, kind: str, arguments: Call, hidden: Tensor, states: int
+) -> FramePlan:
+    """Plan a pass from the call that caused it.
+
+    Args:
+        tower: The tower.
+        adapter: Of its family.
+        kind: `image` or `video`.
+        arguments: Of `get_image_features` or `get_video_features`.
+        hidden: Input of the first block, `[B, N, D]` or `[S, D]`.
+        states: How many streams there are.
+
+    Raises:
+        ModelError: Media and streams do not match, or the tower got other patches than the call
+            brings.
+    """
+    items = _packed(kind, arguments) if tower.packed else _batch(tower, adapter, arguments, hidden)
+    if len(items) % states:
+        raise ModelError(
+            f"{len(items)} {kind}s came for {states} states of a frame cache; give equally many "
+            "for each state"
+        )
+    share = len(items) // states
+    layouts = tuple(chain.from_iterable(items))
+    owners = tuple(i // share for i, frames in enumerate(items) for _ in frames)
+    found, planned = hidden.shape[:-1].numel(), sum(layout[0] for layout in layouts)
+    if found != planned:
+        raise ModelError(
+            f"the vision tower got {found} patches where the call brings {planned}; a frame cache "
+            "does not work with reduction at sites 'pixel' and 'vit'"
+        )
+    return FramePlan(owners, layouts, taps_of(tower, arguments), tower.class_token)
+
+
+def _packed(kind: str, arguments: Call) -> list[Layouts]:
+    grids: list[list[int]] = arguments[f"{kind}_grid_thw"].tolist()
+    return [[(h * w, h, w)] * t for t, h, w in grids]
+
+
+def _batch(tower: Tower, adapter: Adapter, arguments: Call, hidden: Tensor) -> list[Layouts]:
+    """Frames of a batch `[B, N, D]`: those of a video, or the tiles of an image together."""
+    rows, n = hidden.shape[:2]
+    videos = arguments.get("pixel_values_videos")
+    if videos is not None:
+        items, frames = videos.shape[:2]
+        return [[(n, 1)] * frames] * items
+    tiles = adapter.tile_counts(tower.base, arguments)
+    if sum(tiles) != rows:  # padding among the pictures of a batch
+        return [[(n, 1)]] * rows
+    # A family without a call for videos encodes a clip as an image whose raster has many frames.
+    found = adapter.layout(tower.base, "image", arguments)
+    clips = [
+        layout.grid is not None and layout.grid[0] == count > 1
+        for layout, count in zip(found, tiles, strict=True)
+    ]
+    return [
+        [(n, 1)] * count if clip else [(count * n, count)]
+        for clip, count in zip(clips, tiles, strict=True)
+    ]
+
+
+def taps_of(tower: Tower, arguments: Call) -> frozenset[int]:
+    """Blocks whose whole output is read: the last, feature layers and DeepStack taps."""
+    blocks = len(tower.blocks)
+    states: set[int] = set()  # hidden states asked for; 0 is the input of the first block
+    if not tower.packed:
+        states |= _numbers(argument(tower.base, arguments, "vision_feature_layer"), blocks)
+    extra: dict[str, Any] = arguments.get("kwargs", {})
+    asked = extra.get("output_hidden_states", arguments.get("output_hidden_states"))
+    states |= {*range(blocks + 1)} if asked is True else _numbers(asked, blocks)
+    taps = {state - 1 for state in states if state} | {blocks - 1}
+    return frozenset(taps | {*getattr(tower.module, "deepstack_visual_indexes", ())})
+
+
+def _numbers(layers: Any, blocks: int) -> set[int]:
+    if layers is None or isinstance(layers, bool):
+        return set()
+    return {int(n) % (blocks + 1) for n in ([layers] if isinstance(layers, int) else layers)}
+
+
+Group = tuple[slice, int, slice]  # chosen rows, the frame they lie in, their keys in that frame
+
+
+def groups(rows: Tensor, sizes: Sequence[int], ends: Tensor) -> list[Group]:
+    """Chosen rows by segment: frame, tile or window; segments without any are left out.
+
+    Args:
+        rows: `[K]` ascending among the rows of all frames.
+        sizes: Rows of each frame.
+        ends: `[W + 1]` int64 where segments begin and end, none of them across two frames.
+    """
+    begins = list(accumulate(sizes, initial=0))
+    cuts = torch.searchsorted(rows.cpu(), ends).tolist()
+    found: list[Group] = []
+    for (start, stop), (low, high) in zip(pairwise(ends.tolist()), pairwise(cuts), strict=True):
+        frame = bisect_right(begins, start) - 1
+        if high > low:
+            inside = slice(start - begins[frame], stop - begins[frame])
+            found.append((slice(low, high), frame, inside))
+    return found
+
+
+Rotary = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class BlockNames:
+    """How one kind of block calls its parts; `project` is one name, or those of q, k and v."""
+
+    norm1: str
+    attn: str
+    project: tuple[str, ...]
+    out: str
+    norm2: str
+    scales: tuple[str, ...] = ()
+
+
+_SPLIT = ("q_proj", "k_proj", "v_proj")
+# SigLIP, CLIP, Idefics3, SmolVLM and SigLIP2; InternVL; Qwen; the thinker of Qwen2.5-Omni
+_KINDS = (
+    BlockNames("layer_norm1", "self_attn", _SPLIT, "out_proj", "layer_norm2"),
+    BlockNames(
+        "layernorm_before",
+        "attention",
+        _SPLIT,
+        "projection_layer",
+        "layernorm_after",
+        ("lambda_1", "lambda_2"),
+    ),
+    BlockNames("norm1", "attn", ("qkv",), "proj", "norm2"),
+    BlockNames("norm1", "attn", ("q", "k", "v"), "proj", "norm2"),
+)
+
+
+class TowerBlock:
+    """One pre-norm block; every method takes any rows `[K, D]`."""
+
+    def __init__(self, block: nn.Module, names: BlockNames) -> None:
+        self._block: Any = block
+        self._attn: Any = getattr(block, names.attn)
+        self._names = names
+        self.scale = float(getattr(self._attn, "scaling", None) or self._attn.scale)
+
+    def project(self, rows: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[K, H, d]` of rows `[K, D]`, turned by `rotary`."""
+        attn, names = self._attn, self._names
+        x = getattr(self._block, names.norm1)(rows)
+        if len(names.project) == 1:
+            q, k, v = getattr(attn, names.project[0])(x).chunk(3, dim=-1)
+        else:
+            q, k, v = (getattr(attn, name)(x) for name in names.project)
+        if hasattr(attn, "q_norm"):
+            q, k = attn.q_norm(q), attn.k_norm(k)
+        q, k, v = (each.unflatten(-1, (-1, attn.head_dim)) for each in (q, k, v))
+        if rotary is not None:
+            turn = inspect.unwrap(type(attn).forward).__globals__["apply_rotary_pos_emb_vision"]
+            q, k = turn(q, k, *rotary)
+        return q, k, v
+
+    def finish(self, rows: Tensor, attended: Tensor) -> Tensor:
+        """Rows `[K, D]` behind the block, from what their heads attended, `[K, H, d]`."""
+        names = self._names
+        step = getattr(self._attn, names.out)(attended.flatten(1))
+        rows = rows + self._scaled(step, 0)
+        step = self._block.mlp(getattr(self._block, names.norm2)(rows))
+        return rows + self._scaled(step, 1)
+
+    def _scaled(self, step: Tensor, index: int) -> Tensor:
+        if not self._names.scales:
+            return step
+        scaled: Tensor = getattr(self._block, self._names.scales[index]) * step
+        return scaled
+
+
+def blocks_of(tower: Tower, family: str) -> list[TowerBlock]:
+    """The tower's blocks.
+
+    Raises:
+        ModelError: They are of no known kind; says what to do.
+    """
+    kinds = [names for names in _KINDS if all(_fits(block, names) for block in tower.blocks)]
+    if not kinds or not len(tower.blocks):
+        raise ModelError(
+            f"the vision tower of {family!r} ({type(tower.module).__name__}) has no blocks that a "
+            "frame cache knows; leave the cache out, or use a SigLIP, CLIP, InternVL or Qwen tower"
+        )
+    return [TowerBlock(block, kinds[0]) for block in tower.blocks]
+
+
+def _fits(block: nn.Module, names: BlockNames) -> bool:
+    if not all(hasattr(block, name) for name in (names.norm1, names.norm2, names.attn, "mlp")):
+        return False
+    return all(hasattr(attention_of(block), name) for name in (*names.project, names.out))

@@ -1,0 +1,242 @@
+"""Merge tokens inside the vision tower: between attention and MLP of its blocks (site `vit`).
+
+Bolya et al. (arXiv 2210.09461) for the towers of vision-language models: every used block merges
+the same number of tokens of a frame (`vit_plan.py`), attention counts a merged token by its size,
+and after the last used block each patch takes the value of its token, so that pooling, merger,
+projector and positions of the model go on with the raster they expect. Tokens stay in raster
+order throughout (the reference moves unmerged ones in front, which changes its later pairings).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmfast.core.errors import SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import Spec
+from mmfast.core.trace import Trace, View
+from mmfast.models.families.adapter import Adapter, Call, raster_places
+from mmfast.models.families.tower import Tower, argument, attention_of, check_blocks, kinds_of
+from mmfast.models.patching import override
+from mmfast.models.reduction.probe import intercepting
+from mmfast.models.reduction.tower_signals import MERGED
+from mmfast.models.vision.merge_pass import MergePass, add_bias, plan_pass
+
+
+@contextmanager
+def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterator[None]:
+    """Merge tokens in the tower whenever the model encodes images or videos.
+
+    A share holds for every frame or tile, an integer for every image or video. Share 1.0 does
+    nothing at all. Each image or video adds a row `vit` to the trace (patches in, tokens left
+    after the last used block, its part of the milliseconds of the encoding) and its Reduction
+    over the patches in raster order, tiles one after the other; `item` counts within the call.
+
+    Args:
+        model: A model of a known family.
+        adapter: Its adapter.
+        spec: A stage of site `vit`.
+        trace: Where rows and reductions go.
+
+    Raises:
+        ModelError: The family is unknown.
+        SpecError: The stage has no budget, or the tower cannot merge; while encoding, a budget
+            that does not fit.
+    """
+    tower = adapter.tower(model.base_model)
+    _check(tower, spec, adapter)
+    if spec.whole:
+        yield
+        return
+    stage = _MergeStage(tower, adapter, spec, trace)
+    with ExitStack() as stack:
+        for kind in {"image", "video"} & set(kinds_of(tower.base)):
+            name = f"get_{kind}_features"
+            stack.enter_context(override(tower.base, name, partial(stage.encode, kind)))
+        for index, block in enumerate(tower.blocks):
+            stack.enter_context(override(block, "forward", partial(stage.block, index)))
+            attention_of(block).__dict__[MERGED] = stage.merged
+            stack.callback(attention_of(block).__dict__.pop, MERGED, None)
+        for merger in getattr(tower.module, "deepstack_merger_list", ()):
+            stack.callback(merger.register_forward_pre_hook(stage.feed).remove)
+        modules = [attention_of(block) for block in tower.blocks]
+        stack.enter_context(intercepting(dict.fromkeys(modules, stage.attend)))
+        yield
+
+
+def _check(tower: Tower, spec: Spec, adapter: Adapter) -> None:
+    if spec.budget is None:
+        raise SpecError(f"'{spec}' needs a budget at site 'vit'; write '{spec}:0.5'")
+    check_blocks(tower, adapter.family, "site 'vit'")
+    reuse = spec.knobs.get("reuse", 1)
+    if reuse < 1:
+        raise SpecError(f"knob reuse={reuse} of '{spec}' is no number of blocks; choose 1 or more")
+    until = spec.knobs.get("until", 1.0)
+    if not 0 < until <= 1:
+        raise SpecError(f"knob until={until} of '{spec}' is no share of the blocks; choose 0 to 1")
+    if any(MERGED in attention_of(block).__dict__ for block in tower.blocks):
+        raise SpecError(f"'{spec}' is a second stage of site 'vit'; join both budgets in one stage")
+    if tower.class_token:
+        raise SpecError(
+            f"'{spec}' cannot run in the vision tower of {adapter.family!r} with a class token; "
+            "use site 'pre'"
+        )
+    if not tower.packed and not hasattr(tower.base.config.vision_config, "image_size"):
+        raise SpecError(
+            f"'{spec}' cannot run in the vision tower of {adapter.family!r}, which pads images of "
+            "different sizes; use site 'pre'"
+        )
+    if not tower.packed and not hasattr(tower.blocks[0], "self_attn"):
+        raise SpecError(
+            f"'{spec}' cannot run in a vision tower of {type(tower.blocks[0]).__name__}; use "
+            "site 'pre'"
+        )
+    layers = argument(tower.base, {}, "vision_feature_layer")
+    if not isinstance(layers, int | None):
+        raise SpecError(
+            f"'{spec}' cannot run in a vision tower of which several layers are used, {layers}; "
+            "use site 'pre'"
+        )
+
+
+class _MergeStage:
+    """The functions that stand around the tower's; the pass at work is kept per thread."""
+
+    def __init__(self, tower: Tower, adapter: Adapter, spec: Spec, trace: Trace) -> None:
+        self._tower = tower
+        self._adapter = adapter
+        self._spec = spec
+        self._trace = trace
+        self._local = threading.local()
+
+    def _pass(self) -> MergePass | None:
+        found: MergePass | None = getattr(self._local, "work", None)
+        return found
+
+    def merged(self) -> Reduction | None:
+        """Patches onto the tokens of the block at work, for whoever reads its attention."""
+        work = self._pass()
+        return None if work is None or work.over else work.merged
+
+    def encode(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around `get_image_features` and `get_video_features`: plan, run, report."""
+        if self._pass() is not None:  # Qwen3-VL's video method calls its image method
+            return call(*args, **kwargs)
+        method = getattr(self._tower.base, f"get_{kind}_features")
+        arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+        plan = plan_pass(self._tower, self._adapter, kind, arguments, self._spec)
+        work = MergePass(plan, self._spec)
+        if work.plan.idle:
+            return call(*args, **kwargs)
+        start = _now()
+        self._local.work = work
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self._local.work = None
+        self._report(work, (_now() - start) * 1e3)
+        self._draw(work, kind, arguments)
+        return output
+
+    def _report(self, work: MergePass, ms: float) -> None:
+        total = sum(work.plan.items)
+        for item, found in enumerate(work.per_item()):
+            self._trace.record("vit", item, found)
+            self._trace.add("vit", found.n, found.m, ms * found.n / total, self._spec.method.name)
+
+    @torch.no_grad()
+    def _draw(self, work: MergePass, kind: str, arguments: Call) -> None:
+        """Tell the trace which part of every LLM token's patches was merged away."""
+        if work.merged is None:
+            return
+        base, shares = self._tower.base, work.merged.share()[:, None]
+        folded = self._adapter.fold(base, kind, shares, arguments)
+        layouts = self._adapter.layout(base, kind, arguments)
+        found = work.per_item()
+        for number, (layout, values) in enumerate(zip(layouts, folded, strict=True)):
+            tile = None if layout.tiles is None else torch.tensor(layout.tiles)
+            self._trace.see(number, layout.place(), tile, (kind, number))
+            self._trace.merged[kind, number] = values[:, 0].float().cpu()
+            raster = patch_raster(layout.grid, found[number].n) if len(found) > number else None
+            if raster is not None:
+                seen = View(raster_places(raster), source=(kind, number))
+                self._trace.patches[kind, number] = (seen, found[number])
+
+    def block(
+        self, index: int, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around a block: its attention on the tokens left, merge, its MLP on fewer."""
+        work = self._pass()
+        if work is None or work.over:
+            return call(hidden, *args, **kwargs)
+        block: Any = self._tower.blocks[index]
+        work.enter()
+        if self._tower.packed:
+            self._shorten(work, kwargs)
+            hidden = hidden + block.attn(block.norm1(hidden), *args, **kwargs)
+            hidden = work.merge(index, hidden)
+            hidden = hidden + block.mlp(block.norm2(hidden))
+        else:
+            hidden = hidden + block.self_attn(block.layer_norm1(hidden), *args, **kwargs)[0]
+            hidden = work.merge(index, hidden)
+            hidden = hidden + block.mlp(block.layer_norm2(hidden))
+        if index + 1 == work.plan.blocks:
+            hidden, work.over = work.expand(hidden), True
+        return hidden
+
+    def _shorten(self, work: MergePass, kwargs: dict[str, Any]) -> None:
+        """Segment boundaries and rotary tables of the tokens that are left."""
+        kwargs["cu_seqlens"] = work.ends(kwargs["cu_seqlens"])
+        kwargs["max_seqlen"] = None  # the attention counts again where it needs it
+        kwargs["position_embeddings"] = tuple(map(work.rows, kwargs["position_embeddings"]))
+
+    def attend(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Around the attention function: note the keys, count merged tokens by size."""
+        work = self._pass()
+        if work is not None and not work.over:
+            work.keys.append(key.detach().mean(dim=1))  # [B, n, d]
+            bias = work.bias(query.shape[0], key.shape[2], query)
+            if bias is not None:
+                query, key, attention_mask = add_bias(module, query, key, attention_mask, bias)
+        return call(module, query, key, value, attention_mask, *args, **kwargs)
+
+    def feed(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Before a DeepStack merger, which reads the raster between blocks."""
+        work = self._pass()
+        return args if work is None else (work.expand(args[0]), *args[1:])
+
+
+def patch_raster(grid: tuple[int, int, int] | None, patches: int) -> tuple[int, int, int] | None:
+    """Frames, rows and columns of the patches behind tokens of raster `grid`; None if in tiles."""
+    if grid is None or patches % grid[0]:
+        return None
+    frames, rows, columns = grid
+    tall = round(math.sqrt(patches / frames * rows / columns))
+    raster = (frames, tall, patches // frames // max(1, tall))
+    return raster if math.prod(raster) == patches else None
+
+
+def _now() -> float:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

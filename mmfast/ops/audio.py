@@ -1,0 +1,339 @@
+"""Change of sampling rate by a windowed sinc, offline and as a stage: exact for any split.
+
+Output `j` stands at input time `j * source / rate` and is a weighted sum of the inputs around it:
+a sinc under a raised cosine, as everywhere. The weights repeat with the period of the two rates,
+so a period of outputs is one row of inputs times a matrix. Samples and weights are rounded to 24
+bits and multiplied as integers in float64, whose sums are then exact in any order: any split gives
+the same bits, however the matrix product is carried out.
+
+Log-mel frames of 16 kHz sound, offline and as a stage: the same frames whatever the split.
+
+Frame `i` covers samples `[160 i - 240, 160 i + 160)`, zeros before the start: it is certain as soon
+as its own hop is there, so `n` samples give `n // 160` frames and nothing waits for the end.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import MediaError, MmfastError
+
+LOWEST, HIGHEST = 1_000, 768_000  # samples per second
+ZEROS = 16  # zero crossings of the sinc on each side
+ROLLOFF = 0.95  # cut-off, as a share of half the lower rate
+_SAMPLE, _TAP = 2.0**23, 2.0**24  # 53 bits hold their products' sums up to 24 dB above full scale
+_BLOCK = 1 << 14  # outputs computed at once: windows of 10 minutes would be gigabytes
+_LARGEST = 1 << 20  # entries of a table: 44,101 Hz to 16,000 Hz would need 700 million
+
+
+def check_rate(rate: object, what: str = "the rate") -> int:
+    """Give a sampling rate as an int.
+
+    Raises:
+        MediaError: It is not a whole number of samples per second that sound can have.
+    """
+    number = rate if isinstance(rate, int | float) and not isinstance(rate, bool) else None
+    if number is None and hasattr(rate, "__index__") and not isinstance(rate, bool):
+        number = int(rate.__index__())
+    if number is None or not LOWEST <= number <= HIGHEST or number != int(number):
+        raise MediaError(
+            f"{what} {rate!r} is no sampling rate: give whole samples per second, "
+            f"from {LOWEST:,} to {HIGHEST:,}, such as 16000"
+        )
+    return int(number)
+
+
+@dataclass(frozen=True)
+class _FilterPlan:
+    """How outputs follow from inputs: output `j` looks at `2 reach` of them from `j * down // up`.
+
+    Attributes:
+        up: Outputs of a period, and `down`, its inputs: several periods of the two rates, so that
+            neighbouring windows do not overlap much.
+        reach: Inputs before and behind that an output looks at.
+        firsts: `[up]` where the window of each output begins, from that of the period's first.
+        taps: `[up, 2 reach]`, whole numbers in float64.
+        table: `[down + 2 reach - 1, up]`, the same as a matrix, unless that were too large.
+    """
+
+    up: int
+    down: int
+    reach: int
+    firsts: Tensor
+    taps: Tensor
+    table: Tensor | None
+
+    def certain(self, heard: int) -> int:
+        """Outputs whose inputs are all among the first `heard`: `j down // up + reach < heard`."""
+        return max(0, -((self.reach - heard) * self.up // self.down))
+
+    def whole(self, heard: int) -> int:
+        """Outputs of a sound of `heard` samples."""
+        return -(-heard * self.up // self.down)
+
+    def compute(self, inputs: Tensor, first: int, start: int, stop: int) -> Tensor:
+        """Outputs `[start, stop)` from `inputs` `[..., k]`, whose sample 0 is number `first`."""
+        if start >= stop:
+            return inputs.new_zeros((*inputs.shape[:-1], 0))
+        if self.table is None:
+            return self._singly(inputs, first, start, stop)
+        turn, turns = start // self.up, -(-stop // self.up)
+        # Whole periods: what they have too much stands on zeros and is cut off again.
+        low, high = turn * self.down - self.reach + 1, turns * self.down + self.reach
+        whole = F.pad(inputs, (first - low, high - first - inputs.shape[-1]))
+        windows = whole.unfold(-1, self.down + 2 * self.reach - 1, self.down)  # [..., T, K]
+        table, many = self.table.to(inputs.device), max(1, _BLOCK // self.up)
+        parts = [_times(part, table).to(inputs.dtype) for part in windows.split(many, dim=-2)]
+        cut = start - turn * self.up
+        return torch.cat(parts, dim=-2).flatten(-2)[..., cut : cut + stop - start]
+
+    def _singly(self, inputs: Tensor, first: int, start: int, stop: int) -> Tensor:
+        """`compute` for rates whose period is long, such as 44,101 Hz: only what is asked for."""
+        windows = inputs.unfold(-1, 2 * self.reach, 1)  # [..., k', 2 reach], no copy
+        parts = []
+        for at in range(start, stop, _BLOCK):
+            turn = at // self.up
+            j = torch.arange(at, min(at + _BLOCK, stop)) - turn * self.up
+            place = j // self.up * self.down + self.firsts[j % self.up]
+            rows = place + turn * self.down - first - self.reach + 1
+            spans = windows[..., rows.to(inputs.device), None, :]  # [..., j, 1, 2 reach]
+            taps = self.taps[j % self.up].to(inputs.device)[..., None]
+            parts.append(_times(spans, taps)[..., 0, 0].to(inputs.dtype))
+        return torch.cat(parts, dim=-1)
+
+
+def _times(samples: Tensor, taps: Tensor) -> Tensor:
+    """Samples `[..., T, K]` times whole-numbered taps `[..., K, m]`, float64."""
+    return (samples.double() * _SAMPLE).round() @ taps * (1.0 / (_SAMPLE * _TAP))
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
+def _plan(source: int, rate: int, zeros: int, rolloff: float) -> _FilterPlan:
+    shared = math.gcd(source, rate)
+    cutoff = min(source, rate) * rolloff / source  # in half cycles per input sample
+    reach = math.ceil(zeros / cutoff)
+    periods = -(-2 * reach * shared // source)
+    up, down = rate // shared * periods, source // shared * periods
+    firsts = (torch.arange(up) * down).div(up, rounding_mode="floor")
+    time = torch.arange(up, dtype=torch.float64) * down / up  # [up] in input samples
+    near = torch.arange(1 - reach, reach + 1)
+    away = (firsts[:, None] + near - time[:, None]) * cutoff  # [up, 2 reach]
+    window = torch.cos(away.clamp(-zeros, zeros) * (math.pi / zeros / 2)).square()
+    taps, width = (torch.sinc(away) * window * cutoff * _TAP).round(), down + 2 * reach - 1
+    table = None
+    if up * width <= _LARGEST:
+        at = firsts[:, None] + torch.arange(2 * reach)
+        table = taps.new_zeros(up, width).scatter_(1, at, taps).T.contiguous()
+    return _FilterPlan(up, down, reach, firsts, taps, table)
+
+
+def resample(
+    pcm: Tensor, source: int, rate: int, zeros: int = ZEROS, rolloff: float = ROLLOFF
+) -> Tensor:
+    """Sound at another rate; no gradients.
+
+    Args:
+        pcm: `[..., n]` float; what lies below the 24th bit, at -138 dB, is rounded away.
+        source: Its samples per second.
+        rate: The wanted ones.
+        zeros: Zero crossings of the filter on each side; more is steeper and later.
+        rolloff: Cut-off as a share of half the lower rate.
+
+    Returns:
+        `[..., ceil(n * rate / source)]`, type of `pcm`.
+
+    Raises:
+        MediaError: A rate is none.
+    """
+    source, rate = check_rate(source), check_rate(rate)
+    if source == rate:
+        return pcm
+    plan = _plan(source, rate, zeros, rolloff)
+    padded = F.pad(pcm, (plan.reach, plan.reach))
+    return plan.compute(padded, -plan.reach, 0, plan.whole(pcm.shape[-1]))
+
+
+@dataclass(frozen=True)
+class ResamplerState:
+    """The inputs `[B, k]` that coming outputs look at, and how many came in and went out."""
+
+    tail: Tensor
+    heard: int
+    given: int
+
+
+class Resampler:
+    """`resample` as a `Stage`: pcm `[B, n]` at `source` in, pcm `[B, m]` at `rate` out.
+
+    Attributes:
+        delay: Seconds of sound that an output waits for: the reach of the filter (1.1 ms for 48 or
+            24 kHz to 16 kHz).
+
+    Raises:
+        MediaError: A rate is none.
+    """
+
+    def __init__(
+        self, source: int, rate: int, zeros: int = ZEROS, rolloff: float = ROLLOFF
+    ) -> None:
+        self.source, self.rate = check_rate(source), check_rate(rate)
+        self._plan = _plan(self.source, self.rate, zeros, rolloff)
+        self.delay = 0.0 if self.source == self.rate else self._plan.reach / self.source
+
+    def start(self, batch: int = 1) -> ResamplerState:
+        """The state of `batch` streams that have heard nothing."""
+        reach = 0 if self.source == self.rate else self._plan.reach
+        return ResamplerState(torch.zeros(batch, reach), 0, 0)
+
+    def step(self, state: ResamplerState, chunk: Tensor) -> tuple[ResamplerState, Tensor]:
+        """Add samples `[B, n]`; give the outputs they make certain `[B, m]`."""
+        if self.source == self.rate:
+            return state, chunk
+        plan, heard = self._plan, state.heard + chunk.shape[-1]
+        inputs = torch.cat([state.tail.to(chunk.device, chunk.dtype), chunk], dim=-1)
+        first, stop = heard - inputs.shape[-1], max(state.given, plan.certain(heard))
+        out = plan.compute(inputs, first, state.given, stop)
+        needed = stop * plan.down // plan.up - plan.reach + 1  # first input of the next output
+        return ResamplerState(inputs[:, max(0, needed - first) :].clone(), heard, stop), out
+
+    def finish(self, state: ResamplerState) -> Tensor:
+        """The outputs that waited for what did not come `[B, m]`: silence stands in for it."""
+        if self.source == self.rate:
+            return state.tail
+        inputs = F.pad(state.tail, (0, self._plan.reach))
+        first, stop = state.heard - state.tail.shape[-1], self._plan.whole(state.heard)
+        return self._plan.compute(inputs, first, state.given, stop)
+
+    def reset(self, state: ResamplerState, rows: Tensor) -> ResamplerState:
+        """Start streams `rows` (`[B]` bool) anew; the others go on.
+
+        Outputs that the others still owe come first, near silence, in the new ones.
+
+        Raises:
+            MmfastError: The others are within a period of the two rates, which a batch shares.
+        """
+        if bool(rows.all()):
+            return self.start(len(rows))
+        period = self.source // math.gcd(self.source, self.rate)
+        if state.heard % period:
+            raise MmfastError(
+                f"{state.heard % period} samples of a period of {period} are pending: reset "
+                f"single streams of a batch after whole periods, or keep one state per stream"
+            )
+        tail = state.tail.masked_fill(rows.to(state.tail.device)[:, None], 0.0)
+        return ResamplerState(tail, state.heard, state.given)
+
+
+RATE = 16_000  # samples per second
+WINDOW = 400  # samples, also the length of the transform: bins of 40 Hz
+HOP = 160  # samples: 100 frames per second
+BINS = 80
+FLOOR = 1e-5  # of mel power
+_PAST = WINDOW - HOP  # samples of a frame that lie before its hop
+_MEL_BLOCK = 4096  # frames transformed at once: 10 minutes of windows would be 200 MB
+
+
+def mel_filters(
+    bins: int = BINS, size: int = WINDOW, rate: int = RATE, top: float | None = None
+) -> Tensor:
+    """Triangles on the HTK mel scale, peak 1, from 0 Hz to `top` (half the rate when left out).
+
+    Returns:
+        `[size // 2 + 1, bins]`, float64: one column per mel bin.
+    """
+    highest = 2595.0 * math.log10(1.0 + (rate / 2 if top is None else top) / 700.0)
+    mels = torch.linspace(0.0, highest, bins + 2, dtype=torch.float64)
+    edges = 700.0 * (10.0 ** (mels / 2595.0) - 1.0)  # [bins + 2] Hz
+    hertz = torch.linspace(0.0, rate / 2, size // 2 + 1, dtype=torch.float64)[:, None]
+    left, centre, right = edges[:-2], edges[1:-1], edges[2:]
+    rising, falling = (hertz - left) / (centre - left), (right - hertz) / (right - centre)
+    return torch.minimum(rising, falling).clamp(min=0.0)
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)  # it outlives the call: later ones may need gradients
+def _tables(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    window = torch.hann_window(WINDOW, periodic=True, dtype=torch.float64)
+    return window.to(device, dtype), mel_filters().to(device, dtype)
+
+
+def _frames(padded: Tensor, precise: torch.dtype) -> Tensor:
+    """`[..., 240 + 160 T + less than a hop]` with its past in front to `[..., T, 80]`."""
+    window, filters = _tables(precise, padded.device)
+    count = max(0, (padded.shape[-1] - _PAST) // HOP)
+    if not count:
+        return padded.new_zeros((*padded.shape[:-1], 0, BINS))
+    views = padded.unfold(-1, WINDOW, HOP)  # [..., T, 400], no copy yet
+    parts = []
+    for block in views.split(_MEL_BLOCK, dim=-2):
+        spectrum = torch.fft.rfft(block.to(precise) * window)
+        power = spectrum.real.square() + spectrum.imag.square()
+        parts.append((power @ filters).clamp(min=FLOOR).log().to(padded.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+
+
+def log_mel(pcm: Tensor, precise: torch.dtype = torch.float64) -> Tensor:
+    """Log-mel frames of sound at 16 kHz; differentiable.
+
+    Args:
+        pcm: `[..., n]` float, -1..1.
+        precise: What it is computed in. In float64 (default) rounding to float32 hides how many
+            frames were multiplied at once, so any split gives the same bits; float32 is faster on
+            a GPU and enough for a loss.
+
+    Returns:
+        `[..., n // 160, 80]`: natural log of `max(mel power, 1e-5)`, in the type of `pcm`.
+    """
+    return _frames(F.pad(pcm, (_PAST, 0)), precise)
+
+
+@dataclass(frozen=True)
+class LogMelState:
+    """Samples that coming frames still cover: 240 of the past and the hop begun, `[B, 240 + r]`."""
+
+    tail: Tensor
+
+
+class LogMel:
+    """`log_mel` as a `Stage`: pcm `[B, n]` in, frames `[B, t, 80]` out, no delay beyond the hop."""
+
+    rate = RATE
+    hop = HOP
+    bins = BINS
+
+    def start(self, batch: int = 1) -> LogMelState:
+        """The state of `batch` streams that have heard nothing."""
+        return LogMelState(torch.zeros(batch, _PAST))
+
+    def step(self, state: LogMelState, chunk: Tensor) -> tuple[LogMelState, Tensor]:
+        """Add samples `[B, n]`, `n` of any size; give the frames they complete `[B, t, 80]`."""
+        heard = torch.cat([state.tail.to(chunk.device, chunk.dtype), chunk], dim=-1)
+        done = (heard.shape[-1] - _PAST) // HOP * HOP
+        return LogMelState(heard[:, done:].clone()), _frames(heard, torch.float64)
+
+    def finish(self, state: LogMelState) -> Tensor:
+        """A last part of a hop makes no frame: `[B, 0, 80]`."""
+        return state.tail.new_zeros(state.tail.shape[0], 0, BINS)
+
+    def reset(self, state: LogMelState, rows: Tensor) -> LogMelState:
+        """Start streams `rows` (`[B]` bool) anew; the others go on.
+
+        Raises:
+            MmfastError: The other streams are in the middle of a hop, which the frames of one
+                batch share.
+        """
+        started = state.tail.shape[-1] - _PAST
+        if started and not bool(rows.all()):
+            raise MmfastError(
+                f"{started} samples of a hop of {HOP} are pending: reset single streams of a "
+                f"batch after whole hops, or keep one state per stream"
+            )
+        tail = state.tail[:, :_PAST] if started else state.tail
+        return replace(state, tail=tail.masked_fill(rows.to(tail.device)[:, None], 0.0))

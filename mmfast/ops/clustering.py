@@ -1,0 +1,161 @@
+"""Density-peak clustering with k nearest neighbours."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmfast.ops.ranking import snap, stable_topk
+from mmfast.ops.similarity import cosine_parts
+
+
+def dpc_knn(x: Tensor, count: int, neighbours: int) -> tuple[Tensor, Tensor]:
+    """Choose `count` cluster centres that are dense and far from denser points.
+
+    Distance is Euclidean over the square root of the width; density is `exp(-mean d^2)` over the
+    nearest `min(neighbours, count)` points, the point itself included; a point's reach is its
+    distance to the nearest strictly denser point (the largest distance of all if there is none).
+    Centres have the greatest product of the two; ties go to the lowest index. The noise the
+    reference adds to the density is left out.
+
+    Args:
+        x: `[n, D]`.
+        count: Number of clusters, 1 to n.
+        neighbours: K.
+
+    Returns:
+        Centres `[count]` ascending, and for each point `[n]` the number of its nearest centre;
+        a centre belongs to itself.
+    """
+    distance = _distances(x) / x.shape[-1] ** 0.5
+    near = distance.topk(min(neighbours, count), largest=False).values
+    density = (-near.square().mean(-1)).exp()
+    denser = density[None, :] > density[:, None]
+    reach = distance.masked_fill(~denser, torch.inf).min(-1).values
+    reach = torch.where(reach.isinf(), distance.max(), reach)
+    centres = stable_topk(density * reach, count).sort().values
+    member = distance[:, centres].argmin(-1)
+    member[centres] = torch.arange(count, device=x.device)
+    return centres, member
+
+
+def _distances(x: Tensor) -> Tensor:
+    """Distances between the rows of `x` `[n, D]`, `[n, n]` float32; exactly 0 for equal rows.
+
+    The product is ten times faster than differences; float64 and the final rounding hide its
+    cancellation, so equal rows also have equal distances to all others.
+    """
+    rows = x.double()
+    product = rows @ rows.T
+    square = product.diagonal()
+    scale = square[:, None] + square[None, :]
+    squared = scale - 2 * product
+    return squared.masked_fill(squared <= 1e-13 * scale, 0).sqrt().float()
+
+
+def leader_clusters(bits: Tensor, radius: int) -> Tensor:
+    """Cluster rows in order: a row joins the nearest earlier founder, or founds a cluster.
+
+    A row founds a cluster if it differs from every earlier founder in at least `radius` bits;
+    else it joins the nearest one (of equally near ones the earliest). Whether a row founds one
+    depends on earlier rows only, so the question is settled for all rows at once in rounds, as
+    many as the longest chain of rows that decide about each other: a few, not one per row.
+
+    Args:
+        bits: `[n, P]` bool.
+        radius: Distances below it join.
+
+    Returns:
+        `[n]` int64, clusters numbered by their founders' order.
+    """
+    n = len(bits)
+    own = torch.arange(n, device=bits.device)
+    if not n:
+        return own
+    signs = bits.float() * 2 - 1
+    apart = (bits.shape[-1] - signs @ signs.T) / 2  # [n, n] Hamming distance, exact in float32
+    near = (apart < radius).tril(-1)
+    founder = ~near.any(-1)
+    joins = torch.zeros_like(founder)
+    while not bool((founder | joins).all()):
+        joins |= (near & founder).any(-1)
+        founder |= ~(near & ~joins).any(-1)  # all near earlier rows have joined others
+    # argmin leaves ties open, so the row's number decides them.
+    reach = (apart * n + own).masked_fill(~(near & founder), torch.inf)  # [n, founder]
+    rank = founder.cumsum(0) - 1
+    return rank[torch.where(founder, own, reach.argmin(-1))]
+
+
+def best_blocks(score: Tensor, owner: Tensor, budget: int, chunk: int = 1) -> Tensor:
+    """Clusters of the `budget` blocks with the highest scores; ties go to the earliest block.
+
+    Args:
+        score: `[C]`; a block's score is that of its best cluster.
+        owner: `[C]` number of each cluster's block, in any order.
+        budget: Blocks to choose; all of them where there are no more.
+        chunk: Blocks that come in groups of so many neighbours, by the mean of their scores; the
+            last group may be smaller. `budget // chunk` groups are chosen, at least one.
+
+    Returns:
+        `[C]` bool.
+    """
+    blocks, index = owner.unique(return_inverse=True)  # ascending, so in time order
+    if len(blocks) <= budget:
+        return torch.ones_like(owner, dtype=torch.bool)
+    best = score.new_full((len(blocks),), -torch.inf).scatter_reduce_(0, index, score, "amax")
+    group = torch.arange(len(blocks), device=score.device) // chunk
+    sizes = torch.bincount(group)
+    mean = torch.zeros(len(sizes), dtype=score.dtype, device=score.device)
+    mean = mean.index_add_(0, group, best) / sizes
+    chosen = torch.zeros(len(sizes), dtype=torch.bool, device=score.device)
+    chosen[stable_topk(mean, max(1, budget // chunk))] = True
+    return chosen[group][index]
+
+
+def information(x: Tensor, rank: float) -> Tensor:
+    """Sum over the leading singular directions of `|u| * sigma` of each row.
+
+    Args:
+        x: `[..., N, D]`.
+        rank: Directions whose singular value is below this share of the largest are left out;
+            above 1e-6, where the squares that they are computed from lose their accuracy.
+
+    Returns:
+        `[..., N]` float64 in units of the largest singular value, steps of 2^-30.
+    """
+    rows = x.double()
+    if rows.shape[-2] <= rows.shape[-1]:
+        square, u = torch.linalg.eigh(rows @ rows.mT)
+        part = u.mul_(square.clamp_min(0).sqrt()[..., None, :])  # [..., N, N]
+    else:
+        square, v = torch.linalg.eigh(rows.mT @ rows)
+        part = rows @ v  # [..., N, D]
+    sigma = square.clamp_min(0).sqrt()
+    largest = sigma.amax(-1, keepdim=True)
+    leading = (sigma > rank * largest)[..., None, :]
+    total = part.abs_().mul_(leading).sum(-1)
+    return snap(total / largest.masked_fill(largest == 0, 1.0))
+
+
+def graph_redundancy(metric: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """How well each token at an even place is covered by tokens at odd places.
+
+    An edge joins an even and an odd token whose cosine is above `tau`. The redundancy of an even
+    token is its degree times the mean cosine of its edges; without an edge it is its best cosine
+    less one, so below that of any token with an edge.
+
+    Args:
+        metric: `[..., N, d]`, N >= 2.
+        tau: At least 0.
+
+    Returns:
+        Redundancy and degree of the even tokens, `[..., ceil(N / 2)]` float64.
+    """
+    scores, degrees = [], []
+    for table in cosine_parts(metric[..., ::2, :], metric[..., 1::2, :]):
+        edges = table > tau
+        degree = edges.sum(-1).double()
+        best = table.amax(-1) - 1
+        scores.append(table.mul_(edges).sum(-1).where(degree > 0, best))
+        degrees.append(degree)
+    return torch.cat(scores, -1), torch.cat(degrees, -1)

@@ -1,0 +1,177 @@
+"""Delay pattern of codebooks: how codes of one frame spread over the steps of a language model.
+
+Codebook q with delay d puts its code of frame t at step t + d. Moshi (arXiv 2410.00037) delays
+the acoustic codebooks by one step behind the semantic one; MusicGen delays book q by q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import SpecError
+
+
+def check_delays(delays: Sequence[int], books: int) -> tuple[int, ...]:
+    """The delays as a tuple.
+
+    Raises:
+        SpecError: There is not one whole number of at least 0 per codebook.
+    """
+    found = tuple(int(d) for d in delays)
+    if len(found) != books or min(found, default=0) < 0:
+        raise SpecError(
+            f"delays {list(delays)!r} do not fit {books} codebooks; give one number >= 0 for each"
+        )
+    return found
+
+
+def delay(codes: Tensor, delays: Sequence[int], fill: int) -> Tensor:
+    """Frames to steps.
+
+    Args:
+        codes: `[B, Q, T]`.
+        delays: One per codebook, in steps.
+        fill: What stands where a codebook has no frame.
+
+    Returns:
+        `[B, Q, T + max(delays)]`.
+    """
+    shifts = check_delays(delays, codes.shape[1])
+    batch, books, frames = codes.shape
+    steps = codes.new_full((batch, books, frames + max(shifts)), fill)
+    for book, shift in enumerate(shifts):
+        steps[:, book, shift : shift + frames] = codes[:, book]
+    return steps
+
+
+def undelay(steps: Tensor, delays: Sequence[int]) -> Tensor:
+    """Steps `[B, Q, S]` back to the frames all of whose codes are there, `[B, Q, S - max]`."""
+    shifts = check_delays(delays, steps.shape[1])
+    frames = max(steps.shape[2] - max(shifts), 0)
+    rows = [steps[:, book, shift : shift + frames] for book, shift in enumerate(shifts)]
+    return torch.stack(rows, dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class DelayState:
+    """The last steps of a stream.
+
+    Attributes:
+        ring: `[B, Q, R]` with R one more than the longest delay; entry R - 1 is the newest.
+        seen: `[B]` int64 steps so far.
+    """
+
+    ring: Tensor
+    seen: Tensor
+
+
+class DelayRing:
+    """The delay pattern one step at a time, for streams that may start at different steps.
+
+    `spread` turns the frame that has just come into what the model reads at this step; `gather`
+    turns what the model has written at this step into the newest whole frame.
+    """
+
+    def __init__(self, delays: Sequence[int], fill: int) -> None:
+        self.delays = check_delays(delays, len(delays))
+        self.longest = max(self.delays)
+        self.fill = fill
+
+    def start(self, batch: int = 1, device: torch.device | str | None = None) -> DelayState:
+        """The state before the first step."""
+        shape = (batch, len(self.delays), self.longest + 1)
+        ring = torch.full(shape, self.fill, dtype=torch.long, device=device)
+        return DelayState(ring, torch.zeros(batch, dtype=torch.long, device=device))
+
+    def reset(self, state: DelayState, rows: Tensor) -> DelayState:
+        """The state with some streams (`[B]` bool) started anew."""
+        ring = state.ring.masked_fill(rows[:, None, None], self.fill)
+        return DelayState(ring, state.seen.masked_fill(rows, 0))
+
+    def spread(self, state: DelayState, codes: Tensor) -> tuple[DelayState, Tensor]:
+        """Frame `[B, Q]` in; out `[B, Q]`: of each codebook the code `delay` frames back."""
+        state = self._push(state, codes)
+        return state, self._look([self.longest - d for d in self.delays], state.ring)
+
+    def gather(self, state: DelayState, codes: Tensor) -> tuple[DelayState, Tensor, Tensor]:
+        """Step `[B, Q]` in; out the whole frame `[B, Q]`, and `[B]` bool where there is one."""
+        state = self._push(state, codes)
+        return state, self._look(list(self.delays), state.ring), state.seen > self.longest
+
+    def _push(self, state: DelayState, codes: Tensor) -> DelayState:
+        ring = torch.cat([state.ring[:, :, 1:], codes[:, :, None]], dim=2)
+        return DelayState(ring, state.seen + 1)
+
+    def _look(self, places: list[int], ring: Tensor) -> Tensor:
+        at = torch.tensor(places, device=ring.device)[None, :, None]
+        return ring.gather(2, at.expand(len(ring), -1, 1))[:, :, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class CodeLoss:
+    """Loss of a head.
+
+    Attributes:
+        loss: Scalar to minimise.
+        each: `[K]` mean cross-entropy per codebook, unweighted; 0 where there is no target.
+        right: `[K]` share of codes whose likeliest entry is the true one.
+    """
+
+    loss: Tensor
+    each: Tensor
+    right: Tensor
+
+
+def code_loss(logits: Tensor, codes: Tensor, weights: Tensor | None = None) -> CodeLoss:
+    """Mean over the codes that are there.
+
+    Args:
+        logits: `[..., K, V]`.
+        codes: `[..., K]`; what is outside 0..V-1 (no code, -100) is left out.
+        weights: `[..., K]` of each code; None weighs all alike.
+    """
+    size = logits.shape[-1]
+    there = (codes >= 0) & (codes < size)
+    target = codes.where(there, 0)
+    lost = -F.log_softmax(logits.float(), -1).gather(-1, target[..., None])[..., 0]
+    lost = lost * there
+    flat = there.flatten(0, -2)
+    number = flat.sum(0).clamp(min=1)  # [K]
+    weighted = lost if weights is None else lost * weights
+    hits = (logits.argmax(-1) == codes).flatten(0, -2).sum(0)
+    each = lost.detach().flatten(0, -2).sum(0) / number
+    return CodeLoss(weighted.sum() / there.sum().clamp(min=1), each, hits / number)
+
+
+@torch.no_grad()
+def adaptive_weights(
+    logits: Tensor, codes: Tensor, power: float = 0.1, ceiling: float = 0.5
+) -> Tensor:
+    """Weights that let a codebook count as far as the ones before it are right already.
+
+    The first codebook weighs 1, codebook q the product of the probabilities of the true codes
+    before it, to the power; a code that is likelier than the ceiling is left out, and what
+    remains is scaled so that the heaviest code of a frame weighs 1.
+
+    Args:
+        logits: `[..., K, V]`.
+        codes: `[..., K]`.
+        power: λ: 0.1 as published, 0.05 with groups.
+        ceiling: p_max; 1 leaves nothing out.
+
+    Returns:
+        `[..., K]`, no gradient.
+    """
+    there = (codes >= 0) & (codes < logits.shape[-1])
+    target = codes.where(there, 0)
+    logp = F.log_softmax(logits.float(), -1).gather(-1, target[..., None])[..., 0]
+    logp = logp * there
+    before = F.pad(logp.cumsum(-1)[..., :-1], (1, 0))  # sum over the codebooks in front
+    weights = (power * before).exp() * (logp.exp() <= ceiling) * there
+    most = weights.amax(-1, keepdim=True)
+    return weights / torch.where(most > 0, most, 1.0)

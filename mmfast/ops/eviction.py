@@ -1,0 +1,235 @@
+"""Run one cache policy, alone or on what other policies leave."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.reduction import Reduction, Segments, gather_rows
+from mmfast.core.spec import Spec, count
+from mmfast.core.tokens import Tokens, all_finite
+from mmfast.ops.merging import segment_merge
+from mmfast.ops.ranking import complement, marked, stable_topk
+from mmfast.ops.similarity import nearest, unit_rows
+
+
+def evict(spec: Spec, tokens: Tokens, total: int | None = None) -> Reduction:
+    """Run a policy of role `position` or `score`.
+
+    Args:
+        spec: The policy with its budget; a whole number above N keeps all.
+        tokens: Keys `x` `[..., H, N, d]` and signals.
+        total: Tokens that a share is of; None is N.
+
+    Returns:
+        A Reduction with the leading dims of `x`.
+
+    Raises:
+        SpecError: A signal is missing, or a knob is wrong.
+        MmfastError: NaN or infinity in what the policy reads.
+    """
+    budget = _budget(spec, tokens.n, total)
+    if budget == tokens.n:
+        return _all(tokens)
+    missing = [need for need in spec.method.needs if not tokens.has(need)]
+    if missing:
+        raise SpecError(
+            f"{spec.method.name!r} needs {', '.join(map(repr, missing))}, which this cache is not "
+            "given; pass it in Tokens.signals"
+        )
+    _check_finite(spec, tokens)
+    with torch.no_grad():
+        reduction: Reduction = spec.method.fn(tokens, budget, **spec.knobs)
+    if budget is not None and reduction.m != budget:
+        raise MmfastError(
+            f"{spec.method.name!r} kept {reduction.m} tokens instead of {budget}; report this"
+        )
+    return reduction
+
+
+def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:
+    """Keep the tokens that stand, and of the others what a policy chooses; budgets add up.
+
+    Args:
+        stands: `[..., N]` bool, equally many in every row, the same for all heads.
+        tokens: Keys `x` `[..., H, N, d]` and signals.
+        spec: A policy of role `score`; a share is of all N.
+    """
+    heads = tokens.x.shape[-3:-2]
+    fixed = _each(marked(stands), heads)  # [..., H, S]
+    if fixed.shape[-1] == tokens.n:
+        return _all(tokens)
+    rest = complement(marked(stands), tokens.n)  # [..., R]
+    found = evict(spec, _some(tokens, rest, heads), tokens.n)
+    wide = _each(rest, heads)
+    keep = torch.cat([fixed, wide.gather(-1, found.keep)], -1)
+    if found.pure:
+        return Reduction.prune(keep, tokens.n)
+    joined = wide.gather(-1, found.keep).gather(-1, found.owner.clamp_min(0))
+    joined = joined.masked_fill(found.owner < 0, -1)  # [..., H, R] the source that each joins
+    target = torch.arange(tokens.n, device=keep.device).expand(*keep.shape[:-1], -1).clone()
+    weight = torch.ones(target.shape, dtype=found.share().dtype, device=keep.device)
+    return Reduction.merge(
+        keep, target.scatter_(-1, wide, joined), weight.scatter_(-1, wide, found.share())
+    )
+
+
+def keep_marked(stands: Tensor, tokens: Tokens) -> Reduction:
+    """Keep the tokens that stand, `[..., N]` bool, equally many in every row, in every head."""
+    keep = _each(marked(stands), tokens.x.shape[-3:-2])
+    whole = keep.shape[-1] == tokens.n
+    return Reduction.prune(keep, tokens.n) if not whole else _all(tokens)
+
+
+def _all(tokens: Tokens) -> Reduction:
+    return Reduction.identity(tokens.n, tuple(tokens.x.shape[:-2]), tokens.x.device)
+
+
+def _budget(spec: Spec, n: int, total: int | None) -> int | None:
+    if isinstance(spec.budget, int):
+        return min(spec.budget, n)
+    wanted = count(spec.budget, n if total is None else total)
+    return None if wanted is None else min(wanted, n)
+
+
+def _check_finite(spec: Spec, tokens: Tokens) -> None:
+    tokens.check_finite()
+    for name in set(spec.method.needs) - {"x"}:
+        values = tokens.need(name)
+        if values.is_floating_point() and not all_finite(values):
+            raise MmfastError(
+                f"signal {name!r} of {spec.method.name!r} is not finite; look for the layer of the "
+                "model that made NaN or infinity"
+            )
+
+
+def _each(index: Tensor, heads: torch.Size) -> Tensor:
+    """The same indices `[..., K]` for every head, `[..., H, K]`; without heads as they are."""
+    if not heads:
+        return index
+    return index[..., None, :].expand(*index.shape[:-1], *heads, -1)
+
+
+def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
+    """The tokens `index` `[..., R]` with their signals."""
+    wide = _each(index, heads)
+
+    def pick(value: Tensor) -> Tensor:
+        if value.ndim == 0:  # the number of a layer, for example
+            return value
+        if value.shape == tokens.x.shape:  # values beside keys
+            return gather_rows(value, wide)
+        return value.gather(-1, wide if value.ndim == wide.ndim else index)
+
+    signals = {name: pick(value) for name, value in tokens.signals.items()}
+    signals["behind"] = tokens.n - index  # how many queries see each of them
+    return Tokens(pick(tokens.x), signals=signals)
+
+
+def pooled_votes(score: Tensor, kernel: int, pool: str = "mean") -> Tensor:
+    """Mean or maximum over the `kernel` places around each token.
+
+    Args:
+        score: `[..., N]`.
+        kernel: An odd number; at the ends only the neighbours that exist count.
+        pool: `mean` or `max`.
+
+    Returns:
+        `[..., N]` float64: sums of float32 votes are exact, so equal votes stay equal.
+
+    Raises:
+        SpecError: An even or negative kernel, or another pool.
+    """
+    if kernel < 1 or kernel % 2 == 0:
+        raise SpecError(f"knob kernel={kernel} is not odd; choose 1, 3, 5, 7 …")
+    if pool not in ("mean", "max"):
+        raise SpecError(f"unknown pool {pool!r}; choices: max, mean")
+    rows, side = score.double().reshape(-1, 1, score.shape[-1]), kernel // 2
+    if pool == "max":
+        return F.max_pool1d(rows, kernel, stride=1, padding=side).view(score.shape)
+    means = F.avg_pool1d(rows, kernel, stride=1, padding=side, count_include_pad=False)
+    return means.view(score.shape)
+
+
+def window_choice(
+    attn: Tensor, budget: int, *, window: int, kernel: int, pool: str = "mean"
+) -> Reduction:
+    """Keep the last tokens, and before them what they vote for.
+
+    Args:
+        attn: `[..., H, N]` attention of the last `window` queries.
+        budget: Tokens to keep in each head.
+        window: Last tokens that stay, or half of the budget where that is less: a small cache
+            of nothing but the question would be of no use.
+        kernel: Neighbours in the pooled votes; see `pooled_votes`.
+        pool: `mean` or `max`.
+
+    Raises:
+        SpecError: The window is empty, or as in `pooled_votes`.
+    """
+    if window < 1:
+        raise SpecError(f"knob window={window} holds no query; choose 1 or more")
+    n = attn.shape[-1]
+    last = min(window, max(budget // 2, 1))
+    votes = pooled_votes(attn[..., : n - last], kernel, pool)
+    return with_last(stable_topk(votes, budget - last), last, n)
+
+
+def with_last(chosen: Tensor, last: int, n: int) -> Reduction:
+    """Keep the tokens `chosen` `[..., K]`, all before the last ones, and the last ones."""
+    tail = torch.arange(n - last, n, device=chosen.device).expand(*chosen.shape[:-1], -1)
+    return Reduction.prune(torch.cat([chosen, tail], -1), n)
+
+
+FOLDS = ("averaged", "pivotal", "weighted", "none")
+_ROWS = 256  # evicted tokens compared at once, in a table that stays in the cache of a core
+
+
+def fold_evicted(keep: Tensor, keys: Tensor, joins: Tensor, fold: str) -> Reduction:
+    """Every evicted token joins the kept one whose key points most nearly the same way.
+
+    Args:
+        keep: `[..., M]` kept tokens, ascending.
+        keys: `[..., N, d]`.
+        joins: `[..., N]` bool; evicted tokens that do not join are dropped.
+        fold: How a kept token k takes in its m tokens e: `averaged`, the mean of all; `pivotal`,
+            the mean of k and of every (k + e) / 2; `weighted`, the mean by cosine, k at 1 and
+            opposite ones at 0; `none`, not at all.
+
+    Returns:
+        A Reduction onto M tokens whose weights add up to 1.
+
+    Raises:
+        SpecError: Another fold.
+    """
+    if fold not in FOLDS:
+        raise SpecError(f"unknown merge {fold!r}; choices: {', '.join(sorted(FOLDS))}")
+    n = keys.shape[-2]
+    if fold == "none" or keep.shape[-1] == n:
+        return Reduction.prune(keep, n)
+    gone = complement(keep, n)  # [..., E]
+    units = unit_rows(keys)
+    slot, cosine = _partners(gather_rows(units, gone), gather_rows(units, keep))
+    lost = ~joins.expand(*keep.shape[:-1], n).gather(-1, gone)
+    pull = {"averaged": torch.ones_like(cosine), "weighted": cosine.clamp_min(0)}.get(fold)
+    pull = torch.full_like(cosine, 0.5) if pull is None else pull  # what it weighs, a kept one 1
+    pull = pull.masked_fill(lost, 0)
+    pulls = segment_merge(pull[..., None], Segments(slot, keep.shape[-1]))[..., 0]  # [..., M]
+    own = 1 + pulls if fold == "pivotal" else torch.ones_like(pulls)
+    total = own + pulls
+    target = torch.arange(n, device=keep.device).expand(*keep.shape[:-1], n)
+    target = target.scatter(-1, gone, keep.gather(-1, slot).masked_fill(lost, -1))
+    weight = torch.zeros_like(target, dtype=pull.dtype).scatter_(-1, keep, own / total)
+    return Reduction.merge(keep, target, weight.scatter_(-1, gone, pull / total.gather(-1, slot)))
+
+
+def _partners(gone: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The first most similar kept row of each evicted row, and their cosine, both `[..., E]`."""
+    slots, cosines = [], []
+    for rows in gone.split(_ROWS, dim=-2):
+        table = rows @ kept.transpose(-1, -2)  # [..., e, M]
+        slots.append(nearest(table))
+        cosines.append(table.gather(-1, slots[-1][..., None]).squeeze(-1))
+    return torch.cat(slots, -1), torch.cat(cosines, -1)

@@ -1,0 +1,134 @@
+"""Predict patches of an image from those on the left and above, as picture formats do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+METRICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda difference: difference.abs().amax(-1).double(),
+    "mae": lambda difference: difference.abs().mean(-1, dtype=torch.float64),
+    "rmse": lambda difference: difference.square().mean(-1, dtype=torch.float64).sqrt(),
+}
+
+
+def surprise(image: Tensor, metric: str) -> Tensor:
+    """Distance of every patch from its prediction.
+
+    With A on the left, B above and C above A: if C is closer to A than to B, an edge runs between
+    the rows' pasts and the prediction is B, else it is A. The first row is predicted from the
+    left, the first column from above.
+
+    Args:
+        image: `[..., h, w, P]`.
+        metric: `max`, `mae` or `rmse` of the absolute differences.
+
+    Returns:
+        `[..., h, w]` float64; infinite for the first patch, which has no prediction.
+    """
+    distance = METRICS[metric]
+    left = distance(image[..., 1:, :] - image[..., :-1, :])  # [..., h, w - 1], A of each column
+    above = distance(image[..., 1:, :, :] - image[..., :-1, :, :])  # [..., h - 1, w]
+    result = above.new_full(image.shape[:-1], torch.inf)
+    result[..., 0, 1:] = left[..., 0, :]
+    result[..., 1:, 0] = above[..., 0]
+    # C to B is a step along the row above, C to A one down the column on the left.
+    upper = above[..., :-1] < left[..., :-1, :]
+    result[..., 1:, 1:] = torch.where(upper, above[..., 1:], left[..., 1:, :])
+    return result
+
+
+def unpredicted(image: Tensor, metric: str, threshold: float, *, anchored: bool) -> Tensor:
+    """Patches that do not match their prediction.
+
+    Two patches match if their distance is at most `threshold`. The prediction is B if C matches A
+    and not B, else A.
+
+    Args:
+        image: `[..., h, w, P]`.
+        metric: `max`, `mae` or `rmse`.
+        threshold: Largest distance of a match.
+        anchored: Predict from what a decoder would see, where a dropped patch looks like its
+            prediction; errors then cannot add up along a slow gradient.
+
+    Returns:
+        `[..., h, w]` bool, True at the first patch.
+    """
+    place = torch.ones(image.shape[-3:-1], dtype=torch.bool, device=image.device).nonzero()[1:]
+    diagonal = place.sum(-1)
+    # Only what is anchored needs an order, and patches of a diagonal do not need each other.
+    steps, seen = (place,), image
+    if anchored:
+        steps = place[diagonal.argsort(stable=True)].split(diagonal.bincount()[1:].tolist())
+        seen = image.clone()
+    kept = torch.zeros(image.shape[:-1], dtype=torch.bool, device=image.device)
+    kept[..., 0, 0] = True
+    for step in steps:
+        y, x = step.unbind(-1)
+        guess = _prediction(seen, y, x, metric, threshold)
+        new = METRICS[metric](image[..., y, x, :] - guess) > threshold
+        kept[..., y, x] = new
+        if anchored:
+            seen[..., y, x, :] = torch.where(new[..., None], image[..., y, x, :], guess)
+    return kept
+
+
+def _prediction(seen: Tensor, y: Tensor, x: Tensor, metric: str, threshold: float) -> Tensor:
+    """Predictions `[..., L, P]` for patches at rows `y` and columns `x`."""
+    up, back = (y - 1).clamp_min(0), (x - 1).clamp_min(0)
+    a, b, c = seen[..., y, back, :], seen[..., up, x, :], seen[..., up, back, :]
+    to_a, to_b = METRICS[metric](c - a) <= threshold, METRICS[metric](c - b) <= threshold
+    from_above = ((to_a & ~to_b) | (x == 0)) & (y > 0)
+    return torch.where(from_above[..., None], b, a)
+
+
+def tile_cover(tile: Tensor, place: Tensor | None) -> Tensor:
+    """The tile that shows what each overview token shows, `[n0]`; -1 where no tile does.
+
+    With places, the tiles lie in one mosaic over the whole image and the overview is scaled onto
+    it. Without, or where the places of two tiles overlap (each counts from its own corner), the
+    overview is cut into as many consecutive runs as there are tiles.
+
+    Args:
+        tile: `[N]` int64, tile of each token; 0 is the overview. At least one other tile.
+        place: `[N, 3]` int64, frame, row and column, or None.
+    """
+    overview = tile == 0
+    numbers = tile[~overview].unique()
+    if place is not None:
+        boxes = torch.stack([_box(place[tile == number]) for number in numbers])
+        if not _overlapping(boxes):
+            return _by_place(place[overview], boxes, numbers)
+    n = int(overview.sum())
+    run = torch.arange(n, device=tile.device) * len(numbers) // max(n, 1)
+    covering: Tensor = numbers[run]
+    return covering
+
+
+def _box(place: Tensor) -> Tensor:
+    """Rows and columns that places `[n, 3]` span: `[top, left, bottom + 1, right + 1]`."""
+    return torch.cat([place.amin(0)[1:], place.amax(0)[1:] + 1])
+
+
+def _overlapping(boxes: Tensor) -> bool:
+    """Whether any two of the boxes `[P, 4]` share a cell."""
+    low = torch.maximum(boxes[:, None, :2], boxes[None, :, :2])
+    high = torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
+    shared = (low < high).all(-1).fill_diagonal_(False)
+    return bool(shared.any())
+
+
+def _by_place(overview: Tensor, boxes: Tensor, numbers: Tensor) -> Tensor:
+    if not len(overview):
+        return numbers[:0]
+    own = _box(overview)
+    corner, end = boxes[:, :2].amin(0), boxes[:, 2:].amax(0)
+    # Twice the centre of each token, scaled in whole numbers: no rounding at the seams.
+    size = own[2:] - own[:2]
+    centre = (2 * (overview[:, 1:] - own[:2]) + 1) * (end - corner)  # [n0, 2]
+    low = 2 * (boxes[None, :, :2] - corner) * size  # [1, P, 2]
+    high = 2 * (boxes[None, :, 2:] - corner) * size
+    inside = ((low <= centre[:, None]) & (centre[:, None] < high)).all(-1)  # [n0, P]
+    return numbers[inside.byte().argmax(-1)].masked_fill(~inside.any(-1), -1)

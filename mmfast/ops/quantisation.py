@@ -1,0 +1,348 @@
+"""Keys and values in 8, 4 or 2 bits, packed into bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.reduction import Reduction, gather_rows
+from mmfast.ops.ranking import complement, marked
+
+BITS = (8, 4, 2)
+_BLOCK = 1 << 18  # numbers worked on at once
+_WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTensor:
+    """A tensor `[..., n, d]` in few bits.
+
+    Attributes:
+        codes: `[..., bytes]` uint8, 8 / bits numbers a byte.
+        low: The smallest value of each group, an exact value of the tensor: `[..., G, d]` for
+            groups along the tokens (keys), `[..., n, G]` for groups along the width.
+        step: Distance of neighbouring codes, shaped as `low`, in the dtype of the tensor and
+            rounded up, so that the last code reaches the largest value.
+        n: Tokens.
+        width: Width d.
+        bits: 8, 4 or 2.
+        group: Numbers of a group.
+        along_tokens: Groups run along the tokens, one scale per channel.
+    """
+
+    codes: Tensor
+    low: Tensor
+    step: Tensor
+    n: int
+    width: int
+    bits: int
+    group: int
+    along_tokens: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(t.numel() * t.element_size() for t in (self.codes, self.low, self.step))
+
+    def apart(self) -> list[PackedTensor]:
+        """The P parts of `[..., P, n, d]` packed at once, each with memory of its own."""
+        parts = (t.unbind(d) for t, d in ((self.codes, -2), (self.low, -3), (self.step, -3)))
+        return [
+            replace(self, codes=codes.clone(), low=low.clone(), step=step.clone())
+            for codes, low, step in zip(*parts, strict=True)
+        ]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Tensors and numbers by name; `restore` makes the same object of them."""
+        return dict(vars(self))
+
+    @classmethod
+    def restore(cls, tree: Mapping[str, Any]) -> PackedTensor:
+        """The inverse of `snapshot`."""
+        return cls(**tree)
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """Settings of a quantised store; it holds no state.
+
+    Attributes:
+        bits: 8, 4 or 2.
+        group: Numbers that share a scale.
+        residual: How many of the most recent tokens a cache keeps as they are.
+    """
+
+    bits: int
+    group: int = 32
+    residual: int = 128
+
+    def pack(self, x: Tensor, *, keys: bool = False) -> PackedTensor:
+        """Quantise `x` `[..., n, d]`: groups along the width, for `keys` along the tokens.
+
+        Keys have channels of unlike size, values have not (KIVI, Liu et al. 2024).
+        """
+        return quantise(x, self.bits, self.group, along_tokens=keys)
+
+    @staticmethod
+    def unpack(packed: PackedTensor) -> Tensor:
+        """The tensor `[..., n, d]` in its own dtype, off by at most half a `step`."""
+        return dequantise(packed)
+
+
+def quantise(x: Tensor, bits: int, group: int, *, along_tokens: bool) -> PackedTensor:
+    """Round every group of `x` to 2^bits evenly spaced numbers between its extremes.
+
+    Args:
+        x: `[..., n, d]` float32, float16 or bfloat16; n and d need not be multiples of anything.
+        bits: 8, 4 or 2.
+        group: Numbers that share a scale; the last group of a row may be smaller.
+        along_tokens: Groups of consecutive tokens in one channel, instead of one token's channels.
+
+    Raises:
+        SpecError: Bits or group are not allowed.
+        MmfastError: NaN or infinity.
+    """
+    check_bits(bits, group)
+    dim = -2 if along_tokens else -1
+    grouped = _grouped(x, group, dim)  # [..., G, g, d] or [..., n, G, g]
+    low, high = _extremes(grouped, dim)
+    if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
+        raise MmfastError(
+            f"cannot store {list(x.shape)} in {bits} bits: it holds NaN or infinity; look for the "
+            "step of the model that made them"
+        )
+    step = _step(low, high, 2**bits - 1)
+    codes = _ungrouped(_nearest_levels(grouped, low, step, 2**bits - 1), x, dim)
+    return PackedTensor(
+        codes=_into_bytes(codes.flatten(-2), bits),
+        low=low.squeeze(dim),
+        step=step.squeeze(dim),
+        n=x.shape[-2],
+        width=x.shape[-1],
+        bits=bits,
+        group=group,
+        along_tokens=along_tokens,
+    )
+
+
+def _extremes(grouped: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest number of every group, `dim` of length 1."""
+    if grouped.dtype == torch.float32 or dim == -2:
+        return grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
+    # Along adjacent numbers of 16 bits torch compares one by one; as float32 it does 8 at a time.
+    found = [_extremes(part.float(), dim) for part in grouped.split(_block(grouped), -3)]
+    low, high = (torch.cat(parts, -3).to(grouped.dtype) for parts in zip(*found, strict=True))
+    return low, high
+
+
+def _block(grouped: Tensor) -> int:
+    """How many of dimension -3 are worked on at once."""
+    return max(1, _BLOCK * grouped.shape[-3] // max(1, grouped.numel()))
+
+
+def _nearest_levels(grouped: Tensor, low: Tensor, step: Tensor, levels: int) -> Tensor:
+    """The nearest level of every number, uint8; in blocks, so that only codes leave the cache."""
+    codes = torch.empty(grouped.shape, dtype=torch.uint8, device=grouped.device)
+    wide = step.float().masked_fill(step == 0, 1)
+    block = _block(grouped)
+    parts = (part.split(block, -3) for part in (codes, grouped, low.float(), wide))
+    for out, values, lowest, apart in zip(*parts, strict=True):
+        out.copy_((values.float() - lowest).div_(apart).round_().clamp_(0, levels))
+    return codes
+
+
+def dequantise(packed: PackedTensor, out: Tensor | None = None) -> Tensor:
+    """The tensor `[..., n, d]` that `packed` stands for, in the dtype it had.
+
+    Args:
+        packed: What `quantise` made.
+        out: Where to write it, a part of a larger tensor for example; None makes a new one.
+    """
+    shape = (*packed.codes.shape[:-1], packed.n, packed.width)
+    codes = _out_of_bytes(packed.codes, packed.bits, packed.n * packed.width).view(shape)
+    dim = -2 if packed.along_tokens else -1
+    grouped = _grouped(codes, packed.group, dim)
+    if out is None:
+        out = torch.empty(shape, dtype=packed.low.dtype, device=codes.device)
+    whole = grouped.numel() == out.numel()  # no group lacks numbers
+    values = out.unflatten(dim, (-1, packed.group)) if whole else out.new_empty(grouped.shape)
+    block = _block(grouped)
+    scales = (scale.unsqueeze(dim).float() for scale in (packed.low, packed.step))
+    parts = (part.split(block, -3) for part in (values, grouped, *scales))
+    for target, mine, low, step in zip(*parts, strict=True):
+        wide = target.copy_(mine) if target.dtype == torch.float32 else mine.float()
+        target.copy_(wide.mul_(step).add_(low))
+    return out if whole else out.copy_(_ungrouped(values, codes, dim))
+
+
+def check_bits(bits: object, group: int) -> None:
+    """Refuse what cannot be packed.
+
+    Raises:
+        SpecError: Names the value and the choices.
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:
+        raise SpecError(f"{bits!r} bits cannot be stored; choices: 8, 4, 2")
+    if group < 1:
+        raise SpecError(f"group={group} holds no number; choose 1 or more, such as 32")
+
+
+def _grouped(x: Tensor, group: int, dim: int) -> Tensor:
+    """Split a dimension into groups; the last value stands in for what the last group lacks."""
+    size = x.shape[dim]
+    missing = -size % group
+    if missing:
+        x = torch.cat([x, x.narrow(dim, size - 1, 1).expand(_with(x.shape, dim, missing))], dim)
+    grouped: Tensor = x.unflatten(dim, (-1, group))
+    return grouped
+
+
+def _ungrouped(grouped: Tensor, like: Tensor, dim: int) -> Tensor:
+    """The inverse of `_grouped`, `[..., n, d]`."""
+    return grouped.flatten(dim - 1, dim).narrow(dim, 0, like.shape[dim])
+
+
+def _with(shape: torch.Size, dim: int, size: int) -> list[int]:
+    sizes = list(shape)
+    sizes[dim] = size
+    return sizes
+
+
+def _step(low: Tensor, high: Tensor, levels: int) -> Tensor:
+    """Distance of codes in the dtype of `low`, rounded up: the next number above, if it was not."""
+    exact = high.float() / levels - low.float() / levels  # the range itself may overflow
+    step = exact.to(low.dtype)
+    above = (step.view(_WORD[step.element_size()]) + 1).view(step.dtype)
+    return torch.where(step.float() < exact, above, step)
+
+
+def _into_bytes(codes: Tensor, bits: int) -> Tensor:
+    """`[..., K]` codes into `[..., ceil(K * bits / 8)]` bytes; byte j holds codes j, j + m, ..."""
+    per = 8 // bits
+    if per == 1:
+        return codes.contiguous()
+    parts = F.pad(codes, (0, -codes.shape[-1] % per)).unflatten(-1, (per, -1))
+    packed: Tensor = parts[..., 0, :].clone()
+    for place in range(1, per):
+        packed |= parts[..., place, :] << (bits * place)
+    return packed
+
+
+def _out_of_bytes(packed: Tensor, bits: int, total: int) -> Tensor:
+    """The inverse of `_into_bytes`, `[..., total]`."""
+    if bits == 8:
+        return packed
+    mask, per = 2**bits - 1, 8 // bits
+    parts = [(packed >> (bits * place)) & mask for place in range(per)]
+    return torch.cat(parts, -1)[..., :total]
+
+
+Part = PackedTensor | Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class MixedPacked:
+    """A tensor `[..., n, d]` whose tokens are stored in two precisions.
+
+    Attributes:
+        important: `[..., n]` bool, equally many in every row: the tokens in more bits.
+        high: Those tokens, packed or (16 bits) as they were; None where there are none.
+        low: The other tokens, likewise.
+    """
+
+    important: Tensor
+    high: Part
+    low: Part
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both parts and of the mask."""
+        parts = (self.important, self.high, self.low)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Tensors and numbers by name; `restore` makes the same object of them."""
+        parts = {"high": self.high, "low": self.low}
+        trees = {
+            name: part.snapshot() if isinstance(part, PackedTensor) else part
+            for name, part in parts.items()
+        }
+        return {"important": self.important, **trees}
+
+    @classmethod
+    def restore(cls, tree: Mapping[str, Any]) -> MixedPacked:
+        """The inverse of `snapshot`."""
+        high, low = (
+            PackedTensor.restore(part) if isinstance(part, Mapping) else part
+            for part in (tree["high"], tree["low"])
+        )
+        return cls(tree["important"], high, low)
+
+
+def pack_mixed(
+    x: Tensor, important: Reduction, bits: tuple[int, int], *, keys: bool = False, group: int = 32
+) -> MixedPacked:
+    """Store the tokens that `important` keeps in `bits[0]` bits, the others in `bits[1]`.
+
+    Args:
+        x: Keys or values `[..., n, d]`; leading dims as those of `important.keep`.
+        important: Which tokens matter, from a policy such as `zipvl`.
+        bits: 16 (as they are), 8, 4 or 2, for both parts.
+        keys: Groups along the tokens, as keys need them; see `ops.quantise`.
+        group: Numbers that share a scale.
+    """
+    keep, n = important.keep, x.shape[-2]
+    parts = [
+        _pack(gather_rows(x, index), width, group, keys)
+        for index, width in zip((keep, complement(keep, n)), bits, strict=True)
+    ]
+    return MixedPacked(important.owner >= 0, parts[0], parts[1])
+
+
+def unpack_mixed(packed: MixedPacked) -> Tensor:
+    """The tensor `[..., n, d]`, every token at its place."""
+    index = torch.cat([marked(packed.important), marked(~packed.important)], -1)
+    parts = (packed.high, packed.low)
+    rows = [dequantise(p) if isinstance(p, PackedTensor) else p for p in parts if p is not None]
+    joined = torch.cat(rows, -2)
+    places = torch.arange(index.shape[-1], device=index.device).expand_as(index)
+    return gather_rows(joined, torch.empty_like(index).scatter_(-1, index, places))
+
+
+def _pack(x: Tensor, bits: int, group: int, keys: bool) -> Part:
+    if x.shape[-2] == 0:
+        return None
+    return x if bits == 16 else quantise(x, bits, group, along_tokens=keys)
+
+
+def dequantise_row(packs: Sequence[PackedTensor], out: Tensor) -> None:
+    """Write parts `[..., n, d]` one behind the other; neighbours of one form are read at once.
+
+    Args:
+        packs: In order, at least one.
+        out: `[..., N, d]`, N the tokens of all parts together.
+    """
+    start = 0
+    for _, group in groupby(packs, _form):
+        alike = list(group)
+        stop = start + len(alike) * alike[0].n
+        joined = replace(
+            alike[0],
+            codes=torch.stack([p.codes for p in alike], -2),  # [..., P, bytes]
+            low=torch.stack([p.low for p in alike], -3),
+            step=torch.stack([p.step for p in alike], -3),
+        )
+        dequantise(joined, out[..., start:stop, :].unflatten(-2, (len(alike), -1)))
+        start = stop
+
+
+def _form(packed: PackedTensor) -> tuple[object, ...]:
+    settings = (packed.n, packed.width, packed.bits, packed.group, packed.along_tokens)
+    return (*settings, packed.codes.shape, packed.low.dtype)

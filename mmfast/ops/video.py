@@ -1,0 +1,294 @@
+"""Cut a video into windows of frames that share the most static places."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mmfast.core.tokens import Tokens
+from mmfast.ops.ranking import snap, stable_topk
+from mmfast.ops.similarity import (
+    closeness,
+    paired_cosine,
+    parts,
+    spatial_novelty,
+    steady_channels,
+    sum_of,
+    take_channels,
+    unit_rows,
+)
+
+Segment = tuple[int, int]  # first and last frame
+
+
+def static_windows(alike: Tensor, longest: int) -> tuple[list[Segment], int]:
+    """Maximise the tokens saved when static places of a window are kept once.
+
+    A place is static in frames a..b if it is alike in all steps between them. A window saves
+    `static places * (b - a)` tokens. On ties no window wins, then the shortest.
+
+    Args:
+        alike: `[T - 1, n]` bool, whether the token at a place resembles the one a frame later.
+        longest: Most frames in a window.
+
+    Returns:
+        Segments that cover all frames in order (single frames included), and the tokens saved.
+    """
+    saved = _tokens_saved(alike.cpu().numpy())
+    frames = len(saved)
+    best = np.zeros(frames + 1, dtype=np.int64)  # best[i]: tokens saved in the first i frames
+    start = list(range(frames))  # of the segment that ends with a frame
+    for last in range(1, frames):
+        best[last + 1] = best[last]
+        low = max(0, last + 1 - longest)
+        gains = best[low:last] + saved[last, low:last]
+        if low < last:
+            shortest = last - 1 - int(gains[::-1].argmax())
+            if gains[shortest - low] > best[last]:
+                best[last + 1], start[last] = gains[shortest - low], shortest
+    segments: list[Segment] = []
+    last = frames - 1
+    while last >= 0:
+        segments.append((start[last], last))
+        last = start[last] - 1
+    return segments[::-1], int(best[frames])
+
+
+def _tokens_saved(alike: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Entry (b, a): tokens that a window of frames a..b saves, 0 unless a < b; `[T, T]`."""
+    frames, n = len(alike) + 1, alike.shape[1]
+    frame = np.arange(frames)
+    # Where a place changes next: it is static in every window that ends there or before.
+    change = np.full((frames, n), frames - 1)
+    change[:-1] = np.where(alike, frames - 1, frame[:-1, None])
+    until = np.minimum.accumulate(change[::-1], axis=0)[::-1]
+    spots = np.bincount((frame[:, None] * frames + until).ravel(), minlength=frames * frames)
+    static = spots.reshape(frames, frames)[:, ::-1].cumsum(axis=1)[:, ::-1]  # [a, b]
+    saved: NDArray[np.int64] = np.ascontiguousarray(static.T)
+    saved *= np.maximum(frame[:, None] - frame, 0)
+    return saved
+
+
+def static_places(alike: Tensor, segment: Segment) -> Tensor:
+    """Places `[n]` that are static in a segment; none in a single frame."""
+    first, last = segment
+    if first == last:
+        return torch.zeros(alike.shape[-1], dtype=torch.bool, device=alike.device)
+    return alike[first:last].all(0)
+
+
+@dataclass
+class Quota:
+    """What is kept of a video of T frames with n places.
+
+    Attributes:
+        clusters: Clusters of each window.
+        chosen: `[T, n]` bool, tokens that are not static and stay.
+        released: `[T, n]` bool, static tokens that leave their mean and stay for themselves.
+    """
+
+    clusters: list[int]
+    chosen: Tensor
+    released: Tensor
+
+
+def paper_quota(places: list[int], dynamic: Tensor, attn: Tensor, ratio: float) -> Quota:
+    """Counts of the paper: clusters are rounded, the most attended of a frame are rounded up.
+
+    Args:
+        places: Static places of each window.
+        dynamic: `[T, n]` bool, tokens that are not static.
+        attn: `[T, n]` scores.
+        ratio: Share to keep of what static merging leaves.
+    """
+    score = attn.masked_fill(~dynamic, -torch.inf)
+    rank = stable_topk(score, dynamic.shape[-1]).argsort(-1)
+    quota = [math.ceil(int(count) * ratio) for count in dynamic.sum(-1)]
+    chosen = (rank < torch.tensor(quota, device=rank.device)[:, None]) & dynamic
+    return Quota([round(count * ratio) for count in places], chosen, torch.zeros_like(chosen))
+
+
+def exact_quota(
+    quota: Quota, places: list[int], dynamic: Tensor, late: Tensor, attn: Tensor, budget: int
+) -> Quota:
+    """Move a quota to exactly `budget` tokens.
+
+    Too many: the least attended chosen tokens go, then clusters of the fullest window. Too few:
+    the most attended tokens left out come back, then clusters where most places share one, and
+    at last, with everything kept, static tokens leave their mean, most attended first.
+
+    Args:
+        quota: Counts to start from.
+        places: Static places of each window.
+        dynamic: `[T, n]` bool, tokens that are not static.
+        late: `[T, n]` bool, static tokens after the first frame of their window.
+        attn: `[T, n]` scores.
+        budget: Tokens to keep, at most `T * n`.
+    """
+    clusters = list(quota.clusters)
+    missing = budget - sum(clusters) - int(quota.chosen.sum())
+    number = max(int(quota.chosen.sum()) + min(missing, 0), 0)
+    chosen = _best(quota.chosen, attn, number)
+    missing = budget - sum(clusters) - number
+    if missing > 0:
+        chosen = chosen | _best(dynamic & ~chosen, attn, missing)
+    missing = budget - sum(clusters) - int(chosen.sum())
+    while missing < 0:
+        clusters[clusters.index(max(clusters))] -= 1
+        missing += 1
+    while missing > 0 and clusters != places:
+        room = [size - used for size, used in zip(places, clusters, strict=True)]
+        clusters[room.index(max(room))] += 1
+        missing -= 1
+    return Quota(clusters, chosen, _best(late, attn, missing))
+
+
+def _best(candidates: Tensor, attn: Tensor, count: int) -> Tensor:
+    """The `count` most attended candidates `[T, n]`, or all of them if they are fewer."""
+    count = min(count, int(candidates.sum()))
+    best = torch.zeros_like(candidates).flatten()
+    best[stable_topk(attn.masked_fill(~candidates, -torch.inf).flatten(), count)] = True
+    return best.reshape(candidates.shape)
+
+
+def shots(video: Tensor, least: int, tau: float) -> list[tuple[int, int]]:
+    """Segments between the least similar adjacent frames and wherever they fall below `tau`.
+
+    Args:
+        video: `[T, n, D]`; a frame is compared by its mean token.
+        least: Number of segments to cut at least, at most T count.
+        tau: Adjacent frames below this cosine are always cut.
+
+    Returns:
+        First and last frame of each segment, in order.
+    """
+    frames = _mean_tokens(video)  # [T, D]
+    alike = snap(paired_cosine(frames[:-1], frames[1:]))  # [T - 1]
+    cut = alike < tau
+    cut[stable_topk(-alike, min(max(least, 1), len(frames)) - 1)] = True
+    last = [*torch.nonzero(cut)[:, 0].tolist(), len(frames) - 1]
+    return list(zip([0, *(end + 1 for end in last[:-1])], last, strict=True))
+
+
+def _mean_tokens(video: Tensor) -> Tensor:
+    """Mean token of each frame, `[T, D]` float64."""
+    if video.device.type != "cpu":
+        return video.double().mean(1)
+    return torch.stack([frame.double().mean(0) for frame in video])
+
+
+def first_frame(x: Tensor, grid: tuple[int, int, int], budget: int) -> Tensor:
+    """Places of the first frame that are kept, for methods that keep it and then only changes.
+
+    The whole frame, if the budget holds it. Otherwise a quarter of the budget (rounded up; all of
+    it for an image) goes to the tokens least like both the token on their left and the one above.
+    Of the shares tried on the embedded model, from an eighth to two thirds, a quarter answered
+    best at 10 %.
+
+    Args:
+        x: `[..., N, D]`.
+        grid: Frames, rows and columns.
+        budget: Tokens to keep of the whole video.
+
+    Returns:
+        `[..., share]` int64.
+    """
+    frames, rows, columns = grid
+    n = rows * columns
+    if budget >= n:
+        return torch.arange(n, device=x.device).expand(*x.shape[:-2], n)
+    share = budget if frames == 1 else (budget + 3) // 4
+    return stable_topk(spatial_novelty(x[..., :n, :], rows, columns), share)
+
+
+@dataclass(frozen=True)
+class ChunkMemory:
+    """What is remembered of the chunks so far; a value of fixed size, however long the stream.
+
+    Attributes:
+        total: `[..., C]` float64, sum of the chunks' means over their steady channels.
+        chunks: How many they are.
+    """
+
+    total: Tensor
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Familiarity:
+    """Scores of one chunk.
+
+    Attributes:
+        score: `[..., T, n]` float64, high for tokens near the memory and near their frame's mean.
+        channels: `[..., C]` channels used, steadiest first.
+        memory: The memory with this chunk in it.
+    """
+
+    score: Tensor
+    channels: Tensor
+    memory: ChunkMemory
+
+
+def familiarity(x: Tensor, frames: int, memory: ChunkMemory | None = None) -> Familiarity:
+    """Score the tokens of a chunk against the memory and against their own frame.
+
+    Half of the channels count, those that vary least over the chunk. Entries of the memory come
+    from different channels in every chunk and are averaged by rank all the same: the memory
+    holds levels of steady channels, not a picture.
+
+    Args:
+        x: `[..., T * n, D]`, frame after frame.
+        frames: T.
+        memory: Of the chunks before; None at the start.
+    """
+    channels = steady_channels(x, max(1, x.shape[-1] // 2))
+    n = x.shape[-2] // frames
+    chunks = [take_channels(part, channels) for part in parts(x, n)]  # of whole frames
+    mean = sum_of(part.double().sum(-2) for part in chunks) / x.shape[-2]  # [..., C]
+    old = memory or ChunkMemory(mean.new_zeros(mean.shape), 0)
+    new = ChunkMemory(old.total + mean, old.chunks + 1)
+    remembered = unit_rows((new.total / new.chunks)[..., None, :])[..., None, :]
+
+    def score(part: Tensor) -> Tensor:
+        video = unit_rows(part.double()).unflatten(-2, (-1, n))  # [..., t, n, C]
+        return closeness(video, remembered) + closeness(video, video.mean(-2, keepdim=True))
+
+    return Familiarity(snap(torch.cat([score(part) for part in chunks], -2)), channels, new)
+
+
+BEFORE, LEFT, ABOVE = (1, 0, 0), (0, 0, 1), (0, 1, 0)
+
+
+def raster_links(tokens: Tokens, step: tuple[int, int, int]) -> Tensor:
+    """The token that lies `step` earlier, `[N]` int64; -1 where there is none.
+
+    Args:
+        tokens: One item with the signal `place` `[N, 3]`; of an image cut into tiles, `tile` tells
+            the overview from the mosaic, which share places.
+        step: Distance in frames, rows and columns, such as `BEFORE`, `LEFT` or `ABOVE`.
+    """
+    place, tile = tokens.need("place").long(), tokens.signal("tile")
+    plane = torch.zeros_like(place[:, 0]) if tile is None else (tile > 0).long()
+    sizes = (place.amax(0) + 1).tolist()
+
+    def code(where: Tensor) -> Tensor:
+        t, y, x = where.unbind(-1)
+        flat: Tensor = ((plane * sizes[0] + t) * sizes[1] + y) * sizes[2] + x
+        return flat
+
+    table = torch.full((2 * sizes[0] * sizes[1] * sizes[2],), -1, device=place.device)
+    table[code(place)] = torch.arange(tokens.n, device=place.device)
+    earlier = place - torch.tensor(step, device=place.device)
+    found = table[code(earlier.clamp_min(0))]
+    return found.masked_fill((earlier < 0).any(-1), -1)
+
+
+def likeness(x: Tensor, link: Tensor) -> Tensor:
+    """Cosine of each token `[N, D]` with the one it is linked to, `[N]`; -inf without a link."""
+    alike = paired_cosine(x, x.index_select(0, link.clamp_min(0)))
+    return alike.masked_fill(link < 0, -torch.inf)

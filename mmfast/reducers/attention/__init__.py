@@ -1,0 +1,1 @@
+"""Reducers that rank tokens by attention or keys."""

@@ -1,0 +1,58 @@
+"""HiPrune: anchors of a middle layer, their surroundings, and registers of a deep layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register
+from mmfast.core.tokens import Tokens
+from mmfast.ops.ranking import marked, stable_topk
+
+
+@register("hiprune", paper="2508.00553", needs=("attn_visual", "attn_middle"))
+def hiprune(tokens: Tokens, budget: int, *, alpha: float = 0.1, parity: bool = False) -> Reduction:
+    """Keep what middle layers look at with its neighbours, then what deep layers look at.
+
+    Middle layers of a vision tower attend to objects, deep ones to tokens that gather the whole
+    picture (Liu et al., 2025). A fifth of `alpha` of the budget are anchors, each with the tokens
+    above, below, left and right of it; the rest are the most attended of the deep layer.
+
+    Args:
+        tokens: `attn_visual` (deep layer) and `attn_middle` `[..., N]`; without a `grid` the
+            tokens are one row.
+        budget: Tokens to keep.
+        alpha: Share of the budget for anchors and their neighbours.
+        parity: As the reference: neighbours run over row ends and are pulled back to the first
+            and last token, anchors are excluded by subtracting 1. One item.
+    """
+    if alpha < 0:
+        raise SpecError(f"knob alpha={alpha} of 'hiprune' is negative; choose a share from 0 to 1")
+    anchors = min(round(budget * alpha / 5), budget // 5)
+    deep = tokens.need("attn_visual").float()
+    best = stable_topk(tokens.need("attn_middle"), anchors)
+    columns = tokens.n if tokens.grid is None else tokens.grid[2]
+    rows = 1 if tokens.grid is None else tokens.grid[1]
+    if parity:
+        around = best[..., None] + torch.tensor([0, -1, 1, -columns, columns], device=best.device)
+        near = _mask(around.clamp(0, tokens.n - 1).flatten(), tokens.n)
+        registers = stable_topk(deep - near.float(), budget - int(near.sum()))
+        return Reduction.prune(marked(near | _mask(registers, tokens.n)), tokens.n)
+    near = _mask(_cross(best, rows, columns).flatten(-2), tokens.n)
+    return Reduction.prune(stable_topk(deep.masked_fill(near, torch.inf), budget), tokens.n)
+
+
+def _mask(index: Tensor, n: int) -> Tensor:
+    """`[..., n]` bool, True at `index` `[..., K]`."""
+    mask = torch.zeros(*index.shape[:-1], n, dtype=torch.bool, device=index.device)
+    return mask.scatter_(-1, index, torch.ones_like(index, dtype=torch.bool))
+
+
+def _cross(centre: Tensor, rows: int, columns: int) -> Tensor:
+    """Every centre with its neighbours in the frame, itself where there is none: `[..., A, 5]`."""
+    y, x = centre // columns % rows, centre % columns
+    left, right = centre - (x > 0).long(), centre + (x < columns - 1).long()
+    up, down = centre - columns * (y > 0), centre + columns * (y < rows - 1)
+    return torch.stack([centre, left, right, up, down], dim=-1)

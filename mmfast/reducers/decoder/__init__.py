@@ -1,0 +1,1 @@
+"""Reducers made for cuts inside the language model."""

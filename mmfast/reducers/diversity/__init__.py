@@ -1,0 +1,1 @@
+"""Reducers that keep a diverse set of tokens."""

@@ -1,0 +1,1 @@
+"""Reducers that merge or pool tokens."""

@@ -1,0 +1,1 @@
+"""Reducers that use the time axis of a video."""

@@ -1,0 +1,1 @@
+"""Answering a folder of media, resumable, on Ray."""

@@ -1,0 +1,229 @@
+"""What a run over a folder answers: the questions, the model, and what is reduced how far."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from mmfast.caches.plan import call_plan
+from mmfast.core.errors import MmfastError
+from mmfast.core.spec import parse
+from mmfast.frontends.source import quote
+from mmfast.frontends.video.sampling import Ask
+from mmfast.models.loading import embedded_path, pick_device, pick_dtype
+from mmfast.models.prompt import check_question
+
+_EDGE = 1 << 20  # bytes of a weight file's start and end that tell it from another one
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """One job; two jobs that differ in `identity()` never share a file of answers.
+
+    Attributes:
+        folder: Of the media.
+        questions: Asked about each of them.
+        model: Directory or hub id; None is the embedded model.
+        reduce: Spec string of reducers.
+        cache: Spec string of cache policies.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        frames: Frames sampled uniformly from a clip.
+        fps: Sample at this rate instead.
+        max_new_tokens: Longest answer in tokens.
+        device: Where it runs; no part of the identity, and neither is the next.
+        batch_size: Questions answered in one forward pass.
+    """
+
+    folder: Path
+    questions: tuple[str, ...]
+    model: str | None = None
+    reduce: str | None = None
+    cache: str | None = None
+    dtype: str = "auto"
+    frames: int = 8
+    fps: float | None = None
+    max_new_tokens: int = 64
+    device: str | None = None
+    batch_size: int = 1
+
+    def check(self) -> None:
+        """Refuse what can never run, before anything is read or started.
+
+        Raises:
+            MmfastError: One line; see `mmfast.core.errors`.
+        """
+        if not self.questions:
+            raise MmfastError("no question: give --question TEXT or --questions FILE")
+        for question in self.questions:
+            check_question(question)
+        if len(set(self.questions)) < len(self.questions):
+            twice = next(q for q in self.questions if self.questions.count(q) > 1)
+            raise MmfastError(f"question {quote(twice)} is given twice; drop one of them")
+        parse(self.reduce)
+        call_plan(self.cache)
+        pick_dtype(self.dtype)
+        pick_device(self.device)
+        Ask.parse(None if self.fps else self.frames, self.fps, None)
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise MmfastError(
+                    f"{name}={getattr(self, name)}; give a whole number of at least 1"
+                )
+
+    def identity(self) -> dict[str, Any]:
+        """What the answers depend on, as JSON can say it."""
+        known = asdict(self) | {"folder": str(self.folder), "questions": list(self.questions)}
+        del known["device"], known["batch_size"]
+        return known | {"weights": weights(self.model)}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Which parts of two identities differ, for a message; "" where none does."""
+    parts = []
+    for name in sorted({*old, *new}):
+        before, after = old.get(name), new.get(name)
+        if before == after:
+            continue
+        told = name == "weights"
+        parts.append("other weights" if told else f"{name} was {quote(before)}, is {quote(after)}")
+    return "; ".join(parts)
+
+
+def weights(model: str | None) -> str:
+    """Tells checkpoints apart: of a directory its config and its weight files, else the name."""
+    folder = embedded_path() if model is None else Path(model)
+    if not folder.is_dir():
+        return str(model)
+    digest = hashlib.sha256()
+    for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        if file.is_file():
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as data:
+                digest.update(data.read(_EDGE))
+                data.seek(max(0, size - _EDGE))
+                digest.update(data.read(_EDGE))
+    return digest.hexdigest()
+
+
+def read_questions(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """The questions given one by one, then those of a file with one a line.
+
+    Raises:
+        MmfastError: The file cannot be read as text.
+    """
+    lines: list[str] = []
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+            raise MmfastError(
+                f"questions {quote(file)} cannot be read ({reason}); give a file, a question a line"
+            ) from None
+    return tuple(check_question(q) for q in given) + tuple(q.strip() for q in lines if q.strip())
+
+
+_VIDEO = "3gp asf avi flv m2ts m4v mkv mov mp4 mpeg mpg mts ogv ts webm wmv y4m"
+_IMAGE = "avif bmp gif jpeg jpg png tif tiff webp"
+SUFFIXES = frozenset(f".{name}" for name in f"{_VIDEO} {_IMAGE}".split())
+
+
+@dataclass(frozen=True)
+class Medium:
+    """One file to answer questions about.
+
+    Attributes:
+        file: Where it lies.
+        path: Its name below the folder, as text that any reader of Parquet takes.
+        bytes: Its size.
+        mtime_ns: When it was last written.
+    """
+
+    file: str
+    path: str
+    bytes: int
+    mtime_ns: int
+
+
+def find_media(folder: Path, pattern: str | None, limit: int | None, out: Path) -> list[Medium]:
+    """All media below a folder, by name.
+
+    Args:
+        folder: Searched to any depth; hidden files and folders are passed over, and so are links
+            to folders.
+        pattern: A glob that the name below the folder ends with, such as `*.mp4` or `day1/*`;
+            None takes files with the suffix of a video or an image. What a file is tells its
+            content, later.
+        limit: Stop after so many.
+        out: The result, which is none of them, and neither is what lies in its `.parts`.
+
+    Raises:
+        MmfastError: No such folder, or nothing in it to ask about.
+    """
+    if not folder.is_dir():
+        reason = "is not a directory" if folder.exists() else "does not exist"
+        raise MmfastError(f"{quote(folder)} {reason}: give a folder of clips or images")
+    if limit is not None and limit < 1:
+        raise MmfastError(f"limit={limit}; give a whole number of at least 1")
+    others, found = 0, []
+    for file in _files(folder):
+        name = file.relative_to(folder)
+        if file == out or file.parent == out.with_name(out.name + ".parts"):
+            continue
+        if not _wanted(name, pattern):
+            others += 1
+            continue
+        found.append(_medium(file, name))
+        if len(found) == limit:
+            break
+    if not found:
+        raise MmfastError(_nothing(folder, pattern, others))
+    return found
+
+
+def _nothing(folder: Path, pattern: str | None, others: int) -> str:
+    if pattern is not None:
+        return f"none of the {others} files in {quote(folder)} fits --pattern {quote(pattern)}"
+    if not others:
+        return f"{quote(folder)} is empty: give a folder of clips or images"
+    return (
+        f"none of the {others} files in {quote(folder)} has the suffix of a video or an image; "
+        "say which are with --pattern, such as '*.bin'"
+    )
+
+
+def _wanted(name: PurePath, pattern: str | None) -> bool:
+    if pattern is not None:
+        return name.match(pattern)
+    return name.suffix.lower() in SUFFIXES
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for at, folders, names in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        yield from (Path(at) / name for name in sorted(names) if not name.startswith("."))
+
+
+def _medium(file: Path, name: PurePath) -> Medium:
+    try:
+        facts = file.stat()
+        size, written = facts.st_size, facts.st_mtime_ns
+    except OSError:  # a dangling link: a row with an error, in its turn
+        size = written = 0
+    # A name is bytes; those that are no text are escaped.
+    text = os.fsencode(name.as_posix()).decode("utf-8", "backslashreplace")
+    return Medium(str(file), text, size, written)
+
+
+def file_hash(file: str) -> str | None:
+    """SHA-256 of a file's content; None where it cannot be read."""
+    try:
+        with Path(file).open("rb") as data:
+            return hashlib.file_digest(data, "sha256").hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,1 @@
+"""Worker processes of the engine and their messages."""

@@ -1,0 +1,276 @@
+"""What comes in with a request, counted while it comes: nothing is gathered here.
+
+Nesting and number of values of a JSON text, counted as it comes and before it is parsed.
+
+A parser that recurses dies of depth, one that does not of a gigabyte of empty lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import numpy as np
+
+from mmfast.serve.config import ServerConfig
+from mmfast.serve.guard.caller import Headers, values
+from mmfast.serve.guard.errors import ApiError, busy
+
+MOST_VALUES = 200_000
+_PIECE = 1 << 16
+# The rest of a text, and what ends it; nothing behind the end of a piece. No step goes back.
+_REST = re.compile(rb"""[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)""", re.DOTALL)
+_TEXT = re.compile(rb"""\"[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)""", re.DOTALL)
+_MARKS = b"[]{},"
+_OTHERS = bytes(set(range(256)) - set(_MARKS))
+_STEPS = np.zeros(256, np.int64)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+
+
+class JsonDepth:
+    """Counts a JSON text that comes in pieces; it need not be JSON.
+
+    Args:
+        most: Deepest nesting.
+        values: Most texts, commas and brackets.
+    """
+
+    def __init__(self, most: int, values: int = MOST_VALUES) -> None:
+        self._most, self._values, self._left = most, values, values
+        self._depth, self._inside, self._skip = 0, False, False
+
+    def feed(self, piece: bytes) -> None:
+        """Count on.
+
+        Raises:
+            ApiError: 400: too deep, or too many values.
+        """
+        for start in range(0, len(piece), _PIECE):
+            self._count(self._outside(piece[start : start + _PIECE]))
+
+    def _outside(self, piece: bytes) -> bytes:
+        """What of a piece lies outside of texts; notes whether one goes on behind it."""
+        at, parts = 0, []
+        if self._inside:
+            at = 1 if self._skip else 0
+            rest = _REST.match(piece, at)
+            at = self._ended(rest)
+        while not self._inside and (text := _TEXT.search(piece, at)) is not None:
+            parts.append(piece[at : text.start()])
+            self._left -= 1
+            at = self._ended(text)
+        return b"".join(parts) + piece[at:]
+
+    def _ended(self, text: Any) -> int:
+        self._inside, self._skip = text[1] != b'"', text[1] == b"\\"
+        return int(text.end())
+
+    def _count(self, outside: bytes) -> None:
+        marks = np.frombuffer(outside.translate(None, _OTHERS), np.uint8)
+        self._left -= len(marks)
+        if self._left < 0:
+            raise ApiError(
+                400,
+                f"what was sent has over {self._values:,} values: send less",
+                code="too_many_values",
+            )
+        if len(marks):
+            depths = self._depth + np.cumsum(_STEPS[marks])
+            self._depth = int(depths[-1])
+            if depths.max() > self._most:
+                text = f"what was sent is nested deeper than {self._most}: send less"
+                raise ApiError(400, text, code="too_deep")
+
+
+def loads(text: str | bytes, most: int) -> Any:
+    """Parse a JSON text of a client.
+
+    Raises:
+        ApiError: 400: it is too deep, too large, or no JSON.
+    """
+    JsonDepth(most).feed(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "this is no JSON: send one JSON object", code="invalid_json") from None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+Message = dict[str, Any]
+_BODIES = ("POST", "PUT", "PATCH")
+UNDECLARED = 16 << 20  # bytes of a body that does not say how long it is: it may never end
+
+
+class Bodies:
+    """Bytes of all bodies that are being read or answered.
+
+    Args:
+        most: How many there may be.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._now = most, 0
+
+    def add(self, size: int) -> None:
+        """So many came.
+
+        Raises:
+            ApiError: 429: there are too many.
+        """
+        if self._now + size > self._most:
+            raise busy("the server is reading as much as it may", code="bodies")
+        self._now += size
+
+    def drop(self, size: int) -> None:
+        """They are no longer needed."""
+        self._now -= size
+
+
+class BodyReceiver:
+    """`receive` of a request: counted, timed, and its JSON measured.
+
+    Args:
+        receive: Of the server.
+        config: Limits.
+        json: Whether the body is JSON.
+        bodies: Those of all requests.
+        endless: Whether its length is not declared.
+
+    Attributes:
+        size: Bytes so far.
+        refused: Why the rest is not taken.
+        over: Whether the body has come whole.
+    """
+
+    def __init__(
+        self,
+        receive: Any,
+        config: ServerConfig,
+        json: bool = False,
+        bodies: Bodies | None = None,
+        endless: bool = False,
+    ) -> None:
+        self._receive = receive
+        self._most = min(config.max_body_bytes, UNDECLARED if endless else config.max_body_bytes)
+        self._bodies, self._held = bodies or Bodies(config.max_body_bytes), 0
+        self._seconds = config.body_seconds
+        self._deadline = asyncio.get_running_loop().time() + config.body_seconds
+        self._depth = JsonDepth(config.max_json_depth) if json else None
+        self.size, self.over = 0, False
+        self.refused: ApiError | None = None
+
+    async def __call__(self) -> Message:
+        """The next message.
+
+        Raises:
+            ApiError: The body is too large, too slow or too deep.
+        """
+        if self.refused is not None:
+            raise self.refused
+        if self.over:  # what comes now is that the client is gone, whenever that is
+            message: Message = await self._receive()
+            return message
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise self._refuse(_slow(self._seconds)) from None
+        if message["type"] != "http.request":
+            self.over = True
+            return message
+        self._count(message.get("body", b""))
+        self.over = not message.get("more_body", False)
+        return message
+
+    def _count(self, piece: bytes) -> None:
+        self.size += len(piece)
+        if self.size > self._most:
+            raise self._refuse(too_large(self._most))
+        try:
+            self._bodies.add(len(piece))
+            self._held += len(piece)
+            if self._depth is not None:
+                self._depth.feed(piece)
+        except ApiError as error:
+            raise self._refuse(error) from None
+
+    def _refuse(self, error: ApiError) -> ApiError:
+        self.refused = error
+        return error
+
+    def close(self) -> None:
+        """The request is over."""
+        self._bodies.drop(self._held)
+        self._held = 0
+
+    async def drain(self, most: int = 8 << 20, seconds: float = 0.5) -> None:
+        """Read on for a moment: a client that is still sending would not see the reply."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.over and most > 0:
+                    message = await self._receive()
+                    most -= len(message.get("body", b""))
+                    self.over = not message.get("more_body", False)
+        except TimeoutError:
+            return
+
+
+def too_large(most: int) -> ApiError:
+    """413."""
+    text = f"the body is larger than {most:,} bytes: send less, and its Content-Length"
+    return ApiError(413, text, code="body_too_large")
+
+
+def _slow(seconds: float) -> ApiError:
+    text = f"the body took over {seconds:g} s: send it faster, or less"
+    return ApiError(408, text, code="body_too_slow")
+
+
+def check_head(headers: Headers, config: ServerConfig) -> None:
+    """Refuse by the headers alone.
+
+    Raises:
+        ApiError: 431 too many or too large, 413 a body that says it is too large.
+    """
+    size = sum(len(key) + len(value) + 4 for key, value in headers)
+    if len(headers) > config.max_headers or size > config.max_header_bytes:
+        raise ApiError(
+            431,
+            f"{len(headers):,} headers of {size:,} bytes; {config.max_headers} of "
+            f"{config.max_header_bytes:,} are allowed",
+            code="headers_too_large",
+        )
+    for length in values(headers, b"content-length"):
+        if not length.isdigit() or len(length) > 18:
+            raise ApiError(400, "Content-Length is no number", code="invalid_header")
+        if int(length) > config.max_body_bytes:
+            raise too_large(config.max_body_bytes)
+
+
+def check_type(method: str, path: str, headers: Headers) -> bool:
+    """Whether the body is JSON; below `/v1/` it must be.
+
+    Raises:
+        ApiError: 415.
+    """
+    given = values(headers, b"content-type")
+    kind = given[0].split(b";")[0].strip().lower() if given else b""
+    json = kind == b"application/json" or (kind.endswith(b"+json") and b"/" in kind)
+    sent = values(headers, b"content-length") not in ([], [b"0"])
+    sent = sent or bool(values(headers, b"transfer-encoding"))
+    if method in _BODIES and sent and path.startswith("/v1/"):
+        if not json or len(given) > 1:
+            shown = kind.decode("latin-1")[:60] or "missing"
+            raise ApiError(
+                415,
+                f"Content-Type is {shown!r}: send JSON, as application/json",
+                code="unsupported_media_type",
+            )
+        if values(headers, b"content-encoding") not in ([], [b"identity"]):
+            raise ApiError(415, "a compressed body is refused: send it plain", code="encoded_body")
+    return json

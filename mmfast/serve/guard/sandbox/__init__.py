@@ -1,0 +1,1 @@
+"""Decoding of untrusted media in confined processes."""

@@ -1,0 +1,389 @@
+"""The processes that decode: one that waits with everything imported, and a fork of it an input.
+
+A fork costs milliseconds, sees one input, has little memory and time, cannot reach the network,
+start programs or write files, and is gone afterwards, whatever the input did to it.
+
+Take from a process what decoding does not need: network, programs, files to write.
+
+A seccomp filter (Linux); where the system has none, limits and front-ends stand alone.
+
+What runs in a decoding process: the front-ends under the server's limits.
+
+Imports no torch, so that a process that decodes starts at once and weighs little.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import platform
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.audio.reader import OTHER, demuxer, not_sound
+from mmfast.frontends.image import open_image, read_image
+from mmfast.frontends.source import IMAGE_KINDS, Budget, Limits, MediaSource, open_source, refusing
+from mmfast.frontends.video.container import open_video
+from mmfast.frontends.video.headers import check_header
+from mmfast.frontends.video.reader import read_video
+from mmfast.serve.guard.sandbox.pool import anonymous, fill, get, path_of, put
+
+_NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_WRITES = 0o3 | 0o100  # O_WRONLY, O_RDWR, O_CREAT
+# Machine -> (its number, refused calls by number, `open` calls -> argument that holds the flags,
+# calls whose first argument must be this process, or 0).
+_CALLS: dict[str, tuple[int, tuple[int, ...], dict[int, int], tuple[int, ...]]] = {
+    "x86_64": (
+        0xC000003E,
+        (
+            *(41, 42, 43, 49, 50, 53, 288),  # socket connect accept bind listen socketpair accept4
+            *(59, 322, 57, 58, 62, 101),  # execve execveat fork vfork kill ptrace
+            *(200, 129, 297),  # tkill rt_sigqueueinfo rt_tgsigqueueinfo
+            *(76, 82, 83, 84, 85, 86, 87, 88, 90, 92, 94),  # truncate rename mkdir … lchown
+            *(258, 260, 263, 264, 265, 266, 268, 316, 310, 311),  # the same …at; process_vm
+            *(425, 426, 427, 437, 438, 424),  # io_uring, openat2, pidfd_getfd, pidfd_send_signal
+        ),
+        {2: 1, 257: 2},
+        (234, 302),  # tgkill prlimit64
+    ),
+    "aarch64": (
+        0xC00000B7,
+        (
+            *(198, 199, 200, 201, 202, 203, 242),  # socket socketpair bind listen accept connect
+            *(221, 281, 129, 117),  # execve execveat kill ptrace
+            *(130, 138, 240),  # tkill rt_sigqueueinfo rt_tgsigqueueinfo
+            *(33, 34, 35, 36, 37, 38, 45, 53, 54, 276, 270, 271),  # mknodat mkdirat unlinkat …
+            *(425, 426, 427, 437, 438, 424),
+        ),
+        {56: 2},
+        (131, 261),
+    ),
+}
+
+
+def confine() -> bool:
+    """Refuse these calls to this process from here on, for good; say whether that took hold."""
+    known = _CALLS.get(platform.machine())
+    if not sys.platform.startswith("linux") or known is None:
+        return False
+    program = _program(*known, os.getpid())
+    code = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    return bool(libc.prctl(_SECCOMP, _FILTER, ctypes.c_char_p(header), 0, 0) == 0)
+
+
+def _program(
+    machine: int, refused: tuple[int, ...], opens: dict[int, int], own: tuple[int, ...], me: int
+) -> bytes:
+    """The filter: struct seccomp_data has nr at 0, arch at 4, arguments from 16 on."""
+    code = [
+        _step(_LOAD, 4),
+        _step(_EQUAL, machine, 1, 0),
+        _step(_RETURN, _REFUSE),
+        _step(_LOAD, 0),
+        _step(_AT_LEAST, 0x40000000, 0, 1),  # the x32 names of the same calls
+        _step(_RETURN, _REFUSE),
+    ]
+    for number in refused:
+        code += [_step(_EQUAL, number, 0, 1), _step(_RETURN, _REFUSE)]
+    for number in own:
+        code += [
+            _step(_EQUAL, number, 0, 5),
+            _step(_LOAD, 16),  # the lower half: these are numbers of 32 bits
+            _step(_EQUAL, me, 2, 0),
+            _step(_EQUAL, 0, 1, 0),
+            _step(_RETURN, _REFUSE),
+            _step(_RETURN, _ALLOW),
+        ]
+    for number, argument in opens.items():
+        code += [
+            _step(_EQUAL, number, 0, 4),
+            _step(_LOAD, 16 + 8 * argument),
+            _step(_ANY_BIT, _WRITES, 0, 1),
+            _step(_RETURN, _REFUSE),
+            _step(_RETURN, _ALLOW),
+        ]
+    return b"".join([*code, _step(_RETURN, _ALLOW)])
+
+
+def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+    return struct.pack("HBBI", code, yes, no, value)
+
+
+Samples = np.ndarray[Any, np.dtype[np.float32]]
+_RATES = (1_000, 400_000)
+_DAMAGED = 100  # packets in a row that do not decode: nothing more will
+
+
+def read_sound(source: MediaSource, limits: Limits) -> tuple[Samples, dict[str, Any]]:
+    """Decode a file to mono.
+
+    Returns:
+        Samples [n] float32, and `runs`: rates and how many samples each holds for, in order.
+
+    Raises:
+        MediaError: Nothing can be decoded, or it is too long.
+    """
+    budget, seconds, count = Budget(limits, source.name), 0.0, 0
+    parts: list[Samples] = []
+    runs: list[list[int]] = []
+    for pcm, rate in _other(source) if source.kind == OTHER else _decoded(source, limits):
+        budget.clock()
+        if not _RATES[0] <= rate <= _RATES[1]:
+            raise MediaError(f"{source.name} has {rate} samples per second: convert it to 16000")
+        count, seconds = count + len(pcm), seconds + len(pcm) / rate
+        limits.check_duration(source.name, seconds)
+        if 4 * count > limits.decoded_bytes:
+            raise MediaError(f"{source.name} is more than {limits.decoded_bytes:,} bytes decoded")
+        parts.append(pcm)
+        if not runs or runs[-1][0] != rate:
+            runs.append([rate, 0])
+        runs[-1][1] += len(pcm)
+    if not count:
+        raise MediaError(f"{source.name} holds no sound that can be decoded: record it again")
+    return np.concatenate(parts), {"runs": runs}
+
+
+def _decoded(source: MediaSource, limits: Limits) -> Iterator[tuple[Samples, int]]:
+    options = {"protocol_whitelist": "file"}  # nothing but the file, whatever it refers to
+    with refusing(source.name, "opened"):
+        container = av.open(
+            str(source.data), format=demuxer(source), options=options, metadata_errors="ignore"
+        )
+    with container:
+        streams = [s for s in container.streams.audio if s.codec_context is not None]
+        if not streams:
+            raise MediaError(f"{source.name} has no sound: give a file with an audio track")
+        stream = streams[0]
+        length = stream.duration * stream.time_base if stream.duration and stream.time_base else 0
+        limits.check_duration(source.name, float(length))
+        for frame in _frames(container, stream):
+            yield _mono(frame, source.name), int(frame.sample_rate)
+
+
+def _frames(container: Any, stream: Any) -> Iterator[Any]:
+    """Frames; a packet that does not decode is left out, and so is a truncated end."""
+    packets, failed = container.demux(stream), 0
+    while failed < _DAMAGED:
+        try:
+            packet = next(packets, None)
+        except Exception:  # a truncated end, or a stream that the header does not name
+            return
+        if packet is None:
+            return
+        try:
+            found = packet.decode()
+        except Exception:  # garbage makes decoders raise nearly anything
+            failed += 1
+            continue
+        failed = 0
+        yield from found
+
+
+def _mono(frame: Any, name: str) -> Samples:
+    array = frame.to_ndarray()
+    if not frame.format.is_planar:
+        array = array.reshape(-1, frame.layout.nb_channels).T
+    mono: Samples = _scaled(array, name).mean(axis=0, dtype=np.float32)
+    return mono
+
+
+def _scaled(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Integers to -1..1."""
+    if array.dtype == np.uint8:
+        return (array.astype(np.float32) - 128.0) / 128.0
+    if array.dtype.kind == "i":
+        return (array / float(1 << (8 * array.itemsize - 1))).astype(np.float32)
+    out = array.astype(np.float32)
+    if not np.isfinite(out).all():
+        raise MediaError(f"{name} has samples that are no numbers: record it again")
+    return out
+
+
+def _other(source: MediaSource) -> Iterator[tuple[Samples, int]]:
+    """What libsndfile knows and our table does not."""
+    import soundfile
+
+    with source.open() as file:
+        try:
+            sound = soundfile.SoundFile(file)
+        except (soundfile.SoundFileError, TypeError, RuntimeError):
+            raise not_sound(source) from None
+        with sound, refusing(source.name):
+            for block in sound.blocks(blocksize=1 << 14, dtype="float32", always_2d=True):
+                yield _scaled(block.T, source.name).mean(axis=0), int(sound.samplerate)
+
+
+Array = np.ndarray[Any, Any]
+ANIMATED = ("gif", "webp", "png", "avif")
+_PILLOW = 40  # times that Pillow takes for a frame what a video decoder takes
+
+
+def decode(job: dict[str, Any], path: str) -> tuple[Array, dict[str, Any]]:
+    """Decode one input.
+
+    Args:
+        job: `kind`, `limits` (fields of `Limits`), and for a clip `frames` or `fps`,
+            `frame_pixels` and `clip_pixels`.
+        path: The encoded input.
+
+    Returns:
+        Samples or pixels, and what else there is to know of them.
+
+    Raises:
+        MediaError: It is broken, too large, or not of that kind.
+    """
+    limits = Limits(**job["limits"])
+    if job["kind"] == "image":
+        return read_image(path, limits=limits), {}
+    if job["kind"] == "sound":
+        return read_sound(open_source(path, limits, job_kind), limits)
+    source = open_source(path, limits)
+    tight = _tightened(source, limits, job["frame_pixels"], job["clip_pixels"])
+    sampling = {k: job[k] for k in ("frames", "fps") if job.get(k) is not None}
+    # PyAV reads every kind; decord's own threads would outgrow the limits of this process.
+    clip = read_video(path, limits=tight, backend="pyav", **sampling)
+    return np.ascontiguousarray(clip.frames), {"metadata": clip.metadata()}
+
+
+def job_kind(name: str, head: bytes) -> str:
+    """See `sniff_sound`."""
+    from mmfast.frontends.audio.reader import sniff_sound
+
+    return sniff_sound(name, head)
+
+
+def _tightened(source: MediaSource, limits: Limits, frame: int, clip: int) -> Limits:
+    """Limits on the frames of a source, from the size of one: before any is decoded."""
+    if source.kind in IMAGE_KINDS:
+        if source.kind not in ANIMATED:
+            raise MediaError(f"{source.name} is a still image ({source.kind}): give it as an image")
+        with open_image(source, limits) as image:
+            width, height = image.size
+        most = clip // _PILLOW // (width * height)
+    else:
+        check_header(source)
+        with open_video(source, replace(limits, pixels=frame)) as (_, stream):
+            width, height = stream.width, stream.height
+        replace(limits, pixels=frame).check_picture(source.name, width, height)
+        most = clip // (width * height)
+    return replace(limits, pixels=min(limits.pixels, frame), frames=min(limits.frames, most))
+
+
+def main(control: socket.socket) -> None:
+    """Fork a process for every pair of files that comes: its connection and its input."""
+    _warm()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks leave nothing behind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's business
+    control.sendall(b"r")
+    while True:
+        said, fds, _, _ = socket.recv_fds(control, 1, 2)
+        if not said:
+            return
+        pid = os.fork() if len(fds) == 2 else -1
+        if pid == 0:
+            control.close()
+            _one(socket.socket(fileno=fds[0]), fds[1])
+        for fd in fds:
+            os.close(fd)
+
+
+def _warm() -> None:
+    """Import what decoders import when they are first used.
+
+    Pictures are also decoded once; clips not, whose threads no fork would have.
+    """
+    import av.subtitles.stream  # noqa: F401
+    import numpy.ma  # noqa: F401
+    import soundfile  # noqa: F401
+    from PIL import Image
+
+    Image.init()
+    for kind in ("PNG", "JPEG", "WEBP"):
+        Image.new("RGB", (8, 8)).save(file := io.BytesIO(), kind)
+        read_image(file.getvalue())
+
+
+def _one(sock: socket.socket, media: int) -> None:
+    """Decode one input, answer, and end."""
+    try:
+        put(sock, {"pid": os.getpid()})
+        job, _ = get(sock)
+        limit(job["memory"], job["seconds"], job["limits"]["decoded_bytes"])
+        confine()
+        _answer(sock, job, media)
+    except BaseException:  # nobody is there to hear it
+        os._exit(1)
+    os._exit(0)
+
+
+def _answer(sock: socket.socket, job: dict[str, Any], media: int) -> None:
+    path = path_of(media)
+    try:
+        array, facts = decode(job, path)
+        result = anonymous()
+        fill(result, array)
+    except MediaError as error:
+        told = str(error).replace(repr(path), f"the {job['kind']}")
+        put(sock, {"error": told})
+    except MemoryError:
+        put(sock, {"error": f"the {job['kind']} needs more memory to decode than is allowed"})
+    except Exception as error:  # garbage makes decoders raise nearly anything
+        kind = type(error).__name__
+        put(sock, {"error": f"the {job['kind']} cannot be decoded ({kind}): it is damaged"})
+    else:
+        put(sock, {"shape": array.shape, "dtype": array.dtype.str, **facts}, (result,))
+
+
+def limit(memory: int, seconds: float, result: int) -> None:
+    """Bound what this process may use from here on.
+
+    Args:
+        memory: Bytes beyond what it has.
+        seconds: Of the clock; processor time on all cores is bounded by four times that.
+        result: Bytes of the largest file.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds + 0.5)
+    _set(resource.RLIMIT_CORE, 0)
+    _set(resource.RLIMIT_CPU, int(4 * seconds) + 1)
+    _set(resource.RLIMIT_FSIZE, result + 4096)
+    _set(resource.RLIMIT_DATA, _data() + memory)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # what FFmpeg has to say about a stranger's file
+        os.dup2(quiet, stream)
+
+
+def _set(what: int, value: int) -> None:
+    with suppress(ValueError, OSError):  # lower already
+        resource.setrlimit(what, (value, value))
+
+
+def _data() -> int:
+    """Bytes of private memory that this process has."""
+    with suppress(OSError), Path("/proc/self/status").open(encoding="ascii") as file:
+        for line in file:
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) << 10
+    return 256 << 20
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))

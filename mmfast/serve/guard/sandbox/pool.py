@@ -1,0 +1,363 @@
+"""Decode in processes of their own: bounded in number, memory and time, killed when they hang.
+
+Messages between the server and the processes that decode: JSON with its length before it.
+
+Never pickles: what a decoder says must not run in the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmfast.core.errors import MediaError, MmfastError
+from mmfast.serve.guard.errors import ApiError, busy
+
+_START = 30.0  # seconds for the first process to import what it needs
+_CHILD = "mmfast.serve.guard.sandbox.child"
+
+
+class Parent:
+    """The process that is forked; started when it is first needed and when it has died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(self) -> None:
+        """Start it, unless it runs."""
+        with self._lock:
+            self._ready()
+
+    def fork(self, theirs: socket.socket, media: int) -> None:
+        """Have it fork a process for this connection and this input.
+
+        Raises:
+            ApiError: It does not start.
+        """
+        with self._lock:
+            for _ in range(2):  # it may have died since the last input
+                control = self._ready()
+                with suppress(OSError):
+                    socket.send_fds(control, [b"j"], [theirs.fileno(), media])
+                    return
+                self._end()
+        raise ApiError(503, "the process that decodes media does not start", code="decoder")
+
+    def _ready(self) -> socket.socket:
+        if self._control is not None and self._process and self._process.poll() is None:
+            return self._control
+        self._end()
+        ours, theirs = socket.socketpair()
+        root = str(Path(__file__).resolve().parents[4])
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _CHILD, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=env,
+            )
+        self._control = ours
+        ours.settimeout(_START)
+        with suppress(OSError):
+            if ours.recv(1) == b"r":
+                ours.settimeout(5.0)
+                return ours
+        self._end()
+        raise ApiError(503, "the process that decodes media does not start", code="decoder")
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._control = self._process = None
+
+    def close(self) -> None:
+        """End it; what it forked ends by its own clock."""
+        with self._lock:
+            self._end()
+
+
+class Pid:
+    """A process that may be killed at any time, and never another one of its number."""
+
+    def __init__(self) -> None:
+        self._pid, self._fd, self._lock = 0, -1, threading.Lock()
+
+    def open(self, pid: int) -> None:
+        """It runs, and is ours."""
+        with self._lock, suppress(OSError):
+            self._pid = pid
+            if hasattr(os, "pidfd_open"):
+                self._fd = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """End it, if it still runs."""
+        with self._lock, suppress(OSError):
+            if self._fd >= 0:
+                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+            elif self._pid and not hasattr(os, "pidfd_open"):
+                os.kill(self._pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Forget it."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._pid = -1, 0
+
+
+_LENGTH = struct.Struct("<I")
+_LONGEST = 16 << 20  # metadata of a clip of a million frames would be less
+
+
+def put(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Send a message, and files with it."""
+    data = json.dumps(message).encode()
+    head = _LENGTH.pack(len(data))
+    if fds:
+        socket.send_fds(sock, [head], list(fds))
+    else:
+        sock.sendall(head)
+    sock.sendall(data)
+
+
+def get(sock: socket.socket, files: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """Receive a message, and at most `files` files with it.
+
+    Raises:
+        ConnectionError: The other side is gone.
+    """
+    fds: list[int] = []
+    if files:
+        head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, files)
+        head += _exactly(sock, _LENGTH.size - len(head)) if head else b""
+    else:
+        head = _exactly(sock, _LENGTH.size)
+    if not head:
+        raise ConnectionError("the other side is gone")
+    (length,) = _LENGTH.unpack(head)
+    if length > _LONGEST:
+        raise ConnectionError(f"a message of {length} bytes")
+    found = json.loads(_exactly(sock, length))
+    return (found if isinstance(found, dict) else {}), fds
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = sock.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise ConnectionError("the other side is gone")
+        parts += part
+    return bytes(parts)
+
+
+def anonymous() -> int:
+    """A file in memory that has no name; on disk where the system has no such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("mmfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def path_of(fd: int) -> str:
+    """A name under which this process can open a file that has none."""
+    return f"/proc/self/fd/{fd}" if Path("/proc/self/fd").is_dir() else f"/dev/fd/{fd}"
+
+
+def fill(fd: int, data: Any) -> None:
+    """Write all of a buffer."""
+    view = memoryview(data).cast("B")
+    done = 0
+    while done < len(view):
+        done += os.write(fd, view[done : done + (1 << 26)])
+
+
+_ADD_SEALS, _KEEP_SIZE = 1033, 0x2 | 0x4  # fcntl: neither shrink nor grow
+_FORK = 10.0  # seconds for a process to begin
+_TYPES: dict[str, np.dtype[Any]] = {"|u1": np.dtype(np.uint8), "<f4": np.dtype(np.float32)}
+Array = np.ndarray[Any, Any]
+
+
+class Decoders:
+    """Forks one process for every input.
+
+    Args:
+        workers: Inputs that are decoded at once.
+        waiting: Inputs that may wait for that; one more is refused.
+        held: Bytes of decoded media that may be in use; what is no longer needed does not count.
+    """
+
+    def __init__(self, workers: int, waiting: int = 64, held: int = 2 << 30) -> None:
+        self._threads = ThreadPoolExecutor(workers, "decoders")
+        self._most, self._pending = workers + waiting, 0
+        self._held, self._room = _Held(held), threading.Lock()
+        self._parent = Parent()
+
+    def warm(self) -> None:
+        """Start the process that the others are forked from."""
+        self._parent.start()
+
+    async def decode(self, data: bytes, job: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
+        """Decode one input; leaving early kills its process.
+
+        Args:
+            data: Encoded.
+            job: See `mmfast.serve.guard.sandbox.child`, with `seconds` and `memory`.
+
+        Raises:
+            MediaError: It cannot be decoded, or not within its limits.
+            ApiError: 429, too many wait.
+        """
+        with self._room:
+            if self._pending >= self._most:
+                raise busy(f"{self._most} media are being decoded or wait already", code="decoding")
+            self._pending += 1
+        task = _Task(self._parent, self._held, data, job)
+        try:
+            future = self._threads.submit(task.run)
+        except RuntimeError:  # closed
+            self._leave()
+            raise ApiError(503, "the server is shutting down", code="closing") from None
+        future.add_done_callback(lambda _: self._leave())
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task.stop()
+            raise
+
+    def _leave(self) -> None:
+        with self._room:
+            self._pending -= 1
+
+    def close(self) -> None:
+        """End all processes."""
+        self._parent.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Held:
+    """Counts the bytes of decoded media that somebody still uses."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._now, self._lock = most, 0, threading.Lock()
+        self._dropped: deque[int] = deque()  # what a finalizer may do at any time: append
+
+    def keep(self, owner: Any, size: int) -> None:
+        """Count `size` bytes until `owner` is gone."""
+        with self._lock:
+            while self._dropped:
+                self._now -= self._dropped.popleft()
+            if self._now + size > self._most:
+                raise busy("the server holds as many decoded media as it may", 2.0, "media_memory")
+            self._now += size
+        weakref.finalize(owner, self._dropped.append, size).atexit = False
+
+
+class _Task:
+    """One input, from the thread that waits for it."""
+
+    def __init__(self, parent: Parent, held: _Held, data: bytes, job: dict[str, Any]) -> None:
+        self._parent, self._held, self._data, self._job = parent, held, data, job
+        self._stopped, self._pid = False, Pid()
+
+    def stop(self) -> None:
+        """Nobody waits any more."""
+        self._stopped = True
+        self._pid.kill()
+
+    def run(self) -> tuple[Array, dict[str, Any]]:
+        """Decode it."""
+        what, seconds = self._job["kind"], self._job["seconds"]
+        if self._stopped:
+            raise MediaError(f"nobody waits for the {what}")
+        ours, theirs = socket.socketpair()
+        media = anonymous()
+        try:
+            fill(media, self._data)
+            with ours:
+                with theirs:
+                    self._parent.fork(theirs, media)
+                return self._talk(ours, time.monotonic() + seconds + 1.0)
+        except MmfastError:
+            raise
+        except TimeoutError:
+            raise MediaError(f"decoding the {what} took over {seconds:g} s: cut it") from None
+        except (ConnectionError, OSError, ValueError):
+            raise MediaError(
+                f"the {what} cannot be decoded within the memory and {seconds:g} s allowed: "
+                f"it is damaged, or cut it or scale it down"
+            ) from None
+        finally:
+            self._pid.kill()
+            self._pid.close()
+            os.close(media)
+
+    def _talk(self, sock: socket.socket, deadline: float) -> tuple[Array, dict[str, Any]]:
+        sock.settimeout(_FORK)
+        try:
+            said, _ = get(sock)
+        except OSError:
+            self._parent.close()  # it does not fork: the next input gets another one
+            raise
+        self._pid.open(int(said["pid"]))
+        if self._stopped:
+            raise ConnectionError("nobody waits")
+        put(sock, self._job)
+        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        reply, fds = get(sock, 1)
+        try:
+            if "error" in reply:
+                raise MediaError(str(reply["error"]))
+            return self._mapped(fds[0], reply), reply
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _mapped(self, fd: int, reply: dict[str, Any]) -> Array:
+        """The result where the process left it; a change of ours is ours alone."""
+        _keep_size(fd)
+        dtype: np.dtype[Any] = _TYPES[reply["dtype"]]
+        shape = tuple(int(n) for n in reply["shape"])
+        count = int(np.prod(shape, dtype=np.int64))
+        size = count * dtype.itemsize
+        if not 0 < size == os.fstat(fd).st_size or size > self._job["limits"]["decoded_bytes"]:
+            raise ValueError(f"a result of {size} bytes")
+        memory = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+        self._held.keep(memory, size)
+        flat: Array = np.frombuffer(memory, dtype, count)
+        return flat.reshape(shape)
+
+
+def _keep_size(fd: int) -> None:
+    """Nobody can cut the file while it is mapped here."""
+    if sys.platform.startswith("linux"):
+        import fcntl
+
+        fcntl.fcntl(fd, _ADD_SEALS, _KEEP_SIZE)

@@ -1,0 +1,377 @@
+"""Events of clients: text to a checked value, or an error that names what is wrong."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mmfast.core.errors import unknown
+from mmfast.serve.guard.body import loads
+from mmfast.serve.guard.errors import ApiError
+from mmfast.serve.realtime.errors import EventError
+
+MOST_TEXT = 100_000  # letters of one text
+Words = Annotated[str, Field(max_length=MOST_TEXT)]
+Name = Annotated[str, Field(min_length=1, max_length=64)]
+Tokens = Annotated[int, Field(ge=1, le=4096)] | Literal["inf"]
+Modality = Literal["text", "audio"]
+
+
+class StrictShape(BaseModel):
+    """Unknown fields are errors: a typing mistake must not pass for a setting."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Pcm(StrictShape):
+    """16-bit samples, little-endian, mono."""
+
+    type: Literal["audio/pcm"] = "audio/pcm"
+    rate: Literal[24000] | None = None
+
+
+class Pcmu(StrictShape):
+    """G.711, 8 kHz."""
+
+    type: Literal["audio/pcmu"]
+
+
+class Pcma(StrictShape):
+    """G.711, 8 kHz."""
+
+    type: Literal["audio/pcma"]
+
+
+Format = Annotated[Pcm | Pcmu | Pcma, Field(discriminator="type")]
+
+
+class ServerVad(StrictShape):
+    """Turns end with silence."""
+
+    type: Literal["server_vad"]
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    prefix_padding_ms: Annotated[int, Field(ge=0, le=5000)] | None = None
+    silence_duration_ms: Annotated[int, Field(ge=0, le=20_000)] | None = None
+    idle_timeout_ms: Annotated[int, Field(ge=100, le=3_600_000)] | None = None
+    create_response: bool | None = None
+    interrupt_response: bool | None = None
+
+
+class SemanticVad(StrictShape):
+    """Turns end with silence, how much depends on the eagerness."""
+
+    type: Literal["semantic_vad"]
+    eagerness: Literal["low", "medium", "high", "auto"] | None = None
+    create_response: bool | None = None
+    interrupt_response: bool | None = None
+
+
+TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
+
+
+class VoiceShape(StrictShape):
+    """A voice by its id."""
+
+    id: Name
+
+
+class NoiseReduction(StrictShape):
+    """What it is called by clients; sound is taken as it comes here, and `session` says so."""
+
+    type: Literal["near_field", "far_field"]
+
+
+class AudioInput(StrictShape):
+    """What comes in."""
+
+    format: Format | None = None
+    transcription: dict[str, Any] | None = None
+    noise_reduction: NoiseReduction | None = None
+    turn_detection: TurnDetection | None = None
+
+
+class AudioOutput(StrictShape):
+    """What goes out."""
+
+    format: Format | None = None
+    voice: Name | VoiceShape | None = None
+    speed: Annotated[float, Field(ge=0.25, le=1.5)] | None = None
+
+
+class Audio(StrictShape):
+    """Both."""
+
+    input: AudioInput | None = None
+    output: AudioOutput | None = None
+
+
+class SessionShape(StrictShape):
+    """`session` of `session.update`; what is left out stays as it is."""
+
+    type: Literal["realtime"] = "realtime"
+    object: Literal["realtime.session"] | None = None
+    id: str | None = None
+    model: str | None = None
+    instructions: Words | None = None
+    output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)] | None = None
+    audio: Audio | None = None
+    max_output_tokens: Tokens | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    # without an effect here; what clients send by default must not be an error
+    truncation: Any = None
+    tracing: Any = None
+    include: Any = None
+    prompt: Any = None
+    reasoning: Any = None
+    parallel_tool_calls: Any = None
+    expires_at: Any = None
+
+
+class Content(StrictShape):
+    """A part of an item."""
+
+    type: Literal["input_text", "input_audio", "input_image", "output_text", "output_audio"]
+    text: Words | None = None
+    audio: str | None = None
+    transcript: Words | None = None
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class MessageShape(StrictShape):
+    """An item of the conversation."""
+
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Content], Field(min_length=1, max_length=32)]
+    id: Name | None = None
+    object: Literal["realtime.item"] | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class ReferenceShape(StrictShape):
+    """An item that is there already."""
+
+    type: Literal["item_reference"]
+    id: Name
+
+
+class ResponseOutput(StrictShape):
+    """How one response sounds."""
+
+    output: AudioOutput | None = None
+
+
+class Wish(StrictShape):
+    """`response` of `response.create`; what is left out is the session's."""
+
+    instructions: Words | None = None
+    output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)] | None = None
+    audio: ResponseOutput | None = None
+    max_output_tokens: Tokens | None = None
+    conversation: Literal["auto", "none"] | None = None
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Field(max_length=64)],
+                Annotated[str, Field(max_length=512)],
+            ],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    input: (
+        Annotated[
+            list[Annotated[MessageShape | ReferenceShape, Field(discriminator="type")]],
+            Field(max_length=64),
+        ]
+        | None
+    ) = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    prompt: Any = None
+    reasoning: Any = None
+    parallel_tool_calls: Any = None
+
+
+_LONE = re.compile("[\ud800-\udfff]")  # half a character: JSON may write it, no tokenizer takes it
+
+
+class RealtimeEvent(StrictShape):
+    """One event."""
+
+    event_id: str | None = Field(None, max_length=512)
+
+
+class SessionUpdate(RealtimeEvent):
+    """Change settings."""
+
+    type: Literal["session.update"]
+    session: SessionShape
+
+
+class AudioAppend(RealtimeEvent):
+    """More sound."""
+
+    type: Literal["input_audio_buffer.append"]
+    audio: str
+
+
+class AudioCommit(RealtimeEvent):
+    """What was said is over."""
+
+    type: Literal["input_audio_buffer.commit"]
+
+
+class AudioClear(RealtimeEvent):
+    """Forget what is being said."""
+
+    type: Literal["input_audio_buffer.clear"]
+
+
+class OutputClear(RealtimeEvent):
+    """Be silent; of connections whose sound the server plays."""
+
+    type: Literal["output_audio_buffer.clear"]
+
+
+class ItemCreate(RealtimeEvent):
+    """Write an item."""
+
+    type: Literal["conversation.item.create"]
+    item: MessageShape
+    previous_item_id: Name | None = None
+
+
+class ItemDelete(RealtimeEvent):
+    """Forget an item."""
+
+    type: Literal["conversation.item.delete"]
+    item_id: Name
+
+
+class ItemRetrieve(RealtimeEvent):
+    """Show an item."""
+
+    type: Literal["conversation.item.retrieve"]
+    item_id: Name
+
+
+class ItemTruncate(RealtimeEvent):
+    """So much of a reply was heard."""
+
+    type: Literal["conversation.item.truncate"]
+    item_id: Name
+    content_index: int
+    audio_end_ms: float = Field(allow_inf_nan=False)
+
+
+class ResponseCreate(RealtimeEvent):
+    """Answer."""
+
+    type: Literal["response.create"]
+    response: Wish | None = None
+
+
+class ResponseCancel(RealtimeEvent):
+    """Stop answering."""
+
+    type: Literal["response.cancel"]
+    response_id: Name | None = None
+
+
+class ImageAppend(RealtimeEvent):
+    """A frame of live video, of an own namespace: no item, and the oldest that wait are dropped."""
+
+    type: Literal["mmfast.input_image_buffer.append"]
+    image: str
+    time: float | None = Field(None, ge=0, le=1e9, allow_inf_nan=False)
+
+
+EVENTS: dict[str, type[RealtimeEvent]] = {
+    str(cls.model_fields["type"].annotation.__args__[0]): cls  # type: ignore[union-attr]
+    for cls in RealtimeEvent.__subclasses__()
+}
+
+
+def read(text: str, depth: int = 32) -> dict[str, Any]:
+    """Text to an object with a known `type`.
+
+    Args:
+        text: As it came.
+        depth: Deepest nesting.
+
+    Raises:
+        EventError: It is no JSON object, or nested too deep.
+    """
+    try:
+        found = _whole(loads(text, depth))
+    except ApiError as error:
+        if error.code != "invalid_json":
+            raise EventError(error.message, error.code or "invalid_value") from None
+        text = "the event is no valid JSON; send one object a message"
+        raise EventError(text, "invalid_json") from None
+    if not isinstance(found, dict):
+        raise EventError(f"the event is a {type(found).__name__}; send an object", "invalid_json")
+    return found
+
+
+def checked(found: dict[str, Any]) -> RealtimeEvent:
+    """An object as an event.
+
+    Raises:
+        EventError: Unknown type; a field is missing, unknown, or of a wrong value.
+    """
+    kind = found.get("type")
+    if not isinstance(kind, str):
+        raise EventError("the event has no type", "missing_required_parameter", "type")
+    if kind not in EVENTS:
+        raise EventError(unknown("event", kind[:80], EVENTS), "invalid_value", "type")
+    try:
+        return EVENTS[kind].model_validate(found)
+    except ValidationError as error:
+        raise _precise(error) from None
+
+
+_CODES = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "string_too_long": "string_above_max_length",
+    "union_tag_not_found": "missing_required_parameter",
+}
+_TAGS = re.compile(
+    r"^(server_vad|semantic_vad|audio/pcm[ua]?|message|item_reference|Voice|int|str|constrained-.*"
+    r"|literal\[.*|function-.*)$"
+)
+
+
+def _precise(error: ValidationError) -> EventError:
+    """The first thing that is wrong: where it is, what is there, what may be."""
+    errors = error.errors(include_url=False, include_context=False)
+    # of a union every member complains: the one that came furthest knows best
+    first = max(errors, key=lambda each: len(each["loc"]))
+    where = ".".join(str(part) for part in first["loc"] if not _TAGS.match(str(part)))
+    kind = str(first["type"])
+    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    given = "" if kind in ("missing", "union_tag_not_found") else f" ({_brief(first['input'])})"
+    return EventError(f"{where}{given}: {first['msg']}", code, where)
+
+
+def _brief(value: Any) -> str:
+    text = repr(value[:60]) if isinstance(value, str) else reprlib.repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _whole(value: Any) -> Any:
+    """Without halves of characters, at any depth."""
+    if isinstance(value, str):
+        return _LONE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    if isinstance(value, dict):
+        return {_whole(key): _whole(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,1 @@
+"""What has left the window of a stream: tiers, blocks and recall."""

@@ -1,0 +1,435 @@
+"""The archive of a stream: every block that left the window, found again and read by question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.kv import Block, Clusters, Retriever
+from mmfast.ops.quantisation import Quantiser
+from mmfast.streams.archive.blocks import Stored, TierQuotas
+from mmfast.streams.archive.disk import Reports
+from mmfast.streams.archive.tiers import Tiers
+from mmfast.streams.buffers import Buffer, LiveBlock, Start, Turner, highest, walk
+
+_LEAST = 64
+
+
+class Rows:
+    """Parallel arrays of rows, each of which belongs to a block; blocks arrive in order.
+
+    Rows are appended into spare capacity. Lost rows are skipped at the front and marked
+    elsewhere; arrays are made anew, twice as large as what is alive, only when they are full or
+    are read with marked rows in them. So memory follows what is alive, and nothing is moved more
+    than a few times.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Tensor] = {}
+        # Ascending. Arrays of numpy: their small steps cost a tenth of a tensor's.
+        self._owner = np.empty(0, dtype=np.int64)
+        self._alive = np.empty(0, dtype=np.bool_)
+        self._head = self._tail = self._dead = 0
+
+    def __len__(self) -> int:
+        return self._tail - self._head - self._dead
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, spare capacity included."""
+        columns = sum(column.nbytes for column in self._columns.values())
+        return self._owner.nbytes + self._alive.nbytes + columns
+
+    def append(self, number: int, **columns: Tensor) -> None:
+        """Add rows `[k, ...]` of block `number`, which is above all before."""
+        count = len(next(iter(columns.values())))
+        if not self._columns:
+            self._columns = {
+                name: new.new_empty(0, *new.shape[1:]) for name, new in columns.items()
+            }
+        if self._tail + count > len(self._owner):
+            self._resize(2 * (len(self) + count))
+        end = self._tail + count
+        for name, new in columns.items():
+            self._columns[name][self._tail : end] = new
+        self._owner[self._tail : end] = number
+        self._alive[self._tail : end] = True
+        self._tail = end
+
+    def drop(self, number: int) -> None:
+        """Lose the rows of a block, if it has any."""
+        owner = self._owner[self._head : self._tail]
+        start = self._head + int(owner.searchsorted(number))
+        end = self._head + int(owner.searchsorted(number, side="right"))
+        if start == end or not self._alive[start]:
+            return
+        if start == self._head:
+            self._head = end
+        else:
+            self._alive[start:end] = False
+            self._dead += end - start
+
+    def spans(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """First row of each block and the one behind its last, as `view` has them."""
+        owner = torch.from_numpy(self._owner[self._head : self._tail])
+        return torch.searchsorted(owner, numbers), torch.searchsorted(owner, numbers, right=True)
+
+    def view(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The block of each row `[C]`, on the CPU, and the columns; not to be written to."""
+        if self._dead:
+            self._resize(2 * len(self))
+        live = slice(self._head, self._tail)
+        owner = torch.from_numpy(self._owner[live])
+        return owner, {name: column[live] for name, column in self._columns.items()}
+
+    def _resize(self, capacity: int) -> None:
+        rows = self._head + self._alive[self._head : self._tail].nonzero()[0]
+        capacity, live = max(_LEAST, capacity), len(rows)
+        owner, self._alive = np.empty(capacity, np.int64), np.zeros(capacity, np.bool_)
+        owner[:live], self._alive[:live] = self._owner[rows], True
+        self._owner = owner
+        taken = torch.from_numpy(rows)
+        self._columns = {name: _moved(c, taken, capacity) for name, c in self._columns.items()}
+        self._head, self._tail, self._dead = 0, live, 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data of what is alive."""
+        owner, columns = self.view()
+        return {"owner": owner, "columns": columns}
+
+    @classmethod
+    def restore(cls, tree: dict[str, Any], device: torch.device) -> Rows:
+        """The inverse of `snapshot`."""
+        rows = cls()
+        rows._columns = {name: column.to(device) for name, column in tree["columns"].items()}
+        rows._owner = tree["owner"].numpy().copy()
+        rows._alive = np.ones(len(rows._owner), np.bool_)
+        rows._tail = len(rows._owner)
+        return rows
+
+
+def _moved(column: Tensor, rows: Tensor, capacity: int) -> Tensor:
+    new = column.new_empty(capacity, *column.shape[1:])
+    new[: len(rows)] = column[rows.to(column.device)]
+    return new
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Tokens of a block to read in one layer.
+
+    Attributes:
+        number: Of the block.
+        tokens: `[m]` int64 ascending, among those the layer holds of it; None for all.
+    """
+
+    number: int
+    tokens: Tensor | None
+
+
+class LayerIndex:
+    """Clusters of all stored blocks of a layer, and which token is in which of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clusters = Rows()
+        self._tokens = Rows()  # only of blocks with more than one cluster
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._clusters.nbytes + self._tokens.nbytes
+
+    def add(self, number: int, clusters: Clusters) -> None:
+        """Add a block, newer than all before."""
+        means, counts = clusters.means.to(self._device), clusters.counts.to(self._device)
+        self._clusters.append(number, means=means, counts=counts)
+        if len(counts) > 1:
+            self._tokens.append(number, cluster=clusters.owner.to("cpu", torch.int32))
+
+    def drop(self, number: int) -> None:
+        """Lose a block, if it is there."""
+        self._clusters.drop(number)
+        self._tokens.drop(number)
+
+    def choose(self, query: Tensor, retriever: Retriever) -> list[Found]:
+        """What a retriever reads for the query `[Hq, T, d]`, in time order."""
+        if not len(self._clusters):
+            return []
+        owner, columns = self._clusters.view()
+        index = Clusters(columns["means"], columns["counts"], owner.to(self._device))
+        chosen = retriever.choose(query.to(self._device), index).cpu()
+        numbers = owner[chosen].unique()
+        first, end = self._clusters.spans(numbers)
+        cluster = self._tokens.view()[1].get("cluster", torch.empty(0, dtype=torch.int32))
+        spans = torch.stack([first, end, *self._tokens.spans(numbers)], 1).tolist()
+        return [
+            Found(number, _tokens(chosen[a:b], cluster[c:d]))
+            for number, (a, b, c, d) in zip(numbers.tolist(), spans, strict=True)
+        ]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"clusters": self._clusters.snapshot(), "tokens": self._tokens.snapshot()}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Take over a snapshot."""
+        self._clusters = Rows.restore(tree["clusters"], self._device)
+        self._tokens = Rows.restore(tree["tokens"], torch.device("cpu"))
+
+
+def _tokens(chosen: Tensor, cluster: Tensor) -> Tensor | None:
+    """Tokens of a block whose cluster is chosen; None where that is all of them."""
+    if bool(chosen.all()):
+        return None
+    return chosen[cluster.long()].nonzero()[:, 0]
+
+
+REPORTED = ("dropped", "corrupt", "lost", "disk_errors")
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPart:
+    """Keys and values of one layer, read from a stored block.
+
+    Attributes:
+        number: Of the block.
+        keys: `[H, m, d]` before RoPE.
+        values: `[H, m, d]`.
+        relative: `[A, m]` positions from the start of the block.
+        advance: `[A]` from the start of the block to that of the next one.
+    """
+
+    number: int
+    keys: Tensor
+    values: Tensor
+    relative: Tensor
+    advance: Tensor
+
+
+class Archive:
+    """Stored blocks of one stream within byte quotas, with an index per layer to search them.
+
+    The cost of adding a block does not depend on how many there are. Nothing here raises because
+    a disk is full, gone or damaged: the blocks it takes along are dropped and reported.
+    """
+
+    def __init__(
+        self,
+        retriever: Retriever,
+        layers: int,
+        device: torch.device | str = "cpu",
+        tiers: TierQuotas | None = None,
+        store: Quantiser | None = None,
+    ) -> None:
+        """An empty archive.
+
+        Args:
+            retriever: Chooses what is read.
+            layers: Of the language model.
+            device: Where parts are wanted and the index lies.
+            tiers: Byte quotas; None is `Quotas()`, main memory alone.
+            store: Packs blocks that leave the device.
+        """
+        self.reports = Reports()
+        self._retriever = retriever
+        self._device = torch.device(device)
+        self._index = [LayerIndex(self._device) for _ in range(layers)]
+        self._gone: list[int] = []  # numbers that the tiers lost, until the index forgets them
+        self._tiers = Tiers(tiers or TierQuotas(), store, self.reports, self._gone.append)
+        self._newest = -1
+
+    def put(self, block: Block) -> None:
+        """Add the newest block; the oldest go where quotas are reached.
+
+        Raises:
+            MmfastError: It is not newer than all before, or has another number of layers.
+        """
+        if block.number <= self._newest or len(block.keys) != len(self._index):
+            raise MmfastError(
+                f"block {block.number} of {len(block.keys)} layers cannot follow block "
+                f"{self._newest} in an archive of {len(self._index)} layers; put blocks in order"
+            )
+        stored = Stored.of(block)
+        clusters = [self._retriever.represent(k) if k.shape[1] else None for k in block.keys]
+        self._newest = block.number
+        for index, found in zip(self._index, clusters, strict=True):
+            if found is not None:
+                index.add(block.number, found)
+        self._tiers.put(stored)
+        self._unindex()
+
+    def choose(self, layer: int, query: Tensor) -> list[Found]:
+        """What to read in a layer for the queries `[Hq, T, d]` (before RoPE) of a question."""
+        return self._index[layer].choose(query, self._retriever)
+
+    def read(self, layer: int, found: Sequence[Found]) -> list[LayerPart]:
+        """Read what was found, in the same order.
+
+        Blocks that turn out damaged or gone are left out: they are dropped and reported.
+        """
+        parts = [self._part(layer, each) for each in found]
+        self._unindex()
+        return [part for part in parts if part is not None]
+
+    def _part(self, layer: int, found: Found) -> LayerPart | None:
+        read = self._tiers.read(found.number, layer)
+        if read is None:
+            return None
+        shared, held = read
+        keys, values = held.unpacked()
+        relative = shared.relative
+        if held.kept is not None:
+            relative = relative.index_select(-1, held.kept)
+        if found.tokens is not None:
+            tokens = found.tokens.to(keys.device)
+            keys, values = keys.index_select(1, tokens), values.index_select(1, tokens)
+            relative = relative.index_select(-1, found.tokens)
+        moved = (x.to(self._device) for x in (keys, values, relative, shared.advance))
+        return LayerPart(found.number, *moved)
+
+    def forget(self, number: int) -> None:
+        """Forget a block, if it is there."""
+        self._tiers.remove(number)
+        self._gone.append(number)
+        self._unindex()
+
+    def _unindex(self) -> None:
+        for number in self._gone:
+            for index in self._index:
+                index.drop(number)
+        self._gone.clear()
+
+    def numbers(self) -> list[int]:
+        """Numbers of the stored blocks, ascending."""
+        return sorted(self._tiers)
+
+    def __len__(self) -> int:
+        return len(self._tiers)
+
+    def nbytes(self) -> int:
+        """Bytes of blocks and index together, on all tiers."""
+        return sum(self._tiers.nbytes.values()) + self._index_bytes()
+
+    def _index_bytes(self) -> int:
+        return sum(index.nbytes for index in self._index)
+
+    def stats(self) -> dict[str, Any]:
+        """Blocks and bytes per tier, bytes of the index, what was dropped, corrupt or lost.
+
+        `reports` has the latest of it in words.
+        """
+        return {
+            "blocks": self._tiers.blocks,
+            "bytes": self._tiers.nbytes,
+            "index_bytes": self._index_bytes(),
+            **{kind: self.reports.counts[kind] for kind in REPORTED},
+            "reports": list(self.reports.lines),
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """All state; blocks on disk as files, which `saving.save` links or copies."""
+        return {
+            "newest": self._newest,
+            "tiers": self._tiers.snapshot(),
+            "index": [index.snapshot() for index in self._index],
+            "reports": self.reports.snapshot(),
+        }
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Take over a snapshot of an archive with the same retriever; quotas may differ."""
+        self._newest = tree["newest"]
+        self.reports.restore(tree["reports"])
+        for index, row in zip(self._index, tree["index"], strict=True):
+            index.restore(row)
+        self._tiers.restore(tree["tiers"], self._device)
+        self._unindex()
+
+    def close(self) -> None:
+        """Let go of everything, files of the disk tier included."""
+        self._gone += self.numbers()
+        self._unindex()
+        self._tiers.close()
+
+
+def recall(
+    turner: Turner,
+    layer: int,
+    buffer: Buffer,
+    blocks: Sequence[LiveBlock],
+    parts: Sequence[LayerPart],
+    question: LiveBlock,
+) -> None:
+    """Put stored tokens into the buffer of one layer, and what is older to its new place.
+
+    Places are those of a prompt of sinks, stored blocks, window and question. All layers share
+    the places of the question, and layers may read different amounts, so the prompt is laid out
+    from its end: sinks move away from the window, and the window stays where it is. Attention
+    only sees distances.
+
+    Args:
+        turner: Rotates the layer's keys.
+        layer: Which layer.
+        buffer: Of the layer, at the moment all of `blocks`.
+        blocks: Live blocks.
+        parts: Stored ones, in the order of time.
+        question: What asks; where it stands is fixed.
+    """
+    at = _opening(blocks)
+    stored = _as_blocks(parts)
+    starts = walk([*_sinks(blocks[:at], parts), *stored, *blocks[at:], question], turner.axes)
+    shift = tuple(a - b for a, b in zip(question.start, starts[-1], strict=True))
+    starts = [tuple(a + b for a, b in zip(start, shift, strict=True)) for start in starts]
+    turner.move_layer(layer, buffer, blocks, [*starts[:at], *starts[at + len(parts) : -1]])
+    places = zip(stored, starts[at : at + len(parts)], strict=True)
+    where = torch.cat([block.positions(layer, start) for block, start in places], 1)
+    keys = _side_by_side([part.keys for part in parts], buffer)
+    values = _side_by_side([part.values for part in parts], buffer)
+    buffer.write(keys, turner.rotate(layer, keys, where), values)
+    buffer.length += keys.shape[1]
+
+
+def _opening(blocks: Sequence[LiveBlock]) -> int:
+    """How many blocks stand before everything that has left: the sinks."""
+    for i, block in enumerate(blocks):
+        if block.number != i:
+            return i
+        if not block.whole:
+            return i + 1
+    return len(blocks)
+
+
+def _sinks(blocks: Sequence[LiveBlock], parts: Sequence[LayerPart]) -> list[LiveBlock]:
+    """Sinks for the walk: the rest of one that was cut stands where it stood, not behind it."""
+    sinks = list(blocks)
+    if sinks and not sinks[-1].whole and sinks[-1].number == parts[0].number:
+        sinks[-1] = replace(sinks[-1], advance=(0,) * len(sinks[-1].advance))
+    return sinks
+
+
+def _as_blocks(parts: Sequence[LayerPart]) -> list[LiveBlock]:
+    """Stored parts as blocks, to see where they belong."""
+    sizes = [part.relative.shape[1] for part in parts]
+    relatives = torch.cat([part.relative for part in parts], 1).cpu().split(sizes, 1)
+    advances = torch.stack([part.advance for part in parts]).tolist()  # one wait for the device
+    rows = zip(parts, relatives, advances, strict=True)
+    return [_as_block(part.number, relative, tuple(advance)) for part, relative, advance in rows]
+
+
+def _as_block(number: int, relative: Tensor, advance: Start) -> LiveBlock:
+    axes, n = relative.shape
+    # Text counts on all axes alike, so it starts on all of them at the same position.
+    level = axes > 1 and len(set(advance)) == 1 and bool((relative == relative[:1]).all())
+    top, kinds = highest(relative, advance), torch.zeros(n, dtype=torch.int64)
+    return LiveBlock(number, "text", None, relative, advance, False, level, top, kinds, (0,) * axes)
+
+
+def _side_by_side(rows: Sequence[Tensor], buffer: Buffer) -> Tensor:
+    assert buffer.data is not None
+    return torch.cat([row.to(buffer.data.device, buffer.data.dtype) for row in rows], 1)

@@ -1,0 +1,226 @@
+"""How many bytes of stored blocks, and how many of them, may lie where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.kv import Block
+from mmfast.ops.quantisation import PackedTensor, Quantiser, dequantise
+from mmfast.streams.saving import compact
+
+TIERS = ("device", "host", "disk")
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
+
+
+def parse_bytes(size: str | int | None) -> int | None:
+    """Read a size such as `"2GB"`, `"500 MB"`, `"1.5GiB"`, 4096; None is no limit.
+
+    Raises:
+        MmfastError: It is no size, or negative.
+    """
+    if size is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = None if match is None else _UNITS.get(match[2].upper())
+    if match is None or unit is None or isinstance(size, bool):
+        raise MmfastError(f"{size!r} is no size; write bytes, '500MB', '2GB' or '1.5GiB'")
+    whole = match[1].isdecimal()
+    return int(match[1]) * unit if whole else round(float(match[1]) * unit)
+
+
+@dataclass(frozen=True)
+class TierQuotas:
+    """Bytes per tier; 0 leaves a tier out, None sets no limit.
+
+    Attributes:
+        device: Beside the model, read without a copy over the bus.
+        host: In main memory.
+        disk: In files in `folder`.
+        folder: Where the disk tier makes a folder of its own.
+        blocks: Most blocks in main memory, however small they are; None sets no limit.
+    """
+
+    device: int | None = 0
+    host: int | None = 10**9
+    disk: int | None = 0
+    folder: Path | None = None
+    blocks: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        device: str | int | None = 0,
+        host: str | int | None = "1GB",
+        disk: str | int | None = 0,
+        folder: str | Path | None = None,
+        blocks: int | None = None,
+    ) -> TierQuotas:
+        """Quotas from sizes as people write them.
+
+        Raises:
+            MmfastError: A wrong size or number, or a disk quota without a folder.
+        """
+        if blocks is not None and (type(blocks) is not int or blocks < 1):
+            raise MmfastError(f"{blocks!r} is no number of blocks; give 1 or more, or None")
+        on_disk = parse_bytes(disk)
+        if on_disk != 0 and folder is None:
+            raise MmfastError(f"a disk quota of {disk!r} needs a folder; name one, or drop it")
+        where = None if folder is None else Path(folder)
+        return cls(parse_bytes(device), parse_bytes(host), on_disk, where, blocks)
+
+    def limit(self, tier: str) -> float:
+        """Bytes that a tier may hold."""
+        size: int | None = getattr(self, tier)
+        return float("inf") if size is None else size
+
+    def full(self, tier: str, blocks: int, used: int) -> bool:
+        """Whether so many blocks of together `used` bytes are too much for a tier."""
+        most = self.blocks if tier == "host" else None
+        return used > self.limit(tier) or (most is not None and blocks > most)
+
+
+State = Tensor | PackedTensor
+
+
+@dataclass(frozen=True, eq=False)
+class StoredLayer:
+    """Keys and values of one layer of a block.
+
+    Attributes:
+        keys: `[H, n_l, d]` before RoPE.
+        values: `[H, n_l, d]`.
+        kept: `[n_l]` which tokens of the block they are, None for all.
+    """
+
+    keys: State
+    values: State
+    kept: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and places."""
+        return sum(_nbytes(part) for part in (self.keys, self.values, self.kept))
+
+    def unpacked(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as numbers `[H, n_l, d]`."""
+        keys, values = (
+            dequantise(part) if isinstance(part, PackedTensor) else part
+            for part in (self.keys, self.values)
+        )
+        return keys, values
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data, for a file."""
+        return {"keys": _plain(self.keys), "values": _plain(self.values), "kept": self.kept}
+
+    @classmethod
+    def restore(cls, tree: dict[str, Any]) -> StoredLayer:
+        """The inverse of `snapshot`."""
+        return cls(_state(tree["keys"]), _state(tree["values"]), tree["kept"])
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """What all layers of a block share; see `Block`."""
+
+    kind: str
+    time: float | None
+    relative: Tensor
+    advance: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A block of an archive."""
+
+    number: int
+    shared: Shared
+    layers: tuple[StoredLayer, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that count against a quota."""
+        places = _nbytes(self.shared.relative) + _nbytes(self.shared.advance)
+        return places + sum(layer.nbytes for layer in self.layers)
+
+    @classmethod
+    def of(cls, block: Block) -> Stored:
+        """The block in storage of its own, on the device it is on."""
+        kept = block.kept or (None,) * len(block.keys)
+        layers = tuple(
+            StoredLayer(compact(k), compact(v), None if t is None else compact(t.cpu()))
+            for k, v, t in zip(block.keys, block.values, kept, strict=True)
+        )
+        relative, advance = compact(block.relative.cpu()), compact(block.advance.cpu())
+        return cls(block.number, Shared(block.kind, block.time, relative, advance), layers)
+
+    def packed(self, store: Quantiser | None) -> Stored:
+        """In fewer bits; as it is where it is already, has no tokens or no finite numbers."""
+        if store is None:
+            return self
+        return self._each(
+            lambda layer: StoredLayer(
+                _pack(layer.keys, store, keys=True), _pack(layer.values, store), layer.kept
+            )
+        )
+
+    def to(self, device: torch.device) -> Stored:
+        """On another device."""
+        return self._each(
+            lambda layer: StoredLayer(
+                _to(layer.keys, device), _to(layer.values, device), layer.kept
+            )
+        )
+
+    def _each(self, change: Callable[[StoredLayer], StoredLayer]) -> Stored:
+        return Stored(self.number, self.shared, tuple(change(layer) for layer in self.layers))
+
+    def sections(self) -> list[dict[str, Any]]:
+        """Plain data: what is shared, then layer by layer."""
+        return [dict(vars(self.shared)), *(layer.snapshot() for layer in self.layers)]
+
+    @classmethod
+    def restore(cls, number: int, sections: list[dict[str, Any]]) -> Stored:
+        """The inverse of `sections`."""
+        layers = tuple(StoredLayer.restore(tree) for tree in sections[1:])
+        return cls(number, Shared(**sections[0]), layers)
+
+
+def _nbytes(part: State | None) -> int:
+    return 0 if part is None else part.nbytes
+
+
+def _pack(part: State, store: Quantiser, *, keys: bool = False) -> State:
+    if isinstance(part, PackedTensor) or not part.numel():
+        return part
+    try:
+        return store.pack(part, keys=keys)
+    except MmfastError:  # not finite: kept as it is, so that it shows where it is read
+        return part
+
+
+def _to(part: State, device: torch.device) -> State:
+    if isinstance(part, Tensor):
+        return part.to(device)
+    tree = part.snapshot()
+    return PackedTensor.restore(
+        {k: v.to(device) if isinstance(v, Tensor) else v for k, v in tree.items()}
+    )
+
+
+def _plain(part: State) -> Any:
+    return part if isinstance(part, Tensor) else part.snapshot()
+
+
+def _state(tree: Any) -> State:
+    return tree if isinstance(tree, Tensor) else PackedTensor.restore(tree)

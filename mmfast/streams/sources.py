@@ -1,0 +1,311 @@
+"""A source that a session watches, at once or in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mmfast.core.errors import MmfastError, SpecError
+from mmfast.frontends.live.source import live_frames
+from mmfast.frontends.picture import Frame
+from mmfast.frontends.video.parallel import Ahead
+from mmfast.streams.stream import Clock, SystemClock
+
+if TYPE_CHECKING:
+    from mmfast.streams.session import Session
+
+AHEAD = Ahead(frames=8, bytes=128 << 20)
+_JOIN = 5.0  # seconds that `close` waits for a source that blocks and cannot be interrupted
+
+
+class _Waiting(NamedTuple):
+    frame: Frame
+    time: float  # of the stream, seconds
+    arrived: float  # on the clock, seconds
+
+
+class Feed(Iterator[tuple[Frame, float]]):
+    """Frames of a source, read ahead by a thread, with bounded waiting and a bounded delay.
+
+    Without `latency` nothing is lost: the source waits while the queue is full. With it, no
+    frame is handed out that has waited longer, unless it is the newest one: the oldest are
+    dropped first, also where the queue is full, and counted. An error of the source is raised
+    behind the frames that came before it.
+
+    Attributes:
+        dropped: Frames that came too late to be of use.
+        delivered: Frames handed out.
+        arrived: Frames that the source has given.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[tuple[Frame, float]],
+        *,
+        latency: float | None = None,
+        clock: Clock | None = None,
+        realtime: bool = False,
+        ahead: Ahead = AHEAD,
+    ) -> None:
+        """Start reading.
+
+        Args:
+            source: Pairs of a picture [H, W, 3] uint8 and its time in seconds, ascending.
+            latency: Longest wait in seconds before a frame is dropped; None drops nothing.
+            clock: What tells the time; the machine's if not given.
+            realtime: Let the frames arrive at their times and not earlier, as from a camera.
+            ahead: How much may wait.
+
+        Raises:
+            SpecError: `latency` is not a positive number.
+        """
+        if latency is not None and not 0 < latency < float("inf"):
+            raise SpecError(f"latency={latency!r} is not a delay: give seconds such as 0.5")
+        self.dropped = self.delivered = self.arrived = 0
+        self._source, self._latency, self._ahead = source, latency, ahead
+        self._clock: Clock = clock or SystemClock()
+        self._realtime = realtime
+        self._queue: deque[_Waiting] = deque()
+        self._bytes = 0
+        self._error: BaseException | None = None
+        self._ended = self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._produce, name="mmfast-feed", daemon=True)
+        self._thread.start()
+
+    @property
+    def lag(self) -> float:
+        """Seconds that the oldest frame has been waiting; 0 where none waits."""
+        with self._changed:
+            return self._clock.now() - self._queue[0].arrived if self._queue else 0.0
+
+    def stats(self) -> dict[str, float]:
+        """Counts so far and the current lag in seconds."""
+        with self._changed:
+            return {
+                "arrived": self.arrived,
+                "delivered": self.delivered,
+                "dropped": self.dropped,
+                "waiting": len(self._queue),
+                "waiting_bytes": self._bytes,
+                "lag": self.lag,
+            }
+
+    def __next__(self) -> tuple[Frame, float]:
+        with self._changed:
+            while not self._queue and not self._ended and not self._closed:
+                self._clock.wait(self._changed)
+            return self._take()
+
+    def poll(self) -> tuple[Frame, float] | None:
+        """Take a frame if one waits; None where the next one has not arrived.
+
+        Raises:
+            StopIteration: The source has ended.
+        """
+        with self._changed:
+            waiting = self._queue or self._ended or self._closed
+            return self._take() if waiting else None
+
+    def _take(self) -> tuple[Frame, float]:
+        if not self._queue:
+            error, self._error = self._error, None
+            raise error if error is not None else StopIteration
+        if self._latency is not None:
+            oldest = self._clock.now() - self._latency
+            while len(self._queue) > 1 and self._queue[0].arrived < oldest:
+                self._drop()
+        first = self._pop()
+        self.delivered += 1
+        self._changed.notify_all()
+        return first.frame, first.time
+
+    def _pop(self) -> _Waiting:
+        first = self._queue.popleft()
+        self._bytes -= first.frame.nbytes
+        return first
+
+    def _drop(self) -> None:
+        self._pop()
+        self.dropped += 1
+
+    def _produce(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._run(iter(self._source))
+        except Exception as caught:  # raised again at the consumer
+            error = caught
+        with self._changed:
+            self._error, self._ended = error, True
+            self._changed.notify_all()
+
+    def _run(self, pairs: Iterator[tuple[Frame, float]]) -> None:
+        """Read to the end, or until `close`; a generator is closed by the thread that runs it."""
+        begin: float | None = None
+        try:
+            for frame, time in pairs:
+                if begin is None:
+                    begin = self._clock.now() - time
+                if not self._add(frame, time, begin + time if self._realtime else None):
+                    return
+        finally:
+            with suppress(Exception):
+                getattr(pairs, "close", lambda: None)()
+
+    def _add(self, frame: Frame, time: float, due: float | None) -> bool:
+        """Queue a frame when it is due and there is room; False when nobody wants more."""
+        with self._changed:
+            while not self._closed and due is not None and self._clock.now() < due:
+                self._clock.wait(self._changed, due)
+            while not self._closed and self._full(frame):
+                if self._latency is not None:
+                    self._drop()
+                else:
+                    self._clock.wait(self._changed)
+            if self._closed:
+                return False
+            self._queue.append(_Waiting(frame, time, self._clock.now()))
+            self._bytes += frame.nbytes
+            self.arrived += 1
+            self._changed.notify_all()
+            return True
+
+    def _full(self, frame: Frame) -> bool:
+        return self._ahead.full(len(self._queue), self._bytes + frame.nbytes - 1)
+
+    def close(self) -> None:
+        """Stop the source, drop what waits and join the thread; safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._bytes = 0
+            self._changed.notify_all()
+        interrupt: Any = getattr(self._source, "interrupt", None)
+        if interrupt is not None:  # sources that may block know how to be woken
+            interrupt()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN)
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Watch:
+    """Frames of one source on their way into a session.
+
+    Args:
+        session: Where they go.
+        source: See `mmfast.frontends.live.source.live_frames`.
+        fps: Frames to take per second; None takes all.
+        latency: Longest wait of a frame in seconds: older ones are dropped, and counted, while
+            the model is busy. None drops nothing, and the source waits.
+        realtime: Let a file's frames arrive at their times, as a camera's do.
+        clock: Tells the time; the machine's if not given.
+        each: Called after every frame with its seconds, in the thread that watches.
+        **options: `allow_network`, `rate`, `timeout`; see `live_frames`.
+
+    Attributes:
+        feed: Reads ahead; knows `lag` and `dropped`.
+        error: What ended it, if it did not end by itself.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        source: Any,
+        *,
+        fps: float | None,
+        latency: float | None = None,
+        realtime: bool = False,
+        clock: Clock | None = None,
+        each: Callable[[float], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._session, self._each = session, each
+        self.live = live_frames(source, fps=fps, limits=session.limits, **options)
+        self.feed = Feed(self.live, latency=latency, clock=clock, realtime=realtime)
+        self.error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        """Watch in a thread."""
+        self._thread = threading.Thread(target=self._quietly, name="mmfast-watch", daemon=True)
+        self._thread.start()
+
+    def _quietly(self) -> None:
+        try:
+            self.run()
+        except Exception as error:  # told by `join` and in the session's figures
+            self.error = error
+
+    def run(self) -> None:
+        """Push frame after frame until the source ends, the session is closed or `stop`.
+
+        Raises:
+            MediaError: The source stalls or dies.
+        """
+        self._session.new_source()
+        try:
+            for frame, seconds in self.feed:
+                if self._stopped or self._session.closed:
+                    return
+                self._session.push(frame, seconds)
+                if self._each is not None:
+                    self._each(self._session.stream.timeline.last or 0.0)
+        except MmfastError as error:
+            if self._stopped or self._session.closed:
+                return  # it was woken to end
+            self.error = error
+            raise
+        finally:
+            self.feed.close()
+
+    @property
+    def running(self) -> bool:
+        """Whether its thread still watches."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the source; says whether it has ended.
+
+        Raises:
+            MediaError: The source stalled or died.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+        if self.error is not None:
+            raise self.error
+        return not self.running
+
+    def stop(self) -> None:
+        """End it; frames that wait are not read."""
+        self._stopped = True
+        self.feed.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the feed, and what the source did wrong."""
+        events = {name: count for name, count in self.live.events.items() if count}
+        error = None if self.error is None else str(self.error)
+        return {"source": self.live.name, **self.feed.stats(), "events": events, "error": error}
+
+
+def together(watches: Sequence[Watch], odd: Counter[str]) -> dict[str, Any]:
+    """Figures of all sources of a session; `odd` is what the session itself has put right."""
+    feeds = [watch.stats() for watch in watches]
+    for feed in feeds:
+        odd.update(feed["events"])
+    return {
+        "dropped": sum(feed["dropped"] for feed in feeds),
+        "lag": max((feed["lag"] for feed in feeds), default=0.0),
+        "source_events": dict(odd),
+        "errors": [feed["error"] for feed in feeds if feed["error"]],
+    }

@@ -1,0 +1,271 @@
+"""Answers that nobody asks for in that moment: "tell me when …".
+
+After a frame a question about it is put on a branch of the stream, and the distribution of the
+first token of the answer decides whether to speak. Nothing of it stays in the stream.
+
+Two ways to read that distribution:
+
+* A probe that any model can answer, "Is this happening now: …? Answer yes or no.": the
+  probability of speaking is p(yes) / (p(yes) + p(no)).
+* `silence`, for models trained to write a token of silence after every frame at which nothing is
+  to be said, as VideoLLM-online (arXiv 2406.11816) does with its frame interval token: they speak
+  as soon as the probability of that token falls under a threshold (0.725 there), which is
+  `threshold=0.275` here, since 1 - p(silence) is the probability of speaking.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError, unknown
+from mmfast.models.prompt import check_question
+from mmfast.streams.reply import Sampler
+
+if TYPE_CHECKING:
+    from mmfast.streams.session import Session
+
+
+@dataclass(frozen=True)
+class SpeakRule:
+    """When to speak.
+
+    Attributes:
+        threshold: Probability from which it speaks.
+        release: Probability at which it is ready to speak again: what goes on is told once, and
+            a value that trembles around the threshold does not ring all the time.
+        every: Seconds of the stream between two looks.
+        pause: Least seconds of the stream between two events.
+
+    Raises:
+        MmfastError: A value out of range.
+    """
+
+    threshold: float = 0.6
+    release: float = 0.4
+    every: float = 1.0
+    pause: float = 5.0
+
+    @classmethod
+    def of(cls, knobs: Mapping[str, float]) -> SpeakRule:
+        """A rule of knobs by name; without `release` it is two thirds of the threshold.
+
+        Raises:
+            MmfastError: An unknown name, or a value out of range.
+        """
+        for name in knobs:
+            if name not in cls.__dataclass_fields__:
+                raise MmfastError(unknown("knob", name, cls.__dataclass_fields__))
+        threshold = knobs.get("threshold", cls.threshold)
+        return cls(**{"release": threshold * 2 / 3, **knobs})
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1 or not 0 <= self.release <= self.threshold:
+            raise MmfastError(
+                f"threshold={self.threshold!r}, release={self.release!r}: give probabilities with "
+                "release at most threshold, such as 0.6 and 0.4"
+            )
+        if not self.every >= 0 or not self.pause >= 0:
+            raise MmfastError(f"every={self.every!r}, pause={self.pause!r}: give seconds from 0")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Where a rule stands; a value.
+
+    Attributes:
+        armed: The probability has been low since the last event.
+        told: Seconds of the last event.
+        looked: Seconds of the last look.
+    """
+
+    armed: bool = True
+    told: float | None = None
+    looked: float | None = None
+
+    def due(self, rule: SpeakRule, time: float) -> bool:
+        """Whether it is time for a look."""
+        return self.looked is None or time - self.looked >= rule.every
+
+    def step(self, rule: SpeakRule, time: float, probability: float) -> tuple[Ready, bool]:
+        """Take what a look has found; says whether to speak now."""
+        if probability < rule.threshold:
+            return Ready(self.armed or probability <= rule.release, self.told, time), False
+        rested = self.told is None or time - self.told >= rule.pause
+        if self.armed and rested:
+            return Ready(False, time, time), True
+        return Ready(self.armed, self.told, time), False
+
+
+PROBE = "Is this happening now: {condition}? Answer yes or no."
+YES, NO = ("yes", "Yes", " yes", " Yes", "YES"), ("no", "No", " no", " No", "NO")
+_TELL = re.compile(
+    r"^\s*(please\s+)?(tell|notify|alert|warn|inform) me (when|if|as soon as)\s+", re.I
+)
+_MOST = 256  # events that wait for a reader
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that was waited for.
+
+    Attributes:
+        time: Seconds on the stream's clock.
+        condition: What was waited for.
+        probability: With which it was seen.
+        text: What the model says about it; "" where nothing was asked.
+    """
+
+    time: float
+    condition: str
+    probability: float
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a subscription looks; see `Session.subscribe`."""
+
+    question: str
+    yes: Sequence[str] = YES
+    no: Sequence[str] | None = NO
+    silence: str | None = None
+    reply: str | None = None
+    max_new_tokens: int = 32
+
+    def check(self, session: Session) -> None:
+        """Refuse words that cannot be told apart.
+
+        Raises:
+            MmfastError: They begin with the same token, or hold none.
+        """
+        if self.silence is not None:
+            self._firsts(session, [self.silence])
+            return
+        yes, no = self._words(session)
+        if not yes or (self.no is not None and not no):
+            raise MmfastError(
+                f"{list(self.yes)} and {list(self.no or ())} begin with the same token; give words "
+                "that do not"
+            )
+
+    def probability(self, session: Session, logits: Tensor) -> float:
+        """Of speaking, from the logits `[V]` where an answer begins."""
+        shares = Sampler(session.viewer.blocked).allowed(logits).softmax(-1)
+        if self.silence is not None:
+            return 1 - float(shares[self._firsts(session, [self.silence])].sum())
+        yes, no = self._words(session)
+        if self.no is None:
+            return float(shares[yes].sum())
+        total = float(shares[[*yes, *no]].sum())
+        return float(shares[yes].sum()) / total if total else 0.0
+
+    def _words(self, session: Session) -> tuple[list[int], list[int]]:
+        """First tokens of both sets of words, without those that tell nothing."""
+        yes = set(self._firsts(session, self.yes))
+        no = set(self._firsts(session, self.no)) if self.no is not None else set[int]()
+        return sorted(yes - no), sorted(no - yes)
+
+    def _firsts(self, session: Session, words: Sequence[str]) -> list[int]:
+        ids = [session.viewer.script.wording.text(word)[:1] for word in words]
+        found = sorted({each[0] for each in ids if each})
+        if not found:
+            raise MmfastError(f"{list(words)} hold no token; give words such as {list(YES)}")
+        return found
+
+
+def condition_of(text: str) -> str:
+    """What is waited for: "tell me when a car stops." gives "a car stops"."""
+    return _TELL.sub("", check_question(text)).strip().rstrip(".?!")
+
+
+class Subscription(Iterator[Event]):
+    """Waits for something; iterate over its events, or give a callback.
+
+    Attributes:
+        condition: What it waits for.
+        rule: When it speaks.
+        ready: Where the rule stands.
+        probability: Of the last look.
+        events: How many there were.
+        missed: Events that no reader took in time.
+        error: The last exception of the callback; the stream goes on without it.
+    """
+
+    def __init__(
+        self, condition: str, rule: SpeakRule, look: Look, callback: Callable[[Event], Any] | None
+    ) -> None:
+        self.condition, self.rule, self._look, self._callback = condition, rule, look, callback
+        self.ready, self.probability = Ready(), 0.0
+        self.events = self.missed = 0
+        self.error: Exception | None = None
+        self.cancelled = False
+        self._queue: queue.Queue[Event | None] = queue.Queue(_MOST)
+
+    def look(self, session: Session, time: float) -> list[Event]:
+        """Look at the stream, which has come to `time`."""
+        if self.cancelled or not self.ready.due(self.rule, time):
+            return []
+        _, logits = session.stream.branch(self._look.question)
+        self.probability = self._look.probability(session, logits)
+        self.ready, speak = self.ready.step(self.rule, time, self.probability)
+        if not speak:
+            return []
+        text = ""
+        if self._look.reply is not None:
+            text = session.ask(self._look.reply, max_new_tokens=self._look.max_new_tokens).read()
+        self.events += 1
+        return [Event(time, self.condition, self.probability, text)]
+
+    def deliver(self, event: Event) -> None:
+        """Hand an event to the callback, or to whoever iterates."""
+        if self._callback is not None:
+            try:
+                self._callback(event)
+            except Exception as error:  # the caller's own; no reason to stop watching
+                self.error = error
+            return
+        while True:
+            try:
+                return self._queue.put_nowait(event)
+            except queue.Full:
+                self._drop()
+
+    def _drop(self) -> None:
+        try:
+            self._queue.get_nowait()
+            self.missed += 1
+        except queue.Empty:
+            pass
+
+    def __next__(self) -> Event:
+        """The next event; waits for it."""
+        event = self._queue.get()
+        if event is None:
+            self._queue.put(None)
+            raise StopIteration
+        return event
+
+    def waiting(self) -> list[Event]:
+        """Events that are there already."""
+        found = []
+        while not self._queue.empty():
+            event = self._queue.get_nowait()
+            if event is None:
+                self._queue.put(None)
+                break
+            found.append(event)
+        return found
+
+    def cancel(self) -> None:
+        """Wait for nothing any more."""
+        if not self.cancelled:
+            self.cancelled = True
+            if self._queue.full():
+                self._drop()
+            self._queue.put(None)

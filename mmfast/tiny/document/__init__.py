@@ -1,0 +1,1 @@
+"""The embedded model of documents: its pages and training."""

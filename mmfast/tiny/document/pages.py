@@ -1,0 +1,198 @@
+"""Pages of high resolution: things with printed numbers beside them, too small for an overview.
+
+A page is three clips wide and high. LLaVA-OneVision sees it as one overview and nine tiles; a
+number can only be read in its tile, and where a thing lies on the page only from all of them.
+
+Read-outs inside the decoder that make it learn pages sooner; thrown away after training.
+
+One answer a question says little about 1,475 visual tokens. So each token owes in which cell of the
+page it lies, a thing's token the number beside the thing, and a number's token what it belongs to,
+each where that was earlier in the sequence: a token has not seen what comes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from mmfast.tiny.video.questions import WORDINGS, Fact
+from mmfast.tiny.video.scene import (
+    BOX,
+    COLOURS,
+    IGNORE,
+    PATCHES,
+    PIXELS,
+    SCALE,
+    SHAPES,
+    SIDE,
+    Panel,
+    Thing,
+    ground,
+    paint,
+    paint_panel,
+)
+
+CELLS = 3  # cells of a page in each direction, one tile each
+KINDS = ("entry", "colour", "shape", "count", "position")
+# Words that the video model's vocabulary knows already: it is fixed by the questions about clips.
+PAGE_WORDINGS = {
+    "entry": ("What number is at the {0}?", "Which number is at the {0}?"),
+    "colour": WORDINGS["colour"],
+    "shape": WORDINGS["shape"],
+    "count": ("How many objects are there?", "How many shapes can you see?"),
+    "position": ("Where is the {0}?", "In which corner is the {0}?"),
+}
+
+
+@dataclass(frozen=True)
+class PageEntry:
+    """A thing on a page, and the number printed beside it."""
+
+    shape: str
+    colour: str
+    cell: tuple[int, int]  # row and column
+    number: int | None
+
+    @property
+    def name(self) -> str:
+        """Such as "red circle"."""
+        return f"{self.colour} {self.shape}"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page and what is on it."""
+
+    picture: NDArray[np.uint8]  # [CELLS * PIXELS, CELLS * PIXELS, 3]
+    entries: tuple[PageEntry, ...]
+    things: NDArray[np.int64]  # [rows, columns] of patches: 1 + the entry whose thing is there
+    panels: NDArray[np.int64]  # the same for the numbers
+
+
+def make_page(purpose: int, seed: int, index: int) -> Page:
+    """Page number `index` of a seed; the same arguments give the same page."""
+    rng = np.random.default_rng([purpose, seed, index, 7])
+    side = CELLS * PIXELS
+    picture = ground(rng, side)[:side, :side].copy()
+    things, panels = np.zeros((2, CELLS * PATCHES, CELLS * PATCHES), np.int64)
+    pairs = [(s, c) for s in SHAPES for c in COLOURS]
+    count = int(rng.integers(3, 7))
+    chosen = [pairs[i] for i in rng.choice(len(pairs), count, replace=False)]
+    cells = rng.choice(CELLS**2, count, replace=False)
+    entries = []
+    for place, ((shape, colour), cell) in enumerate(zip(chosen, cells, strict=True)):
+        row, column = divmod(int(cell), CELLS)
+        number = int(rng.integers(10, 100)) if place < 2 or rng.random() < 0.5 else None
+        radius = float(rng.uniform(9.0, 11.5))
+        (x, y), corner = arrange(rng, radius)
+        thing = Thing(shape, colour, radius, (0.0, 0.0), (0.0, 0.0), 0, 1)
+        shift = np.array([column * SIDE, row * SIDE])
+        owner = np.zeros((side, side), np.uint8)
+        paint(picture, owner, thing, place, (np.array([x, y]) + shift) * SCALE)
+        things[_patches(owner)] = place + 1
+        if number is not None:
+            left, top = (int(v) for v in np.array(corner) + shift)
+            owner[:] = 0
+            paint_panel(picture, owner, Panel(number, (left, top), 0, 1))
+            panels[_patches(owner)] = place + 1
+        entries.append(PageEntry(shape, colour, (row, column), number))
+    return Page(np.clip(picture, 0, 255).astype(np.uint8), tuple(entries), things, panels)
+
+
+def _patches(owner: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Patches a good part of which is painted: pixels [S, S] to [rows, columns]."""
+    side = CELLS * PATCHES
+    share = (owner > 0).reshape(side, len(owner) // side, side, -1).mean((1, 3))
+    return np.asarray(share > 0.25)
+
+
+def arrange(rng: np.random.Generator, radius: float) -> tuple[tuple[float, float], tuple[int, int]]:
+    """Centre of a thing and corner of the panel beside it, in units of its cell."""
+    while True:
+        left, top = int(rng.integers(0, 5)) * 16, int(rng.integers(0, 10)) * 8
+        away = radius + rng.uniform(3, 6)
+        dx, dy = ((1, 0), (-1, 0), (0, 1), (0, -1))[rng.integers(4)]
+        x = left + BOX[0] / 2 + dx * (BOX[0] / 2 + away) + abs(dy) * rng.uniform(-6, 6)
+        y = top + BOX[1] / 2 + dy * (BOX[1] / 2 + away) + abs(dx) * rng.uniform(-4, 4)
+        if radius * 1.2 < min(x, y) and max(x, y) < SIDE - radius * 1.2:
+            return (float(x), float(y)), (left, top)
+
+
+def page_facts(page: Page) -> list[Fact]:
+    """Everything that can be asked about a page without ambiguity."""
+    return list(_facts(page.entries))
+
+
+def _facts(entries: tuple[PageEntry, ...]) -> Iterator[Fact]:
+    for entry in entries:
+        if entry.number is not None:
+            yield Fact("entry", (entry.name,), str(entry.number))
+        if sum(other.shape == entry.shape for other in entries) == 1:
+            yield Fact("colour", (entry.shape,), entry.colour)
+        if sum(other.colour == entry.colour for other in entries) == 1:
+            yield Fact("shape", (entry.colour,), entry.shape)
+        row, column = entry.cell
+        if row != 1 and column != 1:
+            corner = f"{'bottom' if row else 'top'} {'right' if column else 'left'}"
+            yield Fact("position", (entry.name,), corner)
+    yield Fact("count", (), str(len(entries)))
+
+
+def ask(fact: Fact, wording: int) -> str:
+    """The question about a page in one of the wordings of its kind."""
+    words = PAGE_WORDINGS[fact.kind]
+    return words[wording % len(words)].format(*fact.slots)
+
+
+PARTS = {
+    "row": CELLS,
+    "column": CELLS,
+    "tens": 10,
+    "units": 10,
+    "colour": len(COLOURS),
+    "shape": len(SHAPES),
+}
+
+
+def page_labels(page: Page) -> Tensor:
+    """Labels of every visual token but the last newline, `[parts, tokens]`, IGNORE where none."""
+    side = CELLS * PATCHES
+    maps = np.full((len(PARTS), side, side), IGNORE)
+    at = np.arange(side) // PATCHES
+    maps[0], maps[1] = at[:, None], at[None, :]
+    order = np.arange(side * side).reshape(side, side)
+    for number, entry in enumerate(page.entries, start=1):
+        thing, panel = page.things == number, page.panels == number
+        if entry.number is None or not thing.any() or not panel.any():
+            continue
+        late = thing & (order > order[panel].mean())
+        maps[2][late], maps[3][late] = divmod(entry.number, 10)
+        late = panel & (order > order[thing].mean())
+        maps[4][late] = tuple(COLOURS).index(entry.colour)
+        maps[5][late] = SHAPES.index(entry.shape)
+    lines = np.concatenate([maps, np.full((len(PARTS), side, 1), IGNORE)], 2)  # newlines
+    overview = np.full((len(PARTS), PATCHES**2), IGNORE)
+    flat = np.concatenate([overview, lines.reshape(len(PARTS), -1)[:, :-1]], 1)
+    return torch.from_numpy(flat)
+
+
+class PageHead(nn.Module):
+    """What the states of visual tokens must say."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.read = nn.Linear(width, sum(PARTS.values()))
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Loss on states `[B, M, D]` of kept tokens with labels `[parts, B, M]`."""
+        total = x.new_zeros(())
+        for out, label in zip(self.read(x).split(list(PARTS.values()), -1), labels, strict=True):
+            if (label != IGNORE).any():
+                total = total + cross_entropy(out.flatten(0, 1), label.flatten())
+        return total

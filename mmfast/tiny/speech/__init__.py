@@ -1,0 +1,1 @@
+"""The embedded speech model: its texts, recordings and training."""

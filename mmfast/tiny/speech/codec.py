@@ -1,0 +1,282 @@
+"""The codebooks of the embedded speech codec, fitted to recordings.
+
+Residual k-means with a price on rare entries (P. Chou, T. Lookabaugh, R. Gray, "Entropy-constrained
+vector quantization", 1989). Book 0 sees the envelope alone, so that its codes do not depend on
+pitch; book 1 what is left of it, pitch and voicing. Entry 0 of both is silence.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.codecs.embedded.codec import EmbeddedEncoder
+from mmfast.frontends.codecs.embedded.features import (
+    COEFFICIENTS,
+    FRAME,
+    LOOKAHEAD,
+    PAST,
+    PITCH,
+    STEPS,
+    VocoderNet,
+    features,
+    pitch_track,
+    voicing,
+)
+from mmfast.frontends.codecs.embedded.synthesis import SynthesisState, synthesise
+from mmfast.tiny.speech.recordings import say
+from mmfast.tiny.speech.text import VOICES, heard_voice, question, sentence
+
+ENTRIES = 1024
+PRICES = (15.0, 22.0)  # of one nat, in squared distance
+ROUNDS = 20
+SAMPLE = 120_000  # frames to fit to
+ENVELOPE = COEFFICIENTS * STEPS
+Books = tuple[Tensor, Tensor]
+
+
+def recording_features(pcm: Tensor) -> Tensor:
+    """Features of one recording `[n]`: `[ceil(n / 640), 100]`, float64."""
+    rest = -pcm.shape[-1] % FRAME
+    return features(F.pad(pcm.double(), (PAST, rest))[None])[0]
+
+
+def _nearest(frames: Tensor, book: Tensor, price: Tensor) -> Tensor:
+    base = book.square().sum(-1) + price
+    return torch.cat([(base - 2.0 * part @ book.mT).argmin(-1) for part in frames.split(8192)])
+
+
+def fit_book(frames: Tensor, entries: int, price: float, seed: int) -> Books:
+    """One book.
+
+    Args:
+        frames: `[N, D]`.
+        entries: V.
+        price: Squared distance that a nat of surprise is worth.
+        seed: Of the first entries.
+
+    Returns:
+        Entries `[V, D]`, the first one zero, and their prices `[V]`.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    book = frames[torch.randperm(len(frames), generator=draw)[:entries]].clone()
+    cost = frames.new_zeros(entries)
+    for turn in range(ROUNDS):
+        book[0] = 0.0
+        own = _nearest(frames, book, cost)
+        count = torch.bincount(own, minlength=entries).to(frames.dtype)
+        total = torch.zeros_like(book).index_add_(0, own, frames)
+        fresh = frames[torch.randint(len(frames), (entries,), generator=draw)]
+        unused = count == 0
+        book = torch.where(unused[:, None], fresh, total / count.clamp(min=1.0)[:, None])
+        cost = -price * ((count + 1.0) / (count + 1.0).sum()).log()
+        if turn < ROUNDS - 3:  # a new entry gets a chance
+            cost[unused] = cost.min()
+    book[0] = 0.0
+    return book, cost
+
+
+def fit_codec(corpus: Iterable[Tensor], seed: int = 0) -> Books:
+    """Codebooks for recordings.
+
+    Args:
+        corpus: Recordings `[n]` at 16 kHz; an hour of all voices is enough.
+        seed: The same seed and recordings give the same books.
+
+    Returns:
+        `books [2, V, 100]` rounded to float16 and `bias [2, V]` float32, as they are stored.
+
+    Raises:
+        MediaError: Fewer frames than entries.
+    """
+    frames = torch.cat([recording_features(pcm) for pcm in corpus]).float()
+    if len(frames) < ENTRIES:
+        raise MediaError(f"{len(frames)} frames are too few for {ENTRIES} entries; add recordings")
+    draw = torch.Generator().manual_seed(seed)
+    left = frames[torch.randperm(len(frames), generator=draw)[:SAMPLE]]
+    books, costs = [], []
+    for index, price in enumerate(PRICES):
+        seen = left.clone()
+        if index == 0:
+            seen[:, ENVELOPE:] = 0.0
+        book, cost = fit_book(seen, ENTRIES, price, seed + index)
+        book = book.half().float()
+        books.append(book)
+        costs.append(cost)
+        left = left - book[_nearest(seen, book, cost)]
+    return torch.stack(books).half(), torch.stack(costs)
+
+
+HEARD = 0.1  # of the recordings, in voices the model is spoken to with
+ASKED = 0.3  # of them, questions
+
+
+def recordings(count: int, seed: int = 0) -> Iterator[Tensor]:
+    """Sentences and questions of the domain `[n]`, in turn in all ways the model speaks."""
+    for index in range(count):
+        rng = np.random.default_rng([seed, 25, index])
+        text = question(rng) if rng.random() < ASKED else sentence(rng)
+        voice = heard_voice(rng) if rng.random() < HEARD else VOICES[index % len(VOICES)]
+        yield say(text, voice).pcm
+
+
+SIZES = (256, 640, 1536)  # samples; hops of a quarter
+FLOOR = 5e-3  # of magnitudes at 512 samples, 65 dB under loud speech
+
+
+def spectra(sound: Tensor, size: int) -> Tensor:
+    """Magnitudes `[B, size // 2 + 1, T]` of `[B, n]`, comparable between sizes."""
+    window = torch.hann_window(size, dtype=sound.dtype, device=sound.device)
+    parts = torch.stft(sound, size, size // 4, window=window, center=False, return_complex=True)
+    power = parts.real.square() + parts.imag.square()
+    return (power * (512 / size) + FLOOR**2).sqrt()
+
+
+def spectral_loss(made: Tensor, real: Tensor) -> Tensor:
+    """Mean over resolutions of the distance of logarithms and of magnitudes.
+
+    R. Yamamoto, E. Song, J. Kim, "Parallel WaveGAN" (2020), with means in place of norms.
+
+    Args:
+        made: `[B, n]`.
+        real: `[B, n]`.
+    """
+    total = made.new_zeros(())
+    for size in SIZES:
+        ours, theirs = spectra(made, size), spectra(real, size)
+        total = total + (ours.log() - theirs.log()).abs().mean()
+        total = total + (ours - theirs).abs().mean() / theirs.mean()
+    return total / len(SIZES)
+
+
+SEGMENT, WARM = 40, 14  # frames in a lesson; of them, at the start, that only fill the layers
+BATCH = 6
+RATE = 2e-3
+PITCH_LOSS = 12.0
+_LATE = 2.43  # hops by which the middle of a pitch window lies behind the end of a hop
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """All recordings end to end, silence between them."""
+
+    frames: Tensor  # [N, 100] what codes stand for
+    pcm: Tensor  # [N * 640]
+    pitch: Tensor  # [N * 4] log of Hz over 110 at the end of each hop
+    voiced: Tensor  # [N * 4] 0 to 1
+
+
+def target_pitch(pcm: Tensor) -> tuple[Tensor, Tensor]:
+    """Pitch where hops end, gaps filled, and how voiced it is there.
+
+    Args:
+        pcm: `[640 T]`.
+
+    Returns:
+        Log of Hz over 110 `[4 T]`, and 0 to 1 `[4 T]`.
+    """
+    later = math.ceil(_LATE)
+    heard = F.pad(pcm.double(), (PAST, later * FRAME // STEPS))[None]
+    hertz, strength = pitch_track(heard)
+    share, tone = voicing(strength)[0], (hertz[0] / PITCH).log()
+    part = _LATE - math.floor(_LATE)
+    early, late = slice(later - 1, -1), slice(later, None)
+    weights = torch.stack([share[early] * (1 - part), share[late] * part])
+    total = weights.sum(0)
+    mean = (weights * torch.stack([tone[early], tone[late]])).sum(0) / total.clamp(min=1e-3)
+    known = total > 0.5
+    if not bool(known.any()):
+        return torch.zeros_like(mean), torch.zeros_like(total)
+    places = torch.arange(len(mean))
+    last = torch.where(known, places, -1).cummax(0).values
+    last = torch.where(last < 0, places[known][0], last)
+    return mean[last], torch.where(known, total, 0.0)
+
+
+def make_lessons(corpus: Iterable[Tensor], books: Tensor, bias: Tensor) -> Lessons:
+    """Codes and targets of recordings `[n]`."""
+    encoder, parts = EmbeddedEncoder(books, bias), []
+    for pcm in corpus:
+        whole = F.pad(pcm, (0, -len(pcm) % FRAME + 4 * FRAME))
+        codes = encoder.step(encoder.start(), whole[None])[1][0]  # [Q, T]
+        frames = torch.stack([book[code] for book, code in zip(encoder.books, codes, strict=True)])
+        pitch, voiced = target_pitch(whole)
+        parts.append((frames.sum(0).float(), whole.float(), pitch.float(), voiced.float()))
+    return Lessons(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+
+def lesson_loss(net: VocoderNet, lessons: Lessons, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Spectral loss and pitch loss of segments that start at frames `[B]`."""
+    spots = starts[:, None] + torch.arange(SEGMENT)  # [B, T]
+    hops = (starts * STEPS)[:, None] + torch.arange((SEGMENT - LOOKAHEAD) * STEPS)
+    samples = (starts * FRAME)[:, None] + torch.arange((SEGMENT - LOOKAHEAD) * FRAME)
+    pitch, points, _ = net(lessons.frames[spots])
+    first = LOOKAHEAD * STEPS
+    pitch, points = pitch[:, first:], points[:, first:]
+    wanted, voiced, real = lessons.pitch[hops], lessons.voiced[hops], lessons.pcm[samples]
+    error = (((pitch / PITCH).log() - wanted).abs() * voiced)[:, WARM * STEPS :].mean()
+    cut = (WARM - 4) * STEPS  # filters and windows overlap: some hops ahead of what is compared
+    state = SynthesisState.start(len(starts), points)
+    state.count.copy_(starts * FRAME)
+    made = synthesise(state, PITCH * wanted[:, cut:].exp(), points[:, cut:])[1]
+    warm = 4 * FRAME
+    loss = spectral_loss(made[:, warm:], real[:, (WARM - 4) * FRAME + warm :])
+    return loss, error
+
+
+def fit_vocoder(
+    corpus: Iterable[Tensor],
+    books: Tensor,
+    bias: Tensor,
+    seed: int = 0,
+    steps: int = 4500,
+    report: Report = print,
+    net: VocoderNet | None = None,
+    rate: float = RATE,
+) -> VocoderNet:
+    """Train the vocoder of a codec.
+
+    Args:
+        corpus: Recordings `[n]` at 16 kHz.
+        books: Entries, as `fit_codec` gives them.
+        bias: Their prices.
+        seed: Of weights and lessons.
+        steps: Of the optimiser.
+        report: Gets a row of figures now and then.
+        net: Goes on from here, else anew.
+        rate: Of learning, at its highest.
+    """
+    lessons = make_lessons(corpus, books, bias)
+    torch.manual_seed(seed)
+    net = (net or VocoderNet()).float().train().requires_grad_(True)
+    optimiser = torch.optim.AdamW(net.parameters(), rate, betas=(0.9, 0.98), weight_decay=1e-3)
+    draw = torch.Generator().manual_seed(seed)
+    began, sums = time.monotonic(), torch.zeros(2)
+    for step in range(steps):
+        share = step / steps
+        slope = min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * share)) + 0.01
+        for group in optimiser.param_groups:
+            group["lr"] = rate * slope
+        starts = torch.randint(len(lessons.frames) - SEGMENT, (BATCH,), generator=draw)
+        loss, error = lesson_loss(net, lessons, starts)
+        optimiser.zero_grad()
+        (loss + PITCH_LOSS * error).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimiser.step()
+        sums += torch.tensor([loss.item(), error.item()])
+        if (step + 1) % 100 == 0:
+            spectral, pitch = (sums / 100).tolist()
+            seconds = round(time.monotonic() - began)
+            report({"vocoder": step + 1, "spectral": spectral, "pitch": pitch, "seconds": seconds})
+            sums.zero_()
+    return net

@@ -1,0 +1,293 @@
+"""Recordings to learn from and to test with: text to 16 kHz sound, with the time of every word.
+
+The synthesiser is espeak-ng, through the shared library in the wheel `espeakng-loader`. It keeps
+its state in globals, such as the phase of the voice, so the library is loaded anew for every text
+(a millisecond): what a text sounds like does not depend on what was said before. One call at a
+time in a process, and several processes for a corpus.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError, SpecError
+
+RATE = 16000
+TAIL = 0.12  # seconds of silence left at the end
+QUIET = 0.004  # below this, sound is a pause
+PIECES = re.compile(r"[^\s,.?!:;]+|[,.?!:;]+")
+FLAGS, SYNCHRONOUS, DONT_EXIT, CHARS = 1 | 0x1000, 2, 0x8000, 1
+SENTENCE = re.compile(r"(^|[.?!]\s+)([a-z])")
+WORD, RATE_OF, PITCH_OF, RANGE_OF, VOLUME_OF = 1, 1, 3, 4, 2
+_lock = Lock()
+
+Samples = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class EspeakVoice:
+    """How something is said.
+
+    Args:
+        name: A voice of espeak-ng, with a variant behind a plus sign: "en-us+f2".
+        rate: Words per minute, 80 to 450.
+        pitch: 0 to 99.
+        spread: How much the pitch moves, 0 to 99.
+        volume: 0 to 200 percent.
+    """
+
+    name: str = "en-us"
+    rate: int = 165
+    pitch: int = 50
+    spread: int = 50
+    volume: int = 90
+
+
+@dataclass(frozen=True)
+class WordTime:
+    """A word or a punctuation mark (its pause) and its samples `[start, stop)` at 16 kHz."""
+
+    text: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Speech:
+    """A recording; `words` cover it from the first sample to the last without a gap."""
+
+    pcm: Tensor  # [n] float32
+    words: tuple[WordTime, ...]
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("unique", ctypes.c_uint),
+        ("position", ctypes.c_int),  # in characters, from 1
+        ("length", ctypes.c_int),
+        ("milliseconds", ctypes.c_int),
+        ("sample", ctypes.c_int),
+        ("user", ctypes.c_void_p),
+        ("name", ctypes.c_char * 8),
+    )
+
+
+_Callback = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event)
+)
+
+
+class _Library:
+    """The loaded library and what its callback has collected."""
+
+    def __init__(self) -> None:
+        try:
+            loader: Any = importlib.import_module("espeakng_loader")
+        except ImportError:
+            raise MmfastError(
+                'espeak-ng is missing; it comes with: pip install "mmfast[speech-eval]"'
+            ) from None
+        try:
+            self.library: Any = ctypes.CDLL(loader.get_library_path())
+        except OSError as error:
+            raise MmfastError(f"espeak-ng does not load: {str(error).splitlines()[0]}") from None
+        self.sound: list[NDArray[np.int16]] = []
+        self.events: list[tuple[int, int]] = []  # character, sample
+        self.callback = _Callback(self._collect)  # kept: the library holds a bare pointer to it
+        data = str(loader.get_data_path()).encode()
+        self.rate = int(self.library.espeak_Initialize(SYNCHRONOUS, 0, data, DONT_EXIT))
+        if self.rate <= 0:
+            raise MmfastError(f"espeak-ng does not start with the data in {data.decode()}")
+        self.library.espeak_SetSynthCallback(self.callback)
+
+    def close(self) -> None:
+        """Unload the library and with it all that it remembers."""
+        self.library.espeak_Terminate()
+        system: Any = importlib.import_module("_ctypes")
+        unload = getattr(system, "dlclose", None) or system.FreeLibrary
+        unload(self.library._handle)
+
+    def _collect(self, wave: Any, count: int, events: Any) -> int:
+        if wave and count:
+            self.sound.append(np.ctypeslib.as_array(wave, (count,)).copy())
+        at = 0
+        while events[at].kind:
+            if events[at].kind == WORD:
+                self.events.append((events[at].position - 1, events[at].sample))
+            at += 1
+        return 0
+
+    def run(self, text: str, voice: EspeakVoice) -> tuple[Samples, list[tuple[int, int]]]:
+        """Samples at the library's own rate, and where words start: character, sample."""
+        self.sound, self.events = [], []
+        if self.library.espeak_SetVoiceByName(voice.name.encode()):
+            raise SpecError(f"voice={voice.name!r} is none of espeak-ng's; try en-us or en-us+f2")
+        for what, value in (
+            (RATE_OF, voice.rate),
+            (VOLUME_OF, voice.volume),
+            (PITCH_OF, voice.pitch),
+            (RANGE_OF, voice.spread),
+        ):
+            self.library.espeak_SetParameter(what, value, 0)
+        self.library.espeak_ng_SetRandSeed(1)  # the breath of a voice is drawn
+        data = text.encode() + b"\0"
+        code = self.library.espeak_Synth(data, len(data), 0, CHARS, 0, FLAGS, None, None)
+        if code:
+            raise MmfastError(f"espeak-ng cannot say {text[:60]!r}: error {code}")
+        found = self.sound or [np.zeros(0, np.int16)]
+        whole: Samples = np.concatenate(found).astype(np.float32) / np.float32(32768)
+        return whole, self.events
+
+
+def say(text: str, voice: EspeakVoice | None = None) -> Speech:
+    """Say a text; the same text and voice give the same samples.
+
+    Args:
+        text: Words and punctuation marks.
+        voice: How; en-us at 165 words per minute unless told.
+
+    Raises:
+        SpecError: An unknown voice, or a rate, pitch, spread or volume out of range.
+        MmfastError: Nothing to say, or espeak-ng is missing.
+    """
+    voice = voice or EspeakVoice()
+    _check(text, voice)
+    # A full stop ends a sentence for the library where a capital letter follows it.
+    capitals = SENTENCE.sub(lambda found: found[1] + found[2].upper(), text)
+    with _lock:
+        engine = _Library()
+        try:
+            raw, events = engine.run(capitals, voice)
+        finally:
+            engine.close()
+    pcm = _resample(raw, engine.rate)
+    starts = [(at, round(sample * RATE / engine.rate)) for at, sample in events]
+    words = tuple(_words(text, starts, pcm))
+    if not words:
+        raise MmfastError(f"text={text[:60]!r} has no word that can be said")
+    words, pcm = _cut(words, pcm)
+    return Speech(torch.from_numpy(pcm), words)
+
+
+def _check(text: str, voice: EspeakVoice) -> None:
+    if not text.strip() or "\0" in text:
+        raise MmfastError(f"text={text[:60]!r} is nothing that can be said; give words")
+    limits = {"rate": (80, 450), "pitch": (0, 99), "spread": (0, 99), "volume": (0, 200)}
+    for name, (low, high) in limits.items():
+        value = getattr(voice, name)
+        if not low <= value <= high:
+            raise SpecError(f"{name}={value} is not in {low} to {high}")
+
+
+def _resample(raw: Samples, rate: int) -> Samples:
+    try:
+        signal: Any = importlib.import_module("scipy.signal")
+    except ImportError:
+        raise MmfastError(
+            'scipy is missing; install it with: pip install "mmfast[speech-eval]"'
+        ) from None
+    common = int(np.gcd(RATE, rate))
+    pcm = signal.resample_poly(raw, RATE // common, rate // common)
+    limited: Samples = np.clip(pcm, -1.0, 1.0).astype(np.float32)
+    return limited
+
+
+def _words(text: str, starts: list[tuple[int, int]], pcm: Samples) -> Iterator[WordTime]:
+    """Pieces of the text with their samples; the library joins some words ("of the") into one."""
+    pieces = list(PIECES.finditer(text))
+    spoken = [i for i, piece in enumerate(pieces) if piece[0][0] not in ",.?!:;"]
+    at: dict[int, int] = {}
+    for character, sample in starts:
+        owner = next((i for i in reversed(spoken) if pieces[i].start() <= character), None)
+        if owner is not None:
+            at.setdefault(owner, sample)
+    known = [i for i in spoken if i in at]
+    if not known:
+        return
+    begins = [(i, at[i]) for i in known] + [(len(pieces), len(pcm))]
+    begins[0] = (0, 0)
+    for (first, start), (after, stop) in pairwise(begins):
+        yield from _share([piece[0] for piece in pieces[first:after]], start, stop, pcm)
+
+
+def _share(pieces: list[str], start: int, stop: int, pcm: Samples) -> Iterator[WordTime]:
+    """Words get the sound, by their letters; marks behind them get the silence at its end."""
+    marks = [piece for piece in pieces if piece[0] in ",.?!:;"]
+    loud = np.flatnonzero(np.abs(pcm[start:stop]) > QUIET)
+    voiced = start + int(loud[-1]) + 1 if len(loud) else start
+    end = voiced if marks and pieces[-1] == marks[-1] else stop
+    letters = sum(len(piece) for piece in pieces if piece[0] not in ",.?!:;")
+    now, said = start, 0
+    for i, piece in enumerate(pieces):
+        if piece[0] in ",.?!:;":
+            until = stop if i == len(pieces) - 1 else now
+        else:
+            said += len(piece)
+            until = start + round((end - start) * said / letters)
+        yield WordTime(piece, now, until)
+        now = until
+
+
+def _cut(words: tuple[WordTime, ...], pcm: Samples) -> tuple[tuple[WordTime, ...], Samples]:
+    """Without the silence at the end that is longer than TAIL."""
+    loud = np.flatnonzero(np.abs(pcm) > QUIET)
+    end = min(len(pcm), (int(loud[-1]) + 1 if len(loud) else 0) + round(TAIL * RATE))
+    kept = tuple(WordTime(w.text, min(w.start, end), min(w.stop, end)) for w in words)
+    return kept, np.ascontiguousarray(pcm[:end])
+
+
+def worsen(pcm: Samples, rng: np.random.Generator) -> tuple[Samples, int]:
+    """A recording as it may arrive: silence around, gain, band, noise, offset, clipping.
+
+    Args:
+        pcm: `[n]` at 16 kHz.
+        rng: The source of chance; one recording in eight stays clean.
+
+    Returns:
+        The sound, and how many samples of silence were put in front.
+    """
+    before, after = int(rng.integers(0, 8000)), int(rng.integers(800, 6000))
+    sound = np.concatenate([np.zeros(before), pcm, np.zeros(after)])
+    if rng.random() < 0.125:
+        return sound.astype(np.float32), before
+    if rng.random() < 0.25:
+        sound = band(sound, float(rng.uniform(60, 320)), float(rng.uniform(3300, 4000)))
+    level = float(np.sqrt(np.mean(pcm**2))) + 1e-6
+    if rng.random() < 0.6:
+        shape = noise(len(sound), float(rng.choice([0.0, 0.5, 1.0])), rng)
+        sound = sound + shape * level * 10 ** (-rng.uniform(8, 40) / 20)
+    sound = sound * 10 ** (rng.uniform(-24, 6) / 20)
+    if rng.random() < 0.2:
+        sound = sound + rng.uniform(-0.1, 0.1)
+    return np.clip(sound, -1, 1).astype(np.float32), before
+
+
+def band(sound: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
+    """What a narrow line lets through, its edges a few hundred hertz wide."""
+    spectrum = np.fft.rfft(sound)
+    hertz = np.fft.rfftfreq(len(sound), 1 / RATE)
+    gain = 1 / (1 + (low / np.maximum(hertz, 1)) ** 8) / (1 + (hertz / high) ** 24)
+    heard: NDArray[np.float64] = np.fft.irfft(spectrum * gain, len(sound))
+    return heard
+
+
+def noise(count: int, tilt: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Noise of mean square 1 whose amplitude falls with frequency to the power `tilt`."""
+    spectrum = np.fft.rfft(rng.standard_normal(count))
+    hertz = np.maximum(np.fft.rfftfreq(count, 1 / RATE), 40)
+    sound = np.fft.irfft(spectrum / hertz**tilt, count)
+    even: NDArray[np.float64] = sound / np.sqrt(np.mean(sound**2) + 1e-12)
+    return even

@@ -1,0 +1,1 @@
+"""The embedded model of streams: its world, questions and training."""

@@ -1,0 +1,285 @@
+"""The `stream` suite: facts of endless worlds, asked about seconds to hours after they were shown.
+
+Several sessions with different memories watch the same streams and are asked the same questions:
+about what is on screen, about facts still in the window, and at the end of the stream about all
+of its facts. None, an unbounded cache, is what the bounded memories are compared with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmfast.caches.plan import plan_cache
+from mmfast.core.errors import MmfastError
+from mmfast.core.spec import parse
+from mmfast.models.loading import embedded_path, load
+from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.session import Session
+from mmfast.streams.viewer import Viewer
+from mmfast.tiny.evaluate import interval
+from mmfast.tiny.stream.world import (
+    CLOSEST,
+    FACTS,
+    KINDS,
+    PAST,
+    World,
+    WorldQuestion,
+    past_questions,
+    present_questions,
+)
+from mmfast.tiny.video.scene import EVAL
+
+BANDS = ("now", "in the window", "1-3x", "3-10x", "10-30x", "over 30x")  # ages in windows
+Mark = tuple[str, str, bool]
+
+
+def row_of(
+    memory: str | None, reduce: str | None, marks: Sequence[Mark], spent: Sequence[float]
+) -> dict[str, Any]:
+    """One memory's row.
+
+    Args:
+        memory: Its cache spec.
+        reduce: Reducer of every frame.
+        marks: Per question its band and kind, and whether the answer was right.
+        spent: Milliseconds to the first delta of each answer.
+    """
+    ages, kinds = defaultdict(list), defaultdict(list)
+    for band, kind, mark in marks:
+        ages[band].append(mark)
+        kinds[kind].append(mark)
+    whole = [mark for *_, mark in marks]
+    past = [mark for band, _, mark in marks if band in BANDS[2:]]
+    return {
+        "reduce": reduce,
+        "memory": memory,
+        "accuracy": sum(whole) / len(whole),
+        "interval": interval(sum(whole), len(whole)),
+        "by_kind": {k: sum(kinds[k]) / len(kinds[k]) for k in KINDS if kinds[k]},
+        "by_age": {band: _share(ages[band]) for band in BANDS if ages[band]},
+        "past": _share(past) if past else None,
+        "past_by_kind": {
+            kind: _share(mine)
+            for kind in PAST
+            if (mine := [mark for band, k, mark in marks if band in BANDS[2:] and k == kind])
+        },
+        "ttft_ms": sorted(spent)[len(spent) // 2],
+    }
+
+
+def _share(marks: Sequence[bool]) -> dict[str, Any]:
+    return {
+        "n": len(marks),
+        "accuracy": sum(marks) / len(marks),
+        "interval": interval(sum(marks), len(marks)),
+    }
+
+
+def relative(row: dict[str, Any], whole: dict[str, Any]) -> float | None:
+    """Share of the unbounded cache's right answers, about facts older than the window."""
+    if not row["past"] or not whole["past"]["accuracy"]:
+        return None
+    return float(row["past"]["accuracy"] / whole["past"]["accuracy"])
+
+
+MODEL = "tiny-stream"
+WINDOW = 32  # frames that the bounded memories below hold
+MEMORIES = ("sink:64+window:1152", "sink:64+window:1152+retrieve:16")
+LONGEST = 3600.0  # seconds of a stream; an unbounded cache holds 130,000 tokens then
+_EDGES = (1.0, 3.0, 10.0, 30.0)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A question, and the frame after which it is asked.
+
+    Attributes:
+        question: What is asked, and what is right.
+        frame: Number of the last frame seen.
+        band: Age of what it asks about, in windows; one of BANDS.
+    """
+
+    question: WorldQuestion
+    frame: int
+    band: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How long the streams are.
+
+    Attributes:
+        seconds: Length, at least 12; up to 20 facts are spread over it.
+        fps: Frames per second.
+
+    Raises:
+        MmfastError: Too short for a fact.
+    """
+
+    seconds: float = 30.0 * WINDOW
+    fps: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.seconds < CLOSEST or self.fps <= 0:
+            raise MmfastError(
+                f"a stream of {self.seconds:g} seconds at {self.fps:g} frame/s shows no fact; give "
+                f"{CLOSEST:g} seconds or more"
+            )
+
+    @property
+    def frames(self) -> int:
+        """Frames of a stream."""
+        return int(self.seconds * self.fps)
+
+    def world(self, seed: int) -> World:
+        """A stream with as many facts as there are, or as fit."""
+        facts = min(FACTS, int(self.seconds // CLOSEST))
+        return World(seed, every=self.seconds / max(facts, 1), facts=facts)
+
+
+def needles(world: World, setting: Setting) -> list[Needle]:
+    """What is asked of a stream, in order of time; the same for the same world.
+
+    For each of its facts one question about the present and one about the fact while it is in the
+    window; at the end all questions about all facts.
+    """
+    rng = np.random.default_rng([EVAL, world.seed, 50])
+    fps, found = setting.fps, list[Needle]()
+    for event in world.events():
+        number = len(found)
+        at = _frame(event.place.since + rng.uniform(-0.5, 0.5) * world.every, setting)
+        present = present_questions(world, at / fps)
+        if present:
+            found.append(Needle(present[int(rng.integers(len(present)))], at, "now"))
+        at = _frame(event.stop + rng.uniform(0.2, 0.8) * WINDOW / fps, setting)
+        past = [q for q in past_questions(world, at / fps) if q.text in _texts(world, event.stop)]
+        mine = [q for q in past if event.name in q.text]
+        found.append(_needle(mine[number % len(mine)], at, fps))
+    last = setting.frames - 1
+    found += [_needle(q, last, fps) for q in past_questions(world, last / fps)]
+    return sorted(found, key=lambda needle: needle.frame)
+
+
+def _texts(world: World, until: float) -> set[str]:
+    return {question.text for question in past_questions(world, until)}
+
+
+def _frame(time_: float, setting: Setting) -> int:
+    """The last frame at or before a time of the stream."""
+    return min(max(int(time_ * setting.fps), 0), setting.frames - 1)
+
+
+def _needle(question: WorldQuestion, frame: int, fps: float) -> Needle:
+    windows = question.age * fps / WINDOW
+    return Needle(question, frame, BANDS[1 + sum(windows >= edge for edge in _EDGES)])
+
+
+def run_needles(
+    memories: Sequence[str | None] = MEMORIES,
+    n: int = 400,
+    seed: int = 0,
+    model: str | Path | None = None,
+    *,
+    setting: Setting | None = None,
+    reduce: str | None = None,
+    unbounded: bool = True,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Accuracy of memories by age of the fact.
+
+    Args:
+        memories: Cache specs of sessions.
+        n: Questions, about 80 a stream.
+        seed: Which unseen streams.
+        model: A checkpoint directory; the embedded stream model by default.
+        setting: Length of the streams.
+        reduce: Reducer of every frame.
+        unbounded: Whether a session that forgets nothing comes first.
+        device: Where the model runs.
+        progress: Called with (what, questions asked, n).
+
+    Returns:
+        A document as of `run_eval`. In each row `by_age` has n, accuracy and 95 % interval of each
+        band, `past` the same for all facts older than the window, and `relative` that accuracy
+        divided by the unbounded cache's.
+
+    Raises:
+        MmfastError: Wrong specs, or no questions.
+    """
+    if n < 1:
+        raise MmfastError(f"n={n} asks nothing; give at least 1")
+    setting = setting or Setting()
+    specs: list[str | None] = [None] if unbounded else []
+    specs += [spec for spec in memories if spec is not None]
+    if not specs:
+        raise MmfastError("no memory to ask; give a spec such as 'sink:64+window:1152'")
+    parse(reduce)
+    for spec in specs:
+        plan_cache(spec)
+    source = embedded_path(MODEL) if model is None else model
+    viewer = Viewer(*load(str(source), device, "auto"), fps=setting.fps, reduce=reduce)
+    marks, spent, streams = _ask(viewer, specs, n, seed, setting, progress)
+    rows = [row_of(spec, reduce, marks[spec], spent[spec]) for spec in specs]
+    for row in rows:
+        row["relative"] = relative(row, rows[0]) if unbounded else None
+        row |= {
+            "seconds": setting.seconds,
+            "fps": setting.fps,
+            "window": WINDOW,
+            "streams": streams,
+        }
+    name = MODEL if model is None else str(model)
+    return {"suite": "stream", "n": n, "seed": seed, "model": name, "rows": rows}
+
+
+def _ask(
+    viewer: Viewer,
+    specs: Sequence[str | None],
+    n: int,
+    seed: int,
+    setting: Setting,
+    progress: Progress | None,
+) -> tuple[dict[str | None, list[Mark]], dict[str | None, list[float]], int]:
+    """Marks and times of every memory, and how many streams it took."""
+    marks: dict[str | None, list[Mark]] = {spec: [] for spec in specs}
+    spent: dict[str | None, list[float]] = defaultdict(list)
+    streams = 0
+    while (asked := len(marks[specs[0]])) < n:
+        world = setting.world(1000 * seed + streams)
+        for spec in specs:
+            for needle, answer, ms in watch(viewer, spec, world, setting, n - asked):
+                question = needle.question
+                marks[spec].append((needle.band, question.kind, answer == question.answer))
+                spent[spec].append(ms)
+                if progress is not None:
+                    progress(spec or "unbounded", len(marks[spec]), n)
+        streams += 1
+    return marks, spent, streams
+
+
+def watch(
+    viewer: Viewer, memory: str | None, world: World, setting: Setting, most: int
+) -> Iterator[tuple[Needle, str, float]]:
+    """Answers of a session that watches a world, with the milliseconds to the first delta."""
+    todo = needles(world, setting)[:most]
+    # Hours fit: what retrieval may read again is bounded by its own quota, here by none.
+    with Session(viewer, memory, quotas=TierQuotas.of(0, None, 0, None)) as session:
+        for number in range(todo[-1].frame + 1):
+            at = number / setting.fps
+            session.push(world.frame(at), at)
+            while todo and todo[0].frame == number:
+                needle = todo.pop(0)
+                start = time.perf_counter()
+                deltas = iter(session.ask(needle.question.text, max_new_tokens=8))
+                first = next(deltas, "")
+                ms = (time.perf_counter() - start) * 1e3
+                yield needle, (first + "".join(deltas)).strip().lower(), ms

@@ -1,0 +1,415 @@
+"""An endless video for the embedded stream model: drawn from a seed, any moment at any time.
+
+Ordinary scenes of moving things follow each other in hard cuts, 10 to 60 seconds apart. Now and
+then, for a few seconds, a fact is shown: a thing of a name that no other moment of the stream
+has, in a corner, with a two-digit number beside it. Nothing is stored: every moment is computed
+from the seed, so hours cost no more memory than seconds.
+
+There are 30 names (a colour and a shape); a stream keeps `FACTS` of them for its facts and uses
+the others in its scenes, so a stream has at most `FACTS` facts. How far they lie apart is free.
+
+An endless world as a file to watch: `python -m mmfast.tiny.stream.world world.mp4`.
+
+Beside the mp4 goes what can be asked at its end, one JSON line a question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from mmfast.core.errors import MmfastError
+from mmfast.tiny.document.pages import arrange
+from mmfast.tiny.video.clips import write
+from mmfast.tiny.video.questions import Fact
+from mmfast.tiny.video.scene import (
+    BOX,
+    COLOURS,
+    EVAL,
+    MARGIN,
+    PIXELS,
+    SCALE,
+    SHAPES,
+    SIDE,
+    Bytes,
+    Floats,
+    Panel,
+    Thing,
+    ground,
+    paint,
+    paint_panel,
+)
+
+Name = tuple[str, str]  # colour, shape
+
+
+@dataclass(frozen=True)
+class EndlessScene:
+    """A scene without an end; a thing is at `start + velocity * age`, reflected by the edges."""
+
+    things: tuple[Thing, ...]
+    panel: Panel | None
+    texture: int
+    since: float  # seconds of the stream at which its age is 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A place at a time."""
+
+    place: EndlessScene
+    frame: Bytes  # [96, 96, 3]
+    centres: Floats  # [things, 2] in units of the picture
+    seen: Floats  # [things] share of each that nothing hides
+
+
+def ordinary_place(rng: np.random.Generator, names: Sequence[Name], since: float) -> EndlessScene:
+    """Things of the given names on the move, sometimes with a number that belongs to nothing."""
+    things = tuple(_mover(rng, name) for name in names)
+    panel = None
+    if rng.random() < 0.25:
+        corner = (int(rng.integers(0, 5)) * 16, int(rng.integers(0, 10)) * 8)
+        panel = Panel(int(rng.integers(10, 100)), corner, 0, 1)
+    return EndlessScene(things, panel, int(rng.integers(2**31)), since)
+
+
+def fact_place(
+    rng: np.random.Generator, name: Name, number: int, other: Name | None, since: float
+) -> tuple[EndlessScene, str]:
+    """A still thing in a corner with a number beside it, perhaps another thing away from both."""
+    while True:
+        radius = float(rng.uniform(9.0, 11.5))
+        centre, corner = arrange(rng, radius)
+        if min(abs(centre[0] - SIDE / 2), abs(centre[1] - SIDE / 2)) >= 10:
+            break
+    things = [Thing(name[1], name[0], radius, centre, (0.0, 0.0), 0, 1)]
+    if other is not None:
+        panel = np.array(corner) + np.array(BOX) / 2
+        while True:
+            bystander = _mover(rng, other)
+            gap = np.array(bystander.start) - np.array([centre, tuple(panel)])
+            if np.hypot(*gap.T).min() > 34:
+                break
+        things.append(replace(bystander, velocity=(0.0, 0.0)))
+    place = EndlessScene(
+        tuple(things), Panel(number, corner, 0, 1), int(rng.integers(2**31)), since
+    )
+    return place, corner_of(*centre)
+
+
+def corner_of(x: float, y: float) -> str:
+    """Such as "top left"."""
+    return f"{'top' if y < SIDE / 2 else 'bottom'} {'left' if x < SIDE / 2 else 'right'}"
+
+
+def show(place: EndlessScene, time: float) -> Moment:
+    """Draw a place at a time in seconds of the stream."""
+    age = time - place.since
+    rng = np.random.default_rng([place.texture, round(abs(age) * 1000)])
+    shift = np.clip(rng.normal(0.0, 0.8, 2), -1.5, 1.5)
+    dx, dy = (MARGIN - np.round(shift * SCALE)).astype(int)
+    picture = _ground(place.texture)[dy : dy + PIXELS, dx : dx + PIXELS].copy()
+    owner = np.zeros((PIXELS, PIXELS), np.uint8)
+    centres = np.array([_centre(thing, age) for thing in place.things]) + shift
+    whole = [
+        paint(picture, owner, thing, i, centres[i] * SCALE) for i, thing in enumerate(place.things)
+    ]
+    if place.panel is not None:
+        paint_panel(picture, owner, place.panel)
+    seen = [(owner == i + 1).sum() / max(size, 1) for i, size in enumerate(whole)]
+    # Half the size, as a camera would average: [96, 2, 96, 2, 3] -> [96, 96, 3].
+    small = picture.reshape(int(SIDE), 2, int(SIDE), 2, 3).mean((1, 3))
+    return Moment(place, np.clip(small, 0, 255).astype(np.uint8), centres, np.array(seen))
+
+
+def present_facts(moment: Moment) -> list[Fact]:
+    """What can be asked about a moment without ambiguity while it is on screen."""
+    things, found = moment.place.things, []
+    clear = [i for i, share in enumerate(moment.seen) if share >= 0.6]
+    for i in clear:
+        thing = things[i]
+        if sum(other.shape == thing.shape for other in things) == 1:
+            found.append(Fact("colour", (thing.shape,), thing.colour))
+        if sum(other.colour == thing.colour for other in things) == 1:
+            found.append(Fact("shape", (thing.colour,), thing.shape))
+        x, y = moment.centres[i]
+        if min(abs(x - SIDE / 2), abs(y - SIDE / 2)) >= 7:
+            found.append(Fact("position", (thing.name,), corner_of(x, y)))
+    if len(clear) == len(things):
+        found.append(Fact("count", (), str(len(things))))
+    if moment.place.panel is not None:
+        found.append(Fact("number", (), str(moment.place.panel.number)))
+    return found
+
+
+@lru_cache(4)
+def _ground(texture: int) -> Floats:
+    return ground(np.random.default_rng(texture))
+
+
+def _mover(rng: np.random.Generator, name: Name) -> Thing:
+    radius = float(rng.uniform(9.0, 11.5))
+    low, high = radius + 2, SIDE - radius - 2
+    start = (float(rng.uniform(low, high)), float(rng.uniform(low, high)))
+    angle, speed = rng.uniform(0, 2 * np.pi), rng.uniform(2.0, 8.0)  # units per second
+    velocity = (float(speed * np.cos(angle)), float(speed * np.sin(angle)))
+    return Thing(name[1], name[0], radius, start, velocity, 0, 1)
+
+
+def _centre(thing: Thing, age: float) -> Floats:
+    """Straight on, reflected at the edges: a triangle wave, exact at any age."""
+    low = thing.radius + 2
+    span = SIDE - 2 * low
+    way = (np.asarray(thing.start) - low + np.asarray(thing.velocity) * age) % (2 * span)
+    return np.asarray(low + np.minimum(way, 2 * span - way))
+
+
+FACTS = 20  # names kept for facts; the other ten are those of the ordinary scenes
+NAMES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
+MINUTE = 60.0  # scenes never cross a full minute, so that any of them is found at once
+SHORTEST = 10.0  # seconds of an ordinary scene
+CLOSEST = 12.0  # seconds from fact to fact
+
+
+@dataclass(frozen=True)
+class WorldEvent:
+    """A fact: on screen from `start` until before `stop`, in seconds."""
+
+    number: int
+    name: str
+    corner: str
+    start: float
+    stop: float
+    place: EndlessScene
+
+
+@dataclass(frozen=True)
+class World:
+    """One endless stream.
+
+    Args:
+        seed: Which one.
+        every: Seconds from fact to fact, one in each such span, at least CLOSEST.
+        facts: How many there are, at most FACTS; scenes go on without them after that.
+        purpose: Streams of different purposes never meet.
+
+    Raises:
+        MmfastError: More facts than names, or no room for one.
+    """
+
+    seed: int = 0
+    every: float = 150.0
+    facts: int = FACTS
+    purpose: int = EVAL
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.facts <= FACTS:
+            raise MmfastError(f"facts={self.facts} is not in 0 to {FACTS}, the names kept for them")
+        if not self.every >= CLOSEST:
+            raise MmfastError(
+                f"every={self.every} leaves no room for a fact; give {CLOSEST:g} or more"
+            )
+
+    def event(self, number: int) -> WorldEvent:
+        """Fact number 0 to `facts - 1`.
+
+        Raises:
+            MmfastError: There is no such fact.
+        """
+        if not 0 <= number < self.facts:
+            raise MmfastError(f"fact {number} is not in 0 to {self.facts - 1} of this world")
+        return _event(self, number)
+
+    def events(self, until: float = float("inf")) -> list[WorldEvent]:
+        """Facts that began before `until`, in order."""
+        found = (self.event(i) for i in range(self.facts))
+        return [event for event in found if event.start < until]
+
+    def event_at(self, time: float) -> WorldEvent | None:
+        """The fact on screen at a time."""
+        slot = int(time // self.every)
+        if not 0 <= slot < self.facts:
+            return None
+        event = self.event(slot)
+        return event if event.start <= time < event.stop else None
+
+    def place_at(self, time: float) -> EndlessScene:
+        """What is on screen around a time: a fact, or the ordinary scene."""
+        event = self.event_at(time)
+        return event.place if event is not None else _ordinary(self, *_cut(self, time))
+
+    def at(self, time: float) -> Moment:
+        """The picture at a time in seconds, and what is where in it."""
+        return show(self.place_at(time), time)
+
+    def frame(self, time: float) -> Bytes:
+        """The picture at a time: uint8 [96, 96, 3]."""
+        return self.at(time).frame
+
+    def frames(
+        self, seconds: float = float("inf"), fps: float = 1.0, start: float = 0.0
+    ) -> Iterator[tuple[Bytes, float]]:
+        """Pictures [96, 96, 3] and their times, from `start` to before `start + seconds`."""
+        number = 0
+        while number / fps < seconds:
+            time = start + number / fps
+            yield self.frame(time), time
+            number += 1
+
+    def save(self, path: str | Path, seconds: float, fps: int = 1) -> None:
+        """Write the beginning as an H.264 mp4."""
+        write(Path(path), (frame for frame, _ in self.frames(seconds, fps)), fps)
+
+
+@lru_cache(4)
+def _names(world: World) -> tuple[list[int], list[int], list[int]]:
+    """Names of facts in order, names of ordinary scenes, numbers of facts."""
+    rng = np.random.default_rng([world.purpose, world.seed, 20])
+    order = rng.permutation(len(NAMES)).tolist()
+    return order[:FACTS], order[FACTS:], (rng.permutation(90)[:FACTS] + 10).tolist()
+
+
+@lru_cache(64)
+def _event(world: World, number: int) -> WorldEvent:
+    rng = np.random.default_rng([world.purpose, world.seed, 21, number])
+    reserved, ordinary, numbers = _names(world)
+    length = float(rng.uniform(4, 6))
+    start = number * world.every + float(rng.uniform(2, world.every - length - 2))
+    name = NAMES[reserved[number]]
+    other = NAMES[ordinary[rng.integers(len(ordinary))]] if rng.random() < 0.4 else None
+    place, corner = fact_place(rng, name, numbers[number], other, start)
+    return WorldEvent(numbers[number], " ".join(name), corner, start, start + length, place)
+
+
+@lru_cache(64)
+def _cuts(world: World, minute: int) -> tuple[float, ...]:
+    """Where scenes of a minute begin, in seconds from its start."""
+    rng = np.random.default_rng([world.purpose, world.seed, 22, minute])
+    count = int(rng.integers(1, 5))
+    spare = rng.dirichlet(np.ones(count)) * (MINUTE - SHORTEST * count)
+    return (0.0, *(float(v) for v in np.cumsum(SHORTEST + spare)[:-1]))
+
+
+def _cut(world: World, time: float) -> tuple[int, int]:
+    """Minute, and number in it, of the ordinary scene at a time."""
+    minute = int(time // MINUTE)
+    cuts = _cuts(world, minute)
+    return minute, max(i for i, cut in enumerate(cuts) if cut <= time - minute * MINUTE)
+
+
+@lru_cache(8)
+def _ordinary(world: World, minute: int, which: int) -> EndlessScene:
+    rng = np.random.default_rng([world.purpose, world.seed, 23, minute, which])
+    _, ordinary, _ = _names(world)
+    count = int(rng.integers(1, 4))
+    chosen = [NAMES[ordinary[i]] for i in rng.choice(len(ordinary), count, replace=False)]
+    return ordinary_place(rng, chosen, minute * MINUTE + _cuts(world, minute)[which])
+
+
+# Kinds of question about the present, by the kind of what is on screen.
+NOW = {name: f"{name} now" for name in ("colour", "shape", "position", "count", "number")}
+PAST = ("entry", "corner")
+KINDS = (*PAST, *NOW.values())
+
+PAST_WORDINGS = {
+    "entry": ("What number is at the {0}?", "Which number is at the {0}?"),
+    "corner": ("In which corner is the {0}?", "Where is the {0}?"),
+}
+NOW_WORDINGS = {
+    "colour": ("What colour is the {0} now?", "Which colour does the {0} have now?"),
+    "shape": ("What shape is the {0} object now?", "Which shape does the {0} object have now?"),
+    "position": ("Where is the {0} now?", "In which corner is the {0} now?"),
+    "count": ("How many objects are there now?", "How many shapes can you see now?"),
+    "number": ("What number is on the screen now?", "Which number is shown now?"),
+}
+
+
+@dataclass(frozen=True)
+class WorldQuestion:
+    """A question that has one right answer at the moment it is asked.
+
+    Attributes:
+        kind: One of KINDS.
+        text: What is asked.
+        answer: The right answer.
+        asked: When, in seconds.
+        shown: When what it asks about was last on screen; `asked` for the present.
+    """
+
+    kind: str
+    text: str
+    answer: str
+    asked: float
+    shown: float
+
+    @property
+    def age(self) -> float:
+        """Seconds since the answer could last be seen."""
+        return self.asked - self.shown
+
+
+def now_text(fact: Fact, wording: int) -> str:
+    """A question about the present in one of the wordings of its kind."""
+    words = NOW_WORDINGS[fact.kind]
+    return words[wording % len(words)].format(*fact.slots)
+
+
+def past_text(kind: str, name: str, wording: int) -> str:
+    """A question about a fact in one of the wordings of its kind."""
+    words = PAST_WORDINGS[kind]
+    return words[wording % len(words)].format(name)
+
+
+def present_questions(world: World, time: float) -> list[WorldQuestion]:
+    """All that can be asked about what is on screen at a time."""
+    found = present_facts(world.at(time))
+    return [
+        WorldQuestion(NOW[fact.kind], now_text(fact, i), fact.answer, time, time)
+        for i, fact in enumerate(found)
+    ]
+
+
+def past_questions(world: World, time: float) -> list[WorldQuestion]:
+    """All that can be asked at a time about the facts shown until then, oldest first.
+
+    A fact's name appears at no other moment of a world, so the answers hold for ever after.
+    """
+    found = []
+    for i, event in enumerate(world.events(time)):
+        for kind, answer in (("entry", str(event.number)), ("corner", event.corner)):
+            shown = min(event.stop, time)
+            found.append(WorldQuestion(kind, past_text(kind, event.name, i), answer, time, shown))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, help="mp4 to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--fps", type=int, default=1)
+    parser.add_argument("--every", type=float, help="seconds from fact to fact; 20 facts if absent")
+    options = parser.parse_args(argv)
+    every = options.seconds / FACTS if options.every is None else options.every
+    try:
+        world = World(options.seed, every=every)
+        world.save(options.path, options.seconds, options.fps)
+    except MmfastError as error:
+        parser.error(str(error))
+    last = (options.seconds * options.fps - 1) // 1 / options.fps
+    asked = [*past_questions(world, last), *present_questions(world, last)]
+    lines = "".join(json.dumps({**asdict(q), "age": q.age}) + "\n" for q in asked)
+    options.path.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
+    print(f"{options.path.name}: {len(asked)} questions beside it", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

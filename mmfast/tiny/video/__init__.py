@@ -1,0 +1,1 @@
+"""The embedded video model: its world, questions and training."""

@@ -1,0 +1,180 @@
+"""Write the sample clips and their questions: `python -m mmfast.tiny.video.clips [FOLDER]`."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as vision
+
+from mmfast.tiny.video.questions import Fact, facts
+from mmfast.tiny.video.scene import (
+    CELLS,
+    CLIPS,
+    FPS,
+    PATCHES,
+    SAMPLED,
+    TRAIN,
+    Scene,
+    Table,
+    draw,
+    make_scene,
+    make_table,
+    patch_owners,
+    sampled_indices,
+)
+
+
+def encode(frames: Iterable[NDArray[np.uint8]], fps: int = FPS) -> bytes:
+    """The file that `write` makes, as bytes."""
+    buffer = io.BytesIO()
+    write(buffer, frames, fps)
+    return buffer.getvalue()
+
+
+def write(file: Path | io.BytesIO, frames: Iterable[NDArray[np.uint8]], fps: int = FPS) -> None:
+    """Encode RGB frames as an H.264 mp4, one after the other.
+
+    Args:
+        file: where to.
+        frames: uint8 [H, W, 3] each, of one size, even sides; at least one.
+        fps: frames per second.
+    """
+    pictures = iter(frames)
+    first = next(pictures)
+    target = file if isinstance(file, io.BytesIO) else str(file)
+    with av.open(target, "w", format="mp4") as box:
+        stream = box.add_stream("libx264", rate=fps)
+        stream.height, stream.width = first.shape[:2]
+        stream.pix_fmt = "yuv420p"
+        # One thread: the same bytes on any machine, and no start-up cost per clip.
+        stream.options = {"preset": "veryfast", "crf": "20", "threads": "1"}
+        for picture in chain([first], pictures):
+            box.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        box.mux(stream.encode())
+
+
+def decode(clip: bytes, frames: int = SAMPLED) -> NDArray[np.uint8]:
+    """Frames of a small clip, uniformly sampled: uint8 [frames, H, W, 3]."""
+    with av.open(io.BytesIO(clip), "r") as box:
+        pictures = [frame.to_ndarray(format="rgb24") for frame in box.decode(video=0)]
+    return np.stack([pictures[i] for i in sampled_indices(len(pictures), frames)])
+
+
+Wish = Callable[[Scene, list[Fact]], bool]
+
+
+def _asks(known: list[Fact], kind: str, *slots: str) -> bool:
+    return any(f.kind == kind and f.slots[: len(slots)] == slots for f in known)
+
+
+WISHES: dict[str, Wish] = {
+    "red-circle": lambda s, k: len(s.things) == 2 and _asks(k, "direction", "red circle"),
+    "four-shapes": lambda s, k: len(s.things) == 4 and _asks(k, "count"),
+    "number": lambda s, k: len(s.things) == 2 and _asks(k, "number"),
+    "fast-and-slow": lambda s, k: len(s.things) == 2 and _asks(k, "speed") and not s.panel,
+    "latecomer": lambda s, k: len(s.things) == 3 and _asks(k, "first"),
+    "behind-a-bar": lambda s, k: s.bar is not None and len(s.things) == 3,
+}
+
+
+def write_clips(folder: Path) -> None:
+    """Write one clip per wish, the first that fits, and clips.json with questions and answers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listing = {}
+    for number, (name, wish) in enumerate(WISHES.items()):
+        scene, known = _find(wish, number)
+        (folder / f"{name}.mp4").write_bytes(encode(draw(scene).frames))
+        listing[f"{name}.mp4"] = [
+            {"question": fact.ask(0), "answer": fact.answer, "kind": fact.kind} for fact in known
+        ]
+    (folder / "clips.json").write_text(json.dumps(listing, indent=1) + "\n")
+
+
+def _find(wish: Wish, seed: int) -> tuple[Scene, list[Fact]]:
+    index = 0
+    while True:
+        scene = make_scene(CLIPS, seed, index)
+        known = facts(make_table(scene, draw(scene)), margin=True)
+        if wish(scene, known):
+            return scene, known
+        index += 1
+
+
+INPUT = 96  # side of the pictures that the tower sees
+
+
+@dataclass(frozen=True)
+class ClipRow:
+    """One clip of the bank."""
+
+    frames: NDArray[np.uint8]  # [T, 3, INPUT, INPUT]
+    patches: NDArray[np.int8]  # [T, PATCHES ** 2]
+    cells: NDArray[np.int8]  # [T, CELLS ** 2]
+    table: Table
+
+
+@dataclass(frozen=True)
+class Bank:
+    """All clips; index i is scene i of the seed."""
+
+    frames: torch.Tensor  # uint8 [n, T, 3, INPUT, INPUT]
+    patches: torch.Tensor  # int8 [n, T, PATCHES ** 2]
+    cells: torch.Tensor  # int8 [n, T, CELLS ** 2]
+    tables: list[Table]
+
+    def first(self, count: int) -> Bank:
+        """The first clips alone."""
+        part = slice(count)
+        return Bank(self.frames[part], self.patches[part], self.cells[part], self.tables[part])
+
+
+def shrink(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Resize as the model's processor does: [T, H, W, 3] -> [T, 3, INPUT, INPUT]."""
+    pictures = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    small = vision.resize(pictures, [INPUT, INPUT], InterpolationMode.BICUBIC, antialias=True)
+    resized: NDArray[np.uint8] = small.numpy()
+    return resized
+
+
+def make_row(scene: Scene) -> ClipRow:
+    """Draw, encode, read back, resize and label one scene."""
+    drawing = draw(scene)
+    frames = shrink(decode(encode(drawing.frames)))
+    patches = patch_owners(drawing, PATCHES, 0.3)
+    return ClipRow(frames, patches, patch_owners(drawing, CELLS, 0.15), make_table(scene, drawing))
+
+
+def _numbered(task: tuple[int, int]) -> ClipRow:
+    torch.set_num_threads(1)
+    return make_row(make_scene(TRAIN, *task))
+
+
+def make_bank(count: int, seed: int, workers: int, report: Callable[[int], None]) -> Bank:
+    """Make clips 0 to count - 1 of a seed in parallel; the result does not depend on workers."""
+    rows: list[ClipRow] = []
+    with get_context("spawn").Pool(workers) as pool:
+        for row in pool.imap(_numbered, ((seed, i) for i in range(count)), chunksize=16):
+            rows.append(row)
+            report(len(rows))
+    return Bank(
+        torch.from_numpy(np.stack([r.frames for r in rows])),
+        torch.from_numpy(np.stack([r.patches for r in rows])),
+        torch.from_numpy(np.stack([r.cells for r in rows])),
+        [r.table for r in rows],
+    )
+
+
+if __name__ == "__main__":
+    write_clips(Path(sys.argv[1] if len(sys.argv) > 1 else "assets/clips"))

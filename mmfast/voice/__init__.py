@@ -1,0 +1,1 @@
+"""The dialogue engine: turns, replies, playback and history."""

@@ -1,0 +1,195 @@
+"""Which class speaks, listens or chats for a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError, ModelError, unknown
+from mmfast.core.speech import Listener, Sound, Speaker, Turn
+from mmfast.models.loading import pick_device, pick_dtype
+
+# model_type -> transformers class, and what gives it a voice: module, class, and its argument for
+# what turns text into ids and back
+FAMILIES = {
+    "csm": ("CsmForConditionalGeneration", "mmfast.models.speech.csm", "CsmVoice", "tokenizer"),
+    "qwen2_5_omni": (
+        "Qwen2_5OmniForConditionalGeneration",
+        "mmfast.models.speech.omni",
+        "OmniSpeech",
+        "processor",
+    ),
+    "moshi": ("MoshiForConditionalGeneration", "mmfast.models.speech.moshi", "MoshiVoice", "words"),
+}
+_READERS = {"processor": "AutoProcessor"}
+_PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
+
+
+def load_voice(
+    model: Any, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
+) -> Any:
+    """The embedded speech model, a checkpoint, or an object as it is.
+
+    Args:
+        model: None, a directory, a hub id, or something that speaks, listens or chats.
+        device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
+        dtype: By name, or as torch has it.
+
+    Raises:
+        ModelError: It cannot be loaded, or is of a family that has no voice here.
+    """
+    if model is None:
+        return _embedded(None, device)
+    if not isinstance(model, str | Path):
+        return model
+    kind = _kind_of(model)
+    if kind == "llama" and (Path(model) / "speech.json").is_file():
+        return _embedded(model, device)
+    if kind not in FAMILIES:
+        raise ModelError(unknown("speech model type", kind, ["tiny-speech", *FAMILIES]))
+    return _of_family(str(model), kind, device, dtype)
+
+
+def _of_family(
+    model: str, kind: str, device: str | torch.device | None, dtype: str | torch.dtype
+) -> Any:
+    """A stock checkpoint with its tokenizer, and the class here that gives it a voice."""
+    import transformers
+
+    stock, module, name, argument = FAMILIES[kind]
+    place, how = pick_device(device), pick_dtype(dtype)
+    try:
+        loaded = getattr(transformers, stock).from_pretrained(
+            model, dtype=how, use_safetensors=True, trust_remote_code=False
+        )
+        reader = getattr(transformers, _READERS.get(argument, "AutoTokenizer"))
+        words = reader.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"cannot load model {model!r}: {reason}") from error
+    cls = getattr(importlib.import_module(module), name)
+    given = words.decode if argument == "words" else words
+    return cls(loaded.to(place).eval(), **{argument: given})
+
+
+def _embedded(path: str | Path | None, device: str | torch.device | None) -> Any:
+    from mmfast.models.speech.embedded import load_speech
+
+    return load_speech(path)
+
+
+def _kind_of(model: str | Path) -> str:
+    where = Path(model)
+    if not (where / "config.json").is_file():
+        if where.exists() or str(model).startswith((".", "/", "~")) or str(model).count("/") != 1:
+            raise ModelError(
+                f"model {str(model)!r} is no directory of a checkpoint; give one, or a hub id"
+            )
+        from transformers import AutoConfig
+
+        try:
+            return str(AutoConfig.from_pretrained(str(model), trust_remote_code=False).model_type)
+        except (OSError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(f"cannot load model {str(model)!r}: {reason}") from error
+    try:
+        found = json.loads((where / "config.json").read_text(encoding="utf-8"))
+        return str(found.get("model_type"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{str(where / 'config.json')!r} cannot be read: {error}") from error
+
+
+def load_speaker(
+    model: Any, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
+) -> Any:
+    """What says text; arguments and errors as for `load_voice`."""
+    return can(load_voice(model, device, dtype), "speak")
+
+
+def can(model: Any, part: str) -> Any:
+    """The model, if it can do a part.
+
+    Raises:
+        ModelError: It cannot.
+    """
+    if not callable(getattr(model, part, None)):
+        raise ModelError(
+            f"{type(model).__name__} cannot {_PARTS[part]}: it has no {part}(); "
+            "give a model that does, or None for the embedded one"
+        )
+    return model
+
+
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are given; a model has its own defaults for the rest.
+
+    Raises:
+        MmfastError: A number where a name belongs, or the other way round.
+    """
+    found = {name: value for name, value in options.items() if value is not None}
+    for name in ("voice", "mode", "verify"):
+        if name in found and not isinstance(found[name], str):
+            raise MmfastError(f"{name}={found[name]!r} is no name; give one such as 'turbo'")
+    for name in ("rate", "speed", "pitch"):
+        if name in found and (isinstance(found[name], bool) or not isinstance(found[name], int)):
+            raise MmfastError(f"{name}={found[name]!r} is no whole number; give one")
+    return found
+
+
+Chat = Callable[[Sequence[Turn]], str | Iterable[str]]
+
+
+def speaking(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a reply as options of `Speaker.speak`, to which `rate` is not the input's."""
+    return {"rate" if name == "speed" else name: value for name, value in options.items()}
+
+
+class Cascade:
+    """Voices a text model: what is said becomes text, its answer becomes speech as it is written.
+
+    Args:
+        listener: Understands speech.
+        chat: Answers a conversation, whose last turn is the user's, with text or pieces of it as
+            they come; anything that makes text will do.
+        speaker: Says the answer; None leaves it text.
+
+    Raises:
+        MmfastError: One of them cannot do its part.
+    """
+
+    def __init__(self, listener: Listener, chat: Chat, speaker: Speaker | None) -> None:
+        if not hasattr(listener, "transcribe"):
+            raise MmfastError(f"{type(listener).__name__} cannot listen; it needs transcribe()")
+        if not callable(chat):
+            raise MmfastError(f"chat={chat!r} cannot be called; give a function of the turns")
+        if speaker is not None and not hasattr(speaker, "speak"):
+            raise MmfastError(f"{type(speaker).__name__} cannot speak; it needs speak()")
+        self.listener, self.chat, self.speaker = listener, chat, speaker
+        self.sample_rate = 16000 if speaker is None else speaker.sample_rate
+
+    def reply(
+        self, pcm: Tensor, rate: int = 16000, history: Sequence[Turn] = (), **options: Any
+    ) -> Iterator[Sound]:
+        """What was said `[n]` to the answer as it comes; nothing where no word was said.
+
+        Options are those of the speaker, its `rate` as `speed`.
+        """
+        heard = self.listener.transcribe(pcm, rate).strip()
+        yield Sound(torch.zeros(0), self.sample_rate, heard=heard)
+        if heard:
+            yield from self.answer_turns((*history, Turn("user", heard)), **options)
+
+    def answer_turns(self, turns: Sequence[Turn], **options: Any) -> Iterator[Sound]:
+        """A written conversation to the answer as it comes."""
+        answer = self.chat(turns)
+        if self.speaker is not None:
+            yield from self.speaker.speak(answer, **speaking(options))
+            return
+        for text in [answer] if isinstance(answer, str) else answer:
+            yield Sound(torch.zeros(0), self.sample_rate, text=text)

@@ -1,0 +1,348 @@
+"""`speech-chat`: sound in, text and sound out, and who interrupts is listened to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.speech import Chatter, Sound
+from mmfast.core.trace import Trace
+from mmfast.frontends.audio.reader import iter_audio, load_audio
+from mmfast.frontends.audio.wav import write_wav
+from mmfast.voice.channel import VoiceEvent
+from mmfast.voice.ear import RATE, Ear, ManualEar, VoiceEar
+from mmfast.voice.models import Cascade, Chat, can, given_options, load_speaker, load_voice
+from mmfast.voice.playback import ReplyMeter
+from mmfast.voice.session import VoiceSession
+
+LONGEST = 20_000  # letters: half an hour of speech
+KEYS = ("seconds", "first_audio_ms", "rtf", "tokens_per_pass")
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """What a pipeline said.
+
+    Attributes:
+        pcm: Samples `[n]`, float32 in -1..1.
+        rate: Samples per second.
+        text: What it says.
+        stats: `seconds`, `first_audio_ms`, `rtf`, `tokens`, `passes`, `tokens_per_pass`,
+            `tokens_per_second`, `acceptance` a codebook; see `Meter.stats`.
+        heard: What was understood, of an answer to speech.
+    """
+
+    pcm: Tensor = field(repr=False)
+    rate: int
+    text: str
+    stats: dict[str, Any] = field(default_factory=dict, repr=False)
+    heard: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def seconds(self) -> float:
+        """Length of the sound."""
+        return len(self.pcm) / self.rate
+
+    @property
+    def trace(self) -> Trace:
+        """The stages as rows: listening where there was speech, then speaking."""
+        found, listened = Trace(), self.stats.get("heard_ms") or 0.0
+        if self.heard:
+            found.add("listen", 0, len(self.heard.split()), listened)
+        spoke = max((self.stats.get("work_ms") or 0.0) - listened, 0.0)
+        found.add("speak", self.stats.get("passes", 0), self.stats.get("tokens", 0), spoke)
+        return found
+
+    def save(self, target: str | Path | BinaryIO) -> None:
+        """Write a WAV file of 16-bit samples.
+
+        Raises:
+            MediaError: It cannot be written.
+        """
+        write_wav(target, self.pcm, self.rate)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `mmfast say --json` and `mmfast talk --json` print."""
+        first: dict[str, Any] = {"text": self.text, "heard": self.heard} if self.heard else {}
+        first = {"text": self.text, **first, **{key: self.stats.get(key) for key in KEYS}}
+        return {**first, "sample_rate": self.rate, **self.stats}
+
+
+def collect(
+    sounds: Iterable[Sound],
+    rate: int,
+    meter: ReplyMeter | None = None,
+    each: Callable[[Tensor], Any] | None = None,
+) -> Spoken:
+    """All pieces in one, each of them counted.
+
+    Args:
+        sounds: The pieces.
+        rate: Samples per second, where there is none.
+        meter: Counts; time began when it was made.
+        each: Takes the samples of every piece as it comes.
+    """
+    meter, parts, texts, heard = meter or ReplyMeter(), [torch.zeros(0)], [], ""
+    for sound in meter.timed(sounds):
+        parts.append(sound.pcm.detach().float().cpu())
+        if each is not None:
+            each(parts[-1])
+        texts.append(sound.text)
+        rate, heard = sound.rate, heard or (sound.heard or "")
+    return Spoken(torch.cat(parts), rate, "".join(texts).strip(), meter.stats(), heard.strip())
+
+
+def check_text(text: object) -> str:
+    """A text that can be said.
+
+    Raises:
+        MmfastError: It is none, is empty, has no letter or digit, or is too long.
+    """
+    if not isinstance(text, str):
+        raise MmfastError(f"{type(text).__name__} cannot be said; give a text")
+    if not any(letter.isalnum() for letter in text):
+        raise MmfastError(f"there is nothing to say in {text[:40]!r}; give a text with words")
+    if len(text) > LONGEST:
+        raise MmfastError(
+            f"a text of {len(text):,} letters is too long; say at most {LONGEST:,} at once, "
+            "or stream it in parts"
+        )
+    return text
+
+
+def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
+    """Pieces of a text as they come.
+
+    Raises:
+        MmfastError: One is no text.
+    """
+    for part in parts:
+        if not isinstance(part, str):
+            raise MmfastError(f"{type(part).__name__} cannot be said; give pieces of text")
+        yield part
+
+
+class SpeechChat:
+    """Converse by voice with the embedded model, a checkpoint, or any text model.
+
+    Args:
+        model: None (embedded), a directory or hub id, or a `Chatter`.
+        chat: A function of the turns so far that gives the answer as text or pieces of it: any
+            text model gets a voice. None lets the model answer itself.
+        listener: Understands speech for `chat`; None takes the model.
+        speaker: Says what `chat` answers; None takes the model.
+        voice: Name of a voice; None takes the model's own.
+        speed: Words per minute.
+        pitch: 0 to 99.
+        mode: `vanilla`, `balance`, `boost` or `turbo` (default): when drafts are made.
+        verify: `exact` (default: what one token per pass says), `typical:0.3`, or `none`: the most
+            tokens per pass, and hard to understand on the embedded model.
+        device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        **options: Further options of every reply.
+
+    Raises:
+        ModelError: The checkpoint cannot be loaded, or cannot do its part.
+
+    Example:
+        >>> voice = SpeechChat()
+        >>> for event in voice.run("question.wav"):
+        ...     if event.kind == "text":
+        ...         print(event.text, end="")
+    """
+
+    task = "speech-chat"
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        chat: Chat | None = None,
+        listener: Any = None,
+        speaker: Any = None,
+        voice: str | None = None,
+        speed: int | None = None,
+        pitch: int | None = None,
+        mode: str | None = None,
+        verify: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        **options: Any,
+    ) -> None:
+        named = {"voice": voice, "speed": speed, "pitch": pitch, "mode": mode, "verify": verify}
+        self.options = {**given_options(named), **options}
+        self.chatter: Chatter
+        if chat is None:
+            self.chatter = can(load_voice(model, device, dtype), "reply")
+        else:
+            self.chatter = cascade(chat, model, listener, speaker, device, dtype)
+
+    def __call__(self, media: Any, **options: Any) -> Any:
+        """Answer one recording, all of which is the question; a list gives a list.
+
+        Args:
+            media: Path, bytes, file object, array at 16 kHz, or `(array, rate)`.
+            **options: `voice`, `speed`, `pitch`, `mode`, `verify`, for this call.
+
+        Returns:
+            A `Spoken`, or a list of them.
+
+        Raises:
+            MediaError: It is no sound.
+        """
+        if isinstance(media, list) and media and not isinstance(media[0], int | float):
+            return [self(each, **options) for each in media]
+        pcm, meter = load_audio(media, RATE), ReplyMeter()
+        given = {**self.options, **given_options(options)}
+        return collect(self.chatter.reply(pcm, RATE, **given), self.chatter.sample_rate, meter)
+
+    def open(self, ear: Ear | Literal["voice", "manual"] = "voice", **options: Any) -> VoiceSession:
+        """Begin a conversation; conversations on one model do not touch each other.
+
+        Args:
+            ear: `voice` finds turns by voice activity; `manual` waits for `commit`; or an `Ear`,
+                such as `VoiceEar(silence_ms=300)`.
+            **options: `clock`, `ahead`, `delay`, `interrupt`, `answer`, `history`; see
+                `mmfast.voice.dialogue.Dialogue`.
+        """
+        if isinstance(ear, str):
+            ear = ear_of(ear)
+        return VoiceSession(self.chatter, ear, options=self.options, **options)
+
+    def run(self, chunks: Any, rate: int = RATE, **options: Any) -> Iterator[VoiceEvent]:
+        """One conversation over a stream, as `VoiceSession.run`.
+
+        Args:
+            chunks: Chunks of sound as they come; or a recording: path, file object, array.
+            rate: Samples per second of chunks and arrays.
+            **options: As for `open`.
+
+        Yields:
+            Events: `speech_started`, `speech_stopped`, `heard`, `text`, `audio`, `interrupted`,
+            `done`, `error` and so on; see `mmfast.voice.channel.VoiceEvent`.
+        """
+        with self.open(**options) as session:
+            yield from session.run(*stream_of(chunks, rate))
+
+
+def ear_of(name: str) -> Ear:
+    """An ear by its name.
+
+    Raises:
+        MmfastError: There is none of that name.
+    """
+    from mmfast.core.errors import MmfastError, unknown
+
+    if name not in ("voice", "manual"):
+        raise MmfastError(unknown("ear", name, ["voice", "manual"]))
+    return ManualEar() if name == "manual" else VoiceEar()
+
+
+def cascade(
+    chat: Chat,
+    model: Any,
+    listener: Any,
+    speaker: Any,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+) -> Cascade:
+    """A function of text with the ears and the mouth of models; each is loaded once."""
+    own = load_voice(model, device, dtype) if listener is None or speaker is None else None
+    ears = own if listener is None else load_voice(listener, device, dtype)
+    mouth = own if speaker is None else load_voice(speaker, device, dtype)
+    return Cascade(can(ears, "transcribe"), chat, can(mouth, "speak"))
+
+
+def stream_of(chunks: Any, rate: int) -> tuple[Any, int]:
+    """Chunks and their rate; a recording is read as it is needed."""
+    whole = isinstance(chunks, str | Path | bytes | bytearray) or hasattr(chunks, "read")
+    if whole or hasattr(chunks, "__array__"):
+        return iter_audio(chunks, RATE, media_rate=rate), RATE
+    return chunks, rate
+
+
+class TextToSpeech:
+    """Say texts with the embedded model or any other that speaks.
+
+    Args:
+        model: None (embedded), a directory or hub id (CSM, Qwen2.5-Omni), or a `Speaker`.
+        voice: Name of a voice; None takes the model's own.
+        rate: Words per minute.
+        pitch: 0 to 99.
+        mode: `vanilla`, `balance`, `boost` or `turbo` (default): when drafts are made.
+        verify: `exact` (default: what one token per pass says), `typical:0.3`, or `none`: the most
+            tokens per pass, and hard to understand on the embedded model.
+        device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        **options: Further options of the speaker.
+
+    Raises:
+        ModelError: The checkpoint cannot be loaded, or cannot speak.
+
+    Example:
+        >>> spoken = TextToSpeech()("The red circle moves to the left.")
+        >>> spoken.save("left.wav")
+    """
+
+    task = "text-to-speech"
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        voice: str | None = None,
+        rate: int | None = None,
+        pitch: int | None = None,
+        mode: str | None = None,
+        verify: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        **options: Any,
+    ) -> None:
+        named = {"voice": voice, "rate": rate, "pitch": pitch, "mode": mode, "verify": verify}
+        self.options = {**given_options(named), **options}
+        self.speaker = load_speaker(model, device, dtype)
+
+    def __call__(self, text: str | Sequence[str], **options: Any) -> Any:
+        """Say a text, or each text of a list.
+
+        Args:
+            text: What to say.
+            **options: `voice`, `rate`, `pitch`, `mode`, `verify`, for this call.
+
+        Returns:
+            A `Spoken`, or a list of them for a list.
+
+        Raises:
+            MmfastError: Nothing to say, or an option that the model does not know.
+        """
+        if isinstance(text, list | tuple):
+            texts = [check_text(each) for each in text]  # all, before the first is said
+            return [self._say(each, options) for each in texts]
+        return self._say(check_text(text), options)
+
+    def _say(self, text: str, options: dict[str, Any]) -> Spoken:
+        sounds = self.speaker.speak(text, **{**self.options, **given_options(options)})
+        return collect(sounds, self.speaker.sample_rate)
+
+    def stream(self, text: str | Iterable[str], **options: Any) -> Iterator[Sound]:
+        """Say a text piece by piece.
+
+        Args:
+            text: A text, or an iterator of its pieces as a language model writes them.
+            **options: As for a call.
+
+        Yields:
+            Sound as it is made; leaving the iterator early stops the model.
+        """
+        given = check_text(text) if isinstance(text, str) else checked_parts(text)
+        return iter(self.speaker.speak(given, **{**self.options, **given_options(options)}))
