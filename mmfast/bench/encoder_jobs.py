@@ -87,7 +87,7 @@ def check(found: Tensor, expected: Tensor, limit: float) -> float:
     if not far <= limit:
         raise MmfastError(
             f"features differ by {far:.1e} of their largest value, more than {limit:.0e}; run "
-            "pytest tests/test_encoder.py"
+            "pytest tests/models/vision/test_encoder.py"
         )
     return far
 

@@ -97,6 +97,6 @@ def _check(case: Case) -> int:
     if far > 1e-3 or cache.get_seq_length() != case.n:
         raise MmfastError(
             f"prefill frame by frame is {far:.1e} away from prefill at once, so its time tells "
-            "nothing; run pytest tests/test_stream_reducers.py"
+            "nothing; run pytest tests/streams/test_stream_reducers.py"
         )
     return kept

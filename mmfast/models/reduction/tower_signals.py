@@ -1,8 +1,9 @@
 """Signals of the vision tower: attention received and keys, as rows of the tokens the LLM gets.
 
-`models/reduction/signals.py` names the block and the queries of each one; the last used block
-is the last one whose output reaches the language model. Attention is averaged over heads, in float32. Keys are averaged over heads, as the attention sees them (rotated where the tower has
-rotary positions). The adapter then folds them from patches to tokens.
+`models/reduction/signals.py` names the block and the queries of each one; the last used block is
+the last one whose output reaches the language model. Attention is averaged over heads, in float32.
+Keys are averaged over heads, as the attention sees them (rotated where the tower has rotary
+positions). The adapter then folds them from patches to tokens.
 """
 
 from __future__ import annotations

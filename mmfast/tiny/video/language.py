@@ -4,7 +4,7 @@ A lean forward pass of the stock decoder for training: same weights, same number
 
 The prefix is plainly causal and the question blocks only look at it and at themselves; running
 the two apart needs no big mask, and the last layer computes the questions alone.
-tests/test_tiny.py compares it with the stock forward.
+tests/tiny/test_tiny.py compares it with the stock forward.
 
 Read-outs inside the decoder that make it learn motion in minutes; thrown away after training.
 

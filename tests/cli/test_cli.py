@@ -1,0 +1,142 @@
+"""The command line: documents, exit codes, one-line errors for what a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmfast.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIP = str(ROOT / "assets" / "clips" / "red-circle.mp4")
+QUESTION = "Which way does the red circle move?"
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of one call."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(args))
+    captured = capsys.readouterr()
+    return int(stop.value.code or 0), captured.out, captured.err
+
+
+def fails(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one-line error of a call that must exit 2 and print nothing else."""
+    code, out, err = run(capsys, *args)
+    assert code == 2 and out == "", (code, out, err)
+    assert err.startswith("mmfast: error: ") and err.count("\n") == 1, err
+    return err
+
+
+def test_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "ask", CLIP, QUESTION)
+    assert code == 0 and out.strip() in {"left", "right", "up", "down"}
+    assert "visual tokens" in err
+
+
+def test_ask_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "ask", CLIP, QUESTION, "--reduce", "evs:0.25", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert set(document) == {"answer", "ttft_ms", "visual_tokens", "kept_tokens", "trace"}
+    assert document["kept_tokens"] == round(0.25 * document["visual_tokens"]) > 0
+    assert document["ttft_ms"] > 0
+    assert {"stage", "tokens_in", "tokens_out", "ms", "peak_bytes"} == set(document["trace"][0])
+
+
+def test_ask_about_an_image(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = np.full((96, 96, 3), 90, np.uint8)
+    picture[30:62, 30:62] = (220, 30, 30)
+    Image.fromarray(picture).save(tmp_path / "square.png")
+    code, out, _ = run(capsys, "ask", str(tmp_path / "square.png"), "What colour is the square?")
+    assert code == 0 and out.strip()
+
+
+def test_methods_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "methods", "--json")
+    rows = json.loads(out)
+    assert code == 0 and {"evs", "divprune", "holitom"} <= {row["name"] for row in rows}
+    assert all(set(row) == {"name", "kind", "paper", "needs", "summary"} for row in rows)
+    assert {row["kind"] for row in rows} == {"reducer", "cache", "head"}
+    code, out, _ = run(capsys, "methods", "--kind", "cache")
+    assert code == 0 and "snapkv" in out and "divprune" not in out and "cache position" in out
+
+
+def test_verify(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "verify", str(ROOT / "tests" / "golden"), "--json")
+    document = json.loads(out)
+    assert code == 0 and document["ok"] and len(document["rows"]) >= 18
+    (tmp_path / "evs-1.safetensors").write_bytes(b"no tensors here")
+    code, out, _ = run(capsys, "verify", str(tmp_path), "--json")
+    assert code == 1 and not json.loads(out)["ok"]
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "doctor", "--json")
+    rows = {row["what"]: row for row in json.loads(out)}
+    assert code == 0 and rows["torch"]["ok"] and rows["model tiny-video"]["ok"]
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version")[1].strip().count(".") == 2
+    code, out, _ = run(capsys)
+    assert code == 0 and "bench" in out
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("evz:0.5", ["evz", "did you mean 'evs'"]),
+        ("divprune:0", ["0", "share"]),
+        ("divprune:1.5", ["1.5", "share"]),
+        ("divprune:-3", ["-3", "share"]),
+        ("divprune:nan", ["nan"]),
+        ("divprune:lots", ["lots"]),
+        ("divprune", ["needs a budget"]),
+        ("divprune:100000", ["100000", "more than"]),
+        ("divprune@llm99:0.5", ["99", "layers"]),
+        ("divprune@nowhere:0.5", ["nowhere", "choices"]),
+        ("evs:0.5?colour=blue", ["colour", "choices"]),
+        ("@@", ["@@", "for example"]),
+    ],
+)
+def test_bad_specs(capsys: pytest.CaptureFixture[str], spec: str, words: list[str]) -> None:
+    error = fails(capsys, "ask", CLIP, QUESTION, "--reduce", spec)
+    assert all(word in error for word in words), error
+
+
+def test_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "question" in fails(capsys, "ask", CLIP, "  ")
+    assert "frames" in fails(capsys, "ask", CLIP, QUESTION, "--frames", "0")
+    assert "tpu" in fails(capsys, "ask", CLIP, QUESTION, "--device", "tpu")
+    assert "float8" in fails(capsys, "ask", CLIP, QUESTION, "--dtype", "float8")
+    assert "config.json" in fails(capsys, "ask", CLIP, QUESTION, "--model", str(tmp_path))
+    assert "does not exist" in fails(capsys, "ask", CLIP, QUESTION, "--model", "./nowhere")
+    assert "max_new_tokens" in fails(capsys, "ask", CLIP, QUESTION, "--max-new-tokens", "0")
+    assert "question" in fails(capsys, "ask", CLIP).lower()
+    assert "--n 0" in fails(capsys, "eval", "--n", "0")
+    assert "nope" in fails(capsys, "bench", "--preset", "nope")
+    assert "nowhere" in fails(capsys, "verify", str(tmp_path / "nowhere"))
+    assert "frobnicate" in fails(capsys, "frobnicate")
+
+
+def test_bad_media(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.mp4").touch()
+    (tmp_path / "text.mp4").write_text("not a film\n" * 100)
+    whole = Path(CLIP).read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) // 3])
+    for name in ("missing.mp4", "empty.mp4", "text.mp4", "cut.mp4", "."):
+        error = fails(capsys, "ask", str(tmp_path / name), QUESTION)
+        assert name.strip(".") in error, error
+
+
+def test_completion_knows_the_methods() -> None:
+    from mmfast.cli.options import complete_preset, complete_spec
+
+    assert "evs:0.5+divprune" in complete_spec("evs:0.5+div")
+    shapes = ["llava-onevision-0.5b", "llava-onevision-7b", "llava-onevision-7b-2-layers"]
+    assert complete_preset("llava") == shapes

@@ -1,0 +1,134 @@
+"""pipeline(): lists in and out, streaming, what an Answer says, and that reducing is attach()."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mmfast
+from mmfast.frontends.video.reader import read_video
+from mmfast.pipelines.visual_qa import pair_up
+
+CLIPS = Path(__file__).resolve().parents[2] / "assets" / "clips"
+CLIP, OTHER = CLIPS / "red-circle.mp4", CLIPS / "four-shapes.mp4"
+QUESTION = "Which way does the red circle move?"
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return mmfast.pipeline("video-qa", device="cpu")
+
+
+def test_one_question(pipe: Any) -> None:
+    answer = pipe(CLIP, QUESTION)
+    assert isinstance(answer, mmfast.Answer)
+    assert answer.text in {"left", "right", "up", "down"}
+    assert answer.kept_tokens == answer.visual_tokens > 0 and answer.ttft_ms > 0
+    stages = [row.stage for row in answer.trace.rows]
+    assert stages == ["read", "preprocess", "encode", "prefill", "generate"]
+    assert sum(r.ms for r in answer.trace.rows if r.stage != "generate") <= answer.ttft_ms * 1.05
+
+
+def test_every_kind_of_media_gives_the_same_answer(pipe: Any) -> None:
+    clip = read_video(CLIP, frames=8)
+    frames = list(clip.frames)
+    same = [
+        str(CLIP),
+        CLIP,
+        CLIP.read_bytes(),
+        io.BytesIO(CLIP.read_bytes()),
+        clip.frames,
+        torch.from_numpy(clip.frames),
+        frames,
+        iter(frames),
+    ]
+    assert len({pipe(media, QUESTION).text for media in same}) == 1
+
+
+def test_lists_in_lists_out(pipe: Any) -> None:
+    questions = [QUESTION, "How many objects are there?"]
+    one_by_one = [pipe(CLIP, questions[0]).text, pipe(OTHER, questions[1]).text]
+    assert [a.text for a in pipe([CLIP, OTHER], questions)] == one_by_one
+    assert pipe(CLIP, questions)[0].text == one_by_one[0]
+    assert [a.text for a in pipe([CLIP, OTHER], questions[1])][1] == one_by_one[1]
+
+
+def test_batches_equal_singles(pipe: Any) -> None:
+    media = [CLIP, OTHER, CLIP]
+    questions = [QUESTION, "How many objects are there?", "How many shapes can you see?"]
+    singles = [a.text for a in pipe(media, questions)]
+    both = mmfast.pipeline("video-qa", (pipe.model, pipe.processor), batch_size=3, reduce="evs:0.5")
+    alone = mmfast.pipeline("video-qa", (pipe.model, pipe.processor), reduce="evs:0.5")
+    pipe.batch_size = 3
+    try:
+        assert [a.text for a in pipe(media, questions)] == singles
+    finally:
+        pipe.batch_size = 1
+    batched = both(media, questions)
+    assert [a.text for a in batched] == [a.text for a in alone(media, questions)]
+    assert all(a.kept_tokens == round(0.5 * a.visual_tokens) for a in batched)
+
+
+def test_reducing_is_what_attach_does(pipe: Any) -> None:
+    fast = mmfast.pipeline("video-qa", (pipe.model, pipe.processor), reduce="divprune:0.25")
+    answer = fast(CLIP, QUESTION)
+    inputs, _ = pipe._inputs([(CLIP, QUESTION)], mmfast.Trace())
+    with mmfast.attach(pipe.model, reduce="divprune:0.25") as trace:
+        ids = pipe.run(inputs)
+    new = ids[:, inputs["input_ids"].shape[1] :]
+    text = pipe.processor.batch_decode(new, skip_special_tokens=True)[0]
+    assert answer.text == text.strip()
+    mine, theirs = answer.trace.reductions[-1][2], trace.reductions[-1][2]
+    assert torch.equal(mine.keep, theirs.keep)
+    assert answer.kept_tokens == mine.m == round(0.25 * answer.visual_tokens)
+
+
+def test_stream_joins_to_the_answer(pipe: Any) -> None:
+    assert "".join(pipe.stream(CLIP, QUESTION)).strip() == pipe(CLIP, QUESTION).text
+    deltas = pipe.stream(CLIP, QUESTION)
+    next(deltas)
+    deltas.close()  # leaving early ends the thread
+    assert pipe(CLIP, QUESTION).text
+
+
+def test_stream_raises_what_went_wrong(pipe: Any) -> None:
+    fast = mmfast.pipeline("video-qa", (pipe.model, pipe.processor), reduce="evs:100000")
+    with pytest.raises(mmfast.SpecError, match="100000"):
+        list(fast.stream(CLIP, QUESTION))
+    assert pipe(CLIP, QUESTION).text  # the failed one left nothing behind
+
+
+def test_image_qa(pipe: Any) -> None:
+    picture = np.full((96, 96, 3), 90, np.uint8)
+    pictures = mmfast.pipeline("image-text-to-text", device="cpu")
+    answer = pictures(picture, "How many objects are there?")
+    assert answer.text and answer.visual_tokens > 0
+
+
+def test_bad_calls(pipe: Any) -> None:
+    with pytest.raises(mmfast.MmfastError, match="video-qa"):
+        mmfast.pipeline("video-qq")
+    with pytest.raises(mmfast.SpecError, match="did you mean 'evs'"):
+        mmfast.pipeline("video-qa", reduce="evz:0.5")
+    with pytest.raises(mmfast.MmfastError, match="empty"):
+        pipe(CLIP, "")
+    with pytest.raises(mmfast.MmfastError, match="2 media and 3 questions"):
+        pipe([CLIP, OTHER], ["a", "b", "c"])
+    with pytest.raises(mmfast.MediaError, match="nowhere"):
+        pipe("nowhere.mp4", QUESTION)
+    with pytest.raises(mmfast.ModelError, match="int"):
+        mmfast.pipeline("video-qa", 7)
+
+
+def test_pair_up_tells_frames_from_clips() -> None:
+    frame, clip = np.zeros((4, 4, 3)), np.zeros((2, 4, 4, 3))
+    assert pair_up([frame, frame, frame], "q")[1] is False
+    assert len(pair_up([clip, clip], "q")[0]) == 2
+    assert len(pair_up(["a.mp4", b"x"], "q")[0]) == 2
+    assert len(pair_up([frame, frame], ["p", "q"])[0]) == 2
+    assert len(pair_up("a.mp4", ["p", "q"])[0]) == 2

@@ -1,0 +1,329 @@
+"""Parts of the scheduler: text as it comes, slots, queue, caches, slices, and random arrivals."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduling import Ear, ask, clip, image, model_of, stock
+from torch import nn
+
+from mmfast.core.errors import ModelError
+from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, SamplingOptions
+from mmfast.serve.engine.decode import DecodeBatch, Writer
+from mmfast.serve.engine.encoder import MediaEncoder, Slicer
+from mmfast.serve.engine.media import Lru
+from mmfast.serve.engine.prefill import Prefiller, PrefillJob
+from mmfast.serve.engine.scheduler import FairQueue, Scheduler
+from mmfast.serve.engine.slots import CacheSlots, kv_limit
+
+
+class Bytes:
+    """A tokenizer of one token per byte."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
+
+
+def written(text: str, stop: tuple[str, ...] = (), most: int = 10_000) -> tuple[list[str], Writer]:
+    """What comes of a text, byte by byte, and of its end token."""
+    writer, parts = Writer(Bytes(), SamplingOptions(max_tokens=most, stop=stop), {300}), []
+    for token in [*text.encode(), 300]:
+        parts.append(writer.push(token))
+        if writer.over:
+            break
+    return parts, writer
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=4), max_size=3))
+def test_text_comes_whole_and_stops_where_it_should(text: str, stops: list[str]) -> None:
+    text = text.replace("\ufffd", "?")
+    parts, writer = written(text, tuple(stops))
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    assert "".join(parts) == text[: _first(text, stops)] if places else "".join(parts) == text
+    assert writer.over == "stop" and "\ufffd" not in "".join(parts)
+
+
+def _first(text: str, stops: list[str]) -> int:
+    """Where a reader that gets letter by letter would stop."""
+    for end in range(len(text) + 1):
+        found = [at for stop in stops if (at := text[:end].find(stop)) >= 0]
+        if found:
+            return min(found)
+    return len(text)
+
+
+def test_half_a_character_waits_and_length_ends() -> None:
+    parts, writer = written("a€b")
+    assert parts == ["a", "", "", "€", "b", ""] and writer.count == 6
+    parts, writer = written("hello", most=3)
+    assert "".join(parts) == "hel" and writer.over == "length"
+    parts, _ = written("a€", most=2)  # the rest of the last character never comes
+    assert "".join(parts) == "a\ufffd"
+
+
+# --- slots --------------------------------------------------------------------------------------
+
+
+def _piece(length: int, seed: int) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 3, length, 5, generator=made) for _ in range(2)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 150), st.none()), max_size=25), st.randoms())
+def test_slots_hold_what_was_put_and_no_byte_more(
+    steps: list[int | None], rng: random.Random
+) -> None:
+    slots, held = CacheSlots(2, 8), list[tuple[list[torch.Tensor], int]]()
+    for number, length in enumerate(steps):
+        if length is not None and len(held) < 8:
+            kv = _piece(length, number)
+            before = slots.needed([length + 7])
+            assert slots.add(kv, length + 7) == len(held)
+            held.append((kv, length))
+            assert slots.nbytes == before * 2 * 2 * 3 * 5 * 4
+        elif held:
+            row = rng.randrange(len(held))
+            moved = slots.remove(row)
+            assert moved == (None if row == len(held) - 1 else len(held) - 1)
+            held[row] = held[-1]
+            held.pop()
+        assert slots.nbytes == slots.needed() * 2 * 2 * 3 * 5 * 4
+        for row, (kv, length) in enumerate(held):
+            assert slots.lengths[row] == length
+            assert all(torch.equal(a, b) for a, b in zip(slots.row(row), kv, strict=True))
+    while slots.lengths:
+        slots.remove(0)
+    assert slots.nbytes == 0 and slots.data == [None, None]
+
+
+def test_a_row_that_went_bad_leaves_nothing_behind() -> None:
+    """Infinities behind the length of a row would spoil sums even under a mask."""
+    slots = CacheSlots(1, 2)
+    slots.add([torch.full((2, 1, 9, 4), torch.nan)], 20)
+    slots.add([torch.ones(2, 1, 3, 4)], 20)
+    slots.remove(0)
+    slots.add([torch.ones(2, 1, 2, 4)], 20)
+    (data,) = slots.data
+    assert data is not None and bool(torch.isfinite(data).all())
+
+
+# --- roles on their own -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen3_vl"])
+def test_roles_pass_on_plain_values(family: str) -> None:
+    """Encoder, prefill and decoding in three places, joined by pickles."""
+    model, processor = pair = model_of(family)
+    requests = [ask("a", image(1), clip(1), "what?", tokens=8), ask("b", "hello", tokens=5)]
+    encoder, prefiller, decoder = (
+        MediaEncoder(model, processor),
+        Prefiller(model, 40),
+        DecodeBatch(model, 4),
+    )
+    prepared = pickle.loads(pickle.dumps([encoder.prepare(request) for request in requests]))
+    prompts = pickle.loads(pickle.dumps(encoder.encode(prepared)))
+    filled = pickle.loads(pickle.dumps(prefiller.fill(prompts)))
+    found: dict[Any, list[int]] = {}
+    for request, each in zip(requests, filled, strict=True):
+        found[request.id] = [decoder.first(each, request.sampling)]
+        decoder.admit(request.id, each, found[request.id][0], request.sampling)
+    while len(decoder):
+        for key, token in decoder.step():
+            assert isinstance(token, int)
+            found[key].append(token)
+        for request in requests:
+            if len(found[request.id]) == request.sampling.max_tokens:
+                decoder.release(request.id)
+    texts = [processor.tokenizer.decode(found[request.id]) for request in requests]
+    assert texts == [stock(pair, request) for request in requests]
+    encoder.slicer.close()
+    assert decoder.slots.nbytes == 0
+
+
+def test_short_prompts_share_a_pass() -> None:
+    model, _ = model_of("llava_onevision")
+    prefiller = Prefiller(model, 64)
+    embed = model.get_input_embeddings()
+
+    def job(length: int) -> PrefillJob:
+        from mmfast.serve.engine.slots import Embedded
+
+        ids = torch.arange(length) % 200
+        return PrefillJob(Embedded(embed(ids), ids[None]))
+
+    long, short, other = job(300), job(20), job(9)
+    plan = dict(prefiller.plan([long, short, other]))
+    assert plan == {long: 35, short: 20, other: 9}  # the first in line is never passed over
+    assert dict(prefiller.plan([short, long])) == {short: 20, long: 44}
+    assert dict(prefiller.plan([long])) == {long: 64}
+    assert not prefiller.plan([])
+    long.done = 250  # attention to what was read takes its part of the pass
+    assert 0 < dict(prefiller.plan([long], waited=True))[long] < 50
+    assert dict(prefiller.plan([long])) == {long: 50}  # nobody waits: all that is left
+
+
+def test_models_without_even_layers_say_why() -> None:
+    with pytest.raises(ModelError, match="sliding"):
+        Prefiller(model_of("gemma3")[0])
+
+
+# --- queue, caches, memory ----------------------------------------------------------------------
+
+
+def test_queue_is_fair() -> None:
+    queue: FairQueue[Request] = FairQueue()
+    for i in range(3):
+        queue.push(ask(f"many{i}", "x", tenant="many"))
+    queue.count("many", 100)
+    queue.push(ask("new", "x", tenant="new"), ["many"])
+    first = queue.peek()
+    assert first is not None and first.id == "many0"  # a newcomer starts level, not ahead
+    queue.count("many", 1)
+    first = queue.peek()
+    assert first is not None and first.id == "new"
+    queue.push(ask("urgent", "x", tenant="many", priority=1))
+    first = queue.peek()
+    assert first is not None and first.id == "new"  # nobody buys the turn of another
+    queue.remove("new")
+    first = queue.peek()
+    assert first is not None and first.id == "urgent"
+    assert queue.remove("urgent") is first and queue.remove("urgent") is None
+    for i in range(5000):
+        queue.count(f"tenant{i}", 1)
+    assert len(queue.served) < 4200 and "many" in queue.served
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 50)), max_size=60))
+def test_lru_keeps_to_its_bytes(steps: list[tuple[int, int]]) -> None:
+    held: Lru[int] = Lru(100, lambda value: value)
+    for key, size in steps:
+        held.put(key, size)
+        assert held.nbytes == sum(held._held.values()) <= 100
+        assert held.get(key) == size
+    held.shrink(0)
+    assert held.nbytes == 0
+
+
+def test_memory_limits() -> None:
+    cpu = torch.device("cpu")
+    assert kv_limit("1GB", cpu) == 10**9
+    assert kv_limit(None, cpu) > 0
+
+
+# --- slices of the tower ------------------------------------------------------------------------
+
+
+class _Slow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return x + 1
+
+
+def test_slicer_stops_between_blocks_and_can_be_left() -> None:
+    blocks, slicer = nn.ModuleList(_Slow() for _ in range(6)), Slicer()
+
+    def call() -> torch.Tensor:
+        x = torch.zeros(1)
+        for block in blocks:
+            x = block(x)
+        return x
+
+    def pauses() -> int:
+        steps, count = slicer.run(call, blocks), 0
+        while True:
+            try:
+                next(steps)
+                count += 1
+            except StopIteration as end:
+                assert end.value.item() == 6
+                return count
+
+    assert pauses() == 0  # nothing waits
+    slicer.budget = 0.001
+    assert pauses() == 5
+    steps = slicer.run(call, blocks)
+    next(steps)
+    steps.close()  # nobody wants it any more
+    assert pauses() == 5
+    with pytest.raises(ZeroDivisionError):
+        list(slicer.run(lambda: 1 // 0, blocks))
+    assert not any(block._forward_pre_hooks for block in blocks)
+    slicer.close()
+
+
+# --- anything may come and go -------------------------------------------------------------------
+
+KINDS = ("text", "long", "image", "reduced", "solo")
+
+
+def _request(name: str, kind: str, tenant: str, tokens: int) -> Request:
+    parts: dict[str, tuple[Any, ...]] = {
+        "text": ("hello",),
+        "long": ("a long one " * 12,),
+        "image": (image(1), "what?"),
+        "reduced": (image(2), "what?"),
+        "solo": (image(1), "what?"),
+    }
+    reduce = {"reduced": "divprune:0.5", "solo": "fastv@llm2:0.5"}.get(kind)
+    return ask(name, *parts[kind], tokens=tokens, tenant=tenant, reduce=reduce)
+
+
+_STEP = st.tuples(
+    st.sampled_from(KINDS),
+    st.sampled_from("ab"),
+    st.integers(1, 12),
+    st.one_of(st.none(), st.integers(0, 4)),  # cancelled behind so many events
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    made = Scheduler(model_of("llava_onevision"), slots=3, queue=4, chunk=32, memory=400_000)
+    yield made
+    made.close()
+
+
+# More of them: MMFAST_ARRIVALS=1000 pytest tests/serve/engine -k byte_is_lost
+ARRIVALS = int(os.environ.get("MMFAST_ARRIVALS", "12"))
+
+
+@settings(max_examples=ARRIVALS, deadline=None)
+@given(st.lists(_STEP, min_size=1, max_size=9))
+def test_no_slot_and_no_byte_is_lost(engine: Scheduler, steps: list[Any]) -> None:
+    ears = []
+    for number, (kind, tenant, tokens, leave) in enumerate(steps):
+        request = _request(str(number), kind, tenant, tokens)
+        try:
+            ear = Ear(engine, request)
+        except BusyError:
+            continue
+        ears.append((ear, request))
+        if leave is not None:
+            for _ in range(leave):
+                if isinstance(ear.next(), Finish | Failure):
+                    break
+            engine.cancel(request.id)
+    for ear, _ in ears:
+        end = ear.events[-1] if ear.events else None
+        end = end if isinstance(end, Finish | Failure) else ear.wait()
+        assert isinstance(end, Finish) or end.kind == "cancelled"
+    lanes = engine._lanes
+    for _ in range(400):
+        health = engine.health()
+        if health.running + health.waiting == 0:
+            break
+        time.sleep(0.02)
+    assert not engine._known and not engine._gone and not len(engine._queue)
+    assert lanes.nbytes == 0 and lanes.worst() == 0 and not lanes.answers
+    assert lanes.batch is not None and lanes.batch.prefixes.held.nbytes <= lanes.limit
+    assert health.running == health.waiting == 0

@@ -1,0 +1,101 @@
+"""`omni-chat`: a clip or a stream, asked and answered by voice, says what it says in writing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmfast
+from mmfast.bench.speech_hum import HumEar, HumModel, hum, read
+from mmfast.core.errors import MediaError, MmfastError
+from mmfast.frontends.video.reader import read_video
+from mmfast.pipelines.omni_chat import OmniChat, written
+from mmfast.voice.channel import VoiceEvent
+
+CLIP = Path(__file__).parents[2] / "assets" / "clips" / "red-circle.mp4"
+QUESTION = "which way does the red circle move?"
+PAUSE = torch.zeros(16000)
+
+
+@pytest.fixture(scope="module")
+def omni() -> OmniChat:
+    return mmfast.pipeline("omni-chat", speech=HumModel())  # type: ignore[no-any-return]
+
+
+def said(events: Sequence[VoiceEvent]) -> str:
+    return read(torch.cat([torch.zeros(0), *[e.pcm for e in events if e.pcm is not None]]))
+
+
+def test_a_clip_and_a_spoken_question(omni: OmniChat) -> None:
+    typed = mmfast.pipeline("video-qa")(CLIP, written(QUESTION)).text
+    spoken = omni(CLIP, hum(QUESTION))
+    assert (spoken.heard, spoken.text, read(spoken.pcm)) == (QUESTION, typed, typed)
+    assert typed == "left"
+    assert [each.text for each in omni(CLIP, [hum(QUESTION)] * 2)] == [typed] * 2
+    assert omni(CLIP, written(QUESTION)).text == typed  # a question may be typed, too
+    with pytest.raises(MediaError):
+        omni("nowhere.mp4", hum(QUESTION))
+    with pytest.raises(MediaError):
+        omni(CLIP, "nowhere.wav")
+    with pytest.raises(MmfastError, match="one question per clip"):
+        omni([CLIP, CLIP], [hum(QUESTION)])
+
+
+def test_a_stream_is_asked_by_voice(omni: OmniChat) -> None:
+    frames = list(read_video(str(CLIP), frames=8).frames)
+    with omni.open(ear=HumEar()) as session:
+        sound = [torch.zeros(16000 * 9), hum(QUESTION), PAUSE]
+        events = list(session.run(sound, frames=enumerate(frames)))
+        stats = session.stats()
+        answer = session.video.ask(written(QUESTION)).read()
+    assert said(events) == answer.lower() and answer
+    assert stats["video"]["frames"] == 8
+    assert stats["voice"]["turns"] == 1
+
+
+def test_frames_are_seen_when_the_sound_has_come_so_far(omni: OmniChat) -> None:
+    frames = list(read_video(str(CLIP), frames=6).frames)
+    with omni.open(ear=HumEar()) as session:
+        sound = [PAUSE, PAUSE, hum("what?"), PAUSE, PAUSE, PAUSE]
+        events = session.run(sound, frames=enumerate(frames))
+        seen = [session.video.stats()["frames"] for event in events if event.kind == "heard"]
+        assert seen == [3]  # at 0, 1 and 2 seconds
+        assert session.video.stats()["frames"] == 6
+
+
+def test_who_speaks_stops_the_answer_being_written(omni: OmniChat) -> None:
+    with omni.open(ear=HumEar(), ahead=0.05) as session:
+        session.push_frame(read_video(str(CLIP), frames=1).frames[0])
+        voice = session.voice
+        voice.push(torch.cat([hum("what?"), PAUSE[:6400]]))
+        assert voice.step()  # what was heard; the answer is not asked for yet
+        voice.push(hum("stop"))
+        assert not voice.step()
+        assert [e.kind for e in voice.poll()][-3:] == ["speech_started", "interrupted", "done"]
+        assert voice.turns()[0].text == "what?"
+
+
+@pytest.mark.parametrize(
+    ("heard", "wanted"),
+    [
+        ("which way does the red circle move", "Which way does the red circle move?"),
+        ("please tell me, what colour is it?", "What colour is it?"),
+        ("okay so where is the dot", "Where is the dot?"),
+        (
+            "which is faster the red dot or the blue one",
+            "Which is faster, the red dot or the blue one?",
+        ),
+        (
+            "which appears first the ring or the dot",
+            "Which appears first, the ring or the dot?",
+        ),
+        ("in which corner is the dot at the end.", "In which corner is the dot at the end?"),
+        ("describe the scene", "Describe the scene?"),
+        ("Stop!", "Stop!"),
+    ],
+)
+def test_heard_questions_as_they_are_written(heard: str, wanted: str) -> None:
+    assert written(heard) == wanted
