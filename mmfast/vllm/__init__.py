@@ -24,8 +24,8 @@ All three are refused when the server starts, in one line. Images stay whole, as
 methods. Servers with different specs must not share a store of results.
 
 Proven, with stand-ins for vLLM's classes (tests/support/vllm_stubs.py, written from what its 0.33
-offers and calls; no vLLM runs where this project is built): counts are met exactly for all sizes and
-budgets; the tokens are those of `mmfast.reduce`; prompt, embeddings and positions fit together,
+offers and calls; no vLLM runs where this project is built): counts are met exactly for all sizes
+and budgets; the tokens are those of `mmfast.reduce`; prompt, embeddings and positions fit together,
 DeepStack channels and timestamps included; all tokens kept is the stock model; the same video gives
 the same tokens in any batch and after any other video; registering twice is registering once.
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import CLIP, QUESTION, fails, run
+from cli_runs import CLIP, QUESTION, fails, run
 
 import mmfast
 from mmfast.cli.options import complete_cache

@@ -9,10 +9,10 @@ from typing import Any
 import cache_oracle
 import pytest
 import torch
-from test_attach_sessions import snapshot
-from test_attach_turns import second_turn
-from test_cache_generate import FAMILIES, MORE, close, new, rows, run
-from tiny_models import build, generate, tiny
+from attach_states import snapshot
+from attach_turns import second_turn
+from cache_runs import MORE, close, new, rows, run
+from tiny_models import FAMILIES, build, generate, tiny
 
 import mmfast
 from mmfast.attach import attach

@@ -8,8 +8,8 @@ import cache_oracle
 import model_oracle as oracle
 import pytest
 import torch
-from test_cache_generate import MORE, close, new, rows, run
-from test_cache_oracle import kinds_of
+from cache_questions import kinds_of
+from cache_runs import MORE, close, new, rows, run
 from tiny_models import ALL_FAMILIES, FAMILIES, Tiny, generate, storing, tiny
 
 from mmfast.attach import attach

@@ -8,8 +8,8 @@ import cache_oracle
 import model_oracle as oracle
 import pytest
 import torch
-from test_cache_generate import MORE, close, new, rows, run
-from test_cache_oracle import SCORES, answers, ask, kinds_of, model_of
+from cache_questions import SCORES, answers, ask, kinds_of, model_of
+from cache_runs import MORE, close, new, rows, run
 from tiny_models import ALL_FAMILIES, FAMILIES, generate, storing, tiny
 
 from mmfast.attach import attach
@@ -87,7 +87,7 @@ def test_the_oracle_sees_a_few_entries_too_few_or_too_many(family: str, shift: i
 
 
 def cache_oracle_apply(walk: cache_oracle.Walk, found: Any) -> dict[int, torch.Tensor]:
-    from test_cache_oracle import apply
+    from cache_questions import apply
 
     return apply(walk, found)
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cli_runs import CLIP, QUESTION, fails, run
 from PIL import Image
-from test_cli import CLIP, QUESTION, fails, run
-from test_pixel_site import STACK, flat_video
+from pixel_checks import STACK, flat_video
 from tiny_models import ALL_FAMILIES, tiny
 
 import mmfast

@@ -8,23 +8,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from stream_tools import answer_logits, seconds, shared_pipe, watcher
+from saving_steps import FAMILY, MEMORY, feed, opened, options
+from stream_tools import answer_logits, shared_pipe
 
 from mmfast.streams.archive import disk
 
-FAMILY = "llava_onevision"
 QUESTION = "what moves?"
-MEMORY = "sink:8+window:40+retrieve:3"
-FRAMES = 40
 CHILD = """
 import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
-from test_saving_session import feed, opened
+from saving_steps import feed, opened
 with opened(Path(sys.argv[1])) as session:
     feed(session, 0, 11)
     for n in range(12, 1000):
@@ -32,22 +29,6 @@ with opened(Path(sys.argv[1])) as session:
         session.save(sys.argv[2])
         print(n, flush=True)
 """
-
-
-def options(folder: Path) -> dict[str, Any]:
-    """Nothing stays in main memory: all that leaves the window is on disk."""
-    return {"host_bytes": 0, "disk_bytes": "1GB", "folder": folder}
-
-
-def opened(folder: Path) -> Any:
-    return shared_pipe(FAMILY).open(MEMORY, **options(folder))
-
-
-def feed(session: Any, start: int, end: int) -> None:
-    clip = watcher(FAMILY).clip(FRAMES)
-    session.push(
-        [clip[n % FRAMES] for n in range(start, end)], seconds(end - start, 2.0, start / 2)
-    )
 
 
 def test_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:

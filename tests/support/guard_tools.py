@@ -13,8 +13,9 @@ from typing import Any
 import uvicorn
 
 from mmfast.serve.config import ServerConfig
+from mmfast.serve.guard.caller import caller_of
 from mmfast.serve.guard.fetch import Network
-from mmfast.serve.guard.shield import Shield, caller_of, uvicorn_options
+from mmfast.serve.guard.shield import Shield, uvicorn_options
 
 KEY = "correct-horse-battery"
 AUTH = {"Authorization": f"Bearer {KEY}"}

@@ -7,36 +7,17 @@ from typing import Any
 import model_oracle as oracle
 import pytest
 import torch
-from tiny_models import FAMILIES, Tiny, build, generate, tiny
+from attach_runs import PROMPTS, SPEC, logits_close, new, one, run
+from tiny_models import FAMILIES, build, generate, tiny
 from transformers import DynamicCache, StaticCache
 
 from mmfast.attach import attach
-
-SPEC = "random:0.4+fastv@llm2:0.5"
-PROMPTS = ["{video} a", "so what is {video} then?", "{video} short", "a rather long one: {video}!"]
 
 
 @pytest.fixture(autouse=True)
 def _no_grad() -> Any:
     with torch.no_grad():
         yield
-
-
-def one(this: Tiny) -> dict[str, Any]:
-    return this.inputs(["on {video} what?"], videos=this.videos(1))
-
-
-def run(this: Tiny, inputs: dict[str, Any], spec: str = SPEC, **kwargs: Any) -> Any:
-    with attach(this.model, spec):
-        return generate(this, inputs, **kwargs)
-
-
-def new(out: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    return out.sequences[:, inputs["input_ids"].shape[1] :]
-
-
-def logits_close(a: Any, b: Any, **rows: Any) -> None:
-    torch.testing.assert_close(torch.stack(a.logits), torch.stack(b.logits), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

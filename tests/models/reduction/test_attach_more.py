@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_attach_generate import PROMPTS, SPEC, logits_close, new, one, run
+from attach_runs import PROMPTS, SPEC, logits_close, new, one, run
 from tiny_models import FAMILIES, build, generate, tiny
 from transformers import CompileConfig
 

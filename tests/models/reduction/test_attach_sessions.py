@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from attach_states import snapshot
 from tiny_models import FAMILIES, Tiny, build, generate, tiny
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
@@ -24,26 +21,6 @@ SPEC = "visionzip:0.5+fastv@llm2:0.5"
 def _no_grad() -> Any:
     with torch.no_grad():
         yield
-
-
-def snapshot(this: Tiny) -> dict[str, Any]:
-    """Everything an attach could leave behind."""
-    skip = {"rope_deltas"}  # stock state of M-RoPE models
-    state: dict[str, Any] = {"config": copy.deepcopy(this.model.config.to_dict())}
-    for name, module in this.model.named_modules():
-        own = {k: v for k, v in module.__dict__.items() if k not in skip}
-        state[name] = {k: len(v) if k.endswith("_hooks") else id(v) for k, v in own.items()}
-    state["attention"] = dict(AttentionInterface())
-    state["masks"] = dict(AttentionMaskInterface())
-    state["layers"] = (dict(DYNAMIC_LAYER_TYPE_MAPPING), dict(STATIC_LAYER_TYPE_MAPPING))
-    names = ("cache_utils", "masking_utils", "modeling_utils", "generation.utils")
-    code = {sys.modules[type(module).__module__] for module in this.model.modules()}
-    for module in {*code, *(sys.modules[f"transformers.{name}"] for name in names)}:
-        if module.__name__.startswith("transformers"):
-            state[module.__name__] = {k: id(v) for k, v in vars(module).items()}
-    for kind in {type(module) for module in this.model.modules()} | {DynamicCache}:
-        state[str(kind)] = {k: id(v) for k, v in vars(kind).items() if not k.startswith("_abc")}
-    return state
 
 
 def warm(this: Tiny, inputs: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import model_oracle as oracle
 import pytest
 import torch
+from attach_turns import second_turn
 from tiny_models import FAMILIES, Tiny, generate, tiny
 from transformers import StaticCache
 
@@ -19,21 +20,6 @@ SPEC = "random:0.4+fastv@llm2:0.5"
 def _no_grad() -> Any:
     with torch.no_grad():
         yield
-
-
-def second_turn(this: Tiny, first: dict[str, Any], sequence: torch.Tensor, seed: int) -> Any:
-    """Inputs of the whole conversation with a second video, and of the new part alone."""
-    part = this.inputs([" then {video} and?"], videos=this.videos(1, seed))
-    whole: dict[str, Any] = {"input_ids": torch.cat([sequence, part["input_ids"]], 1)}
-    whole["attention_mask"] = torch.ones_like(whole["input_ids"])
-    for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"):
-        if name in part:
-            whole[name] = torch.cat([first[name], part[name]])
-    if "mm_token_type_ids" in part:
-        old = first["mm_token_type_ids"]
-        answer = torch.zeros(1, sequence.shape[1] - old.shape[1], dtype=old.dtype)
-        whole["mm_token_type_ids"] = torch.cat([old, answer, part["mm_token_type_ids"]], 1)
-    return whole, part
 
 
 @pytest.mark.parametrize("family", FAMILIES)

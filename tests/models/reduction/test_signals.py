@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_vision import GRIDS, TEXT, _qwen_by_hand, _spread, _travel, onevision, pixels, qwen
+from tower_checks import GRIDS, TEXT, _qwen_by_hand, _spread, _travel, onevision, pixels, qwen
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
 from mmfast.attach import attach

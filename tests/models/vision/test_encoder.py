@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_vision import GRIDS, onevision, pixels, qwen
-from tiny_models import ALL_FAMILIES, Tiny, build, facts, generate, tiny, video_prompt
+from encoder_checks import CLOSE, features, ragged
+from tiny_models import ALL_FAMILIES, build, facts, generate, tiny, video_prompt
+from tower_checks import GRIDS, onevision, pixels, qwen
 
 import mmfast
 from mmfast.attach import attach
@@ -19,33 +20,12 @@ from mmfast.models.vision.fast import check_encoder, fast_encoder
 
 KINDS = [(f, kind) for f in ALL_FAMILIES for kind in facts(f).kinds if kind != "audio"]
 each = pytest.mark.parametrize(("family", "kind"), KINDS)
-CLOSE = {"atol": 2e-5, "rtol": 2e-5}  # float32; sums run in another order
 
 
 @pytest.fixture(autouse=True)
 def _no_grad() -> Any:
     with torch.no_grad():
         yield
-
-
-def ragged(this: Tiny, kind: str) -> dict[str, Any]:
-    """Arguments of the encoder for three items, of two sizes where the family has sizes."""
-    if kind == "image":
-        media = {"images": [*this.images(2), *this.images(1, 3, (24, 64))]}
-    else:
-        media = {"videos": this.videos(3)}
-    texts = [f"{{{kind}}} and {{{kind}}}", f"then {{{kind}}}?"]
-    inputs = this.inputs(texts, **media)
-    return {name: inputs[name] for name in this.facts.calls[kind] if name in inputs}
-
-
-def features(this: Any, kind: str, call: dict[str, Any]) -> torch.Tensor:
-    model = getattr(this, "model", this)
-    model = model if hasattr(model, "get_image_features") else model.base_model
-    kind = kind if hasattr(model, f"get_{kind}_features") else "image"  # clips as images
-    found = getattr(model, f"get_{kind}_features")(**call).pooler_output
-    parts = [found] if isinstance(found, torch.Tensor) else found
-    return torch.cat([part.flatten(0, -2) for part in parts])
 
 
 def traces(model: Any) -> Any:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_encoder import CLOSE, features, ragged
-from test_vision import GRIDS, onevision, pixels, qwen
+from encoder_checks import CLOSE, features, ragged
 from tiny_models import tiny
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from tower_checks import GRIDS, onevision, pixels, qwen
 
 from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import tower_of

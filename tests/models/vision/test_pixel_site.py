@@ -6,10 +6,10 @@ from itertools import pairwise
 from typing import Any
 
 import model_oracle as oracle
-import numpy as np
 import oracles
 import pytest
 import torch
+from pixel_checks import STACK, flat_image, flat_video
 from tiny_models import Tiny, generate, tiny
 from token_factory import item, make
 from torch import Tensor
@@ -26,18 +26,6 @@ from mmfast.models.reduction.tower_signals import tower_signals
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker")
 UNIT = 8  # pixels per merge unit of the tiny models
-STACK = "pixelprune+evs:0.5+divprune:0.2+fastv@llm3:0.5"
-
-
-def flat_image(seed: int = 0) -> np.ndarray:
-    """5 x 7 units of noise, in which a block of 3 x 4 units is one colour."""
-    image = np.random.default_rng(seed).integers(0, 256, (40, 56, 3), dtype=np.uint8)
-    image[8:32, 16:48] = (90, 30, 200)
-    return image
-
-
-def flat_video(frames: int = 8) -> np.ndarray:
-    return np.stack([flat_image(i) for i in range(frames) for _ in range(2)])[:frames]
 
 
 def picture(family: str) -> tuple[Tiny, dict[str, Any]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import merge_checks
 import pytest
-import test_vit
 import torch
-from test_vision import GRIDS, onevision, pixels, qwen
-from test_vit import _naive_siglip, _pairs, _steps, stage
+from merge_checks import _naive_siglip, _pairs, _steps, stage
+from tower_checks import GRIDS, onevision, pixels, qwen
 
 from mmfast import Tokens, reduce
 from mmfast.core.errors import SpecError
@@ -18,7 +18,7 @@ from mmfast.models.vision.merge_pass import Carried
 
 
 class Reusing:
-    """Stands in for `test_vit._merge`: the pairs of a block serve the next `reuse` - 1 too."""
+    """Stands in for `merge_checks._merge`: the pairs of a block serve the next `reuse` - 1 too."""
 
     def __init__(self, reuse: int, targets: list[int]) -> None:
         self.reuse, self.targets, self.block = reuse, targets, 0
@@ -62,7 +62,7 @@ def test_a_plan_serves_several_blocks(
     with stage(model, f"tome@vit:{share}"), torch.no_grad():
         model.model.get_video_features(video)
     hook.remove()
-    monkeypatch.setattr(test_vit, "_merge", Reusing(reuse, _steps(25, left, 3)))
+    monkeypatch.setattr(merge_checks, "_merge", Reusing(reuse, _steps(25, left, 3)))
     with torch.no_grad():
         want, _ = _naive_siglip(model, video.flatten(0, 1), left, 3)
     torch.testing.assert_close(states[0], want, atol=1e-5, rtol=1e-5)
@@ -96,7 +96,7 @@ def test_merging_early(monkeypatch: pytest.MonkeyPatch, until: float, blocks: in
         model.model.get_video_features(video)
     hook.remove()
     steps = [*_steps(25, 15, blocks), *[15] * (3 - blocks)]
-    monkeypatch.setattr(test_vit, "_steps", lambda *_: steps)
+    monkeypatch.setattr(merge_checks, "_steps", lambda *_: steps)
     with torch.no_grad():
         want, _ = _naive_siglip(model, video.flatten(0, 1), 15, 3)
     torch.testing.assert_close(states[0], want, atol=1e-5, rtol=1e-5)
