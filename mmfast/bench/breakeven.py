@@ -1,15 +1,16 @@
-"""Where reducing does not pay: by visual tokens, and by answers computed at once.
+"""Break-even of reductions, by visual tokens and by answers computed at once.
 
-Prefill behind the encoder and decoding steps; the encoder costs both sides the same, so it
-changes how much is gained but not from where on. Selection and hooks count against the method.
+It measures prefill behind the encoder and decoding steps: the encoder costs both sides the same, so
+it changes the gain but not the break-even point. Selection and hooks count against the method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,11 +18,19 @@ import torch
 from mmfast.bench.cases import Case, build, pick_device, pick_dtype
 from mmfast.bench.gate import check
 from mmfast.bench.presets import Preset, get_preset
-from mmfast.bench.results import Row, environment
-from mmfast.bench.run import threads_set
+from mmfast.bench.results import Row, dtype_name, environment
 from mmfast.bench.specs import Twins
 from mmfast.bench.stages import MeasuredStage, RunOutcome, check_fits, one_line_when_full
-from mmfast.bench.timing import Sample, clock_of, frozen, interleave, noise, paired, warm_up
+from mmfast.bench.timing import (
+    AGAIN,
+    PairedTimes,
+    Sample,
+    clock_of,
+    frozen,
+    interleave,
+    threads_set,
+    warm_up,
+)
 from mmfast.core.errors import MmfastError
 from mmfast.models.flops import decode_bytes, prefill_flops
 
@@ -31,10 +40,10 @@ TINY_SIDES, TINY_FRAMES = (2, 3), (1, 4, 8, 16, 64, 128)
 
 
 def shapes(preset: Preset) -> list[tuple[Preset, int]]:
-    """(shape, frames) with ever more visual tokens.
+    """Return (shape, frames) with increasing visual tokens.
 
     Raises:
-        MmfastError: The family's prompts cannot be made of any size.
+        MmfastError: The family takes no images of these sizes.
     """
     if preset.family != "llava_onevision":
         raise MmfastError(
@@ -47,7 +56,7 @@ def shapes(preset: Preset) -> list[tuple[Preset, int]]:
 
 
 def _shrunk(preset: Preset, side: int) -> Preset:
-    """The shape with frames of `side` x `side` tokens: two patches each way to a token."""
+    """Return the shape with frames of `side` x `side` tokens, of 2 x 2 patches each."""
     patches = 2 * side
     size = patches * int(preset.vision["patch_size"])
     vision = {**preset.vision, "image_size": size}
@@ -55,20 +64,20 @@ def _shrunk(preset: Preset, side: int) -> Preset:
 
 
 @dataclass
-class Many(Case):
-    """A case whose prompt comes `batch` times."""
+class BatchCase(Case):
+    """A case whose prompt is repeated `batch` times."""
 
     batch: int = 1
 
     @classmethod
-    def of(cls, case: Case, batch: int) -> Many:
-        """The case, several times at once."""
+    def of(cls, case: Case, batch: int) -> BatchCase:
+        """Repeat the prompt of a case."""
         values = {each.name: getattr(case, each.name) for each in fields(case)}
         prompt = {k: v.repeat(batch, *[1] * (v.ndim - 1)) for k, v in case.prompt.items()}
         return cls(**{**values, "prompt": prompt}, batch=batch)
 
     def features(self) -> dict[str, Any]:
-        """Fresh `mm_encoder_outputs` `[B, N + 1, D]`."""
+        """Return fresh `mm_encoder_outputs` `[B, N + 1, D]`."""
         out = super().features()["video"]
         out.pooler_output = out.pooler_output.repeat(self.batch, 1, 1)
         return {"video": out}
@@ -78,21 +87,21 @@ METHODS = ("evs", "divprune", "fastv", "holitom")
 IN_A_BATCH = ("evs", "fastv")
 KEEP = 0.25
 BATCHES, AT = (1, 2, 4, 8), 4  # several at once with the fourth largest clip
-ROUND_SECONDS = 20.0  # rounds of one count, apart from the fewest
+ROUND_SECONDS = 20.0  # for the rounds of one count, but at least `FEWEST`
 FEWEST, MOST = 3, 20
 Tick = Callable[[int, int, str | None], None]
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One place on the curve.
+    """One point of a curve.
 
     Attributes:
-        bench: `tokens` or `batch`: what is varied.
+        bench: The varied quantity, `tokens` or `batch`.
         preset: The shape, its grid chosen for the count.
         frames: Frames of the clip.
         batch: Prompts at once.
-        methods: What is compared with stock.
+        methods: Methods to compare with stock.
         stages: `llm`, or `llm` and `decode`.
     """
 
@@ -105,7 +114,7 @@ class CurvePoint:
 
 
 def points(preset: str) -> list[CurvePoint]:
-    """What is measured, from few tokens to many, then from one answer to eight."""
+    """Return the points, from few tokens to many, then from one answer to eight."""
     shape = get_preset(preset)
     counts = shapes(shape)
     by_tokens = [CurvePoint("tokens", s, frames, 1, METHODS, ("llm",)) for s, frames in counts]
@@ -134,20 +143,20 @@ def run_break_even(
 
     Raises:
         MmfastError: A shape of another family, a device that is not there, too little memory, or
-            a method that does not do what it says.
+            a method that fails the gate.
     """
     where = pick_device(device)
     kind = pick_dtype("auto", get_preset(preset), where)
     todo, found = points(preset), []
     with threads_set(threads), frozen():
-        clock, told = clock_of(where, torch.get_num_threads())
+        clock, clock_name = clock_of(where, torch.get_num_threads())
         shared = {
             "suite": "breakeven",
             "preset": preset,
             "device": where.type,
-            "dtype": str(kind).removeprefix("torch."),
+            "dtype": dtype_name(kind),
             "threads": torch.get_num_threads(),
-            "clock": told,
+            "clock": clock_name,
             **environment(where),
         }
         gated: set[str] = set()
@@ -156,14 +165,14 @@ def run_break_even(
             tick(number, len(todo), f"{point.bench} {number + 1}")
             with one_line_when_full(preset, point.frames):
                 case = build(point.preset, ("llm",), point.frames, where, kind)
-                stage = MeasuredStage(Many.of(case, point.batch), "llm", point.stages, clock)
+                stage = MeasuredStage(BatchCase.of(case, point.batch), "llm", point.stages, clock)
                 found += [{**shared, **row} for row in _rows(stage, point, gated)]
         tick(len(todo), len(todo), None)
     return found
 
 
 def _rows(stage: MeasuredStage, point: CurvePoint, gated: set[str]) -> Iterator[Row]:
-    """Gate each method once, then stock, stock again and every method in turn."""
+    """Gate each method once, then run stock, stock again and every method in turn."""
     twins = [Twins(f"{m}:{KEEP}", f"even{i}", towerless=True) for i, m in enumerate(point.methods)]
     with ExitStack() as stack:
         for each in twins:
@@ -176,7 +185,7 @@ def _rows(stage: MeasuredStage, point: CurvePoint, gated: set[str]) -> Iterator[
         jobs: dict[str, Callable[[], Sample]] = {
             "stock": partial(_sample, stage, None),
             **{text: partial(_sample, stage, spec) for text, spec in specs.items()},
-            "again": partial(_sample, stage, None),
+            AGAIN: partial(_sample, stage, None),
         }
         if sum(stock.ms.values()) < 1000:
             for job in jobs.values():
@@ -194,11 +203,9 @@ def _stage_rows(
     seen: dict[str, RunOutcome],
     samples: dict[str, list[Sample]],
 ) -> Iterator[Row]:
-    first, again = ([s[name] for s in samples[job]] for job in ("stock", "again"))
-    floor, whole = noise(first, again), [(a + b) / 2 for a, b in zip(first, again, strict=True)]
+    times = PairedTimes.of(samples, name)
     for text, outcome in seen.items():
-        times = [s[name] for s in samples[text]]
-        gain = paired(whole, times)
+        gain, mine = times.speedup(text), times.times[text]
         costs = [_cost(stage, each, name, point.batch) for each in (stock, outcome)]
         yield {
             "bench": point.bench,
@@ -206,18 +213,18 @@ def _stage_rows(
             "reduce": text,
             "batch": point.batch,
             "tokens": stage.case.n,
-            "stock_ms": _middle(whole),
-            "median_ms": _middle(times),
+            "stock_ms": median(times.base),
+            "median_ms": median(mine),
             "speedup": gain,
             "ideal": costs[0] / costs[1],
-            "noise": floor,
-            "pays": None if abs(gain - 1) <= floor else gain > 1,
-            "n": len(times),
+            "noise": times.noise,
+            "pays": None if abs(gain - 1) <= times.noise else gain > 1,
+            "n": len(mine),
         }
 
 
 def _gate(stage: MeasuredStage, twins: Twins, stock: RunOutcome, gated: set[str]) -> None:
-    """The whole gate at the first point that has a method; counts are checked at each."""
+    """Run the gate at the first point of a method."""
     method = twins.asked.partition(":")[0]
     if method in gated:
         return
@@ -231,21 +238,16 @@ def _sample(stage: MeasuredStage, spec: str | None) -> Sample:
     return stage.run(spec).ms
 
 
-def _middle(times: Sequence[float]) -> float:
-    ordered = sorted(times)
-    return (ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2
-
-
 def _rounds(stock: RunOutcome, seen: Any) -> int:
-    """As many as `ROUND_SECONDS` allow, but a few: quick points need more of them."""
+    """Return the number of rounds that `ROUND_SECONDS` allow, within bounds."""
     one = 2 * sum(stock.ms.values()) + sum(sum(outcome.ms.values()) for outcome in seen)
     return max(FEWEST, min(MOST, int(1000 * ROUND_SECONDS / one)))
 
 
 def _cost(stage: MeasuredStage, outcome: RunOutcome, name: str, batch: int) -> float:
-    """FLOPs of a prefill; bytes of a decoding step, whose weights are read once for all."""
+    """Count FLOPs of a prefill; bytes of a decoding step, whose weights are read once for all."""
     model = stage.case.model
     if name == "llm":
-        return prefill_flops(model, outcome.lengths)  # of one prompt; a ratio needs no more
+        return prefill_flops(model, outcome.lengths)  # of one prompt, which suffices for a ratio
     weights = decode_bytes(model, [0] * len(outcome.lengths))
     return weights + batch * (decode_bytes(model, outcome.lengths) - weights)

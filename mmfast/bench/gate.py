@@ -1,4 +1,7 @@
-"""The correctness gate: no speed is printed for a method that is not what it claims to be."""
+"""Correctness gate of the benchmarks, and comparison with golden vectors for `mmfast verify`.
+
+A method that fails the gate gets no speed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from mmfast.core.spec import expand, wanted
 
 @dataclass
 class Checked:
-    """One spec behind the gate: its outcome, and what is wrong with it (nothing, one hopes)."""
+    """Result of the gate for one spec: its outcome and its faults."""
 
     twins: Twins
     outcome: RunOutcome | None
@@ -29,7 +32,7 @@ class Checked:
 
     @property
     def kept(self) -> int | None:
-        """Visual tokens left at the end of the model, or None where none was counted."""
+        """Visual tokens kept up to the end of the model, or None where none was counted."""
         results = [r for rec in self.twins.recordings for r in rec.results]
         if not results or self.outcome is None or not self.outcome.lengths:
             return None
@@ -37,16 +40,16 @@ class Checked:
 
 
 def check(stage: MeasuredStage, twins: Twins, stock: RunOutcome, whole: bool = True) -> Checked:
-    """Compare keep 1.0 with the stock model, and the pruned run with what the methods decided.
+    """Compare keep 1.0 with the stock model, and the pruned run with the decisions of the methods.
 
     Args:
         stage: Runs the model.
         twins: The spec.
-        stock: What the stock model gave.
-        whole: Check keep 1.0 too; once is enough for all budgets of a spec.
+        stock: Outcome of the stock model.
+        whole: Check keep 1.0 too; once suffices for all budgets of a spec.
 
     Raises:
-        SpecError: The spec asks for a signal or site this model does not have.
+        SpecError: The spec needs a signal or site that this model lacks.
         ModelError: The model cannot run it.
     """
     try:
@@ -94,7 +97,7 @@ def _check_lengths(
 
 
 def expected_lengths(twins: Twins, stock: list[int]) -> list[int]:
-    """Tokens per decoder layer that the recorded decisions leave of the stock ones."""
+    """Return tokens per decoder layer after the recorded decisions."""
     lengths = list(stock)
     for recording in twins.recordings:
         if recording.spec.site not in ("pre", "llm"):
@@ -106,7 +109,7 @@ def expected_lengths(twins: Twins, stock: list[int]) -> list[int]:
 
 
 def _firsts(recording: StageRecording, layers: int) -> list[int]:
-    """The decoder layer before which each recorded call ran."""
+    """Return the decoder layer before which each recorded call ran."""
     spec = recording.spec
     if not spec.staged:
         return [spec.layer or 0] * len(recording.results)
@@ -116,10 +119,10 @@ def _firsts(recording: StageRecording, layers: int) -> list[int]:
     n = recording.results[0].n if recording.results else 0
     for cut in cuts if n else ():
         left = wanted(cut, n, entered)
-        if left is None:  # the method decides, and every cut called it
+        if left is None:  # the method decides, and ran at every cut
             share = len(recording.results) // len(cuts)
             return [each.layer or 0 for each in cuts for _ in range(share)]
-        if left != n:  # else nothing was called
+        if left != n:  # else the method did not run
             by_size[n] = cut.layer or 0
         n = left
     return [by_size.get(result.n, cuts[0].layer or 0) for result in recording.results]
@@ -131,7 +134,7 @@ _RTOL, _ATOL = 1e-4, 1e-5
 
 @dataclass(frozen=True)
 class ParityRow:
-    """One golden file and whether the reducers agree with it."""
+    """The comparison of one golden file with the reducers."""
 
     file: str
     method: str
@@ -149,7 +152,7 @@ def verify(directory: Path) -> list[ParityRow]:
         directory: Holds `*.safetensors` files of the format described in tests/golden/README.md.
 
     Returns:
-        One row a file; a broken file is a row too, with the reason.
+        One row a file, also for a broken file, with the reason.
 
     Raises:
         MmfastError: There is no such directory, or no golden file in it.
@@ -173,7 +176,7 @@ def _verify_file(path: Path) -> ParityRow:
         arrays, metadata = _load(path)
         method = metadata["method"]
         ok, detail = _compare_file(arrays, metadata)
-    except Exception as error:  # whatever a broken file provokes is the result of this row
+    except Exception as error:  # of a broken file; the error is the result of this row
         reason = " ".join(str(error).split()) or "no reason given"
         return ParityRow(path.name, method, False, f"{type(error).__name__}: {reason}")
     return ParityRow(path.name, method, ok, detail)
@@ -212,7 +215,7 @@ def _compare_file(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def _difference(found: Tensor | None, wanted: Tensor, exact: bool) -> str:
-    """What is wrong with an array, "" if nothing."""
+    """Describe the difference of two arrays; "" if there is none."""
     if found is None:
         return "no rule computes this array"
     if found.shape != wanted.shape:

@@ -10,15 +10,22 @@ import pytest
 import torch
 
 from mmfast import MmfastError
-from mmfast.bench import selection_ops
-from mmfast.bench.selection import CASES, TEXTBOOKS, Case, measure, video
-from mmfast.bench.selection_ops import OpCase, SelectionJob
+from mmfast.bench.cases import textured_video
+from mmfast.bench.suites import selection
+from mmfast.bench.suites.selection import (
+    CASES,
+    TEXTBOOKS,
+    OpCase,
+    SelectionCase,
+    SelectionJob,
+    measure,
+)
 
 
 @pytest.mark.parametrize("method", ["divprune", "evs", "holitom_inner@llm2"])
 def test_row(method: str) -> None:
     threads = torch.get_num_threads()
-    (row,) = measure([Case(method, (4, 6, 7), 32, 0.3)], repeats=2)
+    (row,) = measure([SelectionCase(method, (4, 6, 7), 32, 0.3)], repeats=2)
     assert row["same_indices"] and (row["n"], row["d"], row["budget"]) == (168, 32, 50)
     assert row["speedup"] == pytest.approx(row["textbook_ms"] / row["ms"])
     assert row["median_ms"] == row["ms"] > 0 and "keep 30%" in row["case"]
@@ -27,27 +34,27 @@ def test_row(method: str) -> None:
 
 def test_disagreement_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TEXTBOOKS, "divprune", lambda tokens, budget: torch.arange(budget))
-    (row,) = measure([Case("divprune", (2, 6, 7), 16, 0.3)], repeats=1)
+    (row,) = measure([SelectionCase("divprune", (2, 6, 7), 16, 0.3)], repeats=1)
     assert not row["same_indices"]
 
 
 def test_method_without_textbook() -> None:
     with pytest.raises(MmfastError, match="no textbook for 'pool'; choices: divprune"):
-        list(measure([Case("pool", (2, 2, 2), 4, 0.5)]))
+        list(measure([SelectionCase("pool", (2, 2, 2), 4, 0.5)]))
 
 
 def test_divprune_is_much_cheaper_than_the_textbook_loop() -> None:
     """A tenth of the contract's size; the ratio there is above 30, here a safe 2."""
-    (row,) = measure([Case("divprune", (16, 14, 14), 64, 0.25)], repeats=1)
+    (row,) = measure([SelectionCase("divprune", (16, 14, 14), 64, 0.25)], repeats=1)
     assert row["same_indices"] and row["speedup"] > 2
-    assert video((16, 14, 14), 64).n == row["n"]
+    assert textured_video((16, 14, 14), 64).n == row["n"]
 
 
 SMALL: dict[str, Callable[[], SelectionJob]] = {
-    "windows": partial(selection_ops.segmentation, 40, 12),
-    "importance of grouped heads": partial(selection_ops.importance, 6, 2, 70, 16),
-    "importance": partial(selection_ops.importance, 3, 3, 50, 16),
-    "head gather": partial(selection_ops.head_gather, 3, 40, 11, 8),
+    "windows": partial(selection.segmentation, 40, 12),
+    "importance of grouped heads": partial(selection.importance, 6, 2, 70, 16),
+    "importance": partial(selection.importance, 3, 3, 50, 16),
+    "head gather": partial(selection.head_gather, 3, 40, 11, 8),
 }
 
 
@@ -80,7 +87,7 @@ def test_contract_is_covered() -> None:
 
 def test_fast_path_beats_the_textbook_by_far() -> None:
     """The contract asks for 25 and 10 times; a loaded machine still shows 5 and 2."""
-    windows = OpCase("w", "w", 0, 0, None, partial(selection_ops.segmentation, 96, 196))
-    gather = OpCase("g", "g", 0, 0, None, partial(selection_ops.head_gather, 4, 6336, 1584, 128))
+    windows = OpCase("w", "w", 0, 0, None, partial(selection.segmentation, 96, 196))
+    gather = OpCase("g", "g", 0, 0, None, partial(selection.head_gather, 4, 6336, 1584, 128))
     slow, wide = measure([windows, gather], repeats=3)
     assert slow["speedup"] > 5 and wide["speedup"] > 2
