@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -209,7 +209,8 @@ class Case:
         grid: (frames, rows, columns) of the visual tokens that the language model reads.
         prompt: Keyword arguments of `model(...)` without visual inputs.
         pixels: Keyword arguments of `model.get_video_features`; empty without a tower stage.
-        visual: Features `[N, D]` a tower would have given.
+        visual: Features `[N, D]` in place of a tower's output.
+        batch: Copies of the prompt.
     """
 
     preset: Preset
@@ -219,6 +220,7 @@ class Case:
     pixels: dict[str, Any]
     visual: Tensor
     deepstack: list[Tensor] = field(default_factory=list)
+    batch: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -232,7 +234,15 @@ class Case:
 
     def features(self) -> dict[str, Any]:
         """Return fresh `mm_encoder_outputs`, the stock entry point behind the encoder."""
-        return {"video": video_output(self.preset, self.model, self.visual, self.deepstack)}
+        out = video_output(self.preset, self.model, self.visual, self.deepstack)
+        if self.batch > 1:
+            out.pooler_output = out.pooler_output.repeat(self.batch, 1, 1)
+        return {"video": out}
+
+    def repeated(self, batch: int) -> Case:
+        """Return the case with `batch` copies of its prompt; for LLaVA-OneVision shapes."""
+        prompt = {k: v.repeat(batch, *[1] * (v.ndim - 1)) for k, v in self.prompt.items()}
+        return replace(self, prompt=prompt, batch=batch)
 
 
 def pick_device(name: str | None) -> torch.device:

@@ -319,7 +319,7 @@ GOALS = (
 
 
 def goals(rows: Sequence[Row]) -> list[str]:
-    """Return a table of goals with the least and the best of the latest matching rows."""
+    """Every goal with the least and the best of the latest rows that speak about it."""
     latest = list({_key(row): row for row in rows}.values())
     lines = [(goal.what, goal.bound, *_found(goal, latest)) for goal in GOALS]
     return markdown(("what", "at least", "measured", "met"), lines)

@@ -1,8 +1,8 @@
 """Model plugin for lmms-eval: any supported checkpoint, with `reduce=` and `cache=`.
 
-lmms-eval finds it through the entry point `lmms_eval.models`; this module is imported only when
-the model is asked for. Beside the answers it reports what lmms-eval lacks for Hugging Face
-models: time to first token, and tokens per second of decoding alone.
+lmms-eval finds it through the entry point `lmms_eval.models`; this module is imported only for
+this model. Beside the answers it reports figures that lmms-eval lacks for Hugging Face models: time
+to first token, and tokens per second of decoding alone.
 """
 
 from __future__ import annotations

@@ -204,7 +204,10 @@ WARM_ENOUGH_MS = 1000.0  # a run this long is its own warm-up; the gate made sev
 
 
 class SpecGroup:
-    """The specs that apply to one group of stages, from gate to rows."""
+    """The specs that apply to one group of stages, from gate to rows.
+
+    Without `full` there are no fixed-index twins, and neither memory nor selection is measured.
+    """
 
     def __init__(
         self,
@@ -213,6 +216,7 @@ class SpecGroup:
         stages: tuple[str, ...],
         specs: list[str],
         clock: Clock = time.perf_counter,
+        full: bool = True,
     ) -> None:
         self.stage = MeasuredStage(case, name, stages, clock)
         self.selection = "selection" in stages and name == host_of(stages)
@@ -222,21 +226,23 @@ class SpecGroup:
             if (part := _part(text, name))
         ]
         self.entries: list[GroupEntry] = []
-        self.warm = 1
+        self.warm, self.full = 1, full
 
     def work(self, rounds: int) -> int:
         """Count the ticks of `prepare` and `measure`."""
         return 1 + len(self.twins) + rounds * (2 + self._jobs_per_spec() * len(self.twins))
 
     def _jobs_per_spec(self) -> int:
-        return 1 if self.stage.group == "vit" else 2
+        return 2 if self.full and self.stage.group != "vit" else 1
 
-    def prepare(self, tick: Callable[[], None]) -> list[str]:
+    def prepare(self, tick: Callable[[], None] = lambda: None) -> list[str]:
         """Run the gate, measure selection time and peak memory, and return the faults."""
         faults: list[str] = []
         self.stock = self.stage.observe(None)
-        self.stock_peak = peak_during(partial(self.stage.run, None))
-        self.stock_spans = self._stock_spans()
+        self.stock_peak, self.stock_spans = 0.0, dict[Span, float]()
+        if self.full:
+            self.stock_peak = peak_during(partial(self.stage.run, None))
+            self.stock_spans = self._stock_spans()
         tick()
         seen: set[str] = set()
         for twins in self.twins:
@@ -250,6 +256,8 @@ class SpecGroup:
         return faults
 
     def _entry(self, twins: Twins, checked: Checked) -> GroupEntry:
+        if not self.full:
+            return GroupEntry(twins.asked, checked, 0.0, 0.0)
         run = partial(self.stage.run, twins.spec())
         where = self._spans(twins)
         alone = _selection(twins, self.stage.clock)
@@ -269,7 +277,7 @@ class SpecGroup:
     def measure(
         self,
         rounds: int,
-        tick: Callable[[], None],
+        tick: Callable[[], None] = lambda: None,
         enough: Callable[[], bool] = lambda: False,
     ) -> Measured:
         """Run interleaved rounds, fewer once `enough()` is true."""

@@ -107,11 +107,11 @@ class StageRecording:
 
     def wrong(self) -> str | None:
         """Describe the first call that did not keep the requested number of tokens."""
-        for (tokens, given), result in zip(self.calls, self.results, strict=True):
+        for (tokens, budget), result in zip(self.calls, self.results, strict=True):
             # Each block of the tower and each cut of a schedule gets a part of the budget;
             # elsewhere one call gets all of it.
             shared = self.spec.site == "vit" or self.spec.staged
-            asked = given if shared else count(self.spec.budget, tokens.n)
+            asked = budget if shared else count(self.spec.budget, tokens.n)
             if asked is not None and result.m != asked:
                 return (
                     f"{self.spec.method.name} kept {result.m} of {tokens.n} tokens, asked {asked}"

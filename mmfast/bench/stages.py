@@ -130,10 +130,11 @@ class MeasuredStage:
         return ms / DECODE_STEPS
 
     def cost(self, outcome: RunOutcome, stage: str) -> int:
-        """Count FLOPs of `stage` with the token counts of `outcome`; bytes for `decode`."""
+        """Count FLOPs of `stage` for one prompt by the tokens of `outcome`; bytes of `decode`."""
         model = self.case.model
         if stage == "decode":
-            return decode_bytes(model, outcome.lengths)
+            weights = decode_bytes(model, [0] * len(outcome.lengths))  # read once for all prompts
+            return weights + self.case.batch * (decode_bytes(model, outcome.lengths) - weights)
         total = prefill_flops(model, outcome.lengths) if stage != "vit" else 0
         if stage != "llm":
             total += self._tower_flops(outcome.leaving)

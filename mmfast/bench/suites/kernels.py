@@ -178,7 +178,7 @@ def _pick_rows(case: PickCase, dtype: torch.dtype, device: str) -> list[Row]:
         )
     times = device_times(ways, ROUNDS, device)
     base = median(times["loop"]) if "loop" in times else None
-    common = {"items": case.items, "n": case.n, "d": case.d, "budget": case.count}
+    common: Row = {"items": case.items, "n": case.n, "d": case.d, "budget": case.count}
     common |= {"goal_ms": case.goal_ms if device == "cuda" else None}
     return [
         {**common, "way": name, **spread(times[name]), "cover": cover[name]}

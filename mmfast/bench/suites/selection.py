@@ -7,6 +7,7 @@ independent of `mmfast.ops`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmfast.bench.cases import textured_video
-from mmfast.bench.results import environment
-from mmfast.bench.timing import extra_mb, noise, one_thread
+from mmfast.bench.results import Row, environment
+from mmfast.bench.timing import extra_mb, noise, one_thread, timed
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.core.spec import count, reduce
@@ -148,24 +149,40 @@ class SelectionJob:
 
 
 @dataclass(frozen=True)
-class OpCase:
-    """One operation; `build` makes its inputs when it is measured."""
+class SelectionCase:
+    """A rule and its sizes; `build` makes the inputs when it is measured."""
 
-    name: str
+    case: str
     method: str
     n: int
     d: int
     budget: int | None
     build: Callable[[], SelectionJob]
 
-    def job(self) -> SelectionJob:
-        """Build the inputs and both formulations."""
-        return self.build()
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of a row that identify the case."""
-        sizes = {"n": self.n, "d": self.d, "budget": self.budget}
-        return {"case": self.name, "method": self.method, **sizes}
+def method_case(method: str, grid: tuple[int, int, int], d: int, share: float) -> SelectionCase:
+    """Return a case that keeps a share of a video of `grid` with features of width `d`."""
+    n = math.prod(grid)
+    budget = count(share, n) or 1
+    name = f"{method}, {n:,} x {d:,}, keep {share:.0%}"
+    return SelectionCase(name, method, n, d, budget, partial(_method_job, method, grid, d, budget))
+
+
+def _method_job(method: str, grid: tuple[int, int, int], d: int, budget: int) -> SelectionJob:
+    """Build the method and its textbook on a synthetic video.
+
+    Raises:
+        MmfastError: The method has no textbook formulation here.
+    """
+    name = method.partition("@")[0]
+    if name not in TEXTBOOKS:
+        raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")
+    tokens = textured_video(grid, d)
+    return SelectionJob(
+        lambda: _ours(tokens, f"{method}:{budget}"),
+        lambda: TEXTBOOKS[name](tokens, budget),
+        lambda kept, expected: kept.equal(expected.sort().values),
+    )
 
 
 def segmentation(frames: int, places: int, tau: float = 0.8) -> SelectionJob:
@@ -227,100 +244,36 @@ def head_gather(heads: int, length: int, kept: int, width: int) -> SelectionJob:
     )
 
 
-OPS = (
-    OpCase(
-        "holitom segmentation, 128 frames x 196",
-        "holitom_windows",
-        128,
-        196,
-        None,
-        partial(segmentation, 128, 196),
+CASES = (
+    method_case("divprune", (32, 14, 14), 1024, 0.25),
+    method_case("divprune", (8, 14, 14), 896, 0.25),
+    method_case("divprune", (8, 14, 14), 896, 0.10),
+    method_case("evs", (8, 14, 14), 896, 0.25),
+    method_case("evs", (32, 14, 14), 1024, 0.25),
+    method_case("evs", (32, 14, 14), 3584, 0.25),
+    method_case("holitom_inner@llm2", (8, 14, 14), 896, 0.25),
+    SelectionCase(
+        *("holitom segmentation, 128 frames x 196", "holitom_windows", 128, 196, None),
+        build=partial(segmentation, 128, 196),
     ),
-    OpCase(
-        "attention with importance, 2,880 tokens, 28 / 4 heads x 128",
-        "importance",
-        2880,
-        128,
-        720,
-        partial(importance, 28, 4, 2880, 128),
+    SelectionCase(
+        *("attention with importance, 2,880 tokens, 28 / 4 heads x 128", "importance"),
+        *(2880, 128, 720),
+        build=partial(importance, 28, 4, 2880, 128),
     ),
-    OpCase(
-        "attention with importance, 2,880 tokens, 32 heads x 128",
-        "importance",
-        2880,
-        128,
-        720,
-        partial(importance, 32, 32, 2880, 128),
+    SelectionCase(
+        *("attention with importance, 2,880 tokens, 32 heads x 128", "importance"),
+        *(2880, 128, 720),
+        build=partial(importance, 32, 32, 2880, 128),
     ),
-    OpCase(
-        "KV gather per head, 1,584 of 6,336, 4 heads x 128",
-        "head_gather",
-        6336,
-        128,
-        1584,
-        partial(head_gather, 4, 6336, 1584, 128),
+    SelectionCase(
+        *("KV gather per head, 1,584 of 6,336, 4 heads x 128", "head_gather", 6336, 128, 1584),
+        build=partial(head_gather, 4, 6336, 1584, 128),
     ),
 )
 
 
-@dataclass(frozen=True)
-class SelectionCase:
-    """One comparison: `method` on a video of `grid` with features of width `d`."""
-
-    method: str
-    grid: tuple[int, int, int]
-    d: int
-    share: float
-
-    @property
-    def n(self) -> int:
-        """Tokens of the video."""
-        frames, rows, columns = self.grid
-        return frames * rows * columns
-
-    def job(self) -> SelectionJob:
-        """Build the method and its textbook on a synthetic video.
-
-        Raises:
-            MmfastError: The method has no textbook formulation here.
-        """
-        name = self.method.partition("@")[0]
-        if name not in TEXTBOOKS:
-            raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")
-        tokens, budget = textured_video(self.grid, self.d), self.budget
-        return SelectionJob(
-            lambda: _ours(tokens, f"{self.method}:{budget}"),
-            lambda: TEXTBOOKS[name](tokens, budget),
-            lambda kept, expected: kept.equal(expected.sort().values),
-        )
-
-    @property
-    def budget(self) -> int:
-        """Tokens to keep."""
-        return count(self.share, self.n) or 1
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of a row that identify the case."""
-        case = f"{self.method}, {self.n:,} x {self.d:,}, keep {self.share:.0%}"
-        sizes = {"n": self.n, "d": self.d, "budget": self.budget}
-        return {"case": case, "method": self.method, **sizes}
-
-
-CASES: tuple[SelectionCase | OpCase, ...] = (
-    SelectionCase("divprune", (32, 14, 14), 1024, 0.25),
-    SelectionCase("divprune", (8, 14, 14), 896, 0.25),
-    SelectionCase("divprune", (8, 14, 14), 896, 0.10),
-    SelectionCase("evs", (8, 14, 14), 896, 0.25),
-    SelectionCase("evs", (32, 14, 14), 1024, 0.25),
-    SelectionCase("evs", (32, 14, 14), 3584, 0.25),
-    SelectionCase("holitom_inner@llm2", (8, 14, 14), 896, 0.25),
-    *OPS,
-)
-
-
-def measure(
-    cases: Sequence[SelectionCase | OpCase] = CASES, repeats: int = 9
-) -> Iterator[dict[str, Any]]:
+def measure(cases: Sequence[SelectionCase] = CASES, repeats: int = 9) -> Iterator[Row]:
     """Time every case on one thread, ours and textbook in turn.
 
     Args:
@@ -338,10 +291,12 @@ def measure(
     """
     for case in cases:
         with one_thread():
-            yield {**case.fields(), **_compare(case.job(), repeats), "threads": 1}
+            figures = _compare(case.build(), repeats)
+            sizes = {key: getattr(case, key) for key in ("case", "method", "n", "d", "budget")}
+            yield {**sizes, **figures, "threads": 1}
 
 
-def result_rows(progress: Callable[[int, int], None] | None = None) -> list[dict[str, Any]]:
+def result_rows(progress: Callable[[int, int], None] | None = None) -> list[Row]:
     """Measure all cases as rows for `assets/results/selection-cpu.jsonl`."""
     shared = {"suite": "selection", "device": "cpu", "dtype": "float32", **environment()}
     rows = []
@@ -352,12 +307,12 @@ def result_rows(progress: Callable[[int, int], None] | None = None) -> list[dict
     return rows
 
 
-def _compare(job: SelectionJob, repeats: int) -> dict[str, Any]:
+def _compare(job: SelectionJob, repeats: int) -> Row:
     jobs = {"ours": job.ours, "textbook": job.textbook, "again": job.ours}
     _settle_heap()
-    results: dict[str, Any] = {}
     samples: dict[str, list[float]] = {name: [] for name in jobs}
-    first = {name: _processor_ms(partial(_keep, results, name, jobs[name]), 1) for name in jobs}
+    runs = {name: timed(call, time.process_time) for name, call in jobs.items()}
+    first = {name: ms for name, (_, ms) in runs.items()}
     if first["textbook"] > _SLOW_MS:
         samples["textbook"].append(first["textbook"])
     warm = {
@@ -377,7 +332,7 @@ def _compare(job: SelectionJob, repeats: int) -> dict[str, Any]:
         "median_ms": ms,
         "textbook_ms": textbook_ms,
         "speedup": textbook_ms / ms,
-        "same_indices": job.same(results["ours"], results["textbook"]),
+        "same_indices": job.same(runs["ours"][0], runs["textbook"][0]),
         "noise": noise(samples["ours"], samples["again"]),
         **memory,
     }
@@ -390,10 +345,6 @@ def _settle_heap() -> None:
     most, so earlier jobs would otherwise matter.
     """
     torch.zeros(31 << 20, dtype=torch.uint8)
-
-
-def _keep(results: dict[str, Any], name: str, call: Callable[[], Any]) -> None:
-    results[name] = call()
 
 
 def _processor_ms(call: Callable[[], Any], often: int) -> float:
