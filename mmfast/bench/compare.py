@@ -162,7 +162,6 @@ def _pair(key: str, old: Row, new: Row) -> Pair | None:
 
 
 def _noise(old: Row, new: Row) -> float:
-    """Return the larger of both noise floors."""
     floors = [row["noise"] for row in (old, new) if isinstance(row.get("noise"), (int, float))]
     return float(max(floors)) if floors else DEFAULT_NOISE
 
@@ -184,7 +183,6 @@ def _versions(row: Row) -> Mapping[str, Any]:
 
 
 def _label(row: Row) -> str:
-    """Return the identity of a row in a few words."""
     named = _named(row)
     left_out = {"suite", "seed", "knobs", "method" if "reduce" in row else ""}
     if "case" in row:  # it holds these

@@ -204,7 +204,6 @@ def _shape(
 
 
 def _progress(tick: Tick, behind: float, step: RunStep, whole: float) -> Callable[[int, int], None]:
-    """Return the progress of one step as thousandths of the whole run."""
 
     def progress(done: int, total: int) -> None:
         here = step.weight * done / max(1, total)
@@ -215,7 +214,6 @@ def _progress(tick: Tick, behind: float, step: RunStep, whole: float) -> Callabl
 
 
 def _free(device: torch.device) -> None:
-    """Free the memory of one model before the next is built."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

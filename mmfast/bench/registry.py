@@ -68,7 +68,6 @@ def named_rows(suite: str, name: str, progress: Tick | None = None) -> list[Row]
 
 
 def _processor(row: Row) -> Row:
-    """Name the GPU where a row was measured on one."""
     kind = str(row.get("device"))
     return {"processor": device_name(torch.device(kind))} if kind.startswith("cuda") else {}
 

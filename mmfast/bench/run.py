@@ -439,7 +439,6 @@ def _measure(
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the device current, for its events and memory statistics."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -456,8 +455,6 @@ def _positive(name: str, value: int | None) -> int | None:
 
 
 class _Ticks:
-    """Counts steps for a progress bar."""
-
     def __init__(self, progress: Progress | None) -> None:
         self.progress, self.total, self.done = progress, 0, 0
 

@@ -107,7 +107,6 @@ def _rows(found: Mapping[str, list[Sample]], shape: ClipShape, frames: int) -> l
 
 
 def _one_decoder(path: Path, threads: str) -> Iterator[Frame]:
-    """Decode every frame, convert the one on screen at each second."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         stream.thread_type = threads

@@ -371,7 +371,6 @@ def start(tick: Tick, rounds: int = 5) -> list[Row]:
 
 
 def _start(name: str) -> Row:
-    """Start a server, ask at once, stop it."""
     command = [sys.executable, "-m", "mmfast", "serve", "--port", "0"]
     start = time.perf_counter()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -389,7 +388,6 @@ def _start(name: str) -> Row:
 
 
 def _url(process: subprocess.Popen[str]) -> str:
-    """Read the address from the line that the server logs."""
     log = ""
     for line in process.stderr or ():
         log += line

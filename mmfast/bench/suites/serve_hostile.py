@@ -142,7 +142,6 @@ def _cpu(pid: int) -> float:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return a process and its descendants."""
     found = [pid]
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

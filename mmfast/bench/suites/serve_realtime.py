@@ -194,7 +194,6 @@ async def _interruptions(client: _RealtimeClient, pcm: Tensor, number: int) -> R
 
 
 def _row(figures: list[Row]) -> Row:
-    """Return medians and the quantile 0.95."""
     kept = [each for each in figures if each]
     found: Row = {"n": len(kept), "left_out": len(figures) - len(kept), "seed": SEED}
     for name in dict.fromkeys(name for each in kept for name in each):

@@ -215,8 +215,6 @@ def _shape_row(
 
 
 class _ClockedHead:
-    """A head whose drafting is timed."""
-
     def __init__(self, head: Any) -> None:
         self._head, self.seconds = head, 0.0
 

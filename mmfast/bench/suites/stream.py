@@ -227,7 +227,7 @@ def _check_prefill(case: Case) -> int:
     far = float((last - at_once).abs().max() / at_once.abs().max())
     if far > 1e-3 or cache.get_seq_length() != case.n:
         raise MmfastError(
-            f"prefill frame by frame is {far:.1e} away from prefill at once, so its time tells "
+            f"prefill frame by frame is {far:.1e} away from prefill at once, so its time means "
             "nothing; run pytest tests/streams/test_stream_reducers.py"
         )
     return int(append_frames(case, SPEC)[0].get_seq_length())
@@ -378,5 +378,4 @@ def quality_row(
 
 
 def _frame_features(encoder: FrameEncoder, shots: Sequence[Any], state: Any) -> Tensor:
-    """Encode every frame; `[T, n, D]`."""
     return torch.stack([encoder([[shot]], state)[0].features for shot in shots])
