@@ -221,82 +221,71 @@ def _free(device: torch.device) -> None:
 
 _SMALL = "llava-onevision-0.5b"
 BEFORE = ("uniform", "evs", "divprune", "holitom")  # reduce before the language model
+_LABELS = {"llm": "prefill", "ttft": "tower and prefill"}
 
 
 @dataclass(frozen=True)
 class Goal:
-    """One line of the table of goals.
+    """A required value of rows of suite `bench`.
 
     Attributes:
         what: Description.
         bound: The required value as text.
-        fits: Selects rows of suite `bench`.
-        value: Reads the value of a row.
-        met: Compares a value with the bound.
+        where: Preset, device and stage of the rows.
+        selects: Selects rows among them.
+        key: Field of the value.
+        limit: The least value, or the largest where `most`.
         text: Formats a value.
     """
 
     what: str
     bound: str
-    fits: Callable[[Row], bool]
-    value: Callable[[Row], float | None]
-    met: Callable[[float], bool]
-    text: Callable[[float], str]
+    where: tuple[str, str, str]
+    selects: Callable[[Row], bool]
+    key: str
+    limit: float
+    most: bool = False
+    text: Callable[[float], str] = "{:.2f}x".format
+
+    def fits(self, row: Row) -> bool:
+        """Match the place of a row, then its spec."""
+        return (row["preset"], row["device"], row["stage"]) == self.where and self.selects(row)
+
+    def met(self, value: float) -> bool:
+        """Compare a value with the limit."""
+        return value <= self.limit if self.most else value >= self.limit
 
 
 def _gain(preset: str, device: str, stage: str, kept: float, least: float) -> Goal:
-    name = {"llm": "prefill", "ttft": "tower and prefill"}[stage]
+    def selects(row: Row) -> bool:
+        found = share(row["reduce"], row["kept"], row["tokens"])
+        return label(row["reduce"]) in BEFORE and found == kept
 
-    def fits(row: Row) -> bool:
-        return (
-            (row["preset"], row["device"], row["stage"]) == (preset, device, stage)
-            and label(row["reduce"]) in BEFORE
-            and share(row["reduce"], row["kept"], row["tokens"]) == kept
-        )
-
-    what = f"{preset}, {device.upper()}, {name}, {100 * kept:.0f} % kept before the language model"
-    return Goal(what, f"{least}x", fits, lambda r: r["speedup"], lambda v: v >= least, _times)
+    what = f"{preset}, {device.upper()}, {_LABELS[stage]}, {100 * kept:.0f} % kept before the "
+    where = (preset, device, stage)
+    return Goal(what + "language model", f"{least}x", where, selects, "speedup", least)
 
 
 def _in_tower(preset: str, least: float) -> Goal:
-    def fits(row: Row) -> bool:
-        return (
-            (row["preset"], row["device"], row["stage"]) == (preset, "cuda", "ttft")
-            and "@vit" in (row["reduce"] or "")
-            and str(row["reduce"]).endswith(":0.1")
-        )
+    def selects(row: Row) -> bool:
+        return "@vit" in (row["reduce"] or "") and str(row["reduce"]).endswith(":0.1")
 
     what = f"{preset}, CUDA, tower and prefill, merged in the tower too, 10 % kept"
-    return Goal(what, f"{least}x", fits, lambda r: r["speedup"], lambda v: v >= least, _times)
+    return Goal(what, f"{least}x", (preset, "cuda", "ttft"), selects, "speedup", least)
 
 
-def _oracle(names: tuple[str, ...], least: float) -> Goal:
-    def fits(row: Row) -> bool:
-        found = (row["preset"], row["device"], row["stage"]) == (_BIG, "cuda", "ttft")
-        return found and label(row["reduce"]) in names
-
-    what = f"{_BIG}, CUDA, first token with fixed indices / with {' or '.join(names)}"
-    return Goal(
-        what, f"{least}", fits, lambda r: r["of_oracle"], lambda v: v >= least, lambda v: f"{v:.2f}"
-    )
+def _oracle(methods: tuple[str, ...], least: float) -> Goal:
+    what = f"{_BIG}, CUDA, first token with fixed indices / with {' or '.join(methods)}"
+    place = (_BIG, "cuda", "ttft")
+    selects = lambda row: label(row["reduce"]) in methods
+    return Goal(what, f"{least}", place, selects, "of_oracle", least, text="{:.2f}".format)
 
 
 def _at_most(what: str, stage: str, key: str, most: float) -> Goal:
-    def fits(row: Row) -> bool:
-        return (row["preset"], row["device"], row["stage"]) == (_BIG, "cuda", stage)
-
-    return Goal(
-        f"{_BIG}, CUDA, {what}",
-        f"at most {100 * most:.0f} %",
-        fits,
-        lambda r: r.get(key),
-        lambda v: v <= most,
-        lambda v: f"{100 * v:.1f} %",
-    )
-
-
-def _times(value: float) -> str:
-    return f"{value:.2f}x"
+    bound, place = f"at most {100 * most:.0f} %", (_BIG, "cuda", stage)
+    text = lambda value: f"{100 * value:.1f} %"
+    what = f"{_BIG}, CUDA, {what}"
+    return Goal(what, bound, place, lambda row: True, key, most, most=True, text=text)
 
 
 GOALS = (
@@ -330,7 +319,7 @@ def _key(row: Row) -> tuple[object, ...]:
 
 def _found(goal: Goal, rows: Sequence[Row]) -> tuple[str, str]:
     """Return the range of values, and yes where all of them meet the goal."""
-    values = [(v, row) for row in rows if goal.fits(row) and (v := goal.value(row)) is not None]
+    values = [(v, row) for row in rows if goal.fits(row) and (v := row.get(goal.key)) is not None]
     if not values:
         return NOT_MEASURED, ""
     low, high = (pick(values, key=lambda pair: pair[0]) for pick in (min, max))
