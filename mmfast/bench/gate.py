@@ -6,7 +6,7 @@ A method that fails the gate gets no speed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mmfast.bench.parity import DRIVERS
-from mmfast.bench.specs import StageRecording, Twins
+from mmfast.bench.specs import Twins
 from mmfast.bench.stages import MeasuredStage, RunOutcome
 from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
-from mmfast.core.spec import expand, wanted
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import Spec, expand, wanted
 
 
 @dataclass
@@ -79,7 +80,7 @@ def _check_lengths(
     stage: MeasuredStage, twins: Twins, stock: RunOutcome, seen: RunOutcome
 ) -> list[str]:
     faults = []
-    expected = expected_lengths(twins, stock.lengths)
+    expected = expected_lengths(twins, stock.lengths, stage.case.batch)
     if seen.lengths != expected:
         layer = next(
             i for i, (a, b) in enumerate(zip(seen.lengths, expected, strict=True)) if a != b
@@ -96,36 +97,38 @@ def _check_lengths(
     return faults
 
 
-def expected_lengths(twins: Twins, stock: list[int]) -> list[int]:
-    """Return tokens per decoder layer after the recorded decisions."""
+def expected_lengths(twins: Twins, stock: list[int], batch: int = 1) -> list[int]:
+    """Return tokens per decoder layer after the decisions for the first of `batch` prompts."""
     lengths = list(stock)
     for recording in twins.recordings:
         if recording.spec.site not in ("pre", "llm"):
             continue
-        for result, first in zip(recording.results, _firsts(recording, len(stock)), strict=True):
+        results = recording.results[::batch]
+        for result, first in zip(
+            results, _firsts(recording.spec, results, len(stock)), strict=True
+        ):
             removed = result.n - result.m
             lengths = [n - removed if i >= first else n for i, n in enumerate(lengths)]
     return lengths
 
 
-def _firsts(recording: StageRecording, layers: int) -> list[int]:
+def _firsts(spec: Spec, results: Sequence[Reduction], layers: int) -> list[int]:
     """Return the decoder layer before which each recorded call ran."""
-    spec = recording.spec
     if not spec.staged:
-        return [spec.layer or 0] * len(recording.results)
+        return [spec.layer or 0] * len(results)
     cuts = expand((spec,), layers)
     entered: dict[int, int] = {}
     by_size: dict[int, int] = {}
-    n = recording.results[0].n if recording.results else 0
+    n = results[0].n if results else 0
     for cut in cuts if n else ():
         left = wanted(cut, n, entered)
         if left is None:  # the method decides, and ran at every cut
-            share = len(recording.results) // len(cuts)
+            share = len(results) // len(cuts)
             return [each.layer or 0 for each in cuts for _ in range(share)]
         if left != n:  # else the method did not run
             by_size[n] = cut.layer or 0
         n = left
-    return [by_size.get(result.n, cuts[0].layer or 0) for result in recording.results]
+    return [by_size.get(result.n, cuts[0].layer or 0) for result in results]
 
 
 FORMAT = "mmfast-golden/1"
