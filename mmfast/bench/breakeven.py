@@ -1,29 +1,24 @@
-"""Where reducing does not pay: by visual tokens, and by answers computed at once.
+"""Break-even of reductions, by visual tokens and by answers computed at once.
 
-Prefill behind the encoder and decoding steps; the encoder costs both sides the same, so it
-changes how much is gained but not from where on. Selection and hooks count against the method.
+It measures prefill behind the encoder and decoding steps: the encoder costs both sides the same, so
+it changes the gain but not the break-even point. Selection and hooks count against the method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from mmfast.bench.cases import Case, build, pick_device, pick_dtype
-from mmfast.bench.gate import check
 from mmfast.bench.presets import Preset, get_preset
-from mmfast.bench.results import Row, environment
-from mmfast.bench.run import threads_set
-from mmfast.bench.specs import Twins
-from mmfast.bench.stages import MeasuredStage, RunOutcome, check_fits, one_line_when_full
-from mmfast.bench.timing import Sample, clock_of, frozen, interleave, noise, paired, warm_up
+from mmfast.bench.results import Row, dtype_name, environment
+from mmfast.bench.run import SpecGroup
+from mmfast.bench.stages import check_fits, one_line_when_full
+from mmfast.bench.timing import Clock, clock_of, frozen, threads_set
 from mmfast.core.errors import MmfastError
-from mmfast.models.flops import decode_bytes, prefill_flops
 
 # Tokens along the side of one frame, then frames of the shape's own size.
 SIDES, FRAMES = (3, 5, 7, 10), (1, 2, 4, 8, 16)
@@ -31,10 +26,10 @@ TINY_SIDES, TINY_FRAMES = (2, 3), (1, 4, 8, 16, 64, 128)
 
 
 def shapes(preset: Preset) -> list[tuple[Preset, int]]:
-    """(shape, frames) with ever more visual tokens.
+    """Return (shape, frames) with increasing visual tokens.
 
     Raises:
-        MmfastError: The family's prompts cannot be made of any size.
+        MmfastError: The family takes no images of these sizes.
     """
     if preset.family != "llava_onevision":
         raise MmfastError(
@@ -47,52 +42,31 @@ def shapes(preset: Preset) -> list[tuple[Preset, int]]:
 
 
 def _shrunk(preset: Preset, side: int) -> Preset:
-    """The shape with frames of `side` x `side` tokens: two patches each way to a token."""
+    """Return the shape with frames of `side` x `side` tokens, of 2 x 2 patches each."""
     patches = 2 * side
     size = patches * int(preset.vision["patch_size"])
     vision = {**preset.vision, "image_size": size}
     return replace(preset, vision=vision, grid=(patches, patches))
 
 
-@dataclass
-class Many(Case):
-    """A case whose prompt comes `batch` times."""
-
-    batch: int = 1
-
-    @classmethod
-    def of(cls, case: Case, batch: int) -> Many:
-        """The case, several times at once."""
-        values = {each.name: getattr(case, each.name) for each in fields(case)}
-        prompt = {k: v.repeat(batch, *[1] * (v.ndim - 1)) for k, v in case.prompt.items()}
-        return cls(**{**values, "prompt": prompt}, batch=batch)
-
-    def features(self) -> dict[str, Any]:
-        """Fresh `mm_encoder_outputs` `[B, N + 1, D]`."""
-        out = super().features()["video"]
-        out.pooler_output = out.pooler_output.repeat(self.batch, 1, 1)
-        return {"video": out}
-
-
 METHODS = ("evs", "divprune", "fastv", "holitom")
 IN_A_BATCH = ("evs", "fastv")
 KEEP = 0.25
 BATCHES, AT = (1, 2, 4, 8), 4  # several at once with the fourth largest clip
-ROUND_SECONDS = 20.0  # rounds of one count, apart from the fewest
-FEWEST, MOST = 3, 20
+ROUND_SECONDS, MOST = 20.0, 20  # rounds of one point end at the first of both
 Tick = Callable[[int, int, str | None], None]
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One place on the curve.
+    """One point of a curve.
 
     Attributes:
-        bench: `tokens` or `batch`: what is varied.
+        bench: The varied quantity, `tokens` or `batch`.
         preset: The shape, its grid chosen for the count.
         frames: Frames of the clip.
         batch: Prompts at once.
-        methods: What is compared with stock.
+        methods: Methods to compare with stock.
         stages: `llm`, or `llm` and `decode`.
     """
 
@@ -105,7 +79,7 @@ class CurvePoint:
 
 
 def points(preset: str) -> list[CurvePoint]:
-    """What is measured, from few tokens to many, then from one answer to eight."""
+    """Return the points, from few tokens to many, then from one answer to eight."""
     shape = get_preset(preset)
     counts = shapes(shape)
     by_tokens = [CurvePoint("tokens", s, frames, 1, METHODS, ("llm",)) for s, frames in counts]
@@ -134,118 +108,52 @@ def run_break_even(
 
     Raises:
         MmfastError: A shape of another family, a device that is not there, too little memory, or
-            a method that does not do what it says.
+            a method that fails the gate.
     """
     where = pick_device(device)
     kind = pick_dtype("auto", get_preset(preset), where)
     todo, found = points(preset), []
     with threads_set(threads), frozen():
-        clock, told = clock_of(where, torch.get_num_threads())
+        clock, clock_name = clock_of(where, torch.get_num_threads())
         shared = {
             "suite": "breakeven",
             "preset": preset,
             "device": where.type,
-            "dtype": str(kind).removeprefix("torch."),
+            "dtype": dtype_name(kind),
             "threads": torch.get_num_threads(),
-            "clock": told,
+            "clock": clock_name,
             **environment(where),
         }
-        gated: set[str] = set()
         for number, point in enumerate(todo):
             check_fits(point.preset, ("llm",), point.frames * point.batch, kind, where)
             tick(number, len(todo), f"{point.bench} {number + 1}")
             with one_line_when_full(preset, point.frames):
                 case = build(point.preset, ("llm",), point.frames, where, kind)
-                stage = MeasuredStage(Many.of(case, point.batch), "llm", point.stages, clock)
-                found += [{**shared, **row} for row in _rows(stage, point, gated)]
+                found += [{**shared, **row} for row in _rows(case, point, clock)]
         tick(len(todo), len(todo), None)
     return found
 
 
-def _rows(stage: MeasuredStage, point: CurvePoint, gated: set[str]) -> Iterator[Row]:
-    """Gate each method once, then stock, stock again and every method in turn."""
-    twins = [Twins(f"{m}:{KEEP}", f"even{i}", towerless=True) for i, m in enumerate(point.methods)]
-    with ExitStack() as stack:
-        for each in twins:
-            stack.enter_context(each.registered())
-        stock = stage.run(None)
-        for each in twins:
-            _gate(stage, each, stock, gated)
-        specs = {each.asked: each.spec() for each in twins}
-        seen = {text: stage.run(spec) for text, spec in specs.items()}
-        jobs: dict[str, Callable[[], Sample]] = {
-            "stock": partial(_sample, stage, None),
-            **{text: partial(_sample, stage, spec) for text, spec in specs.items()},
-            "again": partial(_sample, stage, None),
-        }
-        if sum(stock.ms.values()) < 1000:
-            for job in jobs.values():
-                warm_up(job)
-        samples = interleave(jobs, _rounds(stock, seen.values()))
-    for name in stage.stages:
-        yield from _stage_rows(stage, point, name, stock, seen, samples)
-
-
-def _stage_rows(
-    stage: MeasuredStage,
-    point: CurvePoint,
-    name: str,
-    stock: RunOutcome,
-    seen: dict[str, RunOutcome],
-    samples: dict[str, list[Sample]],
-) -> Iterator[Row]:
-    first, again = ([s[name] for s in samples[job]] for job in ("stock", "again"))
-    floor, whole = noise(first, again), [(a + b) / 2 for a, b in zip(first, again, strict=True)]
-    for text, outcome in seen.items():
-        times = [s[name] for s in samples[text]]
-        gain = paired(whole, times)
-        costs = [_cost(stage, each, name, point.batch) for each in (stock, outcome)]
-        yield {
-            "bench": point.bench,
-            "stage": name,
-            "reduce": text,
-            "batch": point.batch,
-            "tokens": stage.case.n,
-            "stock_ms": _middle(whole),
-            "median_ms": _middle(times),
-            "speedup": gain,
-            "ideal": costs[0] / costs[1],
-            "noise": floor,
-            "pays": None if abs(gain - 1) <= floor else gain > 1,
-            "n": len(times),
-        }
-
-
-def _gate(stage: MeasuredStage, twins: Twins, stock: RunOutcome, gated: set[str]) -> None:
-    """The whole gate at the first point that has a method; counts are checked at each."""
-    method = twins.asked.partition(":")[0]
-    if method in gated:
-        return
-    gated.add(method)
-    faults = check(stage, twins, stock).faults
+def _rows(case: Case, point: CurvePoint, clock: Clock) -> Iterator[Row]:
+    """Gate the methods of a point, then compare them with stock for `ROUND_SECONDS`."""
+    specs = [f"{method}:{KEEP}" for method in point.methods]
+    group = SpecGroup(case.repeated(point.batch), "llm", point.stages, specs, clock, full=False)
+    faults = group.prepare()
     if faults:
         raise MmfastError("gate: " + "; ".join(faults))
-
-
-def _sample(stage: MeasuredStage, spec: str | None) -> Sample:
-    return stage.run(spec).ms
-
-
-def _middle(times: Sequence[float]) -> float:
-    ordered = sorted(times)
-    return (ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2
-
-
-def _rounds(stock: RunOutcome, seen: Any) -> int:
-    """As many as `ROUND_SECONDS` allow, but a few: quick points need more of them."""
-    one = 2 * sum(stock.ms.values()) + sum(sum(outcome.ms.values()) for outcome in seen)
-    return max(FEWEST, min(MOST, int(1000 * ROUND_SECONDS / one)))
-
-
-def _cost(stage: MeasuredStage, outcome: RunOutcome, name: str, batch: int) -> float:
-    """FLOPs of a prefill; bytes of a decoding step, whose weights are read once for all."""
-    model = stage.case.model
-    if name == "llm":
-        return prefill_flops(model, outcome.lengths)  # of one prompt; a ratio needs no more
-    weights = decode_bytes(model, [0] * len(outcome.lengths))
-    return weights + batch * (decode_bytes(model, outcome.lengths) - weights)
+    end = time.monotonic() + ROUND_SECONDS
+    measured = group.measure(MOST, enough=lambda: time.monotonic() > end)
+    for stage in point.stages:
+        stock, *rows = measured.rows(stage)
+        for row in rows:
+            gain, noise = row["speedup"], row["noise"]
+            yield {
+                **{key: row[key] for key in ("stage", "reduce", "tokens", "median_ms", "ideal")},
+                "bench": point.bench,
+                "batch": point.batch,
+                "stock_ms": stock["median_ms"],
+                "speedup": gain,
+                "noise": noise,
+                "pays": None if abs(gain - 1) <= noise else gain > 1,
+                "n": measured.rounds,
+            }

@@ -1,10 +1,10 @@
-"""Build a preset: the stock class with random weights, and the inputs of every stage."""
+"""Models of preset shapes with random weights, and the inputs of every stage."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.tokens import Tokens
 
 # A prime: rows of a weight that repeats this many values never line up with one another.
 _PERIOD = 1_048_583
@@ -19,11 +20,11 @@ _PERIOD = 1_048_583
 
 @torch.no_grad()
 def fill_(model: nn.Module, seed: int = 0) -> None:
-    """Give every parameter a sane value at memory speed; 7 billion of them take seconds.
+    """Fill every parameter with plausible values at memory speed: seconds for 7 billion.
 
     Matrices hold normal noise with variance 1 / fan-in, so that activations neither vanish nor
     explode and attention is not flat; embeddings have variance 1, norms are 1, biases small.
-    Zeros would run faster than real weights do.
+    Zeros would run faster than real weights.
     """
     noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
     for index, (name, parameter) in enumerate(model.named_parameters()):
@@ -50,11 +51,11 @@ def _tile(target: Tensor, values: Tensor, start: int) -> None:
 
 
 def video_features(grid: tuple[int, int, int], width: int, seed: int = 0) -> Tensor:
-    """Features of a clip with a textured still background, one moving block and noise.
+    """Return features of a clip with a textured still background, a moving block and noise.
 
     Cosine similarity of a background patch with itself a frame later is about 0.94, as on real
-    clips, so methods that look for what repeats (EVS, HoliTom) find something to do. One camera
-    cut at two thirds replaces the background.
+    clips, so methods that search for repetition (EVS, HoliTom) find some. One camera cut at two
+    thirds replaces the background.
 
     Returns:
         `[T * H * W, width]` float32, about unit variance.
@@ -79,12 +80,31 @@ def video_features(grid: tuple[int, int, int], width: int, seed: int = 0) -> Ten
     return x.reshape(-1, width)  # [N, D]
 
 
+def textured_video(grid: tuple[int, int, int], d: int, seed: int = 0) -> Tokens:
+    """Return tokens with attention scores: a textured scene, camera noise, a moving patch."""
+    frames, rows, columns = grid
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(1, d, 5, 5, generator=generator)
+    scene = torch.nn.functional.interpolate(coarse, size=(rows, columns), mode="bilinear")[
+        0
+    ].permute(1, 2, 0)
+    scene = scene + 0.5 * torch.randn(rows, columns, d, generator=generator)
+    clip = scene + 0.2 * torch.randn(frames, rows, columns, d, generator=generator)
+    side = min(3, rows, columns)
+    patch, top = torch.randn(side, side, d, generator=generator), (rows - side) // 2
+    for frame in range(frames):
+        left = frame % (columns - side + 1)
+        clip[frame, top : top + side, left : left + side] = patch
+    attn = torch.rand(frames * rows * columns, generator=generator)
+    return Tokens(clip.reshape(-1, d), attn=attn, grid=grid)
+
+
 _BEFORE, _AFTER = 14, 18  # a system line and a short question: 32 text tokens
 _STAMP = 7  # Qwen3-VL writes "<12.5 seconds>" before every frame
 
 
 def video_grid(preset: Preset, frames: int) -> tuple[int, int, int]:
-    """(frames, rows, columns) of the tokens the language model gets.
+    """Return (frames, rows, columns) of the tokens that the language model reads.
 
     Raises:
         MmfastError: The family takes pairs of frames, or `frames` is below 1.
@@ -104,7 +124,7 @@ def video_grid(preset: Preset, frames: int) -> tuple[int, int, int]:
 def prompt_inputs(
     preset: Preset, config: Any, grid: tuple[int, int, int], seed: int
 ) -> dict[str, Tensor]:
-    """`input_ids` [1, L] with the placeholders in place, and what M-RoPE asks for."""
+    """Return `input_ids` [1, L] with placeholders, and the inputs of M-RoPE."""
     gen = torch.Generator().manual_seed(seed)
     top = min(config.video_token_id, config.image_token_id)
 
@@ -136,7 +156,7 @@ def _grid_thw(preset: Preset, steps: int) -> Tensor:
 
 
 def pixel_inputs(preset: Preset, frames: int, seed: int) -> dict[str, Tensor]:
-    """What the tower takes: frames `[1, T, 3, H, W]`, or flattened patches `[P, C * 2 * p * p]`."""
+    """Return inputs of the tower: frames `[1, T, 3, H, W]`, or patches `[P, C * 2 * p * p]`."""
     rows, columns = preset.grid
     size = int(preset.vision["patch_size"])
     if preset.family != "llava_onevision":
@@ -146,13 +166,13 @@ def pixel_inputs(preset: Preset, frames: int, seed: int) -> dict[str, Tensor]:
     patches = video_features((frames, rows, columns), 3 * size * size, seed)
     x = patches.reshape(frames, rows, columns, 3, size, size).permute(0, 3, 1, 4, 2, 5)
     x = x.reshape(frames, 3, rows * size, columns * size)
-    # 384 is 27.4 patches of 14: the tower's convolution never looks at the rest.
+    # 384 is 27.4 patches of 14: the tower's convolution never reads the rest.
     x = torch.nn.functional.pad(x, (0, side - columns * size, 0, side - rows * size))
     return {"pixel_values_videos": x[None]}
 
 
 def video_output(preset: Preset, model: Any, visual: Tensor, deepstack: list[Tensor]) -> Any:
-    """The encoder's output object with features `[N, D]` in the container the family uses."""
+    """Return the encoder's output object with features `[N, D]` as the family stores them."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     if preset.family == "llava_onevision":
@@ -167,6 +187,13 @@ def video_output(preset: Preset, model: Any, visual: Tensor, deepstack: list[Ten
     )
 
 
+def feature_rows(output: Any) -> Tensor:
+    """Return the features `[N, D]` of an encoder's output, in one tensor or in several."""
+    found = output.pooler_output
+    rows = found if isinstance(found, Tensor) else torch.cat(list(found))
+    return rows.flatten(0, -2)
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOWER_STAGES = frozenset({"vit", "ttft"})
 LLM_STAGES = frozenset({"llm", "decode", "ttft"})
@@ -179,10 +206,11 @@ class Case:
     Attributes:
         preset: The shape it was built from.
         model: A stock model class, random weights, evaluation mode.
-        grid: (frames, rows, columns) of the visual tokens the language model gets.
-        prompt: Keyword arguments of `model(...)` apart from anything visual.
+        grid: (frames, rows, columns) of the visual tokens that the language model reads.
+        prompt: Keyword arguments of `model(...)` without visual inputs.
         pixels: Keyword arguments of `model.get_video_features`; empty without a tower stage.
-        visual: Features `[N, D]` a tower would have given.
+        visual: Features `[N, D]` in place of a tower's output.
+        batch: Copies of the prompt.
     """
 
     preset: Preset
@@ -192,24 +220,33 @@ class Case:
     pixels: dict[str, Any]
     visual: Tensor
     deepstack: list[Tensor] = field(default_factory=list)
+    batch: int = 1
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device of the model and its inputs."""
         return self.visual.device
 
     @property
     def n(self) -> int:
-        """Visual tokens that a reducer may touch; separators are none."""
+        """Visual tokens that a reducer may remove, without separators."""
         return self.visual.shape[0]
 
     def features(self) -> dict[str, Any]:
-        """Fresh `mm_encoder_outputs`: the stock entry point behind the encoder."""
-        return {"video": video_output(self.preset, self.model, self.visual, self.deepstack)}
+        """Return fresh `mm_encoder_outputs`, the stock entry point behind the encoder."""
+        out = video_output(self.preset, self.model, self.visual, self.deepstack)
+        if self.batch > 1:
+            out.pooler_output = out.pooler_output.repeat(self.batch, 1, 1)
+        return {"video": out}
+
+    def repeated(self, batch: int) -> Case:
+        """Return the case with `batch` copies of its prompt; for LLaVA-OneVision shapes."""
+        prompt = {k: v.repeat(batch, *[1] * (v.ndim - 1)) for k, v in self.prompt.items()}
+        return replace(self, prompt=prompt, batch=batch)
 
 
 def pick_device(name: str | None) -> torch.device:
-    """`None` is the first CUDA device, or the CPU where there is none.
+    """Return a device; `None` is the first CUDA device, or the CPU where there is none.
 
     Raises:
         MmfastError: No such device.
@@ -228,7 +265,7 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def pick_dtype(name: str, preset: Preset, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on the CPU where that fits, else bfloat16.
+    """Return a dtype; `auto` is float32 on the CPU where that fits, else bfloat16.
 
     Raises:
         MmfastError: Unknown name.
@@ -248,7 +285,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Case:
-    """Build what `stages` need and no more: no tower for `llm`, one decoder layer for `vit`.
+    """Build only what `stages` need: no tower for `llm`, one decoder layer for `vit`.
 
     Raises:
         MmfastError: Unknown preset, or a number of frames the family cannot take.
@@ -278,7 +315,7 @@ def build(
 def empty_model(
     preset: Preset, stages: Collection[str], device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """The model in evaluation mode with whatever its memory held; on `meta` it takes none."""
+    """Return the model in evaluation mode with uninitialised weights; none on `meta`."""
     config = model_config(preset, stages)
     with unfilled(device, dtype):
         model = _model_class(preset.family)(config)
@@ -287,7 +324,7 @@ def empty_model(
 
 
 def model_config(preset: Preset, stages: Collection[str]) -> Any:
-    """The transformers config, cut down to one layer where no stage uses that half."""
+    """Return the transformers config, with one layer in a half that no stage uses."""
     from transformers import AutoConfig
 
     vision, text = dict(preset.vision), dict(preset.text)
@@ -316,7 +353,7 @@ def _model_class(family: str) -> Any:
 
 @contextmanager
 def unfilled(device: str | torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Construct without running any initialiser: 7 billion random draws would take minutes."""
+    """Construct without any initialiser: 7 billion random draws would take minutes."""
     from transformers.initialization import no_init_weights
 
     old = torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""`mmfast bench --compare`: two files of rows, what got faster and what got slower."""
+"""`mmfast bench --compare`: rows of two files, matched and compared by speed."""
 
 from __future__ import annotations
 
@@ -10,24 +10,12 @@ from typing import Any
 from mmfast.bench.results import Row
 from mmfast.core.errors import MmfastError
 
-# What names a row, in the order it is told: every text it carries but the machine's and the
-# code's, and of its numbers these. Other numbers were measured.
+# A row is identified by these, by every other text except those of `_NO_NAMES`, and by the numbers
+# of `_NUMBERS`. All other numbers are measurements.
 _FIRST = ("suite", "bench", "preset", "model", "case", "job", "stage", "method", "reduce", "cache")
 _NUMBERS = (
     *("layers", "frames", "batch", "context", "chats", "sessions", "workers", "replicas", "fps"),
-    *(
-        "every",
-        "d",
-        "budget",
-        "seed",
-        "heads",
-        "kv_heads",
-        "width",
-        "length",
-        "k",
-        "window",
-        "size",
-    ),
+    *("every", "d", "budget", "seed", "heads", "kv_heads", "width", "length", "k", "window"),
     *("size", "codebooks", "keep", "copies", "visual", "items", "segments", "steps", "threads"),
 )
 _NO_NAMES = {"commit", "date", "processor", "clock", "note", "reason", "detail"}
@@ -35,7 +23,7 @@ _NO_NAMES = {"commit", "date", "processor", "clock", "note", "reason", "detail"}
 _SIZES = dict.fromkeys(("selection", "kernels"), "n") | dict.fromkeys(
     ("bench", "breakeven", "encoder"), "tokens"
 )
-# First of these that a row has is compared; whether more is better.
+# The first of these in a row is compared; True where more is better.
 METRICS = (
     *(("median_ms", False), ("step_ms", False), ("compiled_ms", False), ("ms", False)),
     *(("tokens_per_s", True), ("tokens_per_second", True)),
@@ -43,7 +31,7 @@ METRICS = (
     *(("first_audio_ms", False), ("gap_ms", False), ("worst_s", False), ("cpu_s", False)),
     *(("early_ms", False), ("encode_rtf", False), ("rtf", False), ("seconds", False)),
 )
-DEFAULT_NOISE = 0.05  # of rows that do not state theirs
+DEFAULT_NOISE = 0.05  # of rows without a noise floor
 
 
 @dataclass(frozen=True)
@@ -51,12 +39,12 @@ class Pair:
     """One row of both files.
 
     Attributes:
-        name: What identifies the row, for people.
-        metric: What is compared.
+        name: Label of the row.
+        metric: Field that is compared.
         old: Its value in the first file.
-        new: Its value in the second.
-        slowdown: How much worse the second is: 0.1 takes a tenth longer, -0.1 a tenth less.
-        noise: Smaller differences mean nothing.
+        new: Its value in the second file.
+        slowdown: 0.1 takes a tenth longer, -0.1 a tenth less.
+        noise: Smaller differences are insignificant.
         notes: Processors and versions that differ.
     """
 
@@ -76,7 +64,7 @@ class Pair:
         return "slower" if self.slowdown > 0 else "faster"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON document."""
         return {
             **{key: getattr(self, key) for key in ("name", "metric", "old", "new")},
             **{key: getattr(self, key) for key in ("slowdown", "noise", "verdict")},
@@ -87,7 +75,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Pairs in the order of the first file, and what only one file has."""
+    """Pairs in the order of the first file, and rows of only one file."""
 
     pairs: tuple[Pair, ...]
     only_old: tuple[str, ...]
@@ -100,15 +88,15 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What differs between the files beside speed, each thing once."""
+        """Processors and versions that differ, each once."""
         return tuple(dict.fromkeys(note for pair in self.pairs for note in pair.notes))
 
     def beyond(self, percent: float) -> tuple[Pair, ...]:
-        """Regressions by more than that many per cent."""
+        """Return regressions by more than `percent` per cent."""
         return tuple(p for p in self.regressions if 100 * p.slowdown > percent)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON document."""
         return {
             "rows": [pair.to_dict() for pair in self.pairs],
             "regressions": [pair.name for pair in self.regressions],
@@ -119,10 +107,10 @@ class Comparison:
 
 
 def compare(old: Sequence[Row], new: Sequence[Row]) -> Comparison:
-    """Match rows by what identifies them; of equal ones in a file the latest counts.
+    """Match rows by identity; of equal ones in a file the latest counts.
 
     Raises:
-        MmfastError: No row of either file has anything to compare.
+        MmfastError: A file has no row with a metric.
     """
     before, after = _by_identity(old), _by_identity(new)
     if not before or not after:
@@ -133,14 +121,14 @@ def compare(old: Sequence[Row], new: Sequence[Row]) -> Comparison:
     pairs = [_pair(key, before[key], after[key]) for key in before if key in after]
     return Comparison(
         tuple(pair for pair in pairs if pair is not None),
-        tuple(_told(before[key]) for key in before if key not in after),
-        tuple(_told(after[key]) for key in after if key not in before),
+        tuple(_label(before[key]) for key in before if key not in after),
+        tuple(_label(after[key]) for key in after if key not in before),
     )
 
 
 def identity(row: Row) -> str:
-    """What a row is about: its names and sizes, not its figures, machine or versions."""
-    # Rows of one file state more than those of an older one; what is null or absent is the same.
+    """Return names and sizes of a row, without its figures, machine or versions."""
+    # Older rows have fewer fields: null and absent are the same.
     return json.dumps(_named(row), sort_keys=True)
 
 
@@ -170,11 +158,10 @@ def _pair(key: str, old: Row, new: Row) -> Pair | None:
     name, more = found
     before, after = float(old[name]), float(new[name])
     slowdown = (before / after if more else after / before) - 1.0
-    return Pair(_told(new), name, before, after, slowdown, _noise(old, new), _notes(old, new))
+    return Pair(_label(new), name, before, after, slowdown, _noise(old, new), _notes(old, new))
 
 
 def _noise(old: Row, new: Row) -> float:
-    """The larger of both floors: a run is no more certain than the shakier of the two."""
     floors = [row["noise"] for row in (old, new) if isinstance(row.get("noise"), (int, float))]
     return float(max(floors)) if floors else DEFAULT_NOISE
 
@@ -195,11 +182,10 @@ def _versions(row: Row) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _told(row: Row) -> str:
-    """What identifies a row in a few words."""
+def _label(row: Row) -> str:
     named = _named(row)
     left_out = {"suite", "seed", "knobs", "method" if "reduce" in row else ""}
-    if "case" in row:  # says it all
+    if "case" in row:  # it holds these
         left_out |= {"method", "d", "budget", "n"}
     words = [
         value if isinstance(value, str) else f"{key} {value}"

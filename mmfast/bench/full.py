@@ -1,8 +1,7 @@
-"""`mmfast bench --full`: everything for one device, kernels' correctness first, in minutes.
+"""`mmfast bench --full`: all benchmarks of one device in minutes, and the table of goals.
 
-Meant for a GPU that is at hand for a short while: one command builds, checks and times, writes
-rows as they come, and says what a lack of time or memory left out. On the CPU the same steps run
-at tiny sizes.
+One command checks the kernels, times them and real shapes, appends rows after every step, and
+reports the steps that time or memory excluded. On the CPU the same steps run at tiny sizes.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 
 from mmfast.bench.cases import pick_device, pick_dtype
-from mmfast.bench.named import named_rows, names
 from mmfast.bench.presets import get_preset
+from mmfast.bench.registry import named_rows, names
 from mmfast.bench.report.named import markdown
 from mmfast.bench.report.tables import NOT_MEASURED, label
 from mmfast.bench.results import Row, bench_rows, share
@@ -41,10 +40,10 @@ class RunStep:
     """One part of the run.
 
     Attributes:
-        label: What it measures, for people.
-        weight: Its part of the time, relative to the others.
-        run: Given a tick and what ends its rounds early, returns rows.
-        check: Raises an MmfastError where the machine cannot hold it.
+        label: Name on the terminal.
+        weight: Share of the time, relative to the other steps.
+        run: From a tick and a condition that ends its rounds early to rows.
+        check: Raises an MmfastError where the model does not fit in memory.
     """
 
     label: str
@@ -54,7 +53,7 @@ class RunStep:
 
 
 def plan(device: torch.device, preset: str | None = None) -> list[RunStep]:
-    """What `--full` does on a device, in order: what matters most comes first.
+    """Return the steps of `--full` on a device, the most important first.
 
     Args:
         device: CUDA gets real shapes, the CPU tiny ones.
@@ -69,7 +68,7 @@ def plan(device: torch.device, preset: str | None = None) -> list[RunStep]:
         return [*steps, _shape(device, preset, 32 if cuda else 8, _METHODS, _EVERY, 8.0)]
     if not cuda:
         return [*steps, _shape(device, "tiny", 4, ("evs", "divprune", "fastv"), _EVERY, 2.0, 2)]
-    # Stages apart, so that each gets its part of the time; decoding is slow and needs few specs.
+    # Separate stages each get their share of the time; decoding is slow and needs few specs.
     many = (*_METHODS, _IN_TOWER)
     steps.append(_shape(device, _BIG, 32, many, "vit,ttft,selection", 5.0))
     steps.append(_shape(device, _BIG, 32, _METHODS, "llm", 3.0))
@@ -96,11 +95,11 @@ def run_full(
     Args:
         device: `cpu`, `cuda`; CUDA where there is one.
         preset: One shape instead of all.
-        minutes: What it may take. Steps share what is left by their weights; rounds end early,
-            and a step that finds no time left is left out.
+        minutes: Time limit. Steps share the remaining time by their weights; rounds end early,
+            and a step without any is left out.
         tick: Called with (done, total, label).
-        sink: Gets the rows of each step as it ends.
-        tell: Gets lines for people: the plan, then what was left out or failed.
+        sink: Receives the rows of each step as it ends.
+        tell: Receives lines of text: the plan, then the steps left out or failed.
         clock: Seconds.
 
     Returns:
@@ -119,7 +118,7 @@ def run_full(
         tell(f"  {step.label}")
     start = clock()
     rows: list[Row] = []
-    told: list[Row] = []
+    report: list[Row] = []
     whole = sum(step.weight for step in steps)
     for number, step in enumerate(steps):
         begun = clock()
@@ -130,14 +129,14 @@ def run_full(
         sink(found)
         rows += found
         seconds = clock() - begun
-        told.append({"label": step.label, "state": state, "seconds": seconds})
-        told[-1] |= {"rows": len(found), "reason": reason}
+        report.append({"label": step.label, "state": state, "seconds": seconds})
+        report[-1] |= {"rows": len(found), "reason": reason}
         if reason:
             tell(f"{state}: {step.label}: {reason}")
         _free(where)
-    ok = all(step["state"] != "failed" for step in told)
+    ok = all(step["state"] != "failed" for step in report)
     document = {"ok": ok, "device": where.type, "seconds": clock() - start}
-    return {**document, "steps": told, "rows": rows}
+    return {**document, "steps": report, "rows": rows}
 
 
 def _do(
@@ -147,7 +146,7 @@ def _do(
     progress: Callable[[int, int], None],
     clock: Callable[[], float],
 ) -> tuple[str, list[Row], str]:
-    """(state, rows, reason) of one step; the run goes on whatever happens in it."""
+    """Run one step; return (state, rows, reason), also after an error in it."""
     if left <= 0:
         return "left out", [], "no time left"
     try:
@@ -158,7 +157,7 @@ def _do(
         return "done", step.run(progress, lambda: clock() > deadline), ""
     except MmfastError as error:
         return "failed", [], str(error)
-    except Exception as error:  # a compiler's or driver's; the machine is lent, so go on
+    except Exception as error:  # of a compiler or driver: the other steps still run
         lines = str(error).splitlines() or [""]
         return "failed", [], f"{type(error).__name__}: {lines[0][:200]}"
 
@@ -205,7 +204,6 @@ def _shape(
 
 
 def _progress(tick: Tick, behind: float, step: RunStep, whole: float) -> Callable[[int, int], None]:
-    """The bar of the whole run, in thousandths, from that of one step."""
 
     def progress(done: int, total: int) -> None:
         here = step.weight * done / max(1, total)
@@ -216,100 +214,88 @@ def _progress(tick: Tick, behind: float, step: RunStep, whole: float) -> Callabl
 
 
 def _free(device: torch.device) -> None:
-    """Give one model's memory back before the next is built."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-_SMALL, _BIG_SHAPE = "llava-onevision-0.5b", "llava-onevision-7b"
+_SMALL = "llava-onevision-0.5b"
 BEFORE = ("uniform", "evs", "divprune", "holitom")  # reduce before the language model
+_LABELS = {"llm": "prefill", "ttft": "tower and prefill"}
 
 
 @dataclass(frozen=True)
 class Goal:
-    """One line of the table of goals.
+    """A required value of rows of suite `bench`.
 
     Attributes:
-        what: For people.
-        bound: What is asked for, for people.
-        fits: Whether a row of suite `bench` says something about it.
-        value: What it says.
-        met: Whether a value is good enough.
-        told: A value as text.
+        what: Description.
+        bound: The required value as text.
+        where: Preset, device and stage of the rows.
+        selects: Selects rows among them.
+        key: Field of the value.
+        limit: The least value, or the largest where `most`.
+        text: Formats a value.
     """
 
     what: str
     bound: str
-    fits: Callable[[Row], bool]
-    value: Callable[[Row], float | None]
-    met: Callable[[float], bool]
-    told: Callable[[float], str]
+    where: tuple[str, str, str]
+    selects: Callable[[Row], bool]
+    key: str
+    limit: float
+    most: bool = False
+    text: Callable[[float], str] = "{:.2f}x".format
+
+    def fits(self, row: Row) -> bool:
+        """Match the place of a row, then its spec."""
+        return (row["preset"], row["device"], row["stage"]) == self.where and self.selects(row)
+
+    def met(self, value: float) -> bool:
+        """Compare a value with the limit."""
+        return value <= self.limit if self.most else value >= self.limit
 
 
 def _gain(preset: str, device: str, stage: str, kept: float, least: float) -> Goal:
-    name = {"llm": "prefill", "ttft": "tower and prefill"}[stage]
+    def selects(row: Row) -> bool:
+        found = share(row["reduce"], row["kept"], row["tokens"])
+        return label(row["reduce"]) in BEFORE and found == kept
 
-    def fits(row: Row) -> bool:
-        return (
-            (row["preset"], row["device"], row["stage"]) == (preset, device, stage)
-            and label(row["reduce"]) in BEFORE
-            and share(row["reduce"], row["kept"], row["tokens"]) == kept
-        )
-
-    what = f"{preset}, {device.upper()}, {name}, {100 * kept:.0f} % kept before the language model"
-    return Goal(what, f"{least}x", fits, lambda r: r["speedup"], lambda v: v >= least, _times)
+    what = f"{preset}, {device.upper()}, {_LABELS[stage]}, {100 * kept:.0f} % kept before the "
+    where = (preset, device, stage)
+    return Goal(what + "language model", f"{least}x", where, selects, "speedup", least)
 
 
 def _in_tower(preset: str, least: float) -> Goal:
-    def fits(row: Row) -> bool:
-        return (
-            (row["preset"], row["device"], row["stage"]) == (preset, "cuda", "ttft")
-            and "@vit" in (row["reduce"] or "")
-            and str(row["reduce"]).endswith(":0.1")
-        )
+    def selects(row: Row) -> bool:
+        return "@vit" in (row["reduce"] or "") and str(row["reduce"]).endswith(":0.1")
 
     what = f"{preset}, CUDA, tower and prefill, merged in the tower too, 10 % kept"
-    return Goal(what, f"{least}x", fits, lambda r: r["speedup"], lambda v: v >= least, _times)
+    return Goal(what, f"{least}x", (preset, "cuda", "ttft"), selects, "speedup", least)
 
 
-def _oracle(names: tuple[str, ...], least: float) -> Goal:
-    def fits(row: Row) -> bool:
-        found = (row["preset"], row["device"], row["stage"]) == (_BIG_SHAPE, "cuda", "ttft")
-        return found and label(row["reduce"]) in names
-
-    what = f"{_BIG_SHAPE}, CUDA, first token with fixed indices / with {' or '.join(names)}"
-    return Goal(
-        what, f"{least}", fits, lambda r: r["of_oracle"], lambda v: v >= least, lambda v: f"{v:.2f}"
-    )
+def _oracle(methods: tuple[str, ...], least: float) -> Goal:
+    what = f"{_BIG}, CUDA, first token with fixed indices / with {' or '.join(methods)}"
+    place = (_BIG, "cuda", "ttft")
+    selects = lambda row: label(row["reduce"]) in methods
+    return Goal(what, f"{least}", place, selects, "of_oracle", least, text="{:.2f}".format)
 
 
 def _at_most(what: str, stage: str, key: str, most: float) -> Goal:
-    def fits(row: Row) -> bool:
-        return (row["preset"], row["device"], row["stage"]) == (_BIG_SHAPE, "cuda", stage)
-
-    return Goal(
-        f"{_BIG_SHAPE}, CUDA, {what}",
-        f"at most {100 * most:.0f} %",
-        fits,
-        lambda r: r.get(key),
-        lambda v: v <= most,
-        lambda v: f"{100 * v:.1f} %",
-    )
-
-
-def _times(value: float) -> str:
-    return f"{value:.2f}x"
+    bound, place = f"at most {100 * most:.0f} %", (_BIG, "cuda", stage)
+    text = lambda value: f"{100 * value:.1f} %"
+    what = f"{_BIG}, CUDA, {what}"
+    return Goal(what, bound, place, lambda row: True, key, most, most=True, text=text)
 
 
 GOALS = (
     _gain(_SMALL, "cpu", "llm", 0.25, 3.4),
     _gain(_SMALL, "cpu", "llm", 0.1, 7.0),
-    _gain(_BIG_SHAPE, "cuda", "llm", 0.25, 3.7),
-    _gain(_BIG_SHAPE, "cuda", "llm", 0.1, 7.5),
-    _gain(_BIG_SHAPE, "cuda", "ttft", 0.25, 2.1),
-    _gain(_BIG_SHAPE, "cuda", "ttft", 0.1, 2.6),
-    _in_tower(_BIG_SHAPE, 3.2),
+    _gain(_BIG, "cuda", "llm", 0.25, 3.7),
+    _gain(_BIG, "cuda", "llm", 0.1, 7.5),
+    _gain(_BIG, "cuda", "ttft", 0.25, 2.1),
+    _gain(_BIG, "cuda", "ttft", 0.1, 2.6),
+    _in_tower(_BIG, 3.2),
     _at_most("choosing and compacting, of the time to first token", "selection", "share", 0.03),
     _oracle(("evs", "fastv"), 0.97),
     _oracle(("divprune", "holitom"), 0.93),
@@ -332,10 +318,10 @@ def _key(row: Row) -> tuple[object, ...]:
 
 
 def _found(goal: Goal, rows: Sequence[Row]) -> tuple[str, str]:
-    """What was measured and whether all of it is good enough."""
-    values = [(v, row) for row in rows if goal.fits(row) and (v := goal.value(row)) is not None]
+    """Return the range of values, and yes where all of them meet the goal."""
+    values = [(v, row) for row in rows if goal.fits(row) and (v := row.get(goal.key)) is not None]
     if not values:
         return NOT_MEASURED, ""
     low, high = (pick(values, key=lambda pair: pair[0]) for pick in (min, max))
-    told = [f"{goal.told(v)} (`{row['reduce']}`)" for v, row in (low, high)]
-    return " to ".join(dict.fromkeys(told)), "yes" if all(goal.met(v) for v, _ in values) else "no"
+    found = [f"{goal.text(v)} (`{row['reduce']}`)" for v, row in (low, high)]
+    return " to ".join(dict.fromkeys(found)), "yes" if all(goal.met(v) for v, _ in values) else "no"

@@ -1,9 +1,12 @@
-"""The correctness gate: no speed is printed for a method that is not what it claims to be."""
+"""Correctness gate of the benchmarks, and comparison with golden vectors for `mmfast verify`.
+
+A method that fails the gate gets no speed.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mmfast.bench.parity import DRIVERS
-from mmfast.bench.specs import StageRecording, Twins
+from mmfast.bench.specs import Twins
 from mmfast.bench.stages import MeasuredStage, RunOutcome
 from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
-from mmfast.core.spec import expand, wanted
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import Spec, expand, wanted
 
 
 @dataclass
 class Checked:
-    """One spec behind the gate: its outcome, and what is wrong with it (nothing, one hopes)."""
+    """Result of the gate for one spec: its outcome and its faults."""
 
     twins: Twins
     outcome: RunOutcome | None
@@ -29,7 +33,7 @@ class Checked:
 
     @property
     def kept(self) -> int | None:
-        """Visual tokens left at the end of the model, or None where none was counted."""
+        """Visual tokens kept up to the end of the model, or None where none was counted."""
         results = [r for rec in self.twins.recordings for r in rec.results]
         if not results or self.outcome is None or not self.outcome.lengths:
             return None
@@ -37,16 +41,16 @@ class Checked:
 
 
 def check(stage: MeasuredStage, twins: Twins, stock: RunOutcome, whole: bool = True) -> Checked:
-    """Compare keep 1.0 with the stock model, and the pruned run with what the methods decided.
+    """Compare keep 1.0 with the stock model, and the pruned run with the decisions of the methods.
 
     Args:
         stage: Runs the model.
         twins: The spec.
-        stock: What the stock model gave.
-        whole: Check keep 1.0 too; once is enough for all budgets of a spec.
+        stock: Outcome of the stock model.
+        whole: Check keep 1.0 too; once suffices for all budgets of a spec.
 
     Raises:
-        SpecError: The spec asks for a signal or site this model does not have.
+        SpecError: The spec needs a signal or site that this model lacks.
         ModelError: The model cannot run it.
     """
     try:
@@ -76,7 +80,7 @@ def _check_lengths(
     stage: MeasuredStage, twins: Twins, stock: RunOutcome, seen: RunOutcome
 ) -> list[str]:
     faults = []
-    expected = expected_lengths(twins, stock.lengths)
+    expected = expected_lengths(twins, stock.lengths, stage.case.batch)
     if seen.lengths != expected:
         layer = next(
             i for i, (a, b) in enumerate(zip(seen.lengths, expected, strict=True)) if a != b
@@ -93,36 +97,38 @@ def _check_lengths(
     return faults
 
 
-def expected_lengths(twins: Twins, stock: list[int]) -> list[int]:
-    """Tokens per decoder layer that the recorded decisions leave of the stock ones."""
+def expected_lengths(twins: Twins, stock: list[int], batch: int = 1) -> list[int]:
+    """Return tokens per decoder layer after the decisions for the first of `batch` prompts."""
     lengths = list(stock)
     for recording in twins.recordings:
         if recording.spec.site not in ("pre", "llm"):
             continue
-        for result, first in zip(recording.results, _firsts(recording, len(stock)), strict=True):
+        results = recording.results[::batch]
+        for result, first in zip(
+            results, _firsts(recording.spec, results, len(stock)), strict=True
+        ):
             removed = result.n - result.m
             lengths = [n - removed if i >= first else n for i, n in enumerate(lengths)]
     return lengths
 
 
-def _firsts(recording: StageRecording, layers: int) -> list[int]:
-    """The decoder layer before which each recorded call ran."""
-    spec = recording.spec
+def _firsts(spec: Spec, results: Sequence[Reduction], layers: int) -> list[int]:
+    """Return the decoder layer before which each recorded call ran."""
     if not spec.staged:
-        return [spec.layer or 0] * len(recording.results)
+        return [spec.layer or 0] * len(results)
     cuts = expand((spec,), layers)
     entered: dict[int, int] = {}
     by_size: dict[int, int] = {}
-    n = recording.results[0].n if recording.results else 0
+    n = results[0].n if results else 0
     for cut in cuts if n else ():
         left = wanted(cut, n, entered)
-        if left is None:  # the method decides, and every cut called it
-            share = len(recording.results) // len(cuts)
+        if left is None:  # the method decides, and ran at every cut
+            share = len(results) // len(cuts)
             return [each.layer or 0 for each in cuts for _ in range(share)]
-        if left != n:  # else nothing was called
+        if left != n:  # else the method did not run
             by_size[n] = cut.layer or 0
         n = left
-    return [by_size.get(result.n, cuts[0].layer or 0) for result in recording.results]
+    return [by_size.get(result.n, cuts[0].layer or 0) for result in results]
 
 
 FORMAT = "mmfast-golden/1"
@@ -131,7 +137,7 @@ _RTOL, _ATOL = 1e-4, 1e-5
 
 @dataclass(frozen=True)
 class ParityRow:
-    """One golden file and whether the reducers agree with it."""
+    """The comparison of one golden file with the reducers."""
 
     file: str
     method: str
@@ -149,7 +155,7 @@ def verify(directory: Path) -> list[ParityRow]:
         directory: Holds `*.safetensors` files of the format described in tests/golden/README.md.
 
     Returns:
-        One row a file; a broken file is a row too, with the reason.
+        One row a file, also for a broken file, with the reason.
 
     Raises:
         MmfastError: There is no such directory, or no golden file in it.
@@ -173,7 +179,7 @@ def _verify_file(path: Path) -> ParityRow:
         arrays, metadata = _load(path)
         method = metadata["method"]
         ok, detail = _compare_file(arrays, metadata)
-    except Exception as error:  # whatever a broken file provokes is the result of this row
+    except Exception as error:  # of a broken file; the error is the result of this row
         reason = " ".join(str(error).split()) or "no reason given"
         return ParityRow(path.name, method, False, f"{type(error).__name__}: {reason}")
     return ParityRow(path.name, method, ok, detail)
@@ -212,7 +218,7 @@ def _compare_file(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def _difference(found: Tensor | None, wanted: Tensor, exact: bool) -> str:
-    """What is wrong with an array, "" if nothing."""
+    """Describe the difference of two arrays; "" if there is none."""
     if found is None:
         return "no rule computes this array"
     if found.shape != wanted.shape:

@@ -1,8 +1,8 @@
 """Model plugin for lmms-eval: any supported checkpoint, with `reduce=` and `cache=`.
 
-lmms-eval finds it through the entry point `lmms_eval.models`; this module is imported only when
-the model is asked for. Beside the answers it reports what lmms-eval lacks for Hugging Face
-models: time to first token, and tokens per second of decoding alone.
+lmms-eval finds it through the entry point `lmms_eval.models`; this module is imported only for
+this model. Beside the answers it reports figures that lmms-eval lacks for Hugging Face models: time
+to first token, and tokens per second of decoding alone.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class Mmfast(lmms):  # type: ignore[misc]
         return [results[index] for index in range(len(requests))]
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
-        """Not offered: rounds would need the cache of the round before."""
+        """Refuse: rounds would need the cache of the round before."""
         raise NotImplementedError("mmfast answers single rounds; use tasks with generate_until")
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Not offered: reductions are measured on generated answers."""
+        """Refuse: reductions are measured on generated answers."""
         raise NotImplementedError("mmfast generates answers; use tasks with generate_until")
 
     def _batches(self, requests: Sequence[Any]) -> Iterator[list[int]]:
@@ -162,7 +162,7 @@ class BatchMeter:
         self.firsts: list[float] = []
 
     def add(self, start: float, first: float, end: float, lengths: Sequence[int]) -> None:
-        """One batch: start of `generate`, first token (0 under beams), end, tokens per row."""
+        """Add a batch: start of `generate`, first token (0 under beams), end, tokens per row."""
         self.elapsed += end - start
         self.requests += len(lengths)
         self.tokens += sum(lengths)
@@ -172,7 +172,7 @@ class BatchMeter:
             self.later += sum(max(0, length - 1) for length in lengths)
 
     def metrics(self) -> dict[str, Any]:
-        """In the names that lmms-eval summarises, and `ttft_ms`, `decode_tokens_per_second`."""
+        """Return figures under the names of lmms-eval, `ttft_ms` and `decode_tokens_per_second`."""
         firsts = sorted(self.firsts)
         more = {"ttft_ms": firsts[len(firsts) // 2]} if firsts else {}
         if self.later and self.decoding:
@@ -186,7 +186,7 @@ class BatchMeter:
 
 
 def generation(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Arguments of `generate` from those of a task, and the strings that end an answer."""
+    """Return arguments of `generate` from those of a task, and the stop strings."""
     until = arguments.get("until") or []
     temperature = float(arguments.get("temperature") or 0.0)
     sampling = {"temperature": temperature, "top_p": arguments.get("top_p")}
@@ -200,7 +200,7 @@ def generation(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop string."""
+    """Return the text up to the first stop string."""
     for stop in stops:
         text = text.split(stop)[0] if stop else text
     return text.strip()

@@ -1,4 +1,7 @@
-"""Write an embedded suite as a local lmms-eval task: `python -m mmfast.bench.lmms_task FOLDER`.
+"""Entry point of the lmms-eval plugin, and embedded suites as local lmms-eval tasks.
+
+`python -m mmfast.bench.lmms_task FOLDER` writes a task. This module imports neither lmms-eval nor
+torch, since lmms-eval loads it to find the plugin.
 
 The folder holds questions and media; lmms-eval needs no network for it:
 
@@ -13,8 +16,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from mmfast.tiny.suites import SUITES, suite, suite_of
+from typing import Any
 
 UTILS = '''"""Functions of the local task, called by lmms-eval."""
 
@@ -61,12 +63,17 @@ metric_list:
 """
 
 
-def write_task(folder: Path, name: str = "video", n: int = 40, seed: int = 1000) -> str:
-    """Write a suite's first n cases as a task.
+def manifest() -> Any:
+    """Return the manifest of the model `mmfast`, for the entry point `lmms_eval.models`."""
+    from lmms_eval.models.registry_v2 import ModelManifest
 
-    Returns:
-        The name of the task.
-    """
+    return ModelManifest(model_id="mmfast", chat_class_path="mmfast.bench.lmms.Mmfast")
+
+
+def write_task(folder: Path, name: str = "video", n: int = 40, seed: int = 1000) -> str:
+    """Write the first `n` cases of a suite as a task; return its name."""
+    from mmfast.tiny.suites import suite, suite_of
+
     asked, task = suite_of(name), f"mmfast_{name.replace('-', '_')}"
     folder.mkdir(parents=True, exist_ok=True)
     suffix = "mp4" if asked.media == "video" else "png"
@@ -92,7 +99,9 @@ def write_task(folder: Path, name: str = "video", n: int = 40, seed: int = 1000)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Parse the command line and write a task."""
+    from mmfast.tiny.suites import SUITES
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--suite", default="video", choices=list(SUITES))

@@ -1,12 +1,13 @@
-"""How the reducers are driven to reproduce a golden vector, one function a method.
+"""Drivers that reproduce golden vectors with the reducers, one function a method.
 
 A driver takes the `in.*` arrays and the parameters of a file and returns the `out.*` arrays as
-mmfast computes them, and a list of further faults: where the exact mode breaks its own promise.
+mmfast computes them, and a list of further faults of the exact mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ Driver = Callable[[Arrays, Params], Outcome]
 
 
 def run(tokens: Tokens, spec: str) -> Reduction:
-    """The one Reduction of a spec, checked."""
+    """Return the one Reduction of a spec, checked."""
     reduction = reduce(tokens, spec)
     if isinstance(reduction, list):
         raise MmfastError(f"{spec!r} gave {len(reduction)} reductions instead of one")
@@ -42,14 +43,14 @@ def run(tokens: Tokens, spec: str) -> Reduction:
 
 
 def order_of(reduction: Reduction) -> Tensor:
-    """Slots in order of emission."""
+    """Return slots in order of emission."""
     if reduction.order is not None:
         return reduction.order
     return torch.arange(reduction.m).expand_as(reduction.keep)
 
 
 def mask_of(reduction: Reduction) -> Tensor:
-    """`[..., N]` bool, True at the kept sources."""
+    """Return `[..., N]` bool, True at the kept sources."""
     none = torch.zeros(reduction.owner.shape, dtype=torch.bool)
     return none.scatter_(-1, reduction.keep, torch.ones_like(reduction.keep, dtype=torch.bool))
 
@@ -112,10 +113,6 @@ def _prumerge(arrays: Arrays, params: Params, name: str = "prumerge") -> Outcome
     return outputs, []
 
 
-def _prumerge_plus(arrays: Arrays, params: Params) -> Outcome:
-    return _prumerge(arrays, params, "prumerge_plus")
-
-
 def _cdpruner(arrays: Arrays, params: Params) -> Outcome:
     x, joint = arrays["features"], arrays["image_embeds"]
     query = arrays["text_embeds"].expand(len(x), -1, -1)
@@ -127,15 +124,6 @@ def _cdpruner(arrays: Arrays, params: Params) -> Outcome:
     same = found.keep.equal(order.sort(dim=-1).values)
     faults = [] if same else ["the reducer with parity=true does not keep the picks"]
     return {"indices": order, "mask": mask_of(found), "relevance": score}, faults
-
-
-ENCODER_DRIVERS: dict[str, Driver] = {
-    "cdpruner": _cdpruner,
-    "hiprune": _hiprune,
-    "hired": _hired,
-    "prumerge": _prumerge,
-    "prumerge_plus": _prumerge_plus,
-}
 
 
 _FRAME_TOKENS = {"clip": 144, "llava_ov": 196, "llava_vid": 169}
@@ -181,7 +169,7 @@ def _stc_pruner(arrays: Arrays, params: Params) -> Outcome:
 
 
 def _rows_with_separators(places: Tensor, side: int = 13) -> Tensor:
-    """Rows of a layout with a separator after every `side` tokens: kept ones, then separators."""
+    """Return positions in a layout with a separator after every `side` tokens, separators last."""
     frame = torch.arange(len(places))[:, None] * side * (side + 1)
     kept = frame + places // side * (side + 1) + places % side
     ends = frame + torch.arange(1, side + 1) * (side + 1) - 1
@@ -213,14 +201,6 @@ def _pixelprune(arrays: Arrays, params: Params) -> Outcome:
         for image, grid in zip(pixels.split([t * h * w for t, h, w in grids]), grids, strict=True)
     ]
     return {"indices": torch.cat(kept), "counts": torch.tensor([len(k) for k in kept])}, []
-
-
-VIDEO_DRIVERS: dict[str, Driver] = {
-    "dycoke": _dycoke,
-    "pixelprune": _pixelprune,
-    "stc_pruner": _stc_pruner,
-    "vidcom2": _vidcom2,
-}
 
 
 def _divprune(arrays: Arrays, params: Params) -> Outcome:
@@ -352,12 +332,19 @@ def _holitom(arrays: Arrays, params: Params) -> Outcome:
 
 
 DRIVERS: dict[str, Driver] = {
-    **ENCODER_DRIVERS,
-    **VIDEO_DRIVERS,
+    "cdpruner": _cdpruner,
     "divprune": _divprune,
+    "dycoke": _dycoke,
     "evs": _evs,
     "fastv": _fastv,
+    "hiprune": _hiprune,
+    "hired": _hired,
     "holitom": _holitom,
+    "pixelprune": _pixelprune,
+    "prumerge": _prumerge,
+    "prumerge_plus": partial(_prumerge, name="prumerge_plus"),
+    "stc_pruner": _stc_pruner,
     "tome": _tome,
+    "vidcom2": _vidcom2,
     "visionzip": _visionzip,
 }

@@ -1,11 +1,9 @@
-"""Plans for model shapes: one layer and one tower block are built and timed, the rest is counted.
+"""Plans for model shapes, and predicted against measured times to the first token.
 
-So a shape can be planned for that would never fit this machine. `check_plan` builds all of it.
-
-Predicted against measured time to first token, on model shapes and on the embedded model.
-
-The rates are measured afresh in the same process, then every spec runs turn about, so that the
-load of a shared machine meets prediction and measurement alike.
+One layer and one tower block are built and timed, the others are counted, so that a shape can be
+planned that does not fit on this machine; `check_plan` builds all of it. To compare predictions,
+the rates are measured anew in the same process, then every spec runs in turn, so that the load of a
+shared machine affects prediction and measurement alike.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from mmfast.bench.cases import (
     video_grid,
 )
 from mmfast.bench.presets import Preset, get_preset
-from mmfast.bench.results import Row, environment
+from mmfast.bench.results import Row, dtype_name, environment
 from mmfast.bench.stages import MeasuredStage
 from mmfast.core.spec import parse
 from mmfast.models.families.adapter import tower_of
@@ -47,14 +45,16 @@ SHORT_MS = 1000.0  # a call this short is measured five times
 
 
 @dataclass(frozen=True)
-class Shaped:
-    """A planner for a model shape, and the request it plans for."""
+class ShapePlanner:
+    """A planner for a model shape, and the inputs of its request."""
 
     planner: Planner
     inputs: Mapping[str, Any]
 
 
-def shaped(preset: str, frames: int = 8, device: str | None = None, dtype: str = "auto") -> Shaped:
+def shape_planner(
+    preset: str, frames: int = 8, device: str | None = None, dtype: str = "auto"
+) -> ShapePlanner:
     """Build one layer and one block of a shape, with random weights.
 
     Raises:
@@ -69,7 +69,7 @@ def shaped(preset: str, frames: int = 8, device: str | None = None, dtype: str =
         for k, v in pixel_inputs(shape, frames, 0).items()
     }
     planner = Planner(case.model, shape=whole_shape(shape, case.model))
-    return Shaped(planner, {**case.prompt, **pixels})
+    return ShapePlanner(planner, {**case.prompt, **pixels})
 
 
 def plan_shape(
@@ -86,14 +86,14 @@ def plan_shape(
     Raises:
         MmfastError: Also where nothing meets the target.
     """
-    made = shaped(preset, frames, device, dtype)
+    made = shape_planner(preset, frames, device, dtype)
     if fresh:
         made.planner.learner.forget()
     return made.planner.plan(made.inputs, target, call="forward", tick=tick)
 
 
 def whole_shape(preset: Preset, model: Any) -> ModelShape:
-    """The shape of a preset, of which `model` has one layer and one tower block."""
+    """Return the shape of a preset, of which `model` has one layer and one tower block."""
     config = model_config(preset, ("ttft",))
     depth, vision = config.get_text_config().num_hidden_layers, config.vision_config
     blocks = int(getattr(vision, "num_hidden_layers", None) or vision.depth)
@@ -109,14 +109,14 @@ def _bytes(module: torch.nn.Module) -> int:
 
 
 def check_plan(plan: Plan, preset: str, frames: int, device: str | None, dtype: str) -> float:
-    """Measure a plan on the whole shape, with random weights; ms to the first token."""
+    """Measure a plan on the whole shape with random weights; return ms to the first token."""
     shape, where = get_preset(preset), pick_device(device)
     case = build(preset, ("ttft",), frames, where, pick_dtype(dtype, shape, where))
     return measured(case, "ttft", plan.spec)
 
 
 def measured(case: Case, group: str, spec: str | None) -> float:
-    """Milliseconds of one group of stages: of a short one the median of five runs."""
+    """Measure milliseconds of one group of stages, of a short one the median of five runs."""
     stage = MeasuredStage(case, group, (group,), time.perf_counter)
     first = stage.run(spec).ms[group]
     again = stage.run(spec).ms[group]
@@ -125,7 +125,7 @@ def measured(case: Case, group: str, spec: str | None) -> float:
     return median(stage.run(spec).ms[group] for _ in range(5))
 
 
-# Pruned before the model and inside it, with cheap and with costly choosing.
+# Reduction before the model and inside it, with cheap and with costly selection.
 SPECS = (
     None,
     "evs:0.5",
@@ -145,14 +145,11 @@ EMBEDDED_SPECS = (
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """One shape and what is compared on it.
+    """Specs to compare on one shape.
 
     Attributes:
-        preset: Name of the shape.
         stage: `llm`, behind the encoder, or `ttft`, with it.
-        frames: Frames of the clip.
-        specs: What runs.
-        layers: Decoder layers and tower blocks it is cut down to; None is the whole model.
+        layers: Decoder layers and tower blocks of a cut shape; None is the whole model.
     """
 
     preset: str
@@ -177,12 +174,12 @@ def check_rows(
     checks: Sequence[PlanCheck] | None = None,
     clock: Clock = time.perf_counter,
 ) -> list[Row]:
-    """Rows of predicted and measured milliseconds, a ratio of 1 being a perfect prediction.
+    """Return rows of predicted and measured milliseconds; a ratio of 1 is a perfect prediction.
 
     Args:
         tick: Moves a progress bar.
-        checks: What to compare; all of `CHECKS` and the embedded model if None.
-        clock: Seconds; of the processor where a machine is too busy for those of the wall.
+        checks: Comparisons; all of `CHECKS` and the embedded model if None.
+        clock: Seconds; of the processor on a busy machine.
     """
     rows: list[Row] = []
     checks, embedded = (CHECKS, True) if checks is None else (checks, False)
@@ -196,7 +193,7 @@ def check_rows(
 
 
 def cut(preset: Preset, layers: int | None) -> Preset:
-    """A shape with fewer decoder layers and tower blocks."""
+    """Return a shape with fewer decoder layers and tower blocks."""
     if layers is None:
         return preset
     vision, text = dict(preset.vision), dict(preset.text)
@@ -211,7 +208,7 @@ def cut(preset: Preset, layers: int | None) -> Preset:
 
 def _check(check: PlanCheck, clock: Clock) -> list[Row]:
     preset = cut(get_preset(check.preset), check.layers)
-    # In bfloat16 a CPU without the instructions for it crawls; the cut shapes fit in float32.
+    # Without native instructions bfloat16 is slow on a CPU; the cut shapes fit in float32.
     half = preset.half and check.layers is None
     case = build(
         preset, (check.stage,), check.frames, None, torch.bfloat16 if half else torch.float32
@@ -230,7 +227,7 @@ def _check(check: PlanCheck, clock: Clock) -> list[Row]:
     learner = Learner(case.model, remember=False, clock=clock)
     learner.learn(inputs, work, "forward", run)
     shared = {"preset": check.preset, "stage": check.stage, "frames": check.frames}
-    shared |= {"layers": check.layers, "dtype": str(case.visual.dtype).removeprefix("torch.")}
+    shared |= {"layers": check.layers, "dtype": dtype_name(case.visual.dtype)}
     return _rows(learner, work, "forward", run, check.specs, shared)
 
 
@@ -239,7 +236,7 @@ def _behind(n: int, grid: tuple[int, int, int], inputs: Mapping[str, Any]) -> Wo
 
 
 def embedded_rows(clock: Clock = time.perf_counter) -> list[Row]:
-    """The embedded model answering about a clip, from ready inputs to the first token."""
+    """Measure the embedded model on a clip, from ready inputs to the first token."""
     from mmfast.core.trace import Trace
     from mmfast.pipelines import pipeline
     from mmfast.tiny.suites import suite
@@ -256,7 +253,7 @@ def embedded_rows(clock: Clock = time.perf_counter) -> list[Row]:
 
 
 def first_token(pipe: Any, inputs: Mapping[str, Any], clock: Clock, spec: str | None) -> float:
-    """Milliseconds to the first token of a pipeline whose inputs are ready."""
+    """Measure milliseconds to the first token of a pipeline with prepared inputs."""
     first = FirstToken(clock)
     start = clock()
     with attach(pipe.model, spec):

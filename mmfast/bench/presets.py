@@ -1,4 +1,4 @@
-"""Shapes of public checkpoints, written down so that a benchmark downloads nothing.
+"""Shapes of public checkpoints, so that a benchmark needs no download.
 
 Sources: the `config.json` of llava-hf/llava-onevision-qwen2-{0.5b,7b}-ov-hf (26 SigLIP-so400m
 layers: the checkpoint drops the 27th, whose output the model never used),
@@ -176,7 +176,7 @@ PRESETS = {p.name: p for p in _ALL}
 
 
 def get_preset(name: str) -> Preset:
-    """The preset called `name`.
+    """Return the preset called `name`.
 
     Raises:
         MmfastError: There is none; names the choices and the nearest.

@@ -1,4 +1,4 @@
-"""Result rows: one JSON line per measurement, with everything needed to repeat it."""
+"""Rows of results: one JSON line per measurement, with the environment that repeats it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ from mmfast.models.loading import device_name
 Row = dict[str, Any]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Versions, commit, date and kind of processor; no name or path of this machine."""
+    """Return versions, commit, date and kind of processor; no name or path of this machine."""
     names = ("torch", "transformers", "numpy")
     return {
         "versions": {
@@ -70,7 +75,7 @@ def append(path: str | Path, rows: Iterable[Row]) -> None:
 
 
 def load(path: str | Path) -> list[Row]:
-    """The rows of a .jsonl file, in order.
+    """Return the rows of a .jsonl file, in order.
 
     Raises:
         MmfastError: The file is missing or a line is no JSON object.
@@ -88,7 +93,7 @@ def load(path: str | Path) -> list[Row]:
 
 
 def bench_rows(document: Row) -> list[Row]:
-    """Rows of the document that `run_bench` returns."""
+    """Return the rows of a document of `run_bench`."""
     keys = ("preset", "device", "dtype", "threads", "frames", "warm_ups", "clock", "ceilings")
     shared = {
         "suite": "bench",
@@ -100,7 +105,7 @@ def bench_rows(document: Row) -> list[Row]:
 
 
 def eval_rows(document: Row, environ: Row | None = None) -> list[Row]:
-    """Rows of the document that `mmfast eval` prints; the score is the accuracy."""
+    """Return the rows of a document of `mmfast eval`; the score is the accuracy."""
     model = str(document["model"])
     shared = {
         "suite": document["suite"],
@@ -116,7 +121,7 @@ def eval_rows(document: Row, environ: Row | None = None) -> list[Row]:
 
 
 def _method(reduce: str | None) -> Row:
-    """Method names and knobs of a spec; a spec of methods that left keeps its text alone."""
+    """Return method names and knobs of a spec; one that no longer parses keeps its text."""
     try:
         stages = parse(reduce)
     except SpecError:
@@ -126,7 +131,7 @@ def _method(reduce: str | None) -> Row:
 
 
 def share(reduce: str | None, kept: float, total: float) -> float | None:
-    """Kept share of a spec: what a single stage says, else what was counted."""
+    """Return the kept share of a spec: the budget of a single stage, else the counted share."""
     try:
         stages: Sequence[Any] = parse(reduce)
     except SpecError:

@@ -1,16 +1,16 @@
-"""`mmfast bench`: what a reduction gains on a real model shape, beside what it could gain.
+"""`mmfast bench`: the gain of a reduction on a real model shape, beside the possible gain.
 
-Protocol: what the machine can do at best (copy, matrix product); then a gate (keep 1.0 is the
-stock model bit for bit, counts are exact); peak memory in a pass of its own; then rounds in which
-stock, stock again, every method and its fixed-index twin each run once. Speed-ups are medians over
-rounds of paired ratios; the two stock runs give the noise floor.
+Protocol: the ceilings of the machine (copy, matrix product); a gate (keep 1.0 equals the stock
+model bit for bit, counts are exact); peak memory in a separate pass; then rounds in which stock,
+stock again, every method and its fixed-index twin each run once. Speed-ups are medians over rounds
+of paired ratios; the two stock runs give the noise floor.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -21,7 +21,7 @@ import torch
 from mmfast.bench.cases import Case, build, pick_device, pick_dtype, video_grid
 from mmfast.bench.gate import Checked, check
 from mmfast.bench.presets import get_preset
-from mmfast.bench.results import environment
+from mmfast.bench.results import dtype_name, environment
 from mmfast.bench.specs import Twins, expand, parse_keep, parse_stages
 from mmfast.bench.stages import (
     GROUPS,
@@ -35,15 +35,17 @@ from mmfast.bench.stages import (
     spans,
 )
 from mmfast.bench.timing import (
+    AGAIN,
     Clock,
+    PairedTimes,
     Sample,
     clock_of,
     frozen,
     interleave,
-    noise,
     paired,
     peak_during,
-    quantile,
+    spread,
+    threads_set,
     timed,
     warm_up,
 )
@@ -57,14 +59,14 @@ _NO_SPEED = dict.fromkeys(("speedup", "ideal", "of_ideal", "of_oracle"))
 
 @dataclass
 class GroupEntry:
-    """One spec of a group, with what the untimed passes found.
+    """One spec of a group, with the results of the untimed passes.
 
     Attributes:
-        text: The spec as it was asked for.
-        checked: What the gate saw; its run was the first of this spec.
+        text: The spec as the user wrote it.
+        checked: Result of the gate, whose run was the first of this spec.
         selection_ms: The methods alone, outside the model.
         peak_mb: Of the whole run.
-        spans: Peak megabytes where attention is read.
+        spans: Peak megabytes in layers whose attention is read.
         stock_spans: The same of the stock model.
     """
 
@@ -76,7 +78,7 @@ class GroupEntry:
     stock_spans: Mapping[Span, float] = field(default_factory=dict)
 
     def scoring(self) -> dict[str, float | None]:
-        """The span that grew most, beside stock with its fused attention."""
+        """Return the span that grew most, beside stock with its fused attention."""
         worst = max(
             self.spans, key=lambda span: self.spans[span] / self.stock_spans[span], default=None
         )
@@ -91,13 +93,12 @@ class Measured:
     """All samples of one group.
 
     Attributes:
-        stage: Knows what a run costs.
+        stage: Computes the cost of a run.
         stock: The first stock run.
         stock_peak: Peak megabytes of a stock run.
-        entries: The specs.
         samples: By job, one a round.
         ceilings: Of the machine; see `mmfast.bench.stages`.
-        noise: By stage, filled while rows are made.
+        noise: By stage, filled by `rows`.
     """
 
     stage: MeasuredStage
@@ -110,19 +111,19 @@ class Measured:
 
     @property
     def rounds(self) -> int:
-        """How often each job ran."""
+        """Number of rounds."""
         return len(self.samples["stock"])
 
     def rows(self, stage: str) -> Iterator[dict[str, Any]]:
-        """The rows of one timed stage, stock first."""
-        first, again = ([s[stage] for s in self.samples[k]] for k in ("stock", "again"))
-        self.noise[stage] = floor = noise(first, again)
-        stock = [(a + b) / 2 for a, b in zip(first, again, strict=True)]
+        """Yield the rows of one timed stage, stock first."""
+        times = PairedTimes({k: [s[stage] for s in self.samples[k]] for k in ("stock", AGAIN)})
+        self.noise[stage] = floor = times.noise
+        stock, both = times.base, [s[stage] for k in ("stock", AGAIN) for s in self.samples[k]]
         shared = {"stage": stage, "tokens": self.stage.case.n, "noise": floor}
         still = {"speedup": 1.0, "ideal": 1.0, "of_ideal": 1.0, "of_oracle": 1.0}
         full = self.stage.cost(self.stock, stage)
-        yield {"reduce": None, **shared, **_times(first + again), **still} | {
-            **self._achieved(stage, full, median(first + again)),
+        yield {"reduce": None, **shared, **spread(both), **still} | {
+            **self._achieved(stage, full, median(both)),
             "kept": self.stage.case.n,
             "selection_ms": 0.0,
             "first_ms": self.stock.ms[stage],
@@ -140,7 +141,7 @@ class Measured:
         outcome = entry.checked.outcome or self.stock
         cost, speedup = self.stage.cost(outcome, stage), paired(stock, times)
         row = {
-            **_times(times),
+            **spread(times),
             "speedup": speedup,
             "ideal": full / cost,
             "of_ideal": speedup * cost / full,
@@ -161,28 +162,28 @@ class Measured:
         return {**row, **inside, **entry.scoring()}
 
     def _achieved(self, stage: str, cost: int, ms: float) -> dict[str, float | None]:
-        """What was reached of the machine: a decoding step is bound by bytes, the rest by FLOPs."""
+        """Return the share of the ceiling: bytes bound a decoding step, FLOPs the other stages."""
         moved = stage == "decode"
         name, ceiling = ("gb_s", "copy_gb_s") if moved else ("tflop_s", "matmul_tflop_s")
         reached, best = cost / ms / (1e6 if moved else 1e9), self.ceilings.get(ceiling)
         return {name: reached, "of_ceiling": None if best is None else reached / best}
 
     def _of_oracle(self, entry: GroupEntry, stage: str, times: list[float]) -> float | None:
-        """Time with free selection / time of the method; None where no token was chosen."""
+        """Return time with free selection / time of the method; None without a selection."""
         fixed = self.samples.get(f"fixed {entry.text}")
         if fixed is None or stage == "decode":
             return None
         return paired([s[stage] for s in fixed], times)
 
     def selection_rows(self) -> Iterator[dict[str, Any]]:
-        """What choosing and compacting took inside the runs, and its share of them."""
+        """Yield the time of choosing and compacting inside the runs, and its share of them."""
         host = self.stage.group
         for entry in self.entries:
             mine = self.samples[f"plain {entry.text}"]
             fixed = self.samples.get(f"fixed {entry.text}")
             yield {"reduce": entry.text, "stage": "selection", "tokens": self.stage.case.n} | {
                 "noise": self.noise[host],
-                **_times([s[REDUCING] for s in mine]),
+                **spread([s[REDUCING] for s in mine]),
                 **_NO_SPEED,
                 "share": median(s[SHARE] for s in mine),
                 "share_of": host,
@@ -195,23 +196,18 @@ class Measured:
 
 
 def host_of(stages: Sequence[str]) -> str:
-    """The stage inside which selection is looked at: the whole way to the first token if run."""
+    """Return the stage whose selection is measured: time to the first token if it runs."""
     return "ttft" if "ttft" in stages else "llm"
-
-
-def _times(times: list[float]) -> dict[str, float]:
-    return {
-        "median_ms": median(times),
-        "p20_ms": quantile(times, 0.2),
-        "p80_ms": quantile(times, 0.8),
-    }
 
 
 WARM_ENOUGH_MS = 1000.0  # a run this long is its own warm-up; the gate made several
 
 
 class SpecGroup:
-    """The specs that one group of stages can show, from gate to rows."""
+    """The specs that apply to one group of stages, from gate to rows.
+
+    Without `full` there are no fixed-index twins, and neither memory nor selection is measured.
+    """
 
     def __init__(
         self,
@@ -220,6 +216,7 @@ class SpecGroup:
         stages: tuple[str, ...],
         specs: list[str],
         clock: Clock = time.perf_counter,
+        full: bool = True,
     ) -> None:
         self.stage = MeasuredStage(case, name, stages, clock)
         self.selection = "selection" in stages and name == host_of(stages)
@@ -229,21 +226,23 @@ class SpecGroup:
             if (part := _part(text, name))
         ]
         self.entries: list[GroupEntry] = []
-        self.warm = 1
+        self.warm, self.full = 1, full
 
     def work(self, rounds: int) -> int:
-        """Ticks that `prepare` and `measure` will make."""
+        """Count the ticks of `prepare` and `measure`."""
         return 1 + len(self.twins) + rounds * (2 + self._jobs_per_spec() * len(self.twins))
 
     def _jobs_per_spec(self) -> int:
-        return 1 if self.stage.group == "vit" else 2
+        return 2 if self.full and self.stage.group != "vit" else 1
 
-    def prepare(self, tick: Callable[[], None]) -> list[str]:
-        """Gate, selection time and peak memory; returns the faults."""
+    def prepare(self, tick: Callable[[], None] = lambda: None) -> list[str]:
+        """Run the gate, measure selection time and peak memory, and return the faults."""
         faults: list[str] = []
         self.stock = self.stage.observe(None)
-        self.stock_peak = peak_during(partial(self.stage.run, None))
-        self.stock_spans = self._stock_spans()
+        self.stock_peak, self.stock_spans = 0.0, dict[Span, float]()
+        if self.full:
+            self.stock_peak = peak_during(partial(self.stage.run, None))
+            self.stock_spans = self._stock_spans()
         tick()
         seen: set[str] = set()
         for twins in self.twins:
@@ -257,6 +256,8 @@ class SpecGroup:
         return faults
 
     def _entry(self, twins: Twins, checked: Checked) -> GroupEntry:
+        if not self.full:
+            return GroupEntry(twins.asked, checked, 0.0, 0.0)
         run = partial(self.stage.run, twins.spec())
         where = self._spans(twins)
         alone = _selection(twins, self.stage.clock)
@@ -269,17 +270,17 @@ class SpecGroup:
         return spans(self.stage.case.model, twins.stages, tower)
 
     def _stock_spans(self) -> dict[Span, float]:
-        """What the stock model holds where some method reads attention."""
+        """Measure the stock model in layers whose attention some method reads."""
         where = list(dict.fromkeys(span for twins in self.twins for span in self._spans(twins)))
         return peaks_in(self.stage.case.model, where, partial(self.stage.run, None))
 
     def measure(
         self,
         rounds: int,
-        tick: Callable[[], None],
+        tick: Callable[[], None] = lambda: None,
         enough: Callable[[], bool] = lambda: False,
     ) -> Measured:
-        """Interleaved rounds, fewer where `enough()` says so."""
+        """Run interleaved rounds, fewer once `enough()` is true."""
         with ExitStack() as stack:
             for twins in self.twins:
                 stack.enter_context(twins.registered())
@@ -289,15 +290,15 @@ class SpecGroup:
         return Measured(self.stage, self.stock, self.stock_peak, self.entries, samples)
 
     def _jobs(self) -> dict[str, Callable[[], Sample]]:
-        """Stock first, stock again in the middle, each method beside its fixed-index twin."""
+        """Return stock first, stock again in the middle, methods beside fixed-index twins."""
         specs: dict[str, str | None] = {"stock": None}
         for index, entry in enumerate(self.entries):
             if index == len(self.entries) // 2:
-                specs["again"] = None
+                specs[AGAIN] = None
             chosen = any(recording.results for recording in entry.checked.twins.recordings)
             for role in ("plain", "fixed")[: self._jobs_per_spec() if chosen else 1]:
                 specs[f"{role} {entry.text}"] = entry.checked.twins.spec(role)
-        specs.setdefault("again", None)
+        specs.setdefault(AGAIN, None)
         return {name: partial(self._sample, spec) for name, spec in specs.items()}
 
     def _sample(self, spec: str | None) -> Sample:
@@ -305,7 +306,7 @@ class SpecGroup:
         return {**outcome.ms, REDUCING: outcome.reducing_ms, SHARE: outcome.share}
 
     def _warm(self, name: str, job: Callable[[], Sample]) -> int:
-        """Warm a job up; the gate ran it already, which is enough for one that takes long."""
+        """Warm a job up, unless it takes long: the gate ran it already."""
         spec = name.partition(" ")[2]
         known = {e.text: e.checked.outcome for e in self.entries}.get(spec) or self.stock
         if sum(known.ms.values()) > WARM_ENOUGH_MS:
@@ -314,7 +315,7 @@ class SpecGroup:
 
 
 def _part(text: str, group: str) -> str | None:
-    """The stages of a spec that `group` shows: the tower knows nothing of the decoder."""
+    """Return the stages of a spec that run in `group`; None without any."""
     stages = parse(text)
     if group == "llm":
         stages = tuple(s for s in stages if s.site != "vit")
@@ -326,7 +327,7 @@ def _part(text: str, group: str) -> str | None:
 
 
 def _selection(twins: Twins, clock: Clock) -> float:
-    """Milliseconds the methods take alone, median of five after the one the gate made."""
+    """Measure the methods alone: milliseconds, median of five runs after that of the gate."""
     with torch.no_grad():
         calls = twins.selection()
         return sum((median(timed(call, clock)[1] for _ in range(5)) for call in calls), 0.0)
@@ -363,19 +364,19 @@ def run_bench(
         iters: Timed rounds; if None 30 on CUDA, 10 on the CPU, and 5 for a real shape on the CPU,
             where one round of ten specs takes a minute.
         progress: Called with (done, total).
-        enough: Ends a group's rounds early, behind the third, once it says so.
+        enough: Ends a group's rounds early, after the third, once it is true.
 
     Returns:
         The JSON document of `mmfast bench`. `ok` is False and `rows` empty where the gate found
         a fault; `faults` names them.
 
     Raises:
-        MmfastError: A preset, spec, stage, budget, device or number that cannot be, or a model
-            that does not fit.
+        MmfastError: An invalid preset, spec, stage, budget, device or number, or a model that
+            does not fit.
     """
     shape, asked, where = get_preset(preset), parse_stages(stages), pick_device(device)
     alone = "selection" in asked and not {"llm", "ttft"} & set(asked)
-    wanted = ("llm", *asked) if alone else asked  # it is looked at inside another stage
+    wanted = ("llm", *asked) if alone else asked  # it is measured inside another stage
     specs = expand(reduce, parse_keep(keep))
     kind = pick_dtype(dtype, shape, where)
     video_grid(shape, frames)
@@ -383,21 +384,21 @@ def run_bench(
     with _on(where), threads_set(_positive("threads", threads)), one_line_when_full(preset, frames):
         check_fits(shape, wanted, frames, kind, where)
         limits = ceilings(where, kind)
-        clock, told = clock_of(where, torch.get_num_threads())
+        clock, clock_name = clock_of(where, torch.get_num_threads())
         case = build(shape, wanted, frames, where, kind)
         named = [name for name in GROUPS if set(GROUPS[name]) & set(wanted)]
         groups = [SpecGroup(case, name, wanted, specs, clock) for name in named]
         measured = _measure(groups, rounds, limits, _Ticks(progress), enough)
         measured["rows"] = [row for row in measured["rows"] if row["stage"] in asked]
         found = {"preset": preset, **_described(case, kind), "frames": frames}
-        limited = {"clock": told, "ceilings": limits, **measured}
+        limited = {"clock": clock_name, "ceilings": limits, **measured}
         return {**found, "tokens": case.n, **limited, "environment": environment(where)}
 
 
 def _described(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "device": case.device.type,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "threads": torch.get_num_threads(),
     }
 
@@ -409,7 +410,7 @@ def _measure(
     ticks: _Ticks,
     enough: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Gate and rounds of every group; a fault in any leaves no speed in the document."""
+    """Run gate and rounds of every group; after a fault the document has no speed."""
     ticks.total = sum(group.work(rounds) for group in groups)
     faults: list[str] = []
     rows: list[dict[str, Any]] = []
@@ -438,7 +439,6 @@ def _measure(
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Events and memory statistics are those of the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -454,20 +454,7 @@ def _positive(name: str, value: int | None) -> int | None:
     return value
 
 
-@contextmanager
-def threads_set(count: int | None) -> Iterator[None]:
-    """That many CPU threads; as they are if None."""
-    old = torch.get_num_threads()
-    torch.set_num_threads(count or old)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(old)
-
-
 class _Ticks:
-    """Counts steps for a progress bar."""
-
     def __init__(self, progress: Progress | None) -> None:
         self.progress, self.total, self.done = progress, 0, 0
 

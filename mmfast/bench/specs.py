@@ -1,4 +1,7 @@
-"""Which specs a benchmark runs, and the private twins of a spec that it measures beside it."""
+"""Specs of a benchmark, and the private twins of a spec that are measured beside it.
+
+`python -m mmfast.bench.specs` prints the specs of the accuracy tables.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
-from mmfast.core.registry import get, register, unregister
+from mmfast.core.registry import get, methods, register, unregister
 from mmfast.core.spec import Spec, check_budget, count, parse
 from mmfast.core.tokens import Tokens
 from mmfast.models.reduction.signals import from_tower
@@ -19,10 +22,23 @@ from mmfast.models.reduction.signals import from_tower
 STAGES = ("vit", "llm", "decode", "ttft", "selection")
 DEFAULT = ("evs", "fastv", "uniform", "divprune", "holitom")
 DEFAULT_KEEP = (0.25, 0.1)
+LAST = "llm4"  # the last of the embedded models' five layers
+OTHER_SITES = ("fastv", "holitom_inner")
+
+
+def accuracy_specs() -> list[str]:
+    """Return the specs without budgets that the accuracy tables measure.
+
+    Every registered method at its default site, and some of the language model also before the
+    last layer of the embedded models, where they lose least. Site `pixel` needs a tower that packs
+    patches, which the embedded models lack.
+    """
+    found = [method.name for method in methods("reducer") if method.sites[0] != "pixel"]
+    return [*found, *(f"{name}@{LAST}" for name in OTHER_SITES)]
 
 
 def parse_stages(text: str | Sequence[str]) -> tuple[str, ...]:
-    """`"vit,llm"` to a tuple in the order of `STAGES`.
+    """Parse `"vit,llm"` into a tuple in the order of `STAGES`.
 
     Raises:
         MmfastError: An unknown stage, or none.
@@ -37,10 +53,10 @@ def parse_stages(text: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_keep(text: str | Sequence[float] | None) -> tuple[float | int, ...]:
-    """`"0.25,0.1"` to budgets; None is none.
+    """Parse `"0.25,0.1"` into budgets; None is none.
 
     Raises:
-        MmfastError: Something that is no budget.
+        MmfastError: An invalid budget.
     """
     if text is None:
         return ()
@@ -63,7 +79,7 @@ def parse_keep(text: str | Sequence[float] | None) -> tuple[float | int, ...]:
 def expand(reduce: Sequence[str], keep: Sequence[float | int]) -> list[str]:
     """Give every spec without a budget each budget of `keep`.
 
-    A method that chooses its own budget is left alone unless `keep` names some.
+    A method that chooses its own budget is unchanged unless `keep` names some.
 
     Raises:
         SpecError: A spec cannot be read.
@@ -83,19 +99,19 @@ def expand(reduce: Sequence[str], keep: Sequence[float | int]) -> list[str]:
 
 @dataclass
 class StageRecording:
-    """What one stage of a spec was given and decided, in order of its calls."""
+    """Inputs and decisions of one stage of a spec, in order of its calls."""
 
     spec: Spec
     calls: list[tuple[Tokens, int | None]] = field(default_factory=list)
     results: list[Reduction] = field(default_factory=list)
 
     def wrong(self) -> str | None:
-        """A sentence where a call did not keep what was asked for."""
-        for (tokens, given), result in zip(self.calls, self.results, strict=True):
-            # Each block of the tower and each cut of a schedule gets its part of the budget;
-            # elsewhere one call gets it all.
+        """Describe the first call that did not keep the requested number of tokens."""
+        for (tokens, budget), result in zip(self.calls, self.results, strict=True):
+            # Each block of the tower and each cut of a schedule gets a part of the budget;
+            # elsewhere one call gets all of it.
             shared = self.spec.site == "vit" or self.spec.staged
-            asked = given if shared else count(self.spec.budget, tokens.n)
+            asked = budget if shared else count(self.spec.budget, tokens.n)
             if asked is not None and result.m != asked:
                 return (
                     f"{self.spec.method.name} kept {result.m} of {tokens.n} tokens, asked {asked}"
@@ -112,13 +128,13 @@ class Twins:
 
     All run through `attach` like any other method, so hooks, gathers and masks are the same:
     `plain` is the spec itself, with made-up tower signals where no tower runs; `recorded` also
-    keeps what each stage saw and chose; `fixed` looks nothing up and returns that choice.
+    keeps inputs and choices of each stage; `fixed` returns that choice without computing it.
 
     Args:
         text: The spec that runs.
         key: Makes the private names unique within one benchmark.
-        towerless: No tower runs in front, so its signals have to be made up.
-        asked: What the user wrote, where `text` is only the part of it that runs here.
+        towerless: No tower runs, so its signals are made up.
+        asked: The spec of the user, where `text` is only the part of it that runs here.
     """
 
     def __init__(self, text: str, key: str, towerless: bool, asked: str | None = None) -> None:
@@ -132,7 +148,7 @@ class Twins:
         }
 
     def spec(self, role: str = "plain", keep: float | None = None) -> str:
-        """The spec string of a role, every budget replaced by `keep` where it is given."""
+        """Return the spec string of a role, every budget replaced by `keep` if given."""
         stages = [s if keep is None else replace(s, budget=keep) for s in self.stages]
         if role == "plain" and not any(map(self._made_up, self.stages)):
             return "+".join(map(str, stages))
@@ -149,7 +165,7 @@ class Twins:
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Enrol the copies; they leave the registry at the end, whatever happened."""
+        """Register the copies; remove them from the registry at the end."""
         makers: dict[str, Callable[[StageRecording], Callable[..., Reduction]]] = {
             "plain": self._plain,
             "recorded": self._recorded,
@@ -166,7 +182,7 @@ class Twins:
                 unregister(name)
 
     def _made_up(self, spec: Spec) -> frozenset[str]:
-        """Tower signals that `spec` needs where no tower runs."""
+        """Return tower signals that `spec` needs where no tower runs."""
         absent = self.towerless and spec.site == "pre"
         return frozenset(from_tower(spec.method.needs)) if absent else frozenset()
 
@@ -189,7 +205,7 @@ class Twins:
         plain = self._plain(recording)
 
         def recorded(tokens: Tokens, budget: int | None) -> Reduction:
-            """Run the method and remember what it saw and chose."""
+            """Run the method and record its input and choice."""
             result = plain(tokens, budget)
             recording.calls.append((tokens, budget))
             recording.results.append(result)
@@ -198,7 +214,7 @@ class Twins:
         return recorded
 
     def selection(self) -> list[Callable[[], Any]]:
-        """The calls of one forward pass again, outside the model, to be timed."""
+        """Return the calls of one forward pass, to be timed outside the model."""
         calls: list[Callable[[], Any]] = []
         for recording in self.recordings:
             calls += [partial(self._plain(recording), *call) for call in recording.calls]
@@ -216,7 +232,7 @@ def _enrol(name: str, spec: Spec, needs: tuple[str, ...], fn: Callable[..., Redu
 
 def _fixed(recording: StageRecording) -> Callable[..., Reduction]:
     def fixed(tokens: Tokens, budget: int | None) -> Reduction:
-        """Return the recorded choice as a plain gather: what a free selection would cost."""
+        """Return the recorded choice as a plain gather: the cost of a free selection."""
         chosen = next(r for r in recording.results if r.n == tokens.n)
         return Reduction(chosen.keep, chosen.owner, pure=True)
 
@@ -224,10 +240,14 @@ def _fixed(recording: StageRecording) -> Callable[..., Reduction]:
 
 
 def _with_signals(tokens: Tokens, names: frozenset[str]) -> Tokens:
-    """Stand-ins for tower signals: softmax rows and low-rank keys, all made from the features."""
+    """Make up tower signals from the features: softmax rows and low-rank keys."""
     made = {
         name: tokens.x[..., :64] if name == "keys" else tokens.x[..., place].float().softmax(-1)
         for place, name in enumerate(sorted(names))
     }
     attn = made.pop("attn", tokens.attn)
     return replace(tokens, attn=attn, signals={**tokens.signals, **made})
+
+
+if __name__ == "__main__":
+    print("\n".join(accuracy_specs()))

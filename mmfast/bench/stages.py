@@ -1,4 +1,4 @@
-"""Run one stage of a case, stock or with a spec attached, and say what came out of it."""
+"""Runs of one stage of a case, its memory, and the ceilings of the machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmfast.attach import attach
-from mmfast.bench.cases import TOWER_STAGES, Case, empty_model, video_grid
+from mmfast.bench.cases import TOWER_STAGES, Case, empty_model, feature_rows, video_grid
 from mmfast.bench.presets import Preset
-from mmfast.bench.timing import Clock, T, peak_now, reset_peak, timed, timed_by_events
+from mmfast.bench.timing import Clock, T, clock_of, peak_now, reset_peak, timed, timed_by_events
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec, expand
 from mmfast.models.flops import decode_bytes, prefill_flops, tower_blocks, tower_flops
@@ -30,13 +30,13 @@ DECODE_STEPS = 8
 
 @dataclass
 class RunOutcome:
-    """What one run gave.
+    """The result of one run.
 
     Attributes:
         ms: Milliseconds by stage; `decode` is per token.
         values: Logits of the last position `[1, 1, V]`, or tower features `[N, D]`.
-        reducing_ms: What choosing and compacting took inside the run, all sites together.
-        share: That, as a share of the run, both by the wall clock.
+        reducing_ms: Time of choosing and compacting inside the run, at all sites.
+        share: Its share of the run, both by the wall clock.
         lengths: Tokens in each decoder layer; empty for the tower.
         leaving: Tokens leaving each tower block, where they were observed.
     """
@@ -90,7 +90,7 @@ class MeasuredStage:
         return outcome
 
     def _timed(self, fn: Callable[[], T]) -> tuple[T, float]:
-        """The host's clock for a whole answer, the device's own for its parts."""
+        """Use the host's clock for a whole answer, the device's own for its parts."""
         if self.case.device.type == "cuda" and self.group != "ttft":
             return timed_by_events(fn)
         return timed(fn, self.clock)
@@ -99,12 +99,10 @@ class MeasuredStage:
         case, start = self.case, time.perf_counter()
         out, ms = self._timed(lambda: case.model.get_video_features(**case.pixels))
         wall = 1e3 * (time.perf_counter() - start)
-        features = out.pooler_output
-        values = features if isinstance(features, Tensor) else torch.cat(list(features))
-        return RunOutcome({"vit": ms}, values.flatten(0, -2)), wall
+        return RunOutcome({"vit": ms}, feature_rows(out)), wall
 
     def _prefill(self) -> tuple[RunOutcome, float]:
-        """What came out, and the milliseconds of the prefill by the wall clock."""
+        """Return the outcome, and milliseconds of the prefill by the wall clock."""
         case = self.case
         inputs = {**case.prompt, "use_cache": True, "logits_to_keep": 1}
         if self.group == "ttft":
@@ -132,10 +130,11 @@ class MeasuredStage:
         return ms / DECODE_STEPS
 
     def cost(self, outcome: RunOutcome, stage: str) -> int:
-        """FLOPs of `stage` with the token counts of `outcome`; bytes for `decode`."""
+        """Count FLOPs of `stage` for one prompt by the tokens of `outcome`; bytes of `decode`."""
         model = self.case.model
         if stage == "decode":
-            return decode_bytes(model, outcome.lengths)
+            weights = decode_bytes(model, [0] * len(outcome.lengths))  # read once for all prompts
+            return weights + self.case.batch * (decode_bytes(model, outcome.lengths) - weights)
         total = prefill_flops(model, outcome.lengths) if stage != "vit" else 0
         if stage != "llm":
             total += self._tower_flops(outcome.leaving)
@@ -168,12 +167,9 @@ Span = tuple[str, int]  # ("tower", 0), or ("layer", number)
 
 
 def spans(model: Any, specs: Sequence[Spec], tower: bool) -> list[Span]:
-    """Where the methods read attention: the vision tower, and decoder layers.
+    """Return the spans whose attention the methods read: the vision tower, and decoder layers.
 
-    Args:
-        model: Gives the number of decoder layers.
-        specs: The stages of a spec.
-        tower: The tower runs, so that methods can read it.
+    Methods can read the tower only where it runs (`tower`).
     """
     found: list[Span] = []
     for spec in expand(tuple(specs), len(model.get_decoder().layers)):
@@ -185,9 +181,9 @@ def spans(model: Any, specs: Sequence[Spec], tower: bool) -> list[Span]:
 
 
 def peaks_in(model: Any, where: Sequence[Span], run: Callable[[], object]) -> dict[Span, float]:
-    """Peak megabytes while each span runs, in one run of the model; no run where there is none.
+    """Measure peak megabytes of each span in one run of the model; no run without spans.
 
-    A layer's span ends where the next layer begins: signals are read behind a layer, too.
+    A layer's span ends where the next layer begins: signals are also read behind a layer.
     """
     peaks: dict[Span, float] = {}
     if where:
@@ -232,12 +228,12 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-_OWN_BYTES = 1 << 30  # libraries, matrices of the ceilings, what the allocator holds back
+_OWN_BYTES = 1 << 30  # libraries, matrices of the ceilings, reserve of the allocator
 _REFUSED = ("can't allocate memory", "not enough memory", "CUDA out of memory")
 
 
 def needed_bytes(preset: Preset, stages: Collection[str], frames: int, dtype: torch.dtype) -> int:
-    """About what a run holds at its peak: weights, keys and values, one layer's activations."""
+    """Estimate the peak of a run: weights, keys and values, one layer's activations."""
     model = empty_model(preset, stages, torch.device("meta"), dtype)
     size = torch.empty((), dtype=dtype).element_size()
     weights = sum(p.numel() for p in model.parameters())  # shared ones count once
@@ -254,7 +250,7 @@ def needed_bytes(preset: Preset, stages: Collection[str], frames: int, dtype: to
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes a process may still take, or None where that is not known."""
+    """Return the bytes a process may still allocate, or None where that is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     info = Path("/proc/meminfo")
@@ -266,7 +262,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _group_bytes(folder: Path, otherwise: int) -> int:
-    """What a container's limit leaves; the files of control groups, version 2."""
+    """Return the rest of a container's limit, from control groups version 2."""
     limit, used = folder / "memory.max", folder / "memory.current"
     if not (limit.is_file() and used.is_file()):
         return otherwise
@@ -281,10 +277,10 @@ def check_fits(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Refuse what the machine would kill halfway.
+    """Refuse a run that would exhaust the memory.
 
     Raises:
-        MmfastError: Says what is needed, what is free and what would fit.
+        MmfastError: Names the needed and the free memory, and options that need less.
     """
     free = free_bytes(device)
     needed = needed_bytes(preset, stages, frames, dtype) + _OWN_BYTES
@@ -304,10 +300,10 @@ def check_fits(
 
 @contextmanager
 def one_line_when_full(preset: str, frames: int) -> Iterator[None]:
-    """Say in one line that memory ran out.
+    """Report exhausted memory in one line.
 
     Raises:
-        MmfastError: In place of what the allocator raised.
+        MmfastError: In place of the allocator's error.
     """
     try:
         yield
@@ -324,11 +320,11 @@ ROUNDS = 3
 CPU_COPY_BYTES, CUDA_COPY_BYTES = 256 << 20, 1 << 30  # past every cache
 PROBE_SIDE = 256
 CPU_SIDE, CUDA_SIDE = 3072, 8192  # three matrices of 38 MB, of 134 MB
-SLOW = 2.0  # seconds: a product estimated to take longer is measured on smaller matrices
+SLOW = 2.0  # seconds: smaller matrices are used where a product would take longer
 
 
 def ceilings(device: torch.device | str, dtype: torch.dtype | None = None) -> dict[str, float]:
-    """Copy bandwidth and matrix product of a device, the best of a few runs.
+    """Measure copy bandwidth and matrix product of a device, the best of a few runs.
 
     Measured once per process, device, type and number of CPU threads.
 
@@ -348,7 +344,7 @@ def ceilings(device: torch.device | str, dtype: torch.dtype | None = None) -> di
 
 @cache
 def _measured(device: str, dtype: torch.dtype, threads: int) -> tuple[float, float]:
-    """(GB/s, TFLOP/s); `threads` only tells one setting of the CPU from another."""
+    """Return (GB/s, TFLOP/s); `threads` is part of the key of the cache."""
     cuda = torch.device(device).type == "cuda"
     with torch.cuda.device(device) if cuda else nullcontext():
         return _copy(device, cuda), _product(device, dtype, cuda)
@@ -362,7 +358,7 @@ def _copy(device: str, cuda: bool) -> float:
 
 
 def _product(device: str, dtype: torch.dtype, cuda: bool) -> float:
-    """An emulated type would take minutes at full size: the size is what `SLOW` seconds allow."""
+    """Choose the size by `SLOW` seconds: an emulated type would take minutes at full size."""
     side = PROBE_SIDE
     seconds = _product_seconds(side, device, dtype, cuda)
     affordable = int(side * (SLOW / seconds) ** (1 / 3))
@@ -373,29 +369,20 @@ def _product(device: str, dtype: torch.dtype, cuda: bool) -> float:
 
 
 def _product_seconds(side: int, device: str, dtype: torch.dtype, cuda: bool) -> float:
-    """By `linear`, as models multiply: bfloat16 on an old CPU is far slower by `mm`."""
+    """Multiply by `linear`, as models do: bfloat16 on an old CPU is far slower by `mm`."""
     generator = torch.Generator(device=device).manual_seed(0)
-    # Random, since a product of zeros draws less power and runs faster.
+    # A product of zeros draws less power and runs faster.
     a, b = torch.randn(2, side, side, device=device, generator=generator).to(dtype)
     return _best_seconds(lambda: F.linear(a, b), cuda)
 
 
 def _best_seconds(job: Callable[[], object], cuda: bool) -> float:
-    """Seconds of the fastest run; the first one, which warms up, does not count."""
+    """Return seconds of the fastest run, without the first one, a warm-up."""
     return min([_seconds(job, cuda) for _ in range(ROUNDS * 4 + 1 if cuda else ROUNDS + 1)][1:])
 
 
 def _seconds(job: Callable[[], object], cuda: bool) -> float:
-    if not cuda:
-        # As `mmfast bench` times: on one thread by the processor, which other load leaves alone.
-        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        start = clock()
-        job()
-        return clock() - start
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    first.record()
-    job()
-    last.record()
-    torch.cuda.synchronize()
-    return float(first.elapsed_time(last)) / 1e3
+    if cuda:
+        return timed_by_events(job)[1] / 1e3
+    clock, _ = clock_of(torch.device("cpu"), torch.get_num_threads())
+    return timed(job, clock)[1] / 1e3

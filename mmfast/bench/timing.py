@@ -1,16 +1,22 @@
-"""Timing that can be trusted on a shared machine: interleaved rounds, medians, an A/A pair."""
+"""Timing on a shared machine: interleaved rounds, medians, and an A/A pair for the noise.
+
+`compare_jobs` is the loop of most benchmarks: warm-up, a baseline that runs twice a round, variants
+in between, and rows with medians, paired speed-ups and the noise floor.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
+import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +31,8 @@ Sample = Mapping[str, float]  # milliseconds by stage, of one run
 T = TypeVar("T")
 Timer = Callable[[Callable[[], T]], tuple[T, float]]
 
+PROCESSOR_CLOCK = "processor time of the process"
+AGAIN = "again"  # the second run of the baseline in a round
 WARM_UPS = 10
 FEWEST = 3  # rounds, however short the time is
 WARM_SECONDS = 4.0  # a job that takes longer than this is warm after one run
@@ -32,7 +40,7 @@ WARM_SECONDS = 4.0  # a job that takes longer than this is warm after one run
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Put what exists already out of the garbage collector's sight: a pass takes 1 s otherwise."""
+    """Exclude all existing objects from garbage collection: a pass would take a second."""
     gc.collect()
     gc.freeze()
     try:
@@ -42,9 +50,9 @@ def frozen() -> Iterator[None]:
 
 
 def clock_of(device: torch.device, threads: int) -> tuple[Clock, str]:
-    """What tells the time, and its name: on one CPU thread other load should not count."""
+    """Return a clock and its name: processor time on one CPU thread, so other load is excluded."""
     if device.type == "cpu" and threads == 1:
-        return time.process_time, "processor time of the process"
+        return time.process_time, PROCESSOR_CLOCK
     return time.perf_counter, "wall"
 
 
@@ -60,7 +68,7 @@ def timed_by_events(fn: Callable[[], T]) -> tuple[T, float]:
 
 
 def warm_up(job: Callable[[], object], clock: Clock = time.perf_counter) -> int:
-    """Run `job` ten times, or for four seconds, but once at least; returns how often."""
+    """Run `job` ten times, or for four seconds, but at least once; return the number of runs."""
     start, count = clock(), 0
     while count < WARM_UPS and (count == 0 or clock() - start < WARM_SECONDS):
         job()
@@ -99,7 +107,7 @@ def interleave(
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Linear-interpolated quantile, as numpy's default."""
+    """Return the linearly interpolated quantile, as numpy does by default."""
     ordered = sorted(values)
     place = q * (len(ordered) - 1)
     low = int(place)
@@ -107,22 +115,92 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """Return the median of milliseconds, and the quantiles 0.2 and 0.8."""
+    return {
+        "median_ms": median(times),
+        "p20_ms": quantile(times, 0.2),
+        "p80_ms": quantile(times, 0.8),
+    }
+
+
 def paired(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median over rounds of above / below: what both suffered in a round cancels."""
+    """Return the median over rounds of above / below: load common to a round cancels."""
     return median(a / b for a, b in zip(above, below, strict=True))
 
 
 def noise(first: Sequence[float], second: Sequence[float]) -> float:
-    """Noise floor from two runs of the same thing per round, as a share.
+    """Return the noise floor, as a share, from two runs of the same job per round.
 
-    The larger of how far the median ratio is from 1 and how far a typical round is.
+    It is the larger of the distance of the median ratio from 1 and that of a typical round.
     """
     ratios = [a / b for a, b in zip(first, second, strict=True)]
     return max(abs(median(ratios) - 1.0), median(abs(r - 1.0) for r in ratios))
 
 
+class PairedTimes:
+    """Milliseconds of jobs by round, compared with a baseline that ran twice a round.
+
+    Args:
+        times: By job, the baseline first; `again` holds its second run.
+
+    Attributes:
+        base: Mean of both runs of the baseline in every round.
+        noise: Noise floor of the pair, as a share.
+    """
+
+    def __init__(self, times: Mapping[str, Sequence[float]]) -> None:
+        self.first, second = next(iter(times)), times[AGAIN]
+        self.times = {name: mine for name, mine in times.items() if name != AGAIN}
+        self.noise = noise(times[self.first], second)
+        self.base = [(a + b) / 2 for a, b in zip(times[self.first], second, strict=True)]
+
+    @classmethod
+    def of(cls, samples: Mapping[str, Sequence[Sample]], stage: str = "ms") -> PairedTimes:
+        """Select one stage of the samples that `interleave` returns."""
+        return cls({name: [sample[stage] for sample in mine] for name, mine in samples.items()})
+
+    def speedup(self, name: str) -> float:
+        """Return how many times faster than the baseline a job is; 1 for the baseline."""
+        return 1.0 if name == self.first else paired(self.base, self.times[name])
+
+    def row(self, name: str) -> dict[str, Any]:
+        """Return the fields of a row that compares a job with the baseline."""
+        mine = self.times[name]
+        figures = {"speedup": self.speedup(name), "noise": self.noise, "n": len(mine)}
+        return {"job": name, **spread(mine), **figures}
+
+
+def compare_jobs(
+    jobs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    shared: Mapping[str, Any],
+    device: torch.device | str = "cpu",
+    extra: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Time jobs in turn on one thread without gradients, and compare them with the first.
+
+    Args:
+        jobs: The baseline first.
+        rounds: Runs of each; the baseline runs twice.
+        shared: Fields of all rows.
+        device: `cpu` or `cuda`.
+        extra: Further fields by job.
+
+    Returns:
+        A row per job: `shared`, `job`, `median_ms`, `p20_ms`, `p80_ms`, `speedup` over the first
+        (a median of paired ratios), `noise`, `n`, `clock`, `threads`, `device`, and `extra`.
+    """
+    kind = torch.device(device).type
+    with torch.no_grad(), one_thread():
+        found = PairedTimes(device_times({**jobs, AGAIN: next(iter(jobs.values()))}, rounds, kind))
+    clock = "events" if kind == "cuda" else PROCESSOR_CLOCK
+    common = {**shared, "clock": clock, "threads": 1, "device": kind}
+    return [{**common, **found.row(name), **(extra or {}).get(name, {})} for name in jobs]
+
+
 def peak_during(job: Callable[[], object]) -> float:
-    """Peak megabytes while `job` runs, in a pass of its own: weights and activations.
+    """Return peak megabytes while `job` runs, in a separate pass: weights and activations.
 
     CUDA: the allocator's peak. Linux: the peak resident set, reset before the run. Elsewhere
     the process's peak so far, which is only an upper bound.
@@ -132,24 +210,26 @@ def peak_during(job: Callable[[], object]) -> float:
     return peak_now()
 
 
+def extra_mb(job: Callable[[], object]) -> float:
+    """Return peak megabytes while `job` runs, above those in use before."""
+    before = peak_during(lambda: None)
+    return max(0.0, peak_during(job) - before)
+
+
 def reset_peak() -> None:
-    """Forget the peak so far."""
+    """Reset the peak of memory."""
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    else:
-        _reset_resident_peak()
-
-
-def peak_now() -> float:
-    """Peak megabytes since `reset_peak`, by the means that `peak_during` names."""
-    return (peak_bytes() if torch.cuda.is_initialized() else _resident_peak()) / 1e6
-
-
-def _reset_resident_peak() -> None:
+        return
     gc.collect()
     if sys.platform == "linux":
         give_back()  # freed memory would count as resident
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_now() -> float:
+    """Return peak megabytes since `reset_peak`; see `peak_during`."""
+    return (peak_bytes() if torch.cuda.is_initialized() else _resident_peak()) / 1e6
 
 
 def _resident_peak() -> int:
@@ -160,15 +240,37 @@ def _resident_peak() -> int:
     return int(line.split()[1]) * 1024
 
 
+def resident_bytes() -> int:
+    """Return the resident memory of this process; 1 where the system has no /proc."""
+    pages = Path("/proc/self/statm")
+    if not pages.is_file():
+        return 1
+    return int(pages.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def process_seconds(pid: int) -> float:
+    """Return the processor seconds of a process so far; NaN where /proc does not list it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch on one thread, so that the time of the process is the time it takes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def threads_set(count: int | None) -> Iterator[None]:
+    """Set the number of CPU threads of torch; None leaves it."""
+    old = torch.get_num_threads()
+    torch.set_num_threads(count or old)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(old)
+
+
+def one_thread() -> AbstractContextManager[None]:
+    """Restrict torch to one thread, so that processor time equals elapsed time."""
+    return threads_set(1)
 
 
 FLUSH_BYTES = 256 << 20  # an H200 caches 60 MB, its successors twice as much
@@ -181,7 +283,7 @@ def device_times(
     device: torch.device | str,
     flush: bool = True,
 ) -> dict[str, list[float]]:
-    """Milliseconds of every job in every round, the jobs of a round in shuffled order.
+    """Return milliseconds of every job in every round, the jobs of a round in shuffled order.
 
     On CUDA a job stands between two events of the current stream; on the CPU it is the time of
     this process, all threads added up, so other load on the machine counts little. Each job is
@@ -223,7 +325,7 @@ def device_times(
 
 
 def _drained(job: Job, device: torch.device) -> Job:
-    """The job and the wait for it, so that warming up sees how long it takes."""
+    """Synchronise after the job, so that warming up measures all of it."""
     if device.type != "cuda":
         return job
 

@@ -73,7 +73,7 @@ def completer(suite: str) -> Callable[[str], list[str]]:
     """Completes the names of a suite's benchmarks on a command line."""
 
     def complete(incomplete: str) -> list[str]:
-        from mmfast.bench.named import names
+        from mmfast.bench.registry import names
 
         return [name for name in names(suite) if name.startswith(incomplete)]
 
@@ -82,7 +82,7 @@ def completer(suite: str) -> Callable[[str], list[str]]:
 
 def bench_named(suite: str, name: str, out: Path | None, as_json: bool) -> None:
     """Measure `name` of `suite`, append the rows to `out`, print them."""
-    from mmfast.bench.named import named_rows
+    from mmfast.bench.registry import named_rows
     from mmfast.bench.results import append
 
     with progress(name) as tick:
@@ -239,7 +239,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Speed on real model shapes with random weights, baseline interleaved."""
-    from mmfast.bench.named import SUITES
+    from mmfast.bench.registry import SUITES
     from mmfast.bench.results import append, bench_rows
     from mmfast.bench.run import run_bench
     from mmfast.cli.output import print_bench, progress
@@ -271,7 +271,7 @@ def bench(
 def _bench_selection(out: Path | None, as_json: bool) -> None:
     """The choosing alone, against textbook loops."""
     from mmfast.bench.results import append
-    from mmfast.bench.selection import result_rows
+    from mmfast.bench.suites.selection import result_rows
     from mmfast.cli.output import print_selection, progress
 
     with progress("selection") as tick:
@@ -325,7 +325,7 @@ def _tell(notes: tuple[str, ...], only_old: tuple[str, ...], only_new: tuple[str
 def eval_speech(n: int, seed: int, model: str | None, out: Path | None, as_json: bool) -> None:
     """Run the suite and print a table a task."""
     from mmfast.bench.results import append, environment
-    from mmfast.bench.speech_eval import run_speech_eval, speech_eval_rows
+    from mmfast.bench.suites.speech_quality import run_speech_eval, speech_eval_rows
     from mmfast.cli.output import print_json, progress
 
     environ = environment()

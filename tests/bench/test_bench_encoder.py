@@ -7,30 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from mmfast.bench import (
-    encoder_attention,
-    encoder_batch,
-    encoder_compile,
-    encoder_jobs,
-    encoder_merge,
-    encoder_patch,
-)
-from mmfast.bench.cases import Case, build
-from mmfast.bench.named import names, quiet
+from mmfast.bench.presets import get_preset
+from mmfast.bench.registry import names, quiet
+from mmfast.bench.suites import vision
 from mmfast.core.errors import MmfastError
 
-
-def tiny(layers: int, frames: int, dtype: torch.dtype | None = None) -> Case:
-    return build("tiny", ("vit",), frames=frames)
+TINY = vision.TowerShape(lambda layers: get_preset("tiny"), 3, frames=2)
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: Any) -> None:
     monkeypatch.setattr("mmfast.bench.timing.WARM_UPS", 1)
-    for module, tower in ((encoder_merge, (tiny, 3, 2)), (encoder_compile, (tiny, 3))):
-        monkeypatch.setattr(module, "TOWERS", {"tiny": tower})
-        monkeypatch.setattr(module, "LAYERS", 3)
-    monkeypatch.setattr(encoder_batch, "siglip", tiny)
+    monkeypatch.setattr(vision, "TOWERS", {"tiny": TINY})
 
 
 def test_all_are_found_by_name() -> None:
@@ -47,32 +35,33 @@ def check(rows: list[dict[str, Any]], first: str) -> None:
         assert row["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_frames_per_call() -> None:
-    rows = encoder_batch.measure(2, 3, 2, quiet)
+def test_frames_per_call(monkeypatch: Any) -> None:
+    monkeypatch.setattr(vision, "TOWERS", {"siglip-so400m-384": TINY})
+    rows = vision.frames_per_call(quiet, frames=2, layers=3, rounds=2)
     check(rows, "1 a call")
     assert [row["job"] for row in rows] == ["1 a call", "2 a call"]
     assert all(row["peak_mb"] > 0 for row in rows)
 
 
 def test_attention(monkeypatch: Any) -> None:
-    monkeypatch.setattr(encoder_attention, "SHAPES", {"tiny": (2, 8, [4, 4, 2])})
-    rows = encoder_attention.measure("tiny", 2, quiet)
+    monkeypatch.setattr(vision, "SEGMENTS", {"tiny": (2, 8, [4, 4, 2])})
+    rows = vision.attention(quiet, rounds=2)
     check(rows, "eager, one by one")
     assert [row["job"] for row in rows][1:] == ["sdpa, one by one", "together"]
     assert all(row["difference"] < 1e-5 for row in rows)
-    monkeypatch.setattr(encoder_attention, "segment_attention", lambda q, *_, **__: q)
+    monkeypatch.setattr(vision, "segment_attention", lambda q, *_, **__: q)
     with pytest.raises(MmfastError, match="features differ by"):
-        encoder_attention.measure("tiny", 2, quiet)
+        vision.attention(quiet, rounds=2)
 
 
 def test_patches() -> None:
-    rows = encoder_patch.measure(encoder_patch.SHAPES[1], torch.float32, 2)
+    rows = vision.patch_rows(vision.PATCHES[1], torch.float32, 2)
     check(rows, "convolution")
     assert 0 < rows[1]["difference"] < 1e-5
 
 
 def test_merging() -> None:
-    rows = encoder_merge.measure("tiny", ("tome@vit:0.5", "saint@vit:0.5"), 2, quiet)
+    rows = vision.merging(quiet, ("tome@vit:0.5", "saint@vit:0.5"), rounds=2, layers=3)
     check(rows, "stock")
     stock, merged, other = rows
     # Three blocks of 64 patches leave 54, 43 and 32; the MLP of a block runs on what it leaves.
@@ -93,8 +82,8 @@ def ideal(n: int, leaving: list[int], width: int = 32, inner: int = 64) -> float
 
 
 def test_modes(monkeypatch: Any) -> None:
-    monkeypatch.setattr(encoder_compile, "MODES", ("fast",))
-    rows = encoder_compile.measure("tiny", 2, quiet)
+    monkeypatch.setattr(vision, "MODES", ("fast",))
+    rows = vision.modes(quiet, rounds=2, layers=3)
     check(rows, "stock")
     assert rows[1]["difference"] < 1e-5
     assert rows[1]["first_call_s"] > 0
@@ -102,4 +91,4 @@ def test_modes(monkeypatch: Any) -> None:
 
 def test_a_wrong_tower_is_not_timed() -> None:
     with pytest.raises(MmfastError, match="more than 1e-04"):
-        encoder_jobs.check(torch.ones(3), torch.full((3,), 1.01), 1e-4)
+        vision.check(torch.ones(3), torch.full((3,), 1.01), 1e-4)

@@ -7,13 +7,11 @@ import pytest
 import torch
 from speech_fakes import RATE, Parrot, PlainCodec, random_speech_model
 
-from mmfast.bench import named, speech_modes, speech_shape
+from mmfast.bench import registry
 from mmfast.bench.report.sessions import speech_cost
-from mmfast.bench.speech_codec import measure as codec_rows
-from mmfast.bench.speech_codec import mel_distance, quality
-from mmfast.bench.speech_first_sound import measure as first_rows
-from mmfast.bench.speech_first_sound import timed
-from mmfast.bench.speech_speaking import unseen_lines
+from mmfast.bench.suites import speech_drafts, speech_speed
+from mmfast.bench.suites.speech_quality import codec_rows, mel_distance, quality, unseen_lines
+from mmfast.bench.suites.speech_speed import sound_figures, sound_rows
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Sound
 from mmfast.tiny.speech.recordings import say
@@ -30,9 +28,9 @@ def model():
 
 
 def test_names_and_what_is_none():
-    assert {"codec", "modes", "shape", "first-sound"} <= set(named.names("speech"))
+    assert {"codec", "modes", "shape", "first-sound"} <= set(registry.names("speech"))
     with pytest.raises(MmfastError, match="codec") as caught:
-        named.named_rows("speech", "codex")
+        registry.named_rows("speech", "codex")
     assert "\n" not in str(caught.value)
 
 
@@ -77,7 +75,7 @@ def test_first_sound_counts_time_passes_and_gaps():
         time.sleep(0.15)
         yield Sound(torch.ones(1600), RATE, passes=5)
 
-    row = timed(pieces())
+    row = sound_figures(pieces())
     assert 45 < row["first_ms"] < 150
     assert row["first_cpu_ms"] < row["first_ms"]
     assert row["passes"] == 3
@@ -89,7 +87,7 @@ def test_first_sound_counts_time_passes_and_gaps():
 
 def test_first_sound_rows():
     lines = unseen_lines(2, 0)
-    rows = first_rows(Parrot(), lines, [say("hello").pcm], nothing)
+    rows = sound_rows(Parrot(), lines, [say("hello").pcm], nothing)
     jobs = [(job, mode) for mode in ("turbo", "exact", "vanilla") for job in ("say", "reply")]
     assert [(row["job"], row["mode"]) for row in rows] == jobs
     assert all(row["passes_before"] == 1 and row["seconds"] > 0 for row in rows)
@@ -98,7 +96,7 @@ def test_first_sound_rows():
 
 def test_modes_are_compared_on_the_same_sentences(model):
     lines = unseen_lines(2, 0)
-    rows = {row["job"]: row for row in speech_modes.measure(model, lines, 3, nothing)}
+    rows = {row["job"]: row for row in speech_speed.mode_rows(model, lines, 3, nothing)}
     assert next(iter(rows)) == "vanilla"
     assert {"turbo (mctp)", "exact (mctp)", "boost (mctp)", "exact (mtp)"} <= set(rows)
     assert rows["vanilla"]["tokens_per_pass"] == pytest.approx(1, abs=0.01)
@@ -120,27 +118,27 @@ def test_weights_that_are_read_are_counted(model):
     audio = model.layout.total - model.layout.texts
     trunk = 3 * layer + 32 + audio * 32
     module = layer + 2 * 32 + 2 * 32 * 32 + audio * 32
-    assert speech_modes.trunk_weights(model.backbone, audio) == trunk
-    assert speech_modes.draft_weights(model.heads["mctp"], audio) == module
-    assert speech_modes.module_share(model, "mctp") == pytest.approx(module / trunk)
+    assert speech_speed.trunk_weights(model.backbone, audio) == trunk
+    assert speech_speed.draft_weights(model.heads["mctp"], audio) == module
+    assert speech_speed.module_share(model, "mctp") == pytest.approx(module / trunk)
 
 
 def test_the_shape_of_7_billion_has_them():
-    shape = speech_shape.LanguageShape()
+    shape = speech_drafts.LanguageShape()
     layer = shape.hidden * (2 * shape.hidden + 2 * 512 + 3 * shape.inner)
     assert 6.4e9 < shape.layers * layer < 6.7e9
-    small = speech_shape.LanguageShape("small", 32, 6, 48, 4, 2, 400, 200, 4, 2)
-    backbone, head = speech_shape.build(small, torch.float32)
+    small = speech_drafts.LanguageShape("small", 32, 6, 48, 4, 2, 400, 200, 4, 2)
+    backbone, head = speech_drafts.build_language_model(small, torch.float32)
     assert len(backbone.blocks) == 6
     assert len({id(layer) for layer in backbone.decoder.layers}) == 2
     own = 32 * (2 * 32 + 2 * 16 + 3 * 48) + 32 + 2 * 16 + 2 * 32  # biases, norms
-    assert speech_shape.trunk_weights(backbone, 200) == 6 * own + 32 + 200 * 32
-    assert speech_shape.draft_weights(head, 200) == own + 2 * 32 + 2 * 32 * 32 + 200 * 32
+    assert speech_speed.trunk_weights(backbone, 200) == 6 * own + 32 + 200 * 32
+    assert speech_speed.draft_weights(head, 200) == own + 2 * 32 + 2 * 32 * 32 + 200 * 32
 
 
 def test_shape_rows():
-    small = speech_shape.LanguageShape("small", 32, 6, 48, 4, 2, 400, 200, 10, 2)
-    rows = {row["job"]: row for row in speech_shape.measure(small, 2, nothing, torch.float32)}
+    small = speech_drafts.LanguageShape("small", 32, 6, 48, 4, 2, 400, 200, 10, 2)
+    rows = {row["job"]: row for row in speech_drafts.shape_rows(small, 2, nothing, torch.float32)}
     assert list(rows) == ["vanilla", "boost", "turbo"]
     share = rows["turbo"]["module_share"]
     assert rows["turbo"]["ideal"] == pytest.approx(11 / (1 + 10 * share))
@@ -158,12 +156,12 @@ def test_rows_make_tables(model):
     pytest.importorskip("pesq", reason="pesq has no wheel and needs a C compiler: [speech-eval]")
     lines = unseen_lines(1, 0)
     shared = {"bench": "", "processor": "cpu", "date": "today", "commit": None}
-    small = speech_shape.LanguageShape("small", 32, 2, 48, 4, 2, 400, 200, 10, 2)
+    small = speech_drafts.LanguageShape("small", 32, 2, 48, 4, 2, 400, 200, 10, 2)
     found = {
         "codec": codec_rows(PlainCodec(), lines, lambda pcm: "zero", nothing),
-        "modes": speech_modes.measure(model, lines, 1, nothing),
-        "shape": speech_shape.measure(small, 1, nothing, torch.float32),
-        "first-sound": first_rows(Parrot(), lines, [], nothing),
+        "modes": speech_speed.mode_rows(model, lines, 1, nothing),
+        "shape": speech_drafts.shape_rows(small, 1, nothing, torch.float32),
+        "first-sound": sound_rows(Parrot(), lines, [], nothing),
     }
     rows = [{**shared, **row, "bench": name} for name, part in found.items() for row in part]
     text = speech_cost(rows)

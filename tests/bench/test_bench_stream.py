@@ -11,42 +11,43 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mmfast.bench import named, stream_frame_cache, stream_jobs, stream_prefill
-from mmfast.bench import stream_frame_cache_quality as quality
+from mmfast.bench import registry, timing
 from mmfast.bench.presets import get_preset
 from mmfast.bench.report.sessions import stream_cost
 from mmfast.bench.results import environment
+from mmfast.bench.suites import stream
 from mmfast.cli import app
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load
 
 
-def test_modules_are_found_by_name() -> None:
-    assert {"frame-cache", "prefill"} <= {*named.names("stream")}
-    for suite in named.SUITES:
-        for name in named.names(suite):
-            assert callable(named.module_of(suite, name).rows)
+def test_benchmarks_are_found_by_name() -> None:
+    assert {"frame-cache", "prefill"} <= {*registry.names("stream")}
+    for suite in registry.SUITES:
+        for name in registry.names(suite):
+            assert callable(registry.find(suite, name))
     with pytest.raises(MmfastError, match="frame-cache"):
-        named.named_rows("stream", "frame-cash")
+        registry.named_rows("stream", "frame-cash")
 
 
 def test_rows_name_the_processor_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"device": "cuda"}, {"device": "cpu"}, {"device": "not measured"}, {}]
-    monkeypatch.setattr(stream_prefill, "rows", lambda tick: rows)
-    monkeypatch.setattr(named, "device_name", lambda device: f"a {device.type}")
+    registry.names("stream")  # registers them
+    monkeypatch.setitem(registry._KNOWN["stream"], "prefill", lambda tick: rows)
+    monkeypatch.setattr(registry, "device_name", lambda device: f"a {device.type}")
     here = environment()["processor"]
-    found = [row["processor"] for row in named.named_rows("stream", "prefill")]
+    found = [row["processor"] for row in registry.named_rows("stream", "prefill")]
     assert found == ["a cuda", here, here, here]
 
 
 @pytest.fixture
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_frame_cache, "SHAPES", {"tiny": (get_preset("tiny"), 1, "small")})
+    monkeypatch.setattr(stream, "SHAPES", {"tiny": (get_preset("tiny"), 1, "small")})
 
 
 @pytest.mark.usefixtures("tiny_shape")
 def test_rows_of_the_frame_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(stream_frame_cache, "ROUNDS", 1)
+    monkeypatch.setattr(stream, "ROUNDS", 1)
     out = tmp_path / "rows.jsonl"
     run = CliRunner().invoke(app, ["bench", "--stream", "frame-cache", "--json", "--out", str(out)])
     assert run.exit_code == 0
@@ -65,22 +66,22 @@ def test_no_time_is_told_of_a_cache_that_is_wrong(monkeypatch: pytest.MonkeyPatc
     def worse(output: Any) -> torch.Tensor:
         return output.pooler_output + torch.rand(1)
 
-    monkeypatch.setattr(stream_frame_cache, "_features", worse)
+    monkeypatch.setattr(stream, "feature_rows", worse)
     with pytest.raises(MmfastError, match="failed its checks"):
-        stream_frame_cache.measure("tiny", 1)
+        stream.frame_cache_rows("tiny", 1)
 
 
 def test_rows_of_prefill_keep_the_share() -> None:
-    whole, reduced = stream_prefill.measure(layers=1, frames=2, rounds=1)
+    whole, reduced = stream.prefill_rows(layers=1, frames=2, rounds=1)
     assert whole["kept"] == 2 * 196
     assert reduced["kept"] == 2 * round(0.3 * 196)
     assert reduced["method"] == "stc_pruner"
 
 
 def test_features_are_near_on_the_embedded_clips() -> None:
-    paths = sorted(quality.CLIPS.glob("*.mp4"))[:2]
-    pair = load(embedded_path(quality.MODEL), "cpu", "float32")
-    row = quality.measure(*pair, paths, 8.0, {"refresh": 0.25})
+    paths = sorted(stream.CLIPS.glob("*.mp4"))[:2]
+    pair = load(embedded_path(stream.MODEL), "cpu", "float32")
+    row = stream.quality_row(*pair, paths, 8.0, {"refresh": 0.25})
     assert row["frames"] == 32 and row["whole"] == 2
     assert row["cosine"] > 0.98 and row["cosine_worst_token"] > 0.9
     assert row["computed"] < 0.32
@@ -88,16 +89,18 @@ def test_features_are_near_on_the_embedded_clips() -> None:
 
 def test_jobs_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks: Iterator[float] = iter(range(10**6))
-    monkeypatch.setattr(stream_jobs.time, "process_time", lambda: float(next(ticks)))
+    monkeypatch.setattr(timing.time, "process_time", lambda: float(next(ticks)))
 
     def slow() -> None:
         for _ in range(3):
             next(ticks)
 
-    base, half = stream_jobs.compare({"slow": slow, "fast": lambda: None}, rounds=3)
+    jobs = {"slow": slow, "fast": lambda: None}
+    base, half = timing.compare_jobs(jobs, rounds=3, shared={"preset": "tiny"})
     assert base["speedup"] == 1.0 and base["noise"] == 0.0
     assert half["speedup"] == pytest.approx(4.0)
-    assert half["saved"] == pytest.approx(0.75)
+    assert base["preset"] == half["preset"] == "tiny" and base["device"] == "cpu"
+    assert stream._saving([half])[0]["saved"] == pytest.approx(0.75)
 
 
 def test_an_unknown_benchmark_ends_with_one_line() -> None:

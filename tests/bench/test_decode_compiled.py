@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from mmfast.bench import decode_compiled
 from mmfast.bench.cases import build
-from mmfast.bench.decode_compiled import CompiledRun
+from mmfast.bench.suites import decode
+from mmfast.bench.suites.decode import CompiledRun
 from mmfast.models import hooks
 
 EAGER = {"backend": "eager"}  # Dynamo alone decides on graphs and breaks
@@ -115,7 +115,7 @@ def test_a_planted_number_that_changes_is_found(case: Any, monkeypatch: pytest.M
 
 
 def test_rows_of_the_benchmark() -> None:
-    rows = decode_compiled.measure(
+    rows = decode.compiled_rows(
         "tiny", 2, 3, 2, (None, "fastv@llm3:0.5"), device="cpu", options=EAGER
     )
     for row in rows:
@@ -125,14 +125,14 @@ def test_rows_of_the_benchmark() -> None:
 
 
 def test_a_gpu_captures_its_steps() -> None:
-    on_gpu = decode_compiled.default_options(torch.device("cuda"))
+    on_gpu = decode.default_options(torch.device("cuda"))
     assert on_gpu == {"mode": "reduce-overhead"}
-    assert decode_compiled.default_options(torch.device("cpu")) == {"backend": "inductor"}
+    assert decode.default_options(torch.device("cpu")) == {"backend": "inductor"}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_rows_under_real_cuda_graphs() -> None:
-    rows = decode_compiled.measure("tiny", 2, 8, 2, SPECS, device="cuda")
+    rows = decode.compiled_rows("tiny", 2, 8, 2, SPECS, device="cuda")
     assert all(row["graphs"] == 1 and row["breaks"] == 0 for row in rows)
     assert all(row["same_tokens"] and row["recompiles"] == 0 for row in rows)

@@ -17,7 +17,7 @@ from transformers import StaticCache
 
 import mmfast
 from mmfast.attach import attach
-from mmfast.bench import decode_hooks
+from mmfast.bench.suites import decode
 from mmfast.models import hooks
 from mmfast.models.patching import stand_before, stand_behind
 from mmfast.models.reduction.call import Arming
@@ -252,8 +252,8 @@ def test_a_hook_that_looks_at_a_value_cannot(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_rows_of_the_benchmark() -> None:
-    jobs = [decode_hooks.JOBS[0], decode_hooks.JOBS[1], decode_hooks.JOBS[6]]
-    rows = decode_hooks.measure("tiny", 2, 2, 3, jobs, device="cpu")
+    jobs = [decode.JOBS[0], decode.JOBS[1], decode.JOBS[6]]
+    rows = decode.hook_rows("tiny", 2, 2, 3, jobs, device="cpu")
     assert [row["work"] for row in rows] == ["none", "none", "evicts"]
     assert len(set(rows[0]["held"])) == 1 and len(set(rows[1]["held"])) == 2
     for row in rows:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmfast.bench import speech_depth_drafts as depth_drafts
-from mmfast.bench import speech_depth_shape as depth_shape
+from mmfast.bench.suites import speech_drafts
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_ways_through_a_frame_agree_and_are_counted() -> None:
-    rows = depth_shape.measure(
+    rows = speech_drafts.depth_rows(
         1,
         lambda *_: None,
         num_codebooks=6,
@@ -31,8 +30,8 @@ def test_ways_through_a_frame_agree_and_are_counted() -> None:
 
 def test_acceptance_is_measured_on_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = [torch.randint(8, (40, 8)) for _ in range(2)]
-    monkeypatch.setattr(depth_drafts, "codes_of", lambda *_, **__: (codes, []))
-    rows = depth_drafts.rows(lambda *_: None, steps=2)
+    monkeypatch.setattr(speech_drafts, "codes_of", lambda *_, **__: (codes, []))
+    rows = speech_drafts.depth_drafts(lambda *_: None, steps=2)
     assert [row["job"] for row in rows[::2]] == ["copy", "mlp", "groups"]
     assert all(row["identical"] == 1.0 for row in rows[::2])
     assert all(1 <= row["passes_per_frame"] <= 8 and len(row["acceptance"]) == 8 for row in rows)

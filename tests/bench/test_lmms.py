@@ -131,7 +131,7 @@ def test_generation_arguments(plugin: Any) -> None:
 
 
 def test_the_meter_separates_decoding(plugin: Any) -> None:
-    meter = plugin.Meter()
+    meter = plugin.BatchMeter()
     meter.add(10.0, 10.5, 11.5, [5, 3])
     meter.add(20.0, 0.0, 21.0, [4])  # beams: no first token known
     metrics = meter.metrics()

@@ -11,8 +11,8 @@ import torch
 
 import mmfast
 from mmfast import Tokens
-from mmfast.bench import kernels_reducers
-from mmfast.bench.reducer_costs import counted, job, tokens_of
+from mmfast.bench.suites import reducers
+from mmfast.bench.suites.reducers import all_signals, counted, reduction
 from mmfast.core.registry import Method
 
 METHODS = mmfast.methods("reducer")
@@ -52,7 +52,7 @@ _LARGEST = 2.6  # a copy in float64, and some
 
 @lru_cache(maxsize=4)
 def clip(frames: int, side: int, d: int) -> Tokens:
-    return tokens_of((frames, side, side), d)
+    return all_signals((frames, side, side), d)
 
 
 @by_name
@@ -70,14 +70,14 @@ def test_operations_do_not_grow_with_tokens(method: Method, grow: str) -> None:
 def _operations(method: Method, tokens: Tokens) -> int:
     for plan in REMEMBERED:
         plan.cache_clear()
-    return counted(job(method, tokens)).count
+    return counted(reduction(method, tokens)).count
 
 
 @by_name
 def test_no_temporary_is_much_larger_than_the_features(method: Method) -> None:
     tokens = clip(32, 14, 256)
     limit, _ = LARGE.get(method.name, (_LARGEST, ""))
-    seen = counted(job(method, tokens))
+    seen = counted(reduction(method, tokens))
     share = seen.largest / tokens.x.nbytes
     assert share <= limit, f"{seen.name} gives {share:.1f} times the features"
 
@@ -95,10 +95,10 @@ def test_a_loop_over_tokens_and_a_square_table_show() -> None:
 
 def test_bench_of_reducers(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [method for method in METHODS if method.name in ("evs", "tome", "fastv")]
-    monkeypatch.setattr(kernels_reducers, "SHAPES", (((2, 6, 7), 16), ((1, 5, 5), 16)))
-    monkeypatch.setattr(kernels_reducers, "methods", lambda kind: few)
+    monkeypatch.setattr(reducers, "SHAPES", (((2, 6, 7), 16), ((1, 5, 5), 16)))
+    monkeypatch.setattr(reducers, "methods", lambda kind: few)
     said: list[tuple[str, int, int]] = []
-    rows = kernels_reducers.rows(lambda *step: said.append(step))
+    rows = reducers.reducers(lambda *step: said.append(step))
     assert [row["n"] for row in rows] == [84] * 3 + [25] * 3
     assert {row["method"] for row in rows} == {"evs", "tome", "fastv"}
     assert all(row["median_ms"] > 0 and row["operations"] > 3 for row in rows)

@@ -10,15 +10,22 @@ import pytest
 import torch
 
 from mmfast import MmfastError
-from mmfast.bench import selection_ops
-from mmfast.bench.selection import CASES, TEXTBOOKS, Case, measure, video
-from mmfast.bench.selection_ops import OpCase, SelectionJob
+from mmfast.bench.cases import textured_video
+from mmfast.bench.suites import selection
+from mmfast.bench.suites.selection import (
+    CASES,
+    TEXTBOOKS,
+    SelectionCase,
+    SelectionJob,
+    measure,
+    method_case,
+)
 
 
 @pytest.mark.parametrize("method", ["divprune", "evs", "holitom_inner@llm2"])
 def test_row(method: str) -> None:
     threads = torch.get_num_threads()
-    (row,) = measure([Case(method, (4, 6, 7), 32, 0.3)], repeats=2)
+    (row,) = measure([method_case(method, (4, 6, 7), 32, 0.3)], repeats=2)
     assert row["same_indices"] and (row["n"], row["d"], row["budget"]) == (168, 32, 50)
     assert row["speedup"] == pytest.approx(row["textbook_ms"] / row["ms"])
     assert row["median_ms"] == row["ms"] > 0 and "keep 30%" in row["case"]
@@ -27,33 +34,33 @@ def test_row(method: str) -> None:
 
 def test_disagreement_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TEXTBOOKS, "divprune", lambda tokens, budget: torch.arange(budget))
-    (row,) = measure([Case("divprune", (2, 6, 7), 16, 0.3)], repeats=1)
+    (row,) = measure([method_case("divprune", (2, 6, 7), 16, 0.3)], repeats=1)
     assert not row["same_indices"]
 
 
 def test_method_without_textbook() -> None:
     with pytest.raises(MmfastError, match="no textbook for 'pool'; choices: divprune"):
-        list(measure([Case("pool", (2, 2, 2), 4, 0.5)]))
+        list(measure([method_case("pool", (2, 2, 2), 4, 0.5)]))
 
 
 def test_divprune_is_much_cheaper_than_the_textbook_loop() -> None:
     """A tenth of the contract's size; the ratio there is above 30, here a safe 2."""
-    (row,) = measure([Case("divprune", (16, 14, 14), 64, 0.25)], repeats=1)
+    (row,) = measure([method_case("divprune", (16, 14, 14), 64, 0.25)], repeats=1)
     assert row["same_indices"] and row["speedup"] > 2
-    assert video((16, 14, 14), 64).n == row["n"]
+    assert textured_video((16, 14, 14), 64).n == row["n"]
 
 
 SMALL: dict[str, Callable[[], SelectionJob]] = {
-    "windows": partial(selection_ops.segmentation, 40, 12),
-    "importance of grouped heads": partial(selection_ops.importance, 6, 2, 70, 16),
-    "importance": partial(selection_ops.importance, 3, 3, 50, 16),
-    "head gather": partial(selection_ops.head_gather, 3, 40, 11, 8),
+    "windows": partial(selection.segmentation, 40, 12),
+    "importance of grouped heads": partial(selection.importance, 6, 2, 70, 16),
+    "importance": partial(selection.importance, 3, 3, 50, 16),
+    "head gather": partial(selection.head_gather, 3, 40, 11, 8),
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_operation_agrees_with_its_textbook(name: str) -> None:
-    (row,) = measure([OpCase(name, "op", 40, 8, None, SMALL[name])], repeats=1)
+    (row,) = measure([SelectionCase(name, "op", 40, 8, None, SMALL[name])], repeats=1)
     assert row["same_indices"] and row["case"] == name and row["budget"] is None
     assert row["noise"] >= 0 and ("extra_mb" in row) == name.startswith("importance")
     assert json.dumps(row)
@@ -73,14 +80,14 @@ def test_operation_that_disagrees_shows(name: str) -> None:
 
 def test_contract_is_covered() -> None:
     """What the speed proof promises is among the cases."""
-    cases = {(case.fields()["method"], case.fields()["n"], case.fields()["d"]) for case in CASES}
+    cases = {(case.method, case.n, case.d) for case in CASES}
     assert {("divprune", 6272, 1024), ("evs", 6272, 3584), ("importance", 2880, 128)} <= cases
     assert {("holitom_windows", 128, 196), ("head_gather", 6336, 128)} <= cases
 
 
 def test_fast_path_beats_the_textbook_by_far() -> None:
     """The contract asks for 25 and 10 times; a loaded machine still shows 5 and 2."""
-    windows = OpCase("w", "w", 0, 0, None, partial(selection_ops.segmentation, 96, 196))
-    gather = OpCase("g", "g", 0, 0, None, partial(selection_ops.head_gather, 4, 6336, 1584, 128))
+    windows = SelectionCase("w", "w", 0, 0, None, partial(selection.segmentation, 96, 196))
+    gather = SelectionCase("g", "g", 0, 0, None, partial(selection.head_gather, 4, 6336, 1584, 128))
     slow, wide = measure([windows, gather], repeats=3)
     assert slow["speedup"] > 5 and wide["speedup"] > 2

@@ -6,12 +6,17 @@ import pytest
 import torch
 from speech_fakes import Parrot, fingerprint
 
-from mmfast.bench import speech_eval
 from mmfast.bench.report.sessions import speech_words
 from mmfast.bench.results import append, environment, load
-from mmfast.bench.speech_eval import run_speech_eval, speech_eval_rows
-from mmfast.bench.speech_listening import unseen_questions
-from mmfast.bench.speech_speaking import MODES, CachedRecogniser, unseen_lines
+from mmfast.bench.suites import speech_quality
+from mmfast.bench.suites.speech_quality import (
+    MODES,
+    CachedRecogniser,
+    run_speech_eval,
+    speech_eval_rows,
+    unseen_lines,
+    unseen_questions,
+)
 from mmfast.core.errors import MmfastError
 from mmfast.pipelines.omni_chat import written
 from mmfast.tiny.speech.recordings import say
@@ -55,7 +60,7 @@ def test_sentences_are_unseen_and_different():
 def test_word_errors_are_those_of_each_mode():
     lines = unseen_lines(3, 0)
     model = Parrot(lisp=True)
-    rows = run_speech_eval(3, 0, model, tasks=("speaking",), hear=_hear(lines))["rows"]
+    rows = run_speech_eval(3, 0, model, tasks=("speaking",), recognise=_hear(lines))["rows"]
     found = {row["mode"]: row for row in rows}
     assert list(found) == ["recordings", "codec", *MODES]
     assert [found[name]["wer"] for name in found if name != "turbo"] == [0.0] * 7
@@ -126,7 +131,7 @@ def test_equal_sound_is_heard_once():
 def test_rows_are_kept_and_make_a_table(tmp_path, asked, spoken):
     lines = unseen_lines(N, 0)
     document = run_speech_eval(
-        N, 0, Parrot(known=spoken), ("vanilla", "exact"), hear=_hear(lines),
+        N, 0, Parrot(known=spoken), ("vanilla", "exact"), recognise=_hear(lines),
         answer=lambda cases: [case.answer for case in cases],
     )  # fmt: skip
     json.dumps(document, allow_nan=False)
@@ -155,9 +160,11 @@ def test_the_command_prints_a_document(monkeypatch, capsys, tmp_path):
     real = run_speech_eval
 
     def fake(n, seed, model, progress):
-        return real(n, seed, Parrot(), ("vanilla",), ("speaking",), progress, hear=_hear(lines))
+        return real(
+            n, seed, Parrot(), ("vanilla",), ("speaking",), progress, recognise=_hear(lines)
+        )
 
-    monkeypatch.setattr(speech_eval, "run_speech_eval", fake)
+    monkeypatch.setattr(speech_quality, "run_speech_eval", fake)
     measure.eval_speech(2, 7, None, tmp_path / "rows.jsonl", True)
     printed = json.loads(capsys.readouterr().out)
     assert [row["mode"] for row in printed["rows"]] == ["recordings", "codec", "vanilla"]

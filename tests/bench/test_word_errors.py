@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from mmfast.bench import word_errors
-from mmfast.bench.word_errors import Errors, Recogniser, count_errors, edit_distance
+from mmfast.bench.suites import speech_quality
+from mmfast.bench.suites.speech_quality import (
+    Recogniser,
+    WordErrors,
+    count_errors,
+    edit_distance,
+)
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.tiny.speech.recordings import say
 from mmfast.tiny.speech.text import VOICES, jsgf, sentence
@@ -44,13 +49,13 @@ def test_edit_distance(said, heard, errors):
 
 def test_errors_add_up_and_marks_do_not_count():
     found = count_errors("the red circle, at night.", "the red circles at night")
-    assert found == Errors(1, 5)
-    assert (found + Errors(1, 5)).rate == pytest.approx(0.2)
-    assert Errors().rate == 0
+    assert found == WordErrors(1, 5)
+    assert (found + WordErrors(1, 5)).rate == pytest.approx(0.2)
+    assert WordErrors().rate == 0
 
 
 def test_recordings_are_heard(recogniser, spoken):
-    total, heard = word_errors.word_error_rate(recogniser, spoken)
+    total, heard = speech_quality.word_error_rate(recogniser, spoken)
     assert len(heard) == len(spoken)
     assert total.rate <= 0.12, list(zip([text for text, _ in spoken], heard, strict=True))
 
@@ -59,10 +64,10 @@ def test_the_grammar_alone_hears_nothing(recogniser, spoken):
     """In noise of the same loudness, and in another sentence, the words are not there."""
     rng = torch.Generator().manual_seed(0)
     noise = [(t, torch.randn(len(p), generator=rng) * p.std()) for t, p in spoken[:3]]
-    wrong, _ = word_errors.word_error_rate(recogniser, noise)
+    wrong, _ = speech_quality.word_error_rate(recogniser, noise)
     assert wrong.rate > 0.6
     pairs = pairwise(spoken[:4])
-    other, _ = word_errors.word_error_rate(recogniser, [(a[0], b[1]) for a, b in pairs])
+    other, _ = speech_quality.word_error_rate(recogniser, [(a[0], b[1]) for a, b in pairs])
     assert other.rate > 0.5
 
 
@@ -94,7 +99,7 @@ def test_the_grammar_takes_sentences_and_not_their_words_in_another_order():
     rules = jsgf()
     rng = np.random.default_rng(2)
     for _ in range(150):
-        words = word_errors.spoken_words(sentence(rng, "train"))
+        words = speech_quality.spoken_words(sentence(rng, "train"))
         assert accepts(rules, words), words
     assert not accepts(rules, ["left", "the", "circle", "red", "moves"])
     assert not accepts(rules, ["the", "red", "circle", "moves"])

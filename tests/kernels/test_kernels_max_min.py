@@ -283,13 +283,13 @@ def test_formula_picks_the_farthest_row_each_time() -> None:
 
 def test_bench_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast import MmfastError
-    from mmfast.bench import kernels_max_min_select as bench
+    from mmfast.bench.suites import kernels as bench
 
-    cases = (bench.Case(1, (2, 6, 7), 16, 20), bench.Case(3, (1, 5, 5), 16, 6))
-    monkeypatch.setattr(bench, "CPU_CASES", cases)
+    cases = (bench.PickCase(1, (2, 6, 7), 16, 20), bench.PickCase(3, (1, 5, 5), 16, 6))
+    monkeypatch.setitem(bench.PICKS, "cpu", cases)
     monkeypatch.setattr(bench, "ROUNDS", 2)
     if not torch.cuda.is_available():
-        rows = bench.rows(lambda label, done, total: None)
+        rows = bench.max_min_select(lambda label, done, total: None)
         assert [row["way"] for row in rows] == ["ours", "loop", "reference", "ours", "loop"]
         assert all(row["median_ms"] > 0 and row["goal_ms"] is None for row in rows)
         assert rows[1]["speedup"] == 1 and rows[0]["cover"] == pytest.approx(rows[1]["cover"])
@@ -298,10 +298,10 @@ def test_bench_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     first = torch.arange(20).expand(1, -1)
     monkeypatch.setattr(bench, "max_min", lambda x, count: first)
     with pytest.raises(MmfastError, match="the loop to"):
-        bench._measured(cases[0], "cpu")
+        bench._pick_rows(cases[0], torch.float32, "cpu")
     monkeypatch.setattr(bench, "max_min", lambda x, count: first * 0)
     with pytest.raises(MmfastError, match="repeats picks"):
-        bench._measured(cases[0], "cpu")
+        bench._pick_rows(cases[0], torch.float32, "cpu")
 
 
 @pytest.mark.gpu

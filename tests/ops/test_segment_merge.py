@@ -332,16 +332,17 @@ def test_device_merges_as_the_formula_says(kind: str, dtype: torch.dtype) -> Non
 
 
 def test_bench_has_a_row_for_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.bench import kernels_segment_merge as bench
+    from mmfast.bench.suites import kernels as bench
 
     monkeypatch.setattr(bench, "ROUNDS", 2)
-    monkeypatch.setattr(bench, "CPU_CASES", (bench.Case("tiny", 2, 20, 5, 8, weighted=True),))
+    tiny = bench.MergeCase("tiny", 2, 20, 5, 8, weighted=True)
+    monkeypatch.setitem(bench.MERGES, "cpu", (tiny,))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = bench.rows(lambda *_: None)
+    found = bench.segment_merges(lambda *_: None)
     assert [row["way"] for row in found] == ["ours", "index_add_ float32", "formula float64"]
     assert all(row["median_ms"] > 0 and row["device"] == "cpu" for row in found)
     assert found[0]["repeatable"] and found[0]["max_error"] < 1e-5
 
     monkeypatch.setattr(bench, "segment_merge", lambda x, s: 1.001 * segment_merge(x, s))
     with pytest.raises(MmfastError, match="no speed is measured"):
-        bench.rows(lambda *_: None)
+        bench.segment_merges(lambda *_: None)

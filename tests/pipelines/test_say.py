@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from tone_models import HumModel, hum, read
 
 import mmfast
-from mmfast.bench.speech_hum import HumModel, hum, read
 from mmfast.cli import main
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.frontends.audio.reader import load_audio

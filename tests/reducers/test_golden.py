@@ -186,8 +186,8 @@ def test_rows_are_plain_data() -> None:
         ),
         (
             "prumerge",
-            "mmfast.reducers.attention.prumerge.outlier_count",
-            lambda attn: 3,
+            "mmfast.reducers.attention.prumerge.kept_tokens",
+            lambda attn, *_: 3,
         ),
         (
             "prumerge_plus",

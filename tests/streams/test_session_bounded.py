@@ -11,7 +11,7 @@ import tracemalloc
 import pytest
 from stream_tools import pipe_of, watcher
 
-from mmfast.bench.stream_bounded import bytes_of, measure, noise
+from mmfast.bench.suites.stream import bounded_row, bytes_of, noise_frames
 
 MEMORY = "sink:16+window:160+retrieve:2"
 FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
@@ -25,7 +25,7 @@ def test_nothing_grows(family: str) -> None:
     held, traced = [], []
     options = {"host_bytes": "200kB"}
     with pipe.open(MEMORY, **options) as session:
-        for i, frame in enumerate(noise(side)):
+        for i, frame in enumerate(noise_frames(side)):
             session.push(frame, i / 2)
             if i % 10 == 9:
                 session.ask("what?", max_new_tokens=2).read()
@@ -49,14 +49,14 @@ def test_nothing_grows(family: str) -> None:
 @pytest.mark.slow
 def test_four_thousand_frames() -> None:
     # `mmfast bench --stream bounded` watches 20,000, which takes minutes.
-    row = measure(pipe_of("llava_onevision"), frames=4_000, early=1_500, part=500, side=24)
+    row = bounded_row(pipe_of("llava_onevision"), frames=4_000, early=1_500, part=500, side=24)
     assert row["held_growth"] < 0.01 and row["growth"] < 0.01, row
 
 
 @pytest.mark.slow
 def test_a_frame_costs_the_same_after_thousands() -> None:
     """An old session and a young one in turn, so that whatever else runs slows both."""
-    pipe, frames = pipe_of("llava_onevision"), noise(24)
+    pipe, frames = pipe_of("llava_onevision"), noise_frames(24)
     with pipe.open(MEMORY, host_bytes="200kB") as old, pipe.open(MEMORY, host_bytes="200kB") as new:
         for session, age in ((old, 3_000), (new, 300)):
             for i, frame in enumerate(itertools.islice(frames, age)):

@@ -10,9 +10,8 @@ import torch
 from openai._models import validate_type
 from openai.types.realtime import RealtimeServerEvent
 from realtime_tools import unpacked
+from tone_models import TONE, read
 from torch import Tensor
-
-from mmfast.bench.speech_hum import TONE, read
 
 REPLY = "response."
 _CLOSE_AUDIO = [

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from fastapi import WebSocket
+from tone_models import HumEar, HumSpeaker, hum, read
 from torch import Tensor
 
-from mmfast.bench.speech_hum import HumEar, HumSpeaker, hum, read
 from mmfast.core.speech import Sound, Turn
 from mmfast.ops.audio import resample
 from mmfast.serve.config import ServerConfig

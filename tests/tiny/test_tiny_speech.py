@@ -71,10 +71,14 @@ def test_it_is_all_three(model: Any) -> None:
 
 def test_an_unseen_sentence_can_be_understood(model: Any) -> None:
     pytest.importorskip("pocketsphinx")
-    from mmfast.bench.speech_speaking import unseen_lines
-    from mmfast.bench.word_errors import Errors, Recogniser, count_errors
+    from mmfast.bench.suites.speech_quality import (
+        Recogniser,
+        WordErrors,
+        count_errors,
+        unseen_lines,
+    )
 
-    recogniser, found = Recogniser(), Errors()
+    recogniser, found = Recogniser(), WordErrors()
     for line in unseen_lines(4, 1):
         heard = recogniser.transcribe(pcm(model, line.text, mode="vanilla", **line.options))
         found = found + count_errors(line.text, heard)
@@ -83,11 +87,10 @@ def test_an_unseen_sentence_can_be_understood(model: Any) -> None:
 
 def test_it_understands_recordings(model: Any) -> None:
     pytest.importorskip("espeakng_loader")
-    from mmfast.bench.speech_speaking import unseen_lines
-    from mmfast.bench.word_errors import Errors, count_errors
+    from mmfast.bench.suites.speech_quality import WordErrors, count_errors, unseen_lines
     from mmfast.tiny.speech.recordings import say
 
-    found = Errors()
+    found = WordErrors()
     for line in unseen_lines(6, 2):
         heard = model.transcribe(say(line.text, line.voice).pcm)
         found = found + count_errors(line.text, heard)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tone_models import HumEar, HumModel, hum, read
 
 import mmfast
-from mmfast.bench.speech_hum import HumEar, HumModel, hum, read
 from mmfast.cli import main
 from mmfast.core.errors import MediaError, MmfastError, ModelError
 from mmfast.core.speech import Turn

@@ -10,10 +10,10 @@ import pytest
 import torch
 from codebook_models import csm, moshi
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tone_models import HumEar, HumModel, hum
 from transformers import PreTrainedTokenizerFast
 
 import mmfast
-from mmfast.bench.speech_hum import HumEar, HumModel, hum
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Turn
 from mmfast.voice.channel import VoiceEvent

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tone_models import HumEar, HumModel, hum, read
 
-from mmfast.bench.speech_hum import HumEar, HumModel, hum, read
-from mmfast.bench.speech_soak import Soak, soak
+from mmfast.bench.suites.speech_soak import Soak, soak
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Turn
 from mmfast.voice import history

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tone_models import HumEar, HumModel, hum
 
-from mmfast.bench.speech_hum import HumEar, HumModel, hum
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Turn
 from mmfast.streams.stream import SystemClock

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tone_models import HumEar, HumModel, hum, read
 
 import mmfast
-from mmfast.bench.speech_hum import HumEar, HumModel, hum, read
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.frontends.video.reader import read_video
 from mmfast.pipelines.omni_chat import OmniChat, written

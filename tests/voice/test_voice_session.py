@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tone_models import TONE, HumChatter, HumEar, HumSpeaker, hum, read
 from torch import Tensor
 
-from mmfast.bench.speech_hum import TONE, HumChatter, HumEar, HumSpeaker, hum, read
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.speech import Sound, Turn
 from mmfast.voice.channel import VoiceEvent

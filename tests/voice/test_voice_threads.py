@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tone_models import HumChatter, HumEar, HumModel, HumSpeaker, hum, read
 from torch import Tensor
 
-from mmfast.bench.speech_hum import HumChatter, HumEar, HumModel, HumSpeaker, hum, read
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Sound, Turn
 from mmfast.streams.stream import FakeClock, SystemClock

@@ -11,7 +11,7 @@ from graph_recorder import CaptureError, FakeCuda
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from mmfast.bench import decode_moshi_frame
+from mmfast.bench.suites import moshi as moshi_bench
 from mmfast.core.errors import MediaError, ModelError
 from mmfast.decoding.codebooks import CodeChoice
 from mmfast.decoding.sampling import Sampling
@@ -176,13 +176,13 @@ def test_bytes_of_a_frame_are_those_of_the_weights(model: Any) -> None:
 
 
 def test_rows_of_the_benchmark() -> None:
-    tiny = decode_moshi_frame.TINY
-    rows = decode_moshi_frame.measure(tiny, "tiny", (2,), 3, "cpu", copy_gb_s=10.0)
+    tiny = moshi_bench.TINY
+    rows = moshi_bench.measure(tiny, "tiny", (2,), 3, "cpu", copy_gb_s=10.0)
     assert [row["job"] for row in rows] == ["steps", "static"]
     for row in rows:
         assert row["same_codes"] == 1.0 and row["p99_ms"] >= row["median_ms"] > 0
         assert 0 < row["of_floor"] < 1 and row["device"] == "cpu" and row["goal_ms"] is None
-    large = decode_moshi_frame.unmeasured(decode_moshi_frame.SEVEN_B, "moshi-7b", 1)
+    large = moshi_bench.unmeasured(moshi_bench.SEVEN_B, "moshi-7b", 1)
     assert large["median_ms"] is None and 16_000 < large["mb"] < 17_000
 
 

@@ -387,10 +387,10 @@ def test_a_bug_in_a_method_is_a_row(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_bench(fake: type[Fake]) -> None:
-    from mmfast.bench.named import named_rows
-    from mmfast.bench.serve_batch import rows
+    from mmfast.bench.registry import named_rows
+    from mmfast.bench.suites.serve import batch
 
-    (row,) = rows(lambda label, done, total: None, (("inproc", 1),), count=6, rounds=1)
+    (row,) = batch(lambda label, done, total: None, (("inproc", 1),), count=6, rounds=1)
     assert row["clips"] == 6 and row["speedup"] == 1.0 and row["clips_per_s"] > 0
     assert 0 < row["start_s"] <= row["seconds"] and len(fake.asked) == 6
     with pytest.raises(MmfastError, match="batch"):  # it is on offer

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from engine_requests import Inbox, asked, events, eventually
 
-from mmfast.bench.serve_faults import endless, trial
+from mmfast.bench.suites.serve_faults import endless_model, trial
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.serve.engine.base import BusyError, Failure, Finish
 from mmfast.serve.engine.scheduler import Scheduler
@@ -29,7 +29,7 @@ SLOTS, QUEUE = 8, 8
 
 @pytest.fixture(scope="session")
 def checkpoint() -> Iterator[Path]:
-    with endless() as path:
+    with endless_model() as path:
         yield path
 
 

@@ -21,8 +21,8 @@ from realtime_tools import (
     png,
     said,
 )
+from tone_models import HumModel, hum, read
 
-from mmfast.bench.speech_hum import HumModel, hum, read
 from mmfast.frontends.audio.samples import decode_pcm
 from mmfast.ops.audio import resample
 from mmfast.serve.realtime.brain import ChatterVoices

@@ -12,8 +12,8 @@ import websockets
 from openai import AsyncOpenAI
 from realtime_client import Talk, listening, talking
 from realtime_tools import ANSWER, MANUAL, HumVoices, packed, png, said
+from tone_models import HumEar, hum
 
-from mmfast.bench.speech_hum import HumEar, hum
 from mmfast.core.speech import Turn
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.realtime.service import RealtimeService

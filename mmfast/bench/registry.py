@@ -1,0 +1,76 @@
+"""Registry of the benchmarks that `mmfast bench --SUITE NAME` runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from mmfast.bench.results import Row, environment
+from mmfast.core.errors import MmfastError, unknown
+from mmfast.models.loading import device_name
+
+# Modules of `mmfast.bench.suites` that hold the benchmarks of each suite.
+SUITES = {
+    "stream": ("stream", "reader"),
+    "speech": ("speech_quality", "speech_speed", "speech_drafts", "speech_soak"),
+    "serve": ("serve", "serve_faults", "serve_realtime", "serve_hostile"),
+    "kernels": ("kernels", "column_sums", "reducers"),
+    "decode": ("decode", "moshi"),
+    "encoder": ("vision",),
+}
+Tick = Callable[[str, int, int], None]  # label, steps done, steps in all
+Benchmark = Callable[[Tick], list[Row]]
+F = TypeVar("F", bound=Callable[..., list[Row]])
+_KNOWN: dict[str, dict[str, Benchmark]] = {suite: {} for suite in SUITES}
+
+
+def benchmark(suite: str, name: str) -> Callable[[F], F]:
+    """Register a function from a progress callback to rows as one benchmark of a suite."""
+
+    def register(function: F) -> F:
+        _KNOWN[suite][name] = function
+        return function
+
+    return register
+
+
+def names(suite: str) -> list[str]:
+    """Return the names of a suite's benchmarks."""
+    for module in SUITES[suite]:
+        importlib.import_module(f"mmfast.bench.suites.{module}")
+    return sorted(_KNOWN[suite])
+
+
+def find(suite: str, name: str) -> Benchmark:
+    """Return one benchmark.
+
+    Raises:
+        MmfastError: There is none of that name; names the choices and the nearest.
+    """
+    known = names(suite)
+    if name not in known:
+        raise MmfastError(unknown(f"{suite} benchmark", name, known))
+    return _KNOWN[suite][name]
+
+
+def named_rows(suite: str, name: str, progress: Tick | None = None) -> list[Row]:
+    """Run one benchmark; return its rows with the environment that repeats them.
+
+    Raises:
+        MmfastError: There is none of that name; names the choices and the nearest.
+    """
+    run = find(suite, name)
+    shared = {"suite": suite, "bench": name, **environment()}
+    return [{**shared, **_processor(row), **row} for row in run(progress or quiet)]
+
+
+def _processor(row: Row) -> Row:
+    kind = str(row.get("device"))
+    return {"processor": device_name(torch.device(kind))} if kind.startswith("cuda") else {}
+
+
+def quiet(label: str, done: int, total: int) -> None:
+    """Show no progress."""

@@ -1,0 +1,1 @@
+"""Benchmarks, one module for each subject; `mmfast.bench.registry` lists them."""

@@ -1,0 +1,348 @@
+"""Benchmarks of decoding steps: compiled on a static cache, and the cost of attached hooks."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.attach import attach
+from mmfast.bench.cases import Case, build, pick_device, pick_dtype
+from mmfast.bench.presets import get_preset
+from mmfast.bench.registry import Tick, benchmark, quiet
+from mmfast.bench.results import Row, dtype_name
+from mmfast.bench.timing import (
+    AGAIN,
+    PairedTimes,
+    Sample,
+    frozen,
+    interleave,
+    one_thread,
+    paired,
+    timed,
+)
+
+
+def _case(preset: str, frames: int, device: str | None) -> tuple[Case, Row]:
+    """Build a case on a device; return it with the fields of its rows."""
+    where, shape = pick_device(device), get_preset(preset)
+    case = build(preset, ("llm", "decode"), frames, where, pick_dtype("auto", shape, where))
+    shared = {"preset": preset, "device": where.type, "visual": case.n}
+    clock = "wall, synchronised" if where.type == "cuda" else "processor time"
+    return case, {**shared, "dtype": dtype_name(case.visual.dtype), "clock": clock}
+
+
+def _clock(case: Case) -> Callable[[], float]:
+    return time.perf_counter if case.device.type == "cuda" else time.process_time
+
+
+SPECS = (None, "evs:0.25", "fastv@llm3:0.5", "holitom_inner@llm3:0.5")
+COMPILED = (("tiny", 4, 33, 9), ("llava-onevision-0.5b", 1, 6, 3))  # frames, steps, rounds
+
+
+@benchmark("decode", "compiled")
+def compiled(tick: Tick) -> list[Row]:
+    """Compare eager with compiled decoding behind a reduced prompt: one graph, the same tokens.
+
+    The prefill is reduced eagerly, every step behind it runs compiled. Masks, positions and cache
+    lengths are tensors of fixed shape, so nothing is compiled again while the cache fills, and a
+    GPU can capture the step (`mode="reduce-overhead"`). The stock model is measured likewise.
+    """
+    return [row for shape in COMPILED for row in compiled_rows(*shape, tick=tick)]
+
+
+def compiled_rows(
+    preset: str,
+    frames: int,
+    steps: int,
+    rounds: int,
+    specs: Sequence[str | None] = SPECS,
+    device: str | None = None,
+    options: dict[str, Any] | None = None,
+    tick: Tick = quiet,
+) -> list[Row]:
+    """Measure specs on one shape.
+
+    Args:
+        preset: Model shape.
+        frames: Frames of the clip in the prompt.
+        steps: Decode steps per sample; tokens of eager and compiled steps are compared.
+        rounds: Samples of each way.
+        specs: Reducers to attach; None is the stock model.
+        device: CUDA where there is one if None.
+        options: Of torch.compile; inductor, with CUDA graphs on a GPU, if None.
+        tick: Called after every spec.
+    """
+    case, shared = _case(preset, frames, device)
+    shared |= {"steps": steps, "n": rounds}
+    options = default_options(case.device) if options is None else options
+    found: list[Row] = []
+    with torch.no_grad(), one_thread(), frozen():
+        for number, spec in enumerate(specs):
+            figures = _compiled_row(case, spec, steps, rounds, options)
+            found.append({**shared, "reduce": spec, **figures})
+            tick(f"{preset} {spec or 'stock'}", number + 1, len(specs))
+    return found
+
+
+def default_options(device: torch.device) -> dict[str, Any]:
+    """Return options of torch.compile: on a GPU steps become a CUDA graph."""
+    return {"mode": "reduce-overhead"} if device.type == "cuda" else {"backend": "inductor"}
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Graphs and graph breaks of a compiled step.
+
+    Attributes:
+        again: Compilations after the first step.
+        seconds: Of the first step.
+    """
+
+    graphs: int
+    breaks: int
+    again: int
+    seconds: float
+
+
+def _compiled_row(
+    case: Case, spec: str | None, steps: int, rounds: int, options: dict[str, Any]
+) -> Row:
+    run = CompiledRun(case, steps)
+    with run.attached(spec):
+        step = torch.compile(case.model, fullgraph=True, **options)
+        eager = run.tokens(case.model)
+        mine, did = run.compile(step)
+    ways: dict[str, Callable[[], Sample]] = {
+        "eager": partial(run.sample, spec, case.model),
+        "compiled": partial(run.sample, spec, step),
+    }
+    for run_once in ways.values():  # attached anew: nothing is to be compiled again
+        run_once()
+    again = _graphs() - did.graphs
+    taken = interleave(ways, rounds)
+    slow, fast = ([s["ms"] for s in taken[name]] for name in ways)
+    return {
+        "eager_ms": median(slow),
+        "compiled_ms": median(fast),
+        "speedup": paired(slow, fast),
+        "graphs": did.graphs,
+        "breaks": did.breaks,
+        "recompiles": did.again,
+        "recompiles_attached_anew": again,
+        "compile_s": did.seconds,
+        "same_tokens": torch.equal(eager, mine),
+        "compiler": str(options.get("mode") or options.get("backend")),
+    }
+
+
+def _graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+class CompiledRun:
+    """Greedy decoding of `steps` tokens of one case on a static cache."""
+
+    def __init__(self, case: Case, steps: int) -> None:
+        self.case, self.steps = case, steps
+        self.length = int(case.prompt["input_ids"].shape[1])
+
+    def attached(self, spec: str | None) -> AbstractContextManager[Any]:
+        """Attach a spec, or nothing, to the model."""
+        return attach(self.case.model, spec)
+
+    def prefill(self) -> tuple[Any, Tensor]:
+        """Return a static cache with the prompt in it, and the first token `[1, 1]`."""
+        from transformers import StaticCache
+
+        case = self.case
+        config = case.model.config.get_text_config()
+        # As long as stock `generate` makes it: the prompt before reduction, and the answer.
+        cache = StaticCache(config=config, max_cache_len=self.length + self.steps + 1)
+        inputs = {**case.prompt, "mm_encoder_outputs": case.features(), "logits_to_keep": 1}
+        out = case.model(**inputs, past_key_values=cache, use_cache=True)
+        return cache, out.logits[:, -1:].argmax(-1)
+
+    def decode(self, step: Any, cache: Any, token: Tensor, first: int, count: int) -> list[Tensor]:
+        """Decode `count` tokens from position `first` of the answer."""
+        found = [token]
+        for position in range(first, first + count):
+            where = torch.full((1, 1), self.length + position, device=token.device)
+            inputs = {"input_ids": found[-1].clone(), "position_ids": where}
+            out = step(**inputs, past_key_values=cache, use_cache=True)
+            found.append(out.logits[:, -1:].argmax(-1))
+        return found[1:]
+
+    def tokens(self, step: Any) -> Tensor:
+        """Return all tokens `[1, steps]` that a step decodes."""
+        cache, token = self.prefill()
+        return torch.cat(self.decode(step, cache, token, 0, self.steps), dim=1)
+
+    def compile(self, step: Any) -> tuple[Tensor, Compilation]:
+        """Return all tokens, and the work of torch.compile."""
+        from torch._dynamo.utils import counters
+
+        torch._dynamo.reset()
+        counters.clear()
+        cache, token = self.prefill()
+        start = time.perf_counter()
+        found = self.decode(step, cache, token, 0, 1)
+        seconds, first = time.perf_counter() - start, _graphs()
+        found += self.decode(step, cache, found[-1], 1, self.steps - 1)
+        breaks = sum(counters["graph_break"].values())
+        did = Compilation(_graphs(), breaks, _graphs() - first, seconds)
+        return torch.cat(found, dim=1), did
+
+    def sample(self, spec: str | None, step: Any) -> Sample:
+        """Measure milliseconds per step, without the first one."""
+        with self.attached(spec):
+            cache, token = self.prefill()
+            token = self.decode(step, cache, token, 0, 1)[0]
+            rest = self.steps - 1
+            work = partial(self.decode, step, cache, token, 1, rest)
+            _, ms = timed(work, _clock(self.case))
+        return {"ms": ms / rest}
+
+
+@dataclass(frozen=True)
+class HookJob:
+    """Specs of reducers and KV policies, and their own work at every step."""
+
+    reduce: str | None = None
+    cache: str | None = None
+    work: str = "none"
+
+    @property
+    def name(self) -> str:
+        """Both specs."""
+        return " | ".join(filter(None, (self.reduce, self.cache)))
+
+
+JOBS = (
+    HookJob("evs:0.25"),
+    HookJob("fastv@llm3:0.5"),
+    HookJob("holitom_inner@llm3:0.5"),
+    HookJob(cache="snapkv:0.5"),
+    HookJob(cache="lookm:0.5"),
+    HookJob("evs:0.25+fastv@llm3:0.5", "snapkv:0.5"),
+    HookJob(cache="sink:4+window:64", work="evicts"),
+    HookJob(cache="retrieve:2", work="reads a part"),
+    HookJob(cache="quant:8", work="unpacks"),
+)
+HOOKED = (("tiny", 4, 32, 15), ("llava-onevision-0.5b", 2, 4, 7))  # frames, steps, rounds
+
+
+@benchmark("decode", "hooks")
+def hooks(tick: Tick) -> list[Row]:
+    """Measure the overhead of `attach` in one decode step, on the tiny and the 0.5B shape.
+
+    The twin is the stock model on a stock cache that holds as many entries in every layer: both do
+    the same arithmetic, so the difference is the cost of hooks, shortened cache layers and
+    policies. Policies that evict at every step (`sink`, `window`), unpack the entries they read
+    (`quant`) or read a part (`retrieve`) do work of their own, which `work` names.
+    """
+    return [row for shape in HOOKED for row in hook_rows(*shape, tick=tick)]
+
+
+def hook_rows(
+    preset: str,
+    frames: int,
+    steps: int,
+    rounds: int,
+    jobs: Sequence[HookJob] = JOBS,
+    device: str | None = None,
+    tick: Tick = quiet,
+) -> list[Row]:
+    """Measure jobs on one shape.
+
+    Args:
+        preset: Model shape.
+        frames: Frames of the clip in the prompt.
+        steps: Decode steps per sample.
+        rounds: Samples of each job, of its twin, and of the twin again.
+        jobs: Specs to attach.
+        device: CUDA where there is one if None.
+        tick: Called after every job.
+    """
+    case, shared = _case(preset, frames, device)
+    found: list[Row] = []
+    with torch.no_grad(), one_thread(), frozen():
+        for number, job in enumerate(jobs):
+            found.append({**shared, **_hook_row(case, job, steps, rounds)})
+            tick(f"{preset} {job.name}", number + 1, len(jobs))
+    return found
+
+
+def _hook_row(case: Case, job: HookJob, steps: int, rounds: int) -> Row:
+    with attach(case.model, job.reduce, job.cache):
+        inputs = {**case.prompt, "mm_encoder_outputs": case.features(), "logits_to_keep": 1}
+        held = case.model(**inputs, use_cache=True).past_key_values
+    plain = partial(_steps, case, _twin(held), steps)
+
+    def attached() -> Sample:
+        with attach(case.model, job.reduce, job.cache):
+            return _steps(case, held, steps)
+
+    ways: Mapping[str, Callable[[], Sample]] = {"twin": plain, "attached": attached, AGAIN: plain}
+    for run in ways.values():
+        run()
+    taken = interleave(ways, rounds)
+    times = PairedTimes.of(taken)
+    mine, base = times.times["attached"], times.base
+    again = [sample["ms"] for sample in taken[AGAIN]]
+    return {
+        "job": job.name,
+        "reduce": job.reduce,
+        "cache": job.cache,
+        "work": job.work,
+        "layers": len(held.layers),
+        "held": [_length(layer) for layer in held.layers],
+        "step_ms": median(mine),
+        "twin_ms": median(base),
+        "overhead": paired(mine, base) - 1,
+        "overhead_us": 1e3 * median(a - b for a, b in zip(mine, base, strict=True)),
+        "noise": times.noise,
+        "noise_us": 1e3
+        * median(abs(a - b) for a, b in zip(times.times["twin"], again, strict=True)),
+        "steps": steps,
+        "n": rounds,
+    }
+
+
+def _steps(case: Case, cache: Any, steps: int) -> Sample:
+    """Measure milliseconds per step on a copy of the cache, without the first step."""
+    own, token = copy.deepcopy(cache), case.prompt["input_ids"][:, :1]
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            case.model(input_ids=token, past_key_values=own, use_cache=True)
+
+    run(1)
+    _, ms = timed(partial(run, steps), _clock(case))
+    return {"ms": ms / steps}
+
+
+def _twin(held: Any) -> Any:
+    """Return a stock cache with as many entries in each layer."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for index, layer in enumerate(held.layers):
+        keys = layer.keys
+        shape = (len(keys), keys.shape[1], _length(layer), keys.shape[3])
+        cache.update(*(torch.randn(shape, dtype=keys.dtype, device=keys.device),) * 2, index)
+    return cache
+
+
+def _length(layer: Any) -> int:
+    return int(layer.keys.shape[2]) + int(getattr(layer, "extra", 0))

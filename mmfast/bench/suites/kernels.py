@@ -1,0 +1,482 @@
+"""Benchmarks of kernels against the operations that torch offers in their place.
+
+Cases are declared in tables by kind of device: real sizes on CUDA, tiny ones on the CPU. Before
+a kernel is timed, its result is compared with a reference; a wrong one is not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmfast.bench.cases import textured_video
+from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.results import Row, dtype_name
+from mmfast.bench.stages import ceilings
+from mmfast.bench.timing import device_times, extra_mb, one_thread, spread
+from mmfast.core.errors import MmfastError
+from mmfast.core.reduction import Segments
+from mmfast.ops.max_min import max_min, max_min_plain, max_min_reference
+from mmfast.ops.merging import segment_merge, segment_merge_reference
+from mmfast.ops.similarity import unit_rows
+from mmfast.ops.temporal_difference import (
+    Difference,
+    reference,
+    static_runs,
+    temporal_difference,
+)
+
+T = TypeVar("T")
+R = TypeVar("R")
+DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32,)}
+ONE_DTYPE = {"cuda": (torch.bfloat16,), "cpu": (torch.float32,)}
+ROUNDS = 30
+INPUTS = 3  # sets of inputs that take turns, so that none is found in a cache
+
+
+class NamedCase(Protocol):
+    """A case with a name."""
+
+    @property
+    def name(self) -> str:
+        """Name in the rows and on the progress bar."""
+        ...
+
+
+C = TypeVar("C", bound=NamedCase)
+
+
+def over_cases(
+    cases: Mapping[str, Sequence[C]],
+    dtypes: Mapping[str, Sequence[torch.dtype]],
+    measure: Callable[[C, torch.dtype, str], list[Row]],
+    tick: Tick,
+) -> list[Row]:
+    """Measure every case in every dtype: those of CUDA where there is a GPU, else of the CPU.
+
+    Args:
+        cases: Cases by kind of device.
+        dtypes: Dtypes by kind of device.
+        measure: Returns the rows of a case in a dtype on a device.
+        tick: Called before every case and at the end.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    jobs = [(case, dtype) for case in cases[device] for dtype in dtypes[device]]
+    found: list[Row] = []
+    with one_thread(), torch.no_grad():
+        for number, (case, dtype) in enumerate(jobs):
+            tick(case.name, number, len(jobs))
+            torch.seed()  # other numbers each time
+            common = {"case": case.name, "device": device, "dtype": dtype_name(dtype)}
+            found += [{**common, **row} for row in measure(case, dtype, device)]
+    tick("", len(jobs), len(jobs))
+    return found
+
+
+def in_turn(way: Callable[[T], R], inputs: Sequence[T]) -> Callable[[], R]:
+    """Apply `way` to each of the inputs in turn, so that none is found in a cache."""
+    calls = iter(range(1 << 62))
+    return lambda: way(inputs[next(calls) % len(inputs)])
+
+
+@contextmanager
+def poisoned(*, warn_only: bool = False) -> Iterator[None]:
+    """Fill fresh memory with NaN, as torch does in deterministic mode."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
+def _bandwidth(moved: int, ms: float, device: str) -> dict[str, float]:
+    """Return the bandwidth that moves these bytes on a GPU, and its share of a copy's."""
+    if device != "cuda":
+        return {}
+    reached = moved / ms / 1e6
+    return {"gb_s": reached, "of_copy": reached / ceilings("cuda")["copy_gb_s"]}
+
+
+_LOOPED = 20_000  # tokens up to which the loops over picks are measured too
+_REFERENCE = 1000  # picks up to which the authors' loop is measured too
+_STRIDE = 16  # of the tokens that the result is checked at, in float64
+
+
+@dataclass(frozen=True)
+class PickCase:
+    """`items` videos of `grid` with features of width `d`, and `count` picks of each."""
+
+    items: int
+    grid: tuple[int, int, int]
+    d: int
+    count: int
+    goal_ms: float | None = None  # on an H200
+
+    @property
+    def n(self) -> int:
+        """Tokens of an item."""
+        frames, rows, columns = self.grid
+        return frames * rows * columns
+
+    @property
+    def name(self) -> str:
+        """Sizes in words."""
+        what = f"{self.count:,} of {self.n:,} tokens x {self.d:,}"
+        return f"{self.items} times {what}" if self.items > 1 else what
+
+
+PICKS = {
+    "cuda": (
+        PickCase(1, (32, 14, 14), 3584, 627, 2.0),
+        PickCase(1, (32, 14, 14), 3584, 1568, 4.0),
+        PickCase(32, (1, 14, 14), 3584, 20, 0.2),
+        PickCase(1, (256, 14, 14), 1024, 5000, 40.0),
+    ),
+    "cpu": (PickCase(1, (8, 8, 8), 64, 128), PickCase(8, (1, 14, 14), 64, 20)),
+}
+
+
+@benchmark("kernels", "max-min-select")
+def max_min_select(tick: Tick) -> list[Row]:
+    """Compare farthest-point selection with loops over picks.
+
+    Returns:
+        A row per case and way, products and first pick included: milliseconds, `speedup` over the
+        loop that keeps a running minimum (None where it would take too long), `cover`, the
+        cosine of the worst covered token with its nearest pick, `goal_ms` on an H200 and
+        `extra_mb` of memory above that in use before.
+
+    Raises:
+        MmfastError: Picks repeat, or do not cover the tokens as well as the loop's.
+    """
+    return over_cases(PICKS, ONE_DTYPE, _pick_rows, tick)
+
+
+def _pick_rows(case: PickCase, dtype: torch.dtype, device: str) -> list[Row]:
+    seed = torch.seed() % 2**31
+    clips = [textured_video(case.grid, case.d, seed + item).x for item in range(case.items)]
+    x = torch.stack(clips).to(device, dtype)  # [B, N, D]
+    ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: max_min(x, case.count)}
+    if case.n <= _LOOPED:
+        ways["loop"] = lambda: _loop(x, case.count)
+    if case.items == 1 and case.count <= _REFERENCE:
+        ways["reference"] = lambda: max_min_reference(x[0], case.count)[None]
+    cover = {name: _cover(name, way(), x, case) for name, way in ways.items()}
+    if "loop" in cover and abs(cover["ours"] - cover["loop"]) > 1e-3:
+        raise MmfastError(
+            f"max_min_select covers to {cover['ours']:.4f}, the loop to {cover['loop']:.4f}; "
+            "no speed is measured"
+        )
+    times = device_times(ways, ROUNDS, device)
+    base = median(times["loop"]) if "loop" in times else None
+    common: Row = {"items": case.items, "n": case.n, "d": case.d, "budget": case.count}
+    common |= {"goal_ms": case.goal_ms if device == "cuda" else None}
+    return [
+        {**common, "way": name, **spread(times[name]), "cover": cover[name]}
+        | {"speedup": base and base / median(times[name]), "extra_mb": extra_mb(way)}
+        for name, way in ways.items()
+    ]
+
+
+def _loop(x: Tensor, count: int) -> Tensor:
+    unit = unit_rows(x).to(x.dtype)
+    similarity = unit @ unit.mT
+    others = similarity.diagonal_scatter(torch.full_like(x[..., 0], -torch.inf), dim1=-2, dim2=-1)
+    return max_min_plain(similarity, others.amax(-1).argmin(-1), count)
+
+
+def _cover(name: str, picks: Tensor, x: Tensor, case: PickCase) -> float:
+    """Return the worst token's cosine with its nearest pick, over a part of the tokens."""
+    distinct = [len(set(item)) for item in picks.tolist()]
+    if name == "ours" and min(distinct) < case.count:
+        raise MmfastError(f"max_min_select repeats picks at {case.n} tokens; no speed is measured")
+    worst = 1.0
+    for tokens, chosen in zip(x, picks, strict=True):
+        nearest = unit_rows(tokens[::_STRIDE].double()) @ unit_rows(tokens[chosen].double()).T
+        worst = min(worst, float(nearest.amax(-1).amin()))
+    return worst
+
+
+_MERGE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # of the largest number
+Merge = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MergeCase:
+    """`items` merges of n rows onto m; `skew` above 0 gives few outputs most of the rows."""
+
+    name: str
+    items: int
+    n: int
+    m: int
+    width: int
+    weighted: bool = False
+    skew: float = 0.0
+
+    def segments(self, device: str) -> Segments:
+        """Give every output one row and distribute the others at random."""
+        shape = (self.items, self.n - self.m)
+        joined = (torch.rand(shape) ** (1 + self.skew) * self.m).long().clamp_max(self.m - 1)
+        own = torch.arange(self.m).expand(self.items, -1)
+        order = torch.rand(self.items, self.n).argsort(-1)
+        owner = torch.cat([own, joined], -1).gather(-1, order).to(device)
+        weight = torch.rand(owner.shape, device=device) if self.weighted else None
+        return Segments(owner, self.m, weight=weight, mean=not self.weighted)
+
+
+MERGES = {
+    "cuda": (  # the first one takes 25 us at most on an H200
+        MergeCase("mean of 6,272 onto 1,568 tokens x 3,584", 1, 6272, 1568, 3584),
+        MergeCase("weights, 6,272 onto 1,568 x 3,584", 1, 6272, 1568, 3584, weighted=True),
+        MergeCase("long segments, 6,272 onto 1,568 x 3,584", 1, 6272, 1568, 3584, skew=2.0),
+        MergeCase("mean of 6,272 onto 627 tokens x 3,584", 1, 6272, 627, 3584),
+        MergeCase("weights per head, 4 x 6,336 onto 1,584 x 128", 4, 6336, 1584, 128, True),
+    ),
+    "cpu": (
+        MergeCase("mean of 784 onto 196 tokens x 896", 1, 784, 196, 896),
+        MergeCase("weights, 784 onto 196 x 896", 1, 784, 196, 896, weighted=True),
+        MergeCase("weights per head, 2 x 792 onto 198 x 64", 2, 792, 198, 64, weighted=True),
+    ),
+}
+
+
+@benchmark("kernels", "segment-merge")
+def segment_merges(tick: Tick) -> list[Row]:
+    """Compare the merging of tokens with `index_add_` and a matrix product.
+
+    Returns:
+        A row per case and way: milliseconds, `speedup` over `index_add_` in float32, `repeatable`
+        (the same bits five times), `max_error` against float64 as a share of the largest number,
+        and on CUDA `gb_s` of the rows read and written once, and its share of a copy.
+
+    Raises:
+        MmfastError: A merge is wrong or not repeatable.
+    """
+    return over_cases(MERGES, DTYPES, _merge_rows, tick)
+
+
+def _merge_rows(case: MergeCase, dtype: torch.dtype, device: str) -> list[Row]:
+    segments = case.segments(device)
+    inputs = [
+        torch.randn(case.items, case.n, case.width, device=device).to(dtype) for _ in range(INPUTS)
+    ]
+    ways = _merges(segments, device, dtype)
+    checked = {name: _check_merge(name, way, inputs[0], segments) for name, way in ways.items()}
+    jobs = {name: in_turn(way, inputs) for name, way in ways.items()}
+    times = device_times(jobs, ROUNDS, device)
+    base = median(times["index_add_ float32"])
+    moved = case.items * (case.n + case.m) * case.width * dtype.itemsize
+    shape = {"items": case.items, "n": case.n, "m": case.m, "d": case.width}
+    return [
+        {**shape, "way": name, **spread(mine), **checked[name], "speedup": base / median(mine)}
+        | _bandwidth(moved, median(mine), device)
+        for name, mine in times.items()
+    ]
+
+
+def _merges(segments: Segments, device: str, dtype: torch.dtype) -> dict[str, Merge]:
+    """Return our merge with sorted entries, as from its second use on, and alternatives."""
+
+    def fresh(x: Tensor) -> Tensor:
+        again = Segments(segments.output, segments.m, None, segments.weight, segments.mean)
+        return segment_merge(x, again)
+
+    ways: dict[str, Merge] = {"ours": lambda x: segment_merge(x, segments)}
+    if device == "cuda":
+        ways["ours and sorting"] = fresh
+    ways["index_add_ float32"] = lambda x: _index_add(x, segments, torch.float32)
+    if dtype != torch.float32:
+        ways["index_add_ same dtype"] = lambda x: _index_add(x, segments, dtype)
+    if device == "cuda":
+        matrix = _merge_matrix(segments).to(dtype)
+        ways["matrix product, matrix ready"] = lambda x: matrix @ x
+    else:
+        ways["formula float64"] = lambda x: segment_merge_reference(x, segments).to(x.dtype)
+    return ways
+
+
+def _index_add(x: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
+    items, width = len(x), x.shape[-1]
+    base = torch.arange(items, device=x.device)[:, None] * segments.m
+    rows = x.reshape(-1, width).to(dtype)
+    if segments.weight is not None:
+        rows = rows * segments.weight.view(-1, 1).to(dtype)
+    total = torch.zeros(items * segments.m, width, dtype=dtype, device=x.device)
+    total.index_add_(0, (segments.output + base).view(-1), rows)
+    total = total.view(items, segments.m, width)
+    return (total / segments.counts()[..., None] if segments.mean else total).to(x.dtype)
+
+
+def _merge_matrix(segments: Segments) -> Tensor:
+    """Return the weights of all sources in all outputs, `[B, M, N]`."""
+    weight = segments.weight
+    share = torch.ones_like(segments.output, dtype=torch.float32) if weight is None else weight
+    size = (*segments.output.shape[:-1], segments.m, segments.output.shape[-1])
+    matrix = torch.zeros(size, device=share.device)
+    matrix.scatter_(-2, segments.output[..., None, :], share[..., None, :])
+    return matrix / segments.counts()[..., None] if segments.mean else matrix
+
+
+def _check_merge(name: str, way: Merge, x: Tensor, segments: Segments) -> Row:
+    """Compare with float64; ours is computed into memory that holds NaN."""
+    ours = name.startswith("ours")
+    with poisoned() if ours else nullcontext():
+        out = way(x)
+        same = all(way(x).equal(out) for _ in range(5))
+    expected = segment_merge_reference(x, segments)
+    error = float((out.double() - expected).abs().max() / expected.abs().max())
+    if ours and (not error <= _MERGE_ERROR[x.dtype] or not same):
+        raise MmfastError(
+            f"segment_merge is off by {error:.1e} of the largest number on {x.device.type}, "
+            f"{'the same' if same else 'other bits'} every time; no speed is measured"
+        )
+    return {"max_error": error, "repeatable": same}
+
+
+_PART = 64  # frames checked at once: all of a long clip in float64 would not fit in memory
+_DIFFERENCE_ERROR = 4e-6  # float32 sums of some thousand terms; cosines are at most 1
+_EAGER = {"all": "eager, all", "cosine": "eager, cosine"}
+
+
+@dataclass(frozen=True)
+class DifferenceCase:
+    """Clips of `lengths` frames of n patches of width d."""
+
+    name: str
+    lengths: tuple[int, ...]
+    n: int
+    d: int
+
+
+CLIPS = {
+    "cuda": (
+        DifferenceCase("32 frames x 196 x 3,584", (32,), 196, 3584),
+        DifferenceCase("1,024 frames x 196 x 3,584", (1024,), 196, 3584),
+        DifferenceCase("32 frames x 729 x 1,152", (32,), 729, 1152),
+        DifferenceCase("4 clips of 8 to 64 frames x 196 x 3,584", (8, 64, 24, 32), 196, 3584),
+    ),
+    "cpu": (
+        DifferenceCase("8 frames x 196 x 896", (8,), 196, 896),
+        DifferenceCase("3 clips of 2 to 8 frames x 49 x 896", (8, 2, 6), 49, 896),
+    ),
+}
+
+
+@benchmark("kernels", "temporal-difference")
+def temporal_differences(tick: Tick) -> list[Row]:
+    """Compare changes of patches between frames with eager and compiled torch.
+
+    Returns:
+        A row per case and way: milliseconds, `speedup` over eager torch with the same results,
+        and on CUDA `gb_s` of the clip read once, and its share of a copy. The rows of ours have
+        `max_error` against float64.
+
+    Raises:
+        MmfastError: A difference is wrong.
+    """
+    return over_cases(CLIPS, DTYPES, _difference_rows, tick)
+
+
+def _difference_rows(case: DifferenceCase, dtype: torch.dtype, device: str) -> list[Row]:
+    shape = (sum(case.lengths), case.n, case.d)
+    inputs = [torch.randn(shape, device=device, dtype=dtype) for _ in range(INPUTS)]
+    error = {"max_error": _check_difference(inputs[0], case)}
+    jobs = {name: in_turn(way, inputs) for name, way in _differences(case, device).items()}
+    times = device_times(jobs, ROUNDS, device)
+    base = {what: median(times[way]) for what, way in _EAGER.items()}
+    common = {"clips": len(case.lengths), "frames": shape[0], "n": case.n, "d": case.d}
+    read = inputs[0].numel() * dtype.itemsize
+    return [
+        {**common, "way": way, **spread(mine)}
+        | {"speedup": base["cosine" if "cosine" in way else "all"] / median(mine)}
+        | (error if way.startswith("ours") else {})
+        | _bandwidth(read, median(mine), device)
+        for way, mine in times.items()
+    ]
+
+
+def _differences(case: DifferenceCase, device: str) -> dict[str, Callable[[Tensor], object]]:
+    """Return all three results, or the cosine alone: ours, eager, and compiled on a GPU."""
+    lengths = list(case.lengths)
+    ways: dict[str, Callable[[Tensor], object]] = {
+        "ours, all": lambda x: temporal_difference(x, lengths),
+        "ours, cosine": lambda x: temporal_difference(x, lengths, l1=False),
+        "ours, cosine and runs": lambda x: static_runs(
+            temporal_difference(x, lengths, l1=False).cosine > 0.9
+        ),
+        _EAGER["all"]: _eager,
+        _EAGER["cosine"]: lambda x: F.cosine_similarity(x[1:], x[:-1], dim=-1),
+    }
+    if device == "cuda":
+        # A process compiles a function for a limited number of shapes.
+        torch.compiler.reset()
+        ways["compiled, all"] = torch.compile(_fused, dynamic=False)
+        ways["compiled, cosine"] = torch.compile(_fused_cosine, dynamic=False)
+    return ways
+
+
+def _eager(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    cosine = F.cosine_similarity(x[1:], x[:-1], dim=-1)
+    return cosine, (x[1:] - x[:-1]).abs().mean(-1), x.norm(dim=-1)
+
+
+def _fused(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide = x.float()
+    change = (wide[1:] - wide[:-1]).abs().mean(-1)
+    return _fused_cosine(x), change, wide.square().sum(-1).sqrt()
+
+
+def _fused_cosine(x: Tensor) -> Tensor:
+    now, before = x[1:].float(), x[:-1].float()
+    scale = now.square().sum(-1) * before.square().sum(-1)
+    return (now * before).sum(-1) / scale.sqrt()
+
+
+def _check_difference(x: Tensor, case: DifferenceCase) -> float:
+    """Return the largest error against float64, computed into memory full of NaN."""
+    x[1, 0] = x[0, 0]
+    with poisoned(warn_only=True):
+        found = temporal_difference(x, case.lengths)
+        runs = static_runs(found.cosine > 0.0)
+    error = max(
+        _largest_error(mine[part], other[skip:])
+        for part, skip, expected in _expected(x, case.lengths)
+        for mine, other in zip(found, expected, strict=True)
+        if mine is not None and other is not None
+    )
+    same = float(found.cosine[1, 0]) == 1.0
+    counted = static_runs((found.cosine > 0.0).cpu()).equal(runs.cpu())
+    if not error <= _DIFFERENCE_ERROR or not same or not counted:
+        raise MmfastError(
+            f"temporal_difference is off by {error:.1e} on {x.device.type}, equal rows "
+            f"{'alike' if same else 'not alike'}, runs {'right' if counted else 'wrong'}; "
+            "no speed is measured"
+        )
+    return error
+
+
+def _expected(x: Tensor, lengths: Iterable[int]) -> Iterator[tuple[slice, int, Difference]]:
+    """Yield frames, leading frames to skip, and the formulas of the frames in float64."""
+    begin = 0
+    for length in lengths:
+        for first in range(begin, begin + length, _PART):
+            end = min(first + _PART, begin + length)
+            lead = min(first - begin, 1)
+            yield slice(first, end), lead, reference(x[first - lead : end].double())
+        begin += length
+
+
+def _largest_error(mine: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative above 1; NaN or a misplaced infinity shows."""
+    off = (mine.double() - expected).abs() / expected.abs().clamp_min(1.0)
+    off = torch.where(mine.double() == expected, 0.0, off)  # both infinite
+    return float(off.nan_to_num(torch.inf).max())

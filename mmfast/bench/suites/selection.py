@@ -1,0 +1,364 @@
+"""Cost of choosing tokens against the textbook formulation of the same rule.
+
+`mmfast bench --selection` times reducers, and operations behind selection and eviction at the size
+of 32 frames and a 7B decoder. The textbooks follow the papers' own code: plain, slow, and
+independent of `mmfast.ops`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmfast.bench.cases import textured_video
+from mmfast.bench.results import Row, environment
+from mmfast.bench.timing import extra_mb, noise, one_thread, timed
+from mmfast.core.errors import MmfastError
+from mmfast.core.reduction import Reduction, gather_rows
+from mmfast.core.spec import count, reduce
+from mmfast.core.tokens import Tokens
+from mmfast.ops.attention import attend
+from mmfast.ops.attention_column_sums import attention_column_sums
+from mmfast.ops.video import static_windows
+
+_ENOUGH_MS = 10.0  # of one sample: a shorter job runs several times in a row
+_SLOW_MS = 1000.0  # a textbook that takes longer runs once
+
+
+def _divprune(tokens: Tokens, budget: int) -> Tensor:
+    """Read the distances to all chosen rows again in every step."""
+    rows = F.normalize(tokens.x, dim=-1)
+    distance = 1 - rows @ rows.T
+    picks = [int(distance.topk(2, dim=0, largest=False).values[1].argmax())]
+    while len(picks) < budget:
+        picks.append(int(distance[torch.tensor(picks)].amin(0).argmax()))
+    return torch.tensor(picks)
+
+
+def _evs(tokens: Tokens, budget: int) -> Tensor:
+    """Compute cosines over full-size temporaries and sort all of them."""
+    frames = tokens.grid[0] if tokens.grid else 1
+    clip = tokens.x.unflatten(0, (frames, -1))
+    change = 1 - F.cosine_similarity(clip[1:], clip[:-1], dim=-1)
+    change = torch.cat([255 * torch.ones_like(change[:1]), change])
+    return change.flatten().argsort(descending=True, stable=True)[:budget]
+
+
+def _holitom_inner(tokens: Tokens, budget: int) -> Tensor:
+    """Merge token after token, each into the states that the last merge left."""
+    attn = tokens.need("attn")
+    keep = attn.argsort(descending=True, stable=True)[:budget]
+    rows = F.normalize(tokens.x, dim=-1)
+    states = tokens.x.clone()
+    chosen = set(keep.tolist())
+    for token in range(tokens.n):
+        if token not in chosen:
+            target = keep[(rows[keep] @ rows[token]).argmax()]
+            states[target] = (states[target] + states[token]) / 2
+    return keep
+
+
+TEXTBOOKS: dict[str, Callable[[Tokens, int], Tensor]] = {
+    "divprune": _divprune,
+    "evs": _evs,
+    "holitom_inner": _holitom_inner,
+}
+
+
+def _textbook_windows(
+    similarity: Tensor, tau: float, longest: int
+) -> tuple[list[tuple[int, int]], int]:
+    """Find the windows that save the most tokens, comparing the gains of all pairs of frames.
+
+    Args:
+        similarity: `[T - 1, n]` of every place with the frame after.
+        tau: A place above it is static.
+        longest: Most frames in a window.
+
+    Returns:
+        First and last frame of all segments in order, and the tokens saved.
+    """
+    frames = len(similarity) + 1
+    gains = torch.zeros(frames, frames)
+    for first in range(frames - 1):
+        still = (similarity[first:] > tau).cumprod(0).sum(1)
+        gains[first, first + 1 :] = still * torch.arange(1, frames - first)
+    best, begins = torch.zeros(frames), torch.zeros(frames, dtype=torch.int64)
+    for last in range(frames):
+        most = best[last - 1] if last else torch.tensor(0.0)
+        begin = last
+        for width in range(2, min(last + 1, longest) + 1):
+            before = best[last - width] if last >= width else 0
+            total = before + gains[last - width + 1, last]
+            if total > most:
+                most, begin = total, last - width + 1
+        best[last], begins[last] = most, begin
+    segments = [(int(begins[-1]), frames - 1)]
+    while segments[-1][0] > 0:
+        last = segments[-1][0] - 1
+        segments.append((int(begins[last]), last))
+    return segments[::-1], int(best[-1])
+
+
+def _textbook_importance(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute causal attention with its weights, as `output_attentions=True` does.
+
+    Args:
+        query: `[1, H, L, d]`.
+        key: `[1, Hkv, L, d]`.
+        value: `[1, Hkv, L, d]`.
+
+    Returns:
+        The output `[1, H, L, d]` and the attention received by each key `[1, L]`.
+    """
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    hidden = torch.full((length, length), torch.finfo(query.dtype).min).triu(1)
+    logits = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5 + hidden
+    weights = logits.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return weights @ value, weights.mean(1).mean(1)
+
+
+def _textbook_gather(states: Tensor, index: Tensor) -> Tensor:
+    """Gather the entries of every head by an index as wide as the states."""
+    return states.gather(2, index[None, :, :, None].expand(-1, -1, -1, states.shape[-1]))
+
+
+@dataclass(frozen=True)
+class SelectionJob:
+    """The fast and the papers' formulation of one rule.
+
+    Attributes:
+        same: Compares their results.
+        memory: Measure the peak memory of both.
+    """
+
+    ours: Callable[[], Any]
+    textbook: Callable[[], Any]
+    same: Callable[[Any, Any], bool]
+    memory: bool = False
+
+
+@dataclass(frozen=True)
+class SelectionCase:
+    """A rule and its sizes; `build` makes the inputs when it is measured."""
+
+    case: str
+    method: str
+    n: int
+    d: int
+    budget: int | None
+    build: Callable[[], SelectionJob]
+
+
+def method_case(method: str, grid: tuple[int, int, int], d: int, share: float) -> SelectionCase:
+    """Return a case that keeps a share of a video of `grid` with features of width `d`."""
+    n = math.prod(grid)
+    budget = count(share, n) or 1
+    name = f"{method}, {n:,} x {d:,}, keep {share:.0%}"
+    return SelectionCase(name, method, n, d, budget, partial(_method_job, method, grid, d, budget))
+
+
+def _method_job(method: str, grid: tuple[int, int, int], d: int, budget: int) -> SelectionJob:
+    """Build the method and its textbook on a synthetic video.
+
+    Raises:
+        MmfastError: The method has no textbook formulation here.
+    """
+    name = method.partition("@")[0]
+    if name not in TEXTBOOKS:
+        raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")
+    tokens = textured_video(grid, d)
+    return SelectionJob(
+        lambda: _ours(tokens, f"{method}:{budget}"),
+        lambda: TEXTBOOKS[name](tokens, budget),
+        lambda kept, expected: kept.equal(expected.sort().values),
+    )
+
+
+def segmentation(frames: int, places: int, tau: float = 0.8) -> SelectionJob:
+    """Build windows of static places: shots of 16 frames in which one place in 25 changes."""
+    generator = torch.Generator().manual_seed(0)
+    alike = 0.7 + 0.3 * torch.rand(frames - 1, places, generator=generator).sqrt()
+    alike[torch.rand(frames - 1, places, generator=generator) < 0.04] = 0.5
+    alike[15::16] = 0.3
+    longest = 1024
+    return SelectionJob(
+        lambda: static_windows(alike > tau, longest),
+        lambda: _textbook_windows(alike, tau, longest),
+        lambda a, b: bool(a == b),
+    )
+
+
+def importance(
+    heads: int, kv_heads: int, length: int, width: int, share: float = 0.25
+) -> SelectionJob:
+    """Build attention with the attention received by every key."""
+    generator = torch.Generator().manual_seed(0)
+    make = partial(torch.randn, generator=generator)
+    query = make(1, heads, length, width)
+    key, value = make(1, kv_heads, length, width), make(1, kv_heads, length, width)
+
+    def same(ours: tuple[Tensor, Tensor], textbook: tuple[Tensor, Tensor]) -> bool:
+        kept = [
+            scores.topk(int(share * length)).indices.sort().values for _, scores in (ours, textbook)
+        ]
+        close = all(
+            torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(ours, textbook, strict=True)
+        )
+        return close and kept[0].equal(kept[1])
+
+    return SelectionJob(
+        lambda: _importance(query, key, value),
+        lambda: _textbook_importance(query, key, value),
+        same,
+        memory=True,
+    )
+
+
+def _importance(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    output, lse = attend(query, key, value, causal=True)
+    sums = attention_column_sums(query, key, lse, causal=True)
+    return output, sums / query.shape[1:3].numel()
+
+
+def head_gather(heads: int, length: int, kept: int, width: int) -> SelectionJob:
+    """Build a gather of entries that differ between the heads of a KV cache."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(1, heads, length, width, generator=generator)
+    order = torch.rand(heads, length, generator=generator).argsort()
+    index = order[:, :kept].sort().values
+    return SelectionJob(
+        lambda: gather_rows(states, index[None]),
+        lambda: _textbook_gather(states, index),
+        torch.equal,
+    )
+
+
+CASES = (
+    method_case("divprune", (32, 14, 14), 1024, 0.25),
+    method_case("divprune", (8, 14, 14), 896, 0.25),
+    method_case("divprune", (8, 14, 14), 896, 0.10),
+    method_case("evs", (8, 14, 14), 896, 0.25),
+    method_case("evs", (32, 14, 14), 1024, 0.25),
+    method_case("evs", (32, 14, 14), 3584, 0.25),
+    method_case("holitom_inner@llm2", (8, 14, 14), 896, 0.25),
+    SelectionCase(
+        *("holitom segmentation, 128 frames x 196", "holitom_windows", 128, 196, None),
+        build=partial(segmentation, 128, 196),
+    ),
+    SelectionCase(
+        *("attention with importance, 2,880 tokens, 28 / 4 heads x 128", "importance"),
+        *(2880, 128, 720),
+        build=partial(importance, 28, 4, 2880, 128),
+    ),
+    SelectionCase(
+        *("attention with importance, 2,880 tokens, 32 heads x 128", "importance"),
+        *(2880, 128, 720),
+        build=partial(importance, 32, 32, 2880, 128),
+    ),
+    SelectionCase(
+        *("KV gather per head, 1,584 of 6,336, 4 heads x 128", "head_gather", 6336, 128, 1584),
+        build=partial(head_gather, 4, 6336, 1584, 128),
+    ),
+)
+
+
+def measure(cases: Sequence[SelectionCase] = CASES, repeats: int = 9) -> Iterator[Row]:
+    """Time every case on one thread, ours and textbook in turn.
+
+    Args:
+        cases: What to measure.
+        repeats: Rounds; a textbook of more than a second runs once.
+
+    Yields:
+        Rows with `method`, `n`, `d`, `budget`, the medians `ms` and `textbook_ms` in processor
+        milliseconds, `speedup`, `same_indices` and `noise`, the difference of two runs of ours in
+        a round; `extra_mb` and `textbook_extra_mb`, the peak of memory above that in use
+        before, of cases with `memory`; `case` and `median_ms` are for the table.
+
+    Raises:
+        MmfastError: A method has no textbook formulation here.
+    """
+    for case in cases:
+        with one_thread():
+            figures = _compare(case.build(), repeats)
+            sizes = {key: getattr(case, key) for key in ("case", "method", "n", "d", "budget")}
+            yield {**sizes, **figures, "threads": 1}
+
+
+def result_rows(progress: Callable[[int, int], None] | None = None) -> list[Row]:
+    """Measure all cases as rows for `assets/results/selection-cpu.jsonl`."""
+    shared = {"suite": "selection", "device": "cpu", "dtype": "float32", **environment()}
+    rows = []
+    for row in measure():
+        rows.append({**shared, **row})
+        if progress is not None:
+            progress(len(rows), len(CASES))
+    return rows
+
+
+def _compare(job: SelectionJob, repeats: int) -> Row:
+    jobs = {"ours": job.ours, "textbook": job.textbook, "again": job.ours}
+    _settle_heap()
+    samples: dict[str, list[float]] = {name: [] for name in jobs}
+    runs = {name: timed(call, time.process_time) for name, call in jobs.items()}
+    first = {name: ms for name, (_, ms) in runs.items()}
+    if first["textbook"] > _SLOW_MS:
+        samples["textbook"].append(first["textbook"])
+    warm = {
+        name: _processor_ms(jobs[name], 1) if ms < _SLOW_MS else ms for name, ms in first.items()
+    }
+    often = {name: 1 + int(_ENOUGH_MS / max(ms, 1e-3)) for name, ms in warm.items()}
+    for turn in range(repeats):
+        for name in jobs if turn % 2 == 0 else reversed(jobs):
+            if name != "textbook" or first["textbook"] <= _SLOW_MS:
+                samples[name].append(_processor_ms(jobs[name], often[name]))
+    memory = {}
+    if job.memory:
+        memory = {"extra_mb": extra_mb(job.ours), "textbook_extra_mb": extra_mb(job.textbook)}
+    ms, textbook_ms = median(samples["ours"]), median(samples["textbook"])
+    return {
+        "ms": ms,
+        "median_ms": ms,
+        "textbook_ms": textbook_ms,
+        "speedup": textbook_ms / ms,
+        "same_indices": job.same(runs["ours"][0], runs["textbook"][0]),
+        "noise": noise(samples["ours"], samples["again"]),
+        **memory,
+    }
+
+
+def _settle_heap() -> None:
+    """Let the C library keep freed memory: page faults would dominate short jobs.
+
+    It keeps blocks up to the size of the largest one it ever returned to the system, 32 MB at
+    most, so earlier jobs would otherwise matter.
+    """
+    torch.zeros(31 << 20, dtype=torch.uint8)
+
+
+def _processor_ms(call: Callable[[], Any], often: int) -> float:
+    # Time of this process alone: other load on the machine counts little.
+    start = time.process_time()
+    for _ in range(often):
+        call()
+    return (time.process_time() - start) * 1e3 / often
+
+
+def _ours(tokens: Tokens, spec: str) -> Tensor:
+    found = reduce(tokens, spec)
+    if not isinstance(found, Reduction):
+        raise MmfastError(f"{spec!r} gave several reductions for one item")
+    if not found.pure:  # the textbook merges too
+        found.apply(tokens.x)
+    return found.keep

@@ -1,0 +1,412 @@
+"""Benchmarks of the server: chats at once, fairness, the start, and `mmfast batch`."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.results import Row
+from mmfast.bench.timing import frozen, paired, process_seconds
+from mmfast.core.errors import MmfastError
+from mmfast.models.loading import load
+from mmfast.models.prompt import Shot
+from mmfast.serve.batch.job import BatchJob
+from mmfast.serve.batch.run import BatchOptions, run_batch
+from mmfast.serve.engine.base import (
+    BusyError,
+    Delta,
+    Event,
+    Finish,
+    Media,
+    Message,
+    Request,
+    SamplingOptions,
+)
+from mmfast.serve.engine.scheduler import Scheduler
+from mmfast.tiny.video.clips import encode
+from mmfast.tiny.video.scene import CLIPS, draw, make_scene
+
+_NUMBERS = itertools.count()
+
+
+def engine(**options: Any) -> Scheduler:
+    """Return the embedded model on the CPU without its end token: its answers are one word."""
+    model, processor = load(None, "cpu", "float32")
+    model.generation_config.eos_token_id = None
+    return Scheduler((model, processor), name="tiny-video", **options)
+
+
+def chat(tokens: int, text: str = "what is it?", image: bool = True, tenant: str = "") -> Request:
+    """Return a request about a new image, or without one."""
+    number = next(_NUMBERS)
+    parts: list[str | Media] = [text]
+    if image:
+        pixels = np.random.default_rng(number).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+        parts.insert(0, Media(Shot("image", pixels), f"image-{os.getpid()}-{number}"))
+    message = Message("user", tuple(parts))
+    return Request(f"chat-{number}", (message,), SamplingOptions(max_tokens=tokens), tenant=tenant)
+
+
+class ChatRecord:
+    """Submits a request and receives its events."""
+
+    def __init__(self, scheduler: Scheduler, request: Request) -> None:
+        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        scheduler.submit(request, self._inbox.put)
+
+    def first(self) -> None:
+        """Wait for the first event."""
+        self._inbox.get()
+
+    def end(self) -> Event:
+        """Wait for the last event."""
+        while isinstance(event := self._inbox.get(), Delta):
+            pass
+        return event
+
+
+@dataclass(frozen=True)
+class TimeSpent:
+    """Seconds of the wall clock and of the processor."""
+
+    wall: float
+    cpu: float
+
+
+def spent(job: Callable[[], object]) -> TimeSpent:
+    """Run `job` and measure both clocks."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    job()
+    return TimeSpent(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def gap_and_chunk(scheduler: Scheduler, share: float = 0.75) -> tuple[TimeSpent, TimeSpent]:
+    """Return the longest gap between two decoding steps, and the median of whole chunks."""
+    batch = scheduler._lanes.batch
+    assert batch is not None
+    gaps = [TimeSpent(*gap) for gap in tuple(batch.gaps)]
+    least = share * batch.prefiller.chunk
+    chunks = [TimeSpent(*both) for n, *both in tuple(batch.passes) if n >= least]
+    return _by(max, gaps), _by(median, chunks)
+
+
+def _by(summary: Any, values: Sequence[TimeSpent]) -> TimeSpent:
+    if not values:
+        return TimeSpent(float("nan"), float("nan"))
+    return TimeSpent(summary([v.wall for v in values]), summary([v.cpu for v in values]))
+
+
+def reset(scheduler: Scheduler) -> None:
+    """Clear the recorded times and all cached results."""
+    batch = scheduler._lanes.batch
+    assert batch is not None
+    batch.gaps.clear()
+    batch.passes.clear()
+    batch.prefixes.shrink(0)
+    scheduler._lanes.encoder.kept.shrink(0)
+
+
+def _gap_row(gaps: Sequence[TimeSpent], chunks: Sequence[TimeSpent]) -> Row:
+    both = list(zip(gaps, chunks, strict=True))
+    return {
+        "gap_ms": 1e3 * median(gap.wall for gap in gaps),
+        "chunk_ms": 1e3 * median(chunk.wall for chunk in chunks),
+        "gap_chunks": median(gap.wall / chunk.wall for gap, chunk in both),
+        "cpu_gap_ms": 1e3 * median(gap.cpu for gap in gaps),
+        "cpu_chunk_ms": 1e3 * median(chunk.cpu for chunk in chunks),
+        "cpu_gap_chunks": median(gap.cpu / chunk.cpu for gap, chunk in both),
+    }
+
+
+CHATS, MANY = 16, 64
+
+
+@benchmark("serve", "load")
+def load_rows(tick: Tick, rounds: int = 5, tokens: int = 32) -> list[Row]:
+    """Compare chats at once with one at a time, and measure the longest gap and an overload.
+
+    The embedded model runs on as many threads as torch uses.
+    """
+    with closing(engine(slots=CHATS)) as scheduler:
+        one: list[TimeSpent] = []
+        many: list[TimeSpent] = []
+        gaps: list[tuple[TimeSpent, TimeSpent]] = []
+        with frozen():
+            _one_by_one(scheduler, tokens, 2)  # warm-up
+            _at_once(scheduler, tokens, CHATS)
+            for number in range(rounds):
+                for together in (False, True) if number % 2 else (True, False):
+                    reset(scheduler)
+                    if together:
+                        many.append(spent(lambda: _at_once(scheduler, tokens, CHATS)))
+                        gaps.append(gap_and_chunk(scheduler))
+                    else:
+                        one.append(spent(lambda: _one_by_one(scheduler, tokens, CHATS)))
+                tick(f"{CHATS} chats", number + 1, rounds)
+        overload = _overload(scheduler, tokens, MANY)
+    shared = {
+        "chats": CHATS,
+        "tokens": tokens,
+        "n": rounds,
+        "threads": torch.get_num_threads(),
+        "model": scheduler.model,
+        "device": "cpu",
+    }
+    gap_row = _gap_row(*zip(*gaps, strict=True))
+    return [
+        {"job": "one at a time", **shared, **_speed(one, one, tokens)},
+        {"job": f"{CHATS} at once", **shared, **_speed(one, many, tokens), **gap_row},
+        {"job": f"{MANY} at once", **shared, "chats": MANY, **overload},
+    ]
+
+
+def _one_by_one(scheduler: Scheduler, tokens: int, count: int) -> None:
+    for _ in range(count):
+        ChatRecord(scheduler, chat(tokens)).end()
+
+
+def _at_once(scheduler: Scheduler, tokens: int, count: int) -> None:
+    _ends([ChatRecord(scheduler, chat(tokens)) for _ in range(count)])
+
+
+def _ends(records: Iterable[ChatRecord]) -> list[Event]:
+    return [record.end() for record in records]
+
+
+def _overload(scheduler: Scheduler, tokens: int, count: int) -> Row:
+    """Submit more chats than there is room for, and count the outcomes."""
+    records, busy, retry = [], 0, 0.0
+    for _ in range(count):
+        try:
+            records.append(ChatRecord(scheduler, chat(tokens)))
+        except BusyError as error:
+            busy, retry = busy + 1, error.retry_after
+    ended = sum(isinstance(event, Finish) for event in _ends(records))
+    return {"answered": ended, "busy": busy, "lost": count - ended - busy, "retry_after_s": retry}
+
+
+def _speed(base: Sequence[TimeSpent], mine: Sequence[TimeSpent], tokens: int) -> Row:
+    wall = median(each.wall for each in mine)
+    return {
+        "tokens_per_s": CHATS * tokens / wall,
+        "seconds": wall,
+        "cpu_seconds": median(each.cpu for each in mine),
+        "speedup": paired([b.wall for b in base], [m.wall for m in mine]),
+        "cpu_speedup": paired([b.cpu for b in base], [m.cpu for m in mine]),
+    }
+
+
+FROM_MANY, FROM_FEW = 24, 4  # requests of two tenants
+_ANSWER = 160  # tokens of the answer that a long prompt interrupts
+
+
+@benchmark("serve", "fairness")
+def fairness(tick: Tick, rounds: int = 5, words: int = 2000) -> list[Row]:
+    """Measure gaps in an answer during a long prompt, and the turns of two tenants.
+
+    The embedded model runs on as many threads as torch uses.
+    """
+    chunks = {"chunks of 256": 256, "in one piece": 4096}
+    engines = {name: engine(chunk=chunk, slots=4) for name, chunk in chunks.items()}
+    chunked = engines["chunks of 256"]
+    found: dict[str, list[tuple[TimeSpent, TimeSpent]]] = {name: [] for name in engines}
+    alone: list[TimeSpent] = []
+    try:
+        with frozen():
+            for number in range(rounds + 1):  # the first round is a warm-up
+                for name in engines if number % 2 else reversed(engines):
+                    reset(engines[name])
+                    found[name].append(_during_prompt(engines[name], words))
+                reset(chunked)
+                ChatRecord(chunked, chat(_ANSWER, image=False)).end()
+                alone.append(gap_and_chunk(chunked)[0])
+                tick(f"{words} tokens", number, rounds)
+            turns = _turns(chunked)
+    finally:
+        for scheduler in engines.values():
+            scheduler.close()
+    shared = {"n": rounds, "threads": torch.get_num_threads(), "model": "tiny-video"}
+    base = [chunk for _, chunk in found["chunks of 256"]][1:]
+    gaps = {f"a prompt of {words} tokens, {name}": [g for g, _ in m] for name, m in found.items()}
+    table = {"no prompt": alone, **gaps}
+    return [
+        *({"job": job, **shared, **_gap_row(mine[1:], base)} for job, mine in table.items()),
+        {"job": "two tenants", **shared, **turns},
+    ]
+
+
+def _during_prompt(scheduler: Scheduler, words: int) -> tuple[TimeSpent, TimeSpent]:
+    """Submit a long prompt during an answer; return the longest gap in it, and a chunk."""
+    running = ChatRecord(scheduler, chat(_ANSWER, image=False))
+    running.first()
+    ChatRecord(scheduler, chat(2, " ".join(["red"] * words), image=False)).end()
+    running.end()
+    return gap_and_chunk(scheduler)
+
+
+def _turns(scheduler: Scheduler) -> Row:
+    """Submit many requests of one tenant, then few of another; return the places of the few."""
+    reset(scheduler)
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask(tenant: str) -> None:
+        def receive(event: Event) -> None:
+            if not isinstance(event, Delta):
+                ended.put(tenant)
+
+        scheduler.submit(chat(8, tenant=tenant), receive)
+
+    for tenant in ["many"] * FROM_MANY + ["few"] * FROM_FEW:
+        ask(tenant)
+    order = [ended.get() for _ in range(FROM_MANY + FROM_FEW)]
+    places = [i + 1 for i, tenant in enumerate(order) if tenant == "few"]
+    return {"of": len(order), "asked_last": FROM_FEW, "places": places, "last_place": max(places)}
+
+
+FILES, QUESTION = 240, "How many shapes are there?"
+ENGINES = (("inproc", 1), ("ray", 1), ("ray", 2))  # engine and workers
+
+
+@benchmark("serve", "batch")
+def batch(
+    tick: Tick,
+    engines: Sequence[tuple[str, int]] = ENGINES,
+    count: int = FILES,
+    rounds: int = 3,
+) -> list[Row]:
+    """Measure clips per second of `mmfast batch`: in one process, and on Ray.
+
+    The rate is that of the second half of a run, when all workers have their model. The start of
+    Ray and of the models is in `start_s`, the seconds until the first answer. Each row is that of
+    the round with the median rate.
+    """
+    with tempfile.TemporaryDirectory(prefix="mmfast-") as where:
+        folder = Path(where) / "clips"
+        folder.mkdir()
+        for number in range(count):
+            clip = encode(draw(make_scene(CLIPS, 0, number)).frames)
+            (folder / f"{number:04d}.mp4").write_bytes(clip)
+        found: dict[tuple[str, int], list[Row]] = {way: [] for way in engines}
+        for number in range(rounds):
+            for way in engines if number % 2 == 0 else reversed(engines):
+                found[way].append(_run(folder, Path(where) / "out.parquet", *way))
+            tick("rounds", number + 1, rounds)
+    middle = {w: sorted(f, key=lambda r: r["clips_per_s"])[len(f) // 2] for w, f in found.items()}
+    base = middle[engines[0]]["clips_per_s"]
+    shared = {"clips": count, "frames": 8, "n": rounds, "cores": os.cpu_count(), "device": "cpu"}
+    return [
+        {"job": f"{engine}, {workers} worker{'s' * (workers > 1)}", "engine": engine}
+        | {"workers": workers, **row, "speedup": round(row["clips_per_s"] / base, 3), **shared}
+        for (engine, workers), row in middle.items()
+    ]
+
+
+def _run(folder: Path, out: Path, engine: str, workers: int) -> Row:
+    start, stamps = time.perf_counter(), [(0.0, 0)]
+
+    def tick(done: int, total: int) -> None:
+        if done > stamps[-1][1]:
+            stamps.append((time.perf_counter() - start, done))
+
+    job = BatchJob(folder, (QUESTION,), device="cpu")
+    run_batch(job, out, BatchOptions(engine, workers), tick=tick)
+    out.unlink()
+    half = next(stamp for stamp in stamps if stamp[1] >= stamps[-1][1] / 2)
+    seconds, clips = stamps[-1][0] - half[0], stamps[-1][1] - half[1]
+    return {
+        "clips_per_s": round(clips / seconds, 3),
+        "start_s": round(stamps[1][0], 3),
+        "seconds": round(time.perf_counter() - start, 3),
+    }
+
+
+_TIMEOUT = 120.0  # seconds to wait for an answer
+FIRST_QUESTIONS = {"text": "Hello?", "clip": "Which way does the red circle move?"}
+
+
+@benchmark("serve", "start")
+def start(tick: Tick, rounds: int = 5) -> list[Row]:
+    """Measure a fresh `mmfast serve` up to its first answer.
+
+    `listening_s` is the time until a client can connect, `answer_s` until the answer to a question
+    asked at that moment; `cpu_s` is the server's processor time until then, which excludes other
+    load.
+    """
+    found: dict[str, list[Row]] = {name: [] for name in FIRST_QUESTIONS}
+    for number in range(rounds):
+        for name in FIRST_QUESTIONS:
+            found[name].append(_start(name))
+        tick("starts", number + 1, rounds)
+    return [
+        {
+            "job": f"first {name}",
+            **{key: round(median(each[key] for each in starts), 3) for key in starts[0]},
+            "worst_s": round(max(each["answer_s"] for each in starts), 3),
+            "n": len(starts),
+            "threads": os.cpu_count(),
+            "model": "tiny-video",
+            "device": "cpu",
+        }
+        for name, starts in found.items()
+    ]
+
+
+def _start(name: str) -> Row:
+    command = [sys.executable, "-m", "mmfast", "serve", "--port", "0"]
+    start = time.perf_counter()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = _url(process)
+            listening = time.perf_counter() - start
+            _ask(url, name)
+            answer, cpu = time.perf_counter() - start, process_seconds(process.pid)
+            return {"listening_s": listening, "answer_s": answer, "cpu_s": cpu}
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=30)
+            process.kill()
+
+
+def _url(process: subprocess.Popen[str]) -> str:
+    log = ""
+    for line in process.stderr or ():
+        log += line
+        if "listening on " in line:
+            return line.partition("listening on ")[2].split()[0]
+    raise MmfastError(f"the server did not start: {log.strip()[-200:]}")
+
+
+def _ask(url: str, name: str) -> None:
+    content: list[dict[str, Any]] = [{"type": "text", "text": FIRST_QUESTIONS[name]}]
+    if name == "clip":
+        clip = Path(str(files("mmfast.assets").joinpath("clips/red-circle.mp4"))).read_bytes()
+        data = "data:video/mp4;base64," + base64.b64encode(clip).decode()
+        content.insert(0, {"type": "video_url", "video_url": {"url": data}})
+    document = {"model": "mmfast-tiny-video", "messages": [{"role": "user", "content": content}]}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(document).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=_TIMEOUT) as reply:
+        json.load(reply)["choices"][0]["message"]["content"]

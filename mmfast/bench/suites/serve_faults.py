@@ -1,0 +1,190 @@
+"""Benchmark of workers killed under load: lost answers, and the time to recover."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.results import Row
+from mmfast.bench.suites.serve import chat
+from mmfast.models.loading import embedded_path
+from mmfast.serve.engine.base import BusyError, Delta, Event, Failure, Finish
+
+REPLICAS, LATER, BYSTANDERS, LINGER, EVERY = 2, 8, 4, 1.0, 0.2
+
+
+@benchmark("serve", "faults")
+def faults(tick: Tick) -> list[Row]:
+    """Kill a worker of every engine and role, with the embedded model on the CPU."""
+    from mmfast.serve.engine.processes.crowd import Processes
+    from mmfast.serve.ray.engine import RayEngine
+
+    engines: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "processes": (Processes, ("encode", "decode")),
+        "ray": (RayEngine, ("encode", "prefill", "decode")),
+    }
+    found, done = [], 0
+    for name, (make, roles) in engines.items():
+        with endless_model() as model:
+            replicas = dict.fromkeys(roles, REPLICAS)
+            engine = make(str(model), device="cpu", slots=24, linger=LINGER, **replicas)
+            try:
+                for role in roles:
+                    found.append({"engine": name, "replicas": REPLICAS, **trial(engine, role)})
+                    done += 1
+                    tick(f"{name}: {role}", done, 5)
+            finally:
+                engine.close()
+    return found
+
+
+@contextmanager
+def endless_model() -> Iterator[Path]:
+    """Copy the embedded model without its end token: its answers are one word."""
+    with tempfile.TemporaryDirectory(prefix="mmfast-") as folder:
+        path = Path(folder) / "endless"
+        path.mkdir()
+        for source in embedded_path().iterdir():
+            shutil.copyfile(source, path / source.name)
+        config = path / "generation_config.json"
+        options = json.loads(config.read_text(encoding="utf-8"))
+        config.write_text(json.dumps({**options, "eos_token_id": None}), encoding="utf-8")
+        yield path
+
+
+class FaultRecord:
+    """Submits a request for an answer of `tokens` tokens and records its outcome."""
+
+    def __init__(self, engine: Any, tokens: int) -> None:
+        request = chat(tokens)
+        self.name = request.id
+        self.begun, self.over = threading.Event(), threading.Event()
+        self.last: Event | None = None
+        self.at = 0.0
+        engine.submit(request, self._receive)
+
+    def _receive(self, event: Event) -> None:
+        self.begun.set()
+        if not isinstance(event, Delta):
+            self.last, self.at = event, time.perf_counter()
+            self.over.set()
+
+
+def trial(
+    engine: Any,
+    role: str,
+    later: int = LATER,
+    bystanders: int = BYSTANDERS,
+    every: float = EVERY,
+    tokens: int = 1500,
+    patience: float = 300.0,
+) -> Row:
+    """Kill one worker of a role while answers run, and count the outcomes.
+
+    Args:
+        engine: `Processes` or `RayEngine` with a delay in encoding (and prefill), so that there
+            is always a request in it.
+        role: Of the worker.
+        later: Requests submitted after the kill.
+        bystanders: Long answers that run meanwhile.
+        every: Seconds between two requests.
+        tokens: Length of a long answer.
+        patience: Seconds to wait for an answer or for recovery.
+    """
+    before = engine.health().gauges[f"workers_{role}"]
+    long = [FaultRecord(engine, tokens) for _ in range(bystanders)]
+    _await([each.begun for each in long], patience)
+    fed: list[FaultRecord] = []
+    while not (fed and fed[0].begun.is_set()):  # then every role holds a request
+        _feed(engine, fed, every, patience)
+    begun = {each.name for each in (*long, *fed) if each.begun.is_set() and not each.over.is_set()}
+    victim = _victim(engine, role, long)
+    mine = {name for name in begun if engine.workers(name).get(role) == victim}
+    # Answers that have begun have passed encode and prefill.
+    spared = begun - mine if role == "decode" else begun
+    os.kill(victim, signal.SIGKILL)
+    killed = time.perf_counter()
+    recovered = _recovery(
+        lambda: engine.health().gauges[f"workers_{role}"], before, killed, patience
+    )
+    asked = len(fed)
+    while len(fed) < asked + later:
+        _feed(engine, fed, every, patience)
+    records = [*long, *fed]
+    _await([each.over for each in records], patience)
+    recovered[0].join()
+    lost = {each.name for each in records if _lost(each)}
+    answered = [each.at for each in fed[asked:] if isinstance(each.last, Finish)]
+    return {
+        "role": role,
+        "streams": len(records),
+        "lost": len(lost),
+        "completed": sum(isinstance(each.last, Finish) for each in records),
+        "wrongly_lost": len(lost & spared),
+        "lost_later": len(lost & {each.name for each in fed[asked:]}),
+        "other_errors": sum(isinstance(e.last, Failure) and not _lost(e) for e in records),
+        "seconds_to_answer": round(min(answered) - killed, 3) if answered else None,
+        "seconds_to_recover": recovered[1],
+    }
+
+
+def _feed(engine: Any, fed: list[FaultRecord], every: float, patience: float) -> None:
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        time.sleep(every)
+        try:
+            fed.append(FaultRecord(engine, 16))
+            return
+        except BusyError:
+            continue
+    raise TimeoutError(f"the engine took no request in {patience} s")
+
+
+def _victim(engine: Any, role: str, long: list[FaultRecord]) -> int:
+    """Return the worker of a role that served a running answer, or the first of the role."""
+    known = engine.workers(long[0].name)
+    return int(known[role] if role in known else engine.pids(role)[0])
+
+
+def _lost(each: FaultRecord) -> bool:
+    return isinstance(each.last, Failure) and each.last.kind == "replica_lost"
+
+
+def _await(events: list[threading.Event], patience: float) -> None:
+    until = time.monotonic() + patience
+    for event in events:
+        if not event.wait(max(0.0, until - time.monotonic())):
+            raise TimeoutError(f"an answer did not come in {patience} s")
+
+
+def _recovery(count: Callable[[], float], full: float, start: float, patience: float) -> list[Any]:
+    """Start a thread that waits until workers are fewer and then as many again.
+
+    Returns:
+        The thread, and the seconds, which it fills in.
+    """
+    found: list[Any] = [None, None]
+
+    def wait() -> None:
+        fewer = False
+        while time.perf_counter() - start < patience:
+            now = count()
+            fewer = fewer or now < full
+            if fewer and now >= full:
+                found[1] = round(time.perf_counter() - start, 3)
+                return
+            time.sleep(0.02)
+
+    found[0] = threading.Thread(target=wait, daemon=True)
+    found[0].start()
+    return found

@@ -1,0 +1,544 @@
+"""Benchmarks of drafted speech tokens: real shapes with random weights, and trained depth heads.
+
+`shape` measures drafting on a 7-billion model, `depth-shape` the depth passes of CSM, and
+`depth-drafts` the share of accepted drafts of learned drafters on recordings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmfast.bench.cases import fill_
+from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.results import Row, dtype_name
+from mmfast.bench.suites.speech_speed import draft_weights, trunk_weights
+from mmfast.bench.timing import (
+    AGAIN,
+    PROCESSOR_CLOCK,
+    PairedTimes,
+    Sample,
+    frozen,
+    interleave,
+    one_thread,
+    paired,
+    timed,
+)
+from mmfast.decoding.adapt import Costs
+from mmfast.decoding.codebooks import (
+    BlockPlan,
+    CodeChoice,
+    Drafter,
+    FrameCount,
+    FrameDecoder,
+    FrameDrafts,
+    copy_frame,
+    draft_and_check,
+    measure_share,
+    one_by_one,
+    parallel,
+)
+from mmfast.decoding.drafting import parse_schedule
+from mmfast.decoding.loop import SingleDecoder
+from mmfast.decoding.row import Open
+from mmfast.decoding.sampling import Sampling
+from mmfast.heads.code_base import CodeMlp
+from mmfast.heads.depth import DepthHead
+from mmfast.heads.groups import GroupsHead
+from mmfast.models.speech.depth_weights import csm_depth
+from mmfast.ops.audio import log_mel
+from mmfast.tiny.speech.codec import recordings
+
+ROUNDS, PROMPT = 5, 8
+SCHEDULES = {"vanilla": 4, "boost": 2, "turbo": 3}  # cycles that are timed
+
+
+@dataclass(frozen=True)
+class LanguageShape:
+    """Sizes of a language model whose last rows of the vocabulary are audio tokens."""
+
+    name: str = "7b"
+    hidden: int = 3584
+    layers: int = 28
+    inner: int = 18944
+    heads: int = 28
+    keys: int = 4
+    vocabulary: int = 168_072
+    audio: int = 16_384
+    modules: int = 10
+    distinct: int = 2
+
+
+@benchmark("speech", "shape")
+def shape(tick: Tick) -> list[Row]:
+    """Measure drafting on the shape of Qwen2-7B with VITA-Audio's vocabulary (arXiv 2505.03739).
+
+    Layers share the weights of two of them, modules too, so that the model fits in memory. A layer
+    is larger than any cache of a processor: each use reads it from memory anew, as in the whole
+    model. Modules see one position, as those of the embedded speech model do.
+
+    Two ideals: by the weights read, as if a pass over eleven tokens cost one over one; and with
+    the measured cost of that pass of the backbone.
+    """
+    return shape_rows(LanguageShape(), ROUNDS, tick)
+
+
+def build_language_model(shape: LanguageShape, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Build the backbone and the `mctp` head of a shape, on the CPU."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from mmfast.heads.mctp import Mctp
+    from mmfast.models.decoder.backbone import Backbone
+
+    config = Qwen2Config(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.distinct,
+        intermediate_size=shape.inner,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.keys,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    )
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model: Any = Qwen2ForCausalLM(config)
+        model = model.to_empty(device="cpu")
+        model.tie_weights()
+        fill_(model)
+        rotary = model.model.rotary_emb  # angles, which are missing on the meta device
+        model.model.rotary_emb = type(rotary)(model.config)
+        layers = model.model.layers
+        spread = [layers[i % shape.distinct] for i in range(shape.layers)]
+        model.model.layers = nn.ModuleList(spread)
+        config.layer_types = ["full_attention"] * shape.layers
+        backbone = Backbone(model.eval(), lean=False, check=False)
+        head = Mctp(_SharedTrunk(backbone, shape.distinct), shape.modules, window=1).eval()
+    finally:
+        torch.set_default_dtype(old)
+    return backbone, head
+
+
+class _SharedTrunk:
+    """A trunk whose new layers are its own layers in turn, which saves memory."""
+
+    def __init__(self, backbone: Any, distinct: int) -> None:
+        self._backbone, self._distinct, self._made = backbone, distinct, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backbone, name)
+
+    def new_layer(self, ffn: int | None = None) -> nn.Module:
+        """Return one of the backbone's own layers."""
+        self._made += 1
+        layer: nn.Module = self._backbone.decoder.layers[self._made % self._distinct]
+        return layer
+
+
+def shape_rows(
+    shape: LanguageShape, rounds: int, tick: Tick, dtype: torch.dtype | None = None
+) -> list[Row]:
+    """Measure a shape; None is bfloat16 where the processor multiplies it, else float32."""
+    backbone, head = build_language_model(shape, dtype := dtype or _dtype())
+    wide = 1 + parse_schedule("turbo").most
+    clocked, audio = _ClockedHead(head), slice(shape.vocabulary - shape.audio, shape.vocabulary)
+    done, names = 0, [*SCHEDULES, AGAIN, "wide"]
+
+    def job(name: str) -> Callable[[], Sample]:
+        mode = "vanilla" if name == AGAIN else name
+
+        def run() -> Sample:
+            nonlocal done
+            done += 1
+            tick(name, done, (rounds + 1) * len(names))
+            if name == "wide":
+                return {"ms": wide_pass(backbone, wide, audio)}
+            return decode(backbone, clocked, mode, SCHEDULES[mode], audio)
+
+        return run
+
+    jobs = {name: job(name) for name in names}
+    with torch.inference_mode(), one_thread(), frozen():
+        for run in jobs.values():  # warm-up
+            run()
+        samples = interleave(jobs, rounds)
+    share = draft_weights(head, shape.audio) / trunk_weights(backbone, shape.audio)
+    shared = {
+        "preset": shape.name,
+        "dtype": dtype_name(dtype),
+        "distinct_layers": shape.distinct,
+        "module_share": share,
+        "n": rounds,
+        "clock": PROCESSOR_CLOCK,
+        "threads": 1,
+        "device": "cpu",
+    }
+    times = PairedTimes.of(samples)
+    return [{**shared, **_shape_row(name, times, samples, share)} for name in SCHEDULES]
+
+
+def _shape_row(
+    name: str, times: PairedTimes, samples: Mapping[str, Sequence[Sample]], share: float
+) -> Row:
+    def middle(part: str, *jobs: str) -> float:
+        return median(sample[part] for job in jobs for sample in samples[job])
+
+    speedup, ideal = times.speedup(name), ideal_speedup(name, share)
+    module, pass_ms = middle("module", name), middle("main", "vanilla", AGAIN)
+    wide = median(times.times["wide"])
+    here = 1.0 if name == "vanilla" else ideal_speedup(name, share, wide / pass_ms)
+    return {
+        "job": name,
+        "score": speedup,
+        "ms_per_token": median(times.times[name]),
+        "pass_ms": pass_ms,
+        "main_ms": middle("main", name),
+        "module_ms": module,
+        "module_cost": module / pass_ms,
+        "speedup": speedup,
+        "ideal": ideal,
+        "of_ideal": speedup / ideal,
+        "wide_ms": wide,
+        "ideal_here": here,
+        "of_ideal_here": speedup / here,
+        "noise": times.noise,
+    }
+
+
+class _ClockedHead:
+    def __init__(self, head: Any) -> None:
+        self._head, self.seconds = head, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def draft(self, *inputs: Any) -> int:
+        """Draft as the head does."""
+        start = time.process_time()
+        ran = int(self._head.draft(*inputs))
+        self.seconds += time.process_time() - start
+        return ran
+
+
+def ideal_speedup(schedule: str, share: float, wide: float = 1.0) -> float:
+    """Return tokens per weights read, relative to one token per pass, once the schedule repeats.
+
+    A pass reads the same for one token or ten, a module `share` of it; a pass behind drafts
+    takes `wide` times as long.
+    """
+    main, drafts = parse_schedule(schedule).pairs[-1]
+    return (main + drafts) / (main - 1 + wide + share * drafts)
+
+
+def wide_pass(backbone: Any, tokens: int, audio: slice) -> float:
+    """Measure milliseconds of the backbone over several tokens at once, to the logits of one."""
+    state = backbone.state(1, PROMPT + tokens)
+    state.lengths = [PROMPT]
+    start = time.process_time()
+    hidden = backbone.run(state, backbone.embed(torch.arange(tokens)[None]), [tokens])
+    backbone.logits(backbone.norm(hidden)[:, -1], audio)
+    return 1e3 * (time.process_time() - start)
+
+
+def decode(
+    backbone: Any, head: _ClockedHead, schedule: str, cycles: int, audio: slice
+) -> dict[str, float]:
+    """Measure milliseconds per token behind the first cycle, of a main pass, and of a module."""
+    opening, (main, drafts) = parse_schedule(schedule).pairs[0], parse_schedule(schedule).pairs[-1]
+    tokens = sum(opening) + cycles * (main + drafts)
+    guide, reserve = Open(tokens, rows=audio), PROMPT + tokens + 32
+    decoder = SingleDecoder(
+        backbone, head, guide, schedule=schedule, costs=Costs(), reserve=reserve
+    )
+    decoder.feed(list(range(PROMPT)))
+    steps = iter(decoder)
+    next(steps)  # the prompt
+    stats, before, head.seconds = decoder.stats, replace(decoder.stats), 0.0
+    start = time.process_time()
+    list(steps)
+    spent = time.process_time() - start
+    modules = stats.draft_passes - before.draft_passes
+    return {
+        "ms": 1e3 * spent / (stats.tokens - before.tokens),
+        "main": 1e3 * (spent - head.seconds) / (stats.passes - before.passes),
+        "module": 1e3 * head.seconds / modules if modules else 0.0,
+    }
+
+
+def _dtype() -> torch.dtype:
+    """Return bfloat16 where the processor has instructions for it, else the faster float32."""
+    capable = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return torch.bfloat16 if capable else torch.float32
+
+
+WRONG = (0.0, 0.1)  # share of wrong drafts
+
+
+def build_depth_decoder(**sizes: Any) -> Any:
+    """Build the stock depth decoder of CSM-1B, or of other sizes."""
+    from transformers import CsmDepthDecoderConfig, CsmDepthDecoderForCausalLM
+
+    torch.manual_seed(0)
+    model = CsmDepthDecoderForCausalLM(CsmDepthDecoderConfig(**sizes)).eval()
+    torch.nn.init.normal_(model.codebooks_head.weight, std=0.05)
+    return model
+
+
+def _stock_depth(model: Any, hidden: Tensor, first: Tensor, codes: int) -> Callable[[], Tensor]:
+    ids = torch.nn.functional.pad(first[:, None], (1, 0))
+
+    def run() -> Tensor:
+        said: Tensor = model.generate(
+            input_ids=ids,
+            backbone_last_hidden_state=hidden.clone(),
+            min_new_tokens=codes,
+            max_new_tokens=codes,
+            do_sample=False,
+        )
+        return said[:, 2:]
+
+    return run
+
+
+@benchmark("speech", "depth-shape")
+def depth_shape(tick: Tick) -> list[Row]:
+    """Compare four ways to decode a frame of CSM's real shape, relative to code by code.
+
+    The nested `generate` of the stock class, the lean module code by code, and drafted and
+    checked with drafts of which all, or nine in ten, are right.
+    """
+    return depth_rows(2, tick)
+
+
+@torch.no_grad()
+def depth_rows(rounds: int, tick: Tick, **sizes: Any) -> list[Row]:
+    """Measure depth passes of CSM, or of other sizes."""
+    model = build_depth_decoder(**sizes)
+    core, config, choice = csm_depth(model), model.config, CodeChoice()
+    dtype = model.model.norm.weight.dtype
+    hidden = torch.randn(1, config.backbone_hidden_size, dtype=dtype)
+    first = torch.randint(config.vocab_size, (1,))
+    right = one_by_one(core, hidden, first, choice)
+    stock = _stock_depth(model, hidden, first, core.codes)
+    same = torch.equal(stock(), right)
+    tokens = torch.cat([first[:, None], right[:, :-1]], dim=1)
+    frame = core.begin(hidden)
+    one, all_of = (partial(core.run, frame, tokens[:, :n], 0) for n in (1, core.codes))
+    share = measure_share(one, all_of, core.codes, time.process_time)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "stock": stock,
+        "code by code": lambda: one_by_one(core, hidden, first, choice),
+    }
+    counts = {"stock": core.codes, "code by code": core.codes}
+    for wrong in WRONG:
+        noise = torch.rand(right.shape) < wrong
+        drafts = FrameDrafts(torch.where(noise, (right + 1) % core.size, right))
+        count, name = FrameCount(core.codes), f"drafts {1 - wrong:.0%} right"
+        inputs = (core, hidden, first, drafts, choice)
+        draft_and_check(*inputs, None, count)
+        counts[name] = count.rounds
+        ways[name] = partial(draft_and_check, *inputs, BlockPlan(core.codes))
+        same &= torch.equal(ways[name](), right)
+
+    def job(name: str) -> Callable[[], Sample]:
+        def run() -> Sample:
+            spent = timed(ways[name], time.process_time)[1]
+            tick(name, 0, 0)
+            return {"ms": spent}
+
+        return run
+
+    with one_thread(), frozen():
+        taken = interleave({name: job(name) for name in ways}, rounds)
+    times = {name: [each["ms"] for each in samples] for name, samples in taken.items()}
+    return [
+        {
+            "job": name,
+            "preset": "csm",
+            "codebooks": core.codes,
+            "passes_per_frame": counts[name],
+            "median_ms": median(spent),
+            "score": paired(times["code by code"], spent),
+            "share_of_a_code": share,
+            "identical": float(same),
+            "clock": PROCESSOR_CLOCK,
+            "n": rounds,
+            "device": "cpu",
+        }
+        for name, spent in times.items()
+    ]
+
+
+BOOKS, SIZE, WIDTH, STACK = 8, 64, 64, 4  # 25 frames per second
+SPAN, BATCH = 24, 12
+
+
+@dataclass(frozen=True, eq=False)
+class FrameModel:
+    """A decoder with a depth head."""
+
+    body: Any
+    head: DepthHead
+
+    def hidden(self, codes: Tensor) -> Tensor:
+        """Return hidden states `[B, T, D]` that predict the frames of codes `[B, T, K]`."""
+        start = codes.new_full((len(codes), 1, BOOKS), SIZE)
+        read = self.head.inputs(torch.cat([start, codes[:, :-1]], dim=1))
+        hidden: Tensor = self.body(inputs_embeds=read).last_hidden_state
+        return hidden
+
+
+def codes_of(count: int, seed: int, books: list[Tensor] | None = None) -> tuple[Any, list[Tensor]]:
+    """Return codes `[T, K]` of recordings and the codebooks; None fits new ones."""
+    frames = []
+    for pcm in recordings(count, seed):
+        mel = log_mel(pcm[None])[0]
+        whole = len(mel) // STACK
+        frames.append(mel[: whole * STACK].reshape(whole, -1))
+    rest, fitted, found = torch.cat(frames), books or [], []
+    for at in range(BOOKS):
+        book = books[at] if books else _fit(rest, seed + at)
+        if not books:
+            fitted.append(book)
+        nearest = torch.cdist(rest, book).argmin(1)
+        found.append(nearest)
+        rest = rest - book[nearest]
+    whole_codes = torch.stack(found, dim=1)
+    return whole_codes.split([len(f) for f in frames]), fitted
+
+
+def _fit(rest: Tensor, seed: int, rounds: int = 12) -> Tensor:
+    source = torch.Generator().manual_seed(seed)
+    book = rest[torch.randperm(len(rest), generator=source)[:SIZE]].clone()
+    for _ in range(rounds):
+        nearest = torch.cdist(rest, book).argmin(1)
+        number = torch.bincount(nearest, minlength=SIZE).clamp(min=1)
+        sums = torch.zeros_like(book).index_add_(0, nearest, rest)
+        book = torch.where((number > 1)[:, None], sums / number[:, None], book)
+    return book
+
+
+def _spans(codes: Any, source: torch.Generator) -> Tensor:
+    line = torch.cat(list(codes))
+    starts = torch.randint(len(line) - SPAN, (BATCH,), generator=source)
+    return torch.stack([line[s : s + SPAN] for s in starts.tolist()])
+
+
+def train_frame_model(codes: Any, steps: int, seed: int = 0) -> FrameModel:
+    """Train the language model and its depth head on codes."""
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=1,
+        bos_token_id=None,
+        eos_token_id=None,
+        hidden_size=WIDTH,
+        intermediate_size=3 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    head = DepthHead(WIDTH, BOOKS, SIZE, dim=WIDTH, layers=2, ffn=2 * WIDTH, per_step=False)
+    model, source = FrameModel(LlamaModel(config), head), torch.Generator().manual_seed(seed)
+    weights = [*model.body.parameters(), *head.parameters()]
+
+    def loss() -> Tensor:
+        spans = _spans(codes, source)
+        return head.loss(model.hidden(spans), spans).loss
+
+    _optimise(weights, steps, loss)
+    model.body.eval()
+    head.eval()
+    return model
+
+
+def _optimise(weights: list[Any], steps: int, loss: Any) -> None:
+    optimiser = torch.optim.AdamW(weights, 2e-3, betas=(0.9, 0.98))
+    plan = torch.optim.lr_scheduler.OneCycleLR(optimiser, 2e-3, total_steps=steps, pct_start=0.1)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimiser.step()
+        plan.step()
+
+
+def train_drafters(model: FrameModel, codes: Any, steps: int, seed: int = 1) -> dict[str, Drafter]:
+    """Train drafters to predict the codes of the depth head."""
+    mlp, choice = CodeMlp(WIDTH, BOOKS, SIZE, 1, 2 * WIDTH), CodeChoice()
+    groups = GroupsHead(WIDTH, BOOKS, SIZE, groups=4, dim=WIDTH, layers=1, ffn=2 * WIDTH)
+    source = torch.Generator().manual_seed(seed)
+
+    def loss() -> Tensor:
+        spans = _spans(codes, source)
+        with torch.no_grad():
+            hidden = model.hidden(spans)
+            flat = hidden.flatten(0, 1)
+            front = model.head.fronts(flat)
+            said = one_by_one(model.head, flat, front, choice).view_as(spans)
+            before = torch.cat([spans[:, :1], spans[:, :-1]], dim=1).flatten(0, 1)
+        guess = mlp.guess(flat, front, before)
+        one = torch.nn.functional.cross_entropy(guess.flatten(0, 1), said.flatten())
+        two = groups.loss(flat[:, None], said.flatten(0, 1)[:, None], power=None).loss
+        return one + two
+
+    _optimise([*mlp.parameters(), *groups.parameters()], steps, loss)
+    made = {"copy": copy_frame, "mlp": parallel(mlp.eval().guess)}
+    return made | {"groups": parallel(groups.eval().guess)}
+
+
+@torch.no_grad()
+def draft_row(
+    model: FrameModel, codes: Any, name: str, drafter: Drafter, sampling: Sampling
+) -> Row:
+    """Decode frames of unseen recordings, each separately."""
+    decoder = FrameDecoder(model.head, drafter, BlockPlan(BOOKS))
+    choice, same, frames = CodeChoice(sampling), 0, 0
+    for line in codes:
+        hidden = model.hidden(line[None])[0]
+        for at in range(1, len(line), 4):
+            one = hidden[at][None]
+            said = decoder.frame(one, model.head.fronts(one), line[at - 1][None], choice)
+            frames += 1
+            if sampling.greedy:
+                alone = one_by_one(model.head, one, model.head.fronts(one), choice)
+                same += int(torch.equal(said, alone))
+    figures = decoder.count.to_dict()
+    return {
+        "job": name,
+        "mode": "greedy" if sampling.greedy else f"T {sampling.temperature:g}",
+        "score": decoder.count.rounds / frames,
+        "codebooks": BOOKS,
+        "n": frames,
+        "passes_per_frame": round(decoder.count.rounds / frames, 3),
+        "identical": same / frames if sampling.greedy else None,
+        "acceptance": figures["acceptance"],
+        "seed": 0,
+        "device": "cpu",
+    }
+
+
+@benchmark("speech", "depth-drafts")
+def depth_drafts(tick: Tick, count: int = 60, steps: int = 400, unseen: int = 5) -> list[Row]:
+    """Measure the share of accepted drafts, codebook by codebook, and depth passes per frame.
+
+    Recordings become eight residual codebooks, a small causal language model with a depth head
+    learns them, and three drafters learn the codes of the depth head; most of the time is training.
+    """
+    tick("recordings and training", 0, 2)
+    seen, books = codes_of(count, seed=0)
+    fresh, _ = codes_of(unseen, seed=977, books=books)
+    model = train_frame_model(seen, steps)
+    found = train_drafters(model, seen, max(steps // 2, 1))
+    samplings = (Sampling(), Sampling(temperature=0.8, top_k=50))
+    tick("drafting", 1, 2)
+    return [draft_row(model, fresh, n, found[n], way) for n in found for way in samplings]

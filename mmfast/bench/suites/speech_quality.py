@@ -1,0 +1,554 @@
+"""Quality of speech models: word errors of spoken text, answers to spoken questions, the codec.
+
+The recogniser is pocketsphinx with the English model of its wheel. Its grammar allows every
+sentence and question of the domain, so it has to distinguish them by sound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmfast.bench.registry import Tick, benchmark, quiet
+from mmfast.bench.results import Row
+from mmfast.bench.timing import PROCESSOR_CLOCK, one_thread
+from mmfast.core.errors import MmfastError, SpecError, unknown
+from mmfast.core.speech import Sound
+from mmfast.frontends.codecs.embedded.codec import load_embedded
+from mmfast.ops.audio import log_mel
+from mmfast.pipelines.omni_chat import written
+from mmfast.tiny.evaluate import interval
+from mmfast.tiny.speech.recordings import EspeakVoice, say
+from mmfast.tiny.speech.text import (
+    MARKS,
+    PITCHES,
+    SPEEDS,
+    VOICE_NAMES,
+    groups,
+    heard_voice,
+    jsgf,
+    sentence,
+    split_of,
+    spoken_variants,
+)
+from mmfast.tiny.suites import SuiteCase, suite_of
+
+RATE = 16000
+MARGIN = 0.15  # seconds of near silence around an utterance, for the recogniser's own statistics
+Recognise = Callable[[Tensor], str]  # sound `[n]` at 16 kHz to text
+Answer = Callable[[Sequence[SuiteCase]], list[str]]
+
+
+@dataclass(frozen=True)
+class WordErrors:
+    """Substitutions, deletions and insertions, and the words of the reference."""
+
+    errors: int = 0
+    words: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Word error rate; may exceed 1."""
+        return self.errors / self.words if self.words else 0.0
+
+    def __add__(self, other: WordErrors) -> WordErrors:
+        return WordErrors(self.errors + other.errors, self.words + other.words)
+
+
+def edit_distance(reference: list[str], heard: list[str]) -> int:
+    """Return the Levenshtein distance of two lists of words."""
+    row = list(range(len(heard) + 1))
+    for i, wanted in enumerate(reference, 1):
+        before, row[0] = row[0], i
+        for j, word in enumerate(heard, 1):
+            cost = min(row[j] + 1, row[j - 1] + 1, before + (wanted != word))
+            before, row[j] = row[j], cost
+    return row[-1]
+
+
+def spoken_words(text: str) -> list[str]:
+    """Return the words of a text of the domain, without punctuation."""
+    return [part for part in groups(text.lower()) if part not in MARKS]
+
+
+def count_errors(reference: str, heard: str) -> WordErrors:
+    """Count the errors of one utterance."""
+    wanted = spoken_words(reference)
+    return WordErrors(edit_distance(wanted, spoken_words(heard)), len(wanted))
+
+
+class Recogniser:
+    """Pocketsphinx with a grammar; its words do not depend on earlier utterances.
+
+    Args:
+        grammar: In the JSpeech Grammar Format; that of the domain if None.
+
+    Raises:
+        MmfastError: Pocketsphinx is missing, or rejects the grammar.
+    """
+
+    def __init__(self, grammar: str | None = None) -> None:
+        try:
+            module: Any = importlib.import_module("pocketsphinx")
+        except ImportError:
+            raise MmfastError(
+                'pocketsphinx is missing; it comes with: pip install "mmfast[speech-eval]"'
+            ) from None
+        # Means over the utterance alone, so that its words do not depend on the ones before.
+        self.decoder: Any = module.Decoder(lm=None, cmn="batch", loglevel="FATAL")
+        try:
+            self.decoder.add_jsgf_string("domain", grammar or jsgf())
+        except (RuntimeError, ValueError) as error:
+            raise MmfastError(f"pocketsphinx does not take the grammar: {error}") from None
+        self.decoder.activate_search("domain")
+
+    def transcribe(self, pcm: Tensor, rate: int = RATE) -> str:
+        """Return the likeliest words of the grammar for `[n]` float32 in -1..1, "" for none.
+
+        Raises:
+            SpecError: Another rate than 16,000 samples per second.
+        """
+        if rate != RATE:
+            raise SpecError(
+                f"rate={rate} is not {RATE}; resample with mmfast.frontends.audio.reader"
+            )
+        samples = np.nan_to_num(pcm.detach().cpu().numpy().astype(np.float32))
+        rng = np.random.default_rng(0)
+        pad = round(MARGIN * RATE)
+        whole = rng.normal(0.0, 1e-4, len(samples) + 2 * pad)
+        whole[pad : pad + len(samples)] += samples
+        data = (whole.clip(-1, 1) * 32767).astype(np.int16).tobytes()
+        self.decoder.start_utt()
+        self.decoder.process_raw(data, full_utt=True)
+        self.decoder.end_utt()
+        found = self.decoder.hyp()
+        return "" if found is None else str(found.hypstr)
+
+
+def word_error_rate(
+    recogniser: Recogniser, spoken: Iterable[tuple[str, Tensor]]
+) -> tuple[WordErrors, list[str]]:
+    """Count the errors over texts and their sound `[n]`; return the recognised texts too."""
+    total, heard = WordErrors(), []
+    for text, pcm in spoken:
+        heard.append(recogniser.transcribe(pcm))
+        total += count_errors(text, heard[-1])
+    return total, heard
+
+
+_SPEAKING, _LISTENING = 77, 78  # separate these draws from others of the same seed
+
+# Schedule of draft modules, and verification of their drafts.
+MODES: dict[str, tuple[str, str]] = {
+    "vanilla": ("vanilla", "none"),
+    "balance": ("balance", "none"),
+    "boost": ("boost", "none"),
+    "turbo": ("turbo", "none"),
+    "exact": ("turbo", "exact"),
+    "typical": ("turbo", "typical:0.3"),
+}
+
+
+@dataclass(frozen=True)
+class SpokenLine:
+    """A sentence and the voice that says it."""
+
+    text: str
+    voice: EspeakVoice
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of a `Speaker` for this voice."""
+        return {"voice": self.voice.name, "rate": self.voice.rate, "pitch": self.voice.pitch}
+
+
+def unseen_lines(n: int, seed: int) -> list[SpokenLine]:
+    """Return different sentences of the evaluation half of the domain, voices in turn."""
+    rng, texts = np.random.default_rng([_SPEAKING, seed]), dict[str, None]()
+    while len(texts) < n:
+        texts[sentence(rng, "eval")] = None
+    ways = [
+        EspeakVoice(VOICE_NAMES[i % len(VOICE_NAMES)], SPEEDS[int(s)], PITCHES[int(p)])
+        for i, (s, p) in enumerate(rng.integers(0, 3, (n, 2)))
+    ]
+    return [SpokenLine(text, way) for text, way in zip(texts, ways, strict=True)]
+
+
+class CachedRecogniser:
+    """A recogniser that transcribes equal sound once."""
+
+    def __init__(self, recognise: Recognise) -> None:
+        self.recognise, self._known = recognise, dict[str, str]()
+
+    def __call__(self, pcm: Tensor) -> str:
+        """Return the text of sound `[n]`."""
+        key = hashlib.sha256(pcm.contiguous().numpy().tobytes()).hexdigest()
+        if key not in self._known:
+            self._known[key] = self.recognise(pcm)
+        return self._known[key]
+
+
+@dataclass
+class SpeechTally:
+    """Counts over the sentences of one mode."""
+
+    errors: WordErrors = field(default_factory=WordErrors)
+    voices: dict[str, WordErrors] = field(default_factory=lambda: defaultdict(WordErrors))
+    seconds: float = 0.0
+    passes: int = 0
+    drafts: int = 0
+    tokens: int = 0
+    same: int = 0
+    codes: list[Tensor | None] = field(default_factory=list)
+
+    def add(self, line: SpokenLine, heard: str, pcm: Tensor) -> None:
+        """Count a sentence."""
+        found = count_errors(line.text, heard)
+        self.errors += found
+        self.voices[line.voice.name] += found
+        self.seconds += len(pcm) / RATE
+
+    def row(self, n: int) -> Row:
+        """Return the figures of `n` sentences."""
+        rate = {name: round(found.rate, 5) for name, found in sorted(self.voices.items())}
+        errors, words = self.errors.errors, self.errors.words
+        return {
+            "task": "speaking",
+            "score": self.errors.rate,
+            "wer": self.errors.rate,
+            "interval": interval(min(errors, words), words),
+            "errors": errors,
+            "words": words,
+            "by_voice": rate,
+            "sentences": n,
+            "seconds": self.seconds,
+        }
+
+
+def speaking_rows(
+    model: Any,
+    lines: Sequence[SpokenLine],
+    recognise: Recognise,
+    modes: Sequence[str],
+    progress: Tick,
+) -> list[Row]:
+    """Measure the word error rate of the recordings, of the codec alone, and of every mode.
+
+    Args:
+        model: A `Speaker` with `codec`; see `mmfast.models.speech.embedded.load_speech`.
+        lines: Sentences to say.
+        recognise: Sound `[n]` at 16 kHz to text.
+        modes: Of MODES.
+        progress: Called with a label, sentences done and sentences in all.
+    """
+    recorded = [say(line.text, line.voice).pcm for line in lines]
+    recogniser, total = CachedRecogniser(recognise), len(lines) * (len(modes) + 2)
+    rows, done = list[Row](), 0
+    for name in ("recordings", "codec"):
+        tally = SpeechTally()
+        for line, pcm in zip(lines, recorded, strict=True):
+            sound = pcm if name == "recordings" else through_codec(model.codec, pcm)
+            tally.add(line, recogniser(sound), sound)
+            done += 1
+            progress(name, done, total)
+        rows.append({"mode": name, "verify": None, **tally.row(len(lines))})
+    first: SpeechTally | None = None
+    for name in modes:
+        tally = SpeechTally()
+        for line in lines:
+            _speak(model, line, name, tally, recogniser)
+            done += 1
+            progress(name, done, total)
+        first = tally if name == "vanilla" else first
+        rows.append({**_mode_row(name, tally, len(lines)), **_identical(tally, first)})
+    return rows
+
+
+@torch.inference_mode()
+def through_codec(codec: Any, pcm: Tensor) -> Tensor:
+    """Encode and decode a recording `[n]`."""
+    back: Tensor = codec.decode(codec.encode(pcm[None]))[0]
+    return back[: len(pcm)]
+
+
+def join_pieces(pieces: Sequence[Sound]) -> tuple[Tensor, Tensor | None]:
+    """Join the sound `[n]` and the codes `[Q, T]` of all pieces."""
+    codes = [piece.codes for piece in pieces if piece.codes is not None]
+    return torch.cat([piece.pcm for piece in pieces]), torch.cat(codes, 1) if codes else None
+
+
+def _speak(
+    model: Any, line: SpokenLine, name: str, tally: SpeechTally, recogniser: CachedRecogniser
+) -> None:
+    mode, verify = MODES[name]
+    pieces = list(model.speak(line.text, mode=mode, verify=verify, **line.options))
+    pcm, codes = join_pieces(pieces)
+    tally.codes.append(codes)
+    tally.passes += sum(piece.passes for piece in pieces)
+    tally.drafts += sum(piece.drafts for piece in pieces)
+    tally.tokens += sum(piece.tokens for piece in pieces)
+    tally.add(line, recogniser(pcm), pcm)
+
+
+def _mode_row(name: str, tally: SpeechTally, n: int) -> Row:
+    mode, verify = MODES[name]
+    return {
+        "mode": name,
+        "schedule": mode,
+        "verify": verify,
+        **tally.row(n),
+        "tokens": tally.tokens,
+        "passes": tally.passes,
+        "draft_passes": tally.drafts,
+        "tokens_per_pass": tally.tokens / max(1, tally.passes),
+    }
+
+
+def _identical(tally: SpeechTally, vanilla: SpeechTally | None) -> Row:
+    """Return the share of sentences whose codes equal those of one token per pass."""
+    if vanilla is None:
+        return {}
+    same = [
+        a is not None and b is not None and torch.equal(a, b)
+        for a, b in zip(tally.codes, vanilla.codes, strict=True)
+    ]
+    return {"identical": sum(same) / len(same)}
+
+
+BATCH, TRIES = 20, 40  # questions answered together; cases examined for one question
+
+
+@dataclass(frozen=True)
+class SpokenQuestion:
+    """A question about a clip, its spoken text and voice."""
+
+    case: SuiteCase
+    text: str
+    voice: EspeakVoice
+
+
+def unseen_questions(n: int, seed: int) -> list[SpokenQuestion]:
+    """Return questions whose spoken text is in the evaluation half, in random voices."""
+    rng, found = np.random.default_rng([_LISTENING, seed]), list[SpokenQuestion]()
+    for examined, case in enumerate(suite_of("video").cases(seed)):
+        ways = [text for text in spoken_variants(case.question) if split_of(text) == "eval"]
+        if ways:
+            text = ways[int(rng.integers(len(ways)))]
+            found.append(SpokenQuestion(case, text, heard_voice(rng)))
+        if len(found) == n or examined >= TRIES * n:
+            break
+    return found
+
+
+def listening_rows(
+    model: Any, asked: Sequence[SpokenQuestion], answer: Answer, progress: Tick
+) -> list[Row]:
+    """Measure right answers to typed questions, and to the same questions spoken.
+
+    Args:
+        model: A `Listener`.
+        asked: Questions, see `unseen_questions`.
+        answer: Answers of a video model to cases.
+        progress: Called with a label, questions done and questions in all.
+    """
+    heard, errors, exact = list[SuiteCase](), WordErrors(), 0
+    for i, each in enumerate(asked):
+        text = model.transcribe(say(each.text, each.voice).pcm, 16000)
+        found = count_errors(each.text, text)
+        errors, exact = errors + found, exact + (found.errors == 0)
+        heard.append(replace(each.case, question=written(text)))
+        progress("listening", i + 1, len(asked))
+    typed_row = _listening_row("typed", [each.case for each in asked], answer, progress)
+    spoken_row = _listening_row("spoken", heard, answer, progress)
+    base = typed_row["accuracy"]
+    return [
+        typed_row,
+        {
+            **spoken_row,
+            "relative": spoken_row["accuracy"] / base if base else None,
+            "wer": errors.rate,
+            "exact": exact / max(1, len(asked)),
+        },
+    ]
+
+
+def _listening_row(mode: str, cases: Sequence[SuiteCase], answer: Answer, progress: Tick) -> Row:
+    marks: dict[str, list[bool]] = defaultdict(list)
+    for at in range(0, len(cases), BATCH):
+        part = cases[at : at + BATCH]
+        for case, text in zip(part, answer(part), strict=True):
+            marks[case.kind].append(text == case.answer)
+        progress(f"answers, {mode}", min(at + BATCH, len(cases)), len(cases))
+    right = sum(sum(each) for each in marks.values())
+    accuracy = right / max(1, len(cases))
+    return {
+        "task": "listening",
+        "mode": mode,
+        "score": accuracy,
+        "accuracy": accuracy,
+        "interval": interval(right, len(cases)) if cases else [0.0, 1.0],
+        "by_kind": {kind: sum(each) / len(each) for kind, each in sorted(marks.items())},
+        "questions": len(cases),
+    }
+
+
+TASKS = ("speaking", "listening")
+
+
+def run_speech_eval(
+    n: int = 100,
+    seed: int = 0,
+    model: Any = None,
+    modes: Sequence[str] = (),
+    tasks: Sequence[str] = TASKS,
+    progress: Tick | None = None,
+    recognise: Recognise | None = None,
+    answer: Answer | None = None,
+) -> dict[str, Any]:
+    """Measure word errors of a model's speech, and right answers to spoken questions.
+
+    Args:
+        n: Unseen sentences, and as many unseen questions.
+        seed: Of the sentences and questions.
+        model: None (the embedded model), its folder, or an object that speaks and listens.
+        modes: Of MODES; all of them if empty.
+        tasks: Of TASKS.
+        progress: Called with a label, steps done and steps in all.
+        recognise: Sound to text; pocketsphinx with the grammar of the domain if None.
+        answer: Answers to questions about clips; the embedded video model's if None.
+
+    Returns:
+        `suite`, `n`, `seed`, `model` and `rows`; see `speaking_rows` and `listening_rows`.
+
+    Raises:
+        MmfastError: An unknown mode or task, or something that has to be installed.
+    """
+    for what, asked, known in (("mode", modes, tuple(MODES)), ("task", tasks, TASKS)):
+        for name in asked:
+            if name not in known:
+                raise MmfastError(unknown(what, name, known))
+    speech, name = _load(model)
+    tick = progress or quiet
+    rows: list[Row] = []
+    if "speaking" in tasks:
+        lines = unseen_lines(n, seed)
+        recognise = recognise or Recogniser().transcribe
+        rows += speaking_rows(speech, lines, recognise, modes or tuple(MODES), tick)
+    if "listening" in tasks:
+        tick("making clips", 0, n)
+        rows += listening_rows(speech, unseen_questions(n, seed), answer or _answers(), tick)
+    return {"suite": "speech", "n": n, "seed": seed, "model": name, "rows": rows}
+
+
+def speech_eval_rows(document: dict[str, Any], environ: Row) -> list[Row]:
+    """Return rows for assets/results, with the environment that repeats them."""
+    shared = {key: document[key] for key in ("suite", "n", "seed", "model")}
+    return [{**shared, **environ, "method": None, "knobs": {}, **row} for row in document["rows"]]
+
+
+def _load(model: Any) -> tuple[Any, str]:
+    if model is not None and not isinstance(model, str | Path):
+        return model, str(getattr(model, "name", type(model).__name__))
+    from mmfast.models.speech.embedded import load_speech
+
+    return load_speech(model), "tiny-speech" if model is None else Path(model).name
+
+
+def _answers() -> Answer:
+    from mmfast.tiny.evaluate import Subject
+
+    subject = Subject()
+    return lambda cases: subject.answers(subject.inputs(cases))
+
+
+SENTENCES, SEED = 60, 0
+DECIBELS = 10 / math.log(10)
+
+
+@benchmark("speech", "codec")
+def codec(tick: Tick) -> list[Row]:
+    """Measure recordings and their way through the embedded codec: words, quality and speed."""
+    return codec_rows(load_embedded(), unseen_lines(SENTENCES, SEED), Recogniser().transcribe, tick)
+
+
+def codec_rows(
+    codec: Any, lines: Sequence[SpokenLine], recognise: Recognise, tick: Tick
+) -> list[Row]:
+    """Measure a codec at 16 kHz on sentences."""
+    recorded = [say(line.text, line.voice).pcm for line in lines]
+    coded, encoding, decoding = _through(codec, recorded)
+    found: list[Row] = []
+    for job, sounds in (("recordings", recorded), ("codec", coded)):
+        errors = WordErrors()
+        for i, (line, pcm) in enumerate(zip(lines, sounds, strict=True)):
+            errors += count_errors(line.text, recognise(pcm))
+            tick(job, i + 1, len(lines))
+        same = (errors.rate, interval(min(errors.errors, errors.words), errors.words))
+        row: Row = {"job": job, "score": same[0], "wer": same[0], "interval": same[1]}
+        found.append({**row, "errors": errors.errors, "words": errors.words, "n": len(lines)})
+    found[1].update(quality(recorded, coded))
+    seconds = sum(len(pcm) for pcm in recorded) / RATE
+    speed = {"encode_rtf": encoding / seconds, "decode_rtf": decoding / seconds, "threads": 1}
+    bits = codec.frame_rate * codec.codebooks * math.log2(codec.size)
+    shape = {"frame_rate": codec.frame_rate, "codebooks": codec.codebooks, "size": codec.size}
+    found[1].update({**speed, **shape, "bits_per_second": round(bits)})
+    shared = {"seed": SEED, "seconds": seconds, "clock": PROCESSOR_CLOCK}
+    return [{**row, **shared} for row in found]
+
+
+def _through(codec: Any, recorded: Sequence[Tensor]) -> tuple[list[Tensor], float, float]:
+    """Return sound encoded and decoded, and processor seconds of both directions."""
+    coded, encoding, decoding = [], 0.0, 0.0
+    with torch.inference_mode(), one_thread():
+        codec.decode(codec.encode(recorded[0][None]))  # warm-up
+        for pcm in recorded:
+            start = time.process_time()
+            codes = codec.encode(pcm[None])
+            between = time.process_time()
+            sound = codec.decode(codes)[0, : len(pcm)]
+            decoding += time.process_time() - between
+            encoding += between - start
+            coded.append(sound)
+    return coded, encoding, decoding
+
+
+def quality(reference: Sequence[Tensor], coded: Sequence[Tensor]) -> Row:
+    """Return medians of wide-band PESQ (ITU-T P.862.2), STOI, and log-mel distance in dB.
+
+    Both lists hold sounds `[n]` at 16 kHz of equal lengths.
+
+    Raises:
+        MmfastError: `pesq` or `pystoi` is missing.
+    """
+    try:
+        pesq: Any = importlib.import_module("pesq").pesq
+        stoi: Any = importlib.import_module("pystoi").stoi
+    except ImportError as error:
+        raise MmfastError(
+            f'{error.name} is missing; it comes with: pip install "mmfast[speech-eval]"'
+        ) from None
+    pairs = [(a.numpy(), b.numpy()) for a, b in zip(reference, coded, strict=True)]
+    distances = [mel_distance(a, b) for a, b in zip(reference, coded, strict=True)]
+    return {
+        "pesq": statistics.median(float(pesq(RATE, a, b, "wb")) for a, b in pairs),
+        "stoi": statistics.median(float(stoi(a, b, RATE)) for a, b in pairs),
+        "mel_db": statistics.median(distances),
+    }
+
+
+def mel_distance(reference: Tensor, coded: Tensor) -> float:
+    """Return the mean absolute difference of log-mel frames, in decibels of power."""
+    frames = [log_mel(pcm, torch.float32) for pcm in (reference, coded)]
+    return float((frames[0] - frames[1]).abs().mean()) * DECIBELS

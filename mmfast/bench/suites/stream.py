@@ -1,0 +1,381 @@
+"""Benchmarks of streams: memory over hours, prefill frame by frame, and the frame cache."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache
+
+from mmfast.bench.cases import Case, build, feature_rows
+from mmfast.bench.presets import Preset, get_preset
+from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.results import Row
+from mmfast.bench.suites.vision import qwen_shape, siglip_shape
+from mmfast.bench.timing import PROCESSOR_CLOCK, compare_jobs, one_thread, resident_bytes
+from mmfast.core.errors import MmfastError
+from mmfast.core.tokens import Tokens
+from mmfast.frontends.video.reader import read_video
+from mmfast.models.loading import embedded_path, load
+from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.streams.intake import FrameEncoder, StreamReducer
+
+FRAMES, EARLY, PART = 20_000, 2_000, 1_000
+MEMORY = "sink:64+window:512+retrieve:4"
+QUESTION = "What colour is the circle?"
+_ASK, _SAMPLE, _SIDE = 500, 50, 96
+
+
+@benchmark("stream", "bounded")
+def bounded(tick: Tick) -> list[Row]:
+    """Watch 20,000 frames with the embedded model: memory and time per frame must not grow.
+
+    The frames are noise that changes slowly; the session has a window, an archive whose quotas
+    are reached early, a gate, a reducer, and a question every 500 frames.
+    """
+    import mmfast
+
+    pipe = mmfast.pipeline("video-stream", device="cpu", dtype="float32", reduce="dtd:0.5")
+    return [bounded_row(pipe, tick=lambda done, total: tick("frames", done, total))]
+
+
+def bounded_row(
+    pipe: Any,
+    frames: int = FRAMES,
+    early: int = EARLY,
+    part: int = PART,
+    side: int = _SIDE,
+    tick: Callable[[int, int], None] = lambda done, total: None,
+) -> Row:
+    """Compare time and memory after `early` frames with those before.
+
+    Args:
+        pipe: A `video-stream` pipeline.
+        frames: Frames in all.
+        early: Memory up to this frame is compared with that of all.
+        part: Frames before `early`, and at the end, whose times are compared.
+        side: Height and width of a frame.
+        tick: Moves a progress bar.
+
+    Returns:
+        A row: bytes that the session holds and resident bytes of the process, each as the highest
+        value up to `early` and of all, `growth` of both as shares, median processor time per
+        frame in both parts and its `slowdown`.
+    """
+    seen, figures = _watch(pipe, frames, side, tick)
+    samples = early // _SAMPLE
+    before = statistics.median(seen.spent[early - part : early])
+    after = statistics.median(seen.spent[-part:])
+    memory = figures["memory"]
+    return {
+        "memory": MEMORY,
+        "reduce": pipe.viewer.reduce,
+        "n": frames,
+        "early": early,
+        "held_early_mb": max(seen.held[:samples]) / 1e6,
+        "held_mb": max(seen.held) / 1e6,
+        "held_growth": max(seen.held) / max(seen.held[:samples]) - 1,
+        "resident_early_mb": max(seen.resident[:samples]) / 1e6,
+        "resident_mb": max(seen.resident) / 1e6,
+        "growth": max(seen.resident) / max(seen.resident[:samples]) - 1,
+        "early_ms": before,
+        "late_ms": after,
+        "slowdown": after / before - 1,
+        "evicted": memory["evicted_blocks"],
+        "rebases": memory["rebases"],
+        "stored": memory["archive"]["blocks"],
+        "clock": PROCESSOR_CLOCK,
+        "threads": 1,
+        "device": str(pipe.model.device),
+    }
+
+
+@dataclass
+class _MemoryRecord:
+    """Bytes held by the session, resident bytes of the process, and milliseconds per frame."""
+
+    held: list[int] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
+
+
+def _watch(
+    pipe: Any, frames: int, side: int, tick: Callable[[int, int], None]
+) -> tuple[_MemoryRecord, dict[str, Any]]:
+    seen = _MemoryRecord()
+    with tempfile.TemporaryDirectory() as folder, one_thread():
+        options = {"host_bytes": "2MB", "disk_bytes": "2MB", "folder": Path(folder)}
+        with pipe.open(MEMORY, **options) as session:
+            for i, frame in enumerate(itertools.islice(noise_frames(side), frames)):
+                start = time.process_time()
+                session.push(frame, float(i))
+                seen.spent.append((time.process_time() - start) * 1e3)
+                if i % _ASK == _ASK - 1:
+                    session.ask(QUESTION, max_new_tokens=4).read()
+                if i % _SAMPLE == _SAMPLE - 1:
+                    gc.collect()
+                    seen.held.append(bytes_of(session))
+                    seen.resident.append(resident_bytes())
+                    tick(i + 1, frames)
+            return seen, session.stats()
+
+
+def noise_frames(side: int, seed: int = 0) -> Iterator[NDArray[np.uint8]]:
+    """Yield frames `[side, side, 3]` without end; each replaces one quarter of the last."""
+    random = np.random.default_rng(seed)
+    frame = random.integers(0, 256, (side, side, 3), dtype=np.uint8)
+    half = side // 2
+    while True:
+        y, x = (int(random.integers(2)) * half for _ in range(2))
+        new = random.integers(0, 256, (half, half, 3), dtype=np.uint8)
+        frame = frame.copy()
+        frame[y : y + half, x : x + half] = new
+        yield frame
+
+
+def bytes_of(session: Any) -> int:
+    """Count the bytes a session holds: keys and values, stored blocks and their index."""
+    memory = session.stats()["memory"]
+    archive = memory["archive"]
+    stored: int = sum(archive["bytes"].values())
+    return int(memory["bytes"]) + stored + int(archive["index_bytes"])
+
+
+PRESET, SPEC = "llava-onevision-0.5b", "stc_pruner:0.3"
+
+
+@benchmark("stream", "prefill")
+def prefill(tick: Tick) -> list[Row]:
+    """Append 8 frames of 196 tokens to the KV cache one by one, whole and reduced."""
+    tick(PRESET, 0, 1)
+    return prefill_rows(layers=24, frames=8, rounds=3)
+
+
+def prefill_rows(layers: int, frames: int, rounds: int) -> list[Row]:
+    """Measure the prefill at other sizes; the time includes choosing the tokens."""
+    shape = get_preset(PRESET)
+    text = {**shape.text, "num_hidden_layers": layers, "vocab_size": 512}
+    special = {"image_token_index": 510, "video_token_index": 511}
+    case = build(replace(shape, text=text, special=special), ("llm",), frames=frames)
+    with torch.no_grad():
+        kept = _check_prefill(case)
+    jobs = {"whole": lambda: append_frames(case, None), SPEC: lambda: append_frames(case, SPEC)}
+    shared = {
+        "preset": PRESET,
+        "note": f"{layers} of {shape.text['num_hidden_layers']} layers, {frames} frames one by one",
+        "dtype": "float32",
+        "tokens": case.n,
+        "frames": frames,
+    }
+    extra: dict[str, Row] = {
+        "whole": {"method": None, "knobs": {}, "kept": case.n},
+        SPEC: {"method": "stc_pruner", "knobs": {"budget": 0.3}, "kept": kept},
+    }
+    return _saving(compare_jobs(jobs, rounds, shared, extra=extra))
+
+
+def _saving(rows: list[Row]) -> list[Row]:
+    """Add the share of the baseline's time that a job saves."""
+    return [{**row, "saved": 1.0 - 1.0 / row["speedup"]} for row in rows]
+
+
+def append_frames(case: Case, spec: str | None) -> tuple[DynamicCache, Tensor]:
+    """Append every frame to an empty cache; return it and the last hidden state `[D]`.
+
+    The kept tokens of a frame keep their positions, and the next frame begins at the position
+    behind the whole frame.
+    """
+    decoder: Any = case.model.get_decoder()
+    _, rows, columns = case.grid
+    reducer = None if spec is None else StreamReducer(spec)
+    state = None if reducer is None else reducer.start()
+    cache, last = DynamicCache(config=case.model.config.get_text_config()), case.visual[0]
+    for number, x in enumerate(case.visual.split(rows * columns)):
+        keep = torch.arange(len(x))
+        if reducer is not None and state is not None:
+            state, found = reducer.step(state, Tokens(x, grid=(1, rows, columns)))
+            keep, x = found.keep, found.apply(x)
+        positions = (keep + number * rows * columns)[None]
+        output = decoder(
+            inputs_embeds=x[None], position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        last = output.last_hidden_state[0, -1]
+    return cache, last
+
+
+def _check_prefill(case: Case) -> int:
+    """Return the number of kept tokens.
+
+    Raises:
+        MmfastError: Prefill frame by frame differs from prefill at once.
+    """
+    cache, last = append_frames(case, None)
+    decoder: Any = case.model.get_decoder()
+    at_once = decoder(inputs_embeds=case.visual[None]).last_hidden_state[0, -1]
+    far = float((last - at_once).abs().max() / at_once.abs().max())
+    if far > 1e-3 or cache.get_seq_length() != case.n:
+        raise MmfastError(
+            f"prefill frame by frame is {far:.1e} away from prefill at once, so its time means "
+            "nothing; run pytest tests/streams/test_stream_reducers.py"
+        )
+    return int(append_frames(case, SPEC)[0].get_seq_length())
+
+
+SHARE, EVERY, ROUNDS = 0.25, 32, 5
+_CUT = "8 of 32 layers, one of them full attention; 784 patches"
+# Preset, frames of a call (the Qwen tower takes two at once), and what is cut.
+SHAPES: dict[str, tuple[Preset, int, str]] = {
+    "siglip-so400m-384": (siglip_shape(26), 1, "26 layers, 729 patches"),
+    "qwen2.5-vl-vit": (qwen_shape(8), 2, _CUT),
+}
+
+
+@benchmark("stream", "frame-cache")
+def frame_cache(tick: Tick) -> list[Row]:
+    """Compare the stock tower with the frame cache on real shapes, and its cost over a stream."""
+    found: list[Row] = []
+    for done, name in enumerate(SHAPES):
+        tick(name, done, len(SHAPES))
+        found += frame_cache_rows(name, ROUNDS)
+    return found
+
+
+def frame_cache_rows(name: str, rounds: int) -> list[Row]:
+    """Measure one shape of `SHAPES`.
+
+    Every frame differs a little from the one before in all patches, so that the cache computes
+    exactly its share of each; the rule that finds scene cuts is off.
+
+    Raises:
+        MmfastError: The cache failed its checks, so a time would be meaningless.
+    """
+    preset, frames, note = SHAPES[name]
+    case = build(preset, ("vit",), frames=frames)
+    encode = case.model.get_video_features
+    cache = FrameCache(case.model, SHARE, cut=None, every=None)
+    state = cache.start()
+    # Separate streams: in step with the other job, one would encode the same frame every time.
+    stream, whole = _stream(case), _stream(case)
+    with torch.no_grad():
+        _check_cache(encode, cache, state, stream)
+
+    def cached() -> None:
+        with cache.using(state):
+            encode(**next(stream))
+
+    shared = {"preset": name, "note": note, "dtype": "float32"}
+    jobs = {"stock": lambda: encode(**next(whole)), "frame cache": cached}
+    stock_row, row = _saving(compare_jobs(jobs, rounds, shared))
+    n = state.patches / state.frames
+    computed = (state.computed / n - 1) / (state.frames - 1)  # the first one is whole
+    if abs(computed - SHARE) > 1 / n:
+        raise MmfastError(f"the frame cache computed {computed:.3f} of the patches, not {SHARE}")
+    row |= {"method": "frame_cache", "knobs": {"refresh": SHARE}, "computed": computed}
+    # The saving over a stream in which one frame of `EVERY` is computed whole.
+    row |= {"every": EVERY, "saved_every": row["saved"] * (EVERY - 1) / EVERY}
+    row["state_mb"] = state.nbytes / 1e6
+    return [stock_row | {"method": None, "knobs": {}, "computed": 1.0, "state_mb": 0.0}, row]
+
+
+def _stream(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield arguments of the encoder with one frame each, without end."""
+    name = "pixel_values_videos"
+    still: Tensor = case.pixels[name]
+    gen = torch.Generator().manual_seed(1)
+    noisy = [still + 0.05 * torch.randn(still.shape, generator=gen) for _ in range(3)]
+    return itertools.cycle([{**case.pixels, name: each} for each in noisy])
+
+
+def _check_cache(encode: Callable[..., Any], cache: FrameCache, state: Any, stream: Any) -> None:
+    """Check a whole frame bit for bit, and that exactly the share of the next is computed."""
+    first, second = next(stream), next(stream)
+    with cache.using(state):
+        whole = feature_rows(encode(**first))
+    n = state.computed
+    with cache.using(state):
+        partly = feature_rows(encode(**second))
+    share = (state.computed - n) / n
+    same = torch.equal(whole, feature_rows(encode(**first)))
+    if not same or abs(share - SHARE) > 1 / n or not bool(partly.isfinite().all()):
+        raise MmfastError(
+            f"the frame cache failed its checks (whole frame equal: {same}, share {share:.3f}); "
+            "run pytest tests/models/vision"
+        )
+
+
+CLIPS = Path(__file__).resolve().parents[3] / "assets" / "clips"
+MODEL = "tiny-video"
+# Frames a second, and knobs of the cache.
+QUALITY_CASES: tuple[tuple[float, dict[str, Any]], ...] = (
+    (8.0, {"refresh": 0.25}),
+    (4.0, {"refresh": 0.25}),
+    (8.0, {"refresh": 0.1}),
+    (8.0, {"threshold": 0.02}),
+    (8.0, {"refresh": 0.25, "fixed": True}),
+)
+
+
+@benchmark("stream", "frame-cache-quality")
+def frame_cache_quality(tick: Tick) -> list[Row]:
+    """Compare features of the frame cache with the stock tower's on the embedded clips.
+
+    Raises:
+        MmfastError: The clips are missing.
+    """
+    paths = sorted(CLIPS.glob("*.mp4"))
+    if not paths:
+        raise MmfastError(f"no clips at {str(CLIPS)!r}; run in a checkout of mmfast")
+    model, processor = load(embedded_path(MODEL), "cpu", "float32")
+    found: list[Row] = []
+    for done, (fps, knobs) in enumerate(QUALITY_CASES):
+        tick(f"{fps:g} frames/s", done, len(QUALITY_CASES))
+        found.append(quality_row(model, processor, paths, fps, knobs))
+    return found
+
+
+def quality_row(
+    model: Any, processor: Any, paths: Sequence[Path], fps: float, knobs: Mapping[str, Any]
+) -> Row:
+    """Return cosines of all tokens with the stock ones, without the first frame of a clip."""
+    cache, cosines = FrameCache(model, **knobs), []
+    counts = dict.fromkeys(("frames", "whole", "patches", "computed"), 0)
+    for path in paths:
+        clip = read_video(path, fps=fps)
+        shots = [(frame, float(time)) for frame, time in zip(clip.frames, clip.times, strict=True)]
+        state = cache.start()
+        stock = _frame_features(FrameEncoder(model, processor), shots, None)
+        cached = _frame_features(FrameEncoder(model, processor, cache=cache), shots, state)
+        cosines.append(F.cosine_similarity(cached, stock, dim=-1)[1:])
+        counts = {name: total + state.stats()[name] for name, total in counts.items()}
+    cosine = torch.cat(cosines)  # [frames, tokens]
+    return {
+        "model": MODEL,
+        "method": "frame_cache",
+        "knobs": knobs,
+        "fps": fps,
+        "n": len(paths),
+        "cosine": cosine.mean().item(),
+        "cosine_worst_frame": cosine.mean(-1).min().item(),
+        "cosine_worst_token": cosine.min().item(),
+        "computed": counts["computed"] / counts["patches"],
+        "frames": counts["frames"],
+        "whole": counts["whole"],
+        "device": "cpu",
+        "dtype": "float32",
+    }
+
+
+def _frame_features(encoder: FrameEncoder, shots: Sequence[Any], state: Any) -> Tensor:
+    return torch.stack([encoder([[shot]], state)[0].features for shot in shots])

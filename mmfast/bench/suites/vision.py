@@ -1,0 +1,390 @@
+"""Benchmarks of the vision tower on real shapes with random weights.
+
+Attention of a block, frames per call, compiled modes, merging between blocks, and the patch
+embedding. A variant is timed only if its features are close to those of the stock tower.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmfast.attach import attach
+from mmfast.bench.cases import Case, build, feature_rows, pick_device
+from mmfast.bench.presets import Preset, get_preset
+from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.results import Row, dtype_name
+from mmfast.bench.timing import compare_jobs, one_thread, peak_during, timed
+from mmfast.core.errors import MmfastError
+from mmfast.models.flops import tower_flops
+from mmfast.models.vision.fast import MODES, as_linear, check_encoder, fast_encoder
+from mmfast.models.vision.merge_pass import MergePass
+from mmfast.ops.attention import segment_attention
+
+Jobs = dict[str, Callable[[], Any]]
+_SPECIAL = {"image_token_index": 510, "video_token_index": 511}
+_SMALL_TEXT = {
+    "vocab_size": 512,
+    "intermediate_size": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def only_tower(shape: Preset) -> Preset:
+    """Return the shape with a small language model, which does not run."""
+    return replace(shape, text={**shape.text, **_SMALL_TEXT}, special=_SPECIAL)
+
+
+def siglip_shape(layers: int) -> Preset:
+    """Return SigLIP-so400m at 384 pixels, 729 patches a frame, as in LLaVA-OneVision."""
+    shape = get_preset("llava-onevision-0.5b")
+    return only_tower(replace(shape, vision={**shape.vision, "num_hidden_layers": layers}))
+
+
+def qwen_shape(layers: int) -> Preset:
+    """Return the tower of Qwen2.5-VL on 392 x 392 pixels, 784 patches for two frames.
+
+    As in the checkpoint the last block of eight attends to the whole frame, the others to windows.
+    """
+    shape = get_preset("qwen2.5-vl-7b")
+    full = [*range(7, layers, 8)] or [layers - 1]
+    vision = {**shape.vision, "depth": layers, "fullatt_block_indexes": full}
+    return only_tower(replace(shape, vision=vision, grid=(28, 28), half=False))
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """A tower, the number of its blocks, and its smallest number of frames in a call."""
+
+    shape: Callable[[int], Preset]
+    blocks: int
+    frames: int = 1
+
+    def case(self, layers: int, frames: int) -> Case:
+        """Build the tower with `layers` blocks on the default device."""
+        where = pick_device(None)
+        dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+        return build(self.shape(layers), ("vit",), frames, where, dtype)
+
+
+TOWERS = {
+    "siglip-so400m-384": TowerShape(siglip_shape, 26),
+    "qwen2.5-vl-vit": TowerShape(qwen_shape, 32, frames=2),
+}
+
+
+def encode(case: Case) -> Tensor:
+    """Encode the clip of a case into features `[N, D]`."""
+    return feature_rows(case.model.get_video_features(**case.pixels))
+
+
+def check(found: Tensor, expected: Tensor, limit: float) -> float:
+    """Return the largest difference as a share of the largest value.
+
+    Raises:
+        MmfastError: It exceeds `limit`, so a time would be meaningless.
+    """
+    difference = (found.float() - expected.float()).abs().max()
+    far = float(difference / expected.float().abs().max())
+    if not far <= limit:
+        raise MmfastError(
+            f"features differ by {far:.1e} of their largest value, more than {limit:.0e}; run "
+            "pytest tests/models/vision/test_encoder.py"
+        )
+    return far
+
+
+# Windows of a 392 x 392 frame of Qwen2.5-VL in the order of the tower.
+_UNEVEN = [64, 64, 64, 32] * 3 + [32, 32, 32, 16]
+# Name: heads, head size, lengths of the segments of two frames.
+SEGMENTS: dict[str, tuple[int, int, Sequence[int]]] = {
+    "siglip frames": (16, 72, [729, 729]),
+    "qwen2.5-vl windows, 392 px": (16, 80, _UNEVEN * 2),
+    "qwen2.5-vl windows, 448 px": (16, 80, [64] * 32),
+    "qwen2.5-vl whole frames": (16, 80, [784, 784]),
+}
+
+
+@benchmark("encoder", "attention")
+def attention(tick: Tick, rounds: int = 7) -> list[Row]:
+    """Compare eager and SDPA attention per segment with one call for all segments."""
+    found: list[Row] = []
+    for number, name in enumerate(SEGMENTS):
+        tick(name, number, len(SEGMENTS))
+        found += _attention_rows(name, rounds)
+    return found
+
+
+def _attention_rows(name: str, rounds: int) -> list[Row]:
+    heads, width, lengths = SEGMENTS[name]
+    where = pick_device(None)
+    lengths = [*lengths] * (16 if where.type == "cuda" else 1)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    gen = torch.Generator().manual_seed(0)
+    size = (sum(lengths), heads, width)
+    q, k, v = (torch.randn(size, generator=gen).to(where, dtype) for _ in range(3))
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=where)
+    scale = width**-0.5
+    jobs: Jobs = {
+        "eager, one by one": partial(_by_segment, _eager, q, k, v, lengths, scale),
+        "sdpa, one by one": partial(_by_segment, _sdpa, q, k, v, lengths, scale),
+        "together": partial(segment_attention, q, k, v, ends, scale=scale, longest=max(lengths)),
+    }
+    expected = jobs["eager, one by one"]()
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    extra = {job: {"difference": check(run(), expected, limit)} for job, run in jobs.items()}
+    shared: Row = {"shape": name, "segments": len(lengths), "tokens": len(q), "heads": heads}
+    shared |= {"head_dim": width, "dtype": dtype_name(dtype)}
+    return compare_jobs(jobs, rounds, shared, where, extra)
+
+
+def _by_segment(
+    attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    scale: float,
+) -> Tensor:
+    """Split, attend to each segment, and join, as stock towers do; `[S, H, d]`."""
+    heads = (x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v))
+    parts = zip(*heads, strict=True)
+    return torch.cat([attend(a, b, c, scale) for a, b, c in parts], 1)[0]
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    weights = torch.softmax(q @ k.transpose(2, 3) * scale, -1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v).transpose(1, 2).contiguous()
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).contiguous()
+
+
+PER_CALL = (1, 2, 4, 8)
+
+
+@benchmark("encoder", "batch")
+def frames_per_call(tick: Tick, frames: int = 8, layers: int = 1, rounds: int = 5) -> list[Row]:
+    """Compare calls of one frame of the SigLIP tower with calls of several.
+
+    A GPU runs four times the frames and all blocks.
+    """
+    where, tower = pick_device(None), TOWERS["siglip-so400m-384"]
+    if where.type == "cuda":
+        frames, layers = 4 * frames, tower.blocks
+    case = tower.case(layers, frames)
+    encoder, pixels = case.model.base_model.vision_tower, case.pixels["pixel_values_videos"][0]
+
+    def run(count: int) -> None:
+        with torch.no_grad():
+            for part in pixels.split(count):
+                encoder(part)
+
+    counts = sorted({*PER_CALL, frames}) if frames >= max(PER_CALL) else [1, frames]
+    jobs: Jobs = {f"{n} a call": partial(run, n) for n in counts}
+    tick("frames per call", 0, 2)
+    shared = {"tower": "siglip-so400m-384", "frames": frames, "layers": layers, "of_layers": 26}
+    found = compare_jobs(jobs, rounds, shared, where)
+    tick("memory", 1, 2)
+    found = [{**row, "peak_mb": peak_during(jobs[row["job"]])} for row in found]
+    tick("memory", 2, 2)
+    return found
+
+
+@benchmark("encoder", "compile")
+def modes(tick: Tick, rounds: int = 3, layers: int = 2) -> list[Row]:
+    """Compare the stock towers with `encoder="fast"`, `"compile"` and `"graph"`."""
+    return [row for name in TOWERS for row in _mode_rows(name, rounds, layers, tick)]
+
+
+def _mode_rows(name: str, rounds: int, layers: int, tick: Tick) -> list[Row]:
+    tower, where = TOWERS[name], pick_device(None)
+    layers, frames = (tower.blocks, 32) if where.type == "cuda" else (layers, 2)
+    case = tower.case(layers, frames)
+    with torch.no_grad():
+        expected = encode(case)
+    jobs: Jobs = {"stock": partial(encode, case)}
+    extra: dict[str, Row] = {}
+    limit = 1e-4 if expected.dtype == torch.float32 else 5e-2
+    available = [mode for mode in MODES if _available(mode, where)]
+    for number, mode in enumerate(available):
+        tick(f"{name}, {mode}", number, len(available))
+        run = jobs[mode] = partial(_encode_fast, case, mode)
+        first, ms = timed(run)
+        extra[mode] = {"difference": check(first, expected, limit), "first_call_s": ms / 1e3}
+    shared: Row = {"tower": name, "frames": frames, "layers": layers, "of_layers": tower.blocks}
+    shared["dtype"] = dtype_name(expected.dtype)
+    return compare_jobs(jobs, rounds, shared, where, extra)
+
+
+def _encode_fast(case: Case, mode: str) -> Tensor:
+    with torch.no_grad(), fast_encoder(case.model, mode):
+        return encode(case)
+
+
+def _available(mode: str, device: torch.device) -> bool:
+    try:
+        check_encoder(mode, device)
+    except MmfastError:
+        return False
+    return True
+
+
+MERGES = (
+    "tome@vit:0.75",
+    "tome@vit:0.5",
+    "tome@vit:0.5?until=0.5",
+    "tome@vit:0.25",
+    "saint@vit:0.5",
+)
+
+
+@benchmark("encoder", "merge")
+def merging(
+    tick: Tick, specs: Sequence[str] = MERGES, rounds: int = 3, layers: int = 4
+) -> list[Row]:
+    """Compare the stock towers with merging between blocks.
+
+    `ideal` is the speed-up by FLOPs, `merging_ms` the time to choose and merge.
+    """
+    found: list[Row] = []
+    for number, name in enumerate(TOWERS):
+        tick(name, number, len(TOWERS))
+        found += _merge_rows(name, specs, rounds, layers)
+    return found
+
+
+def _merge_rows(name: str, specs: Sequence[str], rounds: int, layers: int) -> list[Row]:
+    """Measure one tower.
+
+    Raises:
+        MmfastError: Features of a spec are of another shape, or not finite.
+    """
+    tower, where = TOWERS[name], pick_device(None)
+    layers, frames = (tower.blocks, 32) if where.type == "cuda" else (layers, tower.frames)
+    case = tower.case(layers, frames)
+    with torch.no_grad():
+        shape = encode(case).shape
+    flops = _flops(case, [math.prod((case.grid[0], *case.preset.grid))] * layers)
+    extra: dict[str, Row] = {"stock": {"reduce": None, "ideal": 1.0, "merging_ms": 0.0}}
+    jobs: Jobs = {"stock": partial(encode, case)}
+    for spec in specs:
+        run = jobs[spec] = partial(_encode_reduced, case, spec)
+        with torch.no_grad(), _merges_recorded(counting=True) as seen:
+            features = run()
+        if features.shape != shape or not bool(features.isfinite().all()):
+            raise MmfastError(f"{spec!r} gave features {list(features.shape)}; run the tests")
+        with torch.no_grad(), one_thread(), _merges_recorded() as clocked:
+            run()
+        extra[spec] = {
+            "reduce": spec,
+            "ideal": flops / _flops(case, seen.lengths),
+            "merging_ms": clocked.ms,
+            "operations_a_block": seen.operations / layers,
+        }
+    shared: Row = {"tower": name, "frames": frames, "layers": layers, "of_layers": tower.blocks}
+    found = compare_jobs(jobs, rounds, shared, where, extra)
+    return [{**row, "of_ideal": row["speedup"] / row["ideal"]} for row in found]
+
+
+def _encode_reduced(case: Case, spec: str) -> Tensor:
+    with attach(case.model, spec):
+        return encode(case)
+
+
+def _flops(case: Case, leaving: list[int]) -> int:
+    """Count the FLOPs of the blocks by the tokens that reach the MLP of each."""
+    grid = (case.grid[0], *case.preset.grid)
+    return tower_flops(case.model, grid, [math.prod(grid), *leaving[:-1]], leaving)
+
+
+@dataclass
+class _MergeRecord:
+    """Time and operations of the merging in one pass, and the tokens left after each block."""
+
+    ms: float = 0.0
+    operations: int = 0
+    lengths: list[int] = field(default_factory=list)
+
+
+class _LaunchCount(TorchDispatchMode):
+    """Counts operations: on a GPU each is a launch."""
+
+    def __init__(self, seen: _MergeRecord) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        # Views, and queries of a dtype or of memory, launch nothing.
+        launches = isinstance(out, (Tensor, tuple)) and not func.is_view
+        self._seen.operations += launches and "aten.empty" not in str(func)
+        return out
+
+
+@contextmanager
+def _merges_recorded(counting: bool = False) -> Iterator[_MergeRecord]:
+    """Record the merging of every block; counting and timing take separate passes."""
+    stock, seen = MergePass.merge, _MergeRecord()
+
+    def merge(work: MergePass, block: int, hidden: Tensor) -> Tensor:
+        start = time.process_time()
+        with _LaunchCount(seen) if counting else nullcontext():
+            out = stock(work, block, hidden)
+        seen.ms += (time.process_time() - start) * 1e3
+        seen.lengths.append(sum(work.lengths))
+        return out
+
+    with patch.object(MergePass, "merge", merge):
+        yield seen
+
+
+PATCHES = ("siglip-so400m-384, two frames", "qwen2.5-vl, two frames of 392 x 392")
+
+
+@benchmark("encoder", "patch")
+def patches(tick: Tick) -> list[Row]:
+    """Compare the stock patch convolution with the same sums as a matrix product."""
+    kinds = [(name, dtype) for name in PATCHES for dtype in (torch.float32, torch.bfloat16)]
+    found: list[Row] = []
+    for number, (name, dtype) in enumerate(kinds):
+        tick(f"{name}, {dtype}", number, len(kinds))
+        found += patch_rows(name, dtype, rounds=5)
+    return found
+
+
+def patch_rows(name: str, dtype: torch.dtype, rounds: int) -> list[Row]:
+    """Measure one of `PATCHES`."""
+    where = pick_device(None)
+    torch.manual_seed(0)
+    conv: Any
+    if name == PATCHES[0]:
+        conv, x = nn.Conv2d(3, 1152, 14, 14), torch.randn(2, 3, 384, 384)
+    else:
+        size = (2, 14, 14)
+        conv, x = nn.Conv3d(3, 1280, size, size, bias=False), torch.randn(784, 3, *size)
+    conv, x = conv.to(where, dtype), x.to(where, dtype)
+    # The towers flatten the raster at once, so both jobs do.
+    jobs: Jobs = {
+        "convolution": lambda: conv(x).flatten(2).transpose(1, 2).contiguous(),
+        "linear": lambda: as_linear(conv, conv, x).flatten(2).transpose(1, 2).contiguous(),
+    }
+    with torch.no_grad():
+        expected = jobs["convolution"]()
+        far = check(jobs["linear"](), expected, 1e-5 if dtype == torch.float32 else 1e-2)
+    shared: Row = {"shape": name, "dtype": dtype_name(dtype)}
+    return compare_jobs(jobs, rounds, shared, where, {"linear": {"difference": far}})
