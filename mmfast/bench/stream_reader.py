@@ -19,9 +19,9 @@ from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
 from mmfast.bench.timing import Sample, frozen, interleave, noise, paired, quantile
 from mmfast.core.errors import MmfastError
-from mmfast.frontends import iter_video
-from mmfast.frontends.picture import Frame
+from mmfast.frontends.clip import Frame
 from mmfast.frontends.video.parallel import cores
+from mmfast.frontends.video.reader import iter_video
 
 ROUNDS = 5
 FPS = 1.0

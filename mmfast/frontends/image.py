@@ -12,7 +12,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.picture import Frame
+from mmfast.frontends.clip import Clip, Frame, make_clip
+from mmfast.frontends.headers import check_header
+from mmfast.frontends.sampling import Ask, Floats
 from mmfast.frontends.source import (
     DEFAULT_LIMITS,
     IMAGE_KINDS,
@@ -24,9 +26,6 @@ from mmfast.frontends.source import (
     quote,
     refusing,
 )
-from mmfast.frontends.video.clip import Clip, make_clip
-from mmfast.frontends.video.headers import check_header
-from mmfast.frontends.video.sampling import Ask, Floats
 
 _CHANNELS = (1, 3, 4)
 _SLACK = 1e-3  # a float picture may overshoot [0, 1] by resampling noise of bf16

@@ -14,8 +14,8 @@ from mmfast.bench import stream_reader
 from mmfast.bench.named import quiet
 from mmfast.bench.stream_reader import ClipShape, rows, write_clip
 from mmfast.core.errors import MmfastError
-from mmfast.frontends import read_video
 from mmfast.frontends.video import parallel
+from mmfast.frontends.video.reader import read_video
 
 SMALL = ClipShape(width=160, height=96, seconds=6, rate=12, gop=24)
 

@@ -15,15 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from mmfast.core.errors import MediaError, MmfastError
+from mmfast.frontends.clip import Frame
 from mmfast.frontends.image import is_array, is_sequence, picture
-from mmfast.frontends.live.device import open_camera, running_frames, running_rgb
-from mmfast.frontends.live.network import Allowed, check_address, open_http, open_rtsp
+from mmfast.frontends.live.inputs import (
+    Allowed,
+    check_address,
+    open_camera,
+    open_http,
+    open_rtsp,
+    running_frames,
+    running_rgb,
+)
 from mmfast.frontends.live.steady import at_rate, steady
-from mmfast.frontends.picture import Frame
+from mmfast.frontends.sampling import positive_rate
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits, first_line, is_encoded, quote
 from mmfast.frontends.video.parallel import DEFAULT_AHEAD, Ahead
 from mmfast.frontends.video.reader import iter_video
-from mmfast.frontends.video.sampling import positive_rate
 from mmfast.frontends.video.sequences import DEFAULT_RATE
 
 _HELD = 64

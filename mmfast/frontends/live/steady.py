@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.picture import Frame
+from mmfast.frontends.clip import Frame
 from mmfast.frontends.source import first_line
 
 _BROKEN = 30  # pictures in a row that cannot be used before the source is given up

@@ -21,7 +21,8 @@ import av
 import numpy as np
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.picture import Frame, Frames, Orientation, to_rgb
+from mmfast.frontends.clip import Frame, Frames, Orientation, write_rgb
+from mmfast.frontends.sampling import Indices, sample_stream
 from mmfast.frontends.source import Damage, Limits, MediaSource, Mismatch, refusing
 from mmfast.frontends.video.container import Header, open_video
 from mmfast.frontends.video.packets import (
@@ -36,7 +37,6 @@ from mmfast.frontends.video.packets import (
     unit_reader,
     with_wanted,
 )
-from mmfast.frontends.video.sampling import Indices, sample_stream
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ def sampled(
 
     def convert(frame: Any, tick: int) -> tuple[tuple[Frame, float], int]:
         rgb = np.empty((size[1], size[0], 3), np.uint8)
-        to_rgb(frame, rgb, turn, source.name)
+        write_rgb(frame, rgb, turn, source.name)
         return (rgb, float(header.seconds(tick))), rgb.nbytes
 
     wanted = (tick for tick, _ in sample_stream(ticks(), fps, tolerance))
@@ -407,7 +407,7 @@ def fill(
     place = {tick: row for row, tick in enumerate(ticks.tolist())}
 
     def convert(frame: Any, tick: int) -> tuple[None, int]:
-        to_rgb(frame, out[place[tick]], turn, source.name)
+        write_rgb(frame, out[place[tick]], turn, source.name)
         return None, 0
 
     for _ in SliceThreads(source, limits, iter(parts), convert, workers, _UNBOUND).items():

@@ -11,8 +11,10 @@ import numpy as np
 from PIL import Image
 
 from mmfast.core.errors import MediaError
+from mmfast.frontends.clip import Clip, Frame, Frames, Orientation, make_clip
+from mmfast.frontends.headers import check_header
 from mmfast.frontends.image import image_clip, iter_animation, open_image, read_animation
-from mmfast.frontends.picture import Frame, Frames, Orientation
+from mmfast.frontends.sampling import Ask, Indices, positive_rate, sample_stream
 from mmfast.frontends.source import (
     DEFAULT_LIMITS,
     IMAGE_KINDS,
@@ -24,14 +26,10 @@ from mmfast.frontends.source import (
     open_source,
     quote,
 )
-from mmfast.frontends.video import decord, pyav
-from mmfast.frontends.video.clip import Clip, make_clip
+from mmfast.frontends.video import decoders
 from mmfast.frontends.video.container import Header, open_video, read_header
-from mmfast.frontends.video.headers import check_header
 from mmfast.frontends.video.index import Index, packet_index
-from mmfast.frontends.video.packets import PacketGroup
 from mmfast.frontends.video.parallel import DEFAULT_AHEAD, Ahead, fill, sampled, suits, worth
-from mmfast.frontends.video.sampling import Ask, Indices, positive_rate, sample_stream
 from mmfast.frontends.video.sequences import iter_sequence, sequence_clip
 
 BACKENDS = ("auto", "decord", "pyav")
@@ -59,11 +57,22 @@ class _FilePlan:
         width, height = self.size
         return asked, rows, np.empty((len(rows), height, width, 3), np.uint8)
 
+    def attempt(
+        self, index: Index, backend: str, decode: Callable[[Indices, Frames], bool | None]
+    ) -> Clip | None:
+        """Read with one decoder; None where it gives up or says that it does not pay."""
+        asked, rows, out = self.choose(index)
+        try:
+            done = decode(rows, out)
+        except Mismatch:
+            return None
+        return None if done is False else self.clip(index, asked, rows, out, backend)
+
     def clip(self, index: Index, asked: Indices, rows: Indices, out: Frames, backend: str) -> Clip:
         """Put the decoded frames [u] into the order asked for."""
-        frames = out if len(asked) == len(rows) and (asked == rows).all() else None
+        in_order = len(asked) == len(rows) and (asked == rows).all()
         return make_clip(
-            frames=out[np.searchsorted(rows, asked)] if frames is None else frames,
+            frames=out if in_order else out[np.searchsorted(rows, asked)],
             rows=asked,
             times=self.header.seconds(index.ticks),
             end=float(self.header.seconds(index.end)),
@@ -83,54 +92,37 @@ def read_file(source: MediaSource, ask: Ask, limits: Limits, backend: str) -> Cl
     with open_video(source, limits) as (container, stream):
         header = read_header(source, container, stream, limits)
         index = packet_index(source, container, stream, header, limits)
-    first: Any = pyav.first_frame(source, limits)
+    first: Any = decoders.first_frame(source, limits)
     turn = Orientation.of(first)
     plan = _FilePlan(source, ask, limits, header, turn, turn.size(first.width, first.height))
-    reason = decord.why_not(source, header, index, bool(first.interlaced_frame), turn)
-    if backend == "decord" and reason:
-        raise MediaError(f"decord cannot read {source.name} ({reason}): use backend='auto'")
-    if backend != "decord" and index.groups is not None:
-        clip = _in_parallel(plan, index, index.groups)
-        if clip is not None:
-            return clip
-    if backend != "pyav" and not reason:
-        clip = _with_decord(plan, index)
-        if clip is not None:
-            return clip
-        if backend == "decord":
-            raise MediaError(f"decord failed on {source.name}: use backend='auto'")
-    return _with_pyav(plan, index)
+    obstacle = decoders.decord_obstacle(source, header, index, bool(first.interlaced_frame), turn)
+    if backend == "decord" and obstacle:
+        raise MediaError(f"decord cannot read {source.name} ({obstacle}): use backend='auto'")
+    clip, groups = None, index.groups
+    if backend != "decord" and groups is not None:
+        clip = plan.attempt(
+            index,
+            "pyav",
+            lambda rows, out: fill(source, limits, groups, index.ticks[rows], turn, out),
+        )
+    if clip is None and backend != "pyav" and not obstacle:
+        clip = plan.attempt(
+            index, "decord", lambda *want: decoders.read_decord(source, header, index, *want)
+        )
+    if clip is None and backend == "decord":
+        raise MediaError(f"decord failed on {source.name}: use backend='auto'")
+    if clip is None and index.trusted:
+        clip = plan.attempt(
+            index, "pyav", lambda *want: decoders.read_exact(source, limits, index, turn, *want)
+        )
+    return clip or _counted(plan, index)
 
 
-def _in_parallel(plan: _FilePlan, index: Index, groups: tuple[PacketGroup, ...]) -> Clip | None:
+def _counted(plan: _FilePlan, index: Index) -> Clip:
+    """Read by counting frames from the start, which damage and missing times ask for."""
+    index, threads = decoders.count_frames(plan.source, plan.limits, plan.header, index)
     asked, rows, out = plan.choose(index)
-    try:
-        done = fill(plan.source, plan.limits, groups, index.ticks[rows], plan.turn, out)
-    except Mismatch:
-        return None
-    return plan.clip(index, asked, rows, out, "pyav") if done else None
-
-
-def _with_decord(plan: _FilePlan, index: Index) -> Clip | None:
-    asked, rows, out = plan.choose(index)
-    try:
-        decord.read(plan.source, plan.header, index, rows, out)
-    except Mismatch:
-        return None
-    return plan.clip(index, asked, rows, out, "decord")
-
-
-def _with_pyav(plan: _FilePlan, index: Index) -> Clip:
-    if index.trusted:
-        asked, rows, out = plan.choose(index)
-        try:
-            pyav.read_exact(plan.source, plan.limits, index, rows, plan.turn, out)
-            return plan.clip(index, asked, rows, out, "pyav")
-        except Mismatch:
-            del out
-    index, threads = pyav.count_frames(plan.source, plan.limits, plan.header, index)
-    asked, rows, out = plan.choose(index)
-    pyav.read_counted(plan.source, plan.limits, rows, plan.turn, out, threads)
+    decoders.read_counted(plan.source, plan.limits, rows, plan.turn, out, threads)
     return plan.clip(index, asked, rows, out, "pyav")
 
 
@@ -152,13 +144,13 @@ def iter_file(
     with open_video(source, limits) as (container, stream):
         header = read_header(source, container, stream, limits)
         count = stream.frames or float(container.duration or 0) / 1e6 * float(header.rate)
-    first = pyav.first_frame(source, limits)
+    first = decoders.first_frame(source, limits)
     turn = Orientation.of(first)
     half_tick = float(header.time_base) / 2 + 1e-9
     free = limits.untimed()
 
     def from_start(threads: str) -> Iterator[tuple[Frame, float]]:
-        pairs = pyav.read_all(source, free, header, turn, threads)
+        pairs = decoders.read_all(source, free, header, turn, threads)
         return sample_stream(pairs, fps, half_tick)
 
     if fps is None or not suits(source, header) or not worth(count, first.width * first.height):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmfast.core.errors import MediaError
+from mmfast.frontends.clip import Clip, Frame, make_clip
 from mmfast.frontends.image import (
     array_picture,
     channel_axis,
@@ -18,10 +19,8 @@ from mmfast.frontends.image import (
     is_tensor,
     picture,
 )
-from mmfast.frontends.picture import Frame
+from mmfast.frontends.sampling import Ask, Floats, positive_rate
 from mmfast.frontends.source import Limits, quote
-from mmfast.frontends.video.clip import Clip, make_clip
-from mmfast.frontends.video.sampling import Ask, Floats, positive_rate
 
 DEFAULT_RATE = 24.0  # what transformers' processors assume of frames that come without a rate
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from long_file_clips import CLIPS, File, cut_by_edit, rotated, same, write
 from media_factory import write_video
 
-from mmfast.frontends import iter_video, read_video
 from mmfast.frontends.source import Mismatch
 from mmfast.frontends.video import parallel
 from mmfast.frontends.video.parallel import Ahead
+from mmfast.frontends.video.reader import iter_video, read_video
 
 FALLS_BACK = ("gradual refresh",)  # one entry only: nothing to divide, but nothing wrong either
 

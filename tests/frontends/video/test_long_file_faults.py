@@ -13,10 +13,10 @@ from long_file_clips import LIMITS, File, moving, same, write
 from media_factory import refused, write_video
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends import iter_video, read_video
 from mmfast.frontends.source import Damage
 from mmfast.frontends.video import parallel
 from mmfast.frontends.video.parallel import Ahead, LaneQueue, Stopped
+from mmfast.frontends.video.reader import iter_video, read_video
 
 
 @pytest.fixture(autouse=True)
