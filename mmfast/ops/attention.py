@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,21 +67,6 @@ def _on_host(
 
 
 _WIDEN = 8  # channels that carry a bias through flash kernels, which take no mask
-
-
-def segment_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *, scale: float, bias: Tensor | None = None
-) -> Tensor:
-    """Softmax attention segment by segment; arguments as for `segment_attention`."""
-    out = torch.empty_like(v)
-    bounds = ends.tolist()
-    for start, stop in pairwise(bounds):
-        part = slice(start, stop)
-        logits = torch.einsum("qhd,khd->hqk", q[part], k[part]) * scale
-        if bias is not None:
-            logits = logits + bias[part]
-        out[part] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v[part])
-    return out
 
 
 def segment_attention(

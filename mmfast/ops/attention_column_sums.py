@@ -181,42 +181,6 @@ Heads = Literal["all", "key", "query"]
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 64}
 
 
-def attention_column_sums_reference(
-    query: Tensor,
-    key: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    mask: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """The formula, with the whole matrix: sum over queries i of `w_i softmax(q_i k^T)`.
-
-    Args:
-        query: `[B, H, L, D]`, of the type to compute in.
-        key: `[B, Hkv, S, D]`, H a multiple of Hkv.
-        scale: Factor of the logits; None means `D ** -0.5`.
-        causal: Query i sees the keys up to `S - L + i`.
-        mask: Bool (True = visible) or addend to the logits, broadcast to `[B, H, L, S]`.
-        weights: Factor of every query, broadcast to `[B, H, L]`.
-
-    Returns:
-        `[B, H, S]`; a query that sees nothing gives nothing.
-    """
-    length, size = query.shape[2], key.shape[2]
-    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    logits = query @ keys.transpose(2, 3) * _scale(query, scale)  # [B, H, L, S]
-    if mask is not None and mask.dtype == torch.bool:
-        logits = logits.masked_fill(~mask, -torch.inf)
-    elif mask is not None:
-        logits = logits + mask
-    if causal:
-        seen = torch.ones(length, size, dtype=torch.bool, device=query.device).tril(size - length)
-        logits = logits.masked_fill(~seen, -torch.inf)
-    shares = logits.softmax(-1).nan_to_num(0.0)
-    return (shares if weights is None else shares * weights[..., None]).sum(2)
-
-
 @torch.no_grad()
 def attention_column_sums(
     query: Tensor,

@@ -15,7 +15,7 @@ as its own hop is there, so `n` samples give `n // 160` frames and nothing waits
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -292,48 +292,3 @@ def log_mel(pcm: Tensor, precise: torch.dtype = torch.float64) -> Tensor:
         `[..., n // 160, 80]`: natural log of `max(mel power, 1e-5)`, in the type of `pcm`.
     """
     return _frames(F.pad(pcm, (_PAST, 0)), precise)
-
-
-@dataclass(frozen=True)
-class LogMelState:
-    """Samples that coming frames still cover: 240 of the past and the hop begun, `[B, 240 + r]`."""
-
-    tail: Tensor
-
-
-class LogMel:
-    """`log_mel` as a `Stage`: pcm `[B, n]` in, frames `[B, t, 80]` out, no delay beyond the hop."""
-
-    rate = RATE
-    hop = HOP
-    bins = BINS
-
-    def start(self, batch: int = 1) -> LogMelState:
-        """The state of `batch` streams that have heard nothing."""
-        return LogMelState(torch.zeros(batch, _PAST))
-
-    def step(self, state: LogMelState, chunk: Tensor) -> tuple[LogMelState, Tensor]:
-        """Add samples `[B, n]`, `n` of any size; give the frames they complete `[B, t, 80]`."""
-        heard = torch.cat([state.tail.to(chunk.device, chunk.dtype), chunk], dim=-1)
-        done = (heard.shape[-1] - _PAST) // HOP * HOP
-        return LogMelState(heard[:, done:].clone()), _frames(heard, torch.float64)
-
-    def finish(self, state: LogMelState) -> Tensor:
-        """A last part of a hop makes no frame: `[B, 0, 80]`."""
-        return state.tail.new_zeros(state.tail.shape[0], 0, BINS)
-
-    def reset(self, state: LogMelState, rows: Tensor) -> LogMelState:
-        """Start streams `rows` (`[B]` bool) anew; the others go on.
-
-        Raises:
-            MmfastError: The other streams are in the middle of a hop, which the frames of one
-                batch share.
-        """
-        started = state.tail.shape[-1] - _PAST
-        if started and not bool(rows.all()):
-            raise MmfastError(
-                f"{started} samples of a hop of {HOP} are pending: reset single streams of a "
-                f"batch after whole hops, or keep one state per stream"
-            )
-        tail = state.tail[:, :_PAST] if started else state.tail
-        return replace(state, tail=tail.masked_fill(rows.to(tail.device)[:, None], 0.0))

@@ -49,14 +49,6 @@ def delay(codes: Tensor, delays: Sequence[int], fill: int) -> Tensor:
     return steps
 
 
-def undelay(steps: Tensor, delays: Sequence[int]) -> Tensor:
-    """Steps `[B, Q, S]` back to the frames all of whose codes are there, `[B, Q, S - max]`."""
-    shifts = check_delays(delays, steps.shape[1])
-    frames = max(steps.shape[2] - max(shifts), 0)
-    rows = [steps[:, book, shift : shift + frames] for book, shift in enumerate(shifts)]
-    return torch.stack(rows, dim=1)
-
-
 @dataclass(frozen=True, eq=False)
 class DelayState:
     """The last steps of a stream.

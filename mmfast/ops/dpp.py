@@ -104,7 +104,7 @@ class _Search:
     def run(self) -> Tensor:
         """Picks `[count]` in order; N where the picks before span all rows."""
         while len(self.picks) < self.count and self.key.max() > -np.inf:
-            active, outside = _highest(self.key, _ACTIVE)
+            active, outside = lowest(-self.key, _ACTIVE)
             residual = self._refresh(active)
             self._pick(active, residual, outside)
         none = [len(self.rows)] * (self.count - len(self.picks))
@@ -128,7 +128,7 @@ class _Search:
 
     def _pick(self, active: Integers, residual: Floats, outside: tuple[float, int]) -> None:
         """Pick the best of `active` until one outside may come first."""
-        places, (key_, place) = _highest(self.key[active], _BEST)
+        places, (key_, place) = lowest(-self.key[active], _BEST)
         outside = min(outside, (key_, int(active[place])))
         active, residual = active[places], residual[places]
         inner = _product(residual, residual.T)  # of what the picks leave, [A, A]
@@ -174,16 +174,6 @@ def _keys(gain: Floats, floor: Floats) -> Floats:
     live = gain > floor
     key[live] = np.round(np.log2(gain[live]) * _STEP)
     return key
-
-
-def _highest(key: Floats, size: int) -> tuple[Integers, tuple[float, int]]:
-    """The `size` highest by (key, index), ascending, and the first of the others."""
-    if size >= len(key):
-        return np.arange(len(key)), (np.inf, 0)
-    edge = np.partition(-key, size)[size]
-    lower, ties = np.flatnonzero(-key < edge), np.flatnonzero(-key == edge)
-    inside = size - len(lower)
-    return np.sort(np.concatenate([lower, ties[:inside]])), (float(edge), int(ties[inside]))
 
 
 _ACTIVE_ROWS, _BLOCK = 512, 64

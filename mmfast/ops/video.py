@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,17 +12,161 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import snap, stable_topk
-from mmfast.ops.similarity import (
-    closeness,
-    paired_cosine,
-    parts,
-    spatial_novelty,
-    steady_channels,
-    sum_of,
-    take_channels,
-    unit_rows,
-)
+from mmfast.ops.ranking import ROUNDING, snap, stable_topk
+from mmfast.ops.similarity import TABLE_CHUNK, paired_cosine, sum_of, unit_rows
+from mmfast.ops.temporal_difference import temporal_difference
+
+
+def temporal_cosine(x: Tensor, frames: int) -> Tensor:
+    """Cosine of every token with the token at the same place one frame later.
+
+    Args:
+        x: `[..., frames * n, D]`, frame after frame.
+        frames: Number of frames T.
+
+    Returns:
+        `[..., T - 1, n]` float64.
+    """
+    video = x.unflatten(-2, (frames, -1))  # [..., T, n, D]
+    lead, n = video.shape[:-3], video.shape[-2]
+    flat = video.reshape(-1, n, x.shape[-1])
+    cosine = temporal_difference(flat, [frames] * (len(flat) // frames), l1=False).cosine
+    return cosine.reshape(*lead, frames, n)[..., 1:, :]
+
+
+_WIDTHS = (0.125, 0.25, 0.5, 1.0, 2.0)
+
+
+def closeness(x: Tensor, centre: Tensor) -> Tensor:
+    """Sum of `exp(-|x - centre|^2 / (2 a))` over five widths a from 1/8 to 2: 5 at the centre.
+
+    Args:
+        x: Rows `[..., n, C]`, of unit length in the methods that use it.
+        centre: Broadcasts to them, `[..., 1, C]`.
+
+    Returns:
+        `[..., n]`.
+    """
+    square = (x - centre).square().sum(-1)
+    total = (-square / (2 * _WIDTHS[0])).exp()
+    for width in _WIDTHS[1:]:
+        total = total + (-square / (2 * width)).exp()
+    return total
+
+
+def spatial_novelty(frame: Tensor, rows: int, columns: int) -> Tensor:
+    """One minus the larger cosine with the token on the left and the one above.
+
+    Args:
+        frame: `[..., rows * columns, D]`.
+        rows: Rows of the raster.
+        columns: Tokens in a row.
+
+    Returns:
+        `[..., rows * columns]` float64; infinite for the first token, which has no such neighbour.
+    """
+    image = frame.unflatten(-2, (rows, columns))
+    alike = torch.full(image.shape[:-1], -torch.inf, dtype=torch.float64, device=image.device)
+    alike[..., 1:] = paired_cosine(image[..., 1:, :], image[..., :-1, :])
+    above = paired_cosine(image[..., 1:, :, :], image[..., :-1, :, :])
+    alike[..., 1:, :] = torch.maximum(alike[..., 1:, :], above)
+    return 1.0 - alike.flatten(-2)
+
+
+Floats = NDArray[np.floating[Any]]
+
+
+class SinceKept:
+    """A video whose tokens are kept where they differ from the last one kept at their place.
+
+    The first frame is kept. All pairs of frames are compared beforehand, `T * N` numbers, so that
+    many thresholds can be tried.
+    """
+
+    def __init__(self, x: Tensor, frames: int) -> None:
+        """`x` is `[N, D]`, frame after frame."""
+        places = x.detach().unflatten(0, (frames, -1)).transpose(0, 1)  # [n, T, D]
+        self._change: Floats = _changes(places).cpu().numpy()  # [n, T, T]
+
+    def changes(self, threshold: float) -> Floats:
+        """Change of every later token since the last one kept, `[T - 1, n]` float64.
+
+        Args:
+            threshold: A token whose change is above it is kept, and the next is compared with it.
+        """
+        n, frames, _ = self._change.shape
+        place, last = np.arange(n), np.zeros(n, dtype=np.int64)
+        seen = np.empty((frames - 1, n))
+        for t in range(1, frames):
+            seen[t - 1] = self._change[place, last, t]
+            last[seen[t - 1] > threshold] = t
+        return seen
+
+    def tuned(self, count: int) -> float:
+        """The threshold, by bisection, at which just `count` later tokens are kept.
+
+        It keeps at least `count`, and the next higher multiple of 2^-30 fewer; with a threshold of
+        -1 or less everything is kept.
+        """
+        low, high = -round(1 / ROUNDING), round(2 / ROUNDING)  # nothing is above 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            if int((self.changes(middle * ROUNDING) > middle * ROUNDING).sum()) >= count:
+                low = middle
+            else:
+                high = middle
+        return low * ROUNDING
+
+
+def _changes(places: Tensor) -> Tensor:
+    """One minus the cosine of every two frames, of each place of `[n, T, D]`: `[n, T, T]`."""
+    n, frames, width = places.shape
+    few = n if places.is_cuda else max(1, TABLE_CHUNK // max(1, frames * width))
+    change = places.new_empty(n, frames, frames, dtype=torch.float64)
+    for spot in range(0, n, max(1, few)):
+        rows = unit_rows(places[spot : spot + few].double())
+        change[spot : spot + few] = 1.0 - snap(rows @ rows.transpose(-1, -2))
+    return change
+
+
+_CHANNEL_CHUNK = 1 << 18  # float64 numbers of a temporary on the host, 2 MB: they stay in cache
+
+
+def steady_channels(x: Tensor, count: int) -> Tensor:
+    """The `count` channels of smallest population variance over the tokens, smallest first.
+
+    Args:
+        x: `[..., N, D]`; sums are float64.
+        count: 1 to D.
+
+    Returns:
+        `[..., count]` int64; ties go to the lowest channel.
+    """
+    n = x.shape[-2]
+    # From the first token on: a channel that never changes then has a variance of exactly 0.
+    first = x[..., :1, :].double()
+    mean = sum_of((part.double() - first).sum(-2, keepdim=True) for part in parts(x)) / n
+    start = first + mean
+    square = sum_of((part.double() - start).square_().sum(-2) for part in parts(x))
+    return (square / n).sort(dim=-1, stable=True).indices[..., :count]
+
+
+def parts(x: Tensor, least: int = 1) -> tuple[Tensor, ...]:
+    """`x` `[..., N, D]` some tokens at a time, `least` or a multiple; all at once on a device."""
+    if x.device.type != "cpu" or not x.numel():
+        return (x,)
+    rows = max(1, _CHANNEL_CHUNK * x.shape[-2] // (x.numel() * least)) * least
+    some: tuple[Tensor, ...] = x.split(rows, -2)
+    return some
+
+
+def take_channels(x: Tensor, channels: Tensor) -> Tensor:
+    """Channels `[..., C]` of `x` `[..., N, D]`: `[..., N, C]`."""
+    if channels.shape[:-1].numel() == 1:  # an index per number is slow to read
+        return x.index_select(-1, channels.flatten())
+    index = channels[..., None, :].expand(*x.shape[:-1], channels.shape[-1])
+    return x.gather(-1, index)
+
 
 Segment = tuple[int, int]  # first and last frame
 

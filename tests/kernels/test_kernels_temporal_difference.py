@@ -24,7 +24,8 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.spec import reduce
 from mmfast.core.tokens import Tokens
 from mmfast.ops import temporal_difference as op
-from mmfast.ops.similarity import paired_cosine, temporal_cosine
+from mmfast.ops.similarity import paired_cosine
+from mmfast.ops.video import temporal_cosine
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SHAPES: list[tuple[tuple[int, int, int], list[int] | None]] = [

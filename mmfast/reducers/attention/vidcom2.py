@@ -9,14 +9,8 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import grouped_topk, marked, share_out, snap
-from mmfast.ops.similarity import (
-    closeness,
-    parts,
-    steady_channels,
-    sum_of,
-    take_channels,
-    unit_rows,
-)
+from mmfast.ops.similarity import sum_of, unit_rows
+from mmfast.ops.video import closeness, parts, steady_channels, take_channels
 
 _TEMPERATURE = 0.01
 

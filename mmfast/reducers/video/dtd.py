@@ -11,8 +11,8 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import one_by_one, snap, stable_topk
-from mmfast.ops.similarity import SinceKept, paired_cosine
-from mmfast.ops.video import first_frame
+from mmfast.ops.similarity import paired_cosine
+from mmfast.ops.video import SinceKept, first_frame
 
 
 def stream_dtd(

@@ -12,7 +12,8 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import grouped_topk, marked, share_out, snap
-from mmfast.ops.similarity import paired_cosine, spatial_novelty
+from mmfast.ops.similarity import paired_cosine
+from mmfast.ops.video import spatial_novelty
 
 
 @register("dycoke", paper="2411.15024", adaptive=True, temporal=True)

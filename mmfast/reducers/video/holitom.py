@@ -12,8 +12,16 @@ from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.clustering import dpc_knn
 from mmfast.ops.ranking import stable_topk
-from mmfast.ops.similarity import nearest_rows, temporal_cosine, unit_rows
-from mmfast.ops.video import Quota, Segment, exact_quota, paper_quota, static_places, static_windows
+from mmfast.ops.similarity import nearest_rows, unit_rows
+from mmfast.ops.video import (
+    Quota,
+    Segment,
+    exact_quota,
+    paper_quota,
+    static_places,
+    static_windows,
+    temporal_cosine,
+)
 
 
 @dataclass(frozen=True)
