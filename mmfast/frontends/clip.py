@@ -40,11 +40,11 @@ class Orientation:
 
     @property
     def mirrored(self) -> bool:
-        """Whether it is a reflection and not a rotation."""
+        """True for a reflection, False for a rotation."""
         return self.swap ^ self.flip_x ^ self.flip_y
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height after it is applied."""
+        """Return width and height after it is applied."""
         return (height, width) if self.swap else (width, height)
 
     def apply(self, rgb: Frame) -> Frame:
@@ -86,11 +86,11 @@ class Clip:
         indices: Number of each frame in the source, counted in presentation order from 0.
         total_frames: Frames in the source.
         fps: Mean frames per second of the source.
-        duration: Seconds from the first frame's appearance to the last one's end.
+        duration: Seconds from the start of the first frame to the end of the last one.
         width: Pixels after rotation. Non-square pixels are not stretched.
         height: Pixels after rotation.
-        source: What was read, for messages.
-        backend: What read it: ``decord``, ``pyav``, ``pillow`` or ``array``.
+        source: Name of the input, for messages.
+        backend: Reader: ``decord``, ``pyav``, ``pillow`` or ``array``.
     """
 
     frames: Frames
@@ -108,13 +108,12 @@ class Clip:
         return len(self.frames)
 
     def metadata(self) -> dict[str, Any]:
-        """Give the fields of transformers' ``VideoMetadata`` for ``do_sample_frames=False``.
+        """Return the fields of transformers' ``VideoMetadata`` for ``do_sample_frames=False``.
 
         Processors compute a frame's time as ``frames_indices / fps``. Where the source's own
-        numbers and rate give the true times to within a millisecond they are handed over; with a
-        variable frame rate or a late start they would not, so frames are then numbered on a clock
-        of one million per second, which gives every time to within half a microsecond and the
-        same mean sampling rate.
+        numbers and rate give the true times to within a millisecond they are used; otherwise
+        (variable frame rate, late start) frames are numbered on a clock of one million per second,
+        which gives every time to within half a microsecond and the same mean sampling rate.
         """
         fps, total, indices = self.fps, self.total_frames, list(self.indices)
         times = np.array(self.times)

@@ -1,4 +1,4 @@
-"""Rows of unit length."""
+"""Cosines of rows: pairs, tables and nearest rows, with equal rows as exact ties."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CHUNK, _CHUNK_CUDA = 1 << 20, 1 << 28
 
 
 def nearest(cosine: Tensor) -> Tensor:
-    """For each row of `cosine` `[..., A, B]` the first column that is largest up to rounding.
+    """Find for each row of `cosine` `[..., A, B]` the first column that is largest up to rounding.
 
     Returns:
         `[..., A]` int64. Among equal tokens the lowest index wins on any device and shape.
@@ -43,14 +43,14 @@ def nearest(cosine: Tensor) -> Tensor:
 
 
 def nearest_rows(a: Tensor, b: Tensor, *, not_first: bool = False) -> Tensor:
-    """The row of `b` with the largest product for each row of `a`, as `nearest` counts ties.
+    """Return the row of `b` with the largest product for each row of `a`, ties as in `nearest`.
 
-    The matrix of products is never there as a whole: rows of `a` are taken a chunk at a time.
+    The matrix of products is never held as a whole: rows of `a` are taken a chunk at a time.
 
     Args:
         a: `[..., A, D]` unit rows.
         b: `[..., B, D]` unit rows.
-        not_first: The first row of `b` is no choice while there is another.
+        not_first: Leave out the first row of `b` while there is another.
 
     Returns:
         `[..., A]` int64.
@@ -67,17 +67,15 @@ def nearest_rows(a: Tensor, b: Tensor, *, not_first: bool = False) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
-_PAIR_CHUNK = (
-    1_000_000  # numbers compared at once on the host: the three products then share a cache
-)
+_PAIR_CHUNK = 1_000_000  # numbers compared at once on the host: their three products fit a cache
 
 
 def paired_cosine(a: Tensor, b: Tensor) -> Tensor:
     """Cosine of each row of `a` with the row of `b` in its place, both `[..., D]`: float64 `[...]`.
 
     Equal rows give exactly 1: their dot product and their squared lengths come from the same
-    summation, and the root of a square is exact in float64. A static video is then a set of true
-    ties, not of rounding noise in either direction. A zero row has cosine 0 with anything.
+    summation, and the root of a square is exact in float64. The tokens of a static video are then
+    true ties, without rounding noise. A zero row has cosine 0 with anything.
     """
     small = a.device.type != "cpu" or a.numel() <= _PAIR_CHUNK or torch.compiler.is_compiling()
     if not small and a.ndim > 1 and a.shape == b.shape:
@@ -105,10 +103,10 @@ def cosine_table(a: Tensor, b: Tensor) -> Tensor:
 
 
 def cosine_parts(a: Tensor, b: Tensor) -> Iterator[Tensor]:
-    """`cosine_table` some rows of `a` at a time, for what needs each row of the table once.
+    """Yield `cosine_table` some rows of `a` at a time, for callers that need each row once.
 
     Yields:
-        `[..., rows, B]`; nothing in float64 is as large as `a` or the table.
+        `[..., rows, B]`; no float64 temporary is as large as `a` or the table.
     """
     columns = unit_rows(b.double()).transpose(-1, -2)
     items, widest = a.shape[:-2].numel(), max(1, a.shape[-1], b.shape[-2])
@@ -120,7 +118,7 @@ def relevance(x: Tensor, query: Tensor) -> Tensor:
     """Relevance of each token to the words of the question, `[..., N]` float64.
 
     The cosine with a word counts as far as it exceeds that word's mean over all tokens, so that a
-    word near everything says nothing; a token has the relevance of its best word.
+    word near everything does not count; a token has the relevance of its best word.
 
     Args:
         x: `[..., N, D]`.

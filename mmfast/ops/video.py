@@ -1,4 +1,4 @@
-"""Cut a video into windows of frames that share the most static places."""
+"""Videos as tokens: change over time, unusual tokens, static windows, shots and memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ Floats = NDArray[np.floating[Any]]
 
 
 class SinceKept:
-    """A video whose tokens are kept where they differ from the last one kept at their place.
+    """Changes of tokens since the last one kept at their place, for any threshold.
 
     The first frame is kept. All pairs of frames are compared beforehand, `T * N` numbers, so that
     many thresholds can be tried.
@@ -103,7 +103,7 @@ class SinceKept:
         return seen
 
     def tuned(self, count: int) -> float:
-        """The threshold, by bisection, at which just `count` later tokens are kept.
+        """Find by bisection the threshold at which `count` later tokens are kept.
 
         It keeps at least `count`, and the next higher multiple of 2^-30 fewer; with a threshold of
         -1 or less everything is kept.
@@ -129,7 +129,7 @@ def _changes(places: Tensor) -> Tensor:
     return change
 
 
-_CHANNEL_CHUNK = 1 << 18  # float64 numbers of a temporary on the host, 2 MB: they stay in cache
+_CHANNEL_CHUNK = TABLE_CHUNK // 2  # the sums hold two temporaries
 
 
 def steady_channels(x: Tensor, count: int) -> Tensor:
@@ -152,7 +152,7 @@ def steady_channels(x: Tensor, count: int) -> Tensor:
 
 
 def parts(x: Tensor, least: int = 1) -> tuple[Tensor, ...]:
-    """`x` `[..., N, D]` some tokens at a time, `least` or a multiple; all at once on a device."""
+    """Split `x` `[..., N, D]` into a multiple of `least` tokens each; one part on a device."""
     if x.device.type != "cpu" or not x.numel():
         return (x,)
     rows = max(1, _CHANNEL_CHUNK * x.shape[-2] // (x.numel() * least)) * least
@@ -178,7 +178,7 @@ def static_windows(alike: Tensor, longest: int) -> tuple[list[Segment], int]:
     `static places * (b - a)` tokens. On ties no window wins, then the shortest.
 
     Args:
-        alike: `[T - 1, n]` bool, whether the token at a place resembles the one a frame later.
+        alike: `[T - 1, n]` bool, True where a token resembles the one a frame later.
         longest: Most frames in a window.
 
     Returns:
@@ -208,7 +208,7 @@ def _tokens_saved(alike: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Entry (b, a): tokens that a window of frames a..b saves, 0 unless a < b; `[T, T]`."""
     frames, n = len(alike) + 1, alike.shape[1]
     frame = np.arange(frames)
-    # Where a place changes next: it is static in every window that ends there or before.
+    # The next change of a place: it is static in every window that ends there or before.
     change = np.full((frames, n), frames - 1)
     change[:-1] = np.where(alike, frames - 1, frame[:-1, None])
     until = np.minimum.accumulate(change[::-1], axis=0)[::-1]
@@ -229,7 +229,7 @@ def static_places(alike: Tensor, segment: Segment) -> Tensor:
 
 @dataclass
 class Quota:
-    """What is kept of a video of T frames with n places.
+    """Tokens to keep of a video of T frames with n places.
 
     Attributes:
         clusters: Clusters of each window.
@@ -243,13 +243,13 @@ class Quota:
 
 
 def paper_quota(places: list[int], dynamic: Tensor, attn: Tensor, ratio: float) -> Quota:
-    """Counts of the paper: clusters are rounded, the most attended of a frame are rounded up.
+    """Return the counts of the paper: clusters rounded, most attended tokens of a frame rounded up.
 
     Args:
         places: Static places of each window.
         dynamic: `[T, n]` bool, tokens that are not static.
         attn: `[T, n]` scores.
-        ratio: Share to keep of what static merging leaves.
+        ratio: Share to keep of the tokens after static merging.
     """
     score = attn.masked_fill(~dynamic, -torch.inf)
     rank = stable_topk(score, dynamic.shape[-1]).argsort(-1)
@@ -302,7 +302,7 @@ def _best(candidates: Tensor, attn: Tensor, count: int) -> Tensor:
 
 
 def shots(video: Tensor, least: int, tau: float) -> list[tuple[int, int]]:
-    """Segments between the least similar adjacent frames and wherever they fall below `tau`.
+    """Cut at the least similar adjacent frames and wherever similarity is below `tau`.
 
     Args:
         video: `[T, n, D]`; a frame is compared by its mean token.
@@ -328,7 +328,7 @@ def _mean_tokens(video: Tensor) -> Tensor:
 
 
 def first_frame(x: Tensor, grid: tuple[int, int, int], budget: int) -> Tensor:
-    """Places of the first frame that are kept, for methods that keep it and then only changes.
+    """Places of the first frame to keep, for methods that then keep only changes.
 
     The whole frame, if the budget holds it. Otherwise a quarter of the budget (rounded up; all of
     it for an image) goes to the tokens least like both the token on their left and the one above.
@@ -353,11 +353,11 @@ def first_frame(x: Tensor, grid: tuple[int, int, int], budget: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """What is remembered of the chunks so far; a value of fixed size, however long the stream.
+    """Memory of the chunks so far, of fixed size for a stream of any length.
 
     Attributes:
         total: `[..., C]` float64, sum of the chunks' means over their steady channels.
-        chunks: How many they are.
+        chunks: Number of chunks.
     """
 
     total: Tensor
@@ -382,9 +382,9 @@ class Familiarity:
 def familiarity(x: Tensor, frames: int, memory: ChunkMemory | None = None) -> Familiarity:
     """Score the tokens of a chunk against the memory and against their own frame.
 
-    Half of the channels count, those that vary least over the chunk. Entries of the memory come
-    from different channels in every chunk and are averaged by rank all the same: the memory
-    holds levels of steady channels, not a picture.
+    Only the half of the channels that vary least over the chunk counts. Entries of the memory come
+    from different channels in every chunk and are averaged by rank: the memory holds levels of
+    steady channels, not a picture.
 
     Args:
         x: `[..., T * n, D]`, frame after frame.
@@ -410,7 +410,7 @@ BEFORE, LEFT, ABOVE = (1, 0, 0), (0, 0, 1), (0, 1, 0)
 
 
 def raster_links(tokens: Tokens, step: tuple[int, int, int]) -> Tensor:
-    """The token that lies `step` earlier, `[N]` int64; -1 where there is none.
+    """Return the token that lies `step` earlier, `[N]` int64; -1 where there is none.
 
     Args:
         tokens: One item with the signal `place` `[N, 3]`; of an image cut into tiles, `tile` tells
@@ -434,6 +434,6 @@ def raster_links(tokens: Tokens, step: tuple[int, int, int]) -> Tensor:
 
 
 def likeness(x: Tensor, link: Tensor) -> Tensor:
-    """Cosine of each token `[N, D]` with the one it is linked to, `[N]`; -inf without a link."""
+    """Cosine of each token `[N, D]` with its linked token, `[N]`; -inf without a link."""
     alike = paired_cosine(x, x.index_select(0, link.clamp_min(0)))
     return alike.masked_fill(link < 0, -torch.inf)
