@@ -298,7 +298,7 @@ def _drain(file: Any, limits: Limits) -> tuple[bytes, str]:
     name = quote(given) if isinstance(given, str) else f"a {type(file).__name__}"
     parts, total = [], 0
     try:
-        start = file.tell() if hasattr(file, "seek") and _seekable(file) else None
+        start = file.tell() if hasattr(file, "seek") and seekable(file) else None
         while total <= limits.bytes and (part := file.read(min(1 << 24, limits.bytes + 1))):
             if not isinstance(part, bytes | bytearray | memoryview):
                 raise MediaError(f"{name} gives text, not bytes: open it with mode 'rb'")
@@ -313,7 +313,8 @@ def _drain(file: Any, limits: Limits) -> tuple[bytes, str]:
     return b"".join(parts), name
 
 
-def _seekable(file: Any) -> bool:
+def seekable(file: Any) -> bool:
+    """Return True if a file object can seek."""
     return bool(file.seekable()) if hasattr(file, "seekable") else False
 
 

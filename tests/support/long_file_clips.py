@@ -12,10 +12,10 @@ import numpy as np
 from media_factory import patched, turned, write_video
 
 from mmfast.frontends.clip import Orientation
+from mmfast.frontends.container import Header, open_video, read_header
 from mmfast.frontends.sampling import sample_stream
 from mmfast.frontends.source import Limits, MediaSource, open_source
 from mmfast.frontends.video import decoders
-from mmfast.frontends.video.container import Header, open_video, read_header
 from mmfast.frontends.video.parallel import Ahead, sampled
 
 SIZE = (96, 64)

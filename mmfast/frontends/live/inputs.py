@@ -113,9 +113,9 @@ def _resolve(name: str, host: str, port: int, private: bool) -> str:
 
 
 def is_public(ip: str) -> bool:
-    """Say whether an IP address is one of the open internet."""
+    """Return True if an IP address belongs to the public internet."""
     address = ipaddress.ip_address(ip.split("%", 1)[0])
-    if isinstance(address, ipaddress.IPv6Address):  # some stand for an address of version 4
+    if isinstance(address, ipaddress.IPv6Address):  # some embed an address of version 4
         inner = address.ipv4_mapped or address.sixtofour
         if inner is None and address in _NAT64:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
@@ -127,7 +127,7 @@ def is_public(ip: str) -> bool:
 def open_rtsp(address: Address, timeout: float) -> Any:
     """Connect to an RTSP source over TCP.
 
-    A server may send its client on to another one; FFmpeg follows, with these protocols only.
+    A server may redirect its client; FFmpeg follows, with these protocols only.
 
     Returns:
         PyAV's container.
@@ -167,10 +167,10 @@ _MOVED = (301, 302, 303, 307, 308)
 
 
 class HttpFile:
-    """Bytes of one HTTP resource: read as they arrive, sought by asking for a range.
+    """One HTTP resource as a file object: read as it arrives, with seeks by range requests.
 
     Raises:
-        MediaError: It is not there, or moves somewhere that is not allowed.
+        MediaError: It does not exist, or moves to an address that is not allowed.
         OSError: Later, when the connection dies or stalls.
     """
 
@@ -226,18 +226,18 @@ class HttpFile:
             ) from None
 
     def head(self) -> bytes:
-        """The first 512 bytes, or all there are, which say what it is; `read` gives them again."""
+        """Return the first 512 bytes or fewer, which show the kind; `read` gives them again."""
         while len(self._head) < _HEAD and (part := self._more(_HEAD - len(self._head))):
             self._head += part
         return self._head
 
     @property
     def content_type(self) -> str:
-        """What the server says it is."""
+        """Content type that the server declares."""
         return self._reply.headers.get_content_type()
 
     def read(self, count: int) -> bytes:
-        """At most `count` bytes, as soon as there are some; none at the end."""
+        """Return at most `count` bytes as soon as some arrive; none at the end."""
         if self._position < len(self._head):
             part = self._head[self._position : self._position + count]
         else:
@@ -254,15 +254,15 @@ class HttpFile:
             raise ConnectionError(f"the server closed early ({first_line(error)})") from None
 
     def seekable(self) -> bool:
-        """Whether the server serves ranges."""
+        """Return True if the server serves ranges."""
         return self._ranges
 
     def tell(self) -> int:
-        """Where the next byte comes from."""
+        """Return the position of the next byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a byte of the resource, by a new request."""
+        """Seek to a byte of the resource by a new request."""
         base = {0: 0, 1: self._position, 2: self.size or 0}[whence]
         target = base + offset
         if target != self._position:
@@ -281,7 +281,7 @@ class HttpFile:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to the address that was checked, whatever the name resolves to by now."""
+    """A connection to the address that was checked, without a second resolution of the name."""
 
     def __init__(self, address: Address, timeout: float) -> None:
         super().__init__(address.host, address.port, timeout=timeout)
@@ -312,7 +312,7 @@ def open_http(text: str, allowed: Allowed, limits: Limits, timeout: float) -> tu
         kind = kind or sniff(name, file.head())
         if kind in IMAGE_KINDS:
             raise MediaError(f"{name} is a picture ({kind}), not a video: give a stream's address")
-        # What a demuxer might open by itself, such as the parts of a playlist, stays shut.
+        # A demuxer may not open anything by itself, such as the parts of a playlist.
         options = {
             "protocol_whitelist": "",
             "max_pixels": str(limits.pixels),
@@ -334,11 +334,11 @@ _RATE = 25  # frames per second, where nothing is known
 
 
 def camera_address(camera: int | str, platform: str = sys.platform) -> tuple[str, str]:
-    """FFmpeg's input format and device name of a camera.
+    """Return FFmpeg's input format and the device name of a camera.
 
     Args:
-        camera: Its number, or its name: a path such as ``/dev/video0`` on Linux, what the system
-            calls it elsewhere.
+        camera: Its number, or its name: a path such as ``/dev/video0`` on Linux, the name in the
+            system elsewhere.
         platform: As `sys.platform`.
 
     Raises:
@@ -372,7 +372,7 @@ def open_camera(camera: int | str, timeout: float) -> Any:
         PyAV's container.
 
     Raises:
-        MediaError: It is not there, busy, or FFmpeg was built without it.
+        MediaError: It is missing or busy, or FFmpeg was built without cameras.
     """
     form, device = camera_address(camera)
     try:
@@ -390,7 +390,7 @@ def running_frames(
     """Yield PyAV frames of an open source with the seconds since the first one.
 
     A packet that does not decode is yielded as its exception, for the consumer to count. The
-    container is closed at the end, and what it reads from.
+    container and the file that it reads are closed at the end.
 
     Raises:
         MediaError: There is no video in it, or reading fails.

@@ -24,9 +24,9 @@ import numpy as np
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends.clip import Frame, Frames, Orientation, write_rgb
+from mmfast.frontends.container import Header, open_video
 from mmfast.frontends.sampling import Indices
 from mmfast.frontends.source import Budget, Limits, MediaSource, Mismatch, first_line, refusing
-from mmfast.frontends.video.container import Header, open_video
 from mmfast.frontends.video.index import Index
 
 logger = logging.getLogger("mmfast")

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmfast.core.errors import MediaError
+from mmfast.frontends.container import Header
 from mmfast.frontends.sampling import Indices
 from mmfast.frontends.source import Budget, Limits, MediaSource, refusing
-from mmfast.frontends.video.container import Header
 from mmfast.frontends.video.packets import Facts, PacketGroup, all_groups, unit_reader
 from mmfast.frontends.video.parallel import suits
 

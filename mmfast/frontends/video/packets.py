@@ -18,9 +18,9 @@ import av
 import numpy as np
 import numpy.typing as npt
 
+from mmfast.frontends.container import Header, open_video
 from mmfast.frontends.sampling import Indices
 from mmfast.frontends.source import Budget, Damage, Limits, MediaSource, Mismatch, refusing
-from mmfast.frontends.video.container import Header, open_video
 
 _RECOVERY_POINT = 6  # SEI payload type
 _HEVC_PLAIN = frozenset((*range(10), *range(16, 22), 35, 36, 37, 38, 39, 40))

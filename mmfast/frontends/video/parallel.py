@@ -22,9 +22,9 @@ import numpy as np
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends.clip import Frame, Frames, Orientation, write_rgb
+from mmfast.frontends.container import Header, open_video
 from mmfast.frontends.sampling import Indices, sample_stream
 from mmfast.frontends.source import Damage, Limits, MediaSource, Mismatch, refusing
-from mmfast.frontends.video.container import Header, open_video
 from mmfast.frontends.video.packets import (
     Facts,
     PacketGroup,

@@ -12,6 +12,7 @@ from PIL import Image
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends.clip import Clip, Frame, Frames, Orientation, make_clip
+from mmfast.frontends.container import Header, open_video, read_header
 from mmfast.frontends.headers import check_header
 from mmfast.frontends.image import image_clip, iter_animation, open_image, read_animation
 from mmfast.frontends.sampling import Ask, Indices, positive_rate, sample_stream
@@ -27,7 +28,6 @@ from mmfast.frontends.source import (
     quote,
 )
 from mmfast.frontends.video import decoders
-from mmfast.frontends.video.container import Header, open_video, read_header
 from mmfast.frontends.video.index import Index, packet_index
 from mmfast.frontends.video.parallel import DEFAULT_AHEAD, Ahead, fill, sampled, suits, worth
 from mmfast.frontends.video.sequences import iter_sequence, sequence_clip
