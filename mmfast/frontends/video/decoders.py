@@ -31,12 +31,12 @@ from mmfast.frontends.video.index import Index
 
 logger = logging.getLogger("mmfast")
 
-_WORTH_SEEKING = 8  # frames; a seek empties the decoder's pipeline, which costs a few
+_WORTH_SEEKING = 8  # frames; a seek empties the decoder's pipeline, which costs several
 
 
 @dataclass
 class PacketDecoder:
-    """The frames that come out of one open stream, in order, over whatever damage there is."""
+    """Decoder of one open stream, frame by frame, which skips damaged packets."""
 
     container: Any
     stream: Any
@@ -64,7 +64,7 @@ class PacketDecoder:
 
 
 def first_frame(source: MediaSource, limits: Limits) -> Any:
-    """Decode the first frame: it proves that there is one, and carries the orientation."""
+    """Decode the first frame, which proves that there is one and has the orientation."""
     with open_video(source, limits, "SLICE") as (container, stream), refusing(source.name):
         decoder = PacketDecoder(container, stream, Budget(limits, source.name))
         for frame in decoder:
@@ -86,7 +86,7 @@ def read_exact(
     """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), seeking between them.
 
     Raises:
-        Mismatch: A frame did not come out where its packet said, or the stream is damaged.
+        Mismatch: A frame has another time than its packet, or the stream is damaged.
     """
     with open_video(source, limits) as (container, stream), refusing(source.name):
         decoder = PacketDecoder(container, stream, Budget(limits, source.name))
@@ -113,10 +113,10 @@ def _advance(frames: Iterator[Any], tick: int, decoder: PacketDecoder) -> Any:
 def count_frames(
     source: MediaSource, limits: Limits, header: Header, index: Index
 ) -> tuple[Index, str]:
-    """List the frames by decoding them all and keeping none.
+    """Index the frames by decoding them all, without keeping them.
 
     Returns:
-        The index, and the threading under which decoding again gives the same frames.
+        The index, and the threading with which decoding again gives the same frames.
 
     Raises:
         MediaError: Nothing decodes, most of the stream is damaged, or its frames have no times.
@@ -178,7 +178,7 @@ def read_counted(
 def read_all(
     source: MediaSource, limits: Limits, header: Header, turn: Orientation, threads: str = "AUTO"
 ) -> Iterator[tuple[Frame, float]]:
-    """Yield every frame [H, W, 3] with its time, decoding as they are asked for."""
+    """Yield every frame [H, W, 3] with its time, decoded lazily."""
     size: tuple[int, int] | None = None
     with open_video(source, limits, threads) as (container, stream):
         decoder = PacketDecoder(container, stream, Budget(limits, source.name))
@@ -191,7 +191,7 @@ def read_all(
 
 
 def _time(source: MediaSource, header: Header, number: int, tick: int | None) -> float:
-    """The frame's own time; AVI and bare streams have none but the rate."""
+    """Return the frame's own time; AVI and bare streams have only a rate."""
     if tick is not None and source.kind != "avi":
         return float(header.seconds(tick))
     if not header.rate:
@@ -229,12 +229,12 @@ def read_decord(
     """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), upright.
 
     Raises:
-        Mismatch: decord fails or sees other frames than the packets list.
+        Mismatch: decord fails or finds other frames than the packets list.
     """
     try:
         decord: Any = importlib.import_module("decord")
         decord.logging.set_level(decord.logging.QUIET)
-        # One recovered (repeated) frame anywhere is an error, not something to pass on silently.
+        # One recovered (repeated) frame anywhere is an error.
         reader = decord.VideoReader(str(source.data), fault_tol=1e-9)
         _compare_times(reader, header, index)
         step = max(1, _CHUNK // max(1, out[0].nbytes))
@@ -248,7 +248,7 @@ def read_decord(
 
 
 def _compare_times(reader: Any, header: Header, index: Index) -> None:
-    """Check that decord numbers the frames as we do; it gives single precision and starts at 0."""
+    """Check that decord numbers the frames alike; its times are float32 and start at 0."""
     count = len(index.ticks)
     if len(reader) != count:
         raise Mismatch

@@ -1,4 +1,4 @@
-"""Frames that are already decoded: arrays, tensors, lists and iterators."""
+"""Clips from decoded frames: arrays, tensors, lists and iterators."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from mmfast.frontends.image import (
 from mmfast.frontends.sampling import Ask, Floats, positive_rate
 from mmfast.frontends.source import Limits, quote
 
-DEFAULT_RATE = 24.0  # what transformers' processors assume of frames that come without a rate
+DEFAULT_RATE = 24.0  # the assumption of transformers' processors
 
 
 @dataclass(frozen=True)
 class _FrameOptions:
-    """Frames as the caller gave them."""
+    """Frames as given by the caller."""
 
     name: str  # for messages
     items: Iterable[Any]  # frames, or (frame, seconds) pairs
-    counted: bool = True  # False for an iterator, whose length shows when it ends
+    counted: bool = True  # False for an iterator, whose length is unknown
     axis: int | None = None  # of the channels, where it is the same for all frames
 
 
 def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip:
-    """Read the frames asked for from an array, tensor, list or iterator.
+    """Read the requested frames of an array, tensor, list or iterator.
 
     Raises:
         MediaError: Wrong shape, dtype, range or mixed sizes; no frame; too many; or sampling by
@@ -67,7 +67,7 @@ def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip
 
 
 def iter_sequence(media: object, limits: Limits, rate: object) -> Iterator[tuple[Frame, float]]:
-    """Yield each frame with its time as it comes; nothing is held back or counted."""
+    """Yield each frame with its time at once, without a limit on their number."""
     speed = DEFAULT_RATE if rate is None else positive_rate("rate", rate)
     for i, (frame, time) in enumerate(_convert(_given(media), limits)):
         yield frame, i / speed if time is None else time

@@ -14,7 +14,7 @@ from mmfast.ops.ranking import marked, stable_topk
 
 @register("hiprune", paper="2508.00553", needs=("attn_visual", "attn_middle"))
 def hiprune(tokens: Tokens, budget: int, *, alpha: float = 0.1, parity: bool = False) -> Reduction:
-    """Keep what middle layers look at with its neighbours, then what deep layers look at.
+    """Keep tokens attended to by a middle layer with their neighbours, then those of a deep layer.
 
     Middle layers of a vision tower attend to objects, deep ones to tokens that gather the whole
     picture (Liu et al., 2025). A fifth of `alpha` of the budget are anchors, each with the tokens

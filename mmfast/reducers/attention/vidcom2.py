@@ -41,7 +41,7 @@ def vidcom2(tokens: Tokens, budget: int | None, *, ratio: float = 0.25) -> Reduc
 
 
 def video_scores(x: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-    """How close tokens are to their video and frame, and how far frames are from the video.
+    """Closeness of tokens to their video and frame, and distance of frames from the video.
 
     Args:
         x: `[..., T * n, D]`, frame after frame.

@@ -1,4 +1,4 @@
-"""SlimInfer: whole blocks of the prompt go, layer after layer."""
+"""SlimInfer: whole blocks of the prompt are dropped, layer after layer."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def slimfer(tokens: Tokens, budget: int, *, block: int = 16) -> Reduction:
 
 
 def _count(like: torch.Tensor) -> torch.Tensor:
-    """0, 1, 2 … along the last dimension."""
+    """Count 0, 1, 2 … along the last dimension."""
     return torch.arange(like.shape[-1], device=like.device).expand_as(like)

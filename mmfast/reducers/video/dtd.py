@@ -1,4 +1,4 @@
-"""Differential token drop: keep what changed since the last token kept at its place."""
+"""Differential token drop: keep tokens that changed since the last one kept at their place."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def dtd(tokens: Tokens, budget: int | None, *, threshold: float = 0.1) -> Reduct
     token as the reference, and an exact budget, are choices of this project.
 
     With a budget the threshold is the one at which the rule keeps just as many, found by bisection;
-    what is then too much goes where the change is smallest. A budget below one frame is shared
+    the surplus is dropped where the change is smallest. A budget below one frame is shared
     between first and later frames as in `evs`; later frames still compare with all of the first.
 
     Args:

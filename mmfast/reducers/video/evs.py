@@ -105,7 +105,7 @@ def evs(
 
 
 def _with_holes(tokens: Tokens, budget: int | None, threshold: float) -> Reduction:
-    """The same choice where some places have no token."""
+    """Choose where some places have no token."""
     change = 1.0 - likeness(tokens.x, raster_links(tokens, BEFORE))  # [N], infinite if new
     time = tokens.need("place")[:, 0]
     first = (time == time.min()).nonzero()[:, 0]

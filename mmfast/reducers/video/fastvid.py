@@ -1,4 +1,4 @@
-"""FastVID: cut a video into segments, keep what is attended and what is dense in each."""
+"""FastVID: cut a video into segments; keep attended and dense tokens in each."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _reduce(item: Tokens, budget: int, knobs: _FastVidKnobs) -> Reduction:
 
 
 def _segment(video: Tensor, attn: Tensor, quota: int, knobs: _FastVidKnobs) -> Tensor:
-    """What each token of a segment joins, `[F * n]`, itself if it is kept, -1 if nothing."""
+    """Output token that each token of a segment joins, `[F * n]`; itself if kept, -1 if dropped."""
     frames, n, _ = video.shape
     anchor_frames = torch.arange(0, frames, knobs.every)
     room = torch.full((len(anchor_frames),), n)

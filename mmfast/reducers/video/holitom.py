@@ -1,4 +1,4 @@
-"""HoliTom: merge what is static over a window of frames, prune the rest by attention."""
+"""HoliTom: merge static tokens over windows of frames, prune the rest by attention."""
 
 from __future__ import annotations
 
