@@ -89,10 +89,12 @@ class _Workspace:
         for head in range(len(query) * shared):
             row, own = slice(head // shared, head // shared + 1), head % shared
             mine, key_head = slice(own * group, (own + 1) * group), slice(own, own + 1)
-            extra = [None if x is None else x[row, mine] for x in (lse, mask, weights)]
-            part = (out[row, key_head], query[row, mine], key[row, key_head], *extra)
+            level, hidden, factor = (x if x is None else x[row, mine] for x in (lse, mask, weights))
             for first in range(begin, end, step):
-                self._step(*part, first, min(first + step, end))
+                self._step(
+                    out[row, key_head], query[row, mine], key[row, key_head], level, hidden,
+                    factor, first, min(first + step, end),
+                )  # fmt: skip
 
     def _step(
         self,

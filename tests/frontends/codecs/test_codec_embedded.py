@@ -53,7 +53,7 @@ def test_decoding_in_pieces(frames: int) -> None:
     assert (stream(codec().decoder, codes.split(frames, 2)) - whole).abs().max() <= CLOSE
 
 
-@pytest.mark.parametrize("lost", ["tails", "phase", "pitch", "points", "ringing", "count"])
+@pytest.mark.parametrize("lost", ["tails", "phase", "pitch", "points", "ringing", "made"])
 def test_a_lost_state_is_noticed(lost: str) -> None:
     decoder, codes = codec().decoder, spoken_codes()
     whole = codec().decode(codes)

@@ -184,7 +184,8 @@ class EmbeddedDecoder:
         if bool(rows.all()):
             return self.start(len(rows))
         rows = rows.to(self.books.device)
-        return where_rows(rows, self.start(len(rows)), state)._replace(skipped=state.skipped)
+        mixed: DecoderState = where_rows(rows, self.start(len(rows)), state)
+        return mixed._replace(skipped=state.skipped)
 
 
 KIND = "mmfast-embedded-codec"

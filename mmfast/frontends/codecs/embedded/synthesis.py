@@ -33,7 +33,7 @@ class SynthesisState(NamedTuple):
     points: Tensor  # [B, 96] log magnitudes of the hop before
     pitch: Tensor  # [B] Hz of the hop before; 0 before the first
     phase: Tensor  # [B] cycles, 0 to 1
-    count: Tensor  # [B] int64, samples made
+    made: Tensor  # [B] int64, samples so far
     ringing: Tensor  # [B, SIZE - HOP]
 
     @staticmethod
@@ -185,8 +185,8 @@ def synthesise(
     heights = amplitudes(tones, ends, _count(ends))
     sound = harmonics(cycles, heights[:, :-1], heights[:, 1:])
     steps = (live * HOP).long().cumsum(1)  # [B, T] samples behind each hop
-    hiss, ringing = _noise(state.count[:, None] + steps - HOP, breath, live, state.ringing)
-    made = state.count + steps[:, -1]
+    hiss, ringing = _noise(state.made[:, None] + steps - HOP, breath, live, state.ringing)
+    made = state.made + steps[:, -1]
     new = SynthesisState(both[:, -1], pitch[:, -1], phase, made, ringing)
     return new, sound.flatten(1) + hiss
 
