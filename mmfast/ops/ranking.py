@@ -84,6 +84,12 @@ def grouped_topk(score: Tensor, group: Tensor, counts: Tensor) -> Tensor:
     )
 
 
+def index_mask(index: Tensor, n: int) -> Tensor:
+    """Mark `index` `[..., K]` among `n` entries, `[..., n]` bool."""
+    mask = torch.zeros(*index.shape[:-1], n, dtype=torch.bool, device=index.device)
+    return mask.scatter_(-1, index, torch.ones_like(index, dtype=torch.bool))
+
+
 def marked(mask: Tensor) -> Tensor:
     """Ascending indices `[..., M]` of the True entries of `mask` `[..., N]`, M in every row."""
     return mask.nonzero()[:, -1].reshape(*mask.shape[:-1], -1)
@@ -117,8 +123,7 @@ def complement(index: Tensor, n: int) -> Tensor:
     Returns:
         `[..., n - K]` int64.
     """
-    taken = torch.zeros(*index.shape[:-1], n, dtype=torch.int8, device=index.device)
-    taken.scatter_(-1, index, torch.ones_like(index, dtype=torch.int8))
+    taken = index_mask(index, n).to(torch.int8)
     return taken.argsort(dim=-1, stable=True)[..., : n - index.shape[-1]]
 
 

@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from mmfast.frontends.sampling import positive_rate
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits, first_line, is_encoded, quote
 from mmfast.frontends.video.parallel import DEFAULT_AHEAD, Ahead
 from mmfast.frontends.video.reader import iter_video
-from mmfast.frontends.video.sequences import DEFAULT_RATE
+from mmfast.frontends.video.sequences import DEFAULT_RATE, split_pair
 
 _HELD = 64
 
@@ -330,20 +329,10 @@ def live_frames(
     items: Any = raw.items
     wait = raw.timeout if timeout is None else timeout
     pump = Pump(items, raw.name, wait) if raw.live or wait is not None else None
-    timed = (_timed(item) for item in (items if pump is None else pump))
+    timed = (split_pair(item) for item in (items if pump is None else pump))
     pairs: Any = steady(timed, raw.convert, raw.name, events, speed)
     pairs = pairs if raw.exact else at_rate(pairs, step)
     return LiveSource(raw.name, pairs, events, lambda: _stop(pump, source))
-
-
-def _timed(item: Any) -> tuple[Any, float | None]:
-    """Take a (picture, seconds or None) pair apart."""
-    if isinstance(item, tuple) and len(item) == 2:
-        if item[1] is None:
-            return item
-        if isinstance(item[1], Real):
-            return item[0], float(item[1])
-    return item, None
 
 
 def _stop(pump: Pump | None, source: object) -> None:

@@ -46,7 +46,7 @@ def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip
     given = _given(media)
     if not given.counted:
         given = _FrameOptions(given.name, list(_hold(given, limits)), axis=-1)
-    stamps = [_split(item)[1] for item in given.items]
+    stamps = [split_pair(item)[1] for item in given.items]
     if not stamps:
         raise MediaError(f"{given.name} is empty: give at least one frame")
     limits.check_frames(given.name, len(stamps))
@@ -99,10 +99,10 @@ def _array(media: Any) -> _FrameOptions:
     return _FrameOptions(name, [media[i] for i in range(shape[0])], axis=axis)  # views
 
 
-def _split(item: Any) -> tuple[Any, float | None]:
-    """Take a (frame, seconds) pair apart."""
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Real):
-        return item[0], float(item[1])
+def split_pair(item: Any) -> tuple[Any, float | None]:
+    """Return picture and seconds of a (picture, seconds or None) pair, or of a picture alone."""
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Real | None):
+        return item[0], None if item[1] is None else float(item[1])
     return item, None
 
 
@@ -110,7 +110,7 @@ def _convert(given: _FrameOptions, limits: Limits) -> Iterator[tuple[Frame, floa
     """Convert frame after frame to uint8 RGB; all must have the size of the first."""
     first: tuple[int, ...] = ()
     for i, item in enumerate(given.items):
-        raw, time = _split(item)
+        raw, time = split_pair(item)
         name = f"frame {i} of {given.name}"
         if given.axis is None:
             frame = picture(raw, name, limits)

@@ -11,7 +11,7 @@ from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.clustering import dpc_knn
-from mmfast.ops.ranking import stable_topk
+from mmfast.ops.ranking import complement, index_mask, stable_topk
 from mmfast.ops.similarity import nearest_rows, unit_rows
 from mmfast.ops.video import (
     Quota,
@@ -155,9 +155,7 @@ def holitom_inner(tokens: Tokens, budget: int) -> Reduction:
     """
     attn, n = tokens.need("attn"), tokens.n
     keep = stable_topk(attn, budget)  # [..., M], by rank: ties of similarity go to the best
-    kept = torch.zeros(attn.shape, dtype=torch.bool, device=attn.device)
-    kept.scatter_(-1, keep, torch.ones_like(keep, dtype=torch.bool))
-    rest = kept.long().argsort(dim=-1, stable=True)[..., : n - budget]  # ascending
+    kept, rest = index_mask(keep, n), complement(keep, n)
     rows = unit_rows(tokens.x)
     partner = nearest_rows(gather_rows(rows, rest), gather_rows(rows, keep))
     target = torch.arange(n, device=attn.device).expand(attn.shape).contiguous()
