@@ -20,8 +20,8 @@ from mmfast.bench.results import Row
 from mmfast.bench.timing import Sample, frozen, interleave, noise, paired, quantile
 from mmfast.core.errors import MmfastError
 from mmfast.frontends.clip import Frame
-from mmfast.frontends.video.parallel import cores
 from mmfast.frontends.video.reader import iter_video
+from mmfast.frontends.video.threads import cores
 
 ROUNDS = 5
 FPS = 1.0

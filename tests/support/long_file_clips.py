@@ -16,7 +16,7 @@ from mmfast.frontends.container import Header, open_video, read_header
 from mmfast.frontends.sampling import sample_stream
 from mmfast.frontends.source import Limits, MediaSource, open_source
 from mmfast.frontends.video import decoders
-from mmfast.frontends.video.parallel import Ahead, sampled
+from mmfast.frontends.video.threads import Ahead, sampled
 
 SIZE = (96, 64)
 LIMITS = Limits()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmfast.core.errors import MediaError, ModelError
 from mmfast.frontends.codecs.layers import CodecLayer, LayerChain, Pointwise
-from mmfast.frontends.codecs.streaming import FrameStage, run
+from mmfast.frontends.codecs.stages import FrameStage, run
 
 
 def check_pcm(pcm: Any, batch: int | None = None) -> Tensor:

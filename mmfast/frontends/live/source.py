@@ -25,12 +25,12 @@ from mmfast.frontends.live.inputs import (
     running_frames,
     running_rgb,
 )
-from mmfast.frontends.live.steady import at_rate, steady
+from mmfast.frontends.live.timeline import at_rate, steady
 from mmfast.frontends.sampling import positive_rate
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits, first_line, is_encoded, quote
-from mmfast.frontends.video.parallel import DEFAULT_AHEAD, Ahead
 from mmfast.frontends.video.reader import iter_video
 from mmfast.frontends.video.sequences import DEFAULT_RATE, split_pair
+from mmfast.frontends.video.threads import DEFAULT_AHEAD, Ahead
 
 _HELD = 64
 

@@ -12,7 +12,7 @@ from mmfast.frontends.container import Header
 from mmfast.frontends.sampling import Indices
 from mmfast.frontends.source import Budget, Limits, MediaSource, refusing
 from mmfast.frontends.video.packets import Facts, PacketGroup, all_groups, unit_reader
-from mmfast.frontends.video.parallel import suits
+from mmfast.frontends.video.threads import suits
 
 # Where one packet is one frame. Elsewhere a packet may hold no frame (VP8 alternate references,
 # MPEG-4 "not coded" frames) or half of one (interlaced fields); those are counted by decoding.

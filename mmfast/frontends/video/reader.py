@@ -29,8 +29,8 @@ from mmfast.frontends.source import (
 )
 from mmfast.frontends.video import decoders
 from mmfast.frontends.video.index import Index, packet_index
-from mmfast.frontends.video.parallel import DEFAULT_AHEAD, Ahead, fill, sampled, suits, worth
 from mmfast.frontends.video.sequences import iter_sequence, sequence_clip
+from mmfast.frontends.video.threads import DEFAULT_AHEAD, Ahead, fill, sampled, suits, worth
 
 BACKENDS = ("auto", "decord", "pyav")
 

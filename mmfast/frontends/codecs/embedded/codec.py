@@ -31,7 +31,7 @@ from mmfast.frontends.codecs.embedded.features import (
     features,
 )
 from mmfast.frontends.codecs.embedded.synthesis import RATE, SynthesisState, synthesise
-from mmfast.frontends.codecs.streaming import where_rows
+from mmfast.frontends.codecs.stages import where_rows
 
 _BLOCK = 250  # frames at once: bounded memory however long the sound
 

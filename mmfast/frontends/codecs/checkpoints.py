@@ -27,7 +27,7 @@ from mmfast.core.errors import ModelError
 from mmfast.frontends.codecs.attention import Transformer
 from mmfast.frontends.codecs.base import StackCodec, pick_books
 from mmfast.frontends.codecs.layers import CodecLayer, LayerChain, Windowed, at_once
-from mmfast.frontends.codecs.streaming import stream, walk
+from mmfast.frontends.codecs.stages import stream, walk
 
 
 def mimi_codec(model: Any, codebooks: int | None = None) -> StackCodec:
