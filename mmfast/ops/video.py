@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -85,7 +86,7 @@ class SinceKept:
 
     def __init__(self, x: Tensor, frames: int) -> None:
         """`x` is `[N, D]`, frame after frame."""
-        places = x.detach().unflatten(0, (frames, -1)).transpose(0, 1)  # [n, T, D]
+        places = rearrange(x.detach(), "(t n) d -> n t d", t=frames)
         self._change: Floats = _changes(places).cpu().numpy()  # [n, T, T]
 
     def changes(self, threshold: float) -> Floats:

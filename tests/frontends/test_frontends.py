@@ -209,6 +209,9 @@ def test_a_sparse_read_does_not_hold_the_video(tmp_path: Path) -> None:
 
 
 def test_the_front_end_imports_neither_torch_nor_transformers() -> None:
-    code = "import mmfast.frontends, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys, mmfast.frontends.live.source, mmfast.frontends.video.reader\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"

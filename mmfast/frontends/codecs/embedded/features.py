@@ -15,6 +15,7 @@ import math
 from functools import cache
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -89,7 +90,7 @@ def features(heard: Tensor) -> Tensor:
         `[B, T, 100]` float64; silence is all zeros.
     """
     mel = log_mel(heard)[:, PAST // HOP :].clamp(min=QUIET) - QUIET  # [B, 4 T, 80]
-    mel = mel.unflatten(1, (-1, STEPS))
+    mel = rearrange(mel, "b (t s) m -> b t s m", s=STEPS)
     shape = torch.einsum(
         "ij,btjm,km->btik", _cosines(STEPS, STEPS), mel, _cosines(BINS, COEFFICIENTS)
     )
@@ -171,8 +172,7 @@ class VocoderNet(nn.Module):
         for block in self.frames:
             x, tail = block(x, left.pop(0))
             kept.append(tail)
-        batch, count, _ = x.shape
-        x = self.up(F.gelu(x)).reshape(batch, count * STEPS, -1)
+        x = rearrange(self.up(F.gelu(x)), "b t (s f) -> b (t s) f", s=STEPS)
         for block in self.hops:
             x, tail = block(x, left.pop(0))
             kept.append(tail)
