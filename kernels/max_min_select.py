@@ -202,7 +202,7 @@ def pick_block(
         bound: `[N]` float32, the similarity of each row to the nearest pick; +inf for picks.
         index: `[S]` int64 ascending, the rows of the block: those of lowest (bound, index).
         outside: `[1]` int64, the next row in that order; N if there is none.
-        picks: `[count]` int64, picks in order; the new ones are written behind `taken`.
+        picks: `[count]` int64, picks in order; the new ones are written from `taken` on.
         taken: `[1]` int64, the number of picks, also written.
 
     Returns:

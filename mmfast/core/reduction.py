@@ -121,7 +121,7 @@ def add_rows(x: Tensor, segments: Segments) -> Tensor:
         else:
             total.index_add_(0, dest, rows.to(wide))
     total = total.view(*lead, segments.m, width)
-    if segments.mean:  # one division behind the sum: the share of a lone token stays exactly 1
+    if segments.mean:  # one division after the sum: the share of a lone token stays exactly 1
         total.div_(segments.counts().clamp_min(1)[..., None])
     return total.to(x.dtype)
 

@@ -168,7 +168,7 @@ def _load(kind: str) -> None:
             _load_plugin(entry)
 
 
-@lru_cache(maxsize=1)  # looking through what is installed costs milliseconds
+@lru_cache(maxsize=1)  # a search of the installed packages takes milliseconds
 def _plugins(_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=PLUGINS))
 

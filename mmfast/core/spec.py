@@ -23,7 +23,7 @@ def check_budget(budget: Budget) -> Budget:
     """Refuse a budget that can never be met: 0, negative, a share above 1, NaN.
 
     Raises:
-        SpecError: Names the budget and what is allowed.
+        SpecError: Names the budget and the allowed values.
     """
     if budget is None:
         return None

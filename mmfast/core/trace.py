@@ -205,7 +205,7 @@ class Trace:
             and videos of the batch.
         views: Places of the tokens of each item of the latest call, by number.
         merged: Of items merged inside the vision tower, the mean part `[N]` that the patches of
-            a token have in what they became, by kind and number among their kind.
+            a token have in their outputs, by kind and number among their kind.
         patches: Places and reduction of the patches of the same items.
     """
 

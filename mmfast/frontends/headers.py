@@ -154,7 +154,7 @@ def _check_ebml(source: MediaSource, head: bytes) -> None:
 
 
 def _vint(data: bytes, position: int) -> tuple[int, int]:
-    """Read an EBML variable-length integer; return it and the position behind it."""
+    """Read an EBML variable-length integer; return it and the position after it."""
     first = data[position] if position < len(data) else 0
     width = 9 - first.bit_length()  # 9 for a zero byte, which no writer produces
     raw = int.from_bytes(data[position : position + width], "big")

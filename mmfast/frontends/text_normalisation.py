@@ -43,7 +43,7 @@ CONTRACTIONS = {
     "let's": "let us",
     "i'm": "i am",
 }
-# Endings of contractions; 's is "is" behind these words alone, elsewhere it may be a possessive.
+# Endings of contractions; 's is "is" after these words alone, elsewhere it may be a possessive.
 ENDINGS = {"n't": "not", "'re": "are", "'ll": "will", "'ve": "have", "'d": "would"}
 IS = {"it", "that", "what", "there", "here", "he", "she", "who", "where", "how", "when", "this"}
 UNITS = {
@@ -140,7 +140,7 @@ class SpokenStream:
 
     def __init__(self) -> None:
         self._held = ""
-        self._last = ","  # a mark at the very start is dropped, as behind another mark
+        self._last = ","  # a mark at the very start is dropped, as after another mark
 
     def push(self, piece: str) -> list[str]:
         """Add a piece of text; return the words and marks that no later piece can change."""
@@ -168,9 +168,9 @@ def _certain(text: str) -> int:
     """
     spaces = [found.end() for found in re.finditer(r"(?<=[^\W\d_][,.?!]|[^\W\d_]{2})\s+", text)]
     for cut in reversed(spaces):
-        behind = re.match(r"[^\W\d_]+[,.?!]?\s", text[cut:])
+        after = re.match(r"[^\W\d_]+[,.?!]?\s", text[cut:])
         last = text[:cut].split()[-1]
-        if behind and last.rstrip(",.?!").isalpha() and last.lower() not in SHORT:
+        if after and last.rstrip(",.?!").isalpha() and last.lower() not in SHORT:
             return cut
     return 0
 
@@ -210,13 +210,13 @@ def _groups(text: str) -> Iterator[str]:
             yield from SIGNS.get(token, "").split()
 
 
-def _short(token: str, behind: str) -> Iterator[str]:
+def _short(token: str, after: str) -> Iterator[str]:
     """Expand an abbreviation; "no." is one before a number only."""
-    if token.lower() == "no." and not re.match(r"\s*\d", behind):
+    if token.lower() == "no." and not re.match(r"\s*\d", after):
         yield from ("no", ".")
         return
     yield from SHORT[token.lower()].split()
-    if not behind.strip():
+    if not after.strip():
         yield "."
 
 
@@ -276,7 +276,7 @@ def _money(token: str) -> Iterator[str]:
 def _said(number: str, form: str = "cardinal") -> list[str]:
     """Return the words of a number in digits, such as "1,205" or "3.50"."""
     whole, _, part = number.replace(",", "").partition(".")
-    behind = [word for digit in part for word in _said(digit)]
+    after = [word for digit in part for word in _said(digit)]
     if len(whole) > LONGEST or (len(whole) > 1 and whole[0] == "0"):
         words = [word for digit in whole for word in _said(digit)]
     else:
@@ -287,7 +287,7 @@ def _said(number: str, form: str = "cardinal") -> list[str]:
                 'num2words is missing; it comes with: pip install "mmfast[speech]"'
             ) from None
         words = re.findall(r"[a-z]+", module.num2words(int(whole), to=form))
-    return [*words, "point", *behind] if behind else words
+    return [*words, "point", *after] if after else words
 
 
 def _tidy(parts: Iterable[str], before: str = ",") -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Codebooks of a speech language model: the delay pattern of their codes, and their loss.
 
 Codebook q with delay d puts its code of frame t at step t + d. Moshi (arXiv 2410.00037) delays
-the acoustic codebooks by one step behind the semantic one; MusicGen delays book q by q.
+the acoustic codebooks by one step after the semantic one; MusicGen delays book q by q.
 """
 
 from __future__ import annotations

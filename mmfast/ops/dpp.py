@@ -74,7 +74,7 @@ def stepwise(rows: Tensor, count: int) -> Tensor:
         there = best > -torch.inf
         picks[:, step] = torch.where(there, pick, n)
         rest = rows[batch, pick]  # [B, D]
-        for _ in range(2):  # the second round removes what rounding left in the first
+        for _ in range(2):  # the second round removes the rounding error of the first
             along = basis[:, :step] @ rest[..., None]
             rest = rest - (basis[:, :step] * along).sum(1)
         length = rest.norm(dim=-1, keepdim=True)
@@ -122,9 +122,9 @@ class _Search:
         stale = np.where(self.seen[active] < now, self.seen[active] // _GRAIN * _GRAIN, now)
         residual: Floats = self.rest[active]
         for since in np.unique(stale[stale < now]):
-            behind = stale == since
-            part, missed = residual[behind], self.basis[since:now]
-            residual[behind] = part - _product(_product(part, missed.T), missed)
+            late = stale == since
+            part, missed = residual[late], self.basis[since:now]
+            residual[late] = part - _product(_product(part, missed.T), missed)
         self.rest[active], self.seen[active] = residual, now
         fresh = np.einsum("nd,nd->n", residual, residual)
         self.gain[active] = np.where(self.gain[active] < 0, -1.0, fresh)
@@ -304,10 +304,10 @@ class LazyGreedy:
             mask = stale == since
             part = own if mask.all() else own[torch.from_numpy(mask)]
             nearest = self._cosine(part, self.chosen[since:now]).max(-1)
-            behind = index[mask]
-            self.likeness[behind] = np.maximum(self.likeness[behind], nearest)
-            cost = self._cost(self.likeness[behind], behind)
-            self.cost[behind] = np.where(self.cost[behind] == np.inf, np.inf, cost)
+            late = index[mask]
+            self.likeness[late] = np.maximum(self.likeness[late], nearest)
+            cost = self._cost(self.likeness[late], late)
+            self.cost[late] = np.where(self.cost[late] == np.inf, np.inf, cost)
         self.seen[index] = now
 
 

@@ -58,7 +58,7 @@ def unpredicted(image: Tensor, metric: str, threshold: float, *, anchored: bool)
     """
     place = torch.ones(image.shape[-3:-1], dtype=torch.bool, device=image.device).nonzero()[1:]
     diagonal = place.sum(-1)
-    # Only what is anchored needs an order, and patches of a diagonal do not need each other.
+    # Only anchored prediction needs an order; patches of a diagonal are independent.
     steps, seen = (place,), image
     if anchored:
         steps = place[diagonal.argsort(stable=True)].split(diagonal.bincount()[1:].tolist())

@@ -115,7 +115,7 @@ def write_wav(target: Any, pcm: Tensor, rate: int, encoding: str = "pcm16") -> N
     """Write samples `[n]` float in -1..1 to a mono WAV file.
 
     Raises:
-        MediaError: The target cannot be written, or rate or encoding are none.
+        MediaError: The target cannot be written, or rate or encoding is unknown.
     """
     with WavWriter(target, rate, encoding) as wav:
         wav.write(pcm)

@@ -266,12 +266,12 @@ class Windowed(CodecLayer):
     all of the future that the layers see.
 
     Args:
-        layers: Run in one piece on every window.
+        layers: Layers, called once on every window.
         channels: Channels of its input.
         unit: Inputs per frame.
         yields: Outputs per frame.
         back: Frames before; the layers' own past, or more.
-        ahead: Frames behind.
+        ahead: Frames after.
         like: A tensor of the input's type and place.
     """
 

@@ -296,7 +296,7 @@ class _Pinned(http.client.HTTPConnection):
 
 
 def open_http(text: str, allowed: Allowed, limits: Limits, timeout: float) -> tuple[Any, HttpFile]:
-    """Open the video behind a URL.
+    """Open the video of a URL.
 
     Returns:
         PyAV's container and the connection.

@@ -295,7 +295,7 @@ def live_frames(
     """Open any source of frames; arguments and headers are checked at once.
 
     Files give the frames that ``read_video(file, fps=fps)`` gives, read in parallel where their
-    groups of pictures allow it. Other sources give the first frame at or behind every 1/fps s.
+    groups of pictures allow it. Other sources give the first frame at or after every 1/fps s.
 
     Irregularities: a frame at the time of the one before, or up to a second earlier, is dropped; a
     clock that jumps back further continues from the last frame; a picture of another size is

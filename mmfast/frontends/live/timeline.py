@@ -16,7 +16,7 @@ from mmfast.frontends.source import first_line
 
 _BROKEN = 30  # pictures in a row that cannot be used before the source is given up
 _STILL = 1000  # frames in a row at one time, after which the clock counts as stopped
-_LATE = 1.0  # seconds; frames that come out of order are not further behind than this
+_LATE = 1.0  # seconds; largest delay of frames that come out of order
 _LATE_RUN = 2  # ... and not more of them in a row: then the clock was set back
 _SAME = 1e-9  # seconds
 _LEAST = 1e-3  # seconds between two frames without times of their own

@@ -27,6 +27,6 @@ def lazyllm(tokens: Tokens, budget: int) -> Reduction:
 
     Args:
         tokens: `attn` `[..., N]`, attention from the last query, mean over heads.
-        budget: Tokens to keep, and to look at per step; ties go to the lowest index.
+        budget: Tokens to keep, and to rank per step; ties go to the lowest index.
     """
     return Reduction.prune(stable_topk(tokens.need("attn"), budget), tokens.n)

@@ -20,8 +20,8 @@ def catp(tokens: Tokens, budget: int, *, balance: float = 0.5, surplus: float = 
 
     Two stages of progressive pruning for prompts that carry many images (Li et al., AAAI 2026).
     The first keeps, of every image alike, tokens that are aligned with the text and unlike each
-    other; the second looks at all images together and drops what another image shows already,
-    given the question, so that images keep different numbers. The paper's second stage reads the
+    other; the second compares all images and drops tokens that another image already shows, given
+    the question, so that images keep different numbers. The paper's second stage reads the
     attention of shallow decoder layers; working on features alone, before the language model, is a
     choice of this project, as is the greedy trade-off in both stages.
 

@@ -54,7 +54,7 @@ def saint(
 
 
 def _represented(kept: Tensor, metric: Tensor) -> Reduction:
-    """Keep `kept` `[..., M]` as they are; every other token stands behind the most similar one."""
+    """Keep `kept` `[..., M]`; every other token joins the most similar one with weight 0."""
     rows = gather_rows(metric, kept)
     closest = torch.cat([nearest(part) for part in cosine_parts(metric, rows)], -1)
     target = kept.gather(-1, closest).scatter_(-1, kept, kept)

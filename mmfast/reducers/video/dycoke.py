@@ -25,8 +25,8 @@ def dycoke(
     Second and fourth of each four frames are compared with the frame before, the third with the
     first, token by token (Tao et al., CVPR 2025). A budget is shared out in the paper's proportion
     of 1 to `1 - ratio`; a frame that would get more than it has leaves the rest to the others.
-    Where whole frames do not fit, they keep what differs from the whole frame before, the first
-    one what differs from the token on its left and above.
+    Where whole frames do not fit, they keep tokens that differ from the whole frame before, and the
+    first one those that differ from the token on their left and above.
 
     Args:
         tokens: `x` `[..., N, D]`; without a `grid` it is one frame.

@@ -41,7 +41,7 @@ def fastvid(
     """Keep the most attended tokens of every frame and merge the others into dense anchors.
 
     Segments end at the least similar adjacent frames and wherever similarity falls below `tau`;
-    in a segment, cluster centres of every fourth frame are anchors, which what is not kept joins
+    in a segment, cluster centres of every fourth frame are anchors, which other tokens join
     (Shen et al., NeurIPS 2025). A budget is shared among segments, anchor frames and frames by
     size, so that it is met exactly; that, and that anchors are chosen before the attended tokens,
     without noise in the density, are choices of this project.

@@ -144,7 +144,7 @@ def _weights(centres: Tensor, member: Tensor, beta: float) -> Tensor:
 def holitom_inner(tokens: Tokens, budget: int) -> Reduction:
     """Keep the most attended tokens and fold each other one into its most similar kept one.
 
-    Tokens are folded in ascending order, each time halving what was there (Shao et al., NeurIPS
+    Tokens are folded in ascending order, each time halving earlier weights (Shao et al., NeurIPS
     2025): of c tokens joining a kept one, the last has weight 1/2, the one before 1/4, and the
     kept token itself 2^-c. The paper runs it before layer 18 of 28; the default layer is 2 so
     that it exists in small models.

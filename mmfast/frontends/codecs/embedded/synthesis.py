@@ -184,7 +184,7 @@ def synthesise(
     tones, breath = both.split((HARMONIC_POINTS, NOISE_POINTS), -1)  # [B, T + 1, ...]
     heights = amplitudes(tones, ends, _count(ends))
     sound = harmonics(cycles, heights[:, :-1], heights[:, 1:])
-    steps = (live * HOP).long().cumsum(1)  # [B, T] samples behind each hop
+    steps = (live * HOP).long().cumsum(1)  # [B, T] samples up to the end of each hop
     hiss, ringing = _noise(state.made[:, None] + steps - HOP, breath, live, state.ringing)
     made = state.made + steps[:, -1]
     new = SynthesisState(both[:, -1], pitch[:, -1], phase, made, ringing)
