@@ -1,11 +1,11 @@
 """Frames of a video file by number, with PyAV or with decord; both give the same pictures.
 
 PyAV seeks exactly where the packets allow it and counts frames where they do not. Decord is faster
-but built on an old FFmpeg, so it reads only files of kinds that it reads correctly. Measured on
-decord 0.6.0 against PyAV: H.264 and HEVC, 8-bit 4:2:0, progressive, in mp4 and Matroska are bit-identical if
-every key frame is a fresh start; after others it returns wrong frames. 10-bit, interlaced and
-odd-sized pictures differ, transport streams lose frames, AV1 is unknown, mirrored pictures are not
-mirrored, damaged headers crash the process, and bytes are read past their end.
+but built on an old FFmpeg, so it reads only kinds of files that it reads correctly. Measured on
+decord 0.6.0 against PyAV: H.264 and HEVC, 8-bit 4:2:0, progressive, in mp4 and Matroska are
+bit-identical if every key frame is a fresh start; after others it returns wrong frames. 10-bit,
+interlaced and odd-sized pictures differ, transport streams lose frames, AV1 is unknown, mirrored
+pictures are not mirrored, damaged headers crash the process, and bytes are read past their end.
 """
 
 from __future__ import annotations
