@@ -74,7 +74,7 @@ def check(frames, n, d, dtype, lengths, cut=None, chunk=None):
     kernel.shape, kernel.chunk_frames = shape, chunks
 
 torch.manual_seed(0)
-small = kernel.Shape(rows=2, block=32, warps=4, stages=3)
+small = kernel.TileShape(rows=2, block=32, warps=4, stages=3)
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     check(6, 5, 19, dtype, [6], small, chunk=2)
     check(7, 3, 32, dtype, [3, 0, 4], small, chunk=3)
