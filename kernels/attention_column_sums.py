@@ -1,8 +1,8 @@
-"""Attention that every key receives, without the matrix of attention weights.
+"""Triton kernels of the attention that every key receives, without the matrix of weights.
 
-With the log-sum-exp of every query known, the sum over a column of the softmax needs the logits
-once and no value at all. One program holds a block of keys of one head and walks through the
-queries that see it, so nothing is ever added up in memory: no atomics, the same bits every time.
+Given the log-sum-exp of every query, the sum over a column of the softmax needs the logits once and
+no values. One program holds a block of keys of one head and walks through the queries that attend
+to it, so sums stay in registers: no atomics, the same bits every time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 64}
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one program works: `held` rows stay, `step` rows at a time pass by, loaded ahead."""
+    """Tiles of one program: `held` rows stay in registers, `step` rows at a time are streamed."""
 
     held: int
     step: int
@@ -31,7 +31,7 @@ class Tiles:
 
 
 def tiles(capability: int, dtype: torch.dtype, width: int) -> Tiles:
-    """The tiles for a chip (90 = sm_90), a type and the width of a head.
+    """Return the tiles for a chip (90 = sm_90), a type and the width of a head.
 
     Chosen by ahead-of-time compilation for sm_80, 89, 90, 100 and 120: none of them spills.
     """
@@ -47,7 +47,7 @@ def _load(  # type: ignore[no-untyped-def]
     base, row_stride, first, stop, rows: tl.constexpr, width: tl.constexpr, padded: tl.constexpr,
     upcast: tl.constexpr,
 ):  # fmt: skip
-    """Rows `first` and following as [rows, padded], zero past `stop` and past the width."""
+    """Load rows from `first` on as [rows, padded], zero past `stop` and past the width."""
     row, column = tl.arange(0, rows), tl.arange(0, padded)
     inside = (row < stop - first)[:, None]
     if width < padded:
@@ -65,7 +65,7 @@ def _received(  # type: ignore[no-untyped-def]
     partly: tl.constexpr, weighted: tl.constexpr, held: tl.constexpr, step: tl.constexpr,
     width: tl.constexpr, padded: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    """Add to `total` [held] what the queries from `begin` to `end` give to `keys`."""
+    """Add to `total` [held] the attention of queries `begin` to `end` to `keys`."""
     key_place = first_key + tl.arange(0, held)
     for first in range(begin, end, step):
         queries = _load(query, row_stride, first, stop, step, width, padded, upcast)
@@ -82,7 +82,7 @@ def _received(  # type: ignore[no-untyped-def]
     return total
 
 
-# Lengths and strides change from call to call: no variant of the kernel for each.
+# Lengths and strides change from call to call and must not specialise the kernel.
 _INTEGERS = [
     "length", "size", "begin", "end", "heads_per_key", "q_item", "q_head", "q_row", "k_item",
     "k_head", "k_row", "l_item", "l_head", "w_item", "w_head", "o_item", "o_head",
@@ -97,7 +97,7 @@ def _column_sums(  # type: ignore[no-untyped-def]
     step: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, unit: tl.constexpr,
     upcast: tl.constexpr,
 ):  # fmt: skip
-    # The first blocks are seen by most queries: they are launched first.
+    # Most queries attend to the first blocks: they are launched first.
     head, block, item = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, offset = block * held, size - length
     if ragged:  # queries and keys are the same tokens
@@ -115,7 +115,7 @@ def _column_sums(  # type: ignore[no-untyped-def]
     total = tl.zeros([held], dtype=tl.float32)
     middle = begin
     if causal:
-        begin = tl.maximum(begin, first - offset)  # nobody before sees the first key
+        begin = tl.maximum(begin, first - offset)  # earlier queries do not see the first key
         partly = tl.cdiv(tl.maximum(first + held - 1 - offset - begin, 0), step) * step
         middle = tl.minimum(begin + partly, tl.maximum(begin, end))
         total = _received(
@@ -136,7 +136,7 @@ def _looked(  # type: ignore[no-untyped-def]
     partly: tl.constexpr, causal: tl.constexpr, held: tl.constexpr, step: tl.constexpr,
     width: tl.constexpr, padded: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys from `begin` to `end` into the running maximum and sum of `queries`."""
+    """Update the running maximum and sum of `queries` with keys `begin` to `end`."""
     place = first + tl.arange(0, held)
     for at in range(begin, end, step):
         keys = _load(key, row_stride, at, size, step, width, padded, upcast)
@@ -160,7 +160,7 @@ def _log_sum_exp(  # type: ignore[no-untyped-def]
     causal: tl.constexpr, ragged: tl.constexpr, held: tl.constexpr, step: tl.constexpr,
     width: tl.constexpr, padded: tl.constexpr, unit: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    # The last blocks see most keys: they are launched first.
+    # The last blocks attend to most keys: they are launched first.
     head, item = tl.program_id(0), tl.program_id(2).to(tl.int64)
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     begin, first, offset = 0, block * held, size - length
@@ -266,7 +266,7 @@ def log_sum_exp(
 def _launch(
     query: Tensor, key: Tensor, scale: float, spans: Tensor | None, longest: int, rows: int
 ) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """What both kernels take, and the programs: one per head, block of rows and sequence."""
+    """Return arguments of both kernels, and the grid: one program per head, block and sequence."""
     _check(query, key)
     items, heads, length, width = query.shape
     major, minor = torch.cuda.get_device_capability(query.device) if query.is_cuda else (9, 0)

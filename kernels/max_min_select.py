@@ -1,10 +1,10 @@
-"""Greedy max-min selection: the row least similar to all picks so far, without a loop in Python.
+"""Triton kernels of greedy max-min selection: the row least similar to all picks so far.
 
 A loop in Python costs four launches a pick, about 30 ms for 1,568 picks of 6,272 tokens. Where the
 matrix of similarities fits, one program per item keeps the running maximum in registers and reads
 one row of the matrix a pick (`max_min_select`). Where it does not, blocks of rows that come next
 are picked among themselves as long as no other row can come first (`pick_block`), and one matrix
-product later all rows know what they missed (`raise_bounds`).
+product brings the bounds of all rows up to date (`raise_bounds`).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def max_min_select(similarity: Tensor, first: Tensor, count: int) -> Tensor:
 
     Args:
         similarity: `[B, N, N]` float32, rows contiguous, N at most `MAX_TOKENS`; the diagonal is
-            not looked at.
+            not read.
         first: `[B]` int64, the first pick of each item.
         count: Picks per item, at most N.
 
@@ -194,7 +194,7 @@ def pick_block(
     picks: Tensor,
     taken: Tensor,
 ) -> Tensor:
-    """Go on picking inside a block of rows as long as no row outside of it can come first.
+    """Continue the picks inside a block of rows as long as no row outside can come first.
 
     Args:
         product: `[S, N]` float32, contiguous: inner products of the block's rows with all rows.
@@ -202,8 +202,8 @@ def pick_block(
         bound: `[N]` float32, the similarity of each row to the nearest pick; +inf for picks.
         index: `[S]` int64 ascending, the rows of the block: those of lowest (bound, index).
         outside: `[1]` int64, the next row in that order; N if there is none.
-        picks: `[count]` int64, picks in order; the new ones are written behind `taken`.
-        taken: `[1]` int64, how many there are, also written.
+        picks: `[count]` int64, picks in order; the new ones are written from `taken` on.
+        taken: `[1]` int64, the number of picks, also written.
 
     Returns:
         `[S]` int32, 1 for the rows of the block that were picked.
@@ -224,5 +224,5 @@ def raise_bounds(product: Tensor, scale: Tensor, bound: Tensor, index: Tensor, n
 
 
 def warps(block: int) -> int:
-    """Warps for `block` running maxima: 16 a thread at most, which no chip has to spill."""
+    """Return warps for `block` running maxima, at most 16 a thread: no chip spills them."""
     return min(32, max(1, block // 256))

@@ -1,8 +1,8 @@
-"""Weighted means and sums of rows over segments, without atomics.
+"""Triton kernel of weighted means and sums of rows over segments, without atomics.
 
-Adding with atomics rounds in another order at every run, and in bfloat16 at every addition. Here
-one program makes one output row (or a part of it, where rows are wide): it walks over the entries
-of its segment, several rows at a time, and adds in float32. Every row is read once.
+Atomics round in another order at every run, and in bfloat16 at every addition. Here one program
+makes one output row (or a part of a wide one): it walks over the entries of its segment, several
+rows at a time, and adds in float32. Every row is read once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _merge(  # type: ignore[no-untyped-def]
             weight = tl.load(weight_ptr + listed + entry, mask=here, other=0)
             value = value * weight[:, None]
         entry += rows
-        # Which rows come next is known before these have arrived.
+        # The next rows are known before these have arrived.
         source = tl.load(source_ptr + listed + entry, mask=entry < stop, other=0)
         total += tl.sum(value, axis=0)
     if mean:
@@ -72,7 +72,7 @@ def segment_merge(
         x: `[B, N, D]` float32, float16 or bfloat16, the columns of a row next to each other.
         offsets: `[B, M + 1]` int32, entries `offsets[m]` to `offsets[m + 1]` make up output m.
         source: `[B, K]` int32, the row that each entry reads.
-        weight: `[B, K]` float32, what it counts; None is 1.
+        weight: `[B, K]` float32, weight of an entry; None is 1.
         mean: Divide every output by the number of its entries.
 
     Returns:
@@ -112,7 +112,7 @@ def segment_merge(
 
 
 def config(width: int, entries: int, outputs: int, bytes_each: int) -> dict[str, int]:
-    """Tile and warps for rows of `width` numbers and so many entries for so many outputs.
+    """Return tile and warps for rows of `width` numbers and the mean length of segments.
 
     A thread reads 16 bytes of each of `rows` rows and adds them up by itself: warps lie side by
     side along a row. Short segments need few rows at once, long ones many, for bytes in flight.

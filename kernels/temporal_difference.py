@@ -1,8 +1,8 @@
-"""How much every patch of a video differs from the same patch one frame earlier, in one read.
+"""Triton kernel of the difference of every patch from the same patch one frame earlier.
 
 Eager code reads the clip several times: for the products, for both lengths, for the differences.
-Here a program takes a few patches and walks along time: each row is loaded once, compared with the
-row before, which is still in registers, and becomes the row before.
+Here a program takes a few patches and walks along time: each row is loaded once and compared with
+the row before, which is still in registers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _RUNS = (64, 32)  # frames and patches of a tile of runs
 
 
 class TileShape(NamedTuple):
-    """How the work is cut."""
+    """Tile of one program."""
 
     rows: int  # patches of a tile
     block: int  # columns of a tile
     warps: int
-    stages: int  # tiles on their way from memory while one is worked on
+    stages: int  # tiles loaded from memory while one is processed
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -98,7 +98,7 @@ def temporal_difference(
         x: `[F, n, D]` float32, float16 or bfloat16, the frames of all clips one after the other,
             D at most `MAX_WIDTH` and contiguous.
         lengths: Frames of each clip, F in all.
-        l1: Whether absolute differences are wanted as well.
+        l1: Compute mean absolute differences, too.
 
     Returns:
         Cosines `[F, n]` float64 (0 with a zero row, -inf in the first frame of a clip), mean
@@ -137,7 +137,7 @@ def temporal_difference(
 
 
 def static_runs(static: Tensor) -> Tensor:
-    """For how many steps a patch has not changed, 0 if it did: `[F, n]` bool to `[F, n]` int32."""
+    """Steps for which a patch has not changed, 0 if it did: `[F, n]` bool to `[F, n]` int32."""
     frames, n = static.shape
     runs = torch.empty(frames, n, dtype=torch.int32, device=static.device)
     if runs.numel():
@@ -150,19 +150,19 @@ def static_runs(static: Tensor) -> Tensor:
 
 
 def shape(d: int) -> TileShape:
-    """Tiles for rows of width `d`: some 4,096 elements, 32 a thread."""
+    """Return the tile for rows of width `d`: about 4,096 elements, 32 a thread."""
     block = max(16, triton.next_power_of_2(d))
     return TileShape(max(1, _ELEMENTS // block), block, max(4, block // 1024), 3)
 
 
 def chunk_frames(frames: int, tiles: int) -> int:
-    """Frames that one program walks: enough programs for a large chip, few frames read twice."""
+    """Return the frames of one program: enough programs for a chip, few frames read twice."""
     longest: int = triton.cdiv(frames, triton.cdiv(_PROGRAMS, tiles))
     return min(max(longest, _SHORTEST), _LONGEST)
 
 
 def _opens(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Which frames are the first of their clip, `[F]` uint8."""
+    """Mark the first frame of each clip, `[F]` uint8."""
     opens = torch.zeros(sum(lengths), dtype=torch.uint8)
     first = 0
     for length in lengths:

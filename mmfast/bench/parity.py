@@ -21,8 +21,13 @@ from mmfast.models.reduction.probe import last_query_scores
 from mmfast.ops.max_min import max_min, max_min_reference
 from mmfast.ops.merging import match
 from mmfast.ops.ranking import outlier_count, stable_topk
-from mmfast.ops.similarity import steady_channels, temporal_cosine
-from mmfast.ops.video import ChunkMemory, familiarity, static_windows
+from mmfast.ops.video import (
+    ChunkMemory,
+    familiarity,
+    static_windows,
+    steady_channels,
+    temporal_cosine,
+)
 from mmfast.reducers.attention.vidcom2 import frame_shares, video_scores
 from mmfast.reducers.diversity.cdpruner import picks, relevance
 from mmfast.reducers.video.stc_pruner import prune_chunk

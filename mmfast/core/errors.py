@@ -1,4 +1,4 @@
-"""Errors a caller can cause: one line that names the value, the choices and the fix."""
+"""Errors that a caller can cause: one line that names the value, the choices and the fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModelError(MmfastError):
 
 
 def unknown(what: str, value: object, choices: Iterable[str]) -> str:
-    """Say that `value` is not one of `choices`, and which one is nearest.
+    """Return a message that `value` is not one of `choices`, with the nearest one.
 
     Returns:
         One line: ``unknown method 'divprun'; did you mean 'divprune'? choices: …``.

@@ -1,4 +1,4 @@
-"""Keys and values as data: blocks of a stream, and how stored ones are found again."""
+"""Keys and values as data: blocks of a stream, and the protocol of methods that retrieve them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 class Block:
     """Keys and values of consecutive tokens of one conversation, over all layers.
 
-    Keys are kept as they are before RoPE: they are rotated once, to where the block stands when
-    it is read, so that moving a block any number of times costs no precision.
+    Keys are kept before RoPE and rotated once, to the place of the block when it is read, so that
+    moving a block any number of times costs no precision.
 
     Attributes:
-        number: Counts the blocks of a conversation from 0.
+        number: Number of the block in its conversation, from 0.
         kind: `text` or `frame`.
         time: Seconds of the frame on the stream's clock; None for text.
         relative: `[A, n]` int64 positions of its tokens from the block's start; A is 1, or 3
             under M-RoPE.
-        advance: `[A]` int64, how far behind this block's start the next block starts.
+        advance: `[A]` int64, distance from this block's start to that of the next block.
         keys: Per layer `[H, n_l, d]`, before RoPE.
         values: Per layer `[H, n_l, d]`.
-        kept: Per layer the tokens that a policy left, `[n_l]` ascending in 0..n-1; None where a
+        kept: Per layer the tokens that a policy kept, `[n_l]` ascending in 0..n-1; None where a
             layer holds all n.
     """
 
@@ -39,11 +39,11 @@ class Block:
 
     @property
     def n(self) -> int:
-        """Tokens that went into the language model."""
+        """Number of tokens that the language model read."""
         return self.relative.shape[-1]
 
     def positions(self, layer: int) -> Tensor:
-        """Relative positions `[A, n_l]` of what a layer holds."""
+        """Relative positions `[A, n_l]` of the tokens that a layer holds."""
         kept = self.kept[layer] if self.kept else None
         return self.relative if kept is None else self.relative.index_select(-1, kept)
 
@@ -55,7 +55,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
-    """What stands for stored tokens of one layer while a query looks for them.
+    """Summary of the stored tokens of one layer, which a query is compared with.
 
     Attributes:
         means: `[C, H, d]` mean key of each cluster, before RoPE.
@@ -70,16 +70,16 @@ class Clusters:
 
 
 class Retriever(Protocol):
-    """A method that chooses stored tokens for a query; it holds settings and no state.
+    """A method that chooses stored tokens for a query, with settings and without state.
 
     Registered as a function `(budget, **knobs) -> Retriever` of role `retrieve`.
     """
 
     def represent(self, keys: Tensor) -> Clusters:
-        """Clusters of the keys `[H, n, d]` (before RoPE) of one layer of one block."""
+        """Cluster the keys `[H, n, d]` (before RoPE) of one layer of one block."""
 
     def choose(self, query: Tensor, index: Clusters) -> Tensor:
-        """Which clusters of an index of many blocks to read.
+        """Choose the clusters to read of an index of many blocks.
 
         Args:
             query: `[Hq, T, d]` before RoPE, the queries of all T tokens of a question; Hq is a

@@ -17,7 +17,7 @@ Triplets = tuple[Tensor, Tensor, Tensor]  # output, source and weight, each [...
 
 
 def mixed_then(first: Reduction, second: Reduction) -> Triplets:
-    """The triplets of `first` (N to M) followed by `second` (M to K).
+    """Compose the triplets of `first` (N to M) and `second` (M to K).
 
     An output of -1 takes no part. Where both combine several tokens the triplets are dense,
     K * N of them.
@@ -41,22 +41,22 @@ def dense(reduction: Reduction) -> Tensor:
     return reduction.apply(eye.expand(*reduction.keep.shape[:-1], *eye.shape))
 
 
-# What merges on an accelerator, found by name on first use as the methods are: core imports none.
+# Modules that merge on an accelerator, imported on first use: core imports no operations.
 ACCELERATED = {"cuda": "mmfast.ops.merging"}
-# Numbers of a block of rows on their way through the cache: a copy of all of them costs 10 times
-# as much, most of it for fresh memory.
+# Numbers of a block of rows, which fits the cache: a copy of all rows at once costs 10 times as
+# much, most of it for fresh memory.
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Which rows make up which outputs, one entry per pair.
+    """Pairs of a row and the output that it is part of.
 
     Attributes:
         output: `[..., K]` int64 in `[-1, M)`; an entry of -1 takes no part.
         m: Outputs M.
         source: `[..., K]` int64 in `[0, N)`; None where entry k is source k.
-        weight: `[..., K]` what a source counts in its output; None is 1.
+        weight: `[..., K]` weight of a source in its output; None is 1.
         mean: Divide every output by the number of its entries.
     """
 
@@ -73,7 +73,7 @@ class Segments:
 
     @cached_property
     def ordered(self) -> SortedEntries:
-        """The entries one output after another, made once however often they are used."""
+        """The entries sorted by output, computed once."""
         output, place = self.output.to(torch.int32).sort(dim=-1, stable=True)
         source = place if self.source is None else self.source.gather(-1, place)
         weight = None if self.weight is None else self.weight.gather(-1, place).float()
@@ -85,7 +85,7 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class SortedEntries:
-    """Entries sorted by output, those that take no part in front; sources ascend in each.
+    """Entries sorted by output, unused ones first; sources ascend in each output.
 
     Attributes:
         offsets: `[..., M + 1]` int32; entries `offsets[m]` to `offsets[m + 1]` make up output m.
@@ -121,7 +121,7 @@ def add_rows(x: Tensor, segments: Segments) -> Tensor:
         else:
             total.index_add_(0, dest, rows.to(wide))
     total = total.view(*lead, segments.m, width)
-    if segments.mean:  # one division behind the sum: the share of a lone token stays exactly 1
+    if segments.mean:  # one division after the sum: the share of a lone token stays exactly 1
         total.div_(segments.counts().clamp_min(1)[..., None])
     return total.to(x.dtype)
 
@@ -144,7 +144,7 @@ def _blocks(
         weight = None if weight is None else weight[there]
     step = max(1, _BLOCK // max(1, flat.shape[1]))
     if flat.is_cuda or (source is None and weight is None and flat.dtype.itemsize > 2):
-        step = max(1, len(dest))  # nothing to copy, or no cache to stay in
+        step = max(1, len(dest))  # no copy, or no cache to fit
     for at in range(0, len(dest), step):
         part = slice(at, at + step)
         rows = flat[part] if source is None else flat.index_select(0, source[part])
@@ -154,13 +154,13 @@ def _blocks(
         yield dest[part], rows
 
 
-# Numbers to copy up to which one gather costs less than working out where the rows lie: on an
+# Numbers to copy up to which one gather costs less than computing the places of the rows: on an
 # accelerator that is two more launches, each as long as copying a million numbers.
 _SMALL, _SMALL_ON_DEVICE = 1 << 14, 1 << 20
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """The rows `x[..., index, :]`, chosen for each leading index on its own.
+    """Gather the rows `x[..., index, :]`, chosen for each leading index on its own.
 
     `torch.gather` with an expanded index reads eight bytes of index for every number that it
     copies; here whole rows are copied, at the speed of memory: 10 to 15 times faster on a CPU.
@@ -180,7 +180,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     small = _SMALL if x.device.type == "cpu" else _SMALL_ON_DEVICE
     if index.numel() * width <= small or x.stride(-1) != 1:
         return x.gather(-2, index[..., None].expand(*index.shape, width))
-    # Rows lie a whole number of units apart, whichever dimension one walks along.
+    # Along every dimension rows lie a whole number of units apart.
     whole = x.is_contiguous()
     unit = width if whole else math.gcd(*x.stride()[:-1]) or 1
     steps = [stride // unit for stride in x.stride()[:-1]]
@@ -205,10 +205,10 @@ class Mix:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Which sources each output stands for, and how they are combined.
+    """Map from sources to outputs with the weights of their combination.
 
-    Pruning, merging, pooling, frame sampling and KV eviction are all this. It is data, not a
-    closure, so it can be stored, composed, drawn and handed to a kernel.
+    It describes pruning, merging, pooling, frame sampling and KV eviction alike. It is data, not a
+    closure, so it can be stored, composed, drawn and passed to a kernel.
 
     Attributes:
         keep: `[..., M]` ascending; the source whose position each output inherits.
@@ -268,7 +268,7 @@ class Reduction:
 
     @staticmethod
     def stack(items: Sequence[Reduction], lead: tuple[int, ...]) -> Reduction:
-        """Items of equal N and M, without a mix, as one Reduction with leading dims `lead`."""
+        """Stack items of equal N and M, without a mix, to leading dims `lead`."""
         if len(items) == 1 and not lead:
             return items[0]
         orders = [item.order for item in items if item.order is not None]
@@ -287,7 +287,7 @@ class Reduction:
         )
 
     def sizes(self) -> Tensor:
-        """How many sources each output holds, `[..., M]` int64."""
+        """Number of sources of each output, `[..., M]` int64."""
         return Segments(self.owner, self.m).counts()
 
     def share(self) -> Tensor:
@@ -314,7 +314,7 @@ class Reduction:
 
     @cached_property
     def segments(self) -> Segments:
-        """The same sources and outputs as a sum over segments."""
+        """Sources and outputs as a sum over segments."""
         if self.mix is not None:
             return Segments(self.mix.output, self.m, self.mix.source, self.mix.weight)
         return Segments(self.owner, self.m, weight=self.weight, mean=self.weight is None)
@@ -325,7 +325,7 @@ class Reduction:
         return rows.masked_fill_((self.owner < 0)[..., None], 0)
 
     def then(self, other: Reduction) -> Reduction:
-        """This reduction (N to M) followed by `other` (M to K), as one (N to K).
+        """Compose this reduction (N to M) with `other` (M to K) to one (N to K).
 
         Raises:
             MmfastError: `other` does not start from M tokens.
@@ -350,21 +350,18 @@ class Reduction:
         )
 
     def select(self, index: int) -> Reduction:
-        """Item `index` along the first leading dimension."""
-
-        def take(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value[index]
-
+        """Return item `index` along the first leading dimension."""
         mix = self.mix and Mix(
-            *(t[index] for t in (self.mix.output, self.mix.source, self.mix.weight))
+            self.mix.output[index], self.mix.source[index], self.mix.weight[index]
         )
+        weight, order = (None if t is None else t[index] for t in (self.weight, self.order))
         return replace(
             self,
             keep=self.keep[index],
             owner=self.owner[index],
-            weight=take(self.weight),
+            weight=weight,
             mix=mix,
-            order=take(self.order),
+            order=order,
         )
 
     def check(self) -> None:

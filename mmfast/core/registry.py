@@ -1,4 +1,4 @@
-"""Registry: registering a name is what enrols a method in the CLI, tests, benchmark and README."""
+"""Registry of methods, which the CLI, tests, benchmarks and README tables read."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Method:
         scope: `item`, one image, video or sound at a time, or `prompt`, all of a prompt at once
             with the signal `image` telling them apart.
         revives: At `llm<K>` dropped tokens may come back while decoding.
-        role: What a KV policy does: `position` (keeps by place and kind alone), `score` (keeps
+        role: Kind of a KV policy: `position` (keeps by place and kind alone), `score` (keeps
             by keys or attention), `retrieve` (keeps all, reads a part), `store` (fewer bits).
-        moment: When a KV policy acts: `prefill` (once, behind a prompt) or `always`.
-        temporal: It compares the frames of a video, so that a frame alone is not enough for it.
+        moment: Time at which a KV policy acts: `prefill` (once, after a prompt) or `always`.
+        temporal: It compares the frames of a video, so it needs more than one frame.
         stream: The same method frame by frame: `(tokens of one frame, budget, state, **knobs) ->
             (Reduction, state)`, where the state is None at the start and then a mapping of
             tensors of fixed size.
@@ -88,18 +88,16 @@ def register(
     kind: str = "reducer",
     paper: str = "",
     needs: tuple[str, ...] = ("x",),
-    sites: tuple[str, ...] = ("pre",),
-    adaptive: bool = False,
-    layer: int = 2,
-    stages: tuple[float, ...] = (),
-    scope: str = "item",
-    revives: bool = False,
-    role: str = "",
-    moment: str = "prefill",
-    temporal: bool = False,
-    stream: Callable[..., Any] | None = None,
+    **traits: Any,
 ) -> Callable[[F], F]:
-    """Enrol a method under `name`; its docstring's first line becomes the summary.
+    """Register a method under `name`; its docstring's first line becomes the summary.
+
+    Args:
+        name: The name in spec strings.
+        kind: `reducer`, `cache` or `head`.
+        paper: arXiv id, or "" for a baseline.
+        needs: Signals that it reads.
+        **traits: Further fields of `Method`, from `sites` to `stream`.
 
     Raises:
         SpecError: The name is taken by another function, or the docstring is missing.
@@ -118,35 +116,17 @@ def register(
             if p.kind is inspect.Parameter.KEYWORD_ONLY
         }
         summary = doc.splitlines()[0]
-        _METHODS[kind, name] = Method(
-            name,
-            kind,
-            paper,
-            needs,
-            summary,
-            fn,
-            sites,
-            adaptive,
-            layer,
-            stages,
-            scope,
-            revives,
-            role,
-            moment,
-            temporal,
-            stream,
-            knobs,
-        )
+        _METHODS[kind, name] = Method(name, kind, paper, needs, summary, fn, knobs=knobs, **traits)
         return fn
 
     return enrol
 
 
 def get(name: str, kind: str = "reducer") -> Method:
-    """The method called `name`.
+    """Return the method called `name`.
 
     Raises:
-        SpecError: There is none; names the choices and the nearest match.
+        SpecError: It does not exist; names the choices and the nearest match.
     """
     _load(kind)
     found = _METHODS.get((kind, name))
@@ -156,7 +136,7 @@ def get(name: str, kind: str = "reducer") -> Method:
 
 
 def methods(kind: str | None = None) -> list[Method]:
-    """All registered methods, by kind and name."""
+    """Return all registered methods, by kind and name."""
     if kind is not None and kind not in PACKAGES:
         raise SpecError(unknown("kind", kind, PACKAGES))
     for each in PACKAGES if kind is None else (kind,):
@@ -165,7 +145,7 @@ def methods(kind: str | None = None) -> list[Method]:
 
 
 def unregister(name: str, kind: str = "reducer") -> None:
-    """Take a method out again, for tests and notebooks that re-define one."""
+    """Remove a method, for tests and notebooks that define one again."""
     _METHODS.pop((kind, name), None)
 
 
@@ -188,7 +168,7 @@ def _load(kind: str) -> None:
             _load_plugin(entry)
 
 
-@lru_cache(maxsize=1)  # looking through what is installed costs milliseconds
+@lru_cache(maxsize=1)  # a search of the installed packages takes milliseconds
 def _plugins(_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=PLUGINS))
 

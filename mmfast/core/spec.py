@@ -1,4 +1,4 @@
-"""Spec strings: ``name[@site][:budget][?knob=value&…]`` joined by ``+``, and running them."""
+"""Spec strings ``name[@site][:budget][?knob=value&…]`` joined by ``+``, and their execution."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_budget(budget: Budget) -> Budget:
     """Refuse a budget that can never be met: 0, negative, a share above 1, NaN.
 
     Raises:
-        SpecError: Names the budget and what is allowed.
+        SpecError: Names the budget and the allowed values.
     """
     if budget is None:
         return None
@@ -66,7 +66,7 @@ _EXAMPLE = (
 class Cut:
     """One cut of a schedule: number `index` of `of`, counted from 1."""
 
-    schedule: int  # tells the schedules of one spec string apart
+    schedule: int  # number of the stage in its spec string
     index: int
     of: int
 
@@ -82,7 +82,7 @@ class Spec:
             for a schedule, whose layers follow from the model.
         budget: int = tokens per item, float = share in (0, 1], None = the method decides.
         knobs: Keyword arguments for the method.
-        cut: Which cut of a schedule this is, once the model is known; see core/schedule.py.
+        cut: Number of the cut in its schedule, once the model is known; see `expand`.
     """
 
     method: Method
@@ -94,12 +94,12 @@ class Spec:
 
     @property
     def staged(self) -> bool:
-        """Whether it is a schedule: one cut at every relative depth of its method."""
+        """True for a schedule: one cut at every relative depth of its method."""
         return self.site == "llm" and self.layer is None
 
     @property
     def whole(self) -> bool:
-        """Whether it keeps everything: a share of 1.0, which is not one token."""
+        """True if it keeps everything: a share of 1.0, which is not one token."""
         return isinstance(self.budget, float) and self.budget == 1.0
 
     @property
@@ -114,7 +114,7 @@ class Spec:
 
 
 def parse(text: str | None, kind: str = "reducer") -> tuple[Spec, ...]:
-    """Parse a spec string; None or "" is no stage at all.
+    """Parse a spec string; None or "" gives no stage.
 
     Raises:
         SpecError: Names the offending value, the choices and the nearest match.
@@ -123,12 +123,8 @@ def parse(text: str | None, kind: str = "reducer") -> tuple[Spec, ...]:
         return ()
     if not isinstance(text, str):
         raise SpecError(f"spec is a {type(text).__name__}: {text!r}; {_EXAMPLE}")
-    return tuple(_parse_stage(part.strip(), kind) for part in _split(text))
-
-
-def _split(text: str) -> list[str]:
     # A knob value may hold a '+' exponent (1e+3); a stage never starts with a digit.
-    return re.split(r"\+(?!\d)", text)
+    return tuple(_parse_stage(part.strip(), kind) for part in re.split(r"\+(?!\d)", text))
 
 
 def _parse_stage(text: str, kind: str) -> Spec:
@@ -285,13 +281,13 @@ def reduce(tokens: Tokens, spec: str) -> Reduction | list[Reduction]:
 def stage_layers(
     depths: Iterable[float], layers: int, able: Collection[int] | None = None
 ) -> list[int]:
-    """Decoder layers before which a schedule cuts, ascending.
+    """Return the decoder layers before which a schedule cuts, ascending.
 
     Args:
         depths: Relative depths in (0, 1).
         layers: Decoder layers L of the model. Depth d is layer `round(d L)`, at least 1, since
             layer 0 has no attention before it; depths that fall on one layer are one cut.
-        able: The layers that may be cut, where not all from 1 on: the nearest one is taken.
+        able: Layers before which a cut is possible; None: all from 1 on. The nearest is taken.
     """
     choices = sorted(able or range(1, layers))
 
@@ -333,7 +329,7 @@ def expand(
 
 
 def wanted(spec: Spec, n: int, entered: MutableMapping[int, int]) -> int | None:
-    """Tokens that a stage leaves of the `n` of one item; None where the method decides.
+    """Return the tokens that a stage keeps of `n` of one item; None where the method decides.
 
     The cuts of a schedule remove a constant share each. The last one leaves exactly the budget
     of what entered the first, or less where stages of other methods between them removed more.

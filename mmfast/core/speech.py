@@ -1,4 +1,4 @@
-"""What the parts of a voice pipeline hand each other: turns, sound, and who speaks and listens.
+"""Types of a voice pipeline: turns, sound, streaming stages, codecs, speakers and listeners.
 
 Sound is float32 mono in -1..1, `[n]` for one stream and `[B, n]` for several; codes of a codec
 are int64 `[B, Q, T]`.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Turn:
-    """What was said by one side, as text; of a reply that was cut short, what was heard of it."""
+    """Text of one side of a dialogue; of an interrupted reply the part that was played."""
 
     role: Literal["user", "assistant"]
     text: str
@@ -23,18 +23,18 @@ class Turn:
 
 @dataclass(frozen=True)
 class Sound:
-    """One piece of speech, as it comes.
+    """One piece of streamed speech.
 
     Args:
         pcm: Samples `[n]`, float32 in -1..1; may be empty where only text has come.
         rate: Samples per second.
-        text: The text whose sound begins in this piece, spaces included: the texts of all pieces,
-            joined, are what was said.
+        text: The text whose sound begins in this piece, spaces included: the joined texts of all
+            pieces are the whole text.
         codes: Its audio codes `[Q, t]`, where the model speaks in codes.
         passes: Passes of the backbone since the piece before.
         drafts: Passes of draft modules since the piece before.
         tokens: Audio tokens that came in them.
-        heard: In the first piece of a reply to speech: what was understood.
+        heard: In the first piece of a reply to speech: the transcript of the question.
         notes: Further figures, such as drafts and acceptances per codebook.
     """
 
@@ -51,22 +51,22 @@ class Sound:
 
 @runtime_checkable
 class Stage(Protocol):
-    """Something that works on a stream; any split of the input gives the same output.
+    """A streaming function; any split of the input gives the same output.
 
-    State is a value: `step` leaves the one it was given as it was.
+    State is a value: `step` does not change the one it gets.
     """
 
     def start(self, batch: int = 1) -> Any:
-        """The state before the first chunk, of `batch` streams."""
+        """Return the state of `batch` streams before the first chunk."""
 
     def step(self, state: Any, chunk: Tensor) -> tuple[Any, Tensor]:
-        """One chunk in, what it makes certain out."""
+        """Add a chunk; return the new state and the output that it makes certain."""
 
     def finish(self, state: Any) -> Tensor:
-        """What is left when the stream ends."""
+        """Return the rest of the output when the stream ends."""
 
     def reset(self, state: Any, rows: Tensor) -> Any:
-        """The state with some streams (`[B]` bool) started anew."""
+        """Return the state with streams `rows` (`[B]` bool) started anew."""
 
 
 @runtime_checkable
@@ -82,37 +82,37 @@ class Codec(Protocol):
     decoder: Stage  # codes [B, Q, t] -> pcm [B, n]
 
     def encode(self, pcm: Tensor) -> Tensor:
-        """`[B, n]` to codes `[B, Q, ceil(n / hop)]`."""
+        """Encode `[B, n]` to codes `[B, Q, ceil(n / hop)]`."""
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes `[B, Q, T]` to `[B, T * hop]`."""
+        """Decode codes `[B, Q, T]` to `[B, T * hop]`."""
 
 
 @runtime_checkable
 class Speaker(Protocol):
-    """Says text."""
+    """Text to speech."""
 
     sample_rate: int
 
     def speak(self, text: str | Iterable[str], **options: Any) -> Iterator[Sound]:
-        """Text, or pieces of it as they come, to sound as it comes."""
+        """Speak text or a stream of its pieces; yield sound."""
 
 
 @runtime_checkable
 class Listener(Protocol):
-    """Understands speech."""
+    """Speech to text."""
 
     def transcribe(self, pcm: Tensor, rate: int = 16000) -> str:
-        """`[n]` to text."""
+        """Transcribe sound `[n]`."""
 
 
 @runtime_checkable
 class Chatter(Protocol):
-    """Answers speech with speech, itself."""
+    """Speech to speech in one model."""
 
     sample_rate: int
 
     def reply(
         self, pcm: Tensor, rate: int = 16000, history: Sequence[Turn] = (), **options: Any
     ) -> Iterator[Sound]:
-        """What was said `[n]`, behind what was said before, to the answer as it comes."""
+        """Answer speech `[n]` that follows `history`; yield sound."""

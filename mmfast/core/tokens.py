@@ -1,4 +1,4 @@
-"""Tokens: what a reducer may look at.
+"""Tokens: the features and signals that a reducer may read.
 
 Shape glossary of the project: B batch, N tokens in, M tokens out, T text, D width, H heads,
 L layers, Q codebooks.
@@ -73,21 +73,21 @@ class Tokens:
         return self.x.shape[-2]
 
     def signal(self, name: str) -> Tensor | None:
-        """The signal called `name` (a field or an entry of `signals`), or None."""
+        """Return the signal called `name` (a field or an entry of `signals`), or None."""
         if name in {f.name for f in fields(self)} - {"signals", "grid"}:
             value = getattr(self, name)
             return value if isinstance(value, Tensor) else None
         return self.signals.get(name)
 
     def has(self, name: str) -> bool:
-        """Whether the signal called `name` is there (`grid` counts as one)."""
+        """Return True if the signal called `name` exists (`grid` counts as one)."""
         return self.grid is not None if name == "grid" else self.signal(name) is not None
 
     def need(self, name: str) -> Tensor:
-        """The signal called `name`.
+        """Return the signal called `name`.
 
         Raises:
-            MmfastError: These tokens do not carry it.
+            MmfastError: The tokens do not carry it.
         """
         value = self.signal(name)
         if value is None:
@@ -120,19 +120,20 @@ class Tokens:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite: both show in the extremes, 20 times faster to find."""
+    """Return True if no value is NaN or infinite, 20 times faster than `torch.isfinite`."""
     if values.dtype in (torch.float32, torch.float64) and bool(torch.isfinite(values.sum())):
-        return True  # both would show in the sum too, which is faster still, but may overflow
-    low, high = values.aminmax()
+        return True  # either would spoil the sum, the fastest test, which alone may overflow
+    low, high = values.aminmax()  # either shows in the extremes
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def follow(tokens: Tokens, reduction: Reduction) -> Tokens:
-    """The tokens that the next stage sees.
+    """Return the tokens that the next stage reads.
 
     Features and wide signals are combined; signals of one number per token, and integers such as
     tile or image numbers, follow the kept sources; signals named `text_*` belong to the question
-    and stay. A raster with holes is none, so `grid` goes (`place` still says where tokens lie).
+    and stay. `grid` is dropped unless all tokens are left, since a raster with holes has none;
+    `place` still holds the place of each token.
 
     Args:
         tokens: `x` `[..., N, D]` and its signals.
@@ -149,7 +150,7 @@ def follow(tokens: Tokens, reduction: Reduction) -> Tokens:
 
 
 def follow_signals(signals: Mapping[str, Tensor], reduction: Reduction) -> dict[str, Tensor]:
-    """Signals by name after a reduction; see `follow`."""
+    """Return signals by name after a reduction; see `follow`."""
     return {name: _one(name, value, reduction) for name, value in signals.items()}
 
 

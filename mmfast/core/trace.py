@@ -1,4 +1,4 @@
-"""Trace: what every stage took in, put out and cost."""
+"""Trace: tokens in and out, time and memory of every stage, and the fate of every token."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mmfast.core.reduction import Reduction
 
 @dataclass(frozen=True)
 class View:
-    """Where the tokens of one image or clip lie.
+    """Places of the tokens of one image or clip.
 
     Attributes:
         place: `[N, 3]` int: frame, row and column of each token.
         tile: `[N]` int of an image cut into tiles, 0 = overview, which has a raster of its own.
         source: Kind of media and number among those of its kind.
-        start: How many reductions the trace held when this item came.
-        loose: The model does not say how tiles lie, so `place` has them side by side.
+        start: Number of reductions in the trace before this item.
+        loose: The model does not define the layout of tiles, so `place` has them side by side.
     """
 
     place: Tensor
@@ -37,7 +37,7 @@ class View:
     loose: bool = False
 
     def shaped(self, aspect: float) -> View:
-        """Loose tiles in the rows and columns that come nearest to `aspect`, width by height."""
+        """Lay loose tiles out in the rows and columns nearest to `aspect`, width by height."""
         if not self.loose or self.tile is None:
             return self
         count = int(self.tile.max())
@@ -47,7 +47,7 @@ class View:
         return self if place is None else replace(self, place=place)
 
     def rasters(self) -> list[Tensor]:
-        """Tokens of each frame, `[n]`; of an image cut into tiles the mosaic, then the overview."""
+        """Tokens of each frame, `[n]`; of a tiled image the mosaic, then the overview."""
         if self.tile is not None and bool((self.tile > 0).any()):
             parts = [(self.tile > 0).nonzero()[:, 0], (self.tile == 0).nonzero()[:, 0]]
             return [part for part in parts if len(part)]
@@ -56,14 +56,14 @@ class View:
 
 
 def tile_places(tile: Tensor, columns: int | None = None) -> Tensor | None:
-    """`(0, y, x)` `[N, 3]` of whole square tiles in so many columns, all in a row if None.
+    """Places `(0, y, x)` `[N, 3]` of whole square tiles in `columns` columns, one row if None.
 
     Args:
         tile: `[N]` tile of each token, 0 = overview, raster order inside a tile.
         columns: Tiles in a row of the mosaic.
 
     Returns:
-        None where tiles are no squares of one size.
+        None where tiles are not squares of one size.
     """
     counts = tile.bincount()
     counts = counts[counts > 0]
@@ -82,12 +82,12 @@ def tile_places(tile: Tensor, columns: int | None = None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of N tokens.
+    """Fate of N tokens.
 
     Attributes:
         share: `[N]` 1 where a token is kept as it is, its part of the output where it was merged,
             0 where it was dropped.
-        owner: `[N]` the output it ended in, -1 where it was dropped.
+        owner: `[N]` the output that holds it, -1 where it was dropped.
         keep: `[M]` the token each output stands for.
     """
 
@@ -97,12 +97,12 @@ class Fate:
 
 
 def fate_of(n: int, reductions: Sequence[Reduction]) -> Fate:
-    """The fate of `n` tokens under reductions one after the other.
+    """Return the fate of `n` tokens under reductions one after the other.
 
     Where one source feeds several outputs (a mix), it counts with its largest part in one.
 
     Raises:
-        MmfastError: A reduction does not start from what the one before left.
+        MmfastError: A reduction does not start from the tokens that the one before left.
     """
     share, owner, keep = torch.ones(n), torch.arange(n), torch.arange(n)
     for reduction in reductions:
@@ -120,7 +120,7 @@ def fate_of(n: int, reductions: Sequence[Reduction]) -> Fate:
 
 
 def _parts(reduction: Reduction) -> tuple[Tensor, Tensor]:
-    """Of each source the part it has in one output, `[N]`, and that output, -1 if dropped."""
+    """Largest part of each source in an output, `[N]`, and that output, -1 if dropped."""
     if reduction.mix is None:
         return reduction.share().cpu().float(), reduction.owner.cpu()
     output, source, weight = (
@@ -144,7 +144,7 @@ class Cells:
     Attributes:
         share: See `Fate`; 0 where there is no token.
         owner: Output of the whole item, -1 where dropped or no token.
-        stands: Whether an output stands here.
+        stands: True where an output stands.
     """
 
     share: Tensor
@@ -153,7 +153,7 @@ class Cells:
 
 
 def cells_of(view: View, fate: Fate) -> list[Cells]:
-    """Every frame of an item; see `View.rasters`."""
+    """Return every frame of an item; see `View.rasters`."""
     stands = torch.zeros(len(fate.share), dtype=torch.bool)
     stands[fate.keep] = True
     found = []
@@ -183,7 +183,7 @@ class Row:
     method: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The columns of the JSON documents; their rows come in the order of the spec."""
+        """Return the columns of the JSON documents; their rows come in the order of the spec."""
         return {key: value for key, value in asdict(self).items() if key != "method"}
 
     @property
@@ -203,10 +203,10 @@ class Trace:
         rows: One `Row` per stage.
         reductions: `(site, item, Reduction)` in order of application; `item` counts the images
             and videos of the batch.
-        views: Where the tokens of each item lie, by number; that of the latest call.
+        views: Places of the tokens of each item of the latest call, by number.
         merged: Of items merged inside the vision tower, the mean part `[N]` that the patches of
-            a token have in what they became, by kind and number among their kind.
-        patches: Of the same items where their patches lie, and what became of those.
+            a token have in their outputs, by kind and number among their kind.
+        patches: Places and reduction of the patches of the same items.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -234,12 +234,12 @@ class Trace:
         self.rows.append(Row(stage, tokens_in, tokens_out, ms, peak_bytes(), method))
 
     def split(self, row: Row, parts: list[Row]) -> None:
-        """Put `parts` in the place of a row; other threads may have added rows since."""
+        """Replace a row by `parts`; other threads may have added rows since."""
         at = next(i for i in reversed(range(len(self.rows))) if self.rows[i] is row)
         self.rows[at : at + 1] = parts
 
     def record(self, site: str, item: int, reduction: Reduction) -> None:
-        """Remember that `reduction` was applied at `site` to image or video `item`."""
+        """Record that `reduction` was applied at `site` to image or video `item`."""
         self.reductions.append((site, item, reduction))
 
     def see(
@@ -249,11 +249,11 @@ class Trace:
         tile: torch.Tensor | None,
         source: tuple[str, int],
     ) -> None:
-        """Remember where the tokens of an item lie that a new call brings.
+        """Record the places of the tokens of an item of a new call.
 
         Args:
             item: Its number.
-            place: `[N, 3]`; None where it is not known, then tiles are drawn side by side.
+            place: `[N, 3]`; None where unknown: tiles are then drawn side by side.
             tile: `[N]` of an image cut into tiles.
             source: Kind of media, and number among those of its kind.
         """
@@ -265,7 +265,7 @@ class Trace:
             self.views[item] = View(place.cpu(), tile, source, len(self.reductions), loose)
 
     def fate(self, item: int = 0) -> Fate:
-        """What became of every token of image or clip `item`, after all stages.
+        """Return the fate of every token of image or clip `item`, after all stages.
 
         Raises:
             MmfastError: There is no such item, or chunked prefill reduced it in parts.
@@ -280,13 +280,13 @@ class Trace:
     def cells(
         self, item: int = 0, patches: bool = False, aspect: float | None = None
     ) -> list[Cells]:
-        """The frames of image or clip `item` as rasters; of tiles the mosaic, then the overview.
+        """Return the frames of `item` as rasters; of tiles the mosaic, then the overview.
 
         Args:
             item: Its number.
             patches: Show patches in place of tokens where the vision tower merged them and
-                nothing was done to the tokens afterwards.
-            aspect: Width by height of the picture, for models that do not say how tiles lie.
+                no later stage changed the tokens.
+            aspect: Width by height of the picture, for models without a layout of tiles.
         """
         view = self._view(item)
         inside = self.patches.get(view.source)
@@ -303,12 +303,12 @@ class Trace:
         ]
 
     def heatmap(self, frame: int = 0, item: int = 0) -> Any:
-        """How much of each token of a frame reached the answer.
+        """Return the share of each token of a frame that reached the answer.
 
         Args:
             frame: Frame of a clip, as the model sees it (Qwen joins two); of an image cut into
-                tiles 0 is the mosaic (its tiles side by side where the model does not say how
-                they lie: InternVL) and 1 the overview.
+                tiles 0 is the mosaic (tiles side by side where the model defines no layout:
+                InternVL) and 1 the overview.
             item: Image or clip of the batch, in reading order.
 
         Returns:
@@ -335,7 +335,7 @@ class Trace:
         return self.views[item]
 
     def to_dict(self) -> dict[str, Any]:
-        """Rows and reductions as plain lists and numbers, ready for JSON."""
+        """Return rows and reductions as plain lists and numbers, ready for JSON."""
         return {
             "rows": [row.to_dict() for row in self.rows],
             "reductions": [

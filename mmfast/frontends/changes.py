@@ -1,4 +1,4 @@
-"""A gate before the encoder: frames that look like the last one let through are skipped."""
+"""Changes between frames: a gate that skips similar frames, and a rule for changed patches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAMPLES = 8  # pixels read of a cell each way: enough to average sensor noise a
 
 @dataclass(frozen=True, eq=False)
 class GateState:
-    """What a gate remembers; a value of fixed size.
+    """State of a gate, of fixed size.
 
     Attributes:
         cells: `[rows, columns, 3]` float32 in [0, 1], mean colours of the last frame let through;
@@ -40,34 +40,32 @@ class GateState:
     skipped: int = 0
 
     def snapshot(self) -> dict[str, Any]:
-        """The state as plain containers and tensors."""
+        """Return the state as plain containers and tensors."""
         return {**vars(self), "size": list(self.size)}
 
     @classmethod
     def restore(cls, tree: Mapping[str, Any]) -> GateState:
-        """The state of a snapshot."""
+        """Return the state of a snapshot."""
         height, width = tree["size"]
         return cls(**{**tree, "size": (height, width)})
 
 
 class FrameGate:
-    """Decides whether a frame is worth encoding.
+    """Gate before an encoder.
 
-    A frame is let through if any cell of a 32 x 32 raster differs from the last frame LET THROUGH
-    by more than the threshold, so a small thing that moves is seen as well as a slow drift of the
-    whole picture. Noise of the sensor averages out inside a cell.
+    A frame passes if any cell of a 32 x 32 raster differs from the last frame THAT PASSED by more
+    than the threshold, which detects a small moving thing as well as a slow drift of the whole
+    picture. Noise of the sensor averages out inside a cell.
+
+    Args:
+        threshold: Largest mean change of a cell's colour that counts as none, 0 to 1.
+        longest: Most frames to skip in a row; None for any number.
+
+    Raises:
+        MmfastError: A value out of range.
     """
 
     def __init__(self, threshold: float = 0.03, longest: int | None = None) -> None:
-        """Set the gate.
-
-        Args:
-            threshold: Mean change of a cell's colour that is still no change, 0 to 1.
-            longest: Most frames to skip in a row; None for any number.
-
-        Raises:
-            MmfastError: A value out of range.
-        """
         if not 0.0 <= threshold < 1.0:
             raise MmfastError(f"gate threshold {threshold} is no change of colour; 0 to 1")
         if longest is not None and longest < 1:
@@ -76,21 +74,21 @@ class FrameGate:
         self.longest = longest
 
     def start(self) -> GateState:
-        """The state before the first frame."""
+        """Return the state before the first frame."""
         return GateState()
 
     def step(self, state: GateState, frame: Pixels | Tensor) -> tuple[GateState, bool]:
         """Judge one frame.
 
         Args:
-            state: Of the frames before.
+            state: State after the frames before.
             frame: `[H, W, 3]` uint8.
 
         Returns:
-            The state behind it, and whether to encode it.
+            The next state, and True where the frame is to be encoded.
 
         Raises:
-            MmfastError: The frame has another shape or dtype.
+            MmfastError: Another shape or dtype.
         """
         pixels = _pixels(frame)
         size = (pixels.shape[0], pixels.shape[1])
@@ -137,15 +135,15 @@ def _pixels(frame: Pixels | Tensor) -> Pixels:
 
 @dataclass(frozen=True)
 class Refresh:
-    """When a patch is computed anew. A patch that did not change at all never is.
+    """Rule that chooses the patches of a frame to compute anew; unchanged ones never are.
 
     Attributes:
         share: Share of a frame's patches, the most changed ones; exact where that many changed.
         threshold: Instead of a share, the change from which a patch counts.
-        cut: The whole frame is computed if the patches that would not be differ by more than this
-            on average: a scene cut, a lamp switched on. None never does so.
-        every: Frames from one that is computed whole to the next, equal frames apart; None for any
-            number.
+        cut: The whole frame is computed if the patches left out differ by more than this on
+            average, as at a scene cut; None never does so.
+        every: Frames from one that is computed whole to the next, not counting equal frames; None
+            for any number.
 
     Raises:
         MmfastError: A value out of range, or both or none of share and threshold.
@@ -175,15 +173,15 @@ class Refresh:
 
     @property
     def whole(self) -> bool:
-        """Whether every frame is computed whole."""
+        """True if every frame is computed whole."""
         return self.share == 1.0 or self.every == 1
 
     def choose(self, change: Tensor, since: int) -> Tensor | None:
-        """Patches to compute anew, ascending; None for all of them.
+        """Choose the patches to compute anew, ascending; None for all of them.
 
         Args:
             change: `[n]` of each patch since it was computed last.
-            since: Which frame this is, counted from the last one computed whole.
+            since: Number of the frame, counted from the last one computed whole.
         """
         n = change.shape[0]
         if self.share is not None:
@@ -199,7 +197,7 @@ class Refresh:
         return rows.sort().values
 
     def _is_cut(self, change: Tensor, rows: Tensor) -> bool:
-        """Whether too much change would be left out."""
+        """Return True if too much change would be left out."""
         if self.cut is None:
             return False
         stale = torch.ones_like(change).index_fill(0, rows, 0.0)
@@ -207,14 +205,14 @@ class Refresh:
 
 
 def changes(patches: Tensor, reference: Tensor) -> Tensor:
-    """How far each patch moved from its reference, `[n]` float32.
+    """Change of each patch from its reference, `[n]` float32.
 
-    The squared distance as a share of how far the patches of both frames lie from the frame's
-    mean: 0 where nothing changed, about 1 on average where a picture gives way to another.
+    The squared distance relative to the spread of the patches of both frames around their mean: 0
+    where nothing changed, about 1 on average where one picture follows another.
 
     Args:
         patches: Embedded patches `[n, D]`.
-        reference: `[n, D]`, each as it was when it was computed last.
+        reference: `[n, D]`, each from the frame in which it was last computed.
     """
     x, r = patches.float(), reference.float()
     spread = sum((each - each.mean(0)).square().sum(-1).mean() for each in (x, r))

@@ -1,4 +1,4 @@
-"""Images: Pillow with the decoder fixed by the file's magic and the size checked first."""
+"""Images and animations with Pillow, from files and arrays, with their size checked first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.picture import Frame
+from mmfast.frontends.clip import Clip, Frame, make_clip
+from mmfast.frontends.headers import check_header
+from mmfast.frontends.sampling import Ask, Floats
 from mmfast.frontends.source import (
     DEFAULT_LIMITS,
     IMAGE_KINDS,
@@ -24,27 +26,24 @@ from mmfast.frontends.source import (
     quote,
     refusing,
 )
-from mmfast.frontends.video.clip import Clip, make_clip
-from mmfast.frontends.video.headers import check_header
-from mmfast.frontends.video.sampling import Ask, Floats
 
 _CHANNELS = (1, 3, 4)
 _SLACK = 1e-3  # a float picture may overshoot [0, 1] by resampling noise of bf16
 
 
 def is_tensor(media: object) -> bool:
-    """Say whether `media` is a torch tensor, without importing torch."""
+    """Return True if `media` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(media, torch.Tensor)
 
 
 def is_array(media: object) -> bool:
-    """Say whether `media` is a numpy array or a torch tensor."""
+    """Return True if `media` is a numpy array or a torch tensor."""
     return isinstance(media, np.ndarray) or is_tensor(media)
 
 
 def to_numpy(array: Any, name: str) -> npt.NDArray[Any]:
-    """Bring an array to the host; torch's types that numpy lacks become float32."""
+    """Convert an array to numpy; torch's types that numpy lacks become float32."""
     if not is_tensor(array):
         return np.asarray(array)
     try:
@@ -61,7 +60,7 @@ def to_numpy(array: Any, name: str) -> npt.NDArray[Any]:
 def channel_axis(shape: tuple[int, ...], tensor: bool, name: str) -> int:
     """Find the channels of a picture: -1 for [..., H, W, C], -3 for [..., C, H, W].
 
-    Where both could be (a picture 1, 3 or 4 pixels wide), an axis of 3 wins, then the habit of
+    Where both are possible (a picture 1, 3 or 4 pixels wide), an axis of 3 wins, then the custom of
     the library: torch puts channels first, numpy last.
     """
     axes = [axis for axis in (-1, -3) if shape[axis] in _CHANNELS]
@@ -79,8 +78,7 @@ def channel_axis(shape: tuple[int, ...], tensor: bool, name: str) -> int:
 def array_picture(array: Any, name: str, limits: Limits, axis: int | None = None) -> Frame:
     """Turn one picture [H, W], [H, W, C] or [C, H, W] into uint8 RGB [H, W, 3].
 
-    uint8 is taken as it is, float in [0, 1] is scaled to 255. Grey is repeated, alpha is
-    composited over white.
+    Float in [0, 1] is scaled to 255, grey is repeated, alpha is composited over white.
 
     Raises:
         MediaError: Shape, dtype, range, NaN, or size is wrong.
@@ -122,7 +120,7 @@ def _to_uint8(array: npt.NDArray[Any], name: str) -> npt.NDArray[np.uint8]:
 
 
 def _to_rgb(pixels: npt.NDArray[np.uint8]) -> Frame:
-    """[H, W], [H, W, 1], [H, W, 3] or [H, W, 4] to [H, W, 3]."""
+    """Convert [H, W], [H, W, 1], [H, W, 3] or [H, W, 4] to [H, W, 3]."""
     if pixels.ndim == 2:
         pixels = pixels[..., None]
     if pixels.shape[-1] == 1:
@@ -166,7 +164,7 @@ def read_image(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Frame:
 
 
 def picture(media: object, name: str, limits: Limits) -> Frame:
-    """Do the work of `read_image`; `name` is what messages call a picture without a path."""
+    """Implement `read_image`; `name` stands in messages for a picture without a path."""
     if is_array(media):
         return np.array(array_picture(media, name, limits))
     if isinstance(media, Image.Image):
@@ -186,10 +184,10 @@ def picture(media: object, name: str, limits: Limits) -> Frame:
 
 
 def kind_of(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Literal["image", "video"]:
-    """Say what `media` is, from its content and never from the file's suffix.
+    """Return the kind of `media`, from its content and never from the file's suffix.
 
     Animations, arrays of four axes, lists and iterators are videos. A file object keeps its
-    position; one that cannot seek is used up.
+    position; one that cannot seek is consumed.
 
     Raises:
         MediaError: It is neither, or cannot be opened.
@@ -213,12 +211,12 @@ def kind_of(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Literal["image
 
 
 def is_sequence(media: object) -> bool:
-    """Say whether `media` is a list, an iterator or another ordered collection of frames."""
+    """Return True if `media` is a list, an iterator or another ordered collection of frames."""
     return isinstance(media, Iterable) and not isinstance(media, Mapping | Set | str)
 
 
 def is_animated(image: Image.Image) -> bool:
-    """Say whether a PIL image is an animation."""
+    """Return True if a PIL image is an animation."""
     return image.format in _ANIMATED and bool(getattr(image, "is_animated", False))
 
 
@@ -226,8 +224,8 @@ def is_animated(image: Image.Image) -> bool:
 def open_image(source: MediaSource, limits: Limits) -> Iterator[Image.Image]:
     """Open an image lazily: its header is read and its size checked, no pixel is decoded.
 
-    `Image.open` would try every plugin, and only warns about a bomb; here the plugin is the one
-    for the sniffed kind and the limit is ours.
+    `Image.open` would try every plugin and only warns about a decompression bomb; here the plugin
+    follows from the detected kind, and the limit is an error.
     """
     check_header(source)
     name = IMAGE_KINDS[source.kind]
@@ -245,7 +243,7 @@ def open_image(source: MediaSource, limits: Limits) -> Iterator[Image.Image]:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation; broken EXIF data count as none."""
+    """Apply the EXIF orientation; broken EXIF data are ignored."""
     try:
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # Pillow raises many kinds on garbage, also its own warnings made errors
@@ -272,13 +270,13 @@ _TOLERANCE = 5e-4  # durations are whole milliseconds
 
 
 def read_animation(source: MediaSource, ask: Ask, limits: Limits) -> Clip:
-    """Read the frames asked for from an image file, animated or still."""
+    """Read the requested frames of an image file, animated or still."""
     with open_image(source, limits) as image:
         return image_clip(image, ask, limits, source.name)
 
 
 def image_clip(image: Image.Image, ask: Ask, limits: Limits, name: str) -> Clip:
-    """Read the frames asked for from an open PIL image and put its position back."""
+    """Read the requested frames of an open PIL image and restore its position."""
     limits.check_picture(name, *image.size)
     with refusing(name), _position_kept(image):
         times = frame_times(image, limits, name)  # [n + 1]
@@ -293,12 +291,12 @@ def image_clip(image: Image.Image, ask: Ask, limits: Limits, name: str) -> Clip:
 
 
 def frame_times(image: Image.Image, limits: Limits, name: str) -> Floats:
-    """When each frame appears and when the last one ends, in seconds, [n + 1]."""
+    """Return the start of each frame and the end of the last one in seconds, [n + 1]."""
     if not is_animated(image):
         return np.array([0.0, _STILL])
     stays = []
     for _ in _walk(image, limits, name):
-        image.load()  # WebP and AVIF tell a frame's duration when they decode it
+        image.load()  # WebP and AVIF know a frame's duration after decoding it
         stays.append(float(image.info.get("duration") or 0) / 1000 or _UNSET)
     return np.concatenate([[0.0], np.cumsum(stays)])
 
@@ -316,13 +314,13 @@ def iter_animation(image: Image.Image, limits: Limits, name: str) -> Iterator[tu
 
 @contextmanager
 def _position_kept(image: Image.Image) -> Iterator[None]:
-    """Put an animation back to the frame at which the caller left it."""
+    """Restore the position of an animation."""
     start = image.tell()
     try:
         yield
     finally:
         if image.tell() != start:
-            with suppress(Exception):  # a broken file has said so already
+            with suppress(Exception):  # a broken file has raised already
                 image.seek(start)
 
 
@@ -338,7 +336,7 @@ def _walk(image: Image.Image, limits: Limits, name: str) -> Iterator[int]:
     budget = Budget(limits, name)
     total = int(getattr(image, "n_frames", 1))
     limits.check_frames(name, total)
-    # An animated PNG may begin with a still for old viewers, which is no part of the animation.
+    # An animated PNG may begin with a still for old viewers, which is not part of the animation.
     first = 1 if getattr(image, "default_image", False) else 0
     for position in range(first, total):
         with refusing(name):

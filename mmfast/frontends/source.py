@@ -1,4 +1,4 @@
-"""Turn a path, bytes or a file object into one checked, sniffed `Source`."""
+"""Encoded media inputs: their kind from the first bytes, limits of their cost, and errors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import IO, Any
 from mmfast.core.errors import MediaError, MmfastError
 
 
-class Mismatch(Exception):  # noqa: N818 - a change of plan, never seen by a caller
-    """A decoder did not give the frames that the packets promised."""
+class Mismatch(Exception):  # noqa: N818 - asks for another way to decode, never reaches a caller
+    """A decoder did not give the frames that the packets list."""
 
 
 class Damage(Mismatch):
-    """... because it is damaged: what follows depends on how a decoder conceals that."""
+    """A mismatch because of damage: later frames depend on how a decoder conceals it."""
 
 
 def quote(text: object) -> str:
@@ -31,19 +31,19 @@ def quote(text: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Give an exception's reason as one short line."""
+    """Return an exception's reason as one short line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(str(text).split())[:160]
 
 
 @contextmanager
 def refusing(name: str, doing: str = "decoded") -> Iterator[None]:
-    """Turn whatever a decoder raises on broken input into a one-line `MediaError`."""
+    """Turn any exception of a decoder on broken input into a one-line `MediaError`."""
     try:
         yield
     except (MmfastError, Mismatch):
         raise
-    except Exception as error:  # garbage makes decoders raise nearly anything, MemoryError too
+    except Exception as error:  # broken input makes decoders raise nearly anything, MemoryError too
         raise MediaError(
             f"{name} cannot be {doing} ({first_line(error)}): it is damaged or not what its "
             f"header says; re-encode or download it again"
@@ -52,7 +52,7 @@ def refusing(name: str, doing: str = "decoded") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one media input may cost; media files are hostile until they are decoded.
+    """Limits of the cost of one media input, which is hostile until it is decoded.
 
     A 54 KB H.264 file can hold 4.5 GB of pictures, so each figure is checked from the header
     first and counted again while decoding, where the header may have lied.
@@ -61,10 +61,10 @@ class Limits:
     bytes: int = 4 << 30  # size of the encoded input
     pixels: int = 89_478_485  # of one frame: 256 MiB of RGB
     frames: int = 1_000_000  # of the source, about 9 hours at 30 per second
-    decoded_bytes: int = 2 << 30  # RGB handed back to the caller
+    decoded_bytes: int = 2 << 30  # RGB returned to the caller
     duration: float = 6 * 3600.0  # seconds of video
     seconds: float = 300.0  # wall clock that decoding one input may take
-    min_side: int = 2  # a 1x1 picture has nothing to look at and no model takes it
+    min_side: int = 2  # no model takes a picture of 1x1
 
     def untimed(self) -> Limits:
         """Drop the wall clock, for streams whose consumer sets the pace."""
@@ -79,7 +79,7 @@ class Limits:
             )
 
     def check_picture(self, name: str, width: int, height: int) -> None:
-        """Refuse a picture that is too small to look at or too large to allocate."""
+        """Refuse a picture that is too small for a model or too large to allocate."""
         if min(width, height) < self.min_side:
             raise MediaError(
                 f"{name} is {width}x{height} pixels, the smallest side allowed is "
@@ -121,7 +121,7 @@ DEFAULT_LIMITS = Limits()
 
 
 class Budget:
-    """Counts the frames a decoder really produced and the time it took."""
+    """Count of the frames that a decoder produced, and of the time it took."""
 
     def __init__(self, limits: Limits, name: str) -> None:
         self._limits, self._name = limits, name
@@ -144,7 +144,7 @@ class Budget:
             )
 
 
-_HEAD = 512  # bytes read to tell what a file is; two transport stream packets fit
+_HEAD = 512  # bytes read to detect the kind of a file; two transport stream packets fit
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://|^data:", re.ASCII)
 
 # kind -> offset and magic. The kind comes from the bytes, never from the file's suffix.
@@ -202,7 +202,7 @@ Sniffer = Callable[[str, bytes], str]
 
 @dataclass(frozen=True)
 class MediaSource:
-    """One encoded input: where its bytes are, how many, and what they are."""
+    """One encoded input: its bytes, their number and kind."""
 
     name: str  # quoted, on one line, for messages
     data: Path | bytes
@@ -217,7 +217,7 @@ class MediaSource:
 
 
 def is_encoded(media: object) -> bool:
-    """Say whether `media` is a path, bytes or a file object, in other words a `Source`."""
+    """Return True if `media` is a path, bytes or a file object."""
     return isinstance(media, str | os.PathLike | bytes | bytearray | memoryview) or hasattr(
         media, "read"
     )
@@ -229,11 +229,11 @@ def open_source(media: object, limits: Limits, kind_of: Sniffer | None = None) -
     Args:
         media: Path, bytes or file object.
         limits: What it may cost.
-        kind_of: Tells the kind from the first 512 bytes; `sniff` when left out.
+        kind_of: Detects the kind from the first 512 bytes; `sniff` when left out.
 
     Raises:
-        MediaError: It is missing, empty, too large, unreadable, a network address, or none of
-            the kinds (neither an image nor a video).
+        MediaError: It is missing, empty, too large, unreadable, a network address, or neither an
+            image nor a video.
     """
     kind_of = kind_of or sniff
     if isinstance(media, bytes | bytearray | memoryview):
@@ -293,12 +293,12 @@ def _network(text: str, name: str) -> MediaError:
 
 
 def _drain(file: Any, limits: Limits) -> tuple[bytes, str]:
-    """Read a file object to its end and put its position back."""
+    """Read a file object to its end and restore its position."""
     given = getattr(file, "name", None)
     name = quote(given) if isinstance(given, str) else f"a {type(file).__name__}"
     parts, total = [], 0
     try:
-        start = file.tell() if hasattr(file, "seek") and _seekable(file) else None
+        start = file.tell() if hasattr(file, "seek") and seekable(file) else None
         while total <= limits.bytes and (part := file.read(min(1 << 24, limits.bytes + 1))):
             if not isinstance(part, bytes | bytearray | memoryview):
                 raise MediaError(f"{name} gives text, not bytes: open it with mode 'rb'")
@@ -313,12 +313,13 @@ def _drain(file: Any, limits: Limits) -> tuple[bytes, str]:
     return b"".join(parts), name
 
 
-def _seekable(file: Any) -> bool:
+def seekable(file: Any) -> bool:
+    """Return True if a file object can seek."""
     return bool(file.seekable()) if hasattr(file, "seekable") else False
 
 
 def sniff(name: str, head: bytes) -> str:
-    """Tell what an input is from its first bytes.
+    """Detect the kind of an input from its first bytes.
 
     Raises:
         MediaError: It is neither an image nor a video.
@@ -337,13 +338,13 @@ def sniff(name: str, head: bytes) -> str:
 
 
 def magic_kind(head: bytes) -> str:
-    """The kind that the first bytes announce, "" where they are of none of ours."""
+    """Return the kind that the first bytes announce, "" where it is unknown."""
     kind = next((k for k, at, magic in _MAGIC if head[at : at + len(magic)] == magic), "")
     return kind or _sync_kind(head)
 
 
 def _sync_kind(head: bytes) -> str:
-    """Formats without a magic number: transport streams and bare audio frames repeat a sync."""
+    """Detect formats without a magic number by their sync bytes: transport streams, bare audio."""
     for start, packet in ((0, 188), (4, 192)):
         if len(head) > start + packet and head[start] == head[start + packet] == 0x47:
             return "mpegts"

@@ -13,7 +13,7 @@ import torch
 
 from mmfast.core.errors import ModelError, unknown
 from mmfast.core.speech import Codec
-from mmfast.frontends.codecs.published import dac_codec, encodec_codec, mimi_codec
+from mmfast.frontends.codecs.checkpoints import dac_codec, encodec_codec, mimi_codec
 
 EMBEDDED = "tiny-video"
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -1,9 +1,8 @@
-"""Attention whose log-sum-exp is not thrown away where the kernel behind it knows that."""
+"""Attention that also returns its log-sum-exp, and attention within segments of a sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ def attend(
     causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`scaled_dot_product_attention`, bit for bit, and the log-sum-exp its kernel leaves.
+    """`scaled_dot_product_attention`, bit for bit, and the log-sum-exp of its kernel.
 
     Args:
         query: `[B, H, L, D]`.
@@ -32,7 +31,7 @@ def attend(
 
     Returns:
         `[B, H, L, D]`, and `[B, H, L]` float32 or None where another kernel than flash attention
-        is the choice, as it is for odd shapes and for some generations of GPUs.
+        is chosen, as for odd shapes and for some generations of GPUs.
     """
     grouped = query.shape[1] != key.shape[1]
     if query.device.type in ("cpu", "cuda"):
@@ -68,21 +67,6 @@ def _on_host(
 
 
 _WIDEN = 8  # channels that carry a bias through flash kernels, which take no mask
-
-
-def segment_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *, scale: float, bias: Tensor | None = None
-) -> Tensor:
-    """Softmax attention segment by segment; arguments as for `segment_attention`."""
-    out = torch.empty_like(v)
-    bounds = ends.tolist()
-    for start, stop in pairwise(bounds):
-        part = slice(start, stop)
-        logits = torch.einsum("qhd,khd->hqk", q[part], k[part]) * scale
-        if bias is not None:
-            logits = logits + bias[part]
-        out[part] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v[part])
-    return out
 
 
 def segment_attention(
@@ -133,7 +117,7 @@ def segment_attention(
 
 
 def lengths_of(ends: Tensor) -> tuple[int, ...]:
-    """Lengths between boundaries; remembered on the tensor, since every block asks for them."""
+    """Lengths between boundaries, cached on the tensor, since every block asks for them."""
     known: tuple[int, ...] | None = getattr(ends, "_mmfast_lengths", None)
     if known is None:
         known = tuple(ends.diff().tolist())
@@ -142,7 +126,7 @@ def lengths_of(ends: Tensor) -> tuple[int, ...]:
 
 
 def _parts(ends: Tensor, device: torch.device) -> Sequence[tuple[int, Tensor | slice]]:
-    """Which rows go together; remembered likewise, since a CUDA graph can copy no list."""
+    """Segments of equal length; cached on the tensor, since a CUDA graph cannot copy a list."""
     known: Any = getattr(ends, "_mmfast_parts", None)
     if known is None or known[0] != device:
         on_cpu = device.type == "cpu"
@@ -154,7 +138,7 @@ def _parts(ends: Tensor, device: torch.device) -> Sequence[tuple[int, Tensor | s
 
 
 def runs_of(lengths: Sequence[int]) -> list[tuple[int, slice]]:
-    """Neighbouring segments of equal length: `(length, slice of the sequence)` each."""
+    """Join neighbouring segments of equal length: `(length, slice of the sequence)` each."""
     runs: list[tuple[int, slice]] = []
     start = 0
     for length in lengths:
@@ -169,7 +153,7 @@ def runs_of(lengths: Sequence[int]) -> list[tuple[int, slice]]:
 def groups_of(
     lengths: Sequence[int], device: torch.device | None = None
 ) -> list[tuple[int, Tensor | slice]]:
-    """All segments of equal length: `(length, rows of the sequence)` each."""
+    """Join all segments of equal length: `(length, rows of the sequence)` each."""
     runs = runs_of(lengths)
     if len({length for length, _ in runs}) == len(runs):
         return [*runs]
@@ -192,7 +176,7 @@ def _flash(
     bias: Tensor | None,
     longest: int | None,
 ) -> Tensor:
-    """One variable-length call; a bias rides in extra channels of q and k."""
+    """One variable-length call; a bias is carried by extra channels of q and k."""
     from torch.nn.attention.varlen import varlen_attn
 
     width, ends = v.shape[-1], ends.to(torch.int32)
@@ -206,7 +190,7 @@ def _flash(
 
 
 def widened(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """`q` and `k` with eight more channels whose scaled product is `bias`.
+    """Extend `q` and `k` by eight channels whose scaled product is `bias`.
 
     Two of them hold the value and its rounding error, against a power of two: exact enough in
     bfloat16.

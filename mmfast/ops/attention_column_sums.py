@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from mmfast.core.errors import SpecError
 
-# Logits at work at a time. On a CPU 4 MB, which stay in its cache; a GPU wants fewer launches.
+# Logits computed at a time. On a CPU 4 MB, which stay in its cache; a GPU wants fewer launches.
 _TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
 _FEWEST = 64  # queries at a time that keep a matrix product busy
 _LOG2_E = 1.4426950408889634
@@ -40,28 +41,28 @@ def in_chunks(
     pieces = [(slice(row, row + many), slice(None)) for row in range(0, items, many)]
     if spans is not None:
         pieces = [(slice(row, row + 1), slice(i, j)) for row, i, j in spans.tolist()]
-    work = _Workspace(kind, query.device, tile)
+    work = _Workspace(kind, query.device, tile, scale * _LOG2_E, causal, queries)
     for rows, tokens in pieces:
-        work.add(
-            out[rows, ..., tokens],
-            query[rows, :, tokens],
-            key[rows, :, tokens],
+        extra = (
             None if lse is None else lse[rows, :, tokens],
             None if mask is None else mask[rows],
             None if weights is None else weights[rows, :, tokens],
-            scale * _LOG2_E,
-            causal,
-            queries,
         )
+        work.add(out[rows, ..., tokens], query[rows, :, tokens], key[rows, :, tokens], *extra)
     return out.flatten(1, 2)
 
 
+@dataclass
 class _Workspace:
-    """Buffers of one call: allocating them chunk by chunk costs more than the arithmetic."""
+    """Options and buffers of one call: allocating per chunk costs more than the arithmetic."""
 
-    def __init__(self, kind: torch.dtype, device: torch.device, tile: int) -> None:
-        self._kind, self._device, self._tile = kind, device, tile
-        self._held: dict[str, Tensor] = {}
+    kind: torch.dtype
+    device: torch.device
+    tile: int
+    scale: float
+    causal: bool
+    queries: tuple[int, int] | None
+    held: dict[str, Tensor] = field(default_factory=dict)
 
     def add(
         self,
@@ -71,22 +72,19 @@ class _Workspace:
         lse: Tensor | None,  # [b, H, L]
         mask: Tensor | None,  # [b, H, L, S]
         weights: Tensor | None,  # [b, H, L]
-        scale: float,
-        causal: bool,
-        queries: tuple[int, int] | None,
     ) -> None:
-        """Add to `out` what the keys receive, from each head or from all that share them.
+        """Add to `out` the attention of the keys, from each head or from all that share them.
 
-        What is small is done at once, else one head of keys after the other.
+        A small problem is one step, a larger one goes head of keys by head of keys.
         """
         heads, length, size = query.shape[1], query.shape[2], key.shape[2]
-        shared, (begin, end) = key.shape[1], queries or (0, length)
-        if len(query) * heads * length * size <= self._tile:
-            self._step(out, query, key, lse, mask, weights, scale, causal, begin, end)
+        shared, (begin, end) = key.shape[1], self.queries or (0, length)
+        if len(query) * heads * length * size <= self.tile:
+            self._step(out, query, key, lse, mask, weights, begin, end)
             return
         group = heads // shared
-        step = max(1, max(_FEWEST, self._tile // size) // group)
-        if causal:  # in small steps, since each makes all the logits that its last query sees
+        step = max(1, max(_FEWEST, self.tile // size) // group)
+        if self.causal:  # in small steps, since each makes all the logits that its last query sees
             step = min(step, max(_FEWEST, min(256, length // 8)))
         for head in range(len(query) * shared):
             row, own = slice(head // shared, head // shared + 1), head % shared
@@ -95,7 +93,7 @@ class _Workspace:
             for first in range(begin, end, step):
                 self._step(
                     out[row, key_head], query[row, mine], key[row, key_head], level, hidden,
-                    factor, scale, causal, first, min(first + step, end),
+                    factor, first, min(first + step, end),
                 )  # fmt: skip
 
     def _step(
@@ -106,52 +104,48 @@ class _Workspace:
         lse: Tensor | None,
         mask: Tensor | None,
         weights: Tensor | None,
-        scale: float,
-        causal: bool,
         first: int,
         last: int,
     ) -> None:
-        """The queries from `first` to `last`; powers of two cost half of what exponentials cost."""
+        """Add queries `first` to `last`; powers of two cost half of what exponentials cost."""
         size, offset = key.shape[2], key.shape[2] - query.shape[2]
-        seen = min(size, last + offset) if causal else size
+        seen = min(size, last + offset) if self.causal else size
         if seen <= 0 or first >= last:
             return
-        logits = self._logits(query[:, :, first:last], key[:, :, :seen], scale)
+        logits = self._logits(query[:, :, first:last], key[:, :, :seen])
         if mask is not None:
             _hide(logits, mask[:, :, first:last, :seen])
-        if causal:
+        if self.causal:
             _hide_later(logits, first + offset)
-        level = (
-            lse[..., first:last].to(self._kind) * _LOG2_E if lse is not None else logits.amax(-1)
-        )
-        torch.nan_to_num_(level, nan=0.0, neginf=0.0)  # a query that sees nothing
+        level = logits.amax(-1) if lse is None else lse[..., first:last].to(self.kind) * _LOG2_E
+        torch.nan_to_num_(level, nan=0.0, neginf=0.0)  # a query that sees no key
         logits.sub_(level[..., None]).exp2_()
         factor = torch.ones_like(level) if weights is None else weights[..., first:last]
         if lse is None:
-            factor = factor / logits.sum(-1).clamp_min_(torch.finfo(self._kind).tiny)
+            factor = factor / logits.sum(-1).clamp_min_(torch.finfo(self.kind).tiny)
         shares = logits.view(out[..., 0].numel(), -1, seen)
         parts = _product(factor.reshape(len(shares), 1, -1), shares)
         out[..., :seen] += parts.view(out[..., :seen].shape)
 
-    def _logits(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
+    def _logits(self, query: Tensor, key: Tensor) -> Tensor:
         """`[b, H, c, S]` of queries `[b, H, c, D]` and keys `[b, Hkv, S, D]`."""
         (items, heads, count, width), shared, size = query.shape, *key.shape[1:3]
         rows = self._buffer("queries", query.numel()).view(query.shape)
-        rows.copy_(query).mul_(scale)
+        rows.copy_(query).mul_(self.scale)
         logits = self._buffer("logits", items * heads * count * size).view(items * shared, -1, size)
-        keys = key.to(self._kind).reshape(items * shared, size, width)
+        keys = key.to(self.kind).reshape(items * shared, size, width)
         _product(rows.view(items * shared, -1, width), keys.transpose(1, 2), logits)
         return logits.view(items, heads, count, size)
 
     def _buffer(self, name: str, count: int) -> Tensor:
-        held = self._held.get(name)
+        held = self.held.get(name)
         if held is None or len(held) < count:
-            held = self._held[name] = torch.empty(count, dtype=self._kind, device=self._device)
+            held = self.held[name] = torch.empty(count, dtype=self.kind, device=self.device)
         return held[:count]
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Batched product, without `out` of single rows; a batch of one is none, which is faster."""
+    """Batched product, without `out` of single rows; a batch of one is multiplied directly."""
     if len(a) > 1:
         return torch.bmm(a, b, out=out)
     if out is None:
@@ -167,7 +161,7 @@ def _hide(logits: Tensor, mask: Tensor) -> None:
 
 
 def _hide_later(logits: Tensor, last: int) -> None:
-    """Hide from query i of `[..., c, S]` the keys behind `last + i`."""
+    """Hide from query i of `[..., c, S]` the keys after `last + i`."""
     begin = max(0, last + 1)
     corner = logits[..., begin:]
     if corner.shape[-1]:
@@ -179,42 +173,6 @@ Heads = Literal["all", "key", "query"]
 
 # What the Triton kernel takes without spilling.
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 64}
-
-
-def attention_column_sums_reference(
-    query: Tensor,
-    key: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    mask: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """The formula, with the whole matrix: sum over queries i of `w_i softmax(q_i k^T)`.
-
-    Args:
-        query: `[B, H, L, D]`, of the type to compute in.
-        key: `[B, Hkv, S, D]`, H a multiple of Hkv.
-        scale: Factor of the logits; None means `D ** -0.5`.
-        causal: Query i sees the keys up to `S - L + i`.
-        mask: Bool (True = visible) or addend to the logits, broadcast to `[B, H, L, S]`.
-        weights: Factor of every query, broadcast to `[B, H, L]`.
-
-    Returns:
-        `[B, H, S]`; a query that sees nothing gives nothing.
-    """
-    length, size = query.shape[2], key.shape[2]
-    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    logits = query @ keys.transpose(2, 3) * _scale(query, scale)  # [B, H, L, S]
-    if mask is not None and mask.dtype == torch.bool:
-        logits = logits.masked_fill(~mask, -torch.inf)
-    elif mask is not None:
-        logits = logits + mask
-    if causal:
-        seen = torch.ones(length, size, dtype=torch.bool, device=query.device).tril(size - length)
-        logits = logits.masked_fill(~seen, -torch.inf)
-    shares = logits.softmax(-1).nan_to_num(0.0)
-    return (shares if weights is None else shares * weights[..., None]).sum(2)
 
 
 @torch.no_grad()

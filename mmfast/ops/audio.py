@@ -1,21 +1,17 @@
-"""Change of sampling rate by a windowed sinc, offline and as a stage: exact for any split.
+"""Resampling by a windowed sinc, exact for any split of the sound, and log-mel frames.
 
-Output `j` stands at input time `j * source / rate` and is a weighted sum of the inputs around it:
-a sinc under a raised cosine, as everywhere. The weights repeat with the period of the two rates,
-so a period of outputs is one row of inputs times a matrix. Samples and weights are rounded to 24
-bits and multiplied as integers in float64, whose sums are then exact in any order: any split gives
-the same bits, however the matrix product is carried out.
-
-Log-mel frames of 16 kHz sound, offline and as a stage: the same frames whatever the split.
-
-Frame `i` covers samples `[160 i - 240, 160 i + 160)`, zeros before the start: it is certain as soon
-as its own hop is there, so `n` samples give `n // 160` frames and nothing waits for the end.
+Output `j` stands at input time `j * source / rate` and is a weighted sum of the inputs around it,
+with a sinc under a raised cosine as weights. They repeat with the period of the two rates, so a
+period of outputs is one row of inputs times a matrix. Samples and weights are rounded to 24 bits
+and multiplied as integers in float64, whose sums are exact in any order: any split gives the same
+bits. Log-mel frame `i` covers samples `[160 i - 240, 160 i + 160)` with zeros before the start, so
+`n` samples give `n // 160` frames and none of them waits for the end.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -33,7 +29,7 @@ _LARGEST = 1 << 20  # entries of a table: 44,101 Hz to 16,000 Hz would need 700 
 
 
 def check_rate(rate: object, what: str = "the rate") -> int:
-    """Give a sampling rate as an int.
+    """Return a sampling rate as an int.
 
     Raises:
         MediaError: It is not a whole number of samples per second that sound can have.
@@ -51,15 +47,15 @@ def check_rate(rate: object, what: str = "the rate") -> int:
 
 @dataclass(frozen=True)
 class _FilterPlan:
-    """How outputs follow from inputs: output `j` looks at `2 reach` of them from `j * down // up`.
+    """Table of a filter: output `j` depends on `2 reach` inputs around `j * down // up`.
 
     Attributes:
         up: Outputs of a period, and `down`, its inputs: several periods of the two rates, so that
             neighbouring windows do not overlap much.
-        reach: Inputs before and behind that an output looks at.
+        reach: Inputs before and after its place that an output depends on.
         firsts: `[up]` where the window of each output begins, from that of the period's first.
         taps: `[up, 2 reach]`, whole numbers in float64.
-        table: `[down + 2 reach - 1, up]`, the same as a matrix, unless that were too large.
+        table: `[down + 2 reach - 1, up]`, the taps as a matrix; None where it is too large.
     """
 
     up: int
@@ -70,21 +66,21 @@ class _FilterPlan:
     table: Tensor | None
 
     def certain(self, heard: int) -> int:
-        """Outputs whose inputs are all among the first `heard`: `j down // up + reach < heard`."""
+        """Return the number of outputs whose inputs are all among the first `heard`."""
         return max(0, -((self.reach - heard) * self.up // self.down))
 
     def whole(self, heard: int) -> int:
-        """Outputs of a sound of `heard` samples."""
+        """Return the number of outputs of a sound of `heard` samples."""
         return -(-heard * self.up // self.down)
 
     def compute(self, inputs: Tensor, first: int, start: int, stop: int) -> Tensor:
-        """Outputs `[start, stop)` from `inputs` `[..., k]`, whose sample 0 is number `first`."""
+        """Outputs `[start, stop)` of `inputs` `[..., k]`, whose sample 0 has number `first`."""
         if start >= stop:
             return inputs.new_zeros((*inputs.shape[:-1], 0))
         if self.table is None:
             return self._singly(inputs, first, start, stop)
         turn, turns = start // self.up, -(-stop // self.up)
-        # Whole periods: what they have too much stands on zeros and is cut off again.
+        # Whole periods: the surplus is computed from zeros and cut off again.
         low, high = turn * self.down - self.reach + 1, turns * self.down + self.reach
         whole = F.pad(inputs, (first - low, high - first - inputs.shape[-1]))
         windows = whole.unfold(-1, self.down + 2 * self.reach - 1, self.down)  # [..., T, K]
@@ -94,7 +90,7 @@ class _FilterPlan:
         return torch.cat(parts, dim=-2).flatten(-2)[..., cut : cut + stop - start]
 
     def _singly(self, inputs: Tensor, first: int, start: int, stop: int) -> Tensor:
-        """`compute` for rates whose period is long, such as 44,101 Hz: only what is asked for."""
+        """Compute the outputs one by one, for rates of a long period such as 44,101 Hz."""
         windows = inputs.unfold(-1, 2 * self.reach, 1)  # [..., k', 2 reach], no copy
         parts = []
         for at in range(start, stop, _BLOCK):
@@ -109,7 +105,7 @@ class _FilterPlan:
 
 
 def _times(samples: Tensor, taps: Tensor) -> Tensor:
-    """Samples `[..., T, K]` times whole-numbered taps `[..., K, m]`, float64."""
+    """Multiply samples `[..., T, K]` by whole-numbered taps `[..., K, m]` in float64."""
     return (samples.double() * _SAMPLE).round() @ taps * (1.0 / (_SAMPLE * _TAP))
 
 
@@ -137,12 +133,12 @@ def _plan(source: int, rate: int, zeros: int, rolloff: float) -> _FilterPlan:
 def resample(
     pcm: Tensor, source: int, rate: int, zeros: int = ZEROS, rolloff: float = ROLLOFF
 ) -> Tensor:
-    """Sound at another rate; no gradients.
+    """Resample sound; no gradients.
 
     Args:
-        pcm: `[..., n]` float; what lies below the 24th bit, at -138 dB, is rounded away.
-        source: Its samples per second.
-        rate: The wanted ones.
+        pcm: `[..., n]` float, rounded to 24 bits (-138 dB).
+        source: Samples per second of `pcm`.
+        rate: Samples per second of the result.
         zeros: Zero crossings of the filter on each side; more is steeper and later.
         rolloff: Cut-off as a share of half the lower rate.
 
@@ -150,7 +146,7 @@ def resample(
         `[..., ceil(n * rate / source)]`, type of `pcm`.
 
     Raises:
-        MediaError: A rate is none.
+        MediaError: A rate is out of range.
     """
     source, rate = check_rate(source), check_rate(rate)
     if source == rate:
@@ -162,7 +158,7 @@ def resample(
 
 @dataclass(frozen=True)
 class ResamplerState:
-    """The inputs `[B, k]` that coming outputs look at, and how many came in and went out."""
+    """Inputs `[B, k]` that later outputs depend on, and the numbers of inputs and outputs."""
 
     tail: Tensor
     heard: int
@@ -170,14 +166,14 @@ class ResamplerState:
 
 
 class Resampler:
-    """`resample` as a `Stage`: pcm `[B, n]` at `source` in, pcm `[B, m]` at `rate` out.
+    """Streaming `resample`, a `Stage` from pcm `[B, n]` at `source` to pcm `[B, m]` at `rate`.
 
     Attributes:
         delay: Seconds of sound that an output waits for: the reach of the filter (1.1 ms for 48 or
             24 kHz to 16 kHz).
 
     Raises:
-        MediaError: A rate is none.
+        MediaError: A rate is out of range.
     """
 
     def __init__(
@@ -188,12 +184,12 @@ class Resampler:
         self.delay = 0.0 if self.source == self.rate else self._plan.reach / self.source
 
     def start(self, batch: int = 1) -> ResamplerState:
-        """The state of `batch` streams that have heard nothing."""
+        """Return the state of `batch` streams without input."""
         reach = 0 if self.source == self.rate else self._plan.reach
         return ResamplerState(torch.zeros(batch, reach), 0, 0)
 
     def step(self, state: ResamplerState, chunk: Tensor) -> tuple[ResamplerState, Tensor]:
-        """Add samples `[B, n]`; give the outputs they make certain `[B, m]`."""
+        """Add samples `[B, n]`; return the outputs that they make certain, `[B, m]`."""
         if self.source == self.rate:
             return state, chunk
         plan, heard = self._plan, state.heard + chunk.shape[-1]
@@ -204,7 +200,7 @@ class Resampler:
         return ResamplerState(inputs[:, max(0, needed - first) :].clone(), heard, stop), out
 
     def finish(self, state: ResamplerState) -> Tensor:
-        """The outputs that waited for what did not come `[B, m]`: silence stands in for it."""
+        """Return the outputs that waited for later input, `[B, m]`, with silence in its place."""
         if self.source == self.rate:
             return state.tail
         inputs = F.pad(state.tail, (0, self._plan.reach))
@@ -214,7 +210,7 @@ class Resampler:
     def reset(self, state: ResamplerState, rows: Tensor) -> ResamplerState:
         """Start streams `rows` (`[B]` bool) anew; the others go on.
 
-        Outputs that the others still owe come first, near silence, in the new ones.
+        The new streams begin with the outputs that the others still owe, near silence.
 
         Raises:
             MmfastError: The others are within a period of the two rates, which a batch shares.
@@ -292,48 +288,3 @@ def log_mel(pcm: Tensor, precise: torch.dtype = torch.float64) -> Tensor:
         `[..., n // 160, 80]`: natural log of `max(mel power, 1e-5)`, in the type of `pcm`.
     """
     return _frames(F.pad(pcm, (_PAST, 0)), precise)
-
-
-@dataclass(frozen=True)
-class LogMelState:
-    """Samples that coming frames still cover: 240 of the past and the hop begun, `[B, 240 + r]`."""
-
-    tail: Tensor
-
-
-class LogMel:
-    """`log_mel` as a `Stage`: pcm `[B, n]` in, frames `[B, t, 80]` out, no delay beyond the hop."""
-
-    rate = RATE
-    hop = HOP
-    bins = BINS
-
-    def start(self, batch: int = 1) -> LogMelState:
-        """The state of `batch` streams that have heard nothing."""
-        return LogMelState(torch.zeros(batch, _PAST))
-
-    def step(self, state: LogMelState, chunk: Tensor) -> tuple[LogMelState, Tensor]:
-        """Add samples `[B, n]`, `n` of any size; give the frames they complete `[B, t, 80]`."""
-        heard = torch.cat([state.tail.to(chunk.device, chunk.dtype), chunk], dim=-1)
-        done = (heard.shape[-1] - _PAST) // HOP * HOP
-        return LogMelState(heard[:, done:].clone()), _frames(heard, torch.float64)
-
-    def finish(self, state: LogMelState) -> Tensor:
-        """A last part of a hop makes no frame: `[B, 0, 80]`."""
-        return state.tail.new_zeros(state.tail.shape[0], 0, BINS)
-
-    def reset(self, state: LogMelState, rows: Tensor) -> LogMelState:
-        """Start streams `rows` (`[B]` bool) anew; the others go on.
-
-        Raises:
-            MmfastError: The other streams are in the middle of a hop, which the frames of one
-                batch share.
-        """
-        started = state.tail.shape[-1] - _PAST
-        if started and not bool(rows.all()):
-            raise MmfastError(
-                f"{started} samples of a hop of {HOP} are pending: reset single streams of a "
-                f"batch after whole hops, or keep one state per stream"
-            )
-        tail = state.tail[:, :_PAST] if started else state.tail
-        return replace(state, tail=tail.masked_fill(rows.to(tail.device)[:, None], 0.0))

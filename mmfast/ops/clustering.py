@@ -1,4 +1,4 @@
-"""Density-peak clustering with k nearest neighbours."""
+"""Clusters of tokens: density peaks, leaders in Hamming space, blocks, and graph redundancy."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def leader_clusters(bits: Tensor, radius: int) -> Tensor:
     """Cluster rows in order: a row joins the nearest earlier founder, or founds a cluster.
 
     A row founds a cluster if it differs from every earlier founder in at least `radius` bits;
-    else it joins the nearest one (of equally near ones the earliest). Whether a row founds one
-    depends on earlier rows only, so the question is settled for all rows at once in rounds, as
-    many as the longest chain of rows that decide about each other: a few, not one per row.
+    else it joins the nearest one (of equally near ones the earliest). That depends on earlier rows
+    only, so all rows are settled at once in a few rounds, as many as the longest chain of rows
+    that depend on each other.
 
     Args:
         bits: `[n, P]` bool.
@@ -87,7 +87,7 @@ def leader_clusters(bits: Tensor, radius: int) -> Tensor:
 
 
 def best_blocks(score: Tensor, owner: Tensor, budget: int, chunk: int = 1) -> Tensor:
-    """Clusters of the `budget` blocks with the highest scores; ties go to the earliest block.
+    """Choose the clusters of the `budget` best blocks; ties go to the earliest block.
 
     Args:
         score: `[C]`; a block's score is that of its best cluster.
@@ -138,7 +138,7 @@ def information(x: Tensor, rank: float) -> Tensor:
 
 
 def graph_redundancy(metric: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """How well each token at an even place is covered by tokens at odd places.
+    """Redundancy of each token at an even place, given the tokens at odd places.
 
     An edge joins an even and an odd token whose cosine is above `tau`. The redundancy of an even
     token is its degree times the mean cosine of its edges; without an edge it is its best cosine

@@ -1,7 +1,7 @@
-"""Delay pattern of codebooks: how codes of one frame spread over the steps of a language model.
+"""Codebooks of a speech language model: the delay pattern of their codes, and their loss.
 
 Codebook q with delay d puts its code of frame t at step t + d. Moshi (arXiv 2410.00037) delays
-the acoustic codebooks by one step behind the semantic one; MusicGen delays book q by q.
+the acoustic codebooks by one step after the semantic one; MusicGen delays book q by q.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mmfast.core.errors import SpecError
 
 
 def check_delays(delays: Sequence[int], books: int) -> tuple[int, ...]:
-    """The delays as a tuple.
+    """Return the delays as a tuple.
 
     Raises:
-        SpecError: There is not one whole number of at least 0 per codebook.
+        SpecError: Not one whole number of at least 0 per codebook.
     """
     found = tuple(int(d) for d in delays)
     if len(found) != books or min(found, default=0) < 0:
@@ -31,12 +31,12 @@ def check_delays(delays: Sequence[int], books: int) -> tuple[int, ...]:
 
 
 def delay(codes: Tensor, delays: Sequence[int], fill: int) -> Tensor:
-    """Frames to steps.
+    """Spread frames over steps.
 
     Args:
         codes: `[B, Q, T]`.
         delays: One per codebook, in steps.
-        fill: What stands where a codebook has no frame.
+        fill: Code where a codebook has no frame.
 
     Returns:
         `[B, Q, T + max(delays)]`.
@@ -47,14 +47,6 @@ def delay(codes: Tensor, delays: Sequence[int], fill: int) -> Tensor:
     for book, shift in enumerate(shifts):
         steps[:, book, shift : shift + frames] = codes[:, book]
     return steps
-
-
-def undelay(steps: Tensor, delays: Sequence[int]) -> Tensor:
-    """Steps `[B, Q, S]` back to the frames all of whose codes are there, `[B, Q, S - max]`."""
-    shifts = check_delays(delays, steps.shape[1])
-    frames = max(steps.shape[2] - max(shifts), 0)
-    rows = [steps[:, book, shift : shift + frames] for book, shift in enumerate(shifts)]
-    return torch.stack(rows, dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +65,8 @@ class DelayState:
 class DelayRing:
     """The delay pattern one step at a time, for streams that may start at different steps.
 
-    `spread` turns the frame that has just come into what the model reads at this step; `gather`
-    turns what the model has written at this step into the newest whole frame.
+    `spread` turns the latest frame into the model's input of this step; `gather` turns the model's
+    output of this step into the latest whole frame.
     """
 
     def __init__(self, delays: Sequence[int], fill: int) -> None:
@@ -83,23 +75,23 @@ class DelayRing:
         self.fill = fill
 
     def start(self, batch: int = 1, device: torch.device | str | None = None) -> DelayState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         shape = (batch, len(self.delays), self.longest + 1)
         ring = torch.full(shape, self.fill, dtype=torch.long, device=device)
         return DelayState(ring, torch.zeros(batch, dtype=torch.long, device=device))
 
     def reset(self, state: DelayState, rows: Tensor) -> DelayState:
-        """The state with some streams (`[B]` bool) started anew."""
+        """Return the state with streams `rows` (`[B]` bool) started anew."""
         ring = state.ring.masked_fill(rows[:, None, None], self.fill)
         return DelayState(ring, state.seen.masked_fill(rows, 0))
 
     def spread(self, state: DelayState, codes: Tensor) -> tuple[DelayState, Tensor]:
-        """Frame `[B, Q]` in; out `[B, Q]`: of each codebook the code `delay` frames back."""
+        """Add frame `[B, Q]`; return of each codebook the code `delay` frames back, `[B, Q]`."""
         state = self._push(state, codes)
         return state, self._look([self.longest - d for d in self.delays], state.ring)
 
     def gather(self, state: DelayState, codes: Tensor) -> tuple[DelayState, Tensor, Tensor]:
-        """Step `[B, Q]` in; out the whole frame `[B, Q]`, and `[B]` bool where there is one."""
+        """Add step `[B, Q]`; return the whole frame `[B, Q]`, and `[B]` bool where there is one."""
         state = self._push(state, codes)
         return state, self._look(list(self.delays), state.ring), state.seen > self.longest
 
@@ -127,19 +119,24 @@ class CodeLoss:
     right: Tensor
 
 
+def _log_probability(logits: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each code, 0 where there is none, and where there is one, `[..., K]`."""
+    there = (codes >= 0) & (codes < logits.shape[-1])
+    target = codes.where(there, 0)
+    logp = F.log_softmax(logits.float(), -1).gather(-1, target[..., None])[..., 0]
+    return logp * there, there
+
+
 def code_loss(logits: Tensor, codes: Tensor, weights: Tensor | None = None) -> CodeLoss:
-    """Mean over the codes that are there.
+    """Mean cross-entropy of the codes that exist.
 
     Args:
         logits: `[..., K, V]`.
-        codes: `[..., K]`; what is outside 0..V-1 (no code, -100) is left out.
+        codes: `[..., K]`; entries outside 0..V-1 (no code, -100) are left out.
         weights: `[..., K]` of each code; None weighs all alike.
     """
-    size = logits.shape[-1]
-    there = (codes >= 0) & (codes < size)
-    target = codes.where(there, 0)
-    lost = -F.log_softmax(logits.float(), -1).gather(-1, target[..., None])[..., 0]
-    lost = lost * there
+    logp, there = _log_probability(logits, codes)
+    lost = -logp
     flat = there.flatten(0, -2)
     number = flat.sum(0).clamp(min=1)  # [K]
     weighted = lost if weights is None else lost * weights
@@ -152,7 +149,7 @@ def code_loss(logits: Tensor, codes: Tensor, weights: Tensor | None = None) -> C
 def adaptive_weights(
     logits: Tensor, codes: Tensor, power: float = 0.1, ceiling: float = 0.5
 ) -> Tensor:
-    """Weights that let a codebook count as far as the ones before it are right already.
+    """Weigh each codebook by the probability that the codebooks before it are right.
 
     The first codebook weighs 1, codebook q the product of the probabilities of the true codes
     before it, to the power; a code that is likelier than the ceiling is left out, and what
@@ -167,10 +164,7 @@ def adaptive_weights(
     Returns:
         `[..., K]`, no gradient.
     """
-    there = (codes >= 0) & (codes < logits.shape[-1])
-    target = codes.where(there, 0)
-    logp = F.log_softmax(logits.float(), -1).gather(-1, target[..., None])[..., 0]
-    logp = logp * there
+    logp, there = _log_probability(logits, codes)
     before = F.pad(logp.cumsum(-1)[..., :-1], (1, 0))  # sum over the codebooks in front
     weights = (power * before).exp() * (logp.exp() <= ceiling) * there
     most = weights.amax(-1, keepdim=True)

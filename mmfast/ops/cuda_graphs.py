@@ -1,8 +1,8 @@
-"""A function of static buffers, recorded once and replayed: one launch for hundreds of kernels.
+"""Recording of a function of static buffers: one launch replays hundreds of kernels.
 
-What is recorded reads and writes tensors that stay where they are, waits for nothing and decides
-nothing on the host. The same function runs as it is on a device without CUDA graphs, so what a
-GPU replays is what tests run on the CPU.
+A recorded function reads and writes tensors at fixed addresses, does not synchronise and makes no
+decision on the host. The same function runs without recording on a device without CUDA graphs, so
+tests on the CPU run what a GPU replays.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class GraphRecorder(Protocol):
     """Records functions."""
 
     def record(self, run: Run) -> Run:
-        """What does the same as `run` from here on; `run` may be called several times for it."""
+        """Return a replay of `run`, which may be called several times to record it."""
 
 
 class Eager:
-    """Nothing is recorded: a function is its own replay."""
+    """No recording: a function is its own replay."""
 
     def record(self, run: Run) -> Run:
-        """The function."""
+        """Return the function."""
         return run
 
 
 class Compiled:
-    """One graph of torch.compile, an error where it would be several.
+    """One graph of torch.compile, or an error where it would be several.
 
     Args:
         **options: Of torch.compile, such as `backend="aot_eager"`.
@@ -42,7 +42,7 @@ class Compiled:
         self.options = options
 
     def record(self, run: Run) -> Run:
-        """The compiled function; it compiles when it is called first."""
+        """Return the compiled function; it compiles at its first call."""
         compiled: Run = torch.compile(run, fullgraph=True, dynamic=False, **self.options)
         return compiled
 
@@ -50,12 +50,12 @@ class Compiled:
 class CudaGraphs:
     """CUDA graphs that share one pool of memory, replayed in turn on the current stream.
 
-    Only buffers made outside of the functions outlive a replay: what a function allocates is
-    memory that the next one uses again.
+    Only buffers made outside of the functions outlive a replay: memory that a function allocates is
+    used again by the next one.
 
     Args:
         device: A CUDA device.
-        cuda: What captures; `torch.cuda`, or a stand-in in tests.
+        cuda: `torch.cuda`, or a stand-in in tests.
     """
 
     def __init__(self, device: torch.device | str = "cuda", cuda: Any = torch.cuda) -> None:
@@ -63,7 +63,7 @@ class CudaGraphs:
         self.pool: Any = None
 
     def record(self, run: Run) -> Run:
-        """Warm up on a side stream, capture, and give the replay."""
+        """Warm up on a side stream, capture, and return the replay."""
         cuda = self.cuda
         with cuda.device(self.device):
             side = cuda.Stream()
@@ -83,5 +83,5 @@ class CudaGraphs:
 
 
 def graphs_for(device: torch.device | str) -> GraphRecorder:
-    """CUDA graphs on a CUDA device, elsewhere nothing is recorded."""
+    """Return a recorder of CUDA graphs on a CUDA device, `Eager` elsewhere."""
     return CudaGraphs(device) if torch.device(device).type == "cuda" else Eager()

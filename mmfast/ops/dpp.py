@@ -1,4 +1,9 @@
-"""Greedy search for the most probable subset of a determinantal point process."""
+"""Greedy subset searches that update only the rows that can be picked next.
+
+`greedy_dpp` looks for the most probable subset of a determinantal point process, `LazyGreedy` for
+rows of low cost that are unlike each other. Both keep bounds of all rows and bring a few rows up to
+date at a time, with the same picks as a search that updates every row after each pick.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# A row keeps this little of its squared length only by rounding: the picks before it span it.
+# A row whose squared length shrank below this share is spanned by the picks before it.
 _SPANNED = 2.0**-30
 _STEP = 2.0**30  # gains are compared by whole numbers of log2(gain) * _STEP
 _ACTIVE = 256  # rows brought up to date at once on a CPU: their residuals stay in cache
@@ -23,7 +28,7 @@ Integers = NDArray[np.int64]
 
 
 def greedy_dpp(rows: Tensor, quality: Tensor, count: int) -> Tensor:
-    """Pick rows that are long and far from the span of the picks before.
+    """Pick rows that are long and far from the span of the picks before them.
 
     Every pick maximises the squared distance to the span of all before it, which is the factor
     by which the determinant of the kernel `rows @ rows.T` grows. Distances shrink with every pick
@@ -32,7 +37,7 @@ def greedy_dpp(rows: Tensor, quality: Tensor, count: int) -> Tensor:
 
     Args:
         rows: `[..., N, D]`, features times quality; computed in float64.
-        quality: `[..., N]`, the order of what the picks span already.
+        quality: `[..., N]`, the order of the rows that the picks span.
         count: At most N.
 
     Returns:
@@ -47,13 +52,13 @@ def greedy_dpp(rows: Tensor, quality: Tensor, count: int) -> Tensor:
     rank = torch.full((len(flat), n + 1), count, device=rows.device)
     rank.scatter_(1, picks, torch.arange(most, device=rows.device).expand_as(picks))
     by_quality = quality.reshape(-1, n).sort(dim=-1, descending=True, stable=True).indices
-    # The last column of `rank` took the picks that were none.
+    # The last column of `rank` took the places without a pick.
     first = rank[:, :n].gather(-1, by_quality).sort(dim=-1, stable=True).indices
     return by_quality.gather(-1, first)[:, :count].reshape(*lead, count)
 
 
 def stepwise(rows: Tensor, count: int) -> Tensor:
-    """Picks `[B, count]` of `rows` `[B, N, D]`, all rows updated after each: nothing is waited for.
+    """Picks `[B, count]` of `rows` `[B, N, D]`, all rows updated after each, without a wait.
 
     The number N stands for "none" once the picks span all rows.
     """
@@ -69,7 +74,7 @@ def stepwise(rows: Tensor, count: int) -> Tensor:
         there = best > -torch.inf
         picks[:, step] = torch.where(there, pick, n)
         rest = rows[batch, pick]  # [B, D]
-        for _ in range(2):  # the second round removes what rounding left in the first
+        for _ in range(2):  # the second round removes the rounding error of the first
             along = basis[:, :step] @ rest[..., None]
             rest = rest - (basis[:, :step] * along).sum(1)
         length = rest.norm(dim=-1, keepdim=True)
@@ -82,7 +87,7 @@ def stepwise(rows: Tensor, count: int) -> Tensor:
 
 @dataclass
 class _Search:
-    """The same picks without updating every row after each.
+    """Search for the same picks on the host, without updating every row after each.
 
     Gains only shrink, so one that has missed some picks is an upper bound. The rows of largest
     bound are brought up to date and picked from by their inner products alone, as long as no
@@ -94,7 +99,7 @@ class _Search:
     picks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rest = self.rows.copy()  # what the first `seen` picks leave of each row
+        self.rest = self.rows.copy()  # each row less its part in the span of the first `seen` picks
         self.gain = np.einsum("nd,nd->n", self.rows, self.rows)
         self.floor = self.gain * _SPANNED
         self.key = _keys(self.gain, self.floor)
@@ -102,24 +107,24 @@ class _Search:
         self.basis = np.empty((self.count, self.rows.shape[1]))
 
     def run(self) -> Tensor:
-        """Picks `[count]` in order; N where the picks before span all rows."""
+        """Return picks `[count]` in order; N where the picks before span all rows."""
         while len(self.picks) < self.count and self.key.max() > -np.inf:
-            active, outside = _highest(self.key, _ACTIVE)
+            active, outside = lowest(-self.key, _ACTIVE)
             residual = self._refresh(active)
             self._pick(active, residual, outside)
         none = [len(self.rows)] * (self.count - len(self.picks))
         return torch.tensor(self.picks + none, dtype=torch.int64)
 
     def _refresh(self, active: Integers) -> Floats:
-        """What the picks so far leave of rows `active`, `[A, D]`; updates their gains."""
+        """Return rows `active` less their part in the span, `[A, D]`, and update their gains."""
         now = len(self.picks)
         # Few products of many rows: to take out a direction again changes nothing.
         stale = np.where(self.seen[active] < now, self.seen[active] // _GRAIN * _GRAIN, now)
         residual: Floats = self.rest[active]
         for since in np.unique(stale[stale < now]):
-            behind = stale == since
-            part, missed = residual[behind], self.basis[since:now]
-            residual[behind] = part - _product(_product(part, missed.T), missed)
+            late = stale == since
+            part, missed = residual[late], self.basis[since:now]
+            residual[late] = part - _product(_product(part, missed.T), missed)
         self.rest[active], self.seen[active] = residual, now
         fresh = np.einsum("nd,nd->n", residual, residual)
         self.gain[active] = np.where(self.gain[active] < 0, -1.0, fresh)
@@ -128,10 +133,10 @@ class _Search:
 
     def _pick(self, active: Integers, residual: Floats, outside: tuple[float, int]) -> None:
         """Pick the best of `active` until one outside may come first."""
-        places, (key_, place) = _highest(self.key[active], _BEST)
+        places, (key_, place) = lowest(-self.key[active], _BEST)
         outside = min(outside, (key_, int(active[place])))
         active, residual = active[places], residual[places]
-        inner = _product(residual, residual.T)  # of what the picks leave, [A, A]
+        inner = _product(residual, residual.T)  # [A, A]
         gain, floor, key = self.gain[active], self.floor[active], self.key[active]
         start, new = gain.copy(), list[int]()
         while len(self.picks) + len(new) < self.count:
@@ -176,16 +181,6 @@ def _keys(gain: Floats, floor: Floats) -> Floats:
     return key
 
 
-def _highest(key: Floats, size: int) -> tuple[Integers, tuple[float, int]]:
-    """The `size` highest by (key, index), ascending, and the first of the others."""
-    if size >= len(key):
-        return np.arange(len(key)), (np.inf, 0)
-    edge = np.partition(-key, size)[size]
-    lower, ties = np.flatnonzero(-key < edge), np.flatnonzero(-key == edge)
-    inside = size - len(lower)
-    return np.sort(np.concatenate([lower, ties[:inside]])), (float(edge), int(ties[inside]))
-
-
 _ACTIVE_ROWS, _BLOCK = 512, 64
 _FEW = 640  # rows up to which all cosines cost less than the search
 
@@ -206,7 +201,7 @@ class LazyGreedy:
     Attributes:
         rows: `[U, D]` unit rows on the host.
         count: Picks, at most U.
-        own: `[U]` what a row is worth by itself; None where only likeness counts.
+        own: `[U]` worth of a row by itself; None where only likeness counts.
         share: Weight of likeness, 0 or more.
         step: Cosines are rounded to multiples of it; 0 leaves them as they are.
         stop: No row is picked whose cost is as high.
@@ -228,7 +223,7 @@ class LazyGreedy:
         self.cost = self._cost(self.likeness, np.arange(len(self.rows)))
 
     def run(self, start: list[int]) -> Tensor:
-        """Picks in order, those of `start` in front; fewer than `count` if `stop` is reached."""
+        """Return picks in order, `start` first; fewer than `count` if `stop` is reached."""
         if len(self.rows) <= _FEW:
             return self._run_dense(start)
         self._take(start)
@@ -244,7 +239,7 @@ class LazyGreedy:
         return torch.tensor(self.picks, dtype=torch.int64)
 
     def _run_dense(self, start: list[int]) -> Tensor:
-        """The same picks where all cosines are at hand."""
+        """Pick from the table of all cosines."""
         cosine, everything = self._cosine(self.rows, self.rows), np.arange(len(self.rows))
         picked = np.zeros(len(self.rows))  # +inf where it is
         cost = self.cost
@@ -274,7 +269,7 @@ class LazyGreedy:
         return cosine
 
     def _pick_block(self, active: Integers, own: Tensor, outside: Key) -> int:
-        """Pick among the lowest of `active` (up to date, rows `own`); returns how many."""
+        """Pick among the lowest of `active` (up to date, rows `own`); return their number."""
         places, (cost, place) = lowest(self.cost[active], _BLOCK)
         limit = min(outside, (cost, int(active[place])), (self.stop, -1))
         part = own[torch.from_numpy(places)]
@@ -309,10 +304,10 @@ class LazyGreedy:
             mask = stale == since
             part = own if mask.all() else own[torch.from_numpy(mask)]
             nearest = self._cosine(part, self.chosen[since:now]).max(-1)
-            behind = index[mask]
-            self.likeness[behind] = np.maximum(self.likeness[behind], nearest)
-            cost = self._cost(self.likeness[behind], behind)
-            self.cost[behind] = np.where(self.cost[behind] == np.inf, np.inf, cost)
+            late = index[mask]
+            self.likeness[late] = np.maximum(self.likeness[late], nearest)
+            cost = self._cost(self.likeness[late], late)
+            self.cost[late] = np.where(self.cost[late] == np.inf, np.inf, cost)
         self.seen[index] = now
 
 

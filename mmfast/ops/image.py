@@ -1,4 +1,4 @@
-"""Predict patches of an image from those on the left and above, as picture formats do."""
+"""Prediction of image patches from their neighbours, and the tiles that cover an overview."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def surprise(image: Tensor, metric: str) -> Tensor:
 
 
 def unpredicted(image: Tensor, metric: str, threshold: float, *, anchored: bool) -> Tensor:
-    """Patches that do not match their prediction.
+    """Mark the patches that do not match their prediction.
 
     Two patches match if their distance is at most `threshold`. The prediction is B if C matches A
     and not B, else A.
@@ -50,15 +50,15 @@ def unpredicted(image: Tensor, metric: str, threshold: float, *, anchored: bool)
         image: `[..., h, w, P]`.
         metric: `max`, `mae` or `rmse`.
         threshold: Largest distance of a match.
-        anchored: Predict from what a decoder would see, where a dropped patch looks like its
-            prediction; errors then cannot add up along a slow gradient.
+        anchored: Predict from the picture that a decoder would restore, where a dropped patch
+            equals its prediction; errors then cannot add up along a slow gradient.
 
     Returns:
         `[..., h, w]` bool, True at the first patch.
     """
     place = torch.ones(image.shape[-3:-1], dtype=torch.bool, device=image.device).nonzero()[1:]
     diagonal = place.sum(-1)
-    # Only what is anchored needs an order, and patches of a diagonal do not need each other.
+    # Only anchored prediction needs an order; patches of a diagonal are independent.
     steps, seen = (place,), image
     if anchored:
         steps = place[diagonal.argsort(stable=True)].split(diagonal.bincount()[1:].tolist())
@@ -85,7 +85,7 @@ def _prediction(seen: Tensor, y: Tensor, x: Tensor, metric: str, threshold: floa
 
 
 def tile_cover(tile: Tensor, place: Tensor | None) -> Tensor:
-    """The tile that shows what each overview token shows, `[n0]`; -1 where no tile does.
+    """The tile that covers each overview token, `[n0]`; -1 where no tile does.
 
     With places, the tiles lie in one mosaic over the whole image and the overview is scaled onto
     it. Without, or where the places of two tiles overlap (each counts from its own corner), the
@@ -113,7 +113,7 @@ def _box(place: Tensor) -> Tensor:
 
 
 def _overlapping(boxes: Tensor) -> bool:
-    """Whether any two of the boxes `[P, 4]` share a cell."""
+    """Return True if any two of the boxes `[P, 4]` share a cell."""
     low = torch.maximum(boxes[:, None, :2], boxes[None, :, :2])
     high = torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
     shared = (low < high).all(-1).fill_diagonal_(False)

@@ -1,4 +1,8 @@
-"""Greedy max-min selection: every pick is the row farthest from all picks before it."""
+"""Greedy max-min selection: every pick is the row farthest from all picks before it.
+
+On the host, equal rows are joined first and `LazyGreedy` searches; on a GPU, a kernel searches the
+matrix of similarities, or blocks of rows where the matrix would be too large.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from torch import Tensor
 
 from mmfast.ops.dpp import LazyGreedy
 from mmfast.ops.ranking import ROUNDING
-from mmfast.ops.similarity import cosine_table, first_of_equal, most_isolated, unit_rows
+from mmfast.ops.similarity import cosine_table, unit_rows
 
 # Cosines this close to 1 differ by rounding only: such rows count as equal.
 _SAME = 1.0 - 2.0**-20
@@ -37,7 +41,7 @@ def max_min(x: Tensor, count: int) -> Tensor:
 
 
 def _on_host(x: Tensor, count: int) -> Tensor:
-    """Picks `[count]` of one item `[N, D]`."""
+    """Pick `[count]` rows of one item `[N, D]`."""
     n = x.shape[0]
     rows = unit_rows(x)
     first = first_of_equal(rows)
@@ -55,9 +59,114 @@ def _on_host(x: Tensor, count: int) -> Tensor:
     return picks
 
 
+def first_of_equal(rows: Tensor) -> Tensor:
+    """Return for every row of `rows` `[N, D]`, float32 or float64, the first equal row, `[N]`.
+
+    Rows that differ in a few spread columns cannot be equal, so only the others are compared in
+    full: a static video costs one pass, any other next to nothing.
+    """
+    n, width = rows.shape
+    first = torch.arange(n, device=rows.device)
+    probe = rows[:, :: max(1, width // 8)]
+    suspects = first
+    for columns in (probe, rows):
+        _, group, sizes = torch.unique(
+            _hash(columns[suspects] if len(suspects) < n else columns),
+            return_inverse=True,
+            return_counts=True,
+        )
+        repeated = sizes[group] > 1
+        suspects, group = suspects[repeated], group[repeated]
+        if not len(suspects):
+            return first
+    lowest = torch.full((len(sizes),), n, device=rows.device)
+    lowest = lowest.scatter_reduce(0, group, suspects, "amin")[group]
+    equal = (rows[suspects] == rows[lowest]).all(-1)  # a collision of hashes is no equality
+    first[suspects[equal]] = lowest[equal]
+    return first
+
+
+def _hash(rows: Tensor) -> Tensor:
+    """Hash rows `[N, D]` to int64: wrapping sums of bits times odd numbers, in any order."""
+    bits = (rows + 0.0).view(torch.int32 if rows.dtype == torch.float32 else torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    odd = 2 * torch.randint(2**61, (bits.shape[-1],), generator=generator) + 1
+    return (bits * odd.to(rows.device)).sum(-1)
+
+
+_FEW, _WIDTH, _GROUP = 12, 64, 64
+
+
+_ALL_AT_ONCE = 256  # rows up to which the whole product costs less than the search
+
+
+def most_isolated(rows: Tensor, twins: Tensor) -> int:
+    """Find the unit row of `[U, D]` with the smallest cosine to its nearest other row.
+
+    Exact without the whole U x U product: a row is excluded as soon as it was compared with one
+    other row that is nearer than the nearest of the best row so far. Rows are first compared with
+    those that share their nearest landmark, so most are excluded early.
+
+    Args:
+        rows: Distinct unit rows.
+        twins: `[U]` bool, rows that stand for several equal ones: their nearest is at cosine 1.
+
+    Returns:
+        Its index, the lowest one on ties; 0 if all rows have twins.
+    """
+    alive = (~twins).nonzero()[:, 0]
+    if not len(alive) or len(rows) < 2:
+        return 0
+    nearest = torch.full_like(rows[:, 0], -torch.inf)
+    order = _spread(len(rows)).to(rows.device)
+    done, width = 0, _WIDTH
+    while len(rows) > _ALL_AT_ONCE and len(alive) > 2 * _FEW and done < len(order):
+        columns = order[done : done + width]
+        cosine = _cosines(rows, alive, columns)
+        nearest[alive] = torch.maximum(nearest[alive], cosine.amax(-1))
+        if not done:
+            _meet_group(rows, alive[cosine.argmax(-1).argsort()], nearest)
+        alive = _hopeful(rows, alive, nearest)
+        done, width = done + width, width * 2
+    return int(alive[_cosines(rows, alive, None).amax(-1).argmin()])
+
+
+def _hopeful(rows: Tensor, alive: Tensor, nearest: Tensor) -> Tensor:
+    """Return those of `alive` that may still be best, given the exact value of a few of them."""
+    few = alive[nearest[alive].topk(min(_FEW, len(alive)), largest=False).indices]
+    best = _cosines(rows, few, None).amax(-1).min()
+    # The margin keeps rows that another product would round to the other side.
+    return alive[nearest[alive] <= best + 1e-6]
+
+
+def _meet_group(rows: Tensor, sorted_rows: Tensor, nearest: Tensor) -> None:
+    """Compare rows sorted by landmark within groups, and raise `nearest` in place."""
+    whole = len(sorted_rows) // _GROUP * _GROUP
+    groups = sorted_rows[:whole].reshape(-1, _GROUP)
+    members = rows[groups]  # [groups, _GROUP, D]
+    cosine = members @ members.transpose(-1, -2)
+    cosine.diagonal(dim1=-2, dim2=-1).fill_(-torch.inf)
+    nearest[groups] = torch.maximum(nearest[groups], cosine.amax(-1))
+
+
+def _cosines(rows: Tensor, left: Tensor, columns: Tensor | None) -> Tensor:
+    """Cosines of rows `left` with rows `columns` (None: all), -inf of a row with itself."""
+    ours = rows if len(left) == len(rows) else rows[left]
+    if columns is None:
+        cosine = ours @ rows.T
+        cosine[torch.arange(len(left), device=left.device), left] = -torch.inf
+        return cosine
+    return (ours @ rows[columns].T).masked_fill_(left[:, None] == columns, -torch.inf)
+
+
+def _spread(n: int) -> Tensor:
+    """Order the indices below `n` so that every prefix covers the whole sequence evenly."""
+    return (torch.arange(n, dtype=torch.float64) * 0.6180339887498949 % 1.0).argsort(stable=True)
+
+
 LARGEST = 16_384  # tokens whose similarities, 1 GB, are computed at once
 _BLOCK = 128  # rows picked among themselves
-_PASSES = 8  # blocks between two looks at how far the search is
+_PASSES = 8  # blocks between two checks of the number of picks
 _CHUNK = 1 << 26  # products held at a time while looking for the first pick, 256 MB
 
 
@@ -82,7 +191,7 @@ def max_min_device(x: Tensor, count: int, *, largest: int = LARGEST, block: int 
 
 
 def _prepared(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows `[B, N', D']` padded with zeros, and `[B, N]` what makes their products cosines.
+    """Pad rows to `[B, N', D']`, and return factors `[B, N]` that make their products cosines.
 
     Rows of zeros get a one in a column of their own: they equal each other and nothing else.
     """
@@ -109,7 +218,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _whole(rows: Tensor, scale: Tensor, count: int) -> Tensor:
-    """Picks `[B, count]` from the matrix of all similarities; nothing is waited for."""
+    """Pick `[B, count]` from the matrix of all similarities, without a synchronisation."""
     from mmfast.kernels.max_min_select import max_min_select, nearest_other
 
     n = scale.shape[1]
@@ -120,7 +229,7 @@ def _whole(rows: Tensor, scale: Tensor, count: int) -> Tensor:
 
 
 def _blocks(rows: Tensor, scale: Tensor, count: int, size: int) -> Tensor:
-    """Picks `[count]` of one item, block by block, each brought up to date by one product.
+    """Pick `[count]` of one item, block by block, each brought up to date by one product.
 
     Similarity to the nearest pick only grows, so the rows of a block can be picked among
     themselves until one outside, whose bound is known, would come first. At least one row a block
@@ -150,7 +259,7 @@ def _one(rows: Tensor, index: Tensor, n: int) -> Tensor:
 
 
 def _next(bound: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The `size` rows of lowest (bound, index), ascending by index, and the one after them."""
+    """Return the `size` rows of lowest (bound, index), by index, and the one after them."""
     n = len(bound)
     bits = bound.view(torch.int32).long()
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # the order of numbers
@@ -162,7 +271,7 @@ def _next(bound: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _first(rows: Tensor, scale: Tensor) -> Tensor:
-    """The row whose nearest other one is farthest away, `[1]`; similarities a chunk at a time."""
+    """Find the row whose nearest other one is farthest away, `[1]`, a chunk at a time."""
     from mmfast.kernels.max_min_select import nearest_other
 
     n = len(scale)
@@ -178,7 +287,7 @@ def max_min_plain(similarity: Tensor, first: Tensor, count: int) -> Tensor:
     """Pick the row least similar to all picks so far, `count` times, a step in Python each.
 
     Args:
-        similarity: `[B, N, N]`; the diagonal is not looked at.
+        similarity: `[B, N, N]`; the diagonal is not read.
         first: `[B]` int64, the first pick of each item.
         count: Picks per item, at most N.
 
@@ -240,7 +349,7 @@ def greedy_diverse(
 
 
 def _stepwise(own: Tensor, x: Tensor, count: int, share: float, start: list[int]) -> Tensor:
-    """The same picks from the table of all cosines, without waiting for the device."""
+    """Pick from the table of all cosines, without waiting for the device."""
     table = cosine_table(x, x)
     likeness = torch.full_like(own, -1.0)
     picks = torch.empty(count, dtype=torch.int64, device=x.device)

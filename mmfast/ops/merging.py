@@ -1,4 +1,4 @@
-"""Segment merge: weighted means and sums of tokens, the same bits at every run."""
+"""Merging of tokens into weighted means: segments, runs, neighbours, targets, pairs and boxes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def segment_merge(x: Tensor, segments: Segments) -> Tensor:
     """Output m is the sum (or mean) of `weight * x[source]` over the entries of m.
 
     A sum is taken in float32 at least and rounded once. On CUDA one program adds up one output,
-    in a fixed order and without atomics; float64 and gradients go the way of plain torch.
+    in a fixed order and without atomics; float64 and gradients use plain torch.
 
     Args:
         x: `[..., N, D]`; leading dims as those of `segments.output`.
@@ -61,7 +61,7 @@ def _on_device(x: Tensor, segments: Segments) -> Tensor:
 
 
 def segment_merge_reference(x: Tensor, segments: Segments) -> Tensor:
-    """The same from the matrix of weights `[..., M, K]`, in float64: `[..., M, D]`."""
+    """Merge by the whole matrix of weights `[..., M, K]` in float64: `[..., M, D]`."""
     outputs = torch.arange(segments.m, device=x.device)[:, None]
     share = (segments.output[..., None, :] == outputs).double()  # [..., M, K]
     if segments.mean:
@@ -108,7 +108,7 @@ def adjacent_merge(metric: Tensor, budget: int | None, threshold: float) -> Redu
 
 
 def _joined(alike: Floats, most: int | None, threshold: float) -> Integers:
-    """Runs that start no more: those of `alike` `[R - 1]` on the right of a merged border."""
+    """Runs that end: those on the right of a merged border of `alike` `[R - 1]`."""
     padded = np.concatenate([[-np.inf], alike, [-np.inf]])
     before, after = padded[:-1:2], padded[1::2]  # cosine of even runs with their two neighbours
     best = np.maximum(before, after)
@@ -118,7 +118,7 @@ def _joined(alike: Floats, most: int | None, threshold: float) -> Integers:
 
 
 def _runs(starts: Integers, n: int, device: torch.device) -> Reduction:
-    """Runs of tokens `[start, next start)` as means."""
+    """Average runs of tokens `[start, next start)`."""
     ends = np.append(starts[1:], n)
     middle = torch.from_numpy((starts + ends - 1) // 2).to(device)
     lengths = torch.from_numpy(ends - starts).to(device)
@@ -150,7 +150,7 @@ def neighbour_merge(
         listed: `[..., m]` chosen tokens. One that is listed twice is its own neighbour and gives
             one output, which `order` names twice.
         rest: `[..., r]` tokens of the summary, ascending, r >= 1.
-        neighbours: How many tokens a listed one takes in, at most all others.
+        neighbours: Tokens that a listed one takes in, at most all others.
         raw: Leave weights as they are: 1 for the token itself, attention for the others.
 
     Returns:
@@ -182,7 +182,7 @@ def neighbour_merge(
 
 
 def _standing(listed: Tensor, heaviest: Tensor, n: int) -> Reduction:
-    """Who stands for the outputs: the listed tokens, and the heaviest one for all others."""
+    """Assign every listed token to itself and all others to the heaviest one."""
     target = heaviest.expand(*heaviest.shape[:-1], n).contiguous().scatter_(-1, listed, listed)
     keep = torch.cat([listed, heaviest], dim=-1)
     if listed.ndim == 1:
@@ -268,7 +268,7 @@ def context_count(context: float, budget: int, method: str) -> int:
 
 
 def _assign(metric: Tensor, rest: Tensor, targets: Tensor) -> Tensor:
-    """For every remaining token the number of the target with the most similar row, `[..., R]`."""
+    """Number of the target with the most similar row for each remaining token, `[..., R]`."""
     rows = unit_rows(metric)
     return nearest_rows(gather_rows(rows, rest), gather_rows(rows, targets))
 
@@ -288,7 +288,7 @@ _SAME = 1.0 - 2.0**-20
 
 @dataclass(frozen=True)
 class Matching:
-    """Which even tokens are merged. Token = 2 * i for A position i, 2 * j + 1 for B position j.
+    """Even tokens to merge: A position i is token 2 * i, B position j is token 2 * j + 1.
 
     Attributes:
         unmerged: `[..., a - r]` A positions that stay, most similar first; ascending where there

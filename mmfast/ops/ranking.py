@@ -1,4 +1,4 @@
-"""Ranking by score with a defined order of ties."""
+"""Ranking by score with a defined order of ties, and shares of a budget in whole numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def stable_topk(score: Tensor, count: int) -> Tensor:
 
     Args:
         score: `[..., N]`.
-        count: How many, at most N.
+        count: At most N.
 
     Returns:
         `[..., count]` int64. `torch.topk` leaves the order of ties open, and CPU and CUDA differ.
@@ -25,7 +25,7 @@ def stable_topk(score: Tensor, count: int) -> Tensor:
     return score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-# Scores this close differ by rounding only: float64 is a million times finer.
+# Scores and remainders this close differ by rounding only: float64 is a million times finer.
 ROUNDING = 2.0**-30
 
 
@@ -51,7 +51,7 @@ def rescale(score: Tensor) -> Tensor:
 
 
 def outlier_count(score: Tensor) -> int:
-    """How many values of `score` (any shape) lie above Q3 + 1.5 (Q3 - Q1), linear quartiles."""
+    """Count the values of `score` (any shape) above Q3 + 1.5 (Q3 - Q1), linear quartiles."""
     values = score.double().flatten()
     at = torch.tensor([0.25, 0.75], dtype=torch.float64, device=values.device) * (len(values) - 1)
     ranked = values.sort().values
@@ -82,6 +82,12 @@ def grouped_topk(score: Tensor, group: Tensor, counts: Tensor) -> Tensor:
     return torch.zeros_like(score, dtype=torch.bool).scatter_(
         -1, order, rank < counts.gather(-1, sorted_group)
     )
+
+
+def index_mask(index: Tensor, n: int) -> Tensor:
+    """Mark `index` `[..., K]` among `n` entries, `[..., n]` bool."""
+    mask = torch.zeros(*index.shape[:-1], n, dtype=torch.bool, device=index.device)
+    return mask.scatter_(-1, index, torch.ones_like(index, dtype=torch.bool))
 
 
 def marked(mask: Tensor) -> Tensor:
@@ -117,8 +123,7 @@ def complement(index: Tensor, n: int) -> Tensor:
     Returns:
         `[..., n - K]` int64.
     """
-    taken = torch.zeros(*index.shape[:-1], n, dtype=torch.int8, device=index.device)
-    taken.scatter_(-1, index, torch.ones_like(index, dtype=torch.int8))
+    taken = index_mask(index, n).to(torch.int8)
     return taken.argsort(dim=-1, stable=True)[..., : n - index.shape[-1]]
 
 
@@ -141,16 +146,12 @@ def one_by_one(reduce: Callable[[Tokens], Reduction], tokens: Tokens) -> Reducti
     return Reduction.stack([reduce(item) for item in items], lead)
 
 
-_ROUNDING = 2.0**-30  # remainders this close differ by rounding only: a tie
-
-
 def share_out(weights: Tensor, budget: int, caps: Tensor) -> Tensor:
     """Counts in proportion to `weights`, whole and at most `caps`, that sum to exactly `budget`.
 
     Largest remainder: every group gets its quota rounded down, and those with the largest
-    fractions one more; ties go to the lowest index. What a full group cannot take goes to the
-    others in the same proportion. Groups of weight 0 get something once all others are full, then
-    in equal parts.
+    fractions one more; ties go to the lowest index. The surplus of a full group goes to the others
+    in the same proportion; groups of weight 0 get equal parts once all others are full.
 
     Args:
         weights: `[..., G]`, 0 or positive, any dtype.
@@ -169,14 +170,14 @@ def share_out(weights: Tensor, budget: int, caps: Tensor) -> Tensor:
             f"cannot share {budget} tokens out among groups that hold {int(caps.sum(-1).min())}"
         )
     quota = _quotas(weights, budget, caps)
-    counts = (quota + _ROUNDING).floor().long()
-    fraction = ((quota - counts) / _ROUNDING).round().masked_fill(counts >= caps, -1)
+    counts = (quota + ROUNDING).floor().long()
+    fraction = ((quota - counts) / ROUNDING).round().masked_fill(counts >= caps, -1)
     rank = fraction.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)
     return counts + (rank < budget - counts.sum(-1, keepdim=True)).long()
 
 
 def _quotas(weights: Tensor, budget: int, caps: Tensor) -> Tensor:
-    """Proportional shares, not yet whole; those that reach their cap stay there."""
+    """Proportional shares, not yet whole numbers; those that reach their cap stay there."""
     full = caps <= 0
     quota = torch.zeros_like(weights)
     for _ in range(weights.shape[-1] + 1):
@@ -186,7 +187,7 @@ def _quotas(weights: Tensor, budget: int, caps: Tensor) -> Tensor:
         open_weight = torch.where(total > 0, open_weight, (~full).double())
         total = open_weight.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
         quota = torch.where(full, caps, left * (open_weight / total))
-        over = ~full & (quota + _ROUNDING >= caps)
+        over = ~full & (quota + ROUNDING >= caps)
         if not bool(over.any()):
             break
         full = full | over

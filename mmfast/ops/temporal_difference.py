@@ -1,4 +1,4 @@
-"""How much every patch of a video differs from the same patch one frame earlier."""
+"""Difference of every patch of a video from the same patch one frame earlier."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def rows_of(x: Tensor) -> Array:
     return array
 
 
-_CHUNK = 2_000_000  # numbers that are worked on at once; what a processor's cache holds
-_SPAN = 64  # and of how many frames, at most
+_CHUNK = 2_000_000  # numbers processed at once: they fit a processor's cache
+_SPAN = 64  # most frames processed at once
 
 
 class Difference(NamedTuple):
-    """What changed since the frame before.
+    """Changes since the frame before.
 
     Attributes:
         cosine: `[F, n]` float64; exactly 1 for equal rows, 0 with a zero row, -inf in the first
@@ -68,7 +68,7 @@ class Difference(NamedTuple):
 
 
 def reference(x: Tensor, lengths: Sequence[int] | None = None, l1: bool = True) -> Difference:
-    """The formulas of `temporal_difference` as they are, with temporaries as large as the clip."""
+    """Compute `temporal_difference` directly, with temporaries as large as the clip."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     before = wide.roll(1, 0)
     square = wide.square().sum(-1).double()
@@ -89,7 +89,7 @@ def temporal_difference(
     Args:
         x: `[F, n, D]`, the frames of all clips one after the other, any floating dtype.
         lengths: Frames of each clip, F in all; one clip by default.
-        l1: Whether differences are wanted; None takes their place.
+        l1: Compute mean absolute differences, too.
 
     Raises:
         MmfastError: The lengths do not add up to F.
@@ -111,7 +111,7 @@ def temporal_difference(
 
 
 def static_runs(static: Tensor) -> Tensor:
-    """For how many steps each patch has not changed.
+    """Number of steps for which each patch has not changed.
 
     Args:
         static: `[F, n]` bool, such as `difference.cosine > 0.9`: whether a patch is like the one
@@ -132,7 +132,7 @@ def static_runs(static: Tensor) -> Tensor:
 
 
 def _on_host(x: Tensor, lengths: Sequence[int], l1: bool) -> Difference:
-    """A few patches at a time, so that what the formulas share is read from memory once."""
+    """Process a few patches at a time, so that each is read from memory once."""
     frames, n, _ = x.shape
     dot, square = torch.zeros(2, frames, n, dtype=torch.float64)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -155,7 +155,7 @@ def _on_host(x: Tensor, lengths: Sequence[int], l1: bool) -> Difference:
 
 
 def _blocks(x: Tensor) -> Iterator[tuple[Tensor, int, int, slice]]:
-    """Parts of `x` in float32 at least: `[first : first + F, spots]`, new from frame `begin` on."""
+    """Yield parts of `x` in float32 at least: `[first : first + F, spots]`, new from `begin` on."""
     frames, n, d = x.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     span = min(frames, _SPAN)
@@ -172,7 +172,7 @@ def _blocks(x: Tensor) -> Iterator[tuple[Tensor, int, int, slice]]:
 
 
 def _in_chunks(x: Tensor, lengths: Sequence[int], l1: bool) -> Difference:
-    """The reference on a few patches and frames at a time."""
+    """Apply `reference` to a few patches and frames at a time."""
     opens = _opens(lengths, x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
     kinds = (torch.float64, wide, wide)
@@ -188,7 +188,7 @@ def _in_chunks(x: Tensor, lengths: Sequence[int], l1: bool) -> Difference:
 
 
 def _opens(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Whether a frame is the first of its clip, `[F, 1]`."""
+    """Mark the first frame of each clip, `[F, 1]`."""
     opens = torch.zeros(sum(lengths), 1, dtype=torch.bool)
     firsts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
     opens[[first for first, length in zip(firsts, lengths, strict=True) if length]] = True

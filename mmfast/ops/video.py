@@ -1,27 +1,173 @@
-"""Cut a video into windows of frames that share the most static places."""
+"""Videos as tokens: change over time, unusual tokens, static windows, shots and memory."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import snap, stable_topk
-from mmfast.ops.similarity import (
-    closeness,
-    paired_cosine,
-    parts,
-    spatial_novelty,
-    steady_channels,
-    sum_of,
-    take_channels,
-    unit_rows,
-)
+from mmfast.ops.ranking import ROUNDING, snap, stable_topk
+from mmfast.ops.similarity import TABLE_CHUNK, paired_cosine, sum_of, unit_rows
+from mmfast.ops.temporal_difference import temporal_difference
+
+
+def temporal_cosine(x: Tensor, frames: int) -> Tensor:
+    """Cosine of every token with the token at the same place one frame later.
+
+    Args:
+        x: `[..., frames * n, D]`, frame after frame.
+        frames: Number of frames T.
+
+    Returns:
+        `[..., T - 1, n]` float64.
+    """
+    video = x.unflatten(-2, (frames, -1))  # [..., T, n, D]
+    lead, n = video.shape[:-3], video.shape[-2]
+    flat = video.reshape(-1, n, x.shape[-1])
+    cosine = temporal_difference(flat, [frames] * (len(flat) // frames), l1=False).cosine
+    return cosine.reshape(*lead, frames, n)[..., 1:, :]
+
+
+_WIDTHS = (0.125, 0.25, 0.5, 1.0, 2.0)
+
+
+def closeness(x: Tensor, centre: Tensor) -> Tensor:
+    """Sum of `exp(-|x - centre|^2 / (2 a))` over five widths a from 1/8 to 2: 5 at the centre.
+
+    Args:
+        x: Rows `[..., n, C]`, of unit length in the methods that use it.
+        centre: Broadcasts to them, `[..., 1, C]`.
+
+    Returns:
+        `[..., n]`.
+    """
+    square = (x - centre).square().sum(-1)
+    total = (-square / (2 * _WIDTHS[0])).exp()
+    for width in _WIDTHS[1:]:
+        total = total + (-square / (2 * width)).exp()
+    return total
+
+
+def spatial_novelty(frame: Tensor, rows: int, columns: int) -> Tensor:
+    """One minus the larger cosine with the token on the left and the one above.
+
+    Args:
+        frame: `[..., rows * columns, D]`.
+        rows: Rows of the raster.
+        columns: Tokens in a row.
+
+    Returns:
+        `[..., rows * columns]` float64; infinite for the first token, which has no such neighbour.
+    """
+    image = frame.unflatten(-2, (rows, columns))
+    alike = torch.full(image.shape[:-1], -torch.inf, dtype=torch.float64, device=image.device)
+    alike[..., 1:] = paired_cosine(image[..., 1:, :], image[..., :-1, :])
+    above = paired_cosine(image[..., 1:, :, :], image[..., :-1, :, :])
+    alike[..., 1:, :] = torch.maximum(alike[..., 1:, :], above)
+    return 1.0 - alike.flatten(-2)
+
+
+Floats = NDArray[np.floating[Any]]
+
+
+class SinceKept:
+    """Changes of tokens since the last one kept at their place, for any threshold.
+
+    The first frame is kept. All pairs of frames are compared beforehand, `T * N` numbers, so that
+    many thresholds can be tried.
+    """
+
+    def __init__(self, x: Tensor, frames: int) -> None:
+        """`x` is `[N, D]`, frame after frame."""
+        places = rearrange(x.detach(), "(t n) d -> n t d", t=frames)
+        self._change: Floats = _changes(places).cpu().numpy()  # [n, T, T]
+
+    def changes(self, threshold: float) -> Floats:
+        """Change of every later token since the last one kept, `[T - 1, n]` float64.
+
+        Args:
+            threshold: A token whose change is above it is kept, and the next is compared with it.
+        """
+        n, frames, _ = self._change.shape
+        place, last = np.arange(n), np.zeros(n, dtype=np.int64)
+        seen = np.empty((frames - 1, n))
+        for t in range(1, frames):
+            seen[t - 1] = self._change[place, last, t]
+            last[seen[t - 1] > threshold] = t
+        return seen
+
+    def tuned(self, count: int) -> float:
+        """Find by bisection the threshold at which `count` later tokens are kept.
+
+        It keeps at least `count`, and the next higher multiple of 2^-30 fewer; with a threshold of
+        -1 or less everything is kept.
+        """
+        low, high = -round(1 / ROUNDING), round(2 / ROUNDING)  # nothing is above 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            if int((self.changes(middle * ROUNDING) > middle * ROUNDING).sum()) >= count:
+                low = middle
+            else:
+                high = middle
+        return low * ROUNDING
+
+
+def _changes(places: Tensor) -> Tensor:
+    """One minus the cosine of every two frames, of each place of `[n, T, D]`: `[n, T, T]`."""
+    n, frames, width = places.shape
+    few = n if places.is_cuda else max(1, TABLE_CHUNK // max(1, frames * width))
+    change = places.new_empty(n, frames, frames, dtype=torch.float64)
+    for spot in range(0, n, max(1, few)):
+        rows = unit_rows(places[spot : spot + few].double())
+        change[spot : spot + few] = 1.0 - snap(rows @ rows.transpose(-1, -2))
+    return change
+
+
+_CHANNEL_CHUNK = TABLE_CHUNK // 2  # the sums hold two temporaries
+
+
+def steady_channels(x: Tensor, count: int) -> Tensor:
+    """The `count` channels of smallest population variance over the tokens, smallest first.
+
+    Args:
+        x: `[..., N, D]`; sums are float64.
+        count: 1 to D.
+
+    Returns:
+        `[..., count]` int64; ties go to the lowest channel.
+    """
+    n = x.shape[-2]
+    # From the first token on: a channel that never changes then has a variance of exactly 0.
+    first = x[..., :1, :].double()
+    mean = sum_of((part.double() - first).sum(-2, keepdim=True) for part in parts(x)) / n
+    start = first + mean
+    square = sum_of((part.double() - start).square_().sum(-2) for part in parts(x))
+    return (square / n).sort(dim=-1, stable=True).indices[..., :count]
+
+
+def parts(x: Tensor, least: int = 1) -> tuple[Tensor, ...]:
+    """Split `x` `[..., N, D]` into a multiple of `least` tokens each; one part on a device."""
+    if x.device.type != "cpu" or not x.numel():
+        return (x,)
+    rows = max(1, _CHANNEL_CHUNK * x.shape[-2] // (x.numel() * least)) * least
+    some: tuple[Tensor, ...] = x.split(rows, -2)
+    return some
+
+
+def take_channels(x: Tensor, channels: Tensor) -> Tensor:
+    """Channels `[..., C]` of `x` `[..., N, D]`: `[..., N, C]`."""
+    if channels.shape[:-1].numel() == 1:  # an index per number is slow to read
+        return x.index_select(-1, channels.flatten())
+    index = channels[..., None, :].expand(*x.shape[:-1], channels.shape[-1])
+    return x.gather(-1, index)
+
 
 Segment = tuple[int, int]  # first and last frame
 
@@ -33,7 +179,7 @@ def static_windows(alike: Tensor, longest: int) -> tuple[list[Segment], int]:
     `static places * (b - a)` tokens. On ties no window wins, then the shortest.
 
     Args:
-        alike: `[T - 1, n]` bool, whether the token at a place resembles the one a frame later.
+        alike: `[T - 1, n]` bool, True where a token resembles the one a frame later.
         longest: Most frames in a window.
 
     Returns:
@@ -63,7 +209,7 @@ def _tokens_saved(alike: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Entry (b, a): tokens that a window of frames a..b saves, 0 unless a < b; `[T, T]`."""
     frames, n = len(alike) + 1, alike.shape[1]
     frame = np.arange(frames)
-    # Where a place changes next: it is static in every window that ends there or before.
+    # The next change of a place: it is static in every window that ends there or before.
     change = np.full((frames, n), frames - 1)
     change[:-1] = np.where(alike, frames - 1, frame[:-1, None])
     until = np.minimum.accumulate(change[::-1], axis=0)[::-1]
@@ -84,7 +230,7 @@ def static_places(alike: Tensor, segment: Segment) -> Tensor:
 
 @dataclass
 class Quota:
-    """What is kept of a video of T frames with n places.
+    """Tokens to keep of a video of T frames with n places.
 
     Attributes:
         clusters: Clusters of each window.
@@ -98,13 +244,13 @@ class Quota:
 
 
 def paper_quota(places: list[int], dynamic: Tensor, attn: Tensor, ratio: float) -> Quota:
-    """Counts of the paper: clusters are rounded, the most attended of a frame are rounded up.
+    """Return the counts of the paper: clusters rounded, most attended tokens of a frame rounded up.
 
     Args:
         places: Static places of each window.
         dynamic: `[T, n]` bool, tokens that are not static.
         attn: `[T, n]` scores.
-        ratio: Share to keep of what static merging leaves.
+        ratio: Share to keep of the tokens after static merging.
     """
     score = attn.masked_fill(~dynamic, -torch.inf)
     rank = stable_topk(score, dynamic.shape[-1]).argsort(-1)
@@ -157,7 +303,7 @@ def _best(candidates: Tensor, attn: Tensor, count: int) -> Tensor:
 
 
 def shots(video: Tensor, least: int, tau: float) -> list[tuple[int, int]]:
-    """Segments between the least similar adjacent frames and wherever they fall below `tau`.
+    """Cut at the least similar adjacent frames and wherever similarity is below `tau`.
 
     Args:
         video: `[T, n, D]`; a frame is compared by its mean token.
@@ -183,7 +329,7 @@ def _mean_tokens(video: Tensor) -> Tensor:
 
 
 def first_frame(x: Tensor, grid: tuple[int, int, int], budget: int) -> Tensor:
-    """Places of the first frame that are kept, for methods that keep it and then only changes.
+    """Places of the first frame to keep, for methods that then keep only changes.
 
     The whole frame, if the budget holds it. Otherwise a quarter of the budget (rounded up; all of
     it for an image) goes to the tokens least like both the token on their left and the one above.
@@ -208,11 +354,11 @@ def first_frame(x: Tensor, grid: tuple[int, int, int], budget: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """What is remembered of the chunks so far; a value of fixed size, however long the stream.
+    """Memory of the chunks so far, of fixed size for a stream of any length.
 
     Attributes:
         total: `[..., C]` float64, sum of the chunks' means over their steady channels.
-        chunks: How many they are.
+        chunks: Number of chunks.
     """
 
     total: Tensor
@@ -237,9 +383,9 @@ class Familiarity:
 def familiarity(x: Tensor, frames: int, memory: ChunkMemory | None = None) -> Familiarity:
     """Score the tokens of a chunk against the memory and against their own frame.
 
-    Half of the channels count, those that vary least over the chunk. Entries of the memory come
-    from different channels in every chunk and are averaged by rank all the same: the memory
-    holds levels of steady channels, not a picture.
+    Only the half of the channels that vary least over the chunk counts. Entries of the memory come
+    from different channels in every chunk and are averaged by rank: the memory holds levels of
+    steady channels, not a picture.
 
     Args:
         x: `[..., T * n, D]`, frame after frame.
@@ -265,7 +411,7 @@ BEFORE, LEFT, ABOVE = (1, 0, 0), (0, 0, 1), (0, 1, 0)
 
 
 def raster_links(tokens: Tokens, step: tuple[int, int, int]) -> Tensor:
-    """The token that lies `step` earlier, `[N]` int64; -1 where there is none.
+    """Return the token that lies `step` earlier, `[N]` int64; -1 where there is none.
 
     Args:
         tokens: One item with the signal `place` `[N, 3]`; of an image cut into tiles, `tile` tells
@@ -289,6 +435,6 @@ def raster_links(tokens: Tokens, step: tuple[int, int, int]) -> Tensor:
 
 
 def likeness(x: Tensor, link: Tensor) -> Tensor:
-    """Cosine of each token `[N, D]` with the one it is linked to, `[N]`; -inf without a link."""
+    """Cosine of each token `[N, D]` with its linked token, `[N]`; -inf without a link."""
     alike = paired_cosine(x, x.index_select(0, link.clamp_min(0)))
     return alike.masked_fill(link < 0, -torch.inf)

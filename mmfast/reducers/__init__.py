@@ -1,1 +1,1 @@
-"""Visual-token reducers: `core.registry` finds every file of this package by itself."""
+"""Token reducers; `core.registry` imports every file of this package."""

@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.frontends.clip import Frame
 from mmfast.frontends.live.source import live_frames
-from mmfast.frontends.picture import Frame
-from mmfast.frontends.video.parallel import Ahead
+from mmfast.frontends.video.threads import Ahead
 from mmfast.streams.stream import Clock, SystemClock
 
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ from mmfast.bench.registry import quiet
 from mmfast.bench.suites import reader
 from mmfast.bench.suites.reader import ClipShape, write_clip
 from mmfast.core.errors import MmfastError
-from mmfast.frontends import read_video
-from mmfast.frontends.video import parallel
+from mmfast.frontends.video import threads
+from mmfast.frontends.video.reader import read_video
 
 SMALL = ClipShape(width=160, height=96, seconds=6, rate=12, gop=24)
 
 
 @pytest.fixture(autouse=True)
 def short_clips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_WORTH", 0)
+    monkeypatch.setattr(threads, "_WORTH", 0)
 
 
 def test_rows_of_a_small_clip() -> None:

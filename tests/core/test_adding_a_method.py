@@ -1,12 +1,14 @@
-"""A method from a file outside the package: it is registered, and everything reads the registry."""
+"""A method from one file, of a plugin or of the package: everything reads the registry."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import decode_models
 import oracles
 import pytest
 import torch
@@ -16,9 +18,12 @@ from typer.testing import CliRunner
 
 import mmfast
 from mmfast.bench.report import readme
+from mmfast.caches.plan import plan_cache
 from mmfast.cli import app
 from mmfast.core import registry
 from mmfast.core.errors import SpecError
+from mmfast.heads.base import save_head
+from mmfast.models.decoder.backbone import load_head, make_head
 
 METHOD = '''"""Keep the longest tokens."""
 
@@ -109,3 +114,75 @@ def test_a_broken_plugin_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             registry.methods()
     monkeypatch.undo()
     assert registry.get("evs").fn.__module__ == "mmfast.reducers.video.evs"
+
+
+IN_PACKAGE = {
+    "reducer": METHOD,
+    "cache": '''"""Keep the newest tokens."""
+
+import torch
+
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register
+from mmfast.core.tokens import Tokens
+
+
+@register("longest", kind="cache", sites=("kv",), role="score")
+def longest(tokens: Tokens, budget: int) -> Reduction:
+    """Keep the newest tokens of every head."""
+    keep = torch.arange(tokens.n - budget, tokens.n)
+    return Reduction.prune(keep.expand(*tokens.x.shape[:-2], budget), tokens.n)
+''',
+    "head": '''"""Multi-token prediction under another name."""
+
+from typing import ClassVar
+
+from mmfast.core.registry import register
+from mmfast.heads.mtp import Mtp
+
+
+@register("longest", kind="head", needs=("hidden",), sites=("time",))
+class Longest(Mtp):
+    """Draft with independent modules."""
+
+    name: ClassVar[str] = "longest"
+''',
+}
+
+
+@pytest.fixture(params=IN_PACKAGE)
+def added(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """One more file in the package of a kind; everything as before once the test is over."""
+    kind, package = request.param, registry.PACKAGES[request.param]
+    (tmp_path / "longest_file.py").write_text(IN_PACKAGE[kind])
+    home = importlib.import_module(package)
+    registry.methods()  # the others are loaded, so that only the new file is imported here
+    monkeypatch.setattr(home, "__path__", [*home.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "_LOADED", registry._LOADED - {package})
+    yield kind
+    registry.unregister("longest", kind)
+    sys.modules.pop(f"{package}.longest_file", None)
+    vars(home).pop("longest_file", None)
+
+
+def test_one_file_in_its_package_is_enough(added: str, tmp_path: Path) -> None:
+    method = registry.get("longest", added)
+    assert method.fn.__module__ == f"{registry.PACKAGES[added]}.longest_file"
+    assert method in mmfast.methods(added)
+    rows = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
+    assert {"name": "longest", "kind": added, "summary": method.summary}.items() <= next(
+        row.items() for row in rows if row["name"] == "longest"
+    )
+    tokens = mmfast.Tokens(torch.eye(4) * torch.arange(1.0, 5)[:, None])
+    if added == "reducer":
+        assert mmfast.reduce(tokens, "longest:2").keep.tolist() == [2, 3]
+    elif added == "cache":
+        plan = plan_cache("longest:2")
+        assert plan is not None and plan.reduce(tokens).keep.tolist() == [2, 3]
+    else:
+        model = decode_models.tiny()
+        head = make_head("longest", model, modules=2)
+        save_head(head, tmp_path / "head.safetensors")
+        assert type(load_head(tmp_path / "head.safetensors", model)) is method.fn

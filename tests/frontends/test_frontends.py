@@ -16,7 +16,8 @@ from media_factory import (
     write_video,
 )
 
-from mmfast.frontends import iter_video, kind_of, read_video
+from mmfast.frontends.image import kind_of
+from mmfast.frontends.video.reader import iter_video, read_video
 
 QUIET_265 = "log-level=none"
 UNEVEN = [Fraction(n * n, 500) for n in range(48)]  # 0, 2, 8, 18, ... ms
@@ -195,7 +196,7 @@ def test_a_sparse_read_does_not_hold_the_video(tmp_path: Path) -> None:
     path = write_video(tmp_path / "l.mp4", count=200, size=(640, 480), gop=100, options=fast)
     code = (
         "import resource, sys\n"
-        "from mmfast.frontends import read_video\n"
+        "from mmfast.frontends.video.reader import read_video\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "read_video(sys.argv[1], frames=1, backend=sys.argv[2]); before = peak()\n"
         "assert len(read_video(sys.argv[1], frames=4, backend=sys.argv[2])) == 4\n"
@@ -208,6 +209,9 @@ def test_a_sparse_read_does_not_hold_the_video(tmp_path: Path) -> None:
 
 
 def test_the_front_end_imports_neither_torch_nor_transformers() -> None:
-    code = "import mmfast.frontends, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys, mmfast.frontends.live.source, mmfast.frontends.video.reader\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"

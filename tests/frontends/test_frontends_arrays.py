@@ -11,7 +11,8 @@ import torch
 from media_factory import numbers_of, picture
 from PIL import Image
 
-from mmfast.frontends import iter_video, kind_of, read_image, read_video
+from mmfast.frontends.image import kind_of, read_image
+from mmfast.frontends.video.reader import iter_video, read_video
 
 COUNT = 10
 STACK = np.stack([picture(n) for n in range(COUNT)])  # [T, H, W, 3]

@@ -20,7 +20,8 @@ from media_factory import (
 from PIL import Image
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends import iter_video, kind_of, read_image, read_video
+from mmfast.frontends.image import kind_of, read_image
+from mmfast.frontends.video.reader import iter_video, read_video
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from media_factory import number_of, write_animation, write_video
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends import Clip, Limits, iter_video, read_image, read_video
+from mmfast.frontends.clip import Clip
+from mmfast.frontends.image import read_image
+from mmfast.frontends.source import Limits
+from mmfast.frontends.video.reader import iter_video, read_video
 
 LIMITS = Limits(decoded_bytes=1 << 26, seconds=20)
 # Derandomised: a decoder's crash cannot be caught, so the suite always runs the same examples.

@@ -12,7 +12,9 @@ from media_factory import number_of, numbers_of, picture, png_of_size, write_ani
 from PIL import Image, ImageOps
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends import Limits, iter_video, kind_of, read_image, read_video
+from mmfast.frontends.image import kind_of, read_image
+from mmfast.frontends.source import Limits
+from mmfast.frontends.video.reader import iter_video, read_video
 
 STAYS = [50, 120, 70, 400, 30, 200]  # milliseconds
 STARTS = [0.0, 0.05, 0.17, 0.24, 0.64, 0.67]

@@ -12,7 +12,9 @@ import torch
 from media_factory import refused, write_video
 from PIL import Image
 
-from mmfast.frontends import Limits, iter_video, read_image, read_video
+from mmfast.frontends.image import read_image
+from mmfast.frontends.source import Limits
+from mmfast.frontends.video.reader import iter_video, read_video
 
 
 def test_arguments(clip_path: Path) -> None:
@@ -42,7 +44,7 @@ def test_decord_says_what_it_cannot_read(tmp_path: Path, clip_path: Path) -> Non
 def test_limits_are_checked_before_decoding(
     clip_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmfast.frontends.video.pyav.Decoder._decode", None)
+    monkeypatch.setattr("mmfast.frontends.video.decoders.PacketDecoder._decode", None)
     for limits, part in (
         (Limits(bytes=1000), "Limits(bytes=...)"),
         (Limits(pixels=6143), "96x64 = 6,144 pixels"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from media_factory import numbers_of, picture, turned, write_flat, write_video
 
-from mmfast.frontends import iter_video, read_video
+from mmfast.frontends.video.reader import iter_video, read_video
 
 
 @pytest.mark.parametrize("source", ["path", "bytes"])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from media_factory import write_video
 from transformers.video_utils import VideoMetadata
 
-from mmfast.frontends import read_video
-from mmfast.frontends.video.sampling import Ask, sample_stream
+from mmfast.frontends.sampling import Ask, sample_stream
+from mmfast.frontends.video.reader import read_video
 
 TOLERANCE = 1e-6
 ticks = st.lists(st.integers(1, 2000), min_size=1, max_size=40)  # milliseconds on screen

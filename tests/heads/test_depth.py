@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from codebook_models import KINDS, depth_core, llama, prompts
+from oracles_ops import undelay
 
 from mmfast.core.registry import get, methods
 from mmfast.decoding.codebooks import BlockPlan, CodeChoice, copy_frame, one_by_one
@@ -16,7 +17,6 @@ from mmfast.heads.base import save_head
 from mmfast.heads.depth import DepthHead
 from mmfast.models.decoder.backbone import load_head, make_head
 from mmfast.models.decoder.frames import FrameSteps
-from mmfast.ops.codebooks import undelay
 
 
 def test_the_heads_are_registered() -> None:

@@ -20,8 +20,8 @@ from kernel_tools import (
 SELECT = """
 import torch
 from mmfast.kernels.max_min_select import SAME, max_min_select, nearest_other
-from mmfast.ops.max_min_reference import max_min_plain
-from mmfast.ops.unit import unit_rows
+from mmfast.ops.max_min import max_min_plain
+from mmfast.ops.similarity import unit_rows
 
 def poisoned(matrix):
     items, n, columns = matrix.shape
@@ -79,8 +79,7 @@ print("same similarities")
 # The whole op as on a GPU, in both ways, against the search on the host.
 WHOLE = """
 import torch
-from mmfast.ops.max_min import max_min
-from mmfast.ops.max_min_device import max_min_device
+from mmfast.ops.max_min import max_min, max_min_device
 
 torch.manual_seed(0)
 def check(x, count, block):

@@ -24,7 +24,8 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.spec import reduce
 from mmfast.core.tokens import Tokens
 from mmfast.ops import temporal_difference as op
-from mmfast.ops.similarity import paired_cosine, temporal_cosine
+from mmfast.ops.similarity import paired_cosine
+from mmfast.ops.video import temporal_cosine
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SHAPES: list[tuple[tuple[int, int, int], list[int] | None]] = [
@@ -73,7 +74,7 @@ def check(frames, n, d, dtype, lengths, cut=None, chunk=None):
     kernel.shape, kernel.chunk_frames = shape, chunks
 
 torch.manual_seed(0)
-small = kernel.Shape(rows=2, block=32, warps=4, stages=3)
+small = kernel.TileShape(rows=2, block=32, warps=4, stages=3)
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     check(6, 5, 19, dtype, [6], small, chunk=2)
     check(7, 3, 32, dtype, [3, 0, 4], small, chunk=3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles_ops import attention_column_sums_reference
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,7 +19,6 @@ from mmfast.ops import attention_column_sums as column_chunks
 from mmfast.ops.attention import attend
 from mmfast.ops.attention_column_sums import (
     attention_column_sums,
-    attention_column_sums_reference,
 )
 
 SHAPES = {

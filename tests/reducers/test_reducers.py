@@ -17,7 +17,7 @@ from token_factory import KINDS, item, make
 
 import mmfast
 from mmfast import Reduction, SpecError, Tokens
-from mmfast.core.registry import Method
+from mmfast.core.registry import Method, get
 from mmfast.core.spec import parse
 
 METHODS = mmfast.methods("reducer")
@@ -182,9 +182,9 @@ def _faults() -> list[Fault]:
 
 
 def _choosing_faults() -> list[Fault]:
-    from mmfast.ops import ranking, similarity
+    from mmfast.ops import ranking, video
 
-    topk, cosine = ranking.stable_topk, similarity.temporal_cosine
+    topk, cosine = ranking.stable_topk, video.temporal_cosine
 
     def least(score: torch.Tensor, count: int) -> torch.Tensor:
         return topk(-score, count)
@@ -235,8 +235,8 @@ def _merging_faults() -> list[Fault]:
         return torch.full(owner.shape, 0.5)
 
     return [
-        ("visionzip", "contextual_merge", "_assign", lambda k, r, t: torch.zeros_like(r)),
-        ("visionzip", "contextual_merge", "_weights", lambda m, t, half: torch.ones(t.shape)),
+        ("visionzip", "merging", "_assign", lambda k, r, t: torch.zeros_like(r)),
+        ("visionzip", "merging", "_weights", lambda m, t, half: torch.ones(t.shape)),
         ("holitom_inner", "holitom_inner", "_halvings", all_half),
         ("tome", "tome", "match", wrong_partner),
         ("tome", "tome", "match", most_similar),
@@ -296,8 +296,8 @@ def test_oracle_sees_planted_faults(
     wide = (6, 2, 6)
     assert not disagreement(tokens, name, 20) and not disagreement(tokens, name, 5)
     if module:
-        folder = "reducers" if module == name else "ops"
-        monkeypatch.setattr(f"mmfast.{folder}.{module}.{attribute}", bug)
+        home = get(name).fn.__module__ if module == name else f"mmfast.ops.{module}"
+        monkeypatch.setattr(f"{home}.{attribute}", bug)
     else:
         monkeypatch.setattr(Reduction, attribute, staticmethod(bug))
     others = [make("video", wide, seed=seed) for seed in (6, 7)]

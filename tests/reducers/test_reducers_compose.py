@@ -13,6 +13,7 @@ from reducer_checks import disagreement, matrix, reduce
 from token_factory import item, make
 
 from mmfast import Reduction, SpecError, Tokens
+from mmfast.core.registry import get
 
 KNOBS = [
     ("audio_prune", {"coverage": 0.0}),
@@ -201,7 +202,7 @@ def _faults() -> list[tuple[str, str, Callable[..., object]]]:
 
     return [
         ("visiondrop", "reducers.visiondrop.stable_topk", least),
-        ("visiondrop", "ops.contextual_merge._assign", lambda m, r, t: torch.zeros_like(r)),
+        ("visiondrop", "ops.merging._assign", lambda m, r, t: torch.zeros_like(r)),
         ("greedyprune", "reducers.greedyprune.greedy_diverse", greedy),
         ("greedyprune", "reducers.greedyprune.rescale", lambda score: score.double() * 0),
         ("script", "reducers.script.relevance", lambda x, q: x.double().sum(-1)),
@@ -217,9 +218,9 @@ def _faults() -> list[tuple[str, str, Callable[..., object]]]:
         ("fastvid", "reducers.fastvid.shots", uncut),
         ("fastvid", "reducers.fastvid._weights", lambda m, own, beta: own.float()),
         ("dtd", "reducers.dtd.stable_topk", least),
-        ("dtd", "ops.since_kept.SinceKept.tuned", lambda self, count: -1.0),
-        ("a_tome", "ops.adjacent_merge._runs", lambda s, n, d: Reduction.identity(n)),
-        ("a_tome", "ops.adjacent_merge.paired_cosine", lambda a, b: -(a * b).sum(-1)),
+        ("dtd", "ops.video.SinceKept.tuned", lambda self, count: -1.0),
+        ("a_tome", "ops.merging._runs", lambda s, n, d: Reduction.identity(n)),
+        ("a_tome", "ops.merging.paired_cosine", lambda a, b: -(a * b).sum(-1)),
         ("audio_prune", "reducers.audio_prune.stable_topk", least),
         ("temporal_pool", "core.reduction.Reduction.merge", shifted),
         ("spatial_pool", "core.reduction.Reduction.merge", shifted),
@@ -233,5 +234,8 @@ def test_oracle_sees_planted_faults(
     tokens = [make("video", (8, 2, 4), seed=seed) for seed in (5, 6, 7)]
     assert not disagreement(tokens[0], name, 20)
     wrapped = staticmethod(bug) if what.endswith("Reduction.merge") else bug
-    monkeypatch.setattr(f"mmfast.{what}", wrapped)
+    part, _, attribute = what.partition(".")
+    home = get(name).fn.__module__ if part == "reducers" else f"mmfast.{part}"
+    attribute = attribute.split(".")[-1] if part == "reducers" else attribute
+    monkeypatch.setattr(f"{home}.{attribute}", wrapped)
     assert any(disagreement(t, name, budget) for t in tokens for budget in (20, 6, 40))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mmfast.core.errors import MediaError, SpecError
-from mmfast.frontends.video.parallel import Ahead
+from mmfast.frontends.video.threads import Ahead
 from mmfast.streams.sources import Feed
 from mmfast.streams.stream import FakeClock, SystemClock
 

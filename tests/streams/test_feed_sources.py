@@ -12,8 +12,8 @@ from media_factory import number_of, picture, refused, write_video
 
 from mmfast.frontends.live.source import Push, live_frames
 from mmfast.frontends.source import Budget
-from mmfast.frontends.video import parallel
-from mmfast.frontends.video.parallel import Ahead
+from mmfast.frontends.video import threads
+from mmfast.frontends.video.threads import Ahead
 from mmfast.streams.sources import Feed
 from mmfast.streams.stream import FakeClock
 
@@ -44,8 +44,8 @@ def test_the_first_frames_of_a_film_arrive_before_its_decoding_ends(
         count(self, width, height)
 
     monkeypatch.setattr(Budget, "frame", counted)
-    monkeypatch.setattr(parallel, "cores", lambda: 2)
-    monkeypatch.setattr(parallel, "_WORTH", 0 if sliced else 1e18)
+    monkeypatch.setattr(threads, "cores", lambda: 2)
+    monkeypatch.setattr(threads, "_WORTH", 0 if sliced else 1e18)
     with Feed(live_frames(film, fps=1, ahead=40), ahead=Ahead(frames=4)) as feed:
         pairs = [next(feed) for _ in range(3)]
         early = len(decoded)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+ORACLES = ROOT / "tests" / "support" / "oracles"
 CAPABILITIES = (80, 89, 90, 100, 120)
 
 # 1. Triton 3.6 turns a loop bound into an index through an array of one element, which numpy 2.4
@@ -214,7 +215,7 @@ def _process(
         # From a file: the kernels are compiled from their source text, and so is code in a file.
         script = Path(folder) / "script.py"
         script.write_text(code, encoding="utf-8")
-        here = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
+        here = os.pathsep.join([str(ROOT), str(ORACLES), *filter(None, [clean.get("PYTHONPATH")])])
         return subprocess.run(
             [sys.executable, str(script), *arguments],
             cwd=ROOT,

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 from media_factory import patched, turned, write_video
 
-from mmfast.frontends import Limits
-from mmfast.frontends.picture import Orientation
-from mmfast.frontends.source import MediaSource, open_source
-from mmfast.frontends.video import pyav
-from mmfast.frontends.video.container import Header, open_video, read_header
-from mmfast.frontends.video.parallel import Ahead, sampled
-from mmfast.frontends.video.sampling import sample_stream
+from mmfast.frontends.clip import Orientation
+from mmfast.frontends.container import Header, open_video, read_header
+from mmfast.frontends.sampling import sample_stream
+from mmfast.frontends.source import Limits, MediaSource, open_source
+from mmfast.frontends.video import decoders
+from mmfast.frontends.video.threads import Ahead, sampled
 
 SIZE = (96, 64)
 LIMITS = Limits()
@@ -93,11 +92,11 @@ class File:
         self.source: MediaSource = open_source(media, LIMITS)
         with open_video(self.source, LIMITS) as (container, stream):
             self.header: Header = read_header(self.source, container, stream, LIMITS)
-        first: Any = pyav.first_frame(self.source, LIMITS)
+        first: Any = decoders.first_frame(self.source, LIMITS)
         self.turn = Orientation.of(first)
         self.size = self.turn.size(first.width, first.height)
         self.tolerance = float(self.header.time_base) / 2 + 1e-9
-        self.all = list(pyav.read_all(self.source, LIMITS, self.header, self.turn, "SLICE"))
+        self.all = list(decoders.read_all(self.source, LIMITS, self.header, self.turn, "SLICE"))
 
     def sequential(self, fps: float) -> list[tuple[np.ndarray, float]]:
         return list(sample_stream(self.all, fps, self.tolerance))

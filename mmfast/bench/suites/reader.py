@@ -19,9 +19,9 @@ from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
 from mmfast.bench.timing import AGAIN, PairedTimes, Sample, frozen, interleave
 from mmfast.core.errors import MmfastError
-from mmfast.frontends import iter_video
-from mmfast.frontends.picture import Frame
-from mmfast.frontends.video.parallel import cores
+from mmfast.frontends.clip import Frame
+from mmfast.frontends.video.reader import iter_video
+from mmfast.frontends.video.threads import cores
 
 FPS = 1.0
 

@@ -1,10 +1,9 @@
-"""Where somebody speaks: a probability per 32 ms, and the spans of speech in a sound.
+"""Voice activity: the probability of speech per 32 ms, and the begin and end of speech.
 
-The network of silero-vad, on the weights in its wheel, with its memory as a value.
-
-The package's own wrapper keeps one conversation inside the model, and importing it sets the number
-of threads of the whole process; so the file of weights (safetensors, 1.2 MB) is read without it.
-The network: a Fourier transform by convolution, four convolutions, an LSTM cell, a sigmoid.
+`Silero` runs the network of silero-vad (a Fourier transform by convolution, four convolutions, an
+LSTM cell, a sigmoid) on the weights in its wheel, with its memory as a value. The package's own
+wrapper keeps one conversation inside the model, and importing it sets the number of threads of the
+whole process; so the file of weights (safetensors, 1.2 MB) is read without it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
 
 WINDOW = 512  # samples of a decision
-_CONTEXT = 64  # samples of the window before that a window sees
+_CONTEXT = 64  # samples of the window before, which are part of the input
 _BINS = 129
 _STRIDES = (1, 2, 2, 1)
 _FILE = "silero_vad_16k.safetensors"
@@ -53,10 +52,10 @@ def _weights() -> dict[str, Tensor]:
 
 
 class Silero:
-    """How likely a window of 512 samples at 16 kHz holds speech.
+    """Probability that a window of 512 samples at 16 kHz holds speech.
 
     Raises:
-        ModelError: The wheel of silero-vad is not there.
+        ModelError: The wheel of silero-vad is not installed.
     """
 
     window = WINDOW
@@ -65,11 +64,11 @@ class Silero:
         self._weights = _weights()
 
     def start(self, batch: int) -> SileroState:
-        """Memory of streams that have heard nothing."""
+        """Return the memory of streams without input."""
         return SileroState(torch.zeros(2, batch, 128), torch.zeros(batch, _CONTEXT))
 
     def step(self, state: SileroState, samples: Tensor) -> tuple[SileroState, Tensor]:
-        """Samples `[B, 512]` in -1..1 to probabilities `[B]`."""
+        """Return probabilities `[B]` for samples `[B, 512]` in -1..1."""
         w = self._weights
         seen = F.pad(torch.cat([state.context, samples], dim=1)[:, None], (0, 64), mode="reflect")
         with torch.no_grad():
@@ -86,19 +85,19 @@ class Silero:
         return SileroState(torch.stack([h, c]), context), voice[:, 0, 0].sigmoid()
 
     def reset(self, state: SileroState, rows: Tensor) -> SileroState:
-        """Memory with some streams (`[B]` bool) started anew."""
+        """Return the memory with streams `rows` (`[B]` bool) started anew."""
         cell = state.cell.masked_fill(rows[None, :, None], 0.0)
         return SileroState(cell, state.context.masked_fill(rows[:, None], 0.0))
 
 
-_QUIETEST = -60.0  # dB of full scale: below it nothing counts as loud
+_QUIETEST = -60.0  # dB of full scale: lowest level of the noise
 _MARGIN = 12.0  # dB above the noise that count as half a voice
 _SLOPE = 2.0  # dB
-_RISE = 0.05  # dB per window that the noise is thought to rise while it is loud
+_RISE = 0.05  # dB per window by which the noise estimate rises while it is loud
 
 
 class Energy:
-    """How far a window stands out of the noise before it; any loud noise passes for speech.
+    """Loudness of a window above the noise before it, which takes any loud noise for speech.
 
     The state is the level of the noise, `[B]` in dB: it falls at once and rises 1.5 dB a second.
     """
@@ -106,28 +105,28 @@ class Energy:
     window = WINDOW
 
     def start(self, batch: int) -> Tensor:
-        """Noise is thought to be low at first."""
+        """Return a low level of noise."""
         return torch.full((batch,), _QUIETEST)
 
     def step(self, state: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples `[B, 512]` in -1..1 to what passes for probabilities `[B]`."""
-        moved = samples - samples.mean(dim=1, keepdim=True)  # an offset is no sound
+        """Return pseudo-probabilities `[B]` for samples `[B, 512]` in -1..1."""
+        moved = samples - samples.mean(dim=1, keepdim=True)  # without the offset
         level = 10.0 * moved.square().mean(dim=1).clamp(min=1e-12).log10()
         noise = torch.minimum(state + _RISE, level).clamp(min=_QUIETEST)
         return noise, ((level - noise - _MARGIN) / _SLOPE).sigmoid()
 
     def reset(self, state: Tensor, rows: Tensor) -> Tensor:
-        """State with some streams (`[B]` bool) started anew."""
+        """Return the state with streams `rows` (`[B]` bool) started anew."""
         return state.masked_fill(rows, _QUIETEST)
 
 
-RATE = 16_000  # samples per second that it hears
+RATE = 16_000  # samples per second of its input
 _ENGINES = {"silero": Silero, "energy": Energy}
 
 
 @dataclass(frozen=True)
 class ActivityState:
-    """What the detector remembers of each stream, and the window begun `[B, r]`."""
+    """Memory of the detector for each stream, and the begun window `[B, r]`."""
 
     memory: Any
     begun: Tensor
@@ -136,16 +135,16 @@ class ActivityState:
 class VoiceActivity:
     """A `Stage`: pcm `[B, n]` at 16 kHz in, probabilities of speech `[B, t]` per 512 samples out.
 
-    Deterministic, and a pure function of state and samples: windows are looked at one by one, so
-    any split gives the same figures. Samples that are no numbers count as silence.
+    A deterministic function of state and samples: windows are judged one by one, so any split gives
+    the same figures. NaN and infinite samples count as silence.
 
     Args:
         engine: "silero" (the network of silero-vad, about 0.5 ms a window), or "energy" (loudness
-            above the noise, which takes any loud noise for speech; never chosen by itself).
+            above the noise, which takes any loud noise for speech; never chosen automatically).
 
     Raises:
         ModelError: silero-vad is not installed.
-        SpecError: There is no such engine.
+        SpecError: The engine is unknown.
     """
 
     rate, window = RATE, WINDOW
@@ -157,11 +156,11 @@ class VoiceActivity:
         self.engine = engine
 
     def start(self, batch: int = 1) -> ActivityState:
-        """The state of streams that have heard nothing."""
+        """Return the state of streams without input."""
         return ActivityState(self._engine.start(batch), torch.zeros(batch, 0))
 
     def step(self, state: ActivityState, chunk: Tensor) -> tuple[ActivityState, Tensor]:
-        """Add samples `[B, n]`; give a probability for every window they complete `[B, t]`."""
+        """Add samples `[B, n]`; return a probability per completed window, `[B, t]`."""
         clean = torch.nan_to_num(chunk.detach().float().cpu(), posinf=0.0, neginf=0.0)
         samples = torch.cat([state.begun, clean.clamp(-1.0, 1.0)], dim=1)
         memory, voices = state.memory, []
@@ -173,7 +172,7 @@ class VoiceActivity:
         return ActivityState(memory, samples[:, whole:].clone()), out
 
     def finish(self, state: ActivityState) -> Tensor:
-        """A window begun is not judged: `[B, 0]`."""
+        """Return `[B, 0]`: the begun window is not judged."""
         return state.begun.new_zeros(state.begun.shape[0], 0)
 
     def reset(self, state: ActivityState, rows: Tensor) -> ActivityState:
@@ -194,7 +193,7 @@ class VoiceActivity:
 
 @dataclass(frozen=True)
 class SpeechGateState:
-    """Whether somebody speaks, since which sample it seems so, and since which it does not."""
+    """State of speech: speaking or not, and the samples since which it is loud or quiet."""
 
     speaking: bool = False
     loud_from: int | None = None
@@ -203,13 +202,13 @@ class SpeechGateState:
 
 @dataclass(frozen=True)
 class Gate:
-    """Turns probabilities into beginnings and ends of speech.
+    """Begin and end of speech from probabilities.
 
     Args:
         threshold: Probability from which a window is speech.
-        exit: Probability below which speech may have ended; what lies between changes nothing.
-        speech: Samples of speech in a row that make a beginning.
-        silence: Samples without that make an end.
+        exit: Probability below which speech may have ended; values in between change nothing.
+        speech: Samples of speech in a row that begin speech.
+        silence: Samples of silence in a row that end it.
     """
 
     threshold: float = 0.5
@@ -228,7 +227,7 @@ class Gate:
     def step(
         self, state: SpeechGateState, voice: float, end: int
     ) -> tuple[SpeechGateState, Literal["", "start", "stop"]]:
-        """Judge the window that ends before sample `end`; say whether speech began or ended."""
+        """Judge the window that ends before sample `end`; return a begin or end of speech."""
         begin = end - WINDOW
         if not state.speaking:
             loud_from = None
@@ -244,39 +243,3 @@ class Gate:
         if quiet_from is not None and end - quiet_from >= self.silence:
             return SpeechGateState(False, None, quiet_from), "stop"
         return SpeechGateState(True, state.loud_from, quiet_from), ""
-
-
-def speech_spans(
-    pcm: Tensor,
-    gate: Gate | None = None,
-    padding: int = 480,
-    activity: VoiceActivity | None = None,
-) -> list[tuple[int, int]]:
-    """The spans `[start, stop)` of samples in which somebody speaks.
-
-    Args:
-        pcm: `[n]` at 16 kHz.
-        gate: Thresholds and times; an end after 100 ms of silence when left out.
-        padding: Samples added before and behind each span, where the neighbours leave room.
-        activity: The detector; silero when left out.
-
-    Raises:
-        ModelError: silero-vad is not installed.
-    """
-    gate = gate or Gate(silence=RATE // 10)
-    stage = activity or VoiceActivity()
-    _, voices = stage.step(stage.start(), pcm[None])
-    state, found, spans = SpeechGateState(), [], []
-    for number, voice in enumerate(voices[0].tolist(), start=1):
-        since = state.loud_from
-        state, change = gate.step(state, voice, number * WINDOW)
-        if change == "stop":
-            found.append((since or 0, state.quiet_from or 0))
-    if state.speaking:
-        found.append((state.loud_from or 0, state.quiet_from or len(pcm)))
-    for at, (first, last) in enumerate(found):
-        # Half of a short pause goes to either side.
-        before = first - found[at - 1][1] if at else 2 * first
-        behind = found[at + 1][0] - last if at + 1 < len(found) else 2 * (len(pcm) - last)
-        spans.append((first - min(padding, before // 2), last + min(padding, behind // 2)))
-    return spans

@@ -1,20 +1,19 @@
-"""Any sound to float32 mono at the wanted rate, whole or as it comes."""
+"""Reader of any sound to float32 mono at the wanted rate, whole or as a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-import av
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends.audio.samples import ENCODINGS, check, decode_pcm, mix, to_mono
+from mmfast.frontends.container import main_stream, open_container
 from mmfast.frontends.source import (
     DEFAULT_LIMITS,
     IMAGE_KINDS,
@@ -42,7 +41,7 @@ AUDIO_KINDS = {
     "ac3": "ac3",
     "amr": "amr",
 }  # kind -> FFmpeg's demuxer; containers with a picture may hold sound, too
-OTHER = "other"  # no magic we know: libsndfile may know it (NIST, VOC, PAF, RF64, …)
+OTHER = "other"  # unknown magic, which libsndfile may know (NIST, VOC, PAF, RF64, …)
 
 _MAGIC = (
     ("wav", 0, b"RF64"),
@@ -59,7 +58,7 @@ _MAGIC = (
 
 
 def sniff_sound(name: str, head: bytes) -> str:
-    """Tell what a sound file is from its first bytes.
+    """Detect the kind of a sound file from its first bytes.
 
     Returns:
         A key of `AUDIO_KINDS` or of `VIDEO_KINDS`, or `OTHER`.
@@ -75,7 +74,7 @@ def sniff_sound(name: str, head: bytes) -> str:
 
 
 def demuxer(source: MediaSource) -> str:
-    """FFmpeg's demuxer for a sound file; looks behind a tag, which any kind may carry."""
+    """Return FFmpeg's demuxer for a sound file, read after an ID3 tag, which any kind may have."""
     if source.kind != "mp3":
         return AUDIO_KINDS.get(source.kind) or VIDEO_KINDS[source.kind]
     with source.open() as file:
@@ -91,7 +90,7 @@ def demuxer(source: MediaSource) -> str:
 
 
 def not_sound(source: MediaSource) -> MediaError:
-    """The error for a file that is no sound at all."""
+    """Return the error for a file without sound."""
     with source.open() as file:
         head = file.read(12)
     return MediaError(
@@ -102,13 +101,13 @@ def not_sound(source: MediaSource) -> MediaError:
 
 Piece = tuple[Tensor, int]  # samples [n] float32 mono, their rate
 _SECONDS = 0.5  # of a piece: a packet may be 1 ms
-_DAMAGED = 100  # packets in a row that do not decode: nothing more will
+_DAMAGED = 100  # packets in a row that do not decode, after which reading ends
 
 
 def sound_pieces(source: MediaSource, limits: Limits) -> Iterator[Piece]:
     """Decode a file; the rate may change between pieces.
 
-    A damaged packet is left out, so is a truncated end.
+    Damaged packets and a truncated end are left out.
 
     Raises:
         MediaError: Nothing can be decoded, it lasts too long, or takes too long to decode.
@@ -130,24 +129,9 @@ def sound_pieces(source: MediaSource, limits: Limits) -> Iterator[Piece]:
         yield torch.cat(waiting), rate
 
 
-@contextmanager
-def _open(source: MediaSource) -> Iterator[Any]:
-    """PyAV's container; nothing but the file itself can be opened, whatever it refers to."""
-    file: Any = source.open() if isinstance(source.data, bytes) else str(source.data)
-    with refusing(source.name, "opened"):
-        container = av.open(
-            file,
-            format=demuxer(source),
-            options={"protocol_whitelist": "file"},
-            metadata_errors="ignore",
-        )
-    with container:
-        yield container
-
-
 def _decoded(source: MediaSource, limits: Limits) -> Iterator[Piece]:
-    with _open(source) as container:
-        stream = _main_stream(source, container)
+    with open_container(source, demuxer(source)) as container:
+        stream = main_stream(source, container, "audio", "a file with an audio track")
         length = stream.duration * stream.time_base if stream.duration else 0
         limits.check_duration(source.name, float(length))
         heard = failed = 0
@@ -163,20 +147,8 @@ def _decoded(source: MediaSource, limits: Limits) -> Iterator[Piece]:
         raise MediaError(f"{source.name} holds no sound that can be decoded: record it again")
 
 
-def _main_stream(source: MediaSource, container: Any) -> Any:
-    streams = [s for s in container.streams.audio if s.codec_context is not None]
-    if not streams:
-        kinds = sorted({s.type for s in container.streams if s.type})
-        raise MediaError(
-            f"{source.name} has no sound that can be decoded, only "
-            f"{', '.join(kinds) or 'nothing'}: give a file with an audio track"
-        )
-    best = container.streams.best("audio")
-    return best if best in streams else streams[0]
-
-
 def _frames(source: MediaSource, container: Any, stream: Any) -> Iterator[Any]:
-    """Frames as they decode, None for a packet that does not."""
+    """Yield decoded frames, None for a packet that does not decode."""
     packets = container.demux(stream)
     while True:
         try:
@@ -204,7 +176,7 @@ def _mono(frame: Any, name: str) -> Tensor:
 
 
 def _other_pieces(source: MediaSource) -> Iterator[Piece]:
-    """What libsndfile knows and our table does not."""
+    """Read with libsndfile a kind that is not in `AUDIO_KINDS`."""
     import soundfile
 
     with source.open() as file:
@@ -222,7 +194,7 @@ _ARRAYS, _RATES = ("array", "raw", "samples"), ("sampling_rate", "rate")  # keys
 
 @dataclass(frozen=True)
 class _SampleOptions:
-    """What the caller says of samples that have no header."""
+    """The caller's description of samples without a header."""
 
     rate: int
     encoding: str | None
@@ -247,7 +219,7 @@ def load_audio(
             "sampling_rate"; raw bytes, with `encoding`; or an iterator of arrays, of
             `(array, rate)`, or of raw bytes. Network addresses are refused.
         rate: Samples per second wanted.
-        media_rate: Those of samples that do not say; `rate` when left out.
+        media_rate: Samples per second of media without a header; `rate` when left out.
         encoding: Of raw bytes: "pcm16", "float32", "pcm8", "mulaw" or "alaw".
         channels: Of raw bytes, interleaved.
         limits: Bytes, seconds of sound and seconds of decoding that it may cost.
@@ -256,8 +228,8 @@ def load_audio(
         `[n]` float32 in -1..1: channels averaged, resampled, peaks above full scale cut.
 
     Raises:
-        MediaError: It is no sound, damaged beyond use, empty, too long, of an impossible rate or
-            scale, or has samples that are no numbers.
+        MediaError: It is not sound, damaged beyond use, empty, too long, of an impossible rate or
+            scale, or has samples that are NaN or infinite.
     """
     given = _given(rate, media_rate, encoding, channels)
     budget, name = Budget(limits, "the sound"), "the sound"
@@ -284,11 +256,10 @@ def iter_audio(
     channels: int = 1,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Iterator[Tensor]:
-    """`load_audio` piece by piece: `[n]` as soon as it is certain, in bounded memory.
+    """Yield pieces `[n]` of `load_audio` as soon as they are certain, in bounded memory.
 
-    A file gives half a second at a time. An iterator of chunks may go on for ever: no limit on
-    its seconds holds, and what it has given is out 2 ms later at most. Joined, the pieces are
-    what `load_audio` gives.
+    A file gives half a second at a time. An iterator of chunks may be endless: its duration is not
+    limited, and its samples are out at most 2 ms later. The joined pieces equal `load_audio`.
     """
     given = _given(rate, media_rate, encoding, channels)
     pieces = _pieces(media, given, limits.untimed())
@@ -306,7 +277,7 @@ def _given(
 
 
 def _pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[Piece]:
-    """Mono samples and their rate, as they come."""
+    """Yield mono samples and their rate."""
     media, given = _unwrapped(media, given)
     if is_encoded(media):
         if given.encoding is None:
@@ -318,7 +289,7 @@ def _pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[Piece
 
 
 def _is_samples(media: Any) -> bool:
-    """An array, or numbers in a list."""
+    """Return True for an array or a list of numbers."""
     if hasattr(media, "__array__") or isinstance(media, Tensor):
         return True
     return isinstance(media, list | tuple) and (not media or isinstance(media[0], Real))
@@ -356,7 +327,7 @@ def _raw_pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[P
 
 
 def _stream_pieces(chunks: Iterable[Any], given: _SampleOptions) -> Iterator[Piece]:
-    """Chunks of a stream; a sample may lie across two chunks of bytes, half of one is dropped."""
+    """Read chunks of a stream; a sample may lie across two chunks; half a sample is dropped."""
     rest, seconds = b"", 0.0
     for chunk in chunks:
         array, mine = _unwrapped(chunk, given)
@@ -376,7 +347,7 @@ def _stream_pieces(chunks: Iterable[Any], given: _SampleOptions) -> Iterator[Pie
 
 
 def _timed(pieces: Iterator[Piece], limits: Limits, budget: Budget) -> Iterator[Piece]:
-    """Refuse sound that lasts too long, or does not get on."""
+    """Refuse sound that lasts too long or takes too long to decode."""
     seconds = 0.0
     for pcm, rate in pieces:
         seconds += len(pcm) / rate
@@ -386,7 +357,7 @@ def _timed(pieces: Iterator[Piece], limits: Limits, budget: Budget) -> Iterator[
 
 
 def _resampled(pieces: Iterator[Piece], rate: int) -> Iterator[Tensor]:
-    """Bring pieces to one rate; where theirs changes, the sound so far comes to its end."""
+    """Bring pieces to one rate; where theirs changes, a new filter starts."""
     stage: Resampler | None = None
     state: Any = None
     for pcm, given in pieces:

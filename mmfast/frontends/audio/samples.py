@@ -1,4 +1,4 @@
-"""Samples in memory, of any customary type and layout, to float32 mono in -1..1."""
+"""Conversion of samples of any usual type and layout to float32 mono in -1..1."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def to_mono(samples: Any, name: str = "the sound") -> Tensor:
         samples: NumPy or torch array, or a list of numbers: `[n]`, `[channels, n]` or
             `[n, channels]` (the shorter axis is the channels); float in -1..1, or int8, int16,
             int32, or uint8 around 128. Channels are averaged.
-        name: What messages call it.
+        name: Name in messages.
 
     Returns:
-        `[n]` float32, where it was; peaks above 1 are left to the caller.
+        `[n]` float32 on the device of `samples`; peaks above 1 are left to the caller.
 
     Raises:
-        MediaError: It is no array of samples, has a wrong shape, type or scale, or holds samples
-            that are no numbers.
+        MediaError: Not an array of samples, a wrong shape, type or scale, or NaN or infinite
+            samples.
     """
     return check(mix(samples, name), name)
 
 
 def mix(samples: Any, name: str, axis: int | None = None) -> Tensor:
-    """`to_mono` without a look at the values; `axis` says which one the channels are."""
+    """`to_mono` without a check of the values; `axis` is that of the channels, if known."""
     pcm = _tensor(samples, name)
     if pcm.ndim == 1:
         return _scaled(pcm, name)
@@ -55,13 +55,13 @@ def mix(samples: Any, name: str, axis: int | None = None) -> Tensor:
 
 
 def check(pcm: Tensor, name: str, before: float = 0.0, rate: int = 0) -> Tensor:
-    """Give float samples `[n]` back when all are numbers of a credible size.
+    """Return float samples `[n]` if all are finite and of a plausible size.
 
     Args:
         pcm: Samples.
-        name: What messages call them.
-        before: Seconds that came before them.
-        rate: Samples per second; 0 where it is not known.
+        name: Name in messages.
+        before: Seconds of sound before them.
+        rate: Samples per second; 0 where unknown.
     """
     if not pcm.numel():
         return pcm
@@ -119,7 +119,7 @@ def _no_sound(name: str, pcm: Tensor) -> MediaError:
 
 
 def decode_pcm(data: bytes, encoding: str, channels: int = 1) -> tuple[Tensor, bytes]:
-    """Raw samples, little-endian, to float32 mono, and the bytes of a sample begun.
+    """Decode raw little-endian samples to float32 mono.
 
     Args:
         data: Bytes, any number of them.
@@ -127,10 +127,10 @@ def decode_pcm(data: bytes, encoding: str, channels: int = 1) -> tuple[Tensor, b
         channels: Interleaved ones, averaged.
 
     Returns:
-        Samples `[n]`, and the rest of less than one sample, to be put before what comes next.
+        Samples `[n]`, and the bytes of an incomplete sample, to prepend to the next chunk.
 
     Raises:
-        MediaError: The encoding or the number of channels is none.
+        MediaError: The encoding or the number of channels is not supported.
     """
     if encoding not in ENCODINGS:
         raise MediaError(f"encoding {encoding!r} is unknown; choices: {', '.join(ENCODINGS)}")

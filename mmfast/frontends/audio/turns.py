@@ -1,4 +1,4 @@
-"""Turns of a conversation in a stream of sound: who begins, who ends, what was said between."""
+"""Turns of a conversation in a stream of sound: their begin, their end and their samples."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ Reason = Literal["", "silence", "length", "commit", "end"]
 
 @dataclass(frozen=True)
 class TurnEvent:
-    """Something that happened in the stream; times in ms count from the start of the session.
+    """Event in the stream; times in ms count from the start of the session.
 
     Attributes:
-        kind: "speech_started" (somebody begins), "sound" (what a turn goes on with, where asked
-            for), "speech_stopped" (has ended), "turn" (here is what was said), "timeout" (nobody
-            says anything).
-        at_ms: When it became known; `at_ms - start_ms` or `- stop_ms` is what detection took.
-        start_ms: Where the turn begins, padding included; of a timeout, where waiting began.
-        stop_ms: Where its sound ends so far; of "speech_stopped", the silence that proved it
-            included.
-        speech_ms: Of "speech_stopped": where the last word ended.
-        pcm: Samples `[n]`: of "speech_started" what the turn holds up to now, of "sound" what came
-            since, of "turn" all of it, trailing silence cut to the padding.
-        reason: Of "turn": "silence", "length" (it grew too long; it goes on unless a
-            "speech_stopped" came before), "commit" (asked for), "end" (the stream is over).
+        kind: "speech_started", "sound" (the next samples of a turn, if requested),
+            "speech_stopped", "turn" (a whole turn) or "timeout" (silence for too long).
+        at_ms: Time of detection; `at_ms - start_ms` or `- stop_ms` is its delay.
+        start_ms: Start of the turn, padding included; of a timeout, start of the wait.
+        stop_ms: End of its sound so far; of "speech_stopped" with the silence that proved it.
+        speech_ms: Of "speech_stopped": end of the last word.
+        pcm: Samples `[n]`: of "speech_started" the turn so far, of "sound" the samples since, of
+            "turn" all of it, trailing silence cut to the padding.
+        reason: Of "turn": "silence", "length" (too long; the turn continues unless a
+            "speech_stopped" came before), "commit" (requested), "end" (of the stream).
     """
 
     kind: Kind
@@ -52,16 +50,16 @@ class TurnEvent:
 
 @dataclass(frozen=True)
 class TurnState:
-    """A stream up to now; a value.
+    """State of a stream, a value.
 
     Attributes:
         activity: The detector's memory.
-        gate: Whether somebody speaks.
+        gate: State of speech.
         kept: Samples of the turn, or those that may become its beginning, in windows.
         kept_from: Number of the first of them.
         heard: Samples judged so far.
-        begun: Those behind them `[r]`, less than a window.
-        waiting_from: Since which sample nobody says anything; None when it was said already.
+        begun: Samples after them `[r]`, less than a window.
+        waiting_from: Sample at which the wait for speech began; None outside of a wait.
     """
 
     activity: ActivityState
@@ -94,26 +92,26 @@ def to_ms(samples: int) -> int:
 
 
 class TurnCutter:
-    """Cuts one stream into turns, like a `Stage`: any split of it gives the same events.
+    """Cutter of one stream into turns; like a `Stage`, any split gives the same events.
 
     Sound is 16 kHz mono. Events are known at the end of a window of 32 ms.
 
     Args:
-        threshold: Probability of speech from which somebody speaks.
-        exit: Below which he may have stopped.
-        speech_ms: Of speech in a row that make a beginning; a window when 0.
-        silence_duration_ms: Of silence that end a turn.
-        prefix_padding_ms: Put before where speech was noticed: its first sound is quieter.
-        padding_ms: Of silence left behind the last word of a turn.
-        max_turn_ms: A longer turn is handed over and goes on as another.
-        idle_timeout_ms: Of waiting that make a "timeout", once; None waits for ever.
-        detect: Off, every sound belongs to the turn, which only `commit` and its length end.
-        sound: Hand over the sound of a turn as it comes, in "sound" events of one window.
+        threshold: Probability from which a window is speech.
+        exit: Probability below which speech may have ended.
+        speech_ms: Speech in a row that begins a turn; one window when 0.
+        silence_duration_ms: Silence that ends a turn.
+        prefix_padding_ms: Sound added before detected speech, whose onset is quieter.
+        padding_ms: Silence left after the last word of a turn.
+        max_turn_ms: Length at which a turn is cut and continues as another.
+        idle_timeout_ms: Wait that causes one "timeout"; None waits without a limit.
+        detect: Off: all sound belongs to the turn, which only `commit` and its length end.
+        sound: Give the sound of a turn as it comes, in "sound" events of one window.
         activity: The detector; silero-vad when left out.
 
     Raises:
         ModelError: silero-vad is not installed.
-        SpecError: A time is negative, or thresholds are none.
+        SpecError: A time is negative, or a threshold out of range.
     """
 
     rate = RATE
@@ -151,13 +149,13 @@ class TurnCutter:
         self._activity = (activity or VoiceActivity()) if detect else None
 
     def start(self) -> TurnState:
-        """The state of a session that has heard nothing."""
+        """Return the state of a session without input."""
         activity = self._activity.start() if self._activity else ActivityState(None, torch.zeros(0))
         gate = SpeechGateState(speaking=self._activity is None)
         return TurnState(activity, gate, (), 0, 0, torch.zeros(0))
 
     def step(self, state: TurnState, chunk: Tensor) -> tuple[TurnState, list[TurnEvent]]:
-        """Add samples `[n]`; give what became known by them."""
+        """Add samples `[n]`; return the events that they cause."""
         clean = torch.nan_to_num(chunk.detach().float().cpu(), posinf=0.0, neginf=0.0)
         samples = torch.cat([state.begun, clean.clamp(-1.0, 1.0)])
         events: list[TurnEvent] = []
@@ -169,10 +167,7 @@ class TurnCutter:
         return state, events
 
     def commit(self, state: TurnState) -> tuple[TurnState, list[TurnEvent]]:
-        """Hand over what was said up to now as a turn, whoever still speaks.
-
-        Out of a turn there is only the padding that would begin one, which is no turn.
-        """
+        """End the turn now, even during speech; outside of a turn nothing happens."""
         whole = self._with_begun(state)
         if not whole.gate.speaking or whole.heard == whole.kept_from:
             return state, []
@@ -180,7 +175,7 @@ class TurnCutter:
         return self._emptied(whole, whole.heard, SpeechGateState(self._activity is None)), [turn]
 
     def finish(self, state: TurnState) -> list[TurnEvent]:
-        """The stream is over: what was still being said is a turn."""
+        """End the stream; an open turn is complete."""
         state = self._with_begun(state)
         if not state.gate.speaking:
             return []
@@ -189,7 +184,7 @@ class TurnCutter:
         return [self._turn(state, state.heard, "end")] if state.heard > state.kept_from else []
 
     def wait(self, state: TurnState) -> TurnState:
-        """Begin to wait anew, such as when an answer has been played to its end."""
+        """Restart the wait for speech, such as after an answer has been played."""
         return replace(state, waiting_from=state.heard)
 
     def _judge(self, state: TurnState, window: Tensor) -> tuple[TurnState, list[TurnEvent]]:
@@ -227,7 +222,7 @@ class TurnCutter:
     def _bounded(
         self, state: TurnState, events: list[TurnEvent]
     ) -> tuple[TurnState, list[TurnEvent]]:
-        """Hand a turn over that has grown too long; it goes on behind that, or ends in a pause."""
+        """Cut a turn that is too long; it continues after the cut, or ends in a pause."""
         if state.heard - state.kept_from < self._longest:
             return state, events
         if state.gate.quiet_from is not None:
@@ -244,7 +239,7 @@ class TurnCutter:
         return replace(state, waiting_from=None), [event]
 
     def _trimmed(self, state: TurnState) -> TurnState:
-        """Forget what cannot become part of a turn any more."""
+        """Drop samples that cannot become part of a turn."""
         needed = state.heard if state.gate.loud_from is None else state.gate.loud_from
         return cut(state, max(state.kept_from, needed - self._prefix))
 
@@ -253,7 +248,7 @@ class TurnCutter:
         return state if self._activity is None else self._trimmed(state)
 
     def _with_begun(self, state: TurnState) -> TurnState:
-        """Take the window begun into the turn; what follows is judged behind it."""
+        """Add the begun window to the turn; later samples are judged after it."""
         kept = (*state.kept, state.begun) if len(state.begun) else state.kept
         heard = state.heard + len(state.begun)
         return replace(state, kept=kept, heard=heard, begun=state.begun[:0])

@@ -1,4 +1,4 @@
-"""WAV files, written while the sound is still coming."""
+"""WAV files written as a stream, also to pipes, where libsndfile cannot write a header."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.source import first_line, quote
+from mmfast.frontends.source import first_line, quote, seekable
 from mmfast.ops.audio import check_rate
 
 _FORMATS = {"pcm16": (1, 2), "float32": (3, 4)}  # -> format tag, bytes of a sample
-_UNKNOWN = 0xFFFFFFFF  # a size that no seek can correct: players read to the end
+_UNKNOWN = 0xFFFFFFFF  # size of a stream that cannot seek: players read to the end
 _HEADER = 44
 
 
 class WavWriter:
-    """A mono WAV file that grows: `with WavWriter("out.wav", 16000) as wav: wav.write(pcm)`.
+    """A mono WAV file written piece by piece.
+
+    Example: `with WavWriter("out.wav", 16000) as wav: wav.write(pcm)`.
 
     The sizes in its header are corrected on `close`; where the target cannot seek (a pipe, a
     socket) they say "unknown", which players take as "to the end".
@@ -31,7 +33,7 @@ class WavWriter:
         encoding: "pcm16" or "float32".
 
     Raises:
-        MediaError: The target cannot be written, or rate or encoding are none.
+        MediaError: The target cannot be written, or rate or encoding is unknown.
     """
 
     def __init__(self, target: Any, rate: int, encoding: str = "pcm16") -> None:
@@ -45,18 +47,18 @@ class WavWriter:
         try:
             if self._own:
                 self._file = Path(target).open("wb")  # noqa: SIM115 - closed by `close`
-            self._start = self._file.tell() if self._own or _seekable(target) else None
+            self._start = self._file.tell() if self._own or seekable(target) else None
         except (OSError, ValueError) as error:
             raise MediaError(f"{self.name} cannot be written: {first_line(error)}") from None
         self._put(self._header(_UNKNOWN))
 
     @property
     def seconds(self) -> float:
-        """Written so far."""
+        """Seconds written so far."""
         return self.samples / self.rate
 
     def write(self, pcm: Tensor) -> None:
-        """Append samples `[n]` float in -1..1; louder ones are cut, those that are none silent.
+        """Append samples `[n]` float in -1..1; louder ones are clipped, NaN is silence.
 
         Raises:
             MediaError: The file cannot take them, or grows beyond the 4 GiB of the format.
@@ -113,11 +115,7 @@ def write_wav(target: Any, pcm: Tensor, rate: int, encoding: str = "pcm16") -> N
     """Write samples `[n]` float in -1..1 to a mono WAV file.
 
     Raises:
-        MediaError: The target cannot be written, or rate or encoding are none.
+        MediaError: The target cannot be written, or rate or encoding is unknown.
     """
     with WavWriter(target, rate, encoding) as wav:
         wav.write(pcm)
-
-
-def _seekable(file: Any) -> bool:
-    return bool(file.seekable()) if hasattr(file, "seekable") else False

@@ -1,8 +1,8 @@
-"""A transformer with a sliding window on a stream, for ever.
+"""A transformer with a sliding window on an endless stream.
 
-Keys are kept as they are before rotation and turned to their place in the window at every step:
-attention with rotary positions sees distances only, so positions need not count up, and no number
-grows with the length of the stream. Memory is the window.
+Keys are kept as they are before rotation and rotated to their place in the window at every step.
+Attention with rotary positions depends on distances only, so positions need not count up and no
+number grows with the length of the stream. Memory is bounded by the window.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmfast.frontends.codecs.layers import CodecLayer
+
 
 class Window(NamedTuple):
     """The last keys and values of every layer."""
 
     keys: tuple[Tensor, ...]  # [B, H, w, d] each, before rotation
     values: tuple[Tensor, ...]
-    seen: Tensor  # [B] how many of them are of this stream, at most w
+    seen: Tensor  # [B] number of them that belong to this stream, at most w
 
 
-class Transformer:
+class Transformer(CodecLayer):
     """Mimi's transformer, `[B, C, t]` to `[B, C, t]`; its modules are used as they are."""
-
-    in_step = True
 
     def __init__(self, model: Any) -> None:
         self.model, self.layers = model, list(model.layers)
         self.past = int(model.config.sliding_window) - 1  # beside the query itself
 
     def start(self, batch: int) -> Window:
-        """A window of nothing: in step, it has its full size from the start."""
+        """Return an empty window, which has its full size from the start."""
         attention = self.layers[0].self_attn
         weight = attention.k_proj.weight
         shape = (batch, attention.num_key_value_heads, self.past, attention.head_dim)
@@ -40,7 +40,7 @@ class Transformer:
         return Window(zeros, zeros, torch.zeros(batch, dtype=torch.long, device=weight.device))
 
     def step(self, state: Window, x: Tensor) -> tuple[Window, Tensor]:
-        """`[B, C, t]` through all layers; each moment sees the window that ends with it."""
+        """Run `[B, C, t]` through all layers; each moment sees the window that ends with it."""
         n = x.shape[-1]
         if not n:
             return state, x
@@ -56,14 +56,6 @@ class Transformer:
         seen = (state.seen + n).clamp(max=self.past)
         return Window(tuple(keys), tuple(values), seen), hidden.transpose(1, 2)
 
-    def finish(self, state: Window) -> Tensor | None:
-        """Nothing."""
-        return None
-
-    def count(self, n: int) -> int:
-        """One for one."""
-        return n
-
     def _mask(self, seen: Tensor, places: Tensor, n: int) -> Tensor:
         """`[B, 1, n, past + n]`: causal, inside the window, of this stream."""
         query = places[self.past :, None]
@@ -75,7 +67,7 @@ class Transformer:
 def _layer(
     layer: Any, x: Tensor, past_k: Tensor, past_v: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One decoder layer with the keys and values before `x`; those behind it, too."""
+    """Run one decoder layer on `x` and the keys and values before it; return all of them."""
     inner = layer.self_attn
     normed = layer.input_layernorm(x)
     heads = (*x.shape[:2], -1, inner.head_dim)

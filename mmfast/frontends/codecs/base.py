@@ -1,4 +1,4 @@
-"""A codec out of two stages: what Mimi, EnCodec and DAC have in common."""
+"""Codecs from an encoder and a decoder stage, and the checks of their inputs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from mmfast.core.errors import MediaError, ModelError
 from mmfast.frontends.codecs.layers import CodecLayer, LayerChain, Pointwise
-from mmfast.frontends.codecs.streaming import FrameStage, run
+from mmfast.frontends.codecs.stages import FrameStage, run
 
 
 def check_pcm(pcm: Any, batch: int | None = None) -> Tensor:
-    """Sound `[B, n]` of finite floating-point samples; n may be 0.
+    """Return sound `[B, n]` of finite floating-point samples; n may be 0.
 
     Raises:
-        MediaError: It is something else.
+        MediaError: The input is something else.
     """
     if not isinstance(pcm, Tensor) or not pcm.is_floating_point():
         kind = pcm.dtype if isinstance(pcm, Tensor) else type(pcm).__name__
@@ -34,10 +34,10 @@ def check_pcm(pcm: Any, batch: int | None = None) -> Tensor:
 
 
 def check_codes(codes: Any, books: int, size: int, batch: int | None = None) -> Tensor:
-    """Codes `[B, Q, t]`, whole numbers in `[0, size)`, 1 to `books` books; t may be 0.
+    """Return codes `[B, Q, t]`, whole numbers in `[0, size)`, 1 to `books` books; t may be 0.
 
     Raises:
-        MediaError: They are something else.
+        MediaError: The input is something else.
     """
     whole = isinstance(codes, Tensor) and codes.dtype in (torch.int64, torch.int32, torch.int16)
     if not whole:
@@ -64,11 +64,87 @@ def _check_batch(what: str, x: Tensor, batch: int | None) -> None:
         )
 
 
-class StackCodec:
+class StreamCodec:
     """Sound to codes and back, whole or in pieces of any size (`core.speech.Codec`).
 
     Args:
-        name: What to call it.
+        name: Name of the codec.
+        sample_rate: Samples per second.
+        hop: Samples per frame.
+        books: Codebooks used.
+        size: Entries per codebook.
+        encoder: Stage from sound `[B, n]` to codes `[B, Q, t]`; None: the codec only decodes.
+        decoder: Stage from codes to sound `[B, n]`; None: the codec only encodes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sample_rate: int,
+        hop: int,
+        books: int,
+        size: int,
+        encoder: Any,
+        decoder: Any,
+    ) -> None:
+        self.name, self.sample_rate, self.hop = name, sample_rate, hop
+        self.frame_rate, self.codebooks, self.size = sample_rate / hop, books, size
+        self._encoder, self._decoder = encoder, decoder
+
+    def __repr__(self) -> str:
+        return (
+            f"<codec {self.name}: {self.sample_rate} Hz, {self.frame_rate:g} frames/s, "
+            f"{self.codebooks} x {self.size}>"
+        )
+
+    @property
+    def encoder(self) -> Any:
+        """Stage from sound `[B, n]` to codes `[B, Q, t]`; `lookahead` in frames.
+
+        Raises:
+            ModelError: The model was loaded without its encoder.
+        """
+        return self._half(self._encoder, "encoder")
+
+    @property
+    def decoder(self) -> Any:
+        """Stage from codes `[B, Q, t]` to sound `[B, n]`; `lookahead` in samples.
+
+        Raises:
+            ModelError: The model was loaded without its decoder.
+        """
+        return self._half(self._decoder, "decoder")
+
+    def encode(self, pcm: Tensor) -> Tensor:
+        """Encode sound `[B, n]` or `[n]` to codes `[B, Q, ceil(n / hop)]` in bounded memory.
+
+        Raises:
+            MediaError: Not a finite floating-point tensor of that shape.
+        """
+        one = isinstance(pcm, Tensor) and pcm.dim() == 1
+        return run(self.encoder, check_pcm(pcm[None] if one else pcm))
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Decode codes `[B, Q, T]` or `[Q, T]`, of Q or fewer books, to sound `[B, T * hop]`.
+
+        Raises:
+            MediaError: Not whole numbers of that shape and range.
+        """
+        one = isinstance(codes, Tensor) and codes.dim() == 2
+        codes = check_codes(codes[None] if one else codes, self.codebooks, self.size)
+        return run(self.decoder, codes)[:, : codes.shape[2] * self.hop]
+
+    def _half(self, stage: Any, which: str) -> Any:
+        if stage is None:
+            raise ModelError(f"codec {self.name} has no {which}; load the whole checkpoint")
+        return stage
+
+
+class StackCodec(StreamCodec):
+    """A codec from stacks of layers: the common part of Mimi, EnCodec and DAC.
+
+    Args:
+        name: As for `StreamCodec`, and so on to `size`.
         sample_rate: Samples per second.
         hop: Samples per frame.
         books: Codebooks used.
@@ -77,7 +153,8 @@ class StackCodec:
         quantise: Latents to codes `[B, Q, t]`.
         lookup: Codes to latents.
         decode: Layers from latents to sound `[B, 1, n]`; None: it only encodes.
-        like: A weight of the model: its type, its place and, in `width`, the latents' channels.
+        like: A weight of the model, which gives its type and device.
+        width: Channels of the latents.
         whole: Fill the last frame of sound with silence, as the model's own processor does.
     """
 
@@ -97,85 +174,30 @@ class StackCodec:
         width: int,
         whole: bool = False,
     ) -> None:
-        self.name, self.sample_rate, self.hop = name, sample_rate, hop
-        self.frame_rate, self.codebooks, self.size = sample_rate / hop, books, size
-        self._encoder: FrameStage | None = None
-        self._decoder: FrameStage | None = None
+        encoder = decoder = None
         if encode is not None:
             first = Pointwise(lambda x: x[:, None].to(like.dtype), (1,), like.dtype)
             last = Pointwise(lambda x: quantise(x).long(), (books,), torch.long)
-            self._encoder = FrameStage(
+            encoder = FrameStage(
                 LayerChain([first, encode, last]),
                 check_pcm, hop, 1, -1, (books,), whole, like.device,
             )  # fmt: skip
         if decode is not None:
             first = Pointwise(lookup, (width,), like.dtype)
             last = Pointwise(lambda x: x[:, 0].float(), (), torch.float32)
-            self._decoder = FrameStage(
+            decoder = FrameStage(
                 LayerChain([first, decode, last]),
-                self._check_codes,
-                1,
-                hop,
-                0.0,
-                device=like.device,
-            )
-
-    def __repr__(self) -> str:
-        return (
-            f"<codec {self.name}: {self.sample_rate} Hz, {self.frame_rate:g} frames/s, "
-            f"{self.codebooks} x {self.size}>"
-        )
-
-    @property
-    def encoder(self) -> FrameStage:
-        """Sound `[B, n]` to codes `[B, Q, t]`; `lookahead` in frames.
-
-        Raises:
-            ModelError: The model was loaded without its encoder.
-        """
-        return self._half(self._encoder, "encoder")
-
-    @property
-    def decoder(self) -> FrameStage:
-        """Codes `[B, Q, t]` to sound `[B, n]`; `lookahead` in samples.
-
-        Raises:
-            ModelError: The model was loaded without its decoder.
-        """
-        return self._half(self._decoder, "decoder")
-
-    def encode(self, pcm: Tensor) -> Tensor:
-        """Sound `[B, n]` or `[n]` to codes `[B, Q, ceil(n / hop)]`; memory is bounded.
-
-        Raises:
-            MediaError: Not a finite floating-point tensor of that shape.
-        """
-        one = isinstance(pcm, Tensor) and pcm.dim() == 1
-        return run(self.encoder, check_pcm(pcm[None] if one else pcm))
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """Codes `[B, Q, T]` or `[Q, T]` to sound `[B, T * hop]`; fewer books than Q may be given.
-
-        Raises:
-            MediaError: Not whole numbers of that shape and range.
-        """
-        one = isinstance(codes, Tensor) and codes.dim() == 2
-        return run(self.decoder, self._check_codes(codes[None] if one else codes))
-
-    def _check_codes(self, codes: Any, batch: int | None = None) -> Tensor:
-        return check_codes(codes, self.codebooks, self.size, batch)
-
-    def _half(self, stage: FrameStage | None, which: str) -> FrameStage:
-        if stage is None:
-            raise ModelError(f"codec {self.name} has no {which}; load the whole checkpoint")
-        return stage
+                lambda codes, batch: check_codes(codes, books, size, batch),
+                1, hop, 0.0, device=like.device,
+            )  # fmt: skip
+        super().__init__(name, sample_rate, hop, books, size, encoder, decoder)
 
 
 def pick_books(wanted: int | None, least: int, most: int, name: str) -> int:
-    """How many codebooks to use.
+    """Return the number of codebooks to use.
 
     Raises:
-        ModelError: Fewer than the model can do with, or more than it has.
+        ModelError: Fewer than the model needs, or more than it has.
     """
     books = most if wanted is None else wanted
     if not least <= books <= most:

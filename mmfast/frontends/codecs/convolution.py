@@ -11,16 +11,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from mmfast.core.errors import ModelError
+from mmfast.frontends.codecs.layers import CodecLayer
 
 MODES = ("constant", "replicate", "reflect")
 
 
 class Past(NamedTuple):
-    """What a convolution holds back."""
+    """State of a convolution."""
 
     context: Tensor  # [B, C, c] inputs and padding that later outputs need
     recent: Tensor  # [B, C, <= r] the last inputs, for the padding at the end
@@ -28,13 +29,13 @@ class Past(NamedTuple):
     total: int  # inputs so far
 
 
-class Conv:
+class Conv(CodecLayer):
     """A convolution with `left` and `right` samples of padding.
 
     Args:
         conv: The layer; its own padding is replaced.
         left: Padding before the first input.
-        right: Padding behind the last: so many inputs it looks ahead.
+        right: Padding after the last input, the number of inputs that it looks ahead.
         mode: One of `MODES`.
         whole: Also pad at the end up to a multiple of the stride, as SEANet layers do.
     """
@@ -53,7 +54,7 @@ class Conv:
         self.in_step = left == self.kernel - self.stride and not mirrored
 
     def start(self, batch: int) -> Past:
-        """Zeros where they are the padding; else padding waits for the first inputs."""
+        """Return zeros where they are the padding; other padding waits for the first inputs."""
         channels, mirrored = self.weight.shape[1] * self.groups, self.mode == "reflect"
         context = self.weight.new_zeros(batch, channels, 0 if mirrored else self.left)
         recent = self.weight.new_zeros(batch, channels, 0 if mirrored else self.keep)
@@ -61,7 +62,7 @@ class Conv:
         return Past(context, recent, fresh, 0)
 
     def step(self, state: Past, x: Tensor) -> tuple[Past, Tensor]:
-        """`[B, C, t]` to the outputs whose inputs are all there."""
+        """Run `[B, C, t]` to the outputs whose inputs are all known."""
         total = state.total + x.shape[-1]
         recent = state.recent
         if self.keep:
@@ -77,7 +78,7 @@ class Conv:
         return Past(context[..., n * self.stride :], recent, fresh, total), out
 
     def finish(self, state: Past) -> Tensor | None:
-        """The outputs that padding at the end completes."""
+        """Return the outputs that padding at the end completes."""
         extra = -state.total % self.stride if self.whole else 0
         if not state.total or not self.right + extra:
             return self._unbegun(state, 0)
@@ -92,13 +93,13 @@ class Conv:
         return self._run(context) if context.shape[-1] >= self.kernel else None
 
     def count(self, n: int) -> int:
-        """Outputs after `n` inputs."""
+        """Return the number of outputs after `n` inputs."""
         if self.mode == "reflect" and self.left and n <= self.left:
             return 0
         return max(0, (n + self.left - self.kernel) // self.stride + 1)
 
     def _begin(self, state: Past, x: Tensor) -> Tensor:
-        """The context, where a row has had no input copies of its first one."""
+        """Return the context; a row without input so far gets copies of its first one."""
         if self.mode != "replicate" or not self.left or not x.shape[-1]:
             return state.context
         copies = x[..., :1].expand(*x.shape[:2], state.context.shape[-1])
@@ -108,7 +109,7 @@ class Conv:
         return self.mode == "reflect" and self.left > 0 and state.total <= self.left
 
     def _unbegun(self, state: Past, right: int) -> Tensor | None:
-        """A stream too short to be mirrored ends: the whole of it at once."""
+        """Run a stream that ended before it was long enough to be mirrored."""
         if not state.total or not self._waits(state):
             return None
         return self._run(pad(state.context, self.left, right, self.mode))
@@ -123,14 +124,14 @@ class Conv:
 
 
 class Overlap(NamedTuple):
-    """What a transposed convolution holds back."""
+    """State of a transposed convolution."""
 
     tail: Tensor  # [B, C, k - s] sums that later inputs add to, without bias
     total: int  # inputs so far
 
 
-class ConvTranspose:
-    """A transposed convolution, of whose output `left` and `right` samples are cut off."""
+class ConvTranspose(CodecLayer):
+    """A transposed convolution with `left` and `right` samples of its output cut off."""
 
     def __init__(self, conv: Any, left: int, right: int) -> None:
         self.kernel, self.stride = int(conv.kernel_size[0]), int(conv.stride[0])
@@ -145,12 +146,12 @@ class ConvTranspose:
         self.in_step = left == 0
 
     def start(self, batch: int) -> Overlap:
-        """Nothing to add yet."""
+        """Return zeros, to which nothing has been added."""
         tail = self.weight.new_zeros(batch, self.channels, self.kernel - self.stride)
         return Overlap(tail, 0)
 
     def step(self, state: Overlap, x: Tensor) -> tuple[Overlap, Tensor]:
-        """`[B, C, t]` to the t * stride samples that no later input touches."""
+        """Run `[B, C, t]` to the t * stride samples that no later input changes."""
         n, over = x.shape[-1], self.kernel - self.stride
         if not n:
             return state, x.new_zeros(x.shape[0], self.channels, 0)
@@ -162,13 +163,13 @@ class ConvTranspose:
         return Overlap(tail, state.total + n), self._biased(out[..., cut:])
 
     def finish(self, state: Overlap) -> Tensor | None:
-        """The tail, as far as it is not cut off."""
+        """Return the part of the tail that is not cut off."""
         stop = self.kernel - self.stride - self.right
         cut = max(0, self.left - state.total * self.stride)
         return self._biased(state.tail[..., cut:stop]) if state.total and stop > cut else None
 
     def count(self, n: int) -> int:
-        """Outputs after `n` inputs."""
+        """Return the number of outputs after `n` inputs."""
         return max(0, n * self.stride - self.left)
 
     def _biased(self, x: Tensor) -> Tensor:
@@ -176,16 +177,9 @@ class ConvTranspose:
 
 
 def pad(x: Tensor, left: int, right: int, mode: str) -> Tensor:
-    """Padding at both ends; a mirror longer than the stream sees zeros behind its end."""
+    """Pad both ends; a mirror longer than the stream reads zeros after its end."""
     if mode != "reflect":
         return functional.pad(x, (left, right), mode)
     short = max(0, max(left, right) - x.shape[-1] + 1)
     padded = functional.pad(functional.pad(x, (0, short)), (left, right), mode)
     return padded[..., : padded.shape[-1] - short]
-
-
-def layer_of(module: Any, left: int, right: int) -> Conv | ConvTranspose:
-    """A plain torch layer with its own zero padding taken from it."""
-    if isinstance(module, nn.ConvTranspose1d):
-        return ConvTranspose(module, left, right)
-    return Conv(module, left, right)

@@ -1,48 +1,48 @@
-"""Layers that work on a stream: what they hold back is a value, handed in and out.
+"""Layers that work on a stream: the state that each one keeps is a value, handed in and out.
 
-All of them take and give `[B, C, t]`, for any t, none included. A layer is in step when t inputs
-give exactly t * up / down outputs at once, for every chunk of whole frames: then a row of a batch
-can begin anew while the others go on. Other layers wait: for the first samples (reflection), or
-for later ones (convolutions that look ahead).
-
-Layers that need more future than there is time for: each frame from a window around it.
-
-The window of frame t ends `ahead` frames behind it, and what lies beyond is taken for the end of
-the sound. It is exact where the window covers all that the layers can see of the future; short of
-that its error is there to be measured (`deviation`).
+All of them take and give `[B, C, t]`, for any t including 0. A layer is in step when t inputs give
+exactly t * up / down outputs at once, for every chunk of whole frames: then a row of a batch can
+begin anew while the others go on. Other layers wait: for the first samples (reflection), or for
+later ones (convolutions that look ahead). Layers whose look-ahead is longer than the latency allows
+run on a window around each frame (`Windowed`), with an error that `deviation` measures.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
+from mmfast.ops.similarity import sum_of
 
 
-class CodecLayer(Protocol):
-    """One layer, or a stack of them."""
+class CodecLayer:
+    """One layer or a stack of them; the defaults are those of a stateless layer, one for one."""
 
-    in_step: bool
+    in_step = True
 
     def start(self, batch: int) -> Any:
-        """The state of `batch` streams before their first sample."""
+        """Return the state of `batch` streams before their first sample."""
+        return ()
 
     def step(self, state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        """Inputs `[B, C, t]` to what they make certain."""
+        """Return the next state and the outputs that inputs `[B, C, t]` make certain."""
+        raise NotImplementedError
 
     def finish(self, state: Any) -> Tensor | None:
-        """What is left at the end; None where that is nothing, whatever came before."""
+        """Return the outputs left at the end; None where there are none."""
+        return None
 
     def count(self, n: int) -> int:
-        """How many outputs are certain after `n` inputs."""
+        """Return the number of outputs that are certain after `n` inputs."""
+        return n
 
 
-class Pointwise:
+class Pointwise(CodecLayer):
     """A function of each moment alone: activations, tables of codes.
 
     Args:
@@ -50,8 +50,6 @@ class Pointwise:
         shape: Dimensions of its output between the batch and time; None: those of its input.
         dtype: Type of its output, where it is not that of its input.
     """
-
-    in_step = True
 
     def __init__(
         self,
@@ -61,30 +59,16 @@ class Pointwise:
     ) -> None:
         self.function, self.shape, self.dtype = function, shape, dtype
 
-    def start(self, batch: int) -> Any:
-        """Nothing is held back."""
-        return ()
-
     def step(self, state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        """Moment by moment; of none, none."""
+        """Apply the function; no input gives an empty output."""
         if x.shape[-1]:
             return state, self.function(x)
         shape = x.shape[1:-1] if self.shape is None else self.shape
         return state, x.new_zeros(x.shape[0], *shape, 0, dtype=self.dtype)
 
-    def finish(self, state: Any) -> Tensor | None:
-        """Nothing."""
-        return None
 
-    def count(self, n: int) -> int:
-        """One for one."""
-        return n
-
-
-class Recurrent:
+class Recurrent(CodecLayer):
     """An LSTM beside a skip connection, as in EnCodec: y = lstm(x) + x."""
-
-    in_step = True
 
     def __init__(self, lstm: nn.LSTM) -> None:
         if lstm.bidirectional or lstm.batch_first or lstm.proj_size:
@@ -92,41 +76,33 @@ class Recurrent:
         self.lstm = lstm
 
     def start(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Hidden and cell state, zeros, `[B, layers, H]` each."""
+        """Return zeros as hidden and cell state, `[B, layers, H]` each."""
         weight = next(self.lstm.parameters())
         zeros = weight.new_zeros(batch, self.lstm.num_layers, self.lstm.hidden_size)
         return zeros, zeros
 
     def step(self, state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        """`[B, C, t]` to `[B, C, t]`."""
+        """Run `[B, C, t]` to `[B, C, t]`."""
         if not x.shape[-1]:
             return state, x
         memory = tuple(each.transpose(0, 1).contiguous() for each in state)
         out, memory = self.lstm(x.permute(2, 0, 1), memory)
         return tuple(each.transpose(0, 1) for each in memory), out.permute(1, 2, 0) + x
 
-    def finish(self, state: Any) -> Tensor | None:
-        """Nothing."""
-        return None
 
-    def count(self, n: int) -> int:
-        """One for one."""
-        return n
-
-
-class LayerChain:
-    """One layer behind the other."""
+class LayerChain(CodecLayer):
+    """Layers that run one after the other."""
 
     def __init__(self, layers: Sequence[CodecLayer]) -> None:
         self.layers = tuple(layers)
         self.in_step = all(layer.in_step for layer in self.layers)
 
     def start(self, batch: int) -> tuple[Any, ...]:
-        """A state for each layer."""
+        """Return a state for each layer."""
         return tuple(layer.start(batch) for layer in self.layers)
 
     def step(self, state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        """`[B, C, t]` through all layers."""
+        """Run `[B, C, t]` through all layers."""
         states = []
         for layer, before in zip(self.layers, state, strict=True):
             after, x = layer.step(before, x)
@@ -134,7 +110,7 @@ class LayerChain:
         return tuple(states), x
 
     def finish(self, state: Any) -> Tensor | None:
-        """What each layer lets go at the end passes through those behind it."""
+        """Pass the rest of each layer through the layers after it."""
         out: Tensor | None = None
         for layer, own in zip(self.layers, state, strict=True):
             head = None
@@ -144,73 +120,62 @@ class LayerChain:
         return out
 
     def count(self, n: int) -> int:
-        """Outputs of the last layer after `n` inputs of the first."""
+        """Return the outputs of the last layer after `n` inputs of the first."""
         for layer in self.layers:
             n = layer.count(n)
         return n
 
 
 class BranchBuffer(NamedTuple):
-    """What some branches of a sum have given before the others."""
+    """Outputs that some branches of a sum gave before the others."""
 
     states: tuple[Any, ...]
     ahead: tuple[Tensor | None, ...]  # [B, C, t] each, one of them empty
 
 
-class Residual:
-    """Branches of one input, added: where one looks ahead, the others wait for it."""
+class Residual(CodecLayer):
+    """The sum of branches of one input; where one looks ahead, the others wait for it."""
 
     def __init__(self, *branches: CodecLayer) -> None:
         self.branches = branches
         self.in_step = all(branch.in_step for branch in branches)
 
     def start(self, batch: int) -> BranchBuffer:
-        """All branches at their start."""
+        """Return the start of all branches."""
         states = tuple(branch.start(batch) for branch in self.branches)
         return BranchBuffer(states, (None,) * len(states))
 
     def step(self, state: BranchBuffer, x: Tensor) -> tuple[BranchBuffer, Tensor]:
-        """`[B, C, t]` to the sum, as far as all branches have come."""
+        """Run `[B, C, t]` to the sum, as far as all branches have come."""
         pairs = [each.step(own, x) for each, own in zip(self.branches, state.states, strict=True)]
         states = tuple(pair[0] for pair in pairs)
         if self.in_step:
-            return BranchBuffer(states, state.ahead), _sum([pair[1] for pair in pairs])
+            return BranchBuffer(states, state.ahead), sum_of([pair[1] for pair in pairs])
         outs = [
-            torch.cat([*_some(old), new], -1)
+            new if old is None else torch.cat([old, new], -1)
             for old, (_, new) in zip(state.ahead, pairs, strict=True)
         ]
         n = min(out.shape[-1] for out in outs)
         ahead = tuple(out[..., n:] for out in outs)
-        return BranchBuffer(states, ahead), _sum([out[..., :n] for out in outs])
+        return BranchBuffer(states, ahead), sum_of([out[..., :n] for out in outs])
 
     def finish(self, state: BranchBuffer) -> Tensor | None:
-        """The rest of all of them, added."""
+        """Return the sum of the rests of all branches."""
         ends = [each.finish(own) for each, own in zip(self.branches, state.states, strict=True)]
         outs = [join(old, new) for old, new in zip(state.ahead, ends, strict=True)]
         rest = [out for out in outs if out is not None]
         if len(rest) < len(outs):
             return None
         n = min(out.shape[-1] for out in rest)
-        return _sum([out[..., :n] for out in rest])
+        return sum_of([out[..., :n] for out in rest])
 
     def count(self, n: int) -> int:
-        """As many as the slowest branch gives."""
+        """Return the count of the slowest branch."""
         return min(branch.count(n) for branch in self.branches)
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def _some(x: Tensor | None) -> list[Tensor]:
-    return [] if x is None else [x]
-
-
 def join(head: Tensor | None, tail: Tensor | None) -> Tensor | None:
-    """One behind the other along time, either of which may not be there."""
+    """Concatenate along time; either part may be missing."""
     if head is None or tail is None:
         return tail if head is None else head
     return torch.cat([head, tail], dim=-1)
@@ -222,8 +187,8 @@ class End(NamedTuple):
     last: Tensor | None  # [B, C, 1]
 
 
-class Edge:
-    """`left` copies of the first sample before a stream, `right` copies of the last behind it."""
+class Edge(CodecLayer):
+    """Padding with `left` copies of the first sample and `right` copies of the last one."""
 
     in_step = False
 
@@ -231,11 +196,11 @@ class Edge:
         self.left, self.right = left, right
 
     def start(self, batch: int) -> End:
-        """No sample yet."""
+        """Return the state before the first sample."""
         return End(None)
 
     def step(self, state: End, x: Tensor) -> tuple[End, Tensor]:
-        """`[B, C, t]`, with copies before the first."""
+        """Return `[B, C, t]`, with copies before the first sample."""
         if not x.shape[-1]:
             return state, x
         copies = x[..., :1].expand(*x.shape[:2], self.left)
@@ -243,67 +208,70 @@ class Edge:
         return End(x[..., -1:].clone()), out
 
     def finish(self, state: End) -> Tensor | None:
-        """Copies behind the last."""
+        """Return the copies of the last sample."""
         if state.last is None:
             return None
         return state.last.expand(*state.last.shape[:2], self.right)
 
     def count(self, n: int) -> int:
-        """One for one, and those before the first."""
+        """Return `n` and the copies before the first sample."""
         return n + self.left if n else 0
 
 
 class Due(NamedTuple):
-    """How much has come, and gone."""
+    """Numbers of inputs and outputs so far."""
 
     inner: Any
     total: int
     given: int
 
 
-class Capped:
-    """A layer of whose end only as much is let out as `ratio` times the input."""
+class Capped(CodecLayer):
+    """A layer whose total output is cut to `ratio` times its input."""
 
     def __init__(self, layer: CodecLayer, ratio: int) -> None:
         self.layer, self.ratio, self.in_step = layer, ratio, layer.in_step
 
     def start(self, batch: int) -> Due:
-        """Nothing has come."""
+        """Return the state before the first input."""
         return Due(self.layer.start(batch), 0, 0)
 
     def step(self, state: Due, x: Tensor) -> tuple[Due, Tensor]:
-        """As the layer."""
+        """Run the layer and count."""
         inner, out = self.layer.step(state.inner, x)
         return Due(inner, state.total + x.shape[-1], state.given + out.shape[-1]), out
 
     def finish(self, state: Due) -> Tensor | None:
-        """What is still due."""
+        """Return the part of the rest that is still due."""
         tail = join(None, self.layer.finish(state.inner))
         return None if tail is None else tail[..., : self.ratio * state.total - state.given]
 
     def count(self, n: int) -> int:
-        """As the layer."""
+        """Return the count of the layer."""
         return self.layer.count(n)
 
 
 class FrameWindow(NamedTuple):
-    """The frames that a window may still need."""
+    """Frames that a window may still need."""
 
     frames: Tensor  # [B, C, w * unit]
     done: int  # frames given
     total: int  # frames come
 
 
-class Windowed:
-    """Layers, run anew over `back` frames, the frame itself and `ahead` frames.
+class Windowed(CodecLayer):
+    """Layers run anew on each frame with `back` frames before it and `ahead` frames after it.
+
+    The stream is taken to end where the window does. The result is exact where the window covers
+    all of the future that the layers see.
 
     Args:
-        layers: What is to run; in one piece on every window.
+        layers: Layers, called once on every window.
         channels: Channels of its input.
         unit: Inputs per frame.
         yields: Outputs per frame.
         back: Frames before; the layers' own past, or more.
-        ahead: Frames behind.
+        ahead: Frames after.
         like: A tensor of the input's type and place.
     """
 
@@ -323,22 +291,22 @@ class Windowed:
         self.back, self.ahead, self.like = back, ahead, like
 
     def start(self, batch: int) -> FrameWindow:
-        """No frame yet."""
+        """Return the state before the first frame."""
         return FrameWindow(self.like.new_zeros(batch, self.channels, 0), 0, 0)
 
     def step(self, state: FrameWindow, x: Tensor) -> tuple[FrameWindow, Tensor]:
-        """Whole frames `[B, C, t * unit]` to the frames whose window is full."""
+        """Run whole frames `[B, C, t * unit]` to the frames whose window is full."""
         frames = torch.cat([state.frames, x], -1)
         total = state.total + x.shape[-1] // self.unit
         state = FrameWindow(frames, state.done, total)
         return self._give(state, max(state.done, total - self.ahead))
 
     def finish(self, state: FrameWindow) -> Tensor | None:
-        """The last frames, whose windows end with the stream."""
+        """Return the last frames, whose windows end with the stream."""
         return self._give(state, state.total)[1] if state.total > state.done else None
 
     def count(self, n: int) -> int:
-        """Outputs after `n` inputs."""
+        """Return the number of outputs after `n` inputs."""
         return max(0, n // self.unit - self.ahead) * self.yields
 
     def _give(self, state: FrameWindow, until: int) -> tuple[FrameWindow, Tensor]:
@@ -357,7 +325,7 @@ class Windowed:
 
 
 def at_once(layers: CodecLayer) -> Callable[[Tensor], Tensor]:
-    """Layers over a whole window: from its start to its end."""
+    """Return a function that runs layers over a whole window, from its start to its end."""
 
     def whole(x: Tensor) -> Tensor:
         state, out = layers.step(layers.start(x.shape[0]), x)
@@ -368,7 +336,7 @@ def at_once(layers: CodecLayer) -> Callable[[Tensor], Tensor]:
 
 
 def deviation(exact: Tensor, other: Tensor) -> tuple[float, float]:
-    """How far one sound is from another: largest difference, and error to signal in decibels."""
+    """Largest difference of two sounds, and the ratio of error to signal in decibels."""
     error = other.double() - exact.double()
     power = float(exact.double().pow(2).mean().clamp(min=1e-30))
     noise = float(error.pow(2).mean().clamp(min=1e-30))

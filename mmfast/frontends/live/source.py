@@ -1,4 +1,4 @@
-"""One way into every source of frames: files, folders, iterators, cameras and addresses."""
+"""Sources of frames behind one interface: files, folders, iterators, cameras, addresses."""
 
 from __future__ import annotations
 
@@ -10,42 +10,103 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from mmfast.core.errors import MediaError, MmfastError
+from mmfast.frontends.clip import Frame
 from mmfast.frontends.image import is_array, is_sequence, picture
-from mmfast.frontends.live.device import open_camera, running_frames, running_rgb
-from mmfast.frontends.live.network import Allowed, check_address, open_http, open_rtsp
-from mmfast.frontends.live.steady import at_rate, steady
-from mmfast.frontends.picture import Frame
+from mmfast.frontends.live.inputs import (
+    Allowed,
+    check_address,
+    open_camera,
+    open_http,
+    open_rtsp,
+    running_frames,
+    running_rgb,
+)
+from mmfast.frontends.live.timeline import at_rate, steady
+from mmfast.frontends.sampling import positive_rate
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits, first_line, is_encoded, quote
-from mmfast.frontends.video.parallel import DEFAULT_AHEAD, Ahead
 from mmfast.frontends.video.reader import iter_video
-from mmfast.frontends.video.sampling import positive_rate
-from mmfast.frontends.video.sequences import DEFAULT_RATE
+from mmfast.frontends.video.sequences import DEFAULT_RATE, split_pair
+from mmfast.frontends.video.threads import DEFAULT_AHEAD, Ahead
 
 _HELD = 64
 
 
-class Push(Iterator[tuple[Any, float]]):
-    """Frames pushed by one thread and iterated by another; `end` lets the iteration finish.
+class FrameQueue:
+    """Bounded queue from one thread to another, with an end that may carry an error."""
 
-    A frame without a time gets the seconds since the first push.
-    """
-
-    def __init__(self, held: int = _HELD) -> None:
-        """Let at most `held` frames wait for the consumer."""
+    def __init__(self, held: int) -> None:
         self._held = held
-        self._queue: deque[tuple[Any, float]] = deque()
+        self._queue: deque[Any] = deque()
         self._error: BaseException | None = None
-        self._begin: float | None = None
         self._ended = False
         self._changed = threading.Condition()
 
+    def put(self, item: Any, patience: float | None = None) -> bool:
+        """Add an item; return False where there is no room within `patience` seconds.
+
+        Raises:
+            EOFError: The queue has ended.
+        """
+        with self._changed:
+            room = self._changed.wait_for(
+                lambda: self._ended or len(self._queue) < self._held, patience
+            )
+            if self._ended:
+                raise EOFError
+            if room:
+                self._queue.append(item)
+                self._changed.notify_all()
+            return room
+
+    def take(self, patience: float | None = None) -> Any:
+        """Return the next item; raise the error of the end, or StopIteration.
+
+        Raises:
+            TimeoutError: Nothing came within `patience` seconds.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._queue or self._ended, patience):
+                raise TimeoutError
+            if self._queue:
+                self._changed.notify_all()
+                return self._queue.popleft()
+            error, self._error = self._error, None
+            raise error if error is not None else StopIteration
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the queue; with `error`, `take` raises it after the waiting items."""
+        with self._changed:
+            if not self._ended:
+                self._error, self._ended = error, True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the queue and drop the waiting items; safe from any thread."""
+        with self._changed:
+            self._ended, self._error = True, None
+            self._queue.clear()
+            self._changed.notify_all()
+
+
+class Push(FrameQueue, Iterator[tuple[Any, float]]):
+    """Frames pushed by one thread and iterated by another; `end` finishes the iteration.
+
+    A frame without a time gets the seconds since the first push. At most `held` frames wait for
+    the consumer.
+    """
+
+    interrupt = FrameQueue.close
+
+    def __init__(self, held: int = _HELD) -> None:
+        super().__init__(held)
+        self._begin: float | None = None
+
     def push(self, frame: Any, time: float | None = None, patience: float | None = None) -> bool:
-        """Add a frame; wait at most `patience` seconds for room (None: as long as it takes).
+        """Add a frame; wait at most `patience` seconds for room (None: without a limit).
 
         Returns:
             False where there was no room in time and the frame was not taken.
@@ -53,53 +114,29 @@ class Push(Iterator[tuple[Any, float]]):
         Raises:
             MediaError: The source has ended.
         """
-        with self._changed:
-            at = self._now() if time is None else float(time)
-            room = self._changed.wait_for(
-                lambda: self._ended or len(self._queue) < self._held, patience
-            )
-            if self._ended:
-                raise MediaError("frames are pushed into a source that has ended: open a new one")
-            if room:
-                self._queue.append((frame, at))
-                self._changed.notify_all()
-            return room
+        at = self._now() if time is None else float(time)
+        try:
+            return self.put((frame, at), patience)
+        except EOFError:
+            raise MediaError(
+                "frames are pushed into a source that has ended: open a new one"
+            ) from None
 
     def _now(self) -> float:
         now = time.monotonic()
         self._begin = now if self._begin is None else self._begin
         return now - self._begin
 
-    def end(self, error: BaseException | None = None) -> None:
-        """No more frames come; with `error` the iteration raises it behind those that wait."""
-        with self._changed:
-            self._error, self._ended = error, True
-            self._changed.notify_all()
-
     def __next__(self) -> tuple[Any, float]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._ended)
-            if self._queue:
-                self._changed.notify_all()
-                return self._queue.popleft()
-            error, self._error = self._error, None
-            raise error if error is not None else StopIteration
-
-    def close(self) -> None:
-        """The consumer wants no more: what waits is dropped, pushing is an error."""
-        with self._changed:
-            self._ended = True
-            self._queue.clear()
-            self._changed.notify_all()
-
-    interrupt = close
+        pair: tuple[Any, float] = self.take()
+        return pair
 
 
 _SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"))
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key in which ``frame2`` comes before ``frame10``; ties by the number's length."""
+    """Return a sort key that puts ``frame2`` before ``frame10``; ties by the number's length."""
     parts = re.split(r"(\d+)", name.casefold(), flags=re.ASCII)
     return tuple(
         (int(part), len(part), "") if part.isdecimal() else (-1, 0, part) for part in parts
@@ -107,7 +144,7 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def folder_frames(folder: Path, limits: Limits) -> Iterator[Path]:
-    """The pictures of a directory, without its subdirectories and hidden files.
+    """Return the pictures of a directory, without its subdirectories and hidden files.
 
     Raises:
         MediaError: It cannot be listed, holds no picture, or more than the limits allow.
@@ -134,40 +171,29 @@ def folder_frames(folder: Path, limits: Limits) -> Iterator[Path]:
 _WAITING = 4  # items that wait for the consumer; a camera's own buffer drops what does not fit
 
 
-class Pump(Iterator[Any]):
-    """Items of a source that may stall, in order, each within `timeout` seconds of being asked.
+class Pump(FrameQueue, Iterator[Any]):
+    """Items of a source that may stall, in order, each within `timeout` seconds of the request.
 
     A call that blocks in foreign code cannot be interrupted. After a stall or `close` the thread
-    is left where it hangs, ends when the call returns, and never keeps the process alive.
+    stays blocked, ends when the call returns, and never keeps the process alive. Without a timeout
+    the wait is unlimited, and `close` from another thread ends it.
     """
 
     def __init__(self, items: Iterable[Any], name: str, timeout: float | None) -> None:
-        """Start reading `items`; None waits for ever, but `close` from elsewhere still works."""
+        super().__init__(_WAITING)
         self._items, self._name, self._timeout = items, name, timeout
-        self._queue: deque[Any] = deque()
-        self._error: BaseException | None = None
-        self._ended = self._closed = False
-        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._read, name="mmfast-source", daemon=True)
         self._thread.start()
 
     def __next__(self) -> Any:
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
-        with self._changed:
-            while not self._queue and not self._ended and not self._closed:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    self._closed = True
-                    raise MediaError(
-                        f"{self._name} gave no frame for {self._timeout:g} s: check that it is "
-                        f"on and reachable, or raise timeout="
-                    )
-                self._changed.wait(left)
-            if not self._queue:
-                error, self._error = self._error, None
-                raise error if error is not None and not self._closed else StopIteration
-            self._changed.notify_all()
-            return self._queue.popleft()
+        try:
+            return self.take(self._timeout)
+        except TimeoutError:
+            self.close()
+            raise MediaError(
+                f"{self._name} gave no frame for {self._timeout:g} s: check that it is "
+                f"on and reachable, or raise timeout="
+            ) from None
 
     def _read(self) -> None:
         error: BaseException | None = None
@@ -175,30 +201,12 @@ class Pump(Iterator[Any]):
         try:
             items = iter(self._items)
             for item in items:
-                if not self._keep(item):
-                    break
-        except Exception as caught:  # raised again at the consumer
+                self.put(item)
+        except Exception as caught:  # raised again at the consumer, unless it closed the queue
             error = caught
         with suppress(Exception):
             getattr(items, "close", lambda: None)()
-        with self._changed:
-            self._error, self._ended = error, True
-            self._changed.notify_all()
-
-    def _keep(self, item: Any) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._queue) < _WAITING)
-            if not self._closed:
-                self._queue.append(item)
-                self._changed.notify_all()
-            return not self._closed
-
-    def close(self) -> None:
-        """Drop what waits and let the thread end; safe from any thread."""
-        with self._changed:
-            self._closed = True
-            self._queue.clear()
-            self._changed.notify_all()
+        self.end(error)
 
 
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
@@ -211,8 +219,8 @@ class LiveSource(Iterator[tuple[Frame, float]]):
 
     Attributes:
         name: The source, for messages; without passwords.
-        events: How often the source misbehaved: ``broken``, ``repeated``, ``late``, ``jumps``,
-            ``resized``; a kind that never happened counts 0.
+        events: Counts of irregularities: ``broken``, ``repeated``, ``late``, ``jumps``,
+            ``resized``; others count 0.
         frames: Frames given so far.
     """
 
@@ -241,19 +249,19 @@ class LiveSource(Iterator[tuple[Frame, float]]):
         return pair
 
     def interrupt(self) -> None:
-        """Let a `next` that waits for the source end at once; safe from any thread."""
+        """End a `next` that waits for the source; safe from any thread."""
         with suppress(Exception):
             self._stop()
 
     def close(self) -> None:
-        """Stop the source and let go of it; only from the thread that iterates."""
+        """Stop the source and release it; only from the thread that iterates."""
         self.interrupt()
         close: Any = getattr(self._pairs, "close", None)
         if close is not None:
             close()
 
     def __del__(self) -> None:
-        self.interrupt()  # the thread that reads ahead would wait for ever
+        self.interrupt()  # else the thread that reads ahead would wait without end
 
     def __enter__(self) -> LiveSource:
         return self
@@ -264,13 +272,13 @@ class LiveSource(Iterator[tuple[Frame, float]]):
 
 @dataclass(frozen=True)
 class _Raw:
-    """A source before its frames are made usable."""
+    """A source before its frames are converted and timed."""
 
     name: str
     items: Iterable[Any]  # pictures, or (picture, seconds or None) pairs
     convert: Callable[[Any], Frame]
     live: bool = True  # may stall: read by a thread
-    exact: bool = False  # `fps` was applied already
+    exact: bool = False  # `fps` is applied already
     timeout: float | None = None
 
 
@@ -284,17 +292,16 @@ def live_frames(
     ahead: Ahead | int = DEFAULT_AHEAD,
     timeout: float | None = None,
 ) -> LiveSource:
-    """Open any source of frames; what can be checked is checked now.
+    """Open any source of frames; arguments and headers are checked at once.
 
     Files give the frames that ``read_video(file, fps=fps)`` gives, read in parallel where their
-    groups of pictures allow it. Other sources give the first frame at or behind every 1/fps s.
+    groups of pictures allow it. Other sources give the first frame at or after every 1/fps s.
 
-    What a source does wrong: a frame at the time of the one before, or up to a second behind it,
-    is dropped; a clock that jumps back further goes on from the last frame; a picture of another
-    size is scaled into the first one's; a broken picture is skipped; each is counted in `events`.
-    Thirty broken pictures in a row, a clock that stands still, a source that gives nothing within
-    `timeout` or breaks off, end in a `MediaError` behind the frames that came before. Late starts
-    and gaps are kept.
+    Irregularities: a frame at the time of the one before, or up to a second earlier, is dropped; a
+    clock that jumps back further continues from the last frame; a picture of another size is
+    scaled into the first one's; a broken picture is skipped; each is counted in `events`. Thirty
+    broken pictures in a row, a stopped clock, and a source that gives nothing within `timeout` or
+    breaks off, end in a `MediaError` after the frames before. Late starts and gaps are kept.
 
     Args:
         source: A path, bytes or file object of a video; a directory of pictures, in natural
@@ -306,7 +313,7 @@ def live_frames(
             ones too.
         limits: Size limits.
         ahead: How many decoded frames of a file may wait for their consumer.
-        timeout: Longest wait for a frame in seconds. None: 10 s for cameras and URLs, for ever
+        timeout: Longest wait for a frame in seconds. None: 10 s for cameras and URLs, no limit
             for the rest.
 
     Raises:
@@ -322,20 +329,10 @@ def live_frames(
     items: Any = raw.items
     wait = raw.timeout if timeout is None else timeout
     pump = Pump(items, raw.name, wait) if raw.live or wait is not None else None
-    timed = (_timed(item) for item in (items if pump is None else pump))
+    timed = (split_pair(item) for item in (items if pump is None else pump))
     pairs: Any = steady(timed, raw.convert, raw.name, events, speed)
     pairs = pairs if raw.exact else at_rate(pairs, step)
     return LiveSource(raw.name, pairs, events, lambda: _stop(pump, source))
-
-
-def _timed(item: Any) -> tuple[Any, float | None]:
-    """Take a (picture, seconds or None) pair apart."""
-    if isinstance(item, tuple) and len(item) == 2:
-        if item[1] is None:
-            return item
-        if isinstance(item[1], Real):
-            return item[0], float(item[1])
-    return item, None
 
 
 def _stop(pump: Pump | None, source: object) -> None:

@@ -1,4 +1,4 @@
-"""List the frames of a video from its packets alone, without decoding one."""
+"""Index of the frames of a video from its packets alone, without decoding."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmfast.core.errors import MediaError
+from mmfast.frontends.container import Header
+from mmfast.frontends.sampling import Indices
 from mmfast.frontends.source import Budget, Limits, MediaSource, refusing
-from mmfast.frontends.video.container import Header
 from mmfast.frontends.video.packets import Facts, PacketGroup, all_groups, unit_reader
-from mmfast.frontends.video.parallel import suits
-from mmfast.frontends.video.sampling import Indices
+from mmfast.frontends.video.threads import suits
 
 # Where one packet is one frame. Elsewhere a packet may hold no frame (VP8 alternate references,
 # MPEG-4 "not coded" frames) or half of one (interlaced fields); those are counted by decoding.
@@ -28,7 +28,7 @@ class Packet(NamedTuple):
     pts: int | None
     dts: int | None
     key: bool
-    discard: bool  # decoded for others' sake, cut away by an edit list
+    discard: bool  # decoded for other frames, hidden by an edit list
     corrupt: bool
     duration: int
 
@@ -38,13 +38,11 @@ class Index:
     """The frames of a video in presentation order."""
 
     ticks: Indices  # [n] presentation time of each frame in units of the time base
-    end: int  # the tick at which the last frame leaves the screen
+    end: int  # the tick at which the last frame ends
     keys: Indices  # [k] presentation ticks of the key frames, ascending
     trusted: bool  # every packet is one frame with its own time, so that seeking is exact
-    plain: bool  # decord may read it: fresh starts only, nothing cut away, fixed parameters
-    groups: tuple[PacketGroup, ...] | None = (
-        None  # where decoding may begin; None: only at the start
-    )
+    plain: bool  # decord may read it: fresh starts only, no hidden frame, fixed parameters
+    groups: tuple[PacketGroup, ...] | None = None  # by entry points; None: only the start is one
 
 
 def packet_index(
@@ -75,10 +73,10 @@ def packet_index(
             f"{source.name} holds no frame: its video stream is empty, record it again"
         )
     plain = len(facts) == len(shown) == len(packets) and not _leading(packets)
-    # decord takes any key frame for a fresh start and numbers on from it, so one that is not (open
-    # groups of pictures, gradual refresh) makes it return other frames than asked. And sequence
-    # parameters inside the stream can change the picture size after all checks are done, which
-    # only PyAV can be told to refuse.
+    # decord takes any key frame for a fresh start and continues its numbers from it, so one that is
+    # not (open groups of pictures, gradual refresh) makes it return wrong frames. And sequence
+    # parameters inside the stream can change the picture size after all checks, which only PyAV can
+    # refuse.
     for p, f in zip(packets, facts, strict=False):
         plain = plain and not f.sets and (f.fresh or not p.key)
     index = _build(source, header, packets, shown, plain)
@@ -115,7 +113,7 @@ def _build(
 
 
 def _end(header: Header, shown: list[Packet], ticks: Indices) -> int:
-    """When the last frame leaves: its own duration, else the usual distance, else the rate."""
+    """End of the last frame by its own duration, else the median distance, else the rate."""
     if not len(ticks):
         return 0
     last = max(shown, key=lambda p: p.pts if p.pts is not None else -(1 << 62))
@@ -125,12 +123,12 @@ def _end(header: Header, shown: list[Packet], ticks: Indices) -> int:
     if stay <= 0 and header.rate:
         stay = round(1 / (header.rate * header.time_base))
     if stay <= 0:
-        stay = round(1 / header.time_base)  # a single frame of no rate is a still: a second
+        stay = round(1 / header.time_base)  # a single frame without a rate lasts a second
     return int(ticks[-1]) + max(stay, 1)
 
 
 def _leading(packets: list[Packet]) -> bool:
-    """Say whether a frame is decoded after a key frame but shown before it."""
+    """Return True if a frame is decoded after a key frame but shown before it."""
     newest = None
     for p in packets:
         if p.key:

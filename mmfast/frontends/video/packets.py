@@ -1,8 +1,9 @@
-"""Which packets must be decoded for the frames that are wanted, in pieces that stand alone.
+"""Packets of a video: entry points of decoding, the packets that wanted frames need, their reader.
 
-What a packet's first bytes tell about it: where decoding may begin, what nobody refers to.
-
-Unit types: ITU-T H.264 table 7-1 and D.1.8 (recovery point), H.265 table 7-1.
+The first bytes of a packet show whether decoding may begin with it and whether other pictures refer
+to it (unit types: ITU-T H.264 table 7-1 and D.1.8, recovery point; H.265 table 7-1). Packets are
+grouped by entry points, wanted frames turn groups into independent jobs, and `SliceReader` decodes
+jobs and checks every packet and frame against its plan.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import av
 import numpy as np
 import numpy.typing as npt
 
+from mmfast.frontends.container import Header, open_video
+from mmfast.frontends.sampling import Indices
 from mmfast.frontends.source import Budget, Damage, Limits, MediaSource, Mismatch, refusing
-from mmfast.frontends.video.container import Header, open_video
-from mmfast.frontends.video.sampling import Indices
 
 _RECOVERY_POINT = 6  # SEI payload type
 _HEVC_PLAIN = frozenset((*range(10), *range(16, 22), 35, 36, 37, 38, 39, 40))
@@ -29,15 +30,15 @@ _AVC_ASIDE = frozenset((6, 9, 10, 11, 12))  # messages, delimiters, filler
 
 
 class Facts(NamedTuple):
-    """What is known of one packet.
+    """Facts about one packet.
 
     Attributes:
-        entry: Decoding may begin here and is right from this picture's time on.
-        fresh: ... and right for every later packet, whatever its time.
+        entry: Decoding may begin here and is correct from this picture's time on.
+        fresh: Decoding may begin here and is correct for every later packet.
         disposable: No other picture refers to it.
-        layer: Temporal sub-layer; pictures of a lower one are referred to by higher ones.
+        layer: Temporal sub-layer; higher ones refer to pictures of lower ones.
         sets: It holds sequence parameters, which may change the picture size.
-        strange: It changes how later packets are decoded, so that none may be left out.
+        strange: It changes the decoding of later packets, so none may be left out.
     """
 
     entry: bool
@@ -52,7 +53,7 @@ Reader = Callable[[Any], Facts]
 
 
 def unit_reader(header: Header) -> Reader | None:
-    """A function that looks at a packet; None where the packets of this stream say nothing."""
+    """Return a function that reads facts of a packet; None where the codec's are unreadable."""
     extra = header.extradata
     if header.codec == "h264":
         known = extra[:1] == b"\1" and len(extra) > 4
@@ -102,7 +103,7 @@ def _avc(extra: bytes, width: int) -> Reader:
 
 
 def _recovery(unit: bytes) -> bool:
-    """Whether an SEI unit promises exact pictures from this one's time on."""
+    """Return True if an SEI unit promises exact pictures from this one's time on."""
     data, at = unit.replace(b"\0\0\3", b"\0\0"), 1
     while at + 2 < len(data):
         kind = size = 0
@@ -146,7 +147,7 @@ def _hevc(extra: bytes, width: int) -> Reader:
 
 
 _MOST_GROUPS = 20_000
-_LONGEST = 3000  # packets before the second entry; a stream that has none is read from its start
+_LONGEST = 3000  # most packets before the second entry; other streams are read from the start
 
 Flags = npt.NDArray[np.bool_]
 
@@ -160,8 +161,8 @@ class PacketGroup:
         pts: Presentation ticks, [n]; the first is the entry's.
         shown: Packets whose frame is presented, [n]; an edit list hides others.
         spare: Packets that no other one refers to, [n].
-        fresh: Nothing in it refers to anything before it. Else the pictures shown before its
-            first one do (an open group of pictures).
+        fresh: Nothing in it refers to earlier packets. Else the pictures shown before its first
+            one do (an open group of pictures).
     """
 
     first: int
@@ -172,27 +173,27 @@ class PacketGroup:
 
     @property
     def ticks(self) -> Indices:
-        """Ticks of the frames it shows, ascending."""
+        """Ticks of its shown frames, ascending."""
         return np.sort(self.pts[self.shown])
 
 
 @dataclass(frozen=True, eq=False)
 class SliceJob:
-    """Packets to read from an entry point on, which of them to decode, and what to keep."""
+    """Packets to read from an entry point on, with those to decode and the frames to keep."""
 
     first: int
-    pts: Indices  # [n] of every packet up to the last one needed, to check what is read
+    pts: Indices  # [n] of every packet up to the last one needed, to check the stream
     send: Flags  # [n]
     wanted: tuple[int, ...]  # ticks of frames, ascending
 
     @property
     def cost(self) -> int:
-        """Packets to decode."""
+        """Number of packets to decode."""
         return int(self.send.sum())
 
 
 def all_groups(packets: Sequence[tuple[int | None, bool, Facts]]) -> tuple[PacketGroup, ...] | None:
-    """The groups of a whole stream; None where it cannot be cut, or into too many to hold."""
+    """Return the groups of a whole stream; None where it cannot be cut, or into too many."""
     try:
         found = tuple(islice(groups(packets), _MOST_GROUPS + 1))
     except Mismatch:
@@ -205,8 +206,7 @@ def groups(packets: Iterable[tuple[int | None, bool, Facts]]) -> Iterator[Packet
 
     Raises:
         Mismatch: The stream does not begin with an entry, has no other one for long, changes its
-            parameters, or its groups are not presented one behind the other: it has to be
-            decoded from its start.
+            parameters, or its groups overlap in time: it has to be decoded from its start.
     """
     held: list[tuple[int, bool, Facts]] = []
     first = 0
@@ -240,7 +240,7 @@ def _group(first: int, held: Sequence[tuple[int, bool, Facts]]) -> PacketGroup:
 
 
 def _after(group: PacketGroup, latest: int | None) -> int | None:
-    """Check that a group's frames have rising times behind the one before; give its latest."""
+    """Check that a group's frames have rising times after the group before; return its latest."""
     ticks = group.ticks
     if not len(ticks):
         return latest
@@ -256,7 +256,7 @@ def with_wanted(
 
     Args:
         wanted: Ticks, ascending.
-        seen: The groups up to the one that holds the tick drawn last, or more; they are used up.
+        seen: The groups up to the one that holds the tick drawn last, or more; they are consumed.
     """
     mine: list[int] = []
     for tick in wanted:
@@ -309,7 +309,7 @@ def _job(
 def slices(
     found: Iterable[SliceJob], packets: int, frames: int
 ) -> Generator[list[SliceJob], None, None]:
-    """Join jobs until they are worth a thread's while: `packets` to decode or `frames` to keep."""
+    """Join jobs to slices of at least `packets` to decode or about `frames` to keep."""
     held: list[SliceJob] = []
     cost = kept = 0
     for job in found:
@@ -322,11 +322,11 @@ def slices(
         yield held
 
 
-_NEAR = 64  # packets read over rather than sought past
+_NEAR = 64  # packets skipped by reading and not by seeking
 
 
 class SliceReader:
-    """One open decoder that does jobs one after the other."""
+    """One open decoder that runs jobs one after the other."""
 
     def __init__(self, container: Any, stream: Any, budget: Budget) -> None:
         self._container, self._stream, self._budget = container, stream, budget
@@ -335,10 +335,10 @@ class SliceReader:
         self._at = 0  # number of the packet that comes next
 
     def frames(self, job: SliceJob, go_on: Callable[[], bool]) -> Iterator[tuple[Any, int]]:
-        """Yield the wanted frames with their ticks, in order, while `go_on` says so.
+        """Yield the wanted frames with their ticks, in order, while `go_on` returns True.
 
         Raises:
-            Damage: A packet or a frame is not the one that was planned, or does not decode.
+            Damage: A packet or a frame differs from the plan, or does not decode.
         """
         left = iter(job.wanted)
         due = next(left)
@@ -384,7 +384,7 @@ class SliceReader:
         return packet
 
     def _reach(self, job: SliceJob) -> Any:
-        """The job's first packet."""
+        """Return the job's first packet."""
         try:
             if 0 <= job.first - self._at <= _NEAR:
                 for _ in range(job.first - self._at):
@@ -408,8 +408,7 @@ def slice_reader(source: MediaSource, limits: Limits, threads: str) -> Iterator[
     with open_video(source, limits, threads if threads != "NONE" else "SLICE") as (file, stream):
         if threads == "NONE":
             stream.codec_context.thread_count = 1
-        # An error that the decoder would conceal is one to look at: decoding from the start
-        # conceals it in another way.
+        # Errors must not be concealed: decoding from the start conceals them in another way.
         stream.codec_context.options = {
             "max_pixels": str(limits.pixels),
             "err_detect": "explode",

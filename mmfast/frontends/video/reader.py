@@ -1,4 +1,4 @@
-"""The video front-end: any kind of media in, frames with their true times out."""
+"""Reader of videos from any kind of media: frames with their true times."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import numpy as np
 from PIL import Image
 
 from mmfast.core.errors import MediaError
+from mmfast.frontends.clip import Clip, Frame, Frames, Orientation, make_clip
+from mmfast.frontends.container import Header, open_video, read_header
+from mmfast.frontends.headers import check_header
 from mmfast.frontends.image import image_clip, iter_animation, open_image, read_animation
-from mmfast.frontends.picture import Frame, Frames, Orientation
+from mmfast.frontends.sampling import Ask, Indices, positive_rate, sample_stream
 from mmfast.frontends.source import (
     DEFAULT_LIMITS,
     IMAGE_KINDS,
@@ -24,22 +27,17 @@ from mmfast.frontends.source import (
     open_source,
     quote,
 )
-from mmfast.frontends.video import decord, pyav
-from mmfast.frontends.video.clip import Clip, make_clip
-from mmfast.frontends.video.container import Header, open_video, read_header
-from mmfast.frontends.video.headers import check_header
+from mmfast.frontends.video import decoders
 from mmfast.frontends.video.index import Index, packet_index
-from mmfast.frontends.video.packets import PacketGroup
-from mmfast.frontends.video.parallel import DEFAULT_AHEAD, Ahead, fill, sampled, suits, worth
-from mmfast.frontends.video.sampling import Ask, Indices, positive_rate, sample_stream
 from mmfast.frontends.video.sequences import iter_sequence, sequence_clip
+from mmfast.frontends.video.threads import DEFAULT_AHEAD, Ahead, fill, sampled, suits, worth
 
 BACKENDS = ("auto", "decord", "pyav")
 
 
 @dataclass(frozen=True)
 class _FilePlan:
-    """What is known about a file once its packets are listed and its first frame is decoded."""
+    """Facts about a file after listing its packets and decoding its first frame."""
 
     source: MediaSource
     ask: Ask
@@ -49,7 +47,7 @@ class _FilePlan:
     size: tuple[int, int]  # width, height after rotation
 
     def choose(self, index: Index) -> tuple[Indices, Indices, Frames]:
-        """Frame numbers asked for [m], the distinct ones ascending [u], and room for these."""
+        """Return requested frame numbers [m], the distinct ones ascending [u], and their buffer."""
         times, end = self.header.seconds(index.ticks), float(self.header.seconds(index.end))
         half_tick = float(self.header.time_base) / 2 + 1e-9
         self.limits.check_duration(self.source.name, end - float(times[0]))
@@ -59,11 +57,22 @@ class _FilePlan:
         width, height = self.size
         return asked, rows, np.empty((len(rows), height, width, 3), np.uint8)
 
+    def attempt(
+        self, index: Index, backend: str, decode: Callable[[Indices, Frames], bool | None]
+    ) -> Clip | None:
+        """Read with one decoder; None where it fails or would not pay."""
+        asked, rows, out = self.choose(index)
+        try:
+            done = decode(rows, out)
+        except Mismatch:
+            return None
+        return None if done is False else self.clip(index, asked, rows, out, backend)
+
     def clip(self, index: Index, asked: Indices, rows: Indices, out: Frames, backend: str) -> Clip:
-        """Put the decoded frames [u] into the order asked for."""
-        frames = out if len(asked) == len(rows) and (asked == rows).all() else None
+        """Put the decoded frames [u] into the requested order."""
+        in_order = len(asked) == len(rows) and (asked == rows).all()
         return make_clip(
-            frames=out[np.searchsorted(rows, asked)] if frames is None else frames,
+            frames=out if in_order else out[np.searchsorted(rows, asked)],
             rows=asked,
             times=self.header.seconds(index.ticks),
             end=float(self.header.seconds(index.end)),
@@ -74,7 +83,7 @@ class _FilePlan:
 
 
 def read_file(source: MediaSource, ask: Ask, limits: Limits, backend: str) -> Clip:
-    """Read the frames asked for; both decoders give the same ones.
+    """Read the requested frames; both decoders give the same ones.
 
     Raises:
         MediaError: The file is broken, empty, too large, or not one that `backend` can read.
@@ -83,54 +92,37 @@ def read_file(source: MediaSource, ask: Ask, limits: Limits, backend: str) -> Cl
     with open_video(source, limits) as (container, stream):
         header = read_header(source, container, stream, limits)
         index = packet_index(source, container, stream, header, limits)
-    first: Any = pyav.first_frame(source, limits)
+    first: Any = decoders.first_frame(source, limits)
     turn = Orientation.of(first)
     plan = _FilePlan(source, ask, limits, header, turn, turn.size(first.width, first.height))
-    reason = decord.why_not(source, header, index, bool(first.interlaced_frame), turn)
-    if backend == "decord" and reason:
-        raise MediaError(f"decord cannot read {source.name} ({reason}): use backend='auto'")
-    if backend != "decord" and index.groups is not None:
-        clip = _in_parallel(plan, index, index.groups)
-        if clip is not None:
-            return clip
-    if backend != "pyav" and not reason:
-        clip = _with_decord(plan, index)
-        if clip is not None:
-            return clip
-        if backend == "decord":
-            raise MediaError(f"decord failed on {source.name}: use backend='auto'")
-    return _with_pyav(plan, index)
+    obstacle = decoders.decord_obstacle(source, header, index, bool(first.interlaced_frame), turn)
+    if backend == "decord" and obstacle:
+        raise MediaError(f"decord cannot read {source.name} ({obstacle}): use backend='auto'")
+    clip, groups = None, index.groups
+    if backend != "decord" and groups is not None:
+        clip = plan.attempt(
+            index,
+            "pyav",
+            lambda rows, out: fill(source, limits, groups, index.ticks[rows], turn, out),
+        )
+    if clip is None and backend != "pyav" and not obstacle:
+        clip = plan.attempt(
+            index, "decord", lambda *want: decoders.read_decord(source, header, index, *want)
+        )
+    if clip is None and backend == "decord":
+        raise MediaError(f"decord failed on {source.name}: use backend='auto'")
+    if clip is None and index.trusted:
+        clip = plan.attempt(
+            index, "pyav", lambda *want: decoders.read_exact(source, limits, index, turn, *want)
+        )
+    return clip or _counted(plan, index)
 
 
-def _in_parallel(plan: _FilePlan, index: Index, groups: tuple[PacketGroup, ...]) -> Clip | None:
+def _counted(plan: _FilePlan, index: Index) -> Clip:
+    """Read by counting frames from the start, which damage and missing times ask for."""
+    index, threads = decoders.count_frames(plan.source, plan.limits, plan.header, index)
     asked, rows, out = plan.choose(index)
-    try:
-        done = fill(plan.source, plan.limits, groups, index.ticks[rows], plan.turn, out)
-    except Mismatch:
-        return None
-    return plan.clip(index, asked, rows, out, "pyav") if done else None
-
-
-def _with_decord(plan: _FilePlan, index: Index) -> Clip | None:
-    asked, rows, out = plan.choose(index)
-    try:
-        decord.read(plan.source, plan.header, index, rows, out)
-    except Mismatch:
-        return None
-    return plan.clip(index, asked, rows, out, "decord")
-
-
-def _with_pyav(plan: _FilePlan, index: Index) -> Clip:
-    if index.trusted:
-        asked, rows, out = plan.choose(index)
-        try:
-            pyav.read_exact(plan.source, plan.limits, index, rows, plan.turn, out)
-            return plan.clip(index, asked, rows, out, "pyav")
-        except Mismatch:
-            del out
-    index, threads = pyav.count_frames(plan.source, plan.limits, plan.header, index)
-    asked, rows, out = plan.choose(index)
-    pyav.read_counted(plan.source, plan.limits, rows, plan.turn, out, threads)
+    decoders.read_counted(plan.source, plan.limits, rows, plan.turn, out, threads)
     return plan.clip(index, asked, rows, out, "pyav")
 
 
@@ -143,7 +135,7 @@ def iter_file(
         source: The file.
         limits: Size limits; the wall clock does not count, the consumer sets the pace.
         fps: Takes the frame on screen at every 1/fps s; None takes all.
-        ahead: How far a parallel read may run ahead of its consumer.
+        ahead: Bound of the frames that wait for their consumer in a parallel read.
 
     Raises:
         MediaError: Now for a bad header, later when the budget is spent.
@@ -152,13 +144,13 @@ def iter_file(
     with open_video(source, limits) as (container, stream):
         header = read_header(source, container, stream, limits)
         count = stream.frames or float(container.duration or 0) / 1e6 * float(header.rate)
-    first = pyav.first_frame(source, limits)
+    first = decoders.first_frame(source, limits)
     turn = Orientation.of(first)
     half_tick = float(header.time_base) / 2 + 1e-9
     free = limits.untimed()
 
     def from_start(threads: str) -> Iterator[tuple[Frame, float]]:
-        pairs = pyav.read_all(source, free, header, turn, threads)
+        pairs = decoders.read_all(source, free, header, turn, threads)
         return sample_stream(pairs, fps, half_tick)
 
     if fps is None or not suits(source, header) or not worth(count, first.width * first.height):
@@ -171,14 +163,14 @@ def iter_file(
 def _else_from_start(
     fast: Iterator[tuple[Frame, float]], slow: Callable[[str], Iterator[tuple[Frame, float]]]
 ) -> Iterator[tuple[Frame, float]]:
-    """Yield `fast`, and where it gives up, the rest of `slow`, which gives the same frames."""
+    """Yield `fast`, and where it fails, the rest of `slow`, which gives the same frames."""
     given = 0
     try:
         for pair in fast:
             given += 1
             yield pair
     except Mismatch as reason:
-        # Frame threads drop other frames each time on damage.
+        # After damage, frame threads drop other frames each time.
         threads = "SLICE" if isinstance(reason, Damage) else "AUTO"
         yield from islice(slow(threads), given, None)
 
@@ -195,7 +187,7 @@ def read_video(
 ) -> Clip:
     """Read some frames of a video, with the times at which they are really shown.
 
-    Exactly one of `frames`, `fps` and `times` says which:
+    Exactly one of `frames`, `fps` and `times` selects them:
 
     * ``frames=k``: numbers ``round(linspace(0, n - 1, k))``; all n if the clip has no more.
     * ``fps=r``: the frame on screen at every 1/r s from the first frame on, each frame once.
@@ -204,14 +196,14 @@ def read_video(
     A file's packets are listed without decoding them, then only the groups of pictures that hold
     a wanted frame are decoded. Phone rotation and mirroring are applied, edit lists followed,
     sound ignored, 10-bit colour rounded to 8 bits without tone mapping, non-square pixels kept.
-    A frame that the decoder can only conceal after damage comes as concealed.
+    After damage a frame is as the decoder conceals it.
 
     Args:
         media: A path, bytes, a binary file object; a PIL animation; a numpy array or torch tensor
             [T, H, W, C] or [T, C, H, W] with 1, 3 or 4 channels, uint8 or float in [0, 1]; a list
             or iterator of pictures (anything `read_image` takes), or of (picture, seconds) pairs.
-        frames: How many frames to spread over the clip.
-        fps: How many frames to take per second.
+        frames: Number of frames to spread over the clip.
+        fps: Frames to take per second.
         times: Seconds on the file's own timeline.
         limits: Size limits; checked from the header before decoding and while decoding.
         backend: ``auto`` (decord for what it reads exactly, else PyAV), ``decord`` or ``pyav``;
@@ -248,17 +240,17 @@ def iter_video(
 ) -> Iterator[tuple[Frame, float]]:
     """Yield the frames of a video lazily, each with its time in seconds.
 
-    With `fps` it yields the frames that ``read_video(media, fps=...)`` gives, one frame behind
-    the source; without, every frame. A long file of which few frames are wanted is decoded by
-    several threads, which run ahead; all else is decoded as it is asked for and nothing is held.
-    An endless iterator of frames stays endless, and a slow consumer runs into no time limit.
+    With `fps` it yields the frames of ``read_video(media, fps=...)``, one frame later than the
+    source; without, every frame. A long file of which few frames are wanted is decoded by several
+    threads, which run ahead; other media are decoded on request and nothing is held. An endless
+    iterator of frames stays endless, and a slow consumer meets no time limit.
 
     Args:
         media: As for `read_video`.
-        fps: How many frames to take per second.
+        fps: Frames to take per second.
         limits: Size limits; those on frames and duration apply to files only.
         rate: Frames per second of decoded frames that come without times; 24 if not given.
-        ahead: How many decoded frames of a long file may wait.
+        ahead: Bound of the decoded frames of a long file that wait.
 
     Yields:
         (picture [H, W, 3] uint8, seconds).
@@ -277,7 +269,7 @@ def iter_video(
 
 
 def _stream(media: object, limits: Limits, rate: object) -> tuple[Iterator[Any], float]:
-    """The frames of any media but video files in turn, and how far their times are rounded."""
+    """Return the frames of any media but video files, and the rounding of their times."""
     if isinstance(media, Image.Image):
         return iter_animation(media, limits, "the animation"), 5e-4
     if not isinstance(media, MediaSource):

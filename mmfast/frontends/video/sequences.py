@@ -1,4 +1,4 @@
-"""Frames that are already decoded: arrays, tensors, lists and iterators."""
+"""Clips from decoded frames: arrays, tensors, lists and iterators."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmfast.core.errors import MediaError
+from mmfast.frontends.clip import Clip, Frame, make_clip
 from mmfast.frontends.image import (
     array_picture,
     channel_axis,
@@ -18,26 +19,24 @@ from mmfast.frontends.image import (
     is_tensor,
     picture,
 )
-from mmfast.frontends.picture import Frame
+from mmfast.frontends.sampling import Ask, Floats, positive_rate
 from mmfast.frontends.source import Limits, quote
-from mmfast.frontends.video.clip import Clip, make_clip
-from mmfast.frontends.video.sampling import Ask, Floats, positive_rate
 
-DEFAULT_RATE = 24.0  # what transformers' processors assume of frames that come without a rate
+DEFAULT_RATE = 24.0  # the assumption of transformers' processors
 
 
 @dataclass(frozen=True)
 class _FrameOptions:
-    """Frames as the caller gave them."""
+    """Frames as given by the caller."""
 
     name: str  # for messages
     items: Iterable[Any]  # frames, or (frame, seconds) pairs
-    counted: bool = True  # False for an iterator, whose length shows when it ends
+    counted: bool = True  # False for an iterator, whose length is unknown
     axis: int | None = None  # of the channels, where it is the same for all frames
 
 
 def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip:
-    """Read the frames asked for from an array, tensor, list or iterator.
+    """Read the requested frames of an array, tensor, list or iterator.
 
     Raises:
         MediaError: Wrong shape, dtype, range or mixed sizes; no frame; too many; or sampling by
@@ -47,7 +46,7 @@ def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip
     given = _given(media)
     if not given.counted:
         given = _FrameOptions(given.name, list(_hold(given, limits)), axis=-1)
-    stamps = [_split(item)[1] for item in given.items]
+    stamps = [split_pair(item)[1] for item in given.items]
     if not stamps:
         raise MediaError(f"{given.name} is empty: give at least one frame")
     limits.check_frames(given.name, len(stamps))
@@ -68,7 +67,7 @@ def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip
 
 
 def iter_sequence(media: object, limits: Limits, rate: object) -> Iterator[tuple[Frame, float]]:
-    """Yield each frame with its time as it comes; nothing is held back or counted."""
+    """Yield each frame with its time at once, without a limit on their number."""
     speed = DEFAULT_RATE if rate is None else positive_rate("rate", rate)
     for i, (frame, time) in enumerate(_convert(_given(media), limits)):
         yield frame, i / speed if time is None else time
@@ -100,10 +99,10 @@ def _array(media: Any) -> _FrameOptions:
     return _FrameOptions(name, [media[i] for i in range(shape[0])], axis=axis)  # views
 
 
-def _split(item: Any) -> tuple[Any, float | None]:
-    """Take a (frame, seconds) pair apart."""
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Real):
-        return item[0], float(item[1])
+def split_pair(item: Any) -> tuple[Any, float | None]:
+    """Return picture and seconds of a (picture, seconds or None) pair, or of a picture alone."""
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Real | None):
+        return item[0], None if item[1] is None else float(item[1])
     return item, None
 
 
@@ -111,7 +110,7 @@ def _convert(given: _FrameOptions, limits: Limits) -> Iterator[tuple[Frame, floa
     """Convert frame after frame to uint8 RGB; all must have the size of the first."""
     first: tuple[int, ...] = ()
     for i, item in enumerate(given.items):
-        raw, time = _split(item)
+        raw, time = split_pair(item)
         name = f"frame {i} of {given.name}"
         if given.axis is None:
             frame = picture(raw, name, limits)

@@ -23,7 +23,7 @@ from mmfast.decoding.loop import SingleDecoder
 from mmfast.decoding.row import Guide
 from mmfast.decoding.sampling import Sampling
 from mmfast.frontends.codecs.embedded.codec import load_embedded
-from mmfast.frontends.spoken import SpokenStream, spoken
+from mmfast.frontends.text_normalisation import SpokenStream, spoken
 from mmfast.models.decoder.backbone import Backbone, load_head
 from mmfast.models.loading import embedded_path
 from mmfast.models.speech.layout import MARKS, HearingGuide, SpeechGuide, SpeechLayout

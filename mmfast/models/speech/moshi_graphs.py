@@ -25,7 +25,7 @@ from mmfast.core.errors import MediaError, ModelError
 from mmfast.decoding.codebooks import CodeChoice
 from mmfast.decoding.sampling import draw, not_finite
 from mmfast.frontends.codecs.base import check_pcm
-from mmfast.frontends.codecs.streaming import FrameStage, tree_map, where_rows
+from mmfast.frontends.codecs.stages import FrameStage, tree_map, where_rows
 from mmfast.heads.depth import Frame
 from mmfast.models.speech.moshi import MoshiFrame, MoshiSteps, MoshiVoice, UserSound
 from mmfast.ops.cuda_graphs import GraphRecorder, graphs_for

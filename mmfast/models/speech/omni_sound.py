@@ -31,7 +31,7 @@ from mmfast.core.errors import ModelError
 from mmfast.frontends.codecs.base import check_codes
 from mmfast.frontends.codecs.convolution import Conv, ConvTranspose
 from mmfast.frontends.codecs.layers import Capped, CodecLayer, Edge, LayerChain, Pointwise, Residual
-from mmfast.frontends.codecs.streaming import stream
+from mmfast.frontends.codecs.stages import stream
 
 Past = dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values [B, H, block, d]
 Slope = Callable[[Tensor, Tensor], Tensor]  # of time and place

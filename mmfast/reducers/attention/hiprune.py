@@ -9,12 +9,12 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import marked, stable_topk
+from mmfast.ops.ranking import index_mask, marked, stable_topk
 
 
 @register("hiprune", paper="2508.00553", needs=("attn_visual", "attn_middle"))
 def hiprune(tokens: Tokens, budget: int, *, alpha: float = 0.1, parity: bool = False) -> Reduction:
-    """Keep what middle layers look at with its neighbours, then what deep layers look at.
+    """Keep tokens attended to by a middle layer with their neighbours, then those of a deep layer.
 
     Middle layers of a vision tower attend to objects, deep ones to tokens that gather the whole
     picture (Liu et al., 2025). A fifth of `alpha` of the budget are anchors, each with the tokens
@@ -37,17 +37,11 @@ def hiprune(tokens: Tokens, budget: int, *, alpha: float = 0.1, parity: bool = F
     rows = 1 if tokens.grid is None else tokens.grid[1]
     if parity:
         around = best[..., None] + torch.tensor([0, -1, 1, -columns, columns], device=best.device)
-        near = _mask(around.clamp(0, tokens.n - 1).flatten(), tokens.n)
+        near = index_mask(around.clamp(0, tokens.n - 1).flatten(), tokens.n)
         registers = stable_topk(deep - near.float(), budget - int(near.sum()))
-        return Reduction.prune(marked(near | _mask(registers, tokens.n)), tokens.n)
-    near = _mask(_cross(best, rows, columns).flatten(-2), tokens.n)
+        return Reduction.prune(marked(near | index_mask(registers, tokens.n)), tokens.n)
+    near = index_mask(_cross(best, rows, columns).flatten(-2), tokens.n)
     return Reduction.prune(stable_topk(deep.masked_fill(near, torch.inf), budget), tokens.n)
-
-
-def _mask(index: Tensor, n: int) -> Tensor:
-    """`[..., n]` bool, True at `index` `[..., K]`."""
-    mask = torch.zeros(*index.shape[:-1], n, dtype=torch.bool, device=index.device)
-    return mask.scatter_(-1, index, torch.ones_like(index, dtype=torch.bool))
 
 
 def _cross(centre: Tensor, rows: int, columns: int) -> Tensor:

@@ -17,7 +17,7 @@ from mmfast.ops.ranking import grouped_topk, marked, share_out, stable_topk
 
 @register("hired", paper="2408.10945", needs=("attn", "attn_first"))
 def hired(tokens: Tokens, budget: int, *, alpha: float = 0.5, parity: bool = False) -> Reduction:
-    """Share the budget among the tiles of an image by where its overview looks salient.
+    """Share the budget among the tiles of an image by the saliency of its overview.
 
     The overview gets `alpha` of the budget, rounded up; the other tiles share the rest by how many
     of the overview's most attended tokens of the first layer lie in each. Within a tile the most
@@ -70,7 +70,7 @@ def _counts(
 
 
 def _salient(tile: Tensor, place: Tensor | None, saliency: Tensor, alpha: float) -> Tensor:
-    """How many of the overview's most attended tokens lie in each tile, `[P]`."""
+    """Number of the overview's most attended tokens in each tile, `[P]`."""
     cover = tile_cover(tile, place)
     best = stable_topk(saliency[tile == 0], int(len(cover) * (1 - alpha)))
     return (cover[best] + 1).bincount(minlength=int(tile.max()) + 2)[1:]

@@ -1,4 +1,4 @@
-"""PruMerge: the tokens that stick out in attention, with their neighbours merged in."""
+"""PruMerge: attention outliers, with their neighbours merged in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prumerge(
     parity: bool = False,
     ratio: float | None = None,
 ) -> Reduction:
-    """Keep the tokens whose attention sticks out, merged with neighbours, and one summary token.
+    """Keep the tokens of outlying attention, merged with neighbours, and one summary token.
 
     A kept token takes in its nearest tokens by their keys, weighted by attention, and one more
     token sums up all that are not kept (Shang et al., ICCV 2025). The summary is part of the
@@ -122,7 +122,7 @@ def prumerge_plus(
 
 
 def _strided(attn: Tensor) -> Tensor:
-    """Outliers of `attn` `[N]`, then every s-th token that is none of them."""
+    """Outliers of `attn` `[N]`, then every s-th of the other tokens."""
     n = len(attn)
     outliers = min(max(outlier_count(attn), 1), n - 1)
     top = stable_topk(attn, outliers)
@@ -149,6 +149,6 @@ def reference_list(attn: Tensor, ratio: float | None) -> Tensor:
 
 
 def _reference_rest(listed: Tensor, n: int) -> Tensor:
-    """What the reference takes for the rest: every repeat in the list costs the lowest token."""
+    """Rest of the tokens in the reference: every repeat in the list costs the lowest token."""
     free = complement(listed.unique(), n)
     return free[len(listed) - len(listed.unique()) :]

@@ -9,14 +9,8 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import grouped_topk, marked, share_out, snap
-from mmfast.ops.similarity import (
-    closeness,
-    parts,
-    steady_channels,
-    sum_of,
-    take_channels,
-    unit_rows,
-)
+from mmfast.ops.similarity import sum_of, unit_rows
+from mmfast.ops.video import closeness, parts, steady_channels, take_channels
 
 _TEMPERATURE = 0.01
 
@@ -47,7 +41,7 @@ def vidcom2(tokens: Tokens, budget: int | None, *, ratio: float = 0.25) -> Reduc
 
 
 def video_scores(x: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-    """How close tokens are to their video and frame, and how far frames are from the video.
+    """Closeness of tokens to their video and frame, and distance of frames from the video.
 
     Args:
         x: `[..., T * n, D]`, frame after frame.

@@ -19,10 +19,10 @@ from mmfast.ops.ranking import stable_topk
 def visiondrop(tokens: Tokens, budget: int, *, contextual: float = 0.2) -> Reduction:
     """Keep the tokens that other visual tokens attend to most, and merge the rest into a few.
 
-    The question has no say: inside a decoder its attention is biased towards late tokens and
-    ever less tied to places (Xu et al., AAAI 2026). The same cut serves before the language model
-    and inside it, in stages with `visiondrop@llm:0.1`. The even spacing of the contextual targets,
-    their share, and plain halves of target and joined mean are choices of this project.
+    The question is not used: inside a decoder its attention is biased towards late tokens and
+    less and less tied to places (Xu et al., AAAI 2026). The same cut works before the language
+    model and inside it, in stages with `visiondrop@llm:0.1`. The even spacing of the contextual
+    targets, their share, and plain halves of target and joined mean are choices of this project.
 
     Args:
         tokens: `x` `[..., N, D]` and `attn_visual` `[..., N]`, attention received from visual

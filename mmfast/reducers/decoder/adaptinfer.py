@@ -1,4 +1,4 @@
-"""AdaptInfer: the words that matter say which image tokens matter."""
+"""AdaptInfer: text attention weighted by the importance of each word."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmfast.ops.ranking import stable_topk
     stages=(0.25, 0.5, 0.75),
 )
 def adaptinfer(tokens: Tokens, budget: int) -> Reduction:
-    """Keep what the text attends to, each text token weighted by the attention text pays to it.
+    """Keep tokens by text attention, each text token weighted by the attention it receives.
 
     The score of an image token is the sum over text tokens of text-to-text attention received
     times text-to-image attention given, anew at every cut (Zhang et al., 2025). The paper places

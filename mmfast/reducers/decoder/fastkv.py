@@ -11,7 +11,7 @@ from mmfast.ops.ranking import stable_topk
 
 @register("fastkv", paper="2502.01068", needs=("attn_window",), sites=("llm",), stages=(0.5,))
 def fastkv(tokens: Tokens, budget: int, *, kernel: int = 7) -> Reduction:
-    """Keep around the middle layer what the last few queries attend to, smoothed over neighbours.
+    """Keep at half depth the tokens that the last queries attend to, smoothed over neighbours.
 
     Token-selective propagation of Jo et al. (2025): one cut at half depth. The other half of the
     paper, which thins the cache of every layer by a rate of its own, is the cache policy of the

@@ -10,7 +10,7 @@ from mmfast.ops.ranking import stable_topk
 
 @register("gemfilter", paper="2409.17422", needs=("attn_ahead",))
 def gemfilter(tokens: Tokens, budget: int, *, layer: int | None = None) -> Reduction:
-    """Keep what the last query attends to in a middle layer, and start over with only that.
+    """Keep the tokens that the last query attends to in a middle layer, and restart with them.
 
     Shi et al. (2024): the first layers run once over the full prompt without storing keys and
     values, then the model restarts from layer 0, so every layer and the whole cache are short.

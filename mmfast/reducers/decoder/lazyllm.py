@@ -1,4 +1,4 @@
-"""LazyLLM: what is dropped in the prompt may come back while the answer is written."""
+"""LazyLLM: tokens dropped in the prompt may return while decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmfast.ops.ranking import stable_topk
     revives=True,
 )
 def lazyllm(tokens: Tokens, budget: int) -> Reduction:
-    """Keep what the last query attends to, and bring back later what a new token asks for.
+    """Keep the tokens that the last query attends to; later tokens may bring others back.
 
     Fu et al. (2024). In the prompt this is one cut. At every decode step the attention of the
     layer before the cut, which has the keys of all tokens, ranks them again; those within the
@@ -27,6 +27,6 @@ def lazyllm(tokens: Tokens, budget: int) -> Reduction:
 
     Args:
         tokens: `attn` `[..., N]`, attention from the last query, mean over heads.
-        budget: Tokens to keep, and to look at per step; ties go to the lowest index.
+        budget: Tokens to keep, and to rank per step; ties go to the lowest index.
     """
     return Reduction.prune(stable_topk(tokens.need("attn"), budget), tokens.n)

@@ -1,4 +1,4 @@
-"""SlimInfer: whole blocks of the prompt go, layer after layer."""
+"""SlimInfer: whole blocks of the prompt are dropped, layer after layer."""
 
 from __future__ import annotations
 
@@ -42,12 +42,7 @@ def slimfer(tokens: Tokens, budget: int, *, block: int = 16) -> Reduction:
     sizes = torch.full(padded.shape[-2:-1], block, device=score.device)
     sizes[-1] = n - block * (len(sizes) - 1)
     order = stable_topk(padded.sum(-1) / sizes, len(sizes))
-    rank = torch.empty_like(order).scatter_(-1, order, _count(order))  # [..., blocks]
+    rank = order.argsort(dim=-1)  # [..., blocks], of each block
     best = stable_topk(score, n)  # tokens by score, then, stably, by the rank of their block
     place = rank.gather(-1, best // block).argsort(dim=-1, stable=True)
     return Reduction.prune(best.gather(-1, place[..., :budget]), n)
-
-
-def _count(like: torch.Tensor) -> torch.Tensor:
-    """0, 1, 2 … along the last dimension."""
-    return torch.arange(like.shape[-1], device=like.device).expand_as(like)

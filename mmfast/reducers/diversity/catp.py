@@ -16,12 +16,12 @@ from mmfast.ops.similarity import relevance
 
 @register("catp", paper="2508.07871", needs=("x", "query", "image"), scope="prompt")
 def catp(tokens: Tokens, budget: int, *, balance: float = 0.5, surplus: float = 2.0) -> Reduction:
-    """Choose in each image what is diverse and aligned, then in all of them what the rest lacks.
+    """Choose diverse, aligned tokens in each image, then drop what other images already show.
 
     Two stages of progressive pruning for prompts that carry many images (Li et al., AAAI 2026).
     The first keeps, of every image alike, tokens that are aligned with the text and unlike each
-    other; the second looks at all images together and drops what another image shows already,
-    given the question, so that images keep different numbers. The paper's second stage reads the
+    other; the second compares all images and drops tokens that another image already shows, given
+    the question, so that images keep different numbers. The paper's second stage reads the
     attention of shallow decoder layers; working on features alone, before the language model, is a
     choice of this project, as is the greedy trade-off in both stages.
 

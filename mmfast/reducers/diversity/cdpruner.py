@@ -29,7 +29,7 @@ def cdpruner(
             `[..., N, C]` and as `query` `[..., T, C]`.
         budget: Tokens to keep.
         opposite: Relevance is the negative cosine, which the authors found to work in the common
-            space of CLIP. In the space of a language model the cosine itself says what is near.
+            space of CLIP. In the space of a language model the cosine itself measures nearness.
         parity: As the reference: `opposite`, and scaled over all items of a batch together.
     """
     joint = tokens.signal("joint")

@@ -18,7 +18,7 @@ def divprune(tokens: Tokens, budget: int, *, parity: bool = False) -> Reduction:
     Args:
         tokens: `x` of shape `[..., N, D]`.
         budget: Tokens to keep; ties go to the lowest index; tokens equal to a kept one come last.
-        parity: Pick again what was picked, as the reference does when fewer than `budget` tokens
+        parity: Pick tokens again, as the reference does when fewer than `budget` tokens
             differ: repeats count, so fewer tokens may be left. One item, N >= 2.
     """
     if parity:

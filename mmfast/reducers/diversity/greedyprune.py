@@ -11,7 +11,7 @@ from mmfast.ops.ranking import one_by_one, rescale
 
 @register("greedyprune", paper="2506.13166", needs=("x", "attn"), sites=("pre", "llm"))
 def greedyprune(tokens: Tokens, budget: int, *, balance: float = 0.5) -> Reduction:
-    """Pick tokens one by one, each with much attention and little likeness to those before it.
+    """Pick tokens one by one by high attention and low similarity to the picks before.
 
     Saliency and diversity are one combinatorial problem, solved greedily (Pei et al., 2025).
     That saliency is scaled to [0, 1], likeness is the largest cosine with a pick, and both count

@@ -21,14 +21,14 @@ def saint(
 
     Edges of a bipartite graph join even and odd tokens whose cosine is above `tau`. Tokens vote by
     their degree on how many go, and redundancy (degree times mean cosine) says which (Jeddi et
-    al., 2025). Rounds on what is left until nobody votes, or until the budget is met, are a choice
-    of this project, as is that a round with a budget drops at most half of the even tokens: all of
-    them would be blind sampling.
+    al., 2025). Repeated rounds until no token votes, or until the budget is met, are a choice
+    of this project, as is that a round with a budget drops at most half of the even tokens: to
+    drop all of them would be blind sampling.
 
     Args:
         tokens: `x` `[..., N, D]`; likeness is the cosine of `keys` where they are given, else of
             `x`. With `sizes` (inside a vision tower, whose output needs every patch) a dropped
-            token takes the value of the kept one most like it; otherwise it is gone.
+            token takes the value of the most similar kept one.
         budget: Tokens to keep; None lets the vote decide.
         tau: Cosine above which two tokens are neighbours; 0.9 answered better on the embedded model
             than 0.75.
@@ -54,7 +54,7 @@ def saint(
 
 
 def _represented(kept: Tensor, metric: Tensor) -> Reduction:
-    """Keep `kept` `[..., M]` as they are; every other token stands behind the most similar one."""
+    """Keep `kept` `[..., M]`; every other token joins the most similar one with weight 0."""
     rows = gather_rows(metric, kept)
     closest = torch.cat([nearest(part) for part in cosine_parts(metric, rows)], -1)
     target = kept.gather(-1, closest).scatter_(-1, kept, kept)

@@ -1,4 +1,4 @@
-"""Script: a graph of likeness removes near-duplicates, the question chooses among the rest."""
+"""Script: a similarity graph removes near-duplicates, the question chooses among the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmfast.ops.similarity import relevance, unit_rows
 
 @register("script", paper="2512.01949", needs=("x", "query"), sites=("pre", "llm"))
 def script(tokens: Tokens, budget: int, *, tau: float = 0.8, floor: float = 0.8) -> Reduction:
-    """Drop near-duplicates in a graph of likeness, then keep what the question asks for.
+    """Drop near-duplicates in a similarity graph, then keep tokens relevant to the question.
 
     Even tokens with an edge to an odd one go, the most redundant first (degree times mean cosine),
     as long as `budget` are left; a determinantal point process whose quality is the relevance to

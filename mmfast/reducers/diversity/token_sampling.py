@@ -1,4 +1,4 @@
-"""Temporal token sampling: evenly spaced frames, the others are not looked at."""
+"""Temporal token sampling: tokens of evenly spaced frames only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def token_sampling(tokens: Tokens, budget: int) -> Reduction:
     """Keep the tokens of as few evenly spaced frames as hold the budget.
 
     STORM samples frames like this at test time (Jiang et al., 2025), after temporal layers that
-    have told each frame about the others; without such layers it is what reading fewer frames
-    does, the baseline that any video method has to beat. The sampled frames share the budget
+    have mixed the frames; without such layers it equals reading fewer frames, the baseline that
+    any video method has to beat. The sampled frames share the budget
     equally, give or take one, evenly spaced in each, which is a choice of this project.
 
     Args:

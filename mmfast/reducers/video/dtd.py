@@ -1,4 +1,4 @@
-"""Differential token drop: keep what changed since the last token kept at its place."""
+"""Differential token drop: keep tokens that changed since the last one kept at their place."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import one_by_one, snap, stable_topk
-from mmfast.ops.similarity import SinceKept, paired_cosine
-from mmfast.ops.video import first_frame
+from mmfast.ops.similarity import paired_cosine
+from mmfast.ops.video import SinceKept, first_frame
 
 
 def stream_dtd(
@@ -61,7 +61,7 @@ def dtd(tokens: Tokens, budget: int | None, *, threshold: float = 0.1) -> Reduct
     token as the reference, and an exact budget, are choices of this project.
 
     With a budget the threshold is the one at which the rule keeps just as many, found by bisection;
-    what is then too much goes where the change is smallest. A budget below one frame is shared
+    the surplus is dropped where the change is smallest. A budget below one frame is shared
     between first and later frames as in `evs`; later frames still compare with all of the first.
 
     Args:

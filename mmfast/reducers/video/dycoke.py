@@ -12,7 +12,8 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import grouped_topk, marked, share_out, snap
-from mmfast.ops.similarity import paired_cosine, spatial_novelty
+from mmfast.ops.similarity import paired_cosine
+from mmfast.ops.video import spatial_novelty
 
 
 @register("dycoke", paper="2411.15024", adaptive=True, temporal=True)
@@ -24,8 +25,8 @@ def dycoke(
     Second and fourth of each four frames are compared with the frame before, the third with the
     first, token by token (Tao et al., CVPR 2025). A budget is shared out in the paper's proportion
     of 1 to `1 - ratio`; a frame that would get more than it has leaves the rest to the others.
-    Where whole frames do not fit, they keep what differs from the whole frame before, the first
-    one what differs from the token on its left and above.
+    Where whole frames do not fit, they keep tokens that differ from the whole frame before, and the
+    first one those that differ from the token on their left and above.
 
     Args:
         tokens: `x` `[..., N, D]`; without a `grid` it is one frame.

@@ -12,8 +12,16 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import one_by_one, stable_topk
-from mmfast.ops.similarity import paired_cosine, temporal_cosine
-from mmfast.ops.video import ABOVE, BEFORE, LEFT, first_frame, likeness, raster_links
+from mmfast.ops.similarity import paired_cosine
+from mmfast.ops.video import (
+    ABOVE,
+    BEFORE,
+    LEFT,
+    first_frame,
+    likeness,
+    raster_links,
+    temporal_cosine,
+)
 
 
 def stream_evs(
@@ -97,7 +105,7 @@ def evs(
 
 
 def _with_holes(tokens: Tokens, budget: int | None, threshold: float) -> Reduction:
-    """The same choice where some places have no token."""
+    """Choose where some places have no token."""
     change = 1.0 - likeness(tokens.x, raster_links(tokens, BEFORE))  # [N], infinite if new
     time = tokens.need("place")[:, 0]
     first = (time == time.min()).nonzero()[:, 0]

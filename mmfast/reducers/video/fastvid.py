@@ -1,4 +1,4 @@
-"""FastVID: cut a video into segments, keep what is attended and what is dense in each."""
+"""FastVID: cut a video into segments; keep attended and dense tokens in each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fastvid(
     """Keep the most attended tokens of every frame and merge the others into dense anchors.
 
     Segments end at the least similar adjacent frames and wherever similarity falls below `tau`;
-    in a segment, cluster centres of every fourth frame are anchors, which what is not kept joins
+    in a segment, cluster centres of every fourth frame are anchors, which other tokens join
     (Shen et al., NeurIPS 2025). A budget is shared among segments, anchor frames and frames by
     size, so that it is met exactly; that, and that anchors are chosen before the attended tokens,
     without noise in the density, are choices of this project.
@@ -83,7 +83,7 @@ def _reduce(item: Tokens, budget: int, knobs: _FastVidKnobs) -> Reduction:
 
 
 def _segment(video: Tensor, attn: Tensor, quota: int, knobs: _FastVidKnobs) -> Tensor:
-    """What each token of a segment joins, `[F * n]`, itself if it is kept, -1 if nothing."""
+    """Output token that each token of a segment joins, `[F * n]`; itself if kept, -1 if dropped."""
     frames, n, _ = video.shape
     anchor_frames = torch.arange(0, frames, knobs.every)
     room = torch.full((len(anchor_frames),), n)

@@ -1,4 +1,4 @@
-"""HoliTom: merge what is static over a window of frames, prune the rest by attention."""
+"""HoliTom: merge static tokens over windows of frames, prune the rest by attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.clustering import dpc_knn
-from mmfast.ops.ranking import stable_topk
-from mmfast.ops.similarity import nearest_rows, temporal_cosine, unit_rows
-from mmfast.ops.video import Quota, Segment, exact_quota, paper_quota, static_places, static_windows
+from mmfast.ops.ranking import complement, index_mask, stable_topk
+from mmfast.ops.similarity import nearest_rows, unit_rows
+from mmfast.ops.video import (
+    Quota,
+    Segment,
+    exact_quota,
+    paper_quota,
+    static_places,
+    static_windows,
+    temporal_cosine,
+)
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ def _weights(centres: Tensor, member: Tensor, beta: float) -> Tensor:
 def holitom_inner(tokens: Tokens, budget: int) -> Reduction:
     """Keep the most attended tokens and fold each other one into its most similar kept one.
 
-    Tokens are folded in ascending order, each time halving what was there (Shao et al., NeurIPS
+    Tokens are folded in ascending order, each time halving earlier weights (Shao et al., NeurIPS
     2025): of c tokens joining a kept one, the last has weight 1/2, the one before 1/4, and the
     kept token itself 2^-c. The paper runs it before layer 18 of 28; the default layer is 2 so
     that it exists in small models.
@@ -147,9 +155,7 @@ def holitom_inner(tokens: Tokens, budget: int) -> Reduction:
     """
     attn, n = tokens.need("attn"), tokens.n
     keep = stable_topk(attn, budget)  # [..., M], by rank: ties of similarity go to the best
-    kept = torch.zeros(attn.shape, dtype=torch.bool, device=attn.device)
-    kept.scatter_(-1, keep, torch.ones_like(keep, dtype=torch.bool))
-    rest = kept.long().argsort(dim=-1, stable=True)[..., : n - budget]  # ascending
+    kept, rest = index_mask(keep, n), complement(keep, n)
     rows = unit_rows(tokens.x)
     partner = nearest_rows(gather_rows(rows, rest), gather_rows(rows, keep))
     target = torch.arange(n, device=attn.device).expand(attn.shape).contiguous()

@@ -1,4 +1,4 @@
-"""STC-Pruner: keep what neither the memory nor the frame's mean already tells."""
+"""STC-Pruner: keep tokens unlike the memory of the stream and the frame's mean."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from typing import Any
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
+from mmfast.frontends.sampling import Ask
 from mmfast.frontends.source import quote
-from mmfast.frontends.video.sampling import Ask
 from mmfast.models.loading import embedded_path, pick_device, pick_dtype
 from mmfast.models.prompt import check_question
 

@@ -227,7 +227,7 @@ def lesson_loss(net: VocoderNet, lessons: Lessons, starts: Tensor) -> tuple[Tens
     error = (((pitch / PITCH).log() - wanted).abs() * voiced)[:, WARM * STEPS :].mean()
     cut = (WARM - 4) * STEPS  # filters and windows overlap: some hops ahead of what is compared
     state = SynthesisState.start(len(starts), points)
-    state.count.copy_(starts * FRAME)
+    state.made.copy_(starts * FRAME)
     made = synthesise(state, PITCH * wanted[:, cut:].exp(), points[:, cut:])[1]
     warm = 4 * FRAME
     loss = spectral_loss(made[:, warm:], real[:, (WARM - 4) * FRAME + warm :])

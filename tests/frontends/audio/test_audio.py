@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mmfast.frontends.audio.reader import iter_audio, load_audio
 from mmfast.frontends.audio.samples import decode_pcm
 from mmfast.frontends.source import Limits
-from mmfast.ops.audio import LogMel, log_mel, resample
+from mmfast.ops.audio import resample
 
 WANTED = torch.from_numpy(tone(16000)[:, 0])
 
@@ -237,18 +237,6 @@ def test_a_file_piece_by_piece() -> None:
     assert len(pieces) > 4
     assert max(map(len, pieces)) < 16000
     assert torch.equal(torch.cat(pieces), load_audio(data))
-
-
-def test_stages_in_a_row_are_one_stage() -> None:
-    """48 kHz chunks of any size to mono at 16 kHz to log-mel frames, as they come."""
-    samples = tone(48000, 1.0)[:, 0]
-    chunks = (samples[at : at + 777] for at in range(0, len(samples), 777))
-    stage, frames = LogMel(), []
-    state = stage.start()
-    for piece in iter_audio(chunks, media_rate=48000):
-        state, new = stage.step(state, piece[None])
-        frames.append(new)
-    assert torch.equal(torch.cat(frames, dim=1)[0], log_mel(load_audio((samples, 48000))))
 
 
 def test_loud_samples_are_cut_at_full_scale() -> None:

@@ -6,7 +6,6 @@ import importlib.machinery
 import importlib.util
 import sys
 import warnings
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from mmfast.frontends.audio.activity import (
     Gate,
     SpeechGateState,
     VoiceActivity,
-    speech_spans,
 )
+from mmfast.frontends.audio.turns import TurnCutter
 from mmfast.tiny.speech import recordings
 
 SILERO = importlib.util.find_spec("silero_vad") is not None
@@ -50,6 +49,14 @@ def spoken() -> tuple[torch.Tensor, int, int]:
 def voices(pcm: torch.Tensor, engine: str = "silero") -> torch.Tensor:
     stage = VoiceActivity(engine)
     return stage.step(stage.start(), pcm[None])[1][0]
+
+
+def speech_spans(pcm: torch.Tensor, silence_ms: int = 100) -> list[tuple[int, int]]:
+    """Spans of speech that the gate finds in a sound."""
+    cutter = TurnCutter(prefix_padding_ms=0, padding_ms=0, silence_duration_ms=silence_ms)
+    state, events = cutter.step(cutter.start(), pcm)
+    turns = [event for event in (*events, *cutter.finish(state)) if event.kind == "turn"]
+    return [(16 * turn.start_ms, 16 * turn.stop_ms) for turn in turns]
 
 
 def test_the_network_equals_the_published_graph(spoken: Any) -> None:
@@ -83,7 +90,7 @@ def test_speech_is_found_where_it_is(spoken: Any) -> None:
     assert bool((found[stop // WINDOW + 4 :] < 0.35).all())
     inside = found[start // WINDOW + 3 : stop // WINDOW - 3]
     assert float((inside >= 0.5).float().mean()) > 0.95
-    ((first, last),) = speech_spans(pcm, padding=0)
+    ((first, last),) = speech_spans(pcm)
     assert abs(first - start) < 1000
     assert abs(last - stop) < 2000
 
@@ -116,7 +123,7 @@ def test_speech_is_found_through_what_spoils_it(spoken: Any, change: str) -> Non
         "quiet": pcm / 30,
         "noisy": pcm + noise(len(pcm), 0.02),
     }[change]
-    spans = speech_spans(pcm, Gate(silence=8000))
+    spans = speech_spans(pcm, 500)
     covered = sum(min(b, stop) - max(a, start) for a, b in spans)
     assert covered > 0.8 * (stop - start)
 
@@ -230,14 +237,3 @@ def test_the_gate_follows_its_definition(figures: list[float], needed: int) -> N
 def test_thresholds_that_are_none(values: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="give"):
         Gate(**values)
-
-
-def test_padding_shares_short_pauses(spoken: Any) -> None:
-    pcm, start, _ = spoken
-    twice = torch.cat([pcm[start:-14000], pcm[start:]])
-    tight = speech_spans(twice, padding=0)
-    wide = speech_spans(twice, padding=100_000)
-    assert wide[0][0] == 0
-    assert wide[-1][1] == len(twice)
-    assert all(a[1] <= b[0] for a, b in pairwise(wide))
-    assert len(wide) == len(tight)

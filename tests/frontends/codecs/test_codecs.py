@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmfast.core.speech import Codec, Stage
-from mmfast.frontends.codecs.streaming import tree_map
+from mmfast.frontends.codecs.stages import tree_map
 from mmfast.models.loading import load_codec
 
 MODELS: dict[str, Any] = {

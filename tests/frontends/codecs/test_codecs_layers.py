@@ -15,7 +15,7 @@ from torch.nn import functional
 from mmfast.core.errors import ModelError
 from mmfast.frontends.codecs.convolution import Conv, ConvTranspose, pad
 from mmfast.frontends.codecs.layers import LayerChain, Pointwise, Residual
-from mmfast.frontends.codecs.streaming import stream
+from mmfast.frontends.codecs.stages import stream
 
 
 def pieces(layer: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, int]:

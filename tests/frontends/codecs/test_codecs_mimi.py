@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from mmfast.frontends.codecs import attention, convolution
-from mmfast.frontends.codecs.streaming import tree_map
+from mmfast.frontends.codecs.stages import tree_map
 from mmfast.models.loading import load_codec
 
 

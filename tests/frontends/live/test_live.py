@@ -12,8 +12,9 @@ import pytest
 from media_factory import number_of, numbers_of, patched, picture, refused, write_video
 from PIL import Image
 
-from mmfast.frontends import Limits, read_video
 from mmfast.frontends.live.source import LiveSource, Push, live_frames, natural_key
+from mmfast.frontends.source import Limits
+from mmfast.frontends.video.reader import read_video
 
 STEP = 0.1
 

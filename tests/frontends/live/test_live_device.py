@@ -12,12 +12,10 @@ import av
 import pytest
 from media_factory import number_of, numbers_of, refused, write_video
 
-from mmfast.frontends import Limits
-from mmfast.frontends.live import device as live_device
-from mmfast.frontends.live import network
-from mmfast.frontends.live.device import camera_address
-from mmfast.frontends.live.network import check_address, open_rtsp
+from mmfast.frontends.live import inputs
+from mmfast.frontends.live.inputs import camera_address, check_address, open_rtsp
 from mmfast.frontends.live.source import live_frames
+from mmfast.frontends.source import Limits
 
 
 class Device:
@@ -55,9 +53,8 @@ class SimpleNamespaceContainer(SimpleNamespace):
 @pytest.fixture
 def device(clip_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
     found = Device(clip_path)
-    monkeypatch.setattr(live_device, "av", found)
-    monkeypatch.setattr(network, "av", found)
-    monkeypatch.setattr("mmfast.frontends.live.device.sys.platform", "linux")
+    monkeypatch.setattr(inputs, "av", found)
+    monkeypatch.setattr("mmfast.frontends.live.inputs.sys.platform", "linux")
     return found
 
 

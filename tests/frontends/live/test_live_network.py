@@ -19,9 +19,9 @@ from PIL import Image
 from serving import serving
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends import Limits
-from mmfast.frontends.live.network import check_address, is_public
+from mmfast.frontends.live.inputs import check_address, is_public
 from mmfast.frontends.live.source import live_frames
+from mmfast.frontends.source import Limits
 
 HERE = ("127.0.0.1",)
 Page = Callable[[BaseHTTPRequestHandler], None]

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from long_file_clips import CLIPS, File, cut_by_edit, rotated, same, write
 from media_factory import write_video
 
-from mmfast.frontends import iter_video, read_video
 from mmfast.frontends.source import Mismatch
-from mmfast.frontends.video import parallel
-from mmfast.frontends.video.parallel import Ahead
+from mmfast.frontends.video import threads
+from mmfast.frontends.video.reader import iter_video, read_video
+from mmfast.frontends.video.threads import Ahead
 
 FALLS_BACK = ("gradual refresh",)  # one entry only: nothing to divide, but nothing wrong either
 
 
 @pytest.fixture(autouse=True)
 def two_cores_and_short_clips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "cores", lambda: 2)
-    monkeypatch.setattr(parallel, "_WORTH", 0)
-    monkeypatch.setattr("mmfast.frontends.video.parallel.SLICE", 8)
+    monkeypatch.setattr(threads, "cores", lambda: 2)
+    monkeypatch.setattr(threads, "_WORTH", 0)
+    monkeypatch.setattr("mmfast.frontends.video.threads.SLICE", 8)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_any_sampling_and_any_bound(file, name, fps, frames, size, packets) -> N
     clip = file(name)
     slices = pytest.MonkeyPatch()
     with slices.context() as patch:
-        patch.setattr("mmfast.frontends.video.parallel.SLICE", packets)
+        patch.setattr("mmfast.frontends.video.threads.SLICE", packets)
         ahead = Ahead(frames=frames, bytes=size * 1000)
         assert same(clip.sliced(fps, ahead), clip.sequential(fps))
 
@@ -86,13 +86,13 @@ def test_any_sampling_and_any_bound(file, name, fps, frames, size, packets) -> N
 def test_less_is_decoded(file, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups without a wanted frame, what follows the last one, and spare pictures are left out."""
     sent: list[int] = []  # packets of each job
-    whole = parallel.SliceThreads._decode
+    whole = threads.SliceThreads._decode
 
     def count(self, reader, lane, jobs) -> None:
         sent.extend(job.cost for job in jobs)
         whole(self, reader, lane, jobs)
 
-    monkeypatch.setattr(parallel.SliceThreads, "_decode", count)
+    monkeypatch.setattr(threads.SliceThreads, "_decode", count)
     clip = file(name)
     assert same(clip.sliced(1.0), clip.sequential(1.0))
     share = sum(sent) / len(clip.all)
@@ -103,15 +103,15 @@ def test_less_is_decoded(file, name: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_long_groups_share_the_work(file, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slices are decoded at a time, unless what must wait does not fit."""
     crews: list[int] = []
-    items = parallel.SliceThreads.items
+    items = threads.SliceThreads.items
 
     def noted(self):
         crews.append(self.workers)
         return items(self)
 
-    monkeypatch.setattr(parallel.SliceThreads, "items", noted)
+    monkeypatch.setattr(threads.SliceThreads, "items", noted)
     clip = file("GOP 12")
-    monkeypatch.setattr("mmfast.frontends.video.parallel.SLICE", 1)
+    monkeypatch.setattr("mmfast.frontends.video.threads.SLICE", 1)
     assert same(clip.sliced(7.0, Ahead(frames=64)), clip.sequential(7.0))
     assert same(clip.sliced(7.0, Ahead(frames=1)), clip.sequential(7.0))
     assert crews == [2, 1]
@@ -135,7 +135,7 @@ def test_a_transport_stream_is_read_from_its_start(tmp_path: Path, cut: str) -> 
 def test_a_first_packet_that_is_no_entry_is_refused(file, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = file("GOP 12")
     monkeypatch.setattr(
-        "mmfast.frontends.video.parallel.unit_reader",
+        "mmfast.frontends.video.threads.unit_reader",
         lambda header: lambda packet: long_file_facts(False, False),
     )
     with pytest.raises(Mismatch):

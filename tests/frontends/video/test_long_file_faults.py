@@ -13,17 +13,17 @@ from long_file_clips import LIMITS, File, moving, same, write
 from media_factory import refused, write_video
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends import iter_video, read_video
 from mmfast.frontends.source import Damage
-from mmfast.frontends.video import parallel
-from mmfast.frontends.video.parallel import Ahead, LaneQueue, Stopped
+from mmfast.frontends.video import threads
+from mmfast.frontends.video.reader import iter_video, read_video
+from mmfast.frontends.video.threads import Ahead, LaneQueue, Stopped
 
 
 @pytest.fixture(autouse=True)
 def two_cores_and_short_clips(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(parallel, "cores", lambda: 2)
-    monkeypatch.setattr(parallel, "_WORTH", 0)
-    monkeypatch.setattr("mmfast.frontends.video.parallel.SLICE", 8)
+    monkeypatch.setattr(threads, "cores", lambda: 2)
+    monkeypatch.setattr(threads, "_WORTH", 0)
+    monkeypatch.setattr("mmfast.frontends.video.threads.SLICE", 8)
     yield
     assert not slice_threads()
 
@@ -99,7 +99,7 @@ def test_an_error_comes_behind_the_frames_before_it(
 ) -> None:
     want = clip.sequential(10.0)
     bad = want[7][1]
-    convert = parallel.SliceThreads._decode
+    convert = threads.SliceThreads._decode
 
     def fails(self, reader, lane, jobs) -> None:
         inner = self.convert
@@ -112,7 +112,7 @@ def test_an_error_comes_behind_the_frames_before_it(
         self.convert = picky if inner.__name__ != "picky" else inner
         convert(self, reader, lane, jobs)
 
-    monkeypatch.setattr(parallel.SliceThreads, "_decode", fails)
+    monkeypatch.setattr(threads.SliceThreads, "_decode", fails)
     got: list[object] = []
     with pytest.raises(MediaError, match="spent"):
         got.extend(clip.sliced(10.0))
@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_opened_again(clip: File, monkeypatch: pytest.Monk
     def gone(*_: object) -> None:
         raise MediaError("gone")
 
-    monkeypatch.setattr(parallel, "slice_reader", gone)
+    monkeypatch.setattr(threads, "slice_reader", gone)
     refused(lambda: list(clip.sliced(10.0)), "gone")
 
 
@@ -134,15 +134,15 @@ def test_frames_come_while_the_rest_is_not_even_listed(
         tmp_path / "l.mp4", count=600, gop=20, bframes=0, options={"preset": "ultrafast"}
     )
     listed: list[int] = []
-    from mmfast.frontends.video import parallel
+    from mmfast.frontends.video import threads
 
-    look = parallel.unit_reader
+    look = threads.unit_reader
 
     def counting(header):
         inner = look(header)
         return lambda packet: (listed.append(1), inner(packet))[1]
 
-    monkeypatch.setattr(parallel, "unit_reader", counting)
+    monkeypatch.setattr(threads, "unit_reader", counting)
     frames = iter_video(path, fps=1, ahead=Ahead(frames=4))
     assert len(list(islice(frames, 2))) == 2
     time.sleep(0.05)
@@ -153,11 +153,11 @@ def test_frames_come_while_the_rest_is_not_even_listed(
 def test_all_frames_and_few_frames_take_the_old_way(
     clip: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel.SliceThreads, "items", lambda self: pytest.fail("sliced"))
+    monkeypatch.setattr(threads.SliceThreads, "items", lambda self: pytest.fail("sliced"))
     path = clip.source.data
     assert len(list(iter_video(path))) == 60
     assert len(read_video(path, frames=2, backend="pyav")) == 2
-    monkeypatch.setattr(parallel, "_WORTH", 100e6)
+    monkeypatch.setattr(threads, "_WORTH", 100e6)
     assert same(iter_video(path, fps=3), clip.sequential(3))
     assert read_video(path, frames=20).backend == "decord"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from mmfast.frontends.container import Header
 from mmfast.frontends.source import Mismatch
-from mmfast.frontends.video.container import Header
 from mmfast.frontends.video.packets import (
     Facts,
     PacketGroup,

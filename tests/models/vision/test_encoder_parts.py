@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from encoder_checks import CLOSE, features, ragged
+from oracles_ops import segment_attention_reference
 from tiny_models import tiny
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -32,7 +33,6 @@ from mmfast.ops.attention import (
     groups_of,
     runs_of,
     segment_attention,
-    segment_attention_reference,
     widened,
 )
 

@@ -1,23 +1,19 @@
 """The embedded speech codec: 16 kHz, 25 frames per second, two codes of 10 bits each.
 
 Fitted to speech of espeak-ng by `mmfast.tiny.speech.codec`; 500 bits per second, pitch included.
-Streams in both directions: codes are out with the last sample of their frame, sound one frame
-behind its codes. Whole sound goes through the very steps a stream does.
-
-Sound to codes of the embedded codec: two residual books, the choice weighed by its rarity.
-
-An entry costs its distance and `bias`, which is larger the rarer the entry was in training
-(entropy-constrained vector quantisation, P. Chou, T. Lookabaugh, R. Gray, 1989): codes become
-half as surprising to a language model for a hundredth more error.
+It streams in both directions: codes are out with the last sample of their frame, sound one frame
+after its codes, and whole sound takes the same steps as a stream. Two residual books hold the
+codes. An entry costs its distance and a bias, which is larger the rarer the entry was in training
+(entropy-constrained vector quantisation, P. Chou, T. Lookabaugh, R. Gray, 1989): codes become half
+as surprising to a language model for one percent more error.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -25,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
-from mmfast.frontends.codecs.base import check_codes, check_pcm
+from mmfast.frontends.codecs.base import StreamCodec, check_codes, check_pcm
 from mmfast.frontends.codecs.embedded.features import (
     FRAME,
     LOOKAHEAD,
@@ -34,18 +30,19 @@ from mmfast.frontends.codecs.embedded.features import (
     VocoderNet,
     features,
 )
-from mmfast.frontends.codecs.embedded.synthesis import SynthesisState, synthesise
+from mmfast.frontends.codecs.embedded.synthesis import RATE, SynthesisState, synthesise
+from mmfast.frontends.codecs.stages import where_rows
 
 _BLOCK = 250  # frames at once: bounded memory however long the sound
 
 
 def quantise(frames: Tensor, books: Tensor, bias: Tensor) -> Tensor:
-    """Residual quantisation: each book codes what the books before left over.
+    """Residual quantisation: each book codes the remainder of the books before it.
 
     Args:
         frames: `[..., D]` float64.
         books: Entries `[Q, V, D]`.
-        bias: What an entry costs beside its squared distance `[Q, V]`.
+        bias: Cost of an entry beside its squared distance `[Q, V]`.
 
     Returns:
         Codes `[..., Q]`, int64.
@@ -59,20 +56,19 @@ def quantise(frames: Tensor, books: Tensor, bias: Tensor) -> Tensor:
     return torch.stack(codes, -1)
 
 
-@dataclass(frozen=True)
-class EncoderState:
-    """Samples that coming frames still need: 480 of the past and the frame begun `[B, 480 + r]`."""
+class EncoderState(NamedTuple):
+    """Samples that later frames need: 480 of the past and the begun frame, `[B, 480 + r]`."""
 
     tail: Tensor
 
     @property
     def pending(self) -> int:
-        """Samples of a frame that is not complete."""
+        """Number of samples of the frame that is not complete."""
         return self.tail.shape[1] - PAST
 
 
 class EmbeddedEncoder:
-    """pcm `[B, n]` to codes `[B, Q, t]` as a `Stage`; a frame is out with its last sample."""
+    """Stage from pcm `[B, n]` to codes `[B, Q, t]`; a frame is out with its last sample."""
 
     lookahead = 0
 
@@ -80,11 +76,11 @@ class EmbeddedEncoder:
         self.books, self.bias = books.double(), bias.double()
 
     def start(self, batch: int = 1) -> EncoderState:
-        """Streams that have heard nothing."""
+        """Return the state of streams without input."""
         return EncoderState(self.books.new_zeros(batch, PAST))
 
     def step(self, state: EncoderState, chunk: Tensor) -> tuple[EncoderState, Tensor]:
-        """Add samples `[B, n]`, any number; give the frames they complete `[B, Q, t]`.
+        """Add any number of samples `[B, n]`; return the frames that they complete, `[B, Q, t]`.
 
         Raises:
             MediaError: Not finite floating-point samples `[B, n]`.
@@ -101,23 +97,22 @@ class EmbeddedEncoder:
         return quantise(frames, self.books, self.bias).mT  # [B, Q, t]
 
     def finish(self, state: EncoderState) -> Tensor:
-        """The frame begun, filled up with silence: `[B, Q, 1]`, or `[B, Q, 0]`."""
+        """Return the begun frame, filled with silence: `[B, Q, 1]`, or `[B, Q, 0]`."""
         rest = -state.pending % FRAME
         return self.step(state, state.tail.new_zeros(len(state.tail), rest))[1]
 
     def reset(self, state: EncoderState, rows: Tensor) -> EncoderState:
         """Start streams `rows` (`[B]` bool) anew; the others go on.
 
-        Samples of a frame that a stream had begun are silence then: rows share frames.
+        Their samples of the begun frame become silence, since rows share frames.
         """
         if bool(rows.all()):
             return self.start(len(state.tail))
         return EncoderState(state.tail.masked_fill(rows.to(state.tail.device)[:, None], 0.0))
 
 
-@dataclass(frozen=True)
-class DecoderState:
-    """What coming sound depends on, of `B` streams."""
+class DecoderState(NamedTuple):
+    """State of `B` streams that later sound depends on."""
 
     tails: tuple[Tensor, ...]  # of the network, [B, past, W] each
     voice: SynthesisState
@@ -126,10 +121,10 @@ class DecoderState:
 
 
 class EmbeddedDecoder:
-    """Codes `[B, Q, t]` to pcm `[B, n]` as a `Stage`; sound comes one frame behind its codes.
+    """Stage from codes `[B, Q, t]` to pcm `[B, n]`; sound comes one frame after its codes.
 
-    A stream that is reset while others go on is silent for that one frame and then sounds as a
-    new one does; what it had not said is dropped.
+    A stream that is reset while others go on is silent for one frame and then sounds as a new one
+    does; the sound that was pending is dropped.
     """
 
     lookahead = LOOKAHEAD * FRAME  # samples
@@ -139,7 +134,7 @@ class EmbeddedDecoder:
         self.net = net.double().eval().requires_grad_(False)
 
     def start(self, batch: int = 1) -> DecoderState:
-        """Streams that have said nothing."""
+        """Return the state of streams without input."""
         return DecoderState(
             tuple(self.net.tails(batch)),
             SynthesisState.start(batch, self.books),
@@ -148,13 +143,13 @@ class EmbeddedDecoder:
         )
 
     def features(self, codes: Tensor) -> Tensor:
-        """What codes `[B, Q, T]` stand for: the sum of their entries `[B, T, 100]`."""
+        """Sum the entries that codes `[B, Q, T]` name, `[B, T, 100]`."""
         parts = [book[code] for book, code in zip(self.books, codes.unbind(1), strict=False)]
         return torch.stack(parts).sum(0)
 
     @torch.no_grad()
     def step(self, state: DecoderState, chunk: Tensor) -> tuple[DecoderState, Tensor]:
-        """Add codes `[B, Q, t]`; give the sound they make certain `[B, n]`, float32.
+        """Add codes `[B, Q, t]`; return the sound that they make certain, `[B, n]` float32.
 
         Raises:
             MediaError: Not whole numbers of that shape and range.
@@ -180,7 +175,7 @@ class EmbeddedDecoder:
         return new, sound[:, skip * FRAME :]
 
     def finish(self, state: DecoderState) -> Tensor:
-        """The sound of the last frame, with silence behind it `[B, 640]`; nothing if none came."""
+        """Return the sound of the last frame, `[B, 640]`, or nothing if there was no frame."""
         codes = torch.zeros(len(state.waiting), len(self.books), LOOKAHEAD, dtype=torch.long)
         return self.step(state, codes)[1]
 
@@ -189,76 +184,30 @@ class EmbeddedDecoder:
         if bool(rows.all()):
             return self.start(len(rows))
         rows = rows.to(self.books.device)
-        new, old = self.start(len(rows)), state.voice
-
-        def pick(fresh: Tensor, used: Tensor) -> Tensor:
-            return torch.where(rows.view(-1, *[1] * (used.dim() - 1)), fresh, used)
-
-        voice = SynthesisState(
-            pick(new.voice.points, old.points),
-            pick(new.voice.pitch, old.pitch),
-            pick(new.voice.phase, old.phase),
-            pick(new.voice.count, old.count),
-            pick(new.voice.ringing, old.ringing),
-        )
-        tails = tuple(pick(a, b) for a, b in zip(new.tails, state.tails, strict=True))
-        return replace(state, tails=tails, voice=voice, waiting=pick(new.waiting, state.waiting))
+        mixed: DecoderState = where_rows(rows, self.start(len(rows)), state)
+        return mixed._replace(skipped=state.skipped)
 
 
 KIND = "mmfast-embedded-codec"
 WEIGHTS, CONFIG, NET = "codec.safetensors", "config.json", "vocoder."
 
 
-class EmbeddedCodec:
-    """A `Codec` from its tables and its vocoder.
+class EmbeddedCodec(StreamCodec):
+    """The embedded codec from its tables and its vocoder.
 
     Args:
         books: Entries `[Q, V, 100]`.
-        bias: What an entry costs beside its distance `[Q, V]`.
+        bias: Cost of an entry beside its distance `[Q, V]`.
         net: The vocoder's network.
     """
 
-    sample_rate = 16_000
-    hop = FRAME
-    frame_rate = sample_rate / hop
-    name = "embedded"
-
     def __init__(self, books: Tensor, bias: Tensor, net: VocoderNet) -> None:
-        self.codebooks, self.size = int(books.shape[0]), int(books.shape[1])
-        self.encoder = EmbeddedEncoder(books, bias)
-        self.decoder = EmbeddedDecoder(books, net)
-
-    def __repr__(self) -> str:
-        return (
-            f"<codec embedded: {self.sample_rate} Hz, {self.frame_rate:g} frames/s, "
-            f"{self.codebooks} x {self.size}>"
-        )
-
-    def encode(self, pcm: Tensor) -> Tensor:
-        """Sound `[B, n]` or `[n]` to codes `[B, Q, ceil(n / 640)]`; a last part is filled up.
-
-        Raises:
-            MediaError: Not finite floating-point samples of that shape.
-        """
-        one = isinstance(pcm, Tensor) and pcm.dim() == 1
-        pcm = check_pcm(pcm[None] if one else pcm)
-        state, codes = self.encoder.step(self.encoder.start(len(pcm)), pcm)
-        return torch.cat([codes, self.encoder.finish(state)], 2)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """Codes `[B, Q, T]` or `[Q, T]` to sound `[B, T * 640]`, float32.
-
-        Raises:
-            MediaError: Not whole numbers of that shape and range.
-        """
-        one = isinstance(codes, Tensor) and codes.dim() == 2
-        codes = check_codes(codes[None] if one else codes, self.codebooks, self.size)
-        state, sound = self.decoder.step(self.decoder.start(len(codes)), codes)
-        return torch.cat([sound, self.decoder.finish(state)], 1)[:, : codes.shape[2] * FRAME]
+        stages = EmbeddedEncoder(books, bias), EmbeddedDecoder(books, net)
+        super().__init__("embedded", RATE, FRAME, len(books), books.shape[1], *stages)
 
 
 def embedded_codec_path() -> Path:
-    """Directory of the codec inside the embedded speech model."""
+    """Return the directory of the codec inside the embedded speech model."""
     return Path(str(files("mmfast.assets").joinpath("models/tiny-speech/codec")))
 
 
@@ -271,7 +220,7 @@ def save_embedded(path: str | Path, books: Tensor, bias: Tensor, net: VocoderNet
     save_file({name: t.contiguous() for name, t in tensors.items()}, str(folder / WEIGHTS))
     config = {
         "kind": KIND,
-        "sample_rate": EmbeddedCodec.sample_rate,
+        "sample_rate": RATE,
         "hop": FRAME,
         "codebooks": int(books.shape[0]),
         "size": int(books.shape[1]),
@@ -281,10 +230,10 @@ def save_embedded(path: str | Path, books: Tensor, bias: Tensor, net: VocoderNet
 
 
 def load_embedded(path: str | Path | None = None) -> EmbeddedCodec:
-    """The embedded codec, or one that `save_embedded` wrote.
+    """Load the embedded codec, or one that `save_embedded` wrote.
 
     Raises:
-        ModelError: Files are missing, broken or of something else.
+        ModelError: Files are missing, broken or of another kind.
     """
     folder = Path(path) if path is not None else embedded_codec_path()
     try:

@@ -1,14 +1,12 @@
-"""What the embedded codec keeps of 40 ms of sound: spectral envelope, pitch, voicing.
+"""Features of the embedded codec for 40 ms of sound, and the network that decodes them.
 
-Envelope: four log-mel frames, as the first cosine coefficients over mel bins and over time, so
-that the single harmonics of a voice fall away. Pitch: a normalised cross-correlation (D. Talkin,
-"A robust algorithm for pitch tracking", 1995) without its search over time, which could not
-stream. All in float64: the nearest entry of a codebook must not depend on how sound was split.
-
-Codes to pitch and envelopes: a small causal convolutional network that may see one frame ahead.
-
-Ten milliseconds of sound get a pitch and two envelopes. It runs in float64 in the decoder, since
-a phase adds up what pitch is wrong by; training is free to use float32.
+Features are spectral envelope, pitch and voicing. The envelope is four log-mel frames, as the first
+cosine coefficients over mel bins and over time, which removes the single harmonics of a voice.
+Pitch is a normalised cross-correlation (D. Talkin, "A robust algorithm for pitch tracking", 1995)
+without its search over time, which could not stream. All in float64: the nearest entry of a
+codebook must not depend on the split of the sound. `VocoderNet`, a small causal convolutional
+network with one frame of look-ahead, gives every 10 ms a pitch and two envelopes. It runs in
+float64 in the decoder, since errors of pitch add up in the phase; training may use float32.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import math
 from functools import cache
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,7 +24,7 @@ from mmfast.ops.audio import BINS, HOP, RATE, log_mel
 
 FRAME = 640  # samples: 25 frames per second
 STEPS = FRAME // HOP  # mel frames in one frame
-PAST = 480  # samples before a frame that are looked at
+PAST = 480  # samples before a frame that its features depend on
 COEFFICIENTS = 24  # of the envelope
 WIDTH = COEFFICIENTS * STEPS + 4  # and pitch and voicing of both halves
 PITCH = 110.0  # Hz where the pitch feature is 0
@@ -48,7 +47,7 @@ def _cosines(size: int, count: int) -> Tensor:
 
 
 def pitch_track(heard: Tensor) -> tuple[Tensor, Tensor]:
-    """Pitch and how periodic sound is, 100 times a second.
+    """Pitch and periodicity of sound, 100 times a second.
 
     Args:
         heard: `[B, 480 + 160 t]` float64, the 480 samples before it in front.
@@ -77,7 +76,7 @@ def pitch_track(heard: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def voicing(strength: Tensor) -> Tensor:
-    """Correlation to a share of voice, 0 to 1."""
+    """Map a correlation to a share of voice, 0 to 1."""
     return ((strength - 0.55) / 0.25).clamp(0.0, 1.0)
 
 
@@ -91,7 +90,7 @@ def features(heard: Tensor) -> Tensor:
         `[B, T, 100]` float64; silence is all zeros.
     """
     mel = log_mel(heard)[:, PAST // HOP :].clamp(min=QUIET) - QUIET  # [B, 4 T, 80]
-    mel = mel.unflatten(1, (-1, STEPS))
+    mel = rearrange(mel, "b (t s) m -> b t s m", s=STEPS)
     shape = torch.einsum(
         "ij,btjm,km->btik", _cosines(STEPS, STEPS), mel, _cosines(BINS, COEFFICIENTS)
     )
@@ -110,10 +109,10 @@ _LEVEL = -4.0  # log magnitude where the last layer starts
 
 
 class CausalBlock(nn.Module):
-    """A causal convolution and a pointwise layer, added to what came in.
+    """A causal convolution and a pointwise layer, added to their input.
 
-    The convolution is one product with what its taps see, side by side: for a frame at a time in
-    float64 that is ten times faster than the library's own.
+    The convolution is one product with the inputs of its taps side by side: for a frame at a time
+    in float64 that is ten times faster than the library's own.
     """
 
     def __init__(self, width: int, kernel: int, dilation: int = 1) -> None:
@@ -124,7 +123,7 @@ class CausalBlock(nn.Module):
         self.point = nn.Linear(width, width)
 
     def forward(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """`[B, T, W]` and the `[B, past, W]` before it; gives both, one piece further on."""
+        """Run `[B, T, W]` after the past `[B, past, W]`; return the output and the new past."""
         count = x.shape[1]
         seen = torch.cat([tail, x], 1)
         taps = [seen[:, i * self.dilation :][:, :count] for i in range(self.kernel)]
@@ -149,7 +148,7 @@ class VocoderNet(nn.Module):
         self.hops = nn.ModuleList(CausalBlock(fine, 5) for _ in range(2))
 
     def tails(self, batch: int) -> list[Tensor]:
-        """What layers remember before the first frame, `[B, past, W]` each."""
+        """Return the past of each layer before the first frame, `[B, past, W]` each."""
         blocks = [each for each in (*self.frames, *self.hops) if isinstance(each, CausalBlock)]
         like = self.enter.weight
         return [like.new_zeros(batch, block.past, block.width) for block in blocks]
@@ -157,15 +156,15 @@ class VocoderNet(nn.Module):
     def forward(
         self, frames: Tensor, tails: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Frames behind those before.
+        """Run frames that follow those of `tails`.
 
         Args:
             frames: Features, as codes give them `[B, T, 100]`.
-            tails: What layers remember; nothing at the start.
+            tails: Past of each layer; None at the start.
 
         Returns:
-            Hz `[B, 4 T]` and log magnitudes `[B, 4 T, 96]` of the frames one earlier, and what
-            layers remember now.
+            Hz `[B, 4 T]` and log magnitudes `[B, 4 T, 96]` of the frames one earlier, and the new
+            past of each layer.
         """
         left = list(self.tails(len(frames)) if tails is None else tails)
         kept: list[Tensor] = []
@@ -173,8 +172,7 @@ class VocoderNet(nn.Module):
         for block in self.frames:
             x, tail = block(x, left.pop(0))
             kept.append(tail)
-        batch, count, _ = x.shape
-        x = self.up(F.gelu(x)).reshape(batch, count * STEPS, -1)
+        x = rearrange(self.up(F.gelu(x)), "b t (s f) -> b (t s) f", s=STEPS)
         for block in self.hops:
             x, tail = block(x, left.pop(0))
             kept.append(tail)

@@ -3,15 +3,15 @@
 A harmonic-plus-noise synthesiser (X. Serra, J. Smith, 1990). Harmonics are sines of one phase,
 those up to 890 Hz turned upside down, as in the formant synthesiser the codec is fitted to: the
 shape of its waves comes back, not their spectrum alone. The noise filter is minimum-phase, so
-nothing sounds ahead of its time. Phase, the count of samples (which draws the noise) and what the
-filter rings on are carried from hop to hop; amplitudes and filters move in between.
+nothing sounds before its time. Phase, the count of samples (which seeds the noise) and the tail of
+the filter are carried from hop to hop; amplitudes and filters are interpolated in between.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,19 +27,18 @@ _TURN = 890.0  # Hz: harmonics up to here have the other sign, which keeps peaks
 _AT_ONCE = 4_000_000  # sines
 
 
-@dataclass(frozen=True)
-class SynthesisState:
-    """What one hop leaves to the next, of `B` streams."""
+class SynthesisState(NamedTuple):
+    """State of `B` streams between two hops."""
 
     points: Tensor  # [B, 96] log magnitudes of the hop before
     pitch: Tensor  # [B] Hz of the hop before; 0 before the first
     phase: Tensor  # [B] cycles, 0 to 1
-    count: Tensor  # [B] int64, samples made
+    made: Tensor  # [B] int64, samples so far
     ringing: Tensor  # [B, SIZE - HOP]
 
     @staticmethod
     def start(batch: int, like: Tensor) -> SynthesisState:
-        """Streams in silence."""
+        """Return streams in silence."""
         return SynthesisState(
             like.new_full((batch, POINTS), SILENT),
             like.new_zeros(batch),
@@ -50,12 +49,12 @@ class SynthesisState:
 
 
 def white(index: Tensor) -> Tensor:
-    """Noise of unit power that depends on the number of a sample alone (a hash of it).
+    """Noise of unit power, a hash of the number of each sample.
 
     Args:
         index: int64, any shape.
     """
-    mixed = (index + 1) * 0x5851F42D4C957F2D  # wraps round, as meant
+    mixed = (index + 1) * 0x5851F42D4C957F2D  # wraps around on purpose
     mixed = (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
     mixed = (mixed ^ (mixed >> 32)) & 0xFFFFFF
     noise: Tensor = (mixed.double() / 0x800000 - 1.0) * math.sqrt(3.0)
@@ -63,7 +62,7 @@ def white(index: Tensor) -> Tensor:
 
 
 def _minimum_phase(shape: Tensor) -> Tensor:
-    """Log responses `[..., BINS]` complex of log magnitudes: the phase is linear in them."""
+    """Complex log responses `[..., BINS]` of log magnitudes; the phase is linear in them."""
     fold = shape.new_zeros(SIZE)
     fold[0] = fold[SIZE // 2] = 1.0
     fold[1 : SIZE // 2] = 2.0
@@ -72,7 +71,7 @@ def _minimum_phase(shape: Tensor) -> Tensor:
 
 
 def _place(hertz: Tensor, points: int) -> Tensor:
-    """Where frequencies lie between the points of an envelope, even in mel."""
+    """Places of frequencies between the points of an envelope, which are even in mel."""
     place: Tensor = (1.0 + hertz / 700.0).log() * ((points - 1) / math.log(1 + RATE / 2 / 700.0))
     return place
 
@@ -89,7 +88,7 @@ def _responses() -> Tensor:
 @cache
 @torch.inference_mode(False)  # it outlives the call: later ones may need gradients
 def _rise() -> Tensor:
-    """How the end of a hop takes over from its start `[HOP]`."""
+    """Weights with which a hop is faded from its start to its end, `[HOP]`."""
     spots = torch.arange(HOP, dtype=torch.float64) + 0.5
     return 0.5 - 0.5 * torch.cos(spots * math.pi / HOP)
 
@@ -126,12 +125,12 @@ def phases(before: Tensor, pitch: Tensor, phase: Tensor) -> tuple[Tensor, Tensor
     """Cycles of the first harmonic.
 
     Args:
-        before: Hz at the start of each hop `[B, T]`; 0 at both ends: time stands still.
-        pitch: Hz at its end `[B, T]`; in between it moves in a line.
+        before: Hz at the start of each hop `[B, T]`; 0 at both ends stops the phase.
+        pitch: Hz at its end `[B, T]`; linear in between.
         phase: Cycles at the start of the first `[B]`.
 
     Returns:
-        `[B, T, HOP]`, and the phase behind the last hop `[B]`.
+        `[B, T, HOP]`, and the phase after the last hop `[B]`.
     """
     n = torch.arange(1, HOP + 1, dtype=pitch.dtype, device=pitch.device)
     slope = (pitch - before)[..., None] / (2 * HOP)
@@ -142,7 +141,7 @@ def phases(before: Tensor, pitch: Tensor, phase: Tensor) -> tuple[Tensor, Tensor
 
 
 def harmonics(cycles: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """Sum of harmonics whose amplitudes move from one hop to the next, `[B, T, HOP]`.
+    """Sum of harmonics whose amplitudes change from hop to hop, `[B, T, HOP]`.
 
     Args:
         cycles: Of the first harmonic `[B, T, HOP]`.
@@ -163,16 +162,16 @@ def harmonics(cycles: Tensor, start: Tensor, end: Tensor) -> Tensor:
 def synthesise(
     state: SynthesisState, pitch: Tensor, points: Tensor, active: Tensor | None = None
 ) -> tuple[SynthesisState, Tensor]:
-    """Hops of sound.
+    """Synthesise hops of sound.
 
     Args:
-        state: What the hop before left.
+        state: State after the hop before.
         pitch: Hz at the end of each hop `[B, T]`.
         points: Log magnitudes of the envelopes at the end of each hop `[B, T, 96]`.
-        active: Hops that are there `[B, T]` bool; the others are silence before a stream starts.
+        active: Hops that exist `[B, T]` bool; the others are silence before a stream starts.
 
     Returns:
-        The state behind them, and sound `[B, T * 160]`.
+        The state after them, and sound `[B, T * 160]`.
     """
     if active is not None:
         points = torch.where(active[..., None], points, torch.full_like(points, SILENT))
@@ -185,21 +184,21 @@ def synthesise(
     tones, breath = both.split((HARMONIC_POINTS, NOISE_POINTS), -1)  # [B, T + 1, ...]
     heights = amplitudes(tones, ends, _count(ends))
     sound = harmonics(cycles, heights[:, :-1], heights[:, 1:])
-    steps = (live * HOP).long().cumsum(1)  # [B, T] samples behind each hop
-    hiss, ringing = _noise(state.count[:, None] + steps - HOP, breath, live, state.ringing)
-    made = state.count + steps[:, -1]
+    steps = (live * HOP).long().cumsum(1)  # [B, T] samples up to the end of each hop
+    hiss, ringing = _noise(state.made[:, None] + steps - HOP, breath, live, state.ringing)
+    made = state.made + steps[:, -1]
     new = SynthesisState(both[:, -1], pitch[:, -1], phase, made, ringing)
     return new, sound.flatten(1) + hiss
 
 
 def _count(pitch: Tensor) -> int:
-    """Harmonics under 7.8 kHz of the lowest pitch."""
+    """Number of harmonics of the lowest pitch below 7.8 kHz."""
     there = pitch[pitch > 0]
     return int(_END / float(there.min())) if len(there) else 1
 
 
 def _noise(first: Tensor, points: Tensor, live: Tensor, ringing: Tensor) -> tuple[Tensor, Tensor]:
-    """Noise of hops whose first samples have numbers `[B, T]`, and what rings on."""
+    """Noise of hops whose first samples have numbers `[B, T]`, and the tail of the filter."""
     index = first[..., None] + torch.arange(HOP, device=first.device)
     hiss, rise, response = white(index).to(points), _rise().to(points), noise_filter(points)
     sides = torch.stack([1 - rise, rise])  # [2, HOP]
@@ -213,10 +212,10 @@ def overlap_add(parts: Tensor, ringing: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         parts: `[B, T, SIZE]`.
-        ringing: What earlier parts left `[B, SIZE - HOP]`.
+        ringing: Tail of earlier parts `[B, SIZE - HOP]`.
 
     Returns:
-        `[B, T * HOP]`, and what is left over.
+        `[B, T * HOP]`, and the tail.
     """
     batch, hops, _ = parts.shape
     length = (hops - 1) * HOP + SIZE

@@ -34,10 +34,10 @@ import numpy as np
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends.audio.reader import OTHER, demuxer, not_sound
+from mmfast.frontends.container import open_video
+from mmfast.frontends.headers import check_header
 from mmfast.frontends.image import open_image, read_image
 from mmfast.frontends.source import IMAGE_KINDS, Budget, Limits, MediaSource, open_source, refusing
-from mmfast.frontends.video.container import open_video
-from mmfast.frontends.video.headers import check_header
 from mmfast.frontends.video.reader import read_video
 from mmfast.serve.guard.sandbox.pool import anonymous, fill, get, path_of, put
 

@@ -1,4 +1,4 @@
-"""One picture size and one rising clock, whatever the source does."""
+"""Frames of one size at rising times, from sources with irregular sizes and clocks."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import numpy as np
 from PIL import Image
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.picture import Frame
+from mmfast.frontends.clip import Frame
 from mmfast.frontends.source import first_line
 
 _BROKEN = 30  # pictures in a row that cannot be used before the source is given up
-_STILL = 1000  # frames in a row at one time before its clock is taken for dead
-_LATE = 1.0  # seconds; frames that come out of order are not further behind than this
+_STILL = 1000  # frames in a row at one time, after which the clock counts as stopped
+_LATE = 1.0  # seconds; largest delay of frames that come out of order
 _LATE_RUN = 2  # ... and not more of them in a row: then the clock was set back
 _SAME = 1e-9  # seconds
-_LEAST = 1e-3  # seconds between two frames where a time is made up
-_FAR = 1e10  # seconds; beyond three centuries a time is no time
+_LEAST = 1e-3  # seconds between two frames without times of their own
+_FAR = 1e10  # seconds; later times (three centuries) are refused
 
 
 class SteadyTimes:
-    """Turns a source's times into rising ones.
+    """Rising times from the times of a source.
 
     A frame at the time of the one before is dropped (`repeated`), and so is one up to a second
-    behind it (`late`). Further back, or the third such frame in a row, the source's clock was set
-    back: time goes on from the last frame (`jumps`). Gaps and late starts are kept as they are.
+    before it (`late`). Further back, or for the third such frame in a row, the source's clock was
+    set back: time continues from the last frame (`jumps`). Gaps and late starts are kept. `events`
+    holds the counts, and `rate` gives times to frames without.
     """
 
     def __init__(self, name: str, events: Counter[str], rate: float) -> None:
-        """Count into `events`; `rate` gives times to frames without."""
         self._name, self._events, self._rate = name, events, rate
         self._gap = 1 / rate
         self._last: float | None = None
@@ -40,7 +40,7 @@ class SteadyTimes:
         self._late = self._still = 0
 
     def place(self, time: float | None) -> float | None:
-        """The time at which to show a frame; None to drop it.
+        """Return the time at which to show a frame; None to drop it.
 
         Raises:
             MediaError: The clock has stood still for a thousand frames.
@@ -100,7 +100,7 @@ def steady(
         rate: Frames per second of frames without times.
 
     Raises:
-        MediaError: Thirty broken pictures in a row, no usable one at all, or a dead clock.
+        MediaError: Thirty broken pictures in a row, no usable one, or a stopped clock.
     """
     timeline = SteadyTimes(name, events, rate)
     shape: tuple[int, ...] | None = None
@@ -145,7 +145,7 @@ def fit(frame: Frame, width: int, height: int) -> Frame:
 def at_rate(
     pairs: Iterable[tuple[Frame, float]], fps: float | None
 ) -> Iterator[tuple[Frame, float]]:
-    """Take the first frame at or behind every 1/fps s since the first, as soon as it comes.
+    """Yield the first frame at or after every 1/fps s since the first, as soon as it comes.
 
     `sample_stream` takes the frame that was on screen at each instant, which it knows one frame
     later: exact for files, late for a camera.

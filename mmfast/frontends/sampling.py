@@ -1,4 +1,4 @@
-"""Which frames to read: a count, a rate, or explicit times, over the frames' true times."""
+"""Choice of frames by a count, a rate or explicit times, over the frames' true times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ask:
-    """The frames a caller wants; exactly one field is set."""
+    """Request for frames; exactly one field is set."""
 
     frames: int | None = None
     fps: float | None = None
@@ -87,14 +87,14 @@ class Ask:
 
 
 def _ticks(since_start: Any, fps: float, tolerance: float) -> Any:
-    """Number of sampling instants before a time: instant k lies at k / fps."""
+    """Count the sampling instants before a time; instant k lies at k / fps."""
     return np.ceil((since_start - tolerance) * fps)
 
 
 def sample_stream(
     pairs: Iterable[tuple[T, float]], fps: float | None, tolerance: float
 ) -> Iterator[tuple[T, float]]:
-    """Apply ``fps=r`` to a stream, one item behind; None passes everything through."""
+    """Apply ``fps=r`` to a stream, one item late; None passes everything through."""
     if fps is None:
         yield from pairs
         return
@@ -110,7 +110,7 @@ def sample_stream(
                 yield held
             taken = upto
         held = pair
-    # Nothing tells how long the last frame stays: as long as the one before it.
+    # The duration of the last frame is unknown: it is taken for that of the one before it.
     if held and _ticks(held[1] - start + max(gap, 2 * tolerance), fps, tolerance) > taken:
         yield held
 

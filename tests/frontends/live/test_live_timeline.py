@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfast.frontends.live.source import natural_key
-from mmfast.frontends.live.steady import SteadyTimes, at_rate, fit, steady
+from mmfast.frontends.live.timeline import SteadyTimes, at_rate, fit, steady
 
 DOT = np.zeros((2, 2, 3), np.uint8)
 TIMES = st.lists(

@@ -1,4 +1,4 @@
-"""Written text to what is said: lower-case words and the punctuation marks `,` `.` `?`."""
+"""Normalisation of written text for speech: lower-case words and the marks `,` `.` `?`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONTRACTIONS = {
     "let's": "let us",
     "i'm": "i am",
 }
-# Endings of contractions; 's is "is" behind these words alone, elsewhere it may be a possessive.
+# Endings of contractions; 's is "is" after these words alone, elsewhere it may be a possessive.
 ENDINGS = {"n't": "not", "'re": "are", "'ll": "will", "'ve": "have", "'d": "would"}
 IS = {"it", "that", "what", "there", "here", "he", "she", "who", "where", "how", "when", "this"}
 UNITS = {
@@ -125,10 +125,9 @@ _BETWEEN = re.compile(rf"(?<=\d)\s?([{re.escape(''.join(BETWEEN))}])\s?(?=\d)", 
 
 
 def spoken(text: str) -> list[str]:
-    """What is said when a text is read aloud, such as `["it", "is", "three", "fifteen", "."]`.
+    """Return the spoken words of a text, such as `["it", "is", "three", "fifteen", "."]`.
 
-    Letters of other scripts, and signs nobody says, are left out; a text of nothing else gives an
-    empty list. What is said already stays as it is.
+    Letters of other scripts and silent signs are left out. Spoken text is not changed.
 
     Raises:
         MmfastError: num2words, which numbers need, is missing.
@@ -137,21 +136,21 @@ def spoken(text: str) -> list[str]:
 
 
 class SpokenStream:
-    """The same for text that comes in pieces: any split of a text gives the same groups."""
+    """Streaming `spoken`: any split of a text gives the same words."""
 
     def __init__(self) -> None:
         self._held = ""
-        self._last = ","  # a mark at the very start is dropped, as behind another mark
+        self._last = ","  # a mark at the very start is dropped, as after another mark
 
     def push(self, piece: str) -> list[str]:
-        """A piece of text in, the words and marks that no later piece can change out."""
+        """Add a piece of text; return the words and marks that no later piece can change."""
         self._held += piece
         cut = _certain(self._held)
         ready, self._held = self._held[:cut], self._held[cut:]
         return self._out(ready)
 
     def finish(self) -> list[str]:
-        """What is left when the text ends."""
+        """Return the rest when the text ends."""
         ready, self._held = self._held, ""
         return self._out(ready)
 
@@ -162,22 +161,22 @@ class SpokenStream:
 
 
 def _certain(text: str) -> int:
-    """Length of the beginning that is read alike whatever follows.
+    """Length of the beginning whose words do not depend on later text.
 
-    Text may be cut at a space between a word of letters and another complete one: numbers look at
-    what is beside them, and a mark belongs to what is before it.
+    Text may be cut at a space between a word of letters and another complete one: the reading of a
+    number depends on its neighbours, and a mark belongs to the word before it.
     """
     spaces = [found.end() for found in re.finditer(r"(?<=[^\W\d_][,.?!]|[^\W\d_]{2})\s+", text)]
     for cut in reversed(spaces):
-        behind = re.match(r"[^\W\d_]+[,.?!]?\s", text[cut:])
+        after = re.match(r"[^\W\d_]+[,.?!]?\s", text[cut:])
         last = text[:cut].split()[-1]
-        if behind and last.rstrip(",.?!").isalpha() and last.lower() not in SHORT:
+        if after and last.rstrip(",.?!").isalpha() and last.lower() not in SHORT:
             return cut
     return 0
 
 
 def _plain(text: str) -> str:
-    """Without accents, curly quotes and full-width forms; one kind of white space."""
+    """Remove accents, curly quotes and full-width forms; keep one kind of white space."""
     text = unicodedata.normalize("NFKD", text.translate(ALIKE))
     text = "".join(sign for sign in text if not unicodedata.combining(sign))
     text = re.sub(r"\s+", " ", text)
@@ -211,13 +210,13 @@ def _groups(text: str) -> Iterator[str]:
             yield from SIGNS.get(token, "").split()
 
 
-def _short(token: str, behind: str) -> Iterator[str]:
-    """An abbreviation; "no." is one before a number, and the end of a sentence elsewhere."""
-    if token.lower() == "no." and not re.match(r"\s*\d", behind):
+def _short(token: str, after: str) -> Iterator[str]:
+    """Expand an abbreviation; "no." is one before a number only."""
+    if token.lower() == "no." and not re.match(r"\s*\d", after):
         yield from ("no", ".")
         return
     yield from SHORT[token.lower()].split()
-    if not behind.strip():
+    if not after.strip():
         yield "."
 
 
@@ -275,9 +274,9 @@ def _money(token: str) -> Iterator[str]:
 
 
 def _said(number: str, form: str = "cardinal") -> list[str]:
-    """Words of a number in digits, such as "1,205" or "3.50"."""
+    """Return the words of a number in digits, such as "1,205" or "3.50"."""
     whole, _, part = number.replace(",", "").partition(".")
-    behind = [word for digit in part for word in _said(digit)]
+    after = [word for digit in part for word in _said(digit)]
     if len(whole) > LONGEST or (len(whole) > 1 and whole[0] == "0"):
         words = [word for digit in whole for word in _said(digit)]
     else:
@@ -288,11 +287,11 @@ def _said(number: str, form: str = "cardinal") -> list[str]:
                 'num2words is missing; it comes with: pip install "mmfast[speech]"'
             ) from None
         words = re.findall(r"[a-z]+", module.num2words(int(whole), to=form))
-    return [*words, "point", *behind] if behind else words
+    return [*words, "point", *after] if after else words
 
 
 def _tidy(parts: Iterable[str], before: str = ",") -> Iterator[str]:
-    """Without marks at the beginning or behind another mark."""
+    """Drop marks at the beginning or after another mark."""
     for part in parts:
         if part not in MARKS or before not in MARKS:
             yield part

@@ -1,12 +1,10 @@
-"""Which addresses may be opened, and RTSP: nothing unless allowed, and never a private host.
+"""Cameras and network addresses as open inputs of FFmpeg, with every address checked first.
 
-Names are resolved here, every address that a name has is checked, and the connection goes to the
-address that was checked: a name that resolves differently the second time gains nothing.
-
-A video behind http:// or https:// as a file object for PyAV.
-
-FFmpeg's own client would follow a redirect anywhere; here every hop is checked like the first
-address, the connection goes to the address that was checked, and playlists are not followed.
+Nothing is opened unless the caller allows it, and never a private host. Names are resolved here,
+every address that a name has is checked, and the connection goes to the address that was checked:
+a name that resolves differently the second time gains nothing. FFmpeg's own HTTP client would
+follow a redirect anywhere; here every hop is checked like the first address, and playlists are not
+followed.
 """
 
 from __future__ import annotations
@@ -16,14 +14,18 @@ import http.client
 import ipaddress
 import socket
 import ssl
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 import av
+import numpy as np
 
 from mmfast.core.errors import MediaError
+from mmfast.frontends.clip import Frame, Orientation
 from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, Limits, first_line, quote, sniff
 
 PORTS = {"http": 80, "https": 443, "rtsp": 554, "rtsps": 322}
@@ -111,9 +113,9 @@ def _resolve(name: str, host: str, port: int, private: bool) -> str:
 
 
 def is_public(ip: str) -> bool:
-    """Say whether an IP address is one of the open internet."""
+    """Return True if an IP address belongs to the public internet."""
     address = ipaddress.ip_address(ip.split("%", 1)[0])
-    if isinstance(address, ipaddress.IPv6Address):  # some stand for an address of version 4
+    if isinstance(address, ipaddress.IPv6Address):  # some embed an address of version 4
         inner = address.ipv4_mapped or address.sixtofour
         if inner is None and address in _NAT64:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
@@ -125,7 +127,7 @@ def is_public(ip: str) -> bool:
 def open_rtsp(address: Address, timeout: float) -> Any:
     """Connect to an RTSP source over TCP.
 
-    A server may send its client on to another one; FFmpeg follows, with these protocols only.
+    A server may redirect its client; FFmpeg follows, with these protocols only.
 
     Returns:
         PyAV's container.
@@ -165,10 +167,10 @@ _MOVED = (301, 302, 303, 307, 308)
 
 
 class HttpFile:
-    """Bytes of one HTTP resource: read as they arrive, sought by asking for a range.
+    """One HTTP resource as a file object: read as it arrives, with seeks by range requests.
 
     Raises:
-        MediaError: It is not there, or moves somewhere that is not allowed.
+        MediaError: It does not exist, or moves to an address that is not allowed.
         OSError: Later, when the connection dies or stalls.
     """
 
@@ -224,18 +226,18 @@ class HttpFile:
             ) from None
 
     def head(self) -> bytes:
-        """The first 512 bytes, or all there are, which say what it is; `read` gives them again."""
+        """Return the first 512 bytes or fewer, which show the kind; `read` gives them again."""
         while len(self._head) < _HEAD and (part := self._more(_HEAD - len(self._head))):
             self._head += part
         return self._head
 
     @property
     def content_type(self) -> str:
-        """What the server says it is."""
+        """Content type that the server declares."""
         return self._reply.headers.get_content_type()
 
     def read(self, count: int) -> bytes:
-        """At most `count` bytes, as soon as there are some; none at the end."""
+        """Return at most `count` bytes as soon as some arrive; none at the end."""
         if self._position < len(self._head):
             part = self._head[self._position : self._position + count]
         else:
@@ -252,15 +254,15 @@ class HttpFile:
             raise ConnectionError(f"the server closed early ({first_line(error)})") from None
 
     def seekable(self) -> bool:
-        """Whether the server serves ranges."""
+        """Return True if the server serves ranges."""
         return self._ranges
 
     def tell(self) -> int:
-        """Where the next byte comes from."""
+        """Return the position of the next byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a byte of the resource, by a new request."""
+        """Seek to a byte of the resource by a new request."""
         base = {0: 0, 1: self._position, 2: self.size or 0}[whence]
         target = base + offset
         if target != self._position:
@@ -279,7 +281,7 @@ class HttpFile:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to the address that was checked, whatever the name resolves to by now."""
+    """A connection to the address that was checked, without a second resolution of the name."""
 
     def __init__(self, address: Address, timeout: float) -> None:
         super().__init__(address.host, address.port, timeout=timeout)
@@ -294,7 +296,7 @@ class _Pinned(http.client.HTTPConnection):
 
 
 def open_http(text: str, allowed: Allowed, limits: Limits, timeout: float) -> tuple[Any, HttpFile]:
-    """Open the video behind a URL.
+    """Open the video of a URL.
 
     Returns:
         PyAV's container and the connection.
@@ -310,7 +312,7 @@ def open_http(text: str, allowed: Allowed, limits: Limits, timeout: float) -> tu
         kind = kind or sniff(name, file.head())
         if kind in IMAGE_KINDS:
             raise MediaError(f"{name} is a picture ({kind}), not a video: give a stream's address")
-        # What a demuxer might open by itself, such as the parts of a playlist, stays shut.
+        # A demuxer may not open anything by itself, such as the parts of a playlist.
         options = {
             "protocol_whitelist": "",
             "max_pixels": str(limits.pixels),
@@ -326,3 +328,130 @@ def open_http(text: str, allowed: Allowed, limits: Limits, timeout: float) -> tu
         raise MediaError(
             f"{name} cannot be opened ({first_line(error)}): it is damaged or not a video"
         ) from None
+
+
+_RATE = 25  # frames per second, where nothing is known
+
+
+def camera_address(camera: int | str, platform: str = sys.platform) -> tuple[str, str]:
+    """Return FFmpeg's input format and the device name of a camera.
+
+    Args:
+        camera: Its number, or its name: a path such as ``/dev/video0`` on Linux, the name in the
+            system elsewhere.
+        platform: As `sys.platform`.
+
+    Raises:
+        MediaError: The number is negative, or this system has no numbers or no cameras.
+    """
+    text = str(camera)
+    number = text.isdecimal()
+    if not text or (isinstance(camera, int) and camera < 0):
+        raise MediaError(f"camera {camera!r} does not exist: give 0 for the first one, or a name")
+    if platform.startswith("linux"):
+        device = f"/dev/video{text}" if number else text
+        if not device.startswith("/dev/"):
+            raise MediaError(f"camera {quote(text)}: give its number or a path such as /dev/video0")
+        return "v4l2", device
+    if platform == "darwin":
+        return "avfoundation", f"{text}:none"
+    if platform == "win32":
+        if number:
+            raise MediaError(
+                f"camera {text}: Windows names its cameras; give 'camera:NAME' with the name that "
+                f"`ffmpeg -list_devices true -f dshow -i dummy` prints"
+            )
+        return "dshow", f"video={text}"
+    raise MediaError(f"no cameras are known on {platform}: give an iterator of frames")
+
+
+def open_camera(camera: int | str, timeout: float) -> Any:
+    """Open a camera.
+
+    Returns:
+        PyAV's container.
+
+    Raises:
+        MediaError: It is missing or busy, or FFmpeg was built without cameras.
+    """
+    form, device = camera_address(camera)
+    try:
+        return av.open(device, format=form, timeout=timeout)
+    except Exception as error:  # FFmpegError, ValueError for an unknown format
+        raise MediaError(
+            f"camera {camera} ({device}, {form}) cannot be opened ({first_line(error)}): check "
+            f"that it is plugged in, free, and that you may read it"
+        ) from None
+
+
+def running_frames(
+    container: Any, name: str, limits: Limits, file: Any = None
+) -> Iterator[tuple[Any, float | None]]:
+    """Yield PyAV frames of an open source with the seconds since the first one.
+
+    A packet that does not decode is yielded as its exception, for the consumer to count. The
+    container and the file that it reads are closed at the end.
+
+    Raises:
+        MediaError: There is no video in it, or reading fails.
+    """
+    with closing(file) if file is not None else nullcontext(), container:
+        stream: Any = container.streams.best("video")
+        if stream is None or stream.codec_context is None:
+            raise MediaError(f"{name} has no video that can be decoded: give one with a picture")
+        stream.codec_context.options = {"max_pixels": str(limits.pixels)}
+        limits.check_picture(
+            name, stream.width or limits.min_side, stream.height or limits.min_side
+        )
+        since = _Since(stream)
+        try:
+            for packet in container.demux(stream):
+                for frame in _decoded(packet):
+                    broken = isinstance(frame, BaseException)
+                    yield frame, None if broken else since(frame.pts)
+        except av.FFmpegError as error:
+            raise MediaError(
+                f"{name} broke off ({first_line(error)}): check the source and open it again"
+            ) from None
+
+
+class _Since:
+    """Seconds since the first frame.
+
+    Some sources, RTSP among them, give their first frames no time: these lie a frame apart and
+    the first known time follows on them.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._tick = float(stream.time_base)
+        self._step = 1 / float(stream.guessed_rate or stream.average_rate or _RATE)
+        self._untimed = 0
+        self._origin: float | None = None
+
+    def __call__(self, pts: int | None) -> float | None:
+        """Time of a frame; None where it has none and others have."""
+        if pts is None:
+            self._untimed += 1
+            return (self._untimed - 1) * self._step if self._origin is None else None
+        if self._origin is None:
+            self._origin = pts * self._tick - self._untimed * self._step
+        return pts * self._tick - self._origin
+
+
+def _decoded(packet: Any) -> list[Any]:
+    try:
+        return list(packet.decode())
+    except av.FFmpegError as error:
+        return [error]
+
+
+def running_rgb(frame: Any, name: str, limits: Limits) -> Frame:
+    """Convert one item of `running_frames` to upright RGB [H, W, 3].
+
+    Raises:
+        MediaError: It is an exception, or of a size that the limits refuse.
+    """
+    if isinstance(frame, BaseException):
+        raise MediaError(f"a packet of {name} cannot be decoded ({first_line(frame)})")
+    limits.check_picture(name, frame.width, frame.height)
+    return np.ascontiguousarray(Orientation.of(frame).apply(frame.to_ndarray(format="rgb24")))

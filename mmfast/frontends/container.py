@@ -1,4 +1,4 @@
-"""Open a video with PyAV and check its header against the limits."""
+"""Media containers opened with PyAV, and the header of a video checked against the limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROGRESSIVE = (0, 1)  # AV_FIELD_UNKNOWN, AV_FIELD_PROGRESSIVE
 
 @dataclass(frozen=True)
 class Header:
-    """What the container says about its video stream before any frame is decoded."""
+    """Facts of a container about its video stream before any frame is decoded."""
 
     codec: str
     pix_fmt: str
@@ -27,7 +27,7 @@ class Header:
     rate: Fraction  # average, 0 where the header has none
     origin: int  # in ticks; time 0 of the presentation
     progressive: bool
-    alone: bool  # no second video stream to confuse another reader
+    alone: bool  # no second video stream, which could confuse decord
     extradata: bytes
 
     def seconds(self, ticks: Any) -> Any:
@@ -37,40 +37,53 @@ class Header:
 
 
 @contextmanager
+def open_container(source: MediaSource, form: str, **options: str) -> Iterator[Any]:
+    """Open a file with PyAV and one demuxer.
+
+    Nothing but the file itself can be opened, so a playlist disguised as a video reaches neither
+    the network nor other files.
+    """
+    file: Any = source.open() if isinstance(source.data, bytes) else str(source.data)
+    options = {"protocol_whitelist": "file", **options}
+    with refusing(source.name, "opened"):
+        container = av.open(file, format=form, options=options, metadata_errors="ignore")
+    with container:
+        yield container
+
+
+def main_stream(source: MediaSource, container: Any, kind: str, want: str) -> Any:
+    """Return the main stream of a kind, `video` or `audio`.
+
+    Raises:
+        MediaError: No stream of the kind can be decoded; the message asks for `want`.
+    """
+    attached = av.stream.Disposition.attached_pic  # the cover picture of a song
+    streams = [
+        s for s in getattr(container.streams, kind)
+        if s.codec_context is not None and not (kind == "video" and s.disposition & attached)
+    ]  # fmt: skip
+    if not streams:
+        kinds = sorted({s.type for s in container.streams if s.type})
+        lack = "video stream" if kind == "video" else "sound"
+        raise MediaError(
+            f"{source.name} has no {lack} that can be decoded, only "
+            f"{', '.join(kinds) or 'nothing'}: give {want}"
+        )
+    best = container.streams.best(kind)
+    return best if best in streams else streams[0]
+
+
+@contextmanager
 def open_video(
     source: MediaSource, limits: Limits, threads: str = "AUTO"
 ) -> Iterator[tuple[Any, Any]]:
-    """Open a video; give PyAV's container and its main video stream.
-
-    The demuxer is fixed by the sniffed kind and nothing but the file itself can be opened, so a
-    playlist dressed as a video reaches neither the network nor other files.
-    """
-    options = {"protocol_whitelist": "file", "max_pixels": str(limits.pixels)}
-    file: Any = source.open() if isinstance(source.data, bytes) else str(source.data)
-    with refusing(source.name, "opened"):
-        container = av.open(
-            file, format=VIDEO_KINDS[source.kind], options=options, metadata_errors="ignore"
-        )
-    with container:
-        stream = _main_stream(source, container)
+    """Open a video; give PyAV's container and its main video stream."""
+    bound = {"max_pixels": str(limits.pixels)}
+    with open_container(source, VIDEO_KINDS[source.kind], **bound) as container:
+        stream = main_stream(source, container, "video", "a file with a picture")
         stream.thread_type = threads
-        stream.codec_context.options = {"max_pixels": str(limits.pixels)}
+        stream.codec_context.options = bound
         yield container, stream
-
-
-def _main_stream(source: MediaSource, container: Any) -> Any:
-    attached = av.stream.Disposition.attached_pic  # the cover picture of a song
-    videos = [
-        s for s in container.streams.video if s.codec_context and not s.disposition & attached
-    ]
-    if not videos:
-        kinds = sorted({s.type for s in container.streams if s.type})
-        raise MediaError(
-            f"{source.name} has no video stream that can be decoded, only "
-            f"{', '.join(kinds) or 'nothing'}: give a file with a picture"
-        )
-    best = container.streams.best("video")
-    return best if best in videos else videos[0]
 
 
 def read_header(source: MediaSource, container: Any, stream: Any, limits: Limits) -> Header:
@@ -82,7 +95,7 @@ def read_header(source: MediaSource, container: Any, stream: Any, limits: Limits
     limits.check_frames(source.name, stream.frames)
     length = stream.duration * stream.time_base if stream.duration else 0
     limits.check_duration(source.name, max(float(length), (container.duration or 0) / av.time_base))
-    # Broadcast clocks start anywhere; every other container's time 0 is its own.
+    # Broadcast clocks start anywhere; in other containers time 0 is the start.
     restarts = source.kind in ("mpegts", "mpeg") and container.start_time is not None
     origin = Fraction(container.start_time, av.time_base) / stream.time_base if restarts else 0
     return Header(

@@ -1,23 +1,19 @@
-"""Mimi: SEANet, a sliding-window transformer, a semantic and some acoustic codebooks.
+"""Streaming codecs over the published models Mimi, EnCodec and DAC of transformers.
 
-24 kHz, 12.5 frames/s. All of it is causal, so streaming is exact and late by nothing. The stock
-`decode` has no state for its upsampling and its convolutions, and is wrong in pieces.
-Paper: arXiv 2410.00037.
+Mimi (arXiv 2410.00037), 24 kHz, 12.5 frames/s: SEANet, a sliding-window transformer, a semantic
+and several acoustic codebooks. All of it is causal, so streaming is exact and without delay. The
+stock `decode` keeps no state of its upsampling and its convolutions, and is wrong in pieces.
 
-EnCodec: SEANet with an LSTM and residual codebooks.
+EnCodec (arXiv 2210.13438), 24 kHz, 75 frames/s: SEANet with an LSTM and residual codebooks. It is
+causal but padded with the mirror image of its start, so the first sound comes after 7 frames
+(93 ms) and nothing is late from then on. A non-causal variant streams exactly, too, late by its
+look-ahead. The 48 kHz model does not stream: it normalises each second as a whole and keeps a
+loudness beside the codes.
 
-24 kHz, 75 frames/s: causal, but padded with the mirror image of its start, so the first sound
-comes after 7 frames (93 ms) and nothing is late from then on. A non-causal one of the same layers
-streams exactly, too, late by what it looks ahead. The 48 kHz model does not stream: it normalises
-each second as a whole and keeps a loudness beside the codes.
-Paper: arXiv 2210.13438.
-
-DAC, the Descript codec: convolutions that see both ways, snake activations, residual codes.
-
-Nothing in it is recurrent, and its padding is zeros: streaming is exact, late by what the layers
-see of the future. With less look-ahead each frame comes from a window that ends sooner, and is off
-by an error that `deviation` measures.
-Paper: arXiv 2306.06546.
+DAC (arXiv 2306.06546): convolutions that look both ways, snake activations, residual codes. Nothing
+is recurrent and padding is zeros: streaming is exact, late by the look-ahead of the layers. With
+less look-ahead each frame comes from a window that ends sooner, with an error that `deviation`
+measures.
 """
 
 from __future__ import annotations
@@ -31,15 +27,15 @@ from mmfast.core.errors import ModelError
 from mmfast.frontends.codecs.attention import Transformer
 from mmfast.frontends.codecs.base import StackCodec, pick_books
 from mmfast.frontends.codecs.layers import CodecLayer, LayerChain, Windowed, at_once
-from mmfast.frontends.codecs.streaming import stream, walk
+from mmfast.frontends.codecs.stages import stream, walk
 
 
 def mimi_codec(model: Any, codebooks: int | None = None) -> StackCodec:
-    """A codec over a `MimiModel`, whose weights and quantisers it uses as they are.
+    """Return a codec over a `MimiModel`, with its weights and quantisers.
 
     Args:
         model: On its device, in evaluation mode; one half may have been left out.
-        codebooks: How many to encode to (Moshi: 8); None: all.
+        codebooks: Number of codebooks to encode to (Moshi: 8); None: all.
 
     Raises:
         ModelError: More or fewer codebooks than it has, or a layer that cannot stream.
@@ -86,11 +82,11 @@ def _decoder(half: Any) -> CodecLayer | None:
 
 
 def encodec_codec(model: Any, codebooks: int | None = None) -> StackCodec:
-    """A codec over an `EncodecModel`.
+    """Return a codec over an `EncodecModel`.
 
     Args:
         model: On its device, in evaluation mode.
-        codebooks: How many to encode to (a bandwidth of 6 kbit/s: 8); None: all.
+        codebooks: Number of codebooks to encode to (8 for 6 kbit/s); None: all.
 
     Raises:
         ModelError: More codebooks than it has, or a variant that cannot stream.
@@ -106,10 +102,6 @@ def encodec_codec(model: Any, codebooks: int | None = None) -> StackCodec:
         codes: Tensor = quantiser.encode(x, bandwidth)  # [Q, B, t]
         return codes.transpose(0, 1)
 
-    def lookup(codes: Tensor) -> Tensor:
-        latents: Tensor = quantiser.decode(codes.transpose(0, 1))
-        return latents
-
     return StackCodec(
         "encodec",
         config.sampling_rate,
@@ -118,7 +110,7 @@ def encodec_codec(model: Any, codebooks: int | None = None) -> StackCodec:
         config.codebook_size,
         encode=walk(model.encoder.layers),
         quantise=quantise,
-        lookup=lookup,
+        lookup=lambda codes: quantiser.decode(codes.transpose(0, 1)),
         decode=walk(model.decoder.layers),
         like=next(model.parameters()),
         width=config.hidden_size,
@@ -140,11 +132,11 @@ def _check_variant(config: Any) -> None:
 
 
 def dac_codec(model: Any, codebooks: int | None = None, lookahead: int | None = None) -> StackCodec:
-    """A codec over a `DacModel`.
+    """Return a codec over a `DacModel`.
 
     Args:
         model: On its device, in evaluation mode.
-        codebooks: How many to encode to; None: all.
+        codebooks: Number of codebooks to encode to; None: all.
         lookahead: Frames of future each frame may see; None: all that the layers see (exact).
 
     Raises:
@@ -155,7 +147,10 @@ def dac_codec(model: Any, codebooks: int | None = None, lookahead: int | None = 
     if lookahead is not None and lookahead < 0:
         raise ModelError(f"lookahead={lookahead} is negative; give 0 or more frames, None = exact")
     hop, like = config.hop_length, next(model.parameters())
-    encode, decode = _dac_encoder(model.encoder), _dac_decoder(model.decoder)
+    encode, decode = (
+        walk([half.conv1, *half.block, half.snake1, half.conv2, *ends])
+        for half, ends in ((model.encoder, ()), (model.decoder, (model.decoder.tanh,)))
+    )
     layers: list[CodecLayer] = [encode, decode]
     if lookahead is not None:
         window = (_span(encode, hop), lookahead, like)
@@ -165,14 +160,6 @@ def dac_codec(model: Any, codebooks: int | None = None, lookahead: int | None = 
             Windowed(at_once(decode), config.hidden_size, 1, hop, *wide),
         ]
 
-    def quantise(x: Tensor) -> Tensor:
-        codes: Tensor = model.quantizer(x, books)[1]
-        return codes
-
-    def lookup(codes: Tensor) -> Tensor:
-        latents: Tensor = model.quantizer.from_codes(codes)[0]
-        return latents
-
     return StackCodec(
         "dac",
         config.sampling_rate,
@@ -180,8 +167,8 @@ def dac_codec(model: Any, codebooks: int | None = None, lookahead: int | None = 
         books,
         config.codebook_size,
         encode=layers[0],
-        quantise=quantise,
-        lookup=lookup,
+        quantise=lambda x: model.quantizer(x, books)[1],
+        lookup=lambda codes: model.quantizer.from_codes(codes)[0],
         decode=layers[1],
         like=like,
         width=config.hidden_size,
@@ -189,15 +176,7 @@ def dac_codec(model: Any, codebooks: int | None = None, lookahead: int | None = 
     )
 
 
-def _dac_encoder(half: Any) -> LayerChain:
-    return walk([half.conv1, *half.block, half.snake1, half.conv2])
-
-
-def _dac_decoder(half: Any) -> LayerChain:
-    return walk([half.conv1, *half.block, half.snake1, half.conv2, half.tanh])
-
-
 def _span(layers: LayerChain, unit: int, yields: int = 1) -> int:
-    """Frames that the layers see of the past: as many as of the future, for they are symmetric."""
+    """Frames of the past that the layers see, as many as of the future: they are symmetric."""
     late = 256 * yields - layers.count(256 * unit)
     return -(-late // yields) + 1

@@ -1,9 +1,9 @@
-"""Read long files in parallel: slices that begin at key frames, each decoded by one thread.
+"""Parallel decoding of long files: slices that begin at key frames, each decoded by one thread.
 
-FFmpeg's own frame threads wait for each other and decode every frame. Here a thread decodes a
-slice alone, leaves out what no wanted frame refers to, and FFmpeg releases the interpreter's lock
-meanwhile. Every packet and frame is checked against the plan; where the stream does not behave as
-planned, `Mismatch` sends the caller back to decoding from the start.
+FFmpeg's own frame threads wait for each other and decode every frame. Here a thread decodes a slice
+alone and leaves out packets that no wanted frame refers to, while FFmpeg releases the interpreter's
+lock. Every packet and frame is checked against the plan; where the stream differs, `Mismatch` asks
+the caller to decode from the start.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import av
 import numpy as np
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.picture import Frame, Frames, Orientation, to_rgb
+from mmfast.frontends.clip import Frame, Frames, Orientation, write_rgb
+from mmfast.frontends.container import Header, open_video
+from mmfast.frontends.sampling import Indices, sample_stream
 from mmfast.frontends.source import Damage, Limits, MediaSource, Mismatch, refusing
-from mmfast.frontends.video.container import Header, open_video
 from mmfast.frontends.video.packets import (
     Facts,
     PacketGroup,
@@ -36,7 +37,6 @@ from mmfast.frontends.video.packets import (
     unit_reader,
     with_wanted,
 )
-from mmfast.frontends.video.sampling import Indices, sample_stream
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,23 @@ class Ahead:
             )
 
     def full(self, frames: int, size: int) -> bool:
-        """Say whether these must wait before another frame is added."""
+        """Return True if another frame has to wait."""
         return frames >= self.frames or (frames > 0 and size >= self.bytes)
 
 
 DEFAULT_AHEAD = Ahead()
 
 
-class Stopped(Exception):  # noqa: N818 - ends a thread, never seen by a caller
-    """The consumer has gone."""
+class Stopped(Exception):  # noqa: N818 - ends a thread, never reaches a caller
+    """The consumer has stopped."""
 
 
 @dataclass
 class LaneQueue:
-    """Items of several producers, handed out lane after lane: lane 0 to its end, then lane 1.
+    """Bounded queue of several producers, read lane after lane: lane 0 to its end, then lane 1.
 
-    The lane that is being emptied may always add one item, however much the later lanes hold, so
-    that the bound can never block the one producer for which the consumer waits.
+    The lane that is read may always add one item, however much the later lanes hold, so that the
+    bound never blocks the producer for which the consumer waits.
     """
 
     ahead: Ahead
@@ -90,7 +90,7 @@ class LaneQueue:
 
     @property
     def stopped(self) -> bool:
-        """Whether producers should give up."""
+        """True if producers should stop."""
         return self._stopped
 
     @property
@@ -102,7 +102,7 @@ class LaneQueue:
         """Add an item of `size` bytes to a lane; wait for room.
 
         Raises:
-            Stopped: Nobody will take it.
+            Stopped: The consumer has stopped.
         """
         with self._changed:
             mine = self._lanes.setdefault(lane, deque())
@@ -119,20 +119,20 @@ class LaneQueue:
         return free or (lane == self._turn and not mine)
 
     def end(self, lane: int, error: BaseException | None = None) -> None:
-        """Close a lane; the consumer meets `error` behind the items before it."""
+        """Close a lane; the consumer gets `error` after the items before it."""
         with self._changed:
             self._ended[lane] = error
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Let every producer's next `put` end in `Stopped`, and drop what waits."""
+        """Make every producer's next `put` raise `Stopped`, and drop waiting items."""
         with self._changed:
             self._stopped = True
             self._lanes.clear()
             self._changed.notify_all()
 
     def finish(self, lanes: int) -> None:
-        """There are lanes 0 to `lanes` - 1 and no more."""
+        """Set the number of lanes."""
         with self._changed:
             self._lanes_end = lanes
             self._changed.notify_all()
@@ -164,7 +164,7 @@ class LaneQueue:
 
 
 _WORTH = 100e6  # pixels to decode; below, opening the file again costs more than it saves
-SLICE = 48  # packets that are worth a thread's while
+SLICE = 48  # least packets of a slice
 _MOST = 8  # threads; each holds a decoder with its own reference pictures
 _DECODERS = 1 << 30  # bytes of reference pictures of all threads together
 _REFERENCES = 20  # pictures that a decoder may hold
@@ -175,25 +175,25 @@ Convert = Callable[[Any, int], tuple[Any, int]]  # frame and tick to item and by
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def crew_size(pixels: int) -> int:
-    """How many threads to decode pictures of so many pixels with."""
+    """Number of threads to decode pictures of `pixels` pixels with."""
     decoder = _REFERENCES * pixels * 3 // 2
     return max(1, min(cores(), _MOST, _DECODERS // max(decoder, 1)))
 
 
 def suits(source: MediaSource, header: Header) -> bool:
-    """Whether the packets of a file can be planned; what it holds shows while planning."""
+    """Return True if the kind and codec of a file allow a plan by packets."""
     return source.kind in _KINDS and header.progressive and header.codec in _CODECS
 
 
 def worth(packets: float, pixels: int) -> bool:
-    """Whether decoding is long enough to be shared."""
+    """Return True if decoding is long enough for several threads."""
     return packets * pixels >= _WORTH
 
 
@@ -202,9 +202,9 @@ class SliceThreads:
     """Threads that decode the slices of one file, each slice into its own lane.
 
     Attributes:
-        slices: Lists of jobs, drawn by whichever thread is free.
+        slices: Lists of jobs, drawn by the next free thread.
         convert: Called by the threads, in any order.
-        workers: Threads.
+        workers: Number of threads.
     """
 
     source: MediaSource
@@ -213,7 +213,7 @@ class SliceThreads:
     convert: Convert
     workers: int
     ahead: Ahead
-    close: Callable[[], object] = lambda: None  # lets go of what the planner holds
+    close: Callable[[], object] = lambda: None  # releases the planner's file
 
     def __post_init__(self) -> None:
         self.order = LaneQueue(self.ahead)
@@ -221,11 +221,11 @@ class SliceThreads:
         self._lanes = 0
 
     def items(self) -> Iterator[Any]:
-        """Yield what `convert` makes of every wanted frame, in order.
+        """Yield the results of `convert` for every wanted frame, in order.
 
         Raises:
-            Mismatch: Behind the items before it, the stream is not as planned.
-            MediaError: ... it is broken, or the limits are spent.
+            Mismatch: After the items before it, the stream differs from the plan.
+            MediaError: After the items before it, it is broken, or the limits are spent.
         """
         threads = [
             threading.Thread(target=self._work, name="mmfast-slice", daemon=True)
@@ -259,7 +259,7 @@ class SliceThreads:
             self.order.end(lane, error)
 
     def _draw(self) -> tuple[int, list[SliceJob] | None]:
-        """The next slice and its lane; an error of the planner ends that lane."""
+        """Return the next slice and its lane; an error of the planner ends that lane."""
         with self._lock:
             if self.order.stopped:
                 raise Stopped
@@ -297,7 +297,7 @@ def crew(
     ahead: Ahead,
     pixels: int,
 ) -> SliceThreads:
-    """Choose how to decode: slices side by side where what must wait fits, else one by one.
+    """Choose the number of threads: several where their waiting frames fit, else one.
 
     Raises:
         Mismatch: The stream cannot be planned from its start.
@@ -322,10 +322,10 @@ _UNBOUND = Ahead(frames=1 << 60, bytes=1 << 60)
 def scan(
     source: MediaSource, limits: Limits, header: Header
 ) -> Iterator[tuple[int | None, bool, Facts]]:
-    """List the packets of a file as they are asked for: ticks, whether shown, facts.
+    """Yield the packets of a file lazily: ticks, True if shown, facts.
 
     Raises:
-        Mismatch: There are too many, or they say nothing.
+        Mismatch: There are too many, or their facts are unreadable.
         Damage: A packet is damaged, or cannot be read.
     """
     look = unit_reader(header)
@@ -356,12 +356,12 @@ def sampled(
 ) -> Iterator[tuple[Frame, float]]:
     """Yield the frames that `sample_stream` takes of a file, decoded in parallel.
 
-    The packets are listed no further ahead than the threads need, so that the first frame of a
-    film comes as soon as that of a clip.
+    Packets are listed only as far as the threads need, so that the first frame of a film comes as
+    soon as that of a clip.
 
     Raises:
-        Mismatch: Behind the frames before it, the stream needs decoding from its start.
-        MediaError: ... it is broken, or the limits are spent.
+        Mismatch: After the frames before it, the stream needs decoding from its start.
+        MediaError: After the frames before it, it is broken, or the limits are spent.
     """
     seen: deque[PacketGroup] = deque()
 
@@ -373,7 +373,7 @@ def sampled(
 
     def convert(frame: Any, tick: int) -> tuple[tuple[Frame, float], int]:
         rgb = np.empty((size[1], size[0], 3), np.uint8)
-        to_rgb(frame, rgb, turn, source.name)
+        write_rgb(frame, rgb, turn, source.name)
         return (rgb, float(header.seconds(tick))), rgb.nbytes
 
     wanted = (tick for tick, _ in sample_stream(ticks(), fps, tolerance))
@@ -392,7 +392,7 @@ def fill(
     """Fill `out` [m, H, W, 3] with the frames at `ticks` [m] (ascending), in parallel.
 
     Returns:
-        False where it would not pay and nothing was done.
+        False where threads would not pay; nothing is done then.
 
     Raises:
         Mismatch: The stream needs decoding from its start.
@@ -407,7 +407,7 @@ def fill(
     place = {tick: row for row, tick in enumerate(ticks.tolist())}
 
     def convert(frame: Any, tick: int) -> tuple[None, int]:
-        to_rgb(frame, out[place[tick]], turn, source.name)
+        write_rgb(frame, out[place[tick]], turn, source.name)
         return None, 0
 
     for _ in SliceThreads(source, limits, iter(parts), convert, workers, _UNBOUND).items():

@@ -1,19 +1,14 @@
-"""Stages of a codec: sound to codes and codes to sound, in pieces of any size.
+"""Streaming stages over the modules of a codec: sound to codes and codes to sound, in any pieces.
 
-All rows of a batch share one grid of frames. A row can begin anew while the others go on: where
-every layer is in step, in place. Where a layer waits for samples (mirrored padding, look-ahead),
-that row becomes a group of its own, whose output comes late by `lag` frames, blanks before it.
-
-From the modules of a codec to layers that stream, by what they are made of.
-
-A module is known by its parts, not by its class: SEANet convolutions (`conv`, `causal`,
-`pad_mode`), their residual blocks (`block`, `shortcut`), an LSTM beside a skip (`lstm`), plain
-convolutions with zero padding, and functions of each moment.
-
-Values of many tensors: the state of a stream is a tuple of tuples, tensors and numbers.
-
-Every tensor has the rows of the batch first, so rows can be taken out and put back without knowing
-what a state means.
+`stream` turns a module into a streaming layer. It recognises modules by their parts, not by their
+class: SEANet convolutions (`conv`, `causal`, `pad_mode`), their residual blocks (`block`,
+`shortcut`), an LSTM beside a skip (`lstm`), plain convolutions with zero padding, and functions of
+each moment. `FrameStage` runs such layers on whole frames. All rows of a batch share one grid of
+frames. A row can begin anew while the others go on: in place where every layer is in step; where a
+layer waits for samples (mirrored padding, look-ahead), the row becomes a group of its own, whose
+output comes `lag` frames late, with blanks before it. The state of a stream is a tuple of tuples,
+tensors and numbers; every tensor has the rows of the batch first, so rows can be taken out and put
+back without knowing what a state means.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ MOMENTARY = (nn.ELU, nn.GELU, nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Tanh, nn.Identi
 
 
 def walk(modules: Iterable[Any]) -> LayerChain:
-    """Modules that run one behind the other, as one streaming layer.
+    """Return modules that run one after the other as one streaming layer.
 
     Raises:
         ModelError: One of them cannot stream.
@@ -50,10 +45,10 @@ def walk(modules: Iterable[Any]) -> LayerChain:
 
 
 def stream(module: Any) -> CodecLayer:
-    """One module of a codec.
+    """Return a module of a codec as a streaming layer.
 
     Raises:
-        ModelError: It cannot stream, or is not known.
+        ModelError: The module cannot stream, or its kind is unknown.
     """
     if isinstance(module, nn.Conv1d):
         return Conv(module, *_own_padding(module))
@@ -89,7 +84,7 @@ def _own_padding(module: Any) -> tuple[int, int]:
 
 
 def _seanet(module: Any) -> CodecLayer:
-    """Padding all on the left (causal) or on both sides, the odd one on the left."""
+    """Pad all on the left (causal), or both sides with the odd sample on the left."""
     if getattr(module, "norm_type", "weight_norm") == "time_group_norm":
         raise ModelError(
             "this codec normalises over all time (norm_type 'time_group_norm'), so it cannot "
@@ -113,7 +108,7 @@ def _dac_block(module: Any) -> list[Any]:
 
 
 def tree_map(function: Callable[..., Tensor], *trees: Any) -> Any:
-    """`function` of the tensors at the same place of each tree; the rest is the first one's."""
+    """Apply `function` to tensors at the same place of each tree; copy the rest of the first."""
     first = trees[0]
     if isinstance(first, Tensor):
         return function(*trees)
@@ -124,12 +119,12 @@ def tree_map(function: Callable[..., Tensor], *trees: Any) -> Any:
 
 
 def take_rows(tree: Any, rows: Tensor) -> Any:
-    """Rows `[b]` of every tensor."""
+    """Select rows `[b]` of every tensor."""
     return tree_map(lambda x: x.index_select(0, rows.to(x.device)), tree)
 
 
 def where_rows(rows: Tensor, yes: Any, no: Any) -> Any:
-    """Of every tensor the rows of `yes` where `rows` (`[B]` bool) says so, else those of `no`."""
+    """Take the rows of `yes` where `rows` (`[B]` bool) is True, else those of `no`."""
 
     def pick(a: Tensor, b: Tensor) -> Tensor:
         return torch.where(rows.to(a.device).view(-1, *[1] * (a.dim() - 1)), a, b)
@@ -143,9 +138,9 @@ BLOCK = 32  # frames worked on at once, which bounds the memory of a long chunk
 class RowGroup(NamedTuple):
     """Rows that began at the same time."""
 
-    rows: Tensor  # [b] which of the batch
+    rows: Tensor  # [b] their numbers in the batch
     inner: Any  # state of the layers
-    due: Tensor | None  # [b, ..., p] output that waits for its turn, in a row that began late
+    due: Tensor | None  # [b, ..., p] output not given yet, of rows that began late
     frames: int  # since it began
 
 
@@ -162,13 +157,13 @@ class FrameStage:
     """A stage over layers that turn frames of input into output.
 
     Args:
-        layers: The layers, with what is before and behind them.
-        check: Raises on bad input; given the input and the number of streams.
+        layers: The layers.
+        check: Checks the input for a number of streams; raises `MediaError`.
         unit: Inputs per frame: samples, or 1 for codes.
         yields: Outputs per frame.
-        blank: What a row that began late gives until its output comes: -1 of codes, 0.0 of sound.
+        blank: Output of a row that began late until its own comes: -1 for codes, 0.0 for sound.
         shape: Dimensions of the output between the batch and time.
-        whole: Fill the last frame with zeros (else the layers see what there is of it).
+        whole: Fill the last frame with zeros; else the layers see the part that exists.
         device: Where the layers are.
 
     Attributes:
@@ -195,7 +190,7 @@ class FrameStage:
         self.startup = sum(n == 0 for n in counts)
 
     def start(self, batch: int = 1) -> RowState:
-        """The state of `batch` streams before their first chunk."""
+        """Return the state of `batch` streams before their first chunk."""
         if batch < 1:
             raise MediaError(f"batch is {batch}; give 1 or more streams")
         rows = torch.arange(batch, device=self.device)
@@ -204,7 +199,7 @@ class FrameStage:
 
     @torch.no_grad()
     def step(self, state: RowState, chunk: Tensor) -> tuple[RowState, Tensor]:
-        """A chunk of any length to what it makes certain; the state given stays as it was.
+        """Run a chunk of any length to the output that it makes certain; `state` is not changed.
 
         Raises:
             MediaError: The chunk is not what this stage takes.
@@ -224,7 +219,7 @@ class FrameStage:
 
     @torch.no_grad()
     def finish(self, state: RowState) -> Tensor:
-        """The rest of every stream; rows that have less are filled with blanks behind it."""
+        """Return the rest of every stream; shorter rows are filled with blanks at the end."""
         rest = state.waiting
         part = -(-rest.shape[-1] // self.unit)
         if self.whole:
@@ -242,9 +237,9 @@ class FrameStage:
         return self._gather(state, [self._fill(tail, longest) for tail in tails])
 
     def reset(self, state: RowState, rows: Tensor) -> RowState:
-        """The state with some streams (`[B]` bool) started anew.
+        """Return the state with streams `rows` (`[B]` bool) started anew.
 
-        Samples that wait for a frame of theirs to fill are silence then: rows share frames.
+        Their samples of a frame that is not full become silence, since rows share frames.
 
         Raises:
             MediaError: `rows` has another shape or type.
@@ -267,7 +262,7 @@ class FrameStage:
         return state._replace(waiting=waiting, groups=groups)
 
     def _advance(self, state: RowState, piece: Tensor) -> tuple[RowState, Tensor]:
-        """Whole frames through the layers of every group; each gives as much as the oldest."""
+        """Run whole frames through the layers of every group; each gives as much as the oldest."""
         new, before = piece.shape[-1] // self.unit, self.layers.count(state.frames * self.unit)
         frames = state.frames + new
         n = self.layers.count(frames * self.unit) - before
@@ -284,7 +279,7 @@ class FrameStage:
         return state, self._gather(state, outs)
 
     def _split(self, state: RowState, rows: Tensor) -> tuple[RowGroup, ...]:
-        """Groups without the rows, and one of them alone at its start, late by the lag."""
+        """Return groups without the rows, and a new group of these rows, late by the lag."""
         kept = []
         for group in state.groups:
             stay = (~rows[group.rows]).nonzero().flatten()
@@ -303,7 +298,7 @@ class FrameStage:
         return x if len(state.groups) == 1 else x.index_select(0, group.rows)
 
     def _gather(self, state: RowState, outs: list[Tensor]) -> Tensor:
-        """The rows of all groups back in their places."""
+        """Put the rows of all groups back in their places."""
         if len(outs) == 1 and len(outs[0]) == state.batch:
             return outs[0]
         back = torch.argsort(torch.cat([group.rows for group in state.groups]))
@@ -314,7 +309,7 @@ class FrameStage:
 
 
 def run(stage: Any, x: Tensor) -> Tensor:
-    """All of a stream at once, in bounded memory.
+    """Run a whole stream through a stage, in bounded memory.
 
     Args:
         stage: A `core.speech.Stage`.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmfast.frontends.spoken import MARKS, SpokenStream, spoken
+from mmfast.frontends.text_normalisation import MARKS, SpokenStream, spoken
 
 CASES = {
     "It's 3:15, isn't it?": "it is three fifteen , is not it ?",

@@ -1,7 +1,7 @@
-"""Read container headers for what decoders hide: missing bytes and a frame rate of zero.
+"""Checks of container headers for faults that decoders hide: missing bytes and zero frame rates.
 
 FFmpeg plays a truncated file up to the cut and replaces a zero time base by a guess; both would
-give wrong times without a word. Formats: ISO/IEC 14496-12, RIFF, EBML (RFC 8794), YUV4MPEG2.
+silently give wrong times. Formats: ISO/IEC 14496-12, RIFF, EBML (RFC 8794), YUV4MPEG2.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _check_ebml(source: MediaSource, head: bytes) -> None:
 
 
 def _vint(data: bytes, position: int) -> tuple[int, int]:
-    """Read an EBML variable-length integer; return it and the position behind it."""
+    """Read an EBML variable-length integer; return it and the position after it."""
     first = data[position] if position < len(data) else 0
     width = 9 - first.bit_length()  # 9 for a zero byte, which no writer produces
     raw = int.from_bytes(data[position : position + width], "big")
