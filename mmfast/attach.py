@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from mmfast.caches.plan import CachePlan, call_plan
-from mmfast.core.errors import ModelError, SpecError
-from mmfast.core.spec import Spec, expand, parse
+from mmfast.core.errors import ModelError
+from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 
 _LOCK = threading.Lock()
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
+Stage = AbstractContextManager[None]
 
 
 @contextmanager
 def attach(
-    model: Any, reduce: str | None = None, cache: str | None = None, encoder: str | None = None
+    model: Any,
+    reduce: str | Sequence[Spec] | None = None,
+    cache: str | CachePlan | None = None,
+    encoder: str | None = None,
 ) -> Iterator[Trace]:
     """Reduce the visual tokens and the KV cache of a model for as long as the `with` lasts.
 
@@ -49,10 +53,10 @@ def attach(
 
     Args:
         model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
-        reduce: Spec string, `name[@site][:budget]` joined by `+`; sites `pixel` (before the
-            vision tower), `vit` (inside it), `pre` (before the language model) and `llm<K>`
-            (before decoder layer K), or `llm` for a method with a schedule, which cuts at several
-            layers and ends at its budget. None reduces nothing.
+        reduce: Spec string, `name[@site][:budget]` joined by `+`, or its parsed stages; sites
+            `pixel` (before the vision tower), `vit` (inside it), `pre` (before the language model)
+            and `llm<K>` (before decoder layer K), or `llm` for a method with a schedule, which
+            cuts at several layers and ends at its budget. None reduces nothing.
         cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
             `"lookm:0.3+quant:8"`, `"sink:4+window:512"` or `"retrieve:8"`; an integer counts
             tokens (frames for `retrieve`, bits for `quant`). None keeps every key and value.
@@ -73,111 +77,44 @@ def attach(
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:
         ...     model.generate(**inputs)
     """
-    with _stages(model, parse(reduce), call_plan(cache), encoder) as trace:
-        yield trace
-
-
-@contextmanager
-def _stages(
-    model: Any, specs: tuple[Spec, ...], plan: CachePlan | None, encoder: str | None
-) -> Iterator[Trace]:
-    """All stages in, all stages out."""
-    trace = Trace()
-    if not specs and plan is None and encoder is None:
-        yield trace
-        return
-    from mmfast.models.families.adapter import adapter_for
-
-    adapter = adapter_for(model)
-    layers = model.get_decoder().layers
-    behind_attention = [i + 1 for i, layer in enumerate(layers[:-1]) if hasattr(layer, "self_attn")]
-    specs = expand(specs, len(layers), behind_attention)
-    check_sites(specs, model)
-    coming_back = [str(spec) for spec in specs if spec.method.revives]
-    if coming_back and plan is not None:
-        raise SpecError(
-            f"{coming_back[0]!r} puts tokens back into the cache, which {str(plan)!r} does not "
-            "expect; drop one of them, or reduce with fastv"
-        )
+    specs, plan, trace = parse(reduce), call_plan(cache), Trace()
     with ExitStack() as stack:
-        stack.enter_context(_only_once(model))
-        if encoder is not None:
-            from mmfast.models.vision.fast import check_alone, fast_encoder
+        if specs or plan is not None or encoder is not None:
+            from mmfast.models.reduction.check import check
 
-            check_alone(encoder, specs)
-            stack.enter_context(fast_encoder(model, encoder))
-        for stage in _tower_stages(model, adapter, specs, trace):
-            stack.enter_context(stage)
-        from mmfast.models.hooks import Hooks
-        from mmfast.models.kv.policy import KVStage
-        from mmfast.models.reduction.site import sites_of
-
-        sites = sites_of(specs)
-        kv = None if plan is None else KVStage(model, plan, trace)
-        if sites or kv is not None:
-            stack.enter_context(Hooks(model, adapter, sites, trace, kv).installed())
+            specs = check(specs, model, plan, encoder)
+            stack.enter_context(_only_once(model))
+            for stage in _stages(model, specs, plan, encoder, trace):
+                stack.enter_context(stage)
         yield trace
 
 
-def _tower_stages(
-    model: Any, adapter: Any, specs: tuple[Spec, ...], trace: Trace
-) -> Iterator[AbstractContextManager[None]]:
-    """What stands before and inside the vision tower."""
-    early = [spec for spec in specs if spec.site == "pixel"]
+def _stages(
+    model: Any, specs: tuple[Spec, ...], plan: CachePlan | None, encoder: str | None, trace: Trace
+) -> Iterator[Stage]:
+    """Everything that stands around parts of the model, in the order in which it enters."""
+    from mmfast.models.families.adapter import adapter_for
+    from mmfast.models.kv.policy import KVStage
+    from mmfast.models.reduction.call import PassState
+    from mmfast.models.reduction.hooks import Hooks
+    from mmfast.models.reduction.site import sites_of
+    from mmfast.models.vision.fast import fast_encoder
+    from mmfast.models.vision.merge import vit_stage
+    from mmfast.models.vision.pixel import pixel_stage
+
+    adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
+    if encoder is not None:
+        yield fast_encoder(model, encoder)
     for spec in specs:
         if spec.site == "vit" and not spec.whole:
-            from mmfast.models.vision.merge import vit_stage
-
-            if early:
-                raise SpecError(
-                    f"{str(early[0])!r} and {str(spec)!r} cannot share a vision tower: merging "
-                    "needs whole frames; use site 'pre' for one of them"
-                )
             yield vit_stage(model, adapter, spec, trace)
+    early = [spec for spec in specs if spec.site == "pixel"]
     if early:
-        from mmfast.models.vision.pixel import pixel_stage
-
         yield pixel_stage(model, adapter, early)
-
-
-def check_sites(specs: tuple[Spec, ...], model: Any) -> None:
-    """Refuse sites and layers that the model does not have."""
-    layers = len(model.get_decoder().layers)
-    for spec in specs:
-        if spec.site not in ("pixel", "vit", "pre", "llm"):
-            raise SpecError(
-                f"site {spec.where!r} of {str(spec)!r} is not one of pixel, vit, pre, llm<K>"
-            )
-        if spec.layer is not None and spec.layer >= layers:
-            raise SpecError(
-                f"{str(spec)!r} asks for decoder layer {spec.layer}, but {type(model).__name__} "
-                f"has {layers} layers; choose llm0 to llm{layers - 1}"
-            )
-    _check_layers([spec for spec in specs if spec.site != "vit"], model)
-
-
-def _check_layers(specs: list[Spec], model: Any) -> None:
-    """Every decoder layer from the first cut on must be able to hold fewer tokens."""
-    from mmfast.models.reduction.decoder_signals import INNER
-    from mmfast.models.reduction.masks import CONV, LAYER_KINDS
-
-    kinds = list(getattr(model.get_decoder().config, "layer_types", None) or ())
-    first = min((spec.layer or 0 for spec in specs), default=len(kinds))
-    for index, kind in enumerate(kinds):
-        if index >= first and kind not in LAYER_KINDS:
-            raise ModelError(
-                f"decoder layer {index} of {type(model).__name__} is of type {kind!r} and cannot "
-                "hold reduced tokens; reduce after the last such layer, at llm<K>"
-            )
-    for spec in specs:
-        if spec.layer and CONV in kinds[spec.layer - 1 : spec.layer] and not spec.whole:
-            reads = [need for need in spec.method.needs if need in INNER]
-            if reads:
-                after = [f"llm{i + 1}" for i, kind in enumerate(kinds[:-1]) if kind != CONV]
-                raise ModelError(
-                    f"{str(spec)!r} reads the attention of decoder layer {spec.layer - 1} of "
-                    f"{type(model).__name__}, which is a convolution; choose {' or '.join(after)}"
-                )
+    if plan is not None:  # before the hooks: what it evicts is gone for the call that begins
+        yield KVStage(model, plan, trace, state).installed()
+    if sites or plan is not None:
+        yield Hooks(model, sites, trace, state, whole=plan is not None).installed()
 
 
 @contextmanager

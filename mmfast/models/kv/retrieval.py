@@ -1,4 +1,4 @@
-"""Reading a part of a cache: text, what was generated, and the stored blocks that a question wants.
+"""Retrieval: attention reads text, generated tokens, and the stored blocks chosen for a question.
 
 Everything stays in the cache, at its own position. While a prompt with media is prefilled all of
 it is read; from its end on a layer reads the blocks that the queries of the question have chosen,
@@ -8,7 +8,7 @@ and a later prompt of text alone chooses anew before it reads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,8 +25,8 @@ from mmfast.core.reduction import gather_rows
 from mmfast.models.decoder.rotary import Raw, RawCapture
 from mmfast.models.kv.eviction import hidden
 from mmfast.models.kv.notes import CLUSTER, FRAME, KIND, PADDING, READ, VISUAL, fill
-from mmfast.models.kv.prompt import PromptPart
 from mmfast.models.reduction.cache_layers import is_short
+from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 
@@ -188,8 +188,6 @@ class Pending:
 
 
 class _ReadState(threading.local):
-    cache: Any = None
-    part: PromptPart | None = None
     raw: Raw | None = None
     recording: Any = None
 
@@ -201,14 +199,14 @@ class Reading:
         plan: With a policy of role `retrieve`; position policies say what is always read.
         text: The text model.
         layers: Its layers of full attention.
-        seeing: Tells whether the call that this thread is in brings media.
+        state: The pass that each thread is in.
     """
 
     def __init__(
-        self, plan: CachePlan, text: Any, layers: list[int], seeing: Callable[[], bool]
+        self, plan: CachePlan, text: Any, layers: Collection[int], state: PassState
     ) -> None:
         self._retriever: Retriever = plan.retriever()
-        self._plan, self._text, self._layers, self._seeing = plan, text, layers, seeing
+        self._plan, self._text, self._layers, self._state = plan, text, layers, state
         self._capture: RawCapture | None = None
         self._local = _ReadState()
 
@@ -229,12 +227,11 @@ class Reading:
         finally:
             capture.remove()
 
-    def enter(self, cache: Any, part: PromptPart | None) -> None:
-        """A call begins; `part` is None where it brings no prompt, or keeps no cache."""
+    def enter(self) -> None:
+        """A call begins."""
         self.leave()
         local = self._local
-        local.cache, local.part = cache, part
-        if part is not None and self._capture is not None:
+        if self._prompting and self._capture is not None:
             local.recording = self._capture.recording()
             local.raw = local.recording.__enter__()
 
@@ -243,7 +240,12 @@ class Reading:
         local = self._local
         if local.recording is not None:
             local.recording.__exit__(None, None, None)
-        local.cache, local.part, local.raw, local.recording = None, None, None, None
+        local.raw, local.recording = None, None
+
+    @property
+    def _prompting(self) -> bool:
+        """Whether the call brings a prompt, and stores it."""
+        return self._state.active and self._state.part is not None
 
     def arrive(self, layer: Any, index: int, sequences: Sequences) -> None:
         """Behind a layer that has stored a part of a prompt; its notes are up to date."""
@@ -305,17 +307,16 @@ class Reading:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        mask = attention_mask
-        local = self._local
-        layers = () if local.cache is None else local.cache.layers
+        mask, raw, prompting = attention_mask, self._local.raw, self._prompting
+        layers = () if self._state.cache is None else self._state.cache.layers
         layer = layers[index] if index < len(layers) else None
         if layer is not None and is_short(layer) and layer.per_row:
             pending = layer.pending or Pending()
-            if local.part is None and mask is None and len(key) == 1:
+            if not prompting and mask is None and len(key) == 1:
                 key, value = _as_chosen(layer, key, value)
-            elif local.part is None or not (pending.seeing or self._seeing()):
-                if local.part is not None and local.raw is not None:
-                    self._choose(layer, list(local.raw.queries[index]))
+            elif not prompting or not (pending.seeing or self._state.has_media):
+                if prompting and raw is not None:
+                    self._choose(layer, list(raw.queries[index]))
                 read = fill(layer).get(READ)
                 if read is not None:
                     key, value, mask = parted(module, query, key, value, mask, read[:, 0])

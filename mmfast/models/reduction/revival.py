@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from mmfast.core.errors import ModelError, SpecError
-from mmfast.core.spec import Spec
+from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
 from mmfast.models.reduction.cache_layers import held
-from mmfast.models.reduction.probe import last_query_scores
+from mmfast.models.reduction.probe import last_query_scores, probing
 from mmfast.models.reduction.sequence import MediaItem
 from mmfast.ops.ranking import stable_topk
 
@@ -164,22 +163,6 @@ def keep_store(
     mine.store = new if old is None else old.join(new)
 
 
-def check_last(specs: Sequence[Spec]) -> None:
-    """A token that comes back runs through all deeper layers, so nothing else may cut there.
-
-    Raises:
-        SpecError: Something else does.
-    """
-    inside = [spec for spec in specs if spec.site == "llm"]
-    for spec in inside:
-        others = [o for o in inside if o is not spec and (o.layer or 0) >= (spec.layer or 0)]
-        if spec.method.revives and others:
-            raise SpecError(
-                f"{str(others[0])!r} cuts at or behind {str(spec)!r}, whose tokens may come back; "
-                f"put {spec.method.name!r} last"
-            )
-
-
 @dataclass
 class _Back:
     """Tokens that come back in this step, beside the new one."""
@@ -205,20 +188,8 @@ class Reviver:
     """
 
     def __init__(self, layer: int, text: Any, trace: Trace) -> None:
-        kind = text.config._attn_implementation
-        types = set((getattr(text.config, "layer_types", None) or ())[layer:])
-        if types - {"full_attention"}:
-            raise ModelError(
-                f"lazyllm puts tokens back into full attention, and decoder layers from {layer} on "
-                f"are {', '.join(sorted(types))}; use fastv"
-            )
-        if kind not in ("sdpa", "eager"):
-            raise ModelError(
-                f"lazyllm makes masks of its own for sdpa and eager attention, not for {kind!r}; "
-                "call model.set_attn_implementation('sdpa')"
-            )
         self._layer, self._text, self._trace = layer, text, trace
-        self._additive = kind == "eager"
+        self._additive = text.config._attn_implementation == "eager"
         self._local = _RevivalState()
 
     def before(self, index: int, module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -264,8 +235,6 @@ class Reviver:
         local.stack, local.scores, local.back = None, None, None
 
     def _watch(self, module: Any) -> None:
-        from mmfast.models.reduction.probe import probing
-
         self.close()
 
         def look(owner: Reviver, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:

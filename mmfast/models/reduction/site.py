@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count, run, wanted
 from mmfast.core.tokens import Tokens, follow, follow_signals
 from mmfast.models.reduction.decoder_signals import AHEAD
-from mmfast.models.reduction.revival import check_last
 
 # A chunk of a chunked prefill holds tokens part[0]:part[1] of the part[2] tokens of an item.
 Part = tuple[int, int, int]
@@ -92,23 +91,12 @@ _ORDER = ("pixel", "pre", AHEAD, "llm")
 
 
 def sites_of(specs: Sequence[Spec]) -> list[Site]:
-    """Group stages by the decoder layer before which they run, in layer order.
-
-    Raises:
-        SpecError: A stage before the LLM stands behind one that looks ahead in it.
-    """
+    """Group stages by the decoder layer before which they run, in layer order."""
     layers: dict[tuple[int, str], list[Spec]] = {}
     for spec in specs:
-        if any(name == AHEAD for _, name in layers) and spec.site in ("pixel", "pre"):
-            ahead = layers[0, AHEAD][0]
-            raise SpecError(
-                f"{str(spec)!r} cannot follow {str(ahead)!r}, which looks through the decoder; "
-                f"write {ahead.method.name!r} last of the stages before it"
-            )
         if spec.site in _ORDER:
             name = AHEAD if AHEAD in spec.method.needs else spec.site
             layers.setdefault((spec.layer or 0, name), []).append(spec)
-    check_last(specs)
     order = sorted(layers, key=lambda key: (key[0], _ORDER.index(key[1])))
     return [Site(layer, tuple(layers[layer, name])) for layer, name in order]
 

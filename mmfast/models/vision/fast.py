@@ -23,7 +23,7 @@ import inspect
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from os import environ
@@ -37,7 +37,6 @@ from transformers import vision_utils
 from transformers.modeling_utils import AttentionInterface
 
 from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
-from mmfast.core.spec import Spec
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.tower import SEGMENTS, Tower, attention_of, kinds_of
 from mmfast.models.patching import override
@@ -275,20 +274,6 @@ def check_encoder(mode: str | None, device: torch.device | None = None) -> None:
         raise MmfastError(
             f"encoder='graph' records CUDA graphs, and the tower is on {device}; use "
             "encoder='compile' or move the model to CUDA"
-        )
-
-
-def check_alone(mode: str, specs: Sequence[Spec]) -> None:
-    """Refuse stages that make every pass of the tower another one, where passes are recorded.
-
-    Raises:
-        SpecError: Names the stage.
-    """
-    inside = [str(spec) for spec in specs if spec.site in ("pixel", "vit") and not spec.whole]
-    if mode == "graph" and inside:
-        raise SpecError(
-            f"encoder='graph' repeats one pass of the tower, and {inside[0]!r} makes each another; "
-            "use encoder='compile' beside it"
         )
 
 

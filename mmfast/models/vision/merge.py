@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace, View
 from mmfast.models.families.adapter import Adapter, Call, raster_places
-from mmfast.models.families.tower import Tower, argument, attention_of, check_blocks, kinds_of
+from mmfast.models.families.tower import Tower, attention_of, kinds_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.reduction.tower_signals import MERGED
@@ -49,12 +48,9 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
         trace: Where rows and reductions go.
 
     Raises:
-        ModelError: The family is unknown.
-        SpecError: The stage has no budget, or the tower cannot merge; while encoding, a budget
-            that does not fit.
+        SpecError: While encoding, a budget that does not fit.
     """
     tower = adapter.tower(model.base_model)
-    _check(tower, spec, adapter)
     if spec.whole:
         yield
         return
@@ -72,41 +68,6 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
         modules = [attention_of(block) for block in tower.blocks]
         stack.enter_context(intercepting(dict.fromkeys(modules, stage.attend)))
         yield
-
-
-def _check(tower: Tower, spec: Spec, adapter: Adapter) -> None:
-    if spec.budget is None:
-        raise SpecError(f"'{spec}' needs a budget at site 'vit'; write '{spec}:0.5'")
-    check_blocks(tower, adapter.family, "site 'vit'")
-    reuse = spec.knobs.get("reuse", 1)
-    if reuse < 1:
-        raise SpecError(f"knob reuse={reuse} of '{spec}' is no number of blocks; choose 1 or more")
-    until = spec.knobs.get("until", 1.0)
-    if not 0 < until <= 1:
-        raise SpecError(f"knob until={until} of '{spec}' is no share of the blocks; choose 0 to 1")
-    if any(MERGED in attention_of(block).__dict__ for block in tower.blocks):
-        raise SpecError(f"'{spec}' is a second stage of site 'vit'; join both budgets in one stage")
-    if tower.class_token:
-        raise SpecError(
-            f"'{spec}' cannot run in the vision tower of {adapter.family!r} with a class token; "
-            "use site 'pre'"
-        )
-    if not tower.packed and not hasattr(tower.base.config.vision_config, "image_size"):
-        raise SpecError(
-            f"'{spec}' cannot run in the vision tower of {adapter.family!r}, which pads images of "
-            "different sizes; use site 'pre'"
-        )
-    if not tower.packed and not hasattr(tower.blocks[0], "self_attn"):
-        raise SpecError(
-            f"'{spec}' cannot run in a vision tower of {type(tower.blocks[0]).__name__}; use "
-            "site 'pre'"
-        )
-    layers = argument(tower.base, {}, "vision_feature_layer")
-    if not isinstance(layers, int | None):
-        raise SpecError(
-            f"'{spec}' cannot run in a vision tower of which several layers are used, {layers}; "
-            "use site 'pre'"
-        )
 
 
 class _MergeStage:

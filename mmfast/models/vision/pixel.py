@@ -23,7 +23,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
@@ -45,16 +45,10 @@ def pixel_stage(model: Any, adapter: Adapter, specs: Sequence[Spec]) -> Iterator
         specs: The stages of site `pixel`, in the order written.
 
     Raises:
-        ModelError: The tower takes frames of fixed size; while encoding, a signal is missing.
+        ModelError: While encoding, a signal is missing.
         SpecError: While encoding, a budget that does not fit, or a stage that merges.
     """
     tower = adapter.tower(model.base_model)
-    if not tower.packed:
-        raise ModelError(
-            f"'{specs[0]}' cannot run in {adapter.family!r}: its vision tower takes tiles of fixed "
-            "size; site 'pixel' works in qwen2_vl, qwen2_5_vl, qwen3_vl and qwen2_5_omni_thinker, "
-            "elsewhere use site 'pre'"
-        )
     stage = _PixelStage(tower, Site(0, tuple(specs)))
     tower.module.__dict__[KEPT] = stage.kept
     try:

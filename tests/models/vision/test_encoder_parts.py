@@ -175,7 +175,7 @@ def _overwrite(old: Any, new: Any) -> None:
 def test_recorded_passes(name: str, monkeypatch: Any) -> None:
     """Another shape is another record; what a pass gave is not overwritten by the next."""
     recorder = Recorder()
-    monkeypatch.setattr(fast, "Graphs", lambda: TowerGraphs(recorder))
+    monkeypatch.setattr(fast, "TowerGraphs", lambda: TowerGraphs(recorder))
     monkeypatch.setattr("mmfast.models.vision.fast.check_encoder", lambda *_: None)
     model = onevision() if name == "siglip" else qwen(name)
     calls = [_call(name, seed, count) for seed, count in ((0, 2), (1, 2), (2, 1))]
@@ -212,7 +212,7 @@ def test_few_shapes_are_kept(monkeypatch: Any) -> None:
 def test_recorded_passes_of_other_towers(family: str, monkeypatch: Any) -> None:
     """Whatever the name by which pixels come; and nothing waits for the device."""
     recorder, this = Recorder(), tiny(family)
-    monkeypatch.setattr(fast, "Graphs", lambda: TowerGraphs(recorder))
+    monkeypatch.setattr(fast, "TowerGraphs", lambda: TowerGraphs(recorder))
     monkeypatch.setattr("mmfast.models.vision.fast.check_encoder", lambda *_: None)
     call, tower = ragged(this, "image"), tower_of(this.model)
     expected = features(this, "image", call)
