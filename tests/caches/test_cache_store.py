@@ -53,7 +53,7 @@ def test_decoding_equals_rounding_by_hand(family: str, score: str | None) -> Non
     visible = dict.fromkeys(walk.full, everything)
     if score is not None:
         found = answers(this, walk, kinds_of(this, inputs, prompt), *SCORES[score])
-        visible = cache_oracle_apply(walk, found)
+        visible = cache_oracle.apply(walk, found)
     count = int(visible[walk.full[0]][0].sum())
     done = count - RESIDUAL
     for index in walk.full:
@@ -84,12 +84,6 @@ def test_the_oracle_sees_a_few_entries_too_few_or_too_many(family: str, shift: i
         age(walk, index, everything, 0, length - RESIDUAL + shift)
     logits = [walk.step(t) for t in out.sequences[0, length:-1].tolist()]
     assert (torch.stack(logits) - torch.cat(out.logits[1:])).abs().max() > 2e-4
-
-
-def cache_oracle_apply(walk: cache_oracle.Walk, found: Any) -> dict[int, torch.Tensor]:
-    from cache_questions import apply
-
-    return apply(walk, found)
 
 
 MIXED = (

@@ -6,6 +6,7 @@ on the layer. Nothing is packed twice: an entry that a policy evicts from a pack
 pack is read, and a pack goes when none of its entries is left.
 """
 
+# ruff: noqa: D102 (methods of transformers are documented there)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
