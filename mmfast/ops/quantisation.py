@@ -141,7 +141,7 @@ def _extremes(grouped: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _block(grouped: Tensor) -> int:
-    """How many of dimension -3 are worked on at once."""
+    """Number of rows of dimension -3 that are processed at once."""
     return max(1, _BLOCK * grouped.shape[-3] // max(1, grouped.numel()))
 
 

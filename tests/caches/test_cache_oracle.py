@@ -17,12 +17,6 @@ from mmfast.attach import attach
 TOKENS = 5
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def difference(
     family: str,
     spec: str,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cache_oracle
 import model_oracle as oracle
 import pytest
@@ -18,12 +16,6 @@ from mmfast.ops.quantisation import dequantise, quantise
 RESIDUAL, GROUP = 6, 4
 STORE = f"quant:4?residual={RESIDUAL}&group={GROUP}"
 BLOCK = max(RESIDUAL, GROUP)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def age(walk: cache_oracle.Walk, index: int, seen: torch.Tensor, start: int, stop: int) -> None:

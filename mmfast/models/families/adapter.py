@@ -7,6 +7,7 @@ and families adds up instead of multiplying.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,12 @@ def raster_places(grid: tuple[int, int, int]) -> Tensor:
     return torch.stack([axis.flatten() for axis in axes], dim=-1)
 
 
+def square(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout | None:
+    """A `recover` for images that are squares; None where the number of tokens is no square."""
+    side = math.isqrt(len(embeds))
+    return Layout(len(embeds), (1, side, side)) if side * side == len(embeds) else None
+
+
 @dataclass(frozen=True)
 class Layout:
     """The placeholder tokens of one image or one video, in the order the LLM gets them.
@@ -56,7 +63,7 @@ class Layout:
     places: Tensor | None = field(default=None, compare=False, repr=False)
 
     def place(self) -> Tensor | None:
-        """`(t, y, x)` of each content token, `[N, 3]`; None where nothing tells."""
+        """`(t, y, x)` of each content token, `[N, 3]`; None where it is unknown."""
         if self.places is not None or self.grid is None:
             return self.places
         return raster_places(self.grid)
@@ -85,7 +92,7 @@ class Adapter:
         recover: `(base model, kind, embeddings [length, D], positions [3, length] or None) ->
             Layout` of one image or video, or list of those that come joined, for features that
             were encoded before `attach` and come without their call; None where the tensors do
-            not tell.
+            not show it.
         tower: `(base model) -> Tower`: where the vision tower keeps its blocks.
         audio_tower: The same of the audio encoder, for a family that hears.
         tile_counts: `(base model, call) -> list[int]`: tower inputs of each image of a call.

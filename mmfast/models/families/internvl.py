@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
+from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter, square
 from mmfast.models.families.prompt_ids import clips, ids_of
 
 
@@ -37,12 +37,6 @@ def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     )
     rows = shuffled.reshape(-1, shuffled.shape[-1] // width, width).mean(1)
     return list(rows.split([each.length for each in layout(base, kind, call)]))
-
-
-def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout | None:
-    """A tile is a square."""
-    side = math.isqrt(len(embeds))
-    return Layout(len(embeds), (1, side, side)) if side * side == len(embeds) else None
 
 
 def tile_counts(base: Any, call: Call) -> list[int]:
@@ -82,4 +76,4 @@ def _of_prompt(base: Any, ids: Tensor, tile: Layout) -> list[Layout]:
     return found
 
 
-add_adapter(Adapter("internvl", layout, fold, recover, tile_counts=tile_counts))
+add_adapter(Adapter("internvl", layout, fold, square, tile_counts=tile_counts))

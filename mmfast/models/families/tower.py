@@ -1,4 +1,4 @@
-"""Where a vision tower keeps its blocks."""
+"""Encoder towers of image, video and sound: their blocks, and the media they take."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_blocks(tower: Tower, family: str, what: str) -> None:
     """Refuse what only a tower of attention blocks has.
 
     Raises:
-        ModelError: The tower is none; says what to use instead.
+        ModelError: The tower has no such blocks; says what to use instead.
     """
     if not len(tower.blocks):
         raise ModelError(

@@ -28,7 +28,7 @@ from mmfast.models.reduction.cache_layers import is_short, regroup
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import intercepting
 
-# `(row, where [n])` -> what becomes of these entries of a batch row, leading dims `[H]`.
+# `(row, where [n])` -> the Reduction of these entries of a batch row, leading dims `[H]`.
 Choose = Callable[[int, Tensor], Reduction]
 
 
@@ -38,8 +38,8 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
     Args:
         cache: The cache.
         index: A shortened layer of it, with notes.
-        choose: Asked once per batch row.
-        drafts: Last entries that nobody asks about, because they may be taken back.
+        choose: Called once per batch row.
+        drafts: Last entries, which stay because they may be taken back.
 
     Returns:
         Entries per head before and after, of all rows together.
@@ -73,12 +73,12 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
 
 
 def basis(layer: Any, row: int) -> int:
-    """Tokens that a row held behind its last prompt: what shares refer to from there on."""
+    """Tokens that a row held behind its last prompt; later shares refer to them."""
     return int(layer.notes[BASIS][row, 0, -1]) if BASIS in layer.notes else 0
 
 
 def chooser(plan: CachePlan, layer: Any, index: int, layers: int, prompt: bool = True) -> Choose:
-    """What a plan makes of the entries of a layer, behind a prompt or a later step."""
+    """Choice of a plan among the entries of a layer, behind a prompt or a later step."""
     whole = layer.whole() if isinstance(layer, PackedLayer) else (layer.keys, layer.values)
 
     def choose(row: int, where: Tensor) -> Reduction:
@@ -112,7 +112,7 @@ def _pick(x: Tensor, where: Tensor, dim: int) -> Tensor:
 def _by_head(
     plan: CachePlan, keys: Tensor, signals: dict[str, Tensor], kinds: Tensor, heads: int
 ) -> Reduction:
-    """Heads that hold different tokens since an earlier prompt are asked one by one."""
+    """Choose head by head, where heads hold different tokens since an earlier prompt."""
     found = []
     for head in range(heads):
         mine = {k: v if v.ndim == 0 else v[head : head + 1] for k, v in signals.items()}
@@ -123,7 +123,7 @@ def _by_head(
 
 
 def _grown(reduction: Reduction, length: int) -> Reduction:
-    """Heads hold equally many entries: the most recent of the dropped ones stay, too."""
+    """Keep the most recent of the dropped entries, too, so that heads hold equally many."""
     missing = length - reduction.m
     if missing == 0:
         return reduction
@@ -183,7 +183,7 @@ def _settled(spec: Spec, n: int) -> Spec:
 
 @dataclass(eq=False)
 class Slid:
-    """What `slide` did to one layer, for the next ones, which hold the same.
+    """Result of `slide` on one layer, for the next ones, which hold the same.
 
     Attributes:
         before: Its notes, and how many entries it had and had lost by then.
@@ -211,10 +211,10 @@ def slide(cache: Any, index: int, plan: CachePlan, memo: list[Slid], known: Know
         index: A layer with notes.
         plan: The policies.
         memo: What was done to the layer before; empty at first.
-        known: What numbers of tokens alone decide, kept from step to step.
+        known: Choices that depend on numbers of tokens alone, kept from step to step.
 
     Returns:
-        Whether that was done: False where rows, heads or packs call for `evict`.
+        False where rows, heads or packs call for `evict`, and nothing was done.
     """
     layer = cache.layers[index]
     if isinstance(layer, PackedLayer) or PINNED in layer.notes:
@@ -275,7 +275,7 @@ def _keep_only(layer: Any, where: Tensor) -> None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two layers hold the same tokens and know the same of them."""
+    """Compare the tokens and the notes of two layers."""
     return (
         (one.gone, one.dropped, one.notes.keys()) == (other.gone, other.dropped, other.notes.keys())
         and one.uneven == other.uneven
@@ -376,7 +376,7 @@ class Eviction:
         return call(module, query, key, value, mask, *args, **kwargs)
 
     def _seen(self, layer: Any, drafts: int) -> Tensor:
-        """What each of the last tokens sees, `[B, 1 or H, drafts, n]`."""
+        """Entries that each of the last tokens sees, `[B, 1 or H, drafts, n]`."""
         notes = fill(layer)
         kinds = notes[KIND].long()
         groups = max(note.shape[1] for note in notes.values())
@@ -406,13 +406,13 @@ def _turns(plan: CachePlan, kinds: Tensor, pinned: Tensor | None, drafts: int) -
 
 
 def hidden(module: Any, query: Tensor, mask: Any, seen: Tensor) -> Any:
-    """The mask with more hidden.
+    """Hide more in a mask.
 
     Args:
         module: The attention module.
         query: `[B, H, L, d]`.
         mask: None, bool or additive `[B | 1, 1, L, S or more]`.
-        seen: `[B, 1 or Hkv, L or 1, S]` bool, what may be seen at most; causal.
+        seen: `[B, 1 or Hkv, L or 1, S]` bool, the entries that may be seen; causal.
 
     Raises:
         ModelError: Attention that takes no such mask.

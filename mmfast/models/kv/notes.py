@@ -159,7 +159,7 @@ class Attention:
 
     @property
     def reads(self) -> bool:
-        """Whether the plan reads attention at all."""
+        """The plan reads attention."""
         return bool(self._window) or self._total
 
     @contextmanager

@@ -122,7 +122,7 @@ class PackedRow:
         return replace(self, live=live.to(torch.int32), covered=total)._without_empty_packs()
 
     def without_last(self, count: int, recent: int) -> PackedRow:
-        """When `count` recent entries, which nothing evicted, were taken back; `recent` is left."""
+        """Take back `count` recent entries, which no policy evicted; `recent` are left."""
         total = self.packed + recent
         if self.live is None or self.covered <= total:
             return self
@@ -248,7 +248,7 @@ class PackedLayer(Shorter, DynamicLayer):  # type: ignore[misc]
         )
 
     def open(self) -> None:
-        """Back to full precision throughout."""
+        """Unpack everything."""
         self.keys, self.values = self.whole()
         self.rows = tuple(PackedRow() for _ in self.rows)
         gaps = self._gaps()

@@ -36,7 +36,7 @@ from mmfast.ops.quantisation import Quantiser, quantise
 
 
 class _Account(threading.local):
-    """What a prompt has come to so far, layer by layer."""
+    """Sums over the layers of a prompt, per thread."""
 
     ms: float = 0.0
     before: int = 0
@@ -199,11 +199,11 @@ class Packing:
 
     @property
     def packs(self) -> bool:
-        """Whether anything is packed at all."""
+        """Entries are packed."""
         return self._quantiser is not None or self._plan.bits is not None
 
     def prompt(self, cache: Any, index: int, drafts: int) -> Any:
-        """Behind a prompt; gives the cache layer as it stands then."""
+        """Pack behind a prompt; returns the cache layer as it stands then."""
         if not self.packs:
             return cache.layers[index]
         layer = packed_layer(cache, index)
@@ -214,7 +214,7 @@ class Packing:
         return layer
 
     def step(self, layer: Any) -> None:
-        """Before a call: what generated tokens have filled up."""
+        """Pack before a call, where enough tokens have been generated since."""
         if self._quantiser is not None and isinstance(layer, PackedLayer):
             keep = self._quantiser.residual
             pack_recent(layer, self._plain, keep, full=keep + self._block)
@@ -251,14 +251,14 @@ class _PromptState(threading.local):
 
 
 class PromptTracker:
-    """Tells prompts from decode steps, per thread, of one model."""
+    """Distinguishes prompts from decode steps of one model, per thread."""
 
     def __init__(self) -> None:
         self._local = _PromptState()
 
     @contextmanager
     def told_by_generate(self, model: Any) -> Iterator[None]:
-        """Let the `generate` of a model say how long its prompt is."""
+        """Take the length of a prompt from the `generate` of a model."""
         with ExitStack() as stack:
             if hasattr(model, "_prepare_model_inputs"):  # a base model does not generate
                 stack.enter_context(override(model, "generate", self._generate))
@@ -266,7 +266,7 @@ class PromptTracker:
             yield
 
     def part(self, past: int, length: int) -> PromptPart | None:
-        """What a call brings of a prompt; None for a decode step.
+        """The part of a prompt that a call brings; None for a decode step.
 
         Args:
             past: Tokens of earlier calls.

@@ -34,7 +34,7 @@ from mmfast.models.reduction.sequence import MediaItem, Sequences
 def parted(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, read: Tensor
 ) -> tuple[Tensor, Tensor, Any]:
-    """Only these entries.
+    """Keys, values and mask of these entries alone.
 
     Args:
         module: The attention module.
@@ -94,7 +94,7 @@ _NONE = -1
 
 
 def frames_of(sequences: Sequences) -> Tensor:
-    """A code `[B, n]` that tells the frames of a call apart, -1 at what is no content."""
+    """A code `[B, n]` for each frame of a call, -1 where a token is no content."""
     rows = len(sequences.fixed) or 1
     codes = torch.full((rows, sequences.length), _NONE)
     for item in sequences.items:
@@ -174,16 +174,16 @@ _CHOSEN = "_mmfast_chosen"  # on a cache layer: the note READ and where it says 
 
 @dataclass(eq=False)
 class Pending:
-    """What a cache layer keeps of a prompt until it ends.
+    """State of a cache layer until the end of a prompt.
 
     Attributes:
         raw: Keys `[B, H, n, d]` before RoPE of each call.
-        asked: `[B, Hq, T, d]` queries before RoPE, of the calls from the last media on.
+        queries: `[B, Hq, T, d]` queries before RoPE, of the calls from the last media on.
         seeing: The prompt has brought media.
     """
 
     raw: list[Tensor] = field(default_factory=list)
-    asked: Tensor | None = None
+    queries: Tensor | None = None
     seeing: bool = False
 
 
@@ -212,7 +212,7 @@ class Reading:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Stand around the attention of the layers."""
+        """Intercept the attention of the layers."""
         attentions = {self._text.layers[i].self_attn: i for i in self._layers}
         around: Any = torch.compiler.disable(self._around)
         with intercepting({module: partial(around, i) for module, i in attentions.items()}):
@@ -244,7 +244,7 @@ class Reading:
 
     @property
     def _prompting(self) -> bool:
-        """Whether the call brings a prompt, and stores it."""
+        """The call brings a prompt, and stores it."""
         return self._state.active and self._state.part is not None
 
     def arrive(self, layer: Any, index: int, sequences: Sequences) -> None:
@@ -263,8 +263,8 @@ class Reading:
         layer.pending = pending = layer.pending or Pending()
         pending.raw.append(keys)
         here = bool((codes >= 0).any())
-        before = None if here else pending.asked
-        pending.asked = queries if before is None else torch.cat([before, queries], 2)
+        before = None if here else pending.queries
+        pending.queries = queries if before is None else torch.cat([before, queries], 2)
         pending.seeing |= here
 
     def prompt_ends(self, layer: Any, drafts: int) -> None:
@@ -273,8 +273,8 @@ class Reading:
         layer.pending = None
         index_blocks(layer, self._retriever, torch.cat(pending.raw, 2))
         kinds = layer.notes[KIND][:, 0]
-        assert pending.asked is not None
-        asked, stop = pending.asked, kinds.shape[1] - drafts
+        assert pending.queries is not None
+        asked, stop = pending.queries, kinds.shape[1] - drafts
         places = [_question(mine[kinds.shape[1] - asked.shape[2] : stop]) for mine in kinds]
         self._choose(layer, [asked[b].index_select(1, mine) for b, mine in enumerate(places)])
 
@@ -324,9 +324,9 @@ class Reading:
 
 
 def _as_chosen(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What one conversation reads in a decode step: what was chosen, and all that came since.
+    """Entries that one conversation reads in a decode step: the chosen ones, and all newer ones.
 
-    The notes need not be up to date for that, so they are not looked at again at every step.
+    This needs no notes that are up to date, so they are not filled at every step.
     """
     read = layer.notes.get(READ)
     if read is None:
@@ -340,7 +340,7 @@ def _as_chosen(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_of(layer: Any) -> Tensor:
-    """How many entries of each row are read, `[B]`."""
+    """Number of entries of each row that are read, `[B]`."""
     notes = fill(layer)
     real = notes[KIND][:, 0] != PADDING
     return (real & notes[READ][:, 0] if READ in notes else real).sum(1)

@@ -58,7 +58,7 @@ class PromptPart:
 
     @property
     def last(self) -> bool:
-        """Whether the prompt ends here."""
+        """The prompt ends here."""
         return self.rest == 0
 
 
@@ -84,7 +84,7 @@ class PassState(threading.local):
 
     @property
     def has_media(self) -> bool:
-        """Whether the pass brings visual tokens."""
+        """The pass brings visual tokens."""
         return (
             self.call is not None
             and self.call.step is not None
@@ -98,17 +98,17 @@ def apply(function: Any, *args: Any) -> Any:
 
 
 def is_shortened(cache: Any) -> bool:
-    """Whether some layer of the cache was reduced."""
+    """Some layer of the cache was reduced."""
     return cache is not None and any(is_short(layer) for layer in cache.layers)
 
 
 def needs_layers(cache: Any) -> bool:
-    """Whether a decode step must give some layer of the cache a mask of its own."""
+    """A decode step must give some layer of the cache a mask of its own."""
     return cache is not None and any(getattr(layer, "uneven", False) for layer in cache.layers)
 
 
 def is_static(cache: Any) -> bool:
-    """Whether the cache is written in place, as compiled decoding wants it."""
+    """The cache is written in place, as compiled decoding needs it."""
     return cache is not None and bool(cache.layers) and isinstance(cache.layers[0], StaticLayer)
 
 

@@ -20,8 +20,8 @@ def check(
 ) -> tuple[Spec, ...]:
     """Refuse stages that a model cannot run, alone or together.
 
-    What only a prompt tells (a budget above its tokens, a signal that its media lack) is refused
-    by `reduction.site` when the stage runs.
+    A budget above the tokens of a prompt, and a signal that its media lack, are refused when the
+    stage runs (`reduction.site`).
 
     Args:
         specs: Parsed stages.

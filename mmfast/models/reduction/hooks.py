@@ -73,7 +73,7 @@ class Hooks:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Hooks in, hooks out."""
-        # A share of 1.0 reads nothing, so the tower is not asked for its sake.
+        # A share of 1.0 reads nothing, so the tower need not give signals for it.
         before = [spec for site in self._sites if not site.deep for spec in site.specs]
         needs = {need for spec in before if not spec.whole for need in spec.method.needs}
         with ExitStack() as stack:

@@ -54,7 +54,7 @@ def look_ahead(
 
     Args:
         state: The pass that each thread is in (`PassState`).
-        call: The call at hand: its `step`, and in `given` the arguments of the text model.
+        call: The current call: its `step`, and in `given` the arguments of the text model.
         layer: Decoder layer to read.
         text: The text model.
         hidden: Input of layer 0 as it stands, `[B, n, D]`.

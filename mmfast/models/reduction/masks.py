@@ -1,9 +1,8 @@
-"""Masks that fit cache layers of different lengths, made by stock code.
+"""Masks that fit cache layers of different lengths, and M-RoPE offsets per conversation.
 
-M-RoPE offsets per conversation instead of per model.
-
-Stock models keep `rope_deltas`, the distance between token counts and positions, on the model: a
-conversation that is continued after another one ran would get the other one's positions.
+Masks are made by stock code. Stock models keep `rope_deltas`, the distance between token counts and
+positions, on the model: a conversation that is continued after another one would get the positions
+of the other one, so the offsets are kept per cache here.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ class Offsets:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Stand around the two methods that read and write `rope_deltas`."""
+        """Override the two methods that read and write `rope_deltas`."""
         with override(self._base, "compute_3d_position_ids", self._forward):
             if self._model is self._base:
                 yield

@@ -29,7 +29,7 @@ from mmfast.ops.ranking import stable_topk
 
 @dataclass
 class DroppedTokens:
-    """What left at a cut, for one cache; times are places among the keys of the layer before.
+    """Tokens that left at a cut of one cache; times are places among the keys of the layer before.
 
     Attributes:
         times: `[n]` of the tokens that were dropped.
@@ -46,7 +46,7 @@ class DroppedTokens:
     present: Tensor
 
     def join(self, other: DroppedTokens) -> DroppedTokens:
-        """The same with what a later turn dropped, which knows who is present by now."""
+        """Join with the tokens that a later turn dropped; `present` is that of the later turn."""
         return DroppedTokens(
             torch.cat([self.times, other.times]),
             torch.cat([self.hidden, other.hidden]),
@@ -75,14 +75,14 @@ class DroppedTokens:
             )
 
     def wanted(self, scores: Tensor) -> Tensor:
-        """Which dropped tokens rank within the budget and are not there, by `scores` `[S]`."""
+        """Dropped tokens that rank within the budget and are absent, by `scores` `[S]`."""
         best = [times[stable_topk(scores[times], count)] for times, count in self.items]
         missing = torch.isin(self.times, torch.cat(best)) & ~torch.isin(self.times, self.present)
         return missing.nonzero()[:, 0]
 
 
 class Leaving:
-    """The tokens at a cut before it is made; see `Store`.
+    """The tokens at a cut before it is made; see `DroppedTokens`.
 
     Raises:
         ModelError: Several rows, padding, or a part of a prompt.
@@ -105,7 +105,7 @@ class Leaving:
         self._hidden, self._embeddings = hidden[0], [each[0] for each in embeddings]
 
     def store(self, order: Tensor, start: int) -> DroppedTokens:
-        """What has left.
+        """Store the tokens that have left.
 
         Args:
             order: `[m]` previous places of all tokens left.
@@ -126,13 +126,13 @@ class Leaving:
 def keep_store(
     cache: Any, layer: int, left: Leaving | None, order: Tensor | None, length: int
 ) -> None:
-    """Note on the cache layer of a cut what several new tokens mean for its store.
+    """Update the store on the cache layer of a cut for several new tokens.
 
     Args:
         cache: The cache; the layer before the cut holds the new tokens already.
         layer: Layer of the cut.
-        left: What stood there; None where the cut was not made.
-        order: `[1, m]` previous places of what is left, if something has left.
+        left: The tokens before the cut; None where it was not made.
+        order: `[1, m]` previous places of the tokens that stay, if any has left.
         length: New tokens in the layer before the cut.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which token of a batch belongs to which image or video, before and after reductions."""
+"""Places of images and videos in the sequences of a batch, before and after reductions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MediaItem:
         index: Item number in `record`.
         part: Under chunked prefill: this chunk holds tokens `part[0]:part[1]` of `part[2]`.
         source: Under chunked prefill: the plan for the whole item, and the outputs that are here.
-        entered: Tokens of the whole item that entered each schedule (core/schedule.py).
+        entered: Tokens of the whole item that entered each schedule (`core.spec.wanted`).
     """
 
     row: int
@@ -58,7 +58,7 @@ class MediaItem:
 
 @dataclass
 class Sequences:
-    """The rows of a batch: what no method touches, and the items.
+    """The rows of a batch: the tokens that no method touches, and the items.
 
     Attributes:
         length: Tokens per row, padding included.
@@ -227,8 +227,8 @@ def locate(
         kwargs: Arguments of the base model's forward.
         recorder: Knows how the features were encoded.
         ok: `[B, L]` False at padding, or None.
-        strict: Nobody can do without the layouts; else features of unknown layout, such as those
-            that somebody shortened before, are taken for runs of tokens without separators.
+        strict: Layouts are required; else features of unknown layout, such as those that the
+            caller has shortened, are taken for runs of tokens without separators.
 
     Raises:
         ModelError: The layout of features is not known.

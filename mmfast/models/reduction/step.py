@@ -1,4 +1,4 @@
-"""One forward pass under `attach`: reductions before decoder layers, and what follows from them."""
+"""One forward pass under `attach`: reductions before decoder layers, their masks and positions."""
 
 from __future__ import annotations
 

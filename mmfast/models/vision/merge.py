@@ -1,10 +1,10 @@
 """Merge tokens inside the vision tower: between attention and MLP of its blocks (site `vit`).
 
 Bolya et al. (arXiv 2210.09461) for the towers of vision-language models: every used block merges
-the same number of tokens of a frame (`vit_plan.py`), attention counts a merged token by its size,
-and after the last used block each patch takes the value of its token, so that pooling, merger,
-projector and positions of the model go on with the raster they expect. Tokens stay in raster
-order throughout (the reference moves unmerged ones in front, which changes its later pairings).
+the same number of tokens of a frame (`merge_pass.MergePlan`), attention counts a merged token by
+its size, and after the last used block each patch takes the value of its token, so that pooling,
+merger, projector and positions of the model go on with the raster they expect. Tokens stay in
+raster order (the reference moves unmerged ones in front, which changes its later pairings).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
 
 
 class _MergeStage:
-    """The functions that stand around the tower's; the pass at work is kept per thread."""
+    """Functions around those of the tower; the current pass is kept per thread."""
 
     def __init__(self, tower: Tower, adapter: Adapter, spec: Spec, trace: Trace) -> None:
         self._tower = tower
@@ -85,7 +85,7 @@ class _MergeStage:
         return found
 
     def merged(self) -> Reduction | None:
-        """Patches onto the tokens of the block at work, for whoever reads its attention."""
+        """Patches onto the tokens of the current block, for readers of its attention."""
         work = self._pass()
         return None if work is None or work.over else work.merged
 
@@ -117,7 +117,7 @@ class _MergeStage:
 
     @torch.no_grad()
     def _draw(self, work: MergePass, kind: str, arguments: Call) -> None:
-        """Tell the trace which part of every LLM token's patches was merged away."""
+        """Record in the trace which part of every LLM token's patches was merged."""
         if work.merged is None:
             return
         base, shares = self._tower.base, work.merged.share()[:, None]

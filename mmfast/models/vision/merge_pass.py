@@ -1,17 +1,13 @@
 """State of one pass of a vision tower whose tokens are merged on the way.
 
-How many tokens of each frame or window are left after each block of the vision tower.
+A segment is a set of tokens that merging never leaves: a frame or tile, and inside it an attention
+window where the tower has them. Every block takes the same number of tokens from a segment, give or
+take one, so that after the last used block exactly the budget is left: from N to b tokens in L
+blocks, N - floor((N - b) * i / L) after block i. With `until` L counts the first blocks only.
 
-A segment is what merging never crosses: a frame or tile, and inside it an attention window where
-the tower has them. Every block takes the same number of tokens from a segment, give or take one,
-so that after the last used block exactly the budget is left: from N to b tokens in L blocks,
-N - floor((N - b) * i / L) after block i. With `until` L counts the first blocks only.
-
-A merge plan of one block of the vision tower, carried out over the blocks that follow.
-
-Neighbouring blocks find nearly the same pairs (LiteVGGT), so one matching may serve several: it
-is made for all the tokens that these blocks are to lose, and each of them merges its part, the
-most similar pairs first.
+Neighbouring blocks find nearly the same pairs (LiteVGGT), so one matching may serve several: it is
+made for all the tokens that these blocks are to lose, and each of them merges its part, the most
+similar pairs first.
 """
 
 from __future__ import annotations
@@ -170,11 +166,11 @@ def _share_out(budget: int, parts: Sequence[int], spec: Spec) -> list[int]:
 
 
 class Carried:
-    """What is left to do of a plan.
+    """The rest of a matching, carried over from an earlier block.
 
     Args:
         plan: From the S tokens there are to those after the last block it serves.
-        keys: `[S, d]` what similarity was measured on.
+        keys: `[S, d]` on which similarity was measured.
         lengths: Tokens of each segment, S in all; no pair crosses segments.
     """
 
@@ -204,7 +200,7 @@ class Carried:
 
 
 class MergePass:
-    """What is merged so far; all frames lie in one sequence, whatever layout the tower has.
+    """The merging so far; all frames lie in one sequence, in towers of any layout.
 
     Attributes:
         merged: Patches `[S]` onto the tokens that are left; None before the first merge.
@@ -324,7 +320,7 @@ class MergePass:
         self._bias = self._sizes.log()
 
     def ends(self, boundaries: Tensor) -> Tensor:
-        """Where boundaries `[K]` between whole segments of patches lie now."""
+        """Current places of the boundaries `[K]` between whole segments of patches."""
         old = torch.tensor([0, *accumulate(self.plan.start)], device=boundaries.device)
         new = torch.tensor([0, *accumulate(self.lengths)], device=boundaries.device)
         return new[torch.searchsorted(old, boundaries.long())].to(boundaries.dtype)
@@ -343,7 +339,7 @@ class MergePass:
         return full.reshape(hidden.shape[0], -1, hidden.shape[-1])
 
     def per_item(self) -> list[Reduction]:
-        """What happened to each image or video, in raster order of its patches."""
+        """The merging of each image or video, in raster order of its patches."""
         if self.merged is None:
             return [Reduction.identity(n) for n in self.plan.items]
         parts: list[Reduction] = []
@@ -379,7 +375,7 @@ def _in_raster(found: Reduction, raster: Tensor | None) -> Reduction:
 
 
 def add_bias(module: Any, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor) -> Any:
-    """What brings `bias` `[B, 1, 1, S]` into the logits: `(q, k, mask)`.
+    """Queries, keys and mask that bring `bias` `[B, 1, 1, S]` into the logits.
 
     sdpa and eager take an additive mask that broadcasts. Flash takes none, so the bias rides in
     eight extra channels of q and k, which leave the scaled product larger by exactly that much.

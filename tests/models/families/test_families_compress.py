@@ -1,8 +1,6 @@
-"""Reduced inputs give what `attach` gives, in every family that has a layout of its own."""
+"""Reduced inputs give what `attach` gives, in every family."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -14,19 +12,19 @@ from mmfast.core.errors import ModelError
 from mmfast.models.reduction.inputs import compress
 
 FAMILIES = ("llava", "llava_next", "internvl", "fast_vlm")
-CASES = [(family, kind) for family in FAMILIES for kind in facts(family).kinds]
+OTHERS = ("qwen2_vl", "qwen2_5_omni_thinker", "idefics3", "smolvlm")
 SPECS = ["random:0.3", "tome:0.3", "visionzip:0.5+divprune:0.5"]
+CASES = [
+    (family, kind, batch, spec)
+    for families, batches, specs in ((FAMILIES, (1, 3), SPECS), (OTHERS, (3,), SPECS[1:]))
+    for family in families
+    for kind in facts(family).kinds
+    for batch in batches
+    for spec in specs
+]
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
-@pytest.mark.parametrize(("family", "kind"), CASES)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("family", "kind", "batch", "spec"), CASES)
 def test_compressed_inputs_equal_attach(family: str, kind: str, batch: int, spec: str) -> None:
     if family == "fast_vlm":
         spec = spec.replace("visionzip", "random")
@@ -35,6 +33,15 @@ def test_compressed_inputs_equal_attach(family: str, kind: str, batch: int, spec
     texts = [text.replace("{}", f"{{{kind}}}") for text in texts]
     inputs = this.inputs(texts, **this.media(kind, sum(text.count("{") for text in texts)))
     equal_to_attach(this, inputs, spec)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_forward_with_nothing_to_reduce_is_the_stock_result(family: str) -> None:
+    this, kind = tiny(family), facts(family).kinds[-1]
+    inputs = this.inputs([f"a {{{kind}}} or {{{kind}}}?"], **this.media(kind, 2))
+    stock = this.model(**inputs).logits
+    for spec in (None, "random:1.0"):
+        assert torch.equal(this.model(**compress(this.model, inputs, spec)).logits, stock)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -36,12 +36,6 @@ STOCK_CANNOT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def run(this: Tiny, inputs: dict[str, Any], spec: str, **kwargs: Any) -> Any:
     with attach(this.model, spec):
         return generate(this, inputs, **{"tokens": 6, **kwargs})

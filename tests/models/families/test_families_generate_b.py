@@ -17,12 +17,6 @@ CASES = [(OMNI, "audio"), ("qwen2_vl", "image"), ("idefics3", "image"), ("smolvl
 SPEC = "divprune:0.4+fastv@llm2:0.5"
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 @pytest.mark.parametrize(("family", "kind"), CASES)
 @pytest.mark.parametrize(
     "options", [{"num_beams": 2, "num_return_sequences": 2}, {"cache_implementation": "static"}]

@@ -28,12 +28,6 @@ PACKED = [
 ALL = [*PACKED, ("qwen2_5_omni_thinker", "audio"), ("idefics3", "image"), ("smolvlm", "video")]
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def prompt(this: Tiny, kind: str) -> dict[str, Any]:
     """Two items of unlike size in one prompt."""
     if kind == "image":

@@ -39,12 +39,6 @@ TOWERS = {
 SIZES = torch.tensor([[24, 12], [16, 20]])  # only Pixtral takes images as they are
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def model_of(name: str) -> tuple[Any, dict[str, Any]]:
     """A model with two images in its prompt."""
     vision, layer, strategy = TOWERS[name]

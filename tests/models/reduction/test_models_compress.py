@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from compress_checks import equal_to_attach
@@ -12,12 +10,6 @@ from tiny_models import FAMILIES, generate, tiny
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.models.reduction.inputs import compress
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -22,12 +22,6 @@ KINDS = [(f, kind) for f in ALL_FAMILIES for kind in facts(f).kinds if kind != "
 each = pytest.mark.parametrize(("family", "kind"), KINDS)
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def traces(model: Any) -> Any:
     """Everything of a model that a context could have left changed."""
     modules = {name: sorted(module.__dict__) for name, module in model.named_modules()}

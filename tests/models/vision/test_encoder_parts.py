@@ -40,12 +40,6 @@ WAITS = (DataDependentOutputException, DynamicOutputShapeException)
 LENGTHS = [(5,), (4, 4, 4), (3, 7, 3, 3, 1), (2, 5, 2, 9, 5)]
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def packed(lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
     generator = torch.Generator().manual_seed(sum(lengths))
     size = (sum(lengths), 3, 8)
