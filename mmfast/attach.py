@@ -40,16 +40,15 @@ def attach(
     draft token at its end under assisted decoding. Inside the `with`, a model serves any number of
     threads and conversations; a cache that `llm<K>` made uneven is to be continued inside one too.
 
-    `cache` decides what keys and values stay, in which precision, and what of them is read: by
-    KV head, layer and row, in layers of full attention (a sliding window is bounded by itself, a
-    convolution has none). Entries keep their positions; the cache goes on reporting the whole
-    length. Policies act at the end of a prompt, however many chunks it came in, on the tokens
-    that are present, and again at the end of later prompts; `sink`, `window` and `streamingvlm`
-    act at every step, too, so the cache stays bounded. A budget above what there is, or a share
-    of 1.0, changes no bit. `quant` and `zipvl` pack entries once and unpack them when they are
-    read. Under `retrieve` nothing leaves: answers read text, what position policies keep, and the
-    frames that the question has chosen; a later question chooses anew. The cache is the default
-    DynamicCache.
+    `cache` decides which keys and values stay, in which precision, and which are read: by KV head,
+    layer and row, in layers of full attention (a sliding window is bounded by itself). Entries keep
+    their positions; the cache goes on reporting the whole length. Policies act at the end of a
+    prompt, however many chunks it came in, on the tokens that are present, and again at the end of
+    later prompts; `sink`, `window` and `streamingvlm` act at every step, too, so the cache stays
+    bounded. A budget above what there is, or a share of 1.0, changes no bit. `quant` and `zipvl`
+    pack entries once and unpack them when they are read. Under `retrieve` nothing leaves: answers
+    read text, the tokens that position policies keep, and the frames chosen for the question. The
+    cache is the default DynamicCache.
 
     Args:
         model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
@@ -65,13 +64,12 @@ def attach(
 
     Yields:
         The trace: a row per stage and call, and every Reduction. The row `kv` of a prompt counts
-        the entries of a layer and head (the mean over layers) before and after, or those that are
-        read, and under `peak_bytes` the bytes of keys and values that the cache holds behind it.
+        the entries of a layer and head (mean over layers) before and after, or those that are read,
+        and under `peak_bytes` the bytes of keys and values behind it.
 
     Raises:
         SpecError: Wrong name, site, knob, budget or encoder, or a K the model does not have.
-        ModelError: Unknown family, or the model is attached already; inside, a static or already
-            quantised cache under `cache`.
+        ModelError: Unknown family, or attached already; a static or quantised cache under `cache`.
 
     Example:
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:

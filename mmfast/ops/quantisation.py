@@ -203,7 +203,6 @@ def _grouped(x: Tensor, group: int, dim: int) -> Tensor:
 
 
 def _ungrouped(grouped: Tensor, like: Tensor, dim: int) -> Tensor:
-    """The inverse of `_grouped`, `[..., n, d]`."""
     return grouped.flatten(dim - 1, dim).narrow(dim, 0, like.shape[dim])
 
 
@@ -234,7 +233,6 @@ def _into_bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _out_of_bytes(packed: Tensor, bits: int, total: int) -> Tensor:
-    """The inverse of `_into_bytes`, `[..., total]`."""
     if bits == 8:
         return packed
     mask, per = 2**bits - 1, 8 // bits
@@ -269,7 +267,6 @@ def dequantise_row(packs: Sequence[PackedTensor | Tensor], out: Tensor) -> None:
 
 
 def _form(packed: PackedTensor | Tensor) -> tuple[object, ...]:
-    """Equal for parts that are read at once; tensors are read one by one."""
     if isinstance(packed, Tensor):
         return (id(packed),)
     settings = (packed.n, packed.width, packed.bits, packed.group, packed.along_tokens)

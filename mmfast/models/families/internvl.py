@@ -45,7 +45,6 @@ def tile_counts(base: Any, call: Call) -> list[int]:
 
 
 def _tile(base: Any, call: Call) -> Layout:
-    """One tile, or one frame."""
     patch = base.config.vision_config.patch_size
     pixels = call["pixel_values"].shape[-2:]
     rows, columns = (

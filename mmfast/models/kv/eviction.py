@@ -105,7 +105,6 @@ def chooser(plan: CachePlan, layer: Any, index: int, layers: int, prompt: bool =
 
 
 def _pick(x: Tensor, where: Tensor, dim: int) -> Tensor:
-    """Entries of one row, without a copy where that is all of them."""
     return x if len(where) == x.shape[dim] else x.index_select(dim, where)
 
 
@@ -246,7 +245,6 @@ def slide(cache: Any, index: int, plan: CachePlan, memo: list[Slid], known: Know
 
 
 def _standing(plan: CachePlan, layer: Any, kinds: Tensor, known: Known) -> Tensor:
-    """The entries that stay; where only their number counts, looked up."""
     shares = any(isinstance(spec.budget, float) for spec in plan.position)
     whole = basis(layer, 0) if shares else 0
     key = (kinds.shape[-1], whole, kinds.device)
@@ -259,7 +257,6 @@ def _standing(plan: CachePlan, layer: Any, kinds: Tensor, known: Known) -> Tenso
 
 
 def _follow(layer: Any, last: Slid) -> None:
-    """Do to a layer what was done to one that held the same."""
     if len(last.where) < last.before[1]:
         _keep_only(layer, last.where)
         layer.gone, layer.group = last.layer.gone, last.layer.group

@@ -186,7 +186,6 @@ def packs_of(keys: Tensor, values: Tensor, pack: Packer, size: int | None) -> li
 
 
 def _packed(x: Tensor, pack: Packer, keys: bool, size: int | None) -> list[Any]:
-    """Parts of `size` entries, all full ones at once."""
     full = 0 if size is None else x.shape[1] // size
     if size is None or full < 2:
         return [pack(part.contiguous(), keys) for part in x.split(size or x.shape[1], 1)]

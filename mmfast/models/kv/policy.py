@@ -90,7 +90,6 @@ class KVStage:
 
     @contextmanager
     def _on_layers(self) -> Iterator[None]:
-        """Hooks of the layers, while a call needs them: a prompt, drafts, or every step."""
         modules = {index: layer.self_attn for index, layer in self._layers.items()}
         with ExitStack() as stack:
             for index, layer in self._layers.items():
@@ -136,7 +135,6 @@ class KVStage:
     def _after(
         self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A decoder layer has stored what a call brings."""
         part, call, cache = self._state.part, self._state.call, kwargs.get("past_key_values")
         masses = self._attention.take(index)
         if cache is None:

@@ -73,7 +73,6 @@ def parted(
 
 
 def _last(mask: Tensor, size: int) -> Tensor:
-    """The columns of a mask that belong to the keys."""
     return mask[:, -size:] if mask.ndim == 2 else mask[..., :size]
 
 

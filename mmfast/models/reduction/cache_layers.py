@@ -97,7 +97,6 @@ class Shorter:
         self._rows(lambda rows: rows[..., :length])
 
     def _batch(self, change: Any) -> None:
-        """Rows in another order, some several times or not at all."""
         self._rows(change)
         self.per_row = {
             name: tuple(each[b] for b in change(torch.arange(len(each))).tolist())

@@ -129,7 +129,6 @@ def _check_revival(specs: Sequence[Spec], config: Any, cache: CachePlan | None) 
 
 
 def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: str | None) -> None:
-    """Stages before and inside the vision tower, and beside its faster passes."""
     early = [spec for spec in specs if spec.site == "pixel"]
     inside = [spec for spec in specs if spec.site == "vit" and not spec.whole]
     changing = [spec for spec in specs if spec in inside or (spec in early and not spec.whole)]
@@ -158,7 +157,6 @@ def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: s
 
 
 def _check_merging(spec: Spec, adapter: Adapter, model: Any) -> None:
-    """A stage of site `vit`, and the tower it is to merge in."""
     if spec.budget is None:
         raise SpecError(f"'{spec}' needs a budget at site 'vit'; write '{spec}:0.5'")
     tower = adapter.tower(model.base_model)

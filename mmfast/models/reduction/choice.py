@@ -138,7 +138,6 @@ def split(whole: Reduction, lengths: Sequence[int], name: str = "the stage") -> 
 
 
 def _mix(mix: Mix, slots: tuple[int, int], sources: tuple[int, int]) -> Mix:
-    """The triplets of some outputs, renumbered; source -1 where it lies in another item."""
     mine = (mix.output >= slots[0]) & (mix.output < slots[1])
     source: Tensor = mix.source[mine]
     inside = (source >= sources[0]) & (source < sources[1])
@@ -222,7 +221,6 @@ class SiteRunner:
         return chain.keep, None if chain.pure else chain.apply(x)
 
     def _planned(self, site: Site, item: MediaItem, hidden: Tensor) -> Kept:
-        """The part of a whole item's plan that belongs to this chunk of a chunked prefill."""
         assert item.record is not None and item.part is not None
         plans, whole = item.record.plans, item.record.features(item.index).to(hidden)
         before: tuple[Reduction, ...] = item.source[0].reductions if item.source else ()

@@ -132,7 +132,6 @@ def _last_rows(sequences: Sequences, seen: LayerAttention) -> Tensor:
 
 
 def _real(sequences: Sequences, row: int) -> Tensor:
-    """Places in a row that are no padding."""
     if sequences.ok is not None:
         return sequences.ok[row].nonzero()[:, 0]
     return torch.arange(sequences.length)

@@ -134,7 +134,6 @@ class Hooks:
         return self._layer(index, module, args, kwargs) or (args, kwargs)
 
     def _open(self, kwargs: dict[str, Any]) -> None:
-        """A call of the base model begins."""
         cache = kwargs.get("past_key_values")
         if self._offsets is not None:
             self._offsets.store(cache)
@@ -150,7 +149,6 @@ class Hooks:
             call.stack.enter_context(prompt_ids(kwargs.get("input_ids")))
 
     def _close(self, output: Any) -> None:
-        """A call of the base model ends, with an output or an exception."""
         self._arming.end()
         if self._offsets is not None:
             self._offsets.store(getattr(output, "past_key_values", None))
@@ -170,7 +168,6 @@ class Hooks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a decoder layer in a call that brings visual tokens."""
         if call.step is None:
             call.step = self._begin(call)
         step = call.step

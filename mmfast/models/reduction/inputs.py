@@ -166,7 +166,6 @@ def _planes(
     step: ForwardStep,
     here: Tensor,
 ) -> list[Any] | None:
-    """DeepStack planes of one kind, reduced like the tokens they belong to."""
     planes = getattr(output, "deepstack_features", None)
     if planes is None:
         return None
@@ -187,7 +186,6 @@ def _output(stock: Any, rows: Any, extra: Mapping[str, Any]) -> Any:
 
 
 def _like(stock: Any, rows: Tensor) -> Any:
-    """The container the model expects: a batch of one, or a list of one."""
     return rows[None] if isinstance(stock, Tensor) else [rows]
 
 

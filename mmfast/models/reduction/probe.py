@@ -282,7 +282,6 @@ def _range(places: Tensor) -> tuple[int, int] | None:
 def _received_by_rows(
     query: Tensor, key: Tensor, scaling: float | None, is_causal: bool, mask: Any
 ) -> Tensor:
-    """`received` under any mask."""
     batch, heads, length, _ = query.shape
     size = key.shape[2]
     step = max(1, _CHUNK // max(1, batch * heads * size))

@@ -245,7 +245,6 @@ class Reviver:
         self._local.stack.enter_context(probing({module.self_attn: partial(look, self)}))
 
     def _choose(self, store: DroppedTokens, cache: Any, hidden: Tensor, embeddings: Any) -> Tensor:
-        """Rank again, and put what comes back before the new token."""
         scores = self._local.scores
         self.close()
         assert scores is not None

@@ -200,7 +200,6 @@ def chunk_pieces(record: Record, counts: list[int], features: Tensor) -> list[Pi
 
 
 def _piece_items(bounds: list[int], start: int, stop: int) -> list[Piece]:
-    """Split the span `start:stop` of all features at the bounds of the items."""
     return [
         (i, max(start, low) - low, min(stop, high) - low)
         for i, (low, high) in enumerate(pairwise(bounds))
@@ -363,7 +362,6 @@ def _known(
 def _recover(
     base: Any, adapter: Adapter, kind: str, output: Any, kwargs: Mapping[str, Any], mask: Tensor
 ) -> list[Layout]:
-    """Layouts of features that were encoded before `attach`, from the tensors alone."""
     features = list(output.pooler_output)
     positions = kwargs.get("position_ids")
     columns = None

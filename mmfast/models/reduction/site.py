@@ -122,11 +122,6 @@ class Chain:
         return keep
 
     @property
-    def trivial(self) -> bool:
-        """Nothing changes."""
-        return self.pure and all(reduction.m == reduction.n for reduction in self.reductions)
-
-    @property
     def pure(self) -> bool:
         """Every output is one untouched token."""
         return all(reduction.pure for reduction in self.reductions)

@@ -122,7 +122,6 @@ class ForwardStep:
         return hidden
 
     def _places(self, kwargs: dict[str, Any], kind: str) -> tuple[Tensor, ...]:
-        """Position embeddings of the tokens as they stand."""
         given: tuple[Tensor, ...] = kwargs["position_embeddings"]
         if self.sequences.index is None:
             return given

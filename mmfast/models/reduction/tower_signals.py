@@ -68,14 +68,6 @@ class Collector:
         self._needs = from_tower(needs)
         self._local = threading.local()
 
-    def attn(self, item: int | tuple[str, int]) -> Tensor:
-        """Attention received by the item's tokens, `[N]` float32."""
-        return self.signal("attn", item)
-
-    def keys(self, item: int | tuple[str, int]) -> Tensor:
-        """Keys of the item's tokens, mean over heads, `[N, d]`."""
-        return self.signal("keys", item)
-
     def count(self, kind: str) -> int:
         """Number of items of a kind that there are signals for."""
         return len(self._items().get(kind, ()))

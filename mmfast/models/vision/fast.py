@@ -236,7 +236,6 @@ def _key(value: Any) -> Any:
 
 
 def _copied(output: Any) -> Any:
-    """The same kind of output with tensors of its own."""
     if isinstance(output, Tensor):
         return output.clone()
     if isinstance(output, (list, tuple)):
@@ -350,7 +349,6 @@ def _skipping(tower: Tower) -> Iterator[None]:
 def _needed(
     tower: Tower, kind: str, work: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Note the last block that features depend on, for as long as they are computed."""
     signature = inspect.signature(getattr(tower.base, f"get_{kind}_features"))
     arguments = signature.bind(*args, **kwargs).arguments
     whole = kwargs.get("output_hidden_states") or tower.base.config.output_hidden_states

@@ -342,7 +342,6 @@ class FrameCache:
 
     @torch.no_grad()
     def _encode(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around `get_image_features` and `get_video_features`: run, put the references in."""
         streams = getattr(self._local, "streams", None)
         if streams is None or self._work() is not None:  # Qwen3-VL's video method calls the other
             return call(*args, **kwargs)
@@ -365,7 +364,6 @@ class FrameCache:
     def _block(
         self, index: int, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around a block: the stock one on whole frames, its parts on chosen patches."""
         work = self._work()
         if work is None:
             return call(hidden, *args, **kwargs)
@@ -383,7 +381,6 @@ class FrameCache:
         return output
 
     def _begin(self, work: _Work, hidden: Tensor, masked: bool) -> None:
-        """Plan the pass and choose its patches; frames with padding are computed whole."""
         states = len(work.streams)
         plan = plan_pass(self._tower, self._adapter, work.kind, work.arguments, hidden, states)
         work.running = FramePass(plan, work.streams, self._fixed)
@@ -392,7 +389,6 @@ class FrameCache:
     def _attend(
         self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around the attention function: note keys and values as they are attended."""
         work = self._work()
         if work is not None:
             work.calls.append((args[1], args[2]))
@@ -401,8 +397,6 @@ class FrameCache:
 
 @dataclass
 class _Work:
-    """One call of the encoder."""
-
     streams: Sequence[FrameCacheState]
     kind: str
     arguments: Call

@@ -156,7 +156,6 @@ class _MergeStage:
         return hidden
 
     def _shorten(self, work: MergePass, kwargs: dict[str, Any]) -> None:
-        """Segment boundaries and rotary tables of the tokens that are left."""
         kwargs["cu_seqlens"] = work.ends(kwargs["cu_seqlens"])
         kwargs["max_seqlen"] = None  # the attention counts again where it needs it
         kwargs["position_embeddings"] = tuple(map(work.rows, kwargs["position_embeddings"]))

@@ -96,7 +96,6 @@ def _counts(per_item: Sequence[int]) -> list[str]:
 
 
 def _packed(tower: Tower, grid: Tensor, spec: Spec, blocks: int) -> MergePlan:
-    """Frames of all items in one sequence; windows are parts of frames."""
     visual = tower.module
     merge = visual.spatial_merge_size
     shapes = grid.tolist()
@@ -256,7 +255,6 @@ class MergePass:
     def _carry(
         self, block: int, flat: Tensor, keys: Tensor, sizes: Tensor, targets: tuple[int, ...]
     ) -> Reduction:
-        """Merge by the plan of an earlier block, or make one for the blocks that follow."""
         if self._carried is None or block >= self._until:
             self._until = block + self.reuse
             last = self.plan.after(self._until - 1)
@@ -267,7 +265,6 @@ class MergePass:
     def _step(
         self, flat: Tensor, keys: Tensor, sizes: Tensor, targets: tuple[int, ...]
     ) -> Reduction:
-        """Reduce every segment; segments of equal length go through the method together."""
         if len({*zip(self.lengths, targets, strict=True)}) == 1:
             return self._step_alike(flat, keys, sizes, targets[0])
         keep = torch.empty(sum(targets), dtype=torch.int64, device=flat.device)

@@ -50,7 +50,10 @@ def read(this: Tiny, inputs: dict[str, Any], kind: str) -> list[dict[str, Tensor
     with prompt_ids(inputs["input_ids"]), tower_signals(this.model, adapter, {"attn", "keys"}) as c:
         encode(this, inputs, kind)
     kind = "image" if this.family == "smolvlm" else kind
-    both = [{"attn": c.attn((kind, i))[:, None], "keys": c.keys((kind, i))} for i in range(2)]
+    both = [
+        {"attn": c.signal("attn", (kind, i))[:, None], "keys": c.signal("keys", (kind, i))}
+        for i in range(2)
+    ]
     assert c.count(kind) == 2
     return both
 
