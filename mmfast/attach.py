@@ -36,9 +36,9 @@ def attach(
     both directions stays such a block. The same holds at `llm<K>` for the layers from K on.
 
     Hidden states and logits of a prompt have its reduced length, rows left-padded. At `llm<K>` the
-    last query and the text are those of the call at hand: a chunk under chunked prefill, with a
-    draft token at its end under assisted decoding. Inside the `with`, a model serves any number of
-    threads and conversations; a cache that `llm<K>` made uneven is to be continued inside one too.
+    last query and the text are those of the call: a chunk under chunked prefill, with a draft token
+    at its end under assisted decoding. Inside the `with`, a model serves any number of threads and
+    conversations; a cache that `llm<K>` made uneven is to be continued inside one too.
 
     `cache` decides which keys and values stay, in which precision, and which are read: by KV head,
     layer and row, in layers of full attention (a sliding window is bounded by itself). Entries keep
@@ -47,8 +47,7 @@ def attach(
     later prompts; `sink`, `window` and `streamingvlm` act at every step, too, so the cache stays
     bounded. A budget above what there is, or a share of 1.0, changes no bit. `quant` and `zipvl`
     pack entries once and unpack them when they are read. Under `retrieve` nothing leaves: answers
-    read text, the tokens that position policies keep, and the frames chosen for the question. The
-    cache is the default DynamicCache.
+    read text, tokens that position policies keep, and the frames chosen for the question.
 
     Args:
         model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
@@ -58,14 +57,13 @@ def attach(
             cuts at several layers and ends at its budget. None reduces nothing.
         cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
             `"lookm:0.3+quant:8"`, `"sink:4+window:512"` or `"retrieve:8"`; an integer counts
-            tokens (frames for `retrieve`, bits for `quant`). None keeps every key and value.
+            tokens (frames for `retrieve`, bits for `quant`). For the default DynamicCache.
         encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a faster vision tower that gives the
-            same features up to rounding; see `mmfast.models.vision.fast`. None is stock.
+            same features up to rounding; see `mmfast.models.vision.acceleration`. None is stock.
 
     Yields:
-        The trace: a row per stage and call, and every Reduction. The row `kv` of a prompt counts
-        the entries of a layer and head (mean over layers) before and after, or those that are read,
-        and under `peak_bytes` the bytes of keys and values behind it.
+        The trace: a row per stage and call, and every Reduction. Its row `kv` counts the entries
+        of a layer and head before and after a prompt (or those read), and the bytes behind it.
 
     Raises:
         SpecError: Wrong name, site, knob, budget or encoder, or a K the model does not have.
@@ -78,10 +76,6 @@ def attach(
     specs, plan, trace = parse(reduce), call_plan(cache), Trace()
     with ExitStack() as stack:
         if specs or plan is not None or encoder is not None:
-            from mmfast.models.reduction.check import check
-
-            specs = check(specs, model, plan, encoder)
-            stack.enter_context(_only_once(model))
             for stage in _stages(model, specs, plan, encoder, trace):
                 stack.enter_context(stage)
         yield trace
@@ -90,16 +84,19 @@ def attach(
 def _stages(
     model: Any, specs: tuple[Spec, ...], plan: CachePlan | None, encoder: str | None, trace: Trace
 ) -> Iterator[Stage]:
-    """Everything that stands around parts of the model, in the order in which it enters."""
+    """Check, then everything that enters the model, in order."""
     from mmfast.models.families.adapter import adapter_for
     from mmfast.models.kv.policy import KVStage
     from mmfast.models.reduction.call import PassState
+    from mmfast.models.reduction.check import check
     from mmfast.models.reduction.hooks import Hooks
     from mmfast.models.reduction.site import sites_of
-    from mmfast.models.vision.fast import fast_encoder
+    from mmfast.models.vision.acceleration import fast_encoder
     from mmfast.models.vision.merge import vit_stage
     from mmfast.models.vision.pixel import pixel_stage
 
+    specs = check(specs, model, plan, encoder)
+    yield _only_once(model)
     adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
     if encoder is not None:
         yield fast_encoder(model, encoder)

@@ -25,7 +25,7 @@ from mmfast.models.families.tower import KINDS
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, build_inputs, check_question, summed
 from mmfast.models.timing import FirstToken, encoder_timer
-from mmfast.models.vision.fast import check_encoder
+from mmfast.models.vision.acceleration import check_encoder
 from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.planner.plan import Plan
 from mmfast.planner.target import Target, check_alone, make_target

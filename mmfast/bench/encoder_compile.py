@@ -14,7 +14,7 @@ from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
 from mmfast.bench.timing import timed
 from mmfast.core.errors import MmfastError
-from mmfast.models.vision.fast import MODES, check_encoder, fast_encoder
+from mmfast.models.vision.acceleration import MODES, check_encoder, fast_encoder
 
 ROUNDS, LAYERS, FRAMES = 3, 2, 2
 TOWERS = {"siglip-so400m-384": (siglip, 26), "qwen2.5-vl-vit": (qwen, 32)}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmfast.bench.encoder_jobs import check, compare, device, named
 from mmfast.bench.named import Tick
 from mmfast.bench.results import Row
-from mmfast.models.vision.fast import as_linear
+from mmfast.models.vision.acceleration import as_linear
 
 ROUNDS = 5
 SHAPES = ("siglip-so400m-384, two frames", "qwen2.5-vl, two frames of 392 x 392")

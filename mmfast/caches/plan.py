@@ -72,7 +72,7 @@ class CachePlan:
         """Bits of the tokens that `reduce` keeps and of those it does not, under `zipvl`.
 
         None means that the latter leave the cache. With a pair nothing leaves: keys and values of
-        a layer are stored in two packs (`models.kv.packed`); 16 bits are the values as they are.
+        a layer are stored in two packs (`models.kv.packs`); 16 bits are the values as they are.
         """
         high, low = self._knob("high", 0), self._knob("low", 0)
         return (int(high), int(low)) if high and low else None

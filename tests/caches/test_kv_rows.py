@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmfast.models.kv.packed import PackedRow, packs_of, split_packs
+from mmfast.models.kv.packs import PackedRow, packs_of, split_packs
 from mmfast.ops.quantisation import PackedTensor, Quantiser, dequantise, dequantise_row
 from mmfast.ops.stream_cache import StreamKV, merge, stack, take
 

@@ -15,7 +15,7 @@ from mmfast.core.errors import ModelError
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 KINDS = tuple(PIXELS)
 # Attention function that computes all segments of a packed tower together; `flash` in the name
-# makes stock towers hand it their boundaries (see mmfast/models/vision/fast.py).
+# makes stock towers hand it their boundaries (see mmfast/models/vision/acceleration.py).
 SEGMENTS = "mmfast_flash_segments"
 
 

@@ -23,7 +23,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens
 from mmfast.models.kv.notes import BASIS, KIND, PADDING, PINNED, TOTAL, WINDOW, entries, fill
-from mmfast.models.kv.packed import PackedLayer, keep_packed
+from mmfast.models.kv.packs import PackedLayer, keep_packed
 from mmfast.models.reduction.cache_layers import is_short, regroup
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import intercepting

@@ -17,7 +17,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.trace import Row, Trace
 from mmfast.models.kv import notes
 from mmfast.models.kv.eviction import Eviction, Slid, chooser
-from mmfast.models.kv.packed import (
+from mmfast.models.kv.packs import (
     Pack,
     PackedLayer,
     nbytes,

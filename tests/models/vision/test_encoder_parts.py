@@ -20,8 +20,8 @@ from tower_checks import GRIDS, onevision, pixels, qwen
 
 from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import tower_of
-from mmfast.models.vision import fast
-from mmfast.models.vision.fast import (
+from mmfast.models.vision import acceleration as fast
+from mmfast.models.vision.acceleration import (
     TowerGraphs,
     as_linear,
     fast_encoder,
@@ -170,7 +170,7 @@ def test_recorded_passes(name: str, monkeypatch: Any) -> None:
     """Another shape is another record; what a pass gave is not overwritten by the next."""
     recorder = Recorder()
     monkeypatch.setattr(fast, "TowerGraphs", lambda: TowerGraphs(recorder))
-    monkeypatch.setattr("mmfast.models.vision.fast.check_encoder", lambda *_: None)
+    monkeypatch.setattr("mmfast.models.vision.acceleration.check_encoder", lambda *_: None)
     model = onevision() if name == "siglip" else qwen(name)
     calls = [_call(name, seed, count) for seed, count in ((0, 2), (1, 2), (2, 1))]
     expected = [features(model, "video", call) for call in calls]
@@ -207,7 +207,7 @@ def test_recorded_passes_of_other_towers(family: str, monkeypatch: Any) -> None:
     """Whatever the name by which pixels come; and nothing waits for the device."""
     recorder, this = Recorder(), tiny(family)
     monkeypatch.setattr(fast, "TowerGraphs", lambda: TowerGraphs(recorder))
-    monkeypatch.setattr("mmfast.models.vision.fast.check_encoder", lambda *_: None)
+    monkeypatch.setattr("mmfast.models.vision.acceleration.check_encoder", lambda *_: None)
     call, tower = ragged(this, "image"), tower_of(this.model)
     expected = features(this, "image", call)
     with fast_encoder(this.model, "graph"):
@@ -222,7 +222,7 @@ def test_recorded_passes_of_other_towers(family: str, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm", "lfm2_vl", "fast_vlm"])
 def test_towers_that_cannot_be_recorded(family: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("mmfast.models.vision.fast.check_encoder", lambda *_: None)
+    monkeypatch.setattr("mmfast.models.vision.acceleration.check_encoder", lambda *_: None)
     with pytest.raises(ModelError, match=r"repeats passes of one shape.*use encoder='compile'"):
         fast_encoder(tiny(family).model, "graph").__enter__()
 
