@@ -285,10 +285,10 @@ def test_budgets_that_do_not_fit_are_refused():
         model.model.get_video_features(pixels(GRIDS), GRIDS)
     clip = onevision()
     clip.config.vision_feature_layer = [-1, -2]
-    with pytest.raises(SpecError, match="several layers"), stage(clip, "tome@vit:0.5"):
+    with pytest.raises(SpecError, match="several layers"), attach(clip, "tome@vit:0.5"):
         pass
     twice = pytest.raises(SpecError, match="second stage")
-    with stage(model, "tome@vit:0.5"), twice, stage(model, "tome@vit:0.4"):
+    with twice, attach(model, "tome@vit:0.5+tome@vit:0.4"):
         pass
 
 
