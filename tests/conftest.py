@@ -31,6 +31,7 @@ pytest.register_assert_rewrite("reducer_checks", "compress_checks")
 from media_factory import write_video  # noqa: E402
 
 _SERVING = re.compile(r"tests/(demos|serve|voice)/")
+_INFERENCE = re.compile(r"tests/(caches|models/(families|reduction|vision))/")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,6 +40,18 @@ def swept(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if _SERVING.search(request.path.as_posix()):
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def inference(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of attached models run without gradients, as `generate` does."""
+    if not _INFERENCE.search(request.path.as_posix()):
+        yield
+        return
+    import torch
+
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture(scope="session")

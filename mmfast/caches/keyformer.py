@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
-from mmfast.core.registry import register
+from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
 from mmfast.ops.eviction import with_last
 from mmfast.ops.ranking import stable_topk
@@ -15,14 +15,7 @@ from mmfast.ops.ranking import stable_topk
 _TINY = 1e-30  # a token that nothing attends to: logarithm -69, below any draw
 
 
-@register(
-    "keyformer",
-    kind="cache",
-    paper="2403.09054",
-    needs=("attn_sum", "layer"),
-    sites=("kv",),
-    role="score",
-)
+@policy("keyformer", paper="2403.09054", needs=("attn_sum", "layer"), role="score")
 def keyformer(
     tokens: Tokens, budget: int, *, recent: float = 0.25, noise: float = 1.0, seed: int = 0
 ) -> Reduction:
@@ -60,7 +53,6 @@ def keyformer(
 
 
 def _gumbel(shape: torch.Size, seed: int, layer: int) -> Tensor:
-    """Standard Gumbel numbers, float64."""
     generator = torch.Generator().manual_seed(seed * 1009 + layer)
     uniform = torch.rand(shape, dtype=torch.float64, generator=generator)
     return -(-uniform.clamp(_TINY, 1 - 2.0**-53).log()).log()

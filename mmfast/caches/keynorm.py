@@ -7,19 +7,12 @@ from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
-from mmfast.core.registry import register
+from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import grouped_topk, marked, share_out
 
 
-@register(
-    "keynorm",
-    kind="cache",
-    paper="2505.16175",
-    needs=("x", "kind"),
-    sites=("kv",),
-    role="score",
-)
+@policy("keynorm", paper="2505.16175", needs=("x", "kind"), role="score")
 def keynorm(tokens: Tokens, budget: int, *, group: int = 1024) -> Reduction:
     """Keep text, and of every group of visual tokens those with the shortest keys.
 

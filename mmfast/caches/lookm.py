@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
-from mmfast.core.registry import register
+from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
 from mmfast.ops.eviction import fold_evicted, with_last
 from mmfast.ops.ranking import stable_topk
 
 
-@register(
-    "lookm",
-    kind="cache",
-    paper="2406.18139",
-    needs=("x", "attn_sum", "kind"),
-    sites=("kv",),
-    role="score",
-)
+@policy("lookm", paper="2406.18139", needs=("x", "attn_sum", "kind"), role="score")
 def lookm(tokens: Tokens, budget: int, *, recent: float = 0.5, merge: str = "pivotal") -> Reduction:
     """Keep recent tokens, text, then the most attended; merge evicted visual ones into those.
 

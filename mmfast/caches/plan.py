@@ -1,10 +1,10 @@
-"""What a cache spec such as ``"sink:64+window:4096+retrieve:64"`` asks for, by role.
+"""Plans of cache specs such as ``"sink:64+window:4096+retrieve:64"``: policies by role.
 
 A spec is read as ``name[:budget][?knob=value&…]`` joined by ``+``. Roles:
 
 * `position`: keeps by place and kind alone; any number, a token stays if any of them keeps it.
-* `score`: keeps by keys or attention; at most one, and it chooses among what no position policy
-  keeps, so that budgets add up.
+* `score`: keeps by keys or attention; at most one, and it chooses among the tokens that no position
+  policy keeps, so that budgets add up.
 * `retrieve`: keeps all and reads a part; at most one.
 * `store`: fewer bits; at most one.
 
@@ -64,7 +64,7 @@ class CachePlan:
 
     @property
     def window(self) -> int:
-        """How many of the last queries `attn_window` is the mean of; 0 where nothing reads it."""
+        """Number of last queries that `attn_window` averages over; 0 where nothing reads it."""
         return int(self._knob("window", 0)) if "attn_window" in self.needs else 0
 
     @property
@@ -72,7 +72,7 @@ class CachePlan:
         """Bits of the tokens that `reduce` keeps and of those it does not, under `zipvl`.
 
         None means that the latter leave the cache. With a pair nothing leaves: keys and values of
-        a layer are stored with `ops.mixed_bits.pack_mixed`; 16 bits are the values as they are.
+        a layer are stored in two packs (`models.kv.packs`); 16 bits are the values as they are.
         """
         high, low = self._knob("high", 0), self._knob("low", 0)
         return (int(high), int(low)) if high and low else None
@@ -93,7 +93,7 @@ class CachePlan:
         return None if self.retrieve is None else _call(self.retrieve)
 
     def standing(self, kind: Tensor) -> Tensor:
-        """Which tokens position policies keep.
+        """Mask of the tokens that position policies keep.
 
         Args:
             kind: `[..., N]` int, 0 text, 1 visual, 2 separators and markers.
@@ -108,7 +108,7 @@ class CachePlan:
         return stays
 
     def reduce(self, tokens: Tokens) -> Reduction:
-        """What stays in the cache of one layer, behind a prompt or whenever it is full.
+        """The entries that stay in the cache of one layer, behind a prompt or whenever it is full.
 
         Args:
             tokens: Keys `x` `[..., H, N, d]` and the signals in `needs`; `kind` is `[..., N]`.
@@ -187,13 +187,13 @@ def _at_most_one(role: str, specs: Sequence[Spec]) -> None:
         raise SpecError(f"{names} are both of role {role!r}, of which a cache has one; keep one")
 
 
-def call_plan(text: str | None) -> CachePlan | None:
-    """Read the cache spec of `attach`; None or "" is no policy at all.
+def call_plan(text: str | CachePlan | None) -> CachePlan | None:
+    """Read the cache spec of `attach`; None or "" is no policy at all, and a plan is returned.
 
     Raises:
         SpecError: A name, knob or budget is wrong, or policies do not go together.
     """
-    plan = plan_cache(text)
+    plan = text if isinstance(text, CachePlan) else plan_cache(text)
     if plan is not None and plan.retrieve is not None and plan.score is not None:
         names = plan.score.method.name, plan.retrieve.method.name
         raise SpecError(

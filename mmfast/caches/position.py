@@ -7,20 +7,12 @@ from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
-from mmfast.core.registry import register
+from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import marked
 
 
-@register(
-    "sink",
-    kind="cache",
-    paper="2309.17453",
-    needs=(),
-    sites=("kv",),
-    role="position",
-    moment="always",
-)
+@policy("sink", paper="2309.17453", needs=(), role="position", moment="always")
 def sink(tokens: Tokens, budget: int) -> Reduction:
     """Keep the first tokens of the conversation.
 
@@ -35,7 +27,7 @@ def sink(tokens: Tokens, budget: int) -> Reduction:
     return Reduction.prune(keep.expand(*tokens.x.shape[:-2], -1), tokens.n)
 
 
-@register("window", kind="cache", needs=(), sites=("kv",), role="position", moment="always")
+@policy("window", needs=(), role="position", moment="always")
 def window(tokens: Tokens, budget: int) -> Reduction:
     """Keep the most recent tokens, of whatever kind.
 
@@ -47,15 +39,7 @@ def window(tokens: Tokens, budget: int) -> Reduction:
     return Reduction.prune(keep.expand(*tokens.x.shape[:-2], -1), tokens.n)
 
 
-@register(
-    "streamingvlm",
-    kind="cache",
-    paper="2510.09608",
-    needs=("kind",),
-    sites=("kv",),
-    role="position",
-    moment="always",
-)
+@policy("streamingvlm", paper="2510.09608", needs=("kind",), role="position", moment="always")
 def streamingvlm(
     tokens: Tokens, budget: int, *, sink: float = 0.125, text: float = 0.125
 ) -> Reduction:

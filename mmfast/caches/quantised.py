@@ -7,23 +7,14 @@ from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
-from mmfast.core.registry import register
+from mmfast.core.registry import policy
 from mmfast.core.spec import Budget
 from mmfast.core.tokens import Tokens
 from mmfast.ops.quantisation import BITS, Quantiser, check_bits
 from mmfast.ops.ranking import stable_topk
 
 
-@register(
-    "quant",
-    kind="cache",
-    paper="2402.02750",
-    needs=(),
-    sites=("kv",),
-    adaptive=True,
-    role="store",
-    moment="always",
-)
+@policy("quant", paper="2402.02750", needs=(), adaptive=True, role="store", moment="always")
 def quant(bits: Budget, *, group: int = 32, residual: int = 128) -> Quantiser:
     """Store keys and values in 8, 4 or 2 bits, the most recent tokens as they are.
 
@@ -46,15 +37,7 @@ def quant(bits: Budget, *, group: int = 32, residual: int = 128) -> Quantiser:
     return Quantiser(int(bits), group, residual)
 
 
-@register(
-    "zipvl",
-    kind="cache",
-    paper="2410.08584",
-    needs=("attn_sum",),
-    sites=("kv",),
-    adaptive=True,
-    role="score",
-)
+@policy("zipvl", paper="2410.08584", needs=("attn_sum",), adaptive=True, role="score")
 def zipvl(
     tokens: Tokens, budget: int | None, *, mass: float = 0.975, high: int = 4, low: int = 2
 ) -> Reduction:

@@ -11,14 +11,14 @@ from torch import Tensor
 from mmfast.core.errors import SpecError
 from mmfast.core.kv import Clusters, Retriever
 from mmfast.core.reduction import Segments
-from mmfast.core.registry import register
+from mmfast.core.registry import policy
 from mmfast.ops.attention import group_queries
 from mmfast.ops.clustering import best_blocks, leader_clusters
 from mmfast.ops.merging import segment_merge
 from mmfast.ops.ranking import mass_cover
 
 
-@register("rekv", kind="cache", paper="2503.00540", needs=(), sites=("kv",), role="retrieve")
+@policy("rekv", paper="2503.00540", needs=(), role="retrieve")
 def rekv(budget: int | None, *, chunk: int = 1) -> Retriever:
     """Read the frames whose mean key has the largest product with the question's mean query.
 
@@ -62,23 +62,13 @@ class MeanKeys:
         return best_blocks(score, index.owner, self.budget, self.chunk)
 
 
-register("retrieve", kind="cache", paper="2503.00540", needs=(), sites=("kv",), role="retrieve")(
-    rekv
-)
+policy("retrieve", paper="2503.00540", needs=(), role="retrieve")(rekv)
 
 
 _AT_ONCE = 1 << 24  # scores in flight; bounds memory however many clusters are stored
 
 
-@register(
-    "resv",
-    kind="cache",
-    paper="2512.12284",
-    needs=(),
-    sites=("kv",),
-    role="retrieve",
-    adaptive=True,
-)
+@policy("resv", paper="2512.12284", needs=(), role="retrieve", adaptive=True)
 def resv(
     budget: float | None,
     *,

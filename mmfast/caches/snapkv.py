@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from mmfast.core.reduction import Reduction
-from mmfast.core.registry import register
+from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
 from mmfast.ops.eviction import window_choice
 
 
-@register(
-    "snapkv",
-    kind="cache",
-    paper="2404.14469",
-    needs=("attn_window",),
-    sites=("kv",),
-    role="score",
-)
+@policy("snapkv", paper="2404.14469", needs=("attn_window",), role="score")
 def snapkv(
     tokens: Tokens, budget: int, *, window: int = 32, kernel: int = 7, pool: str = "max"
 ) -> Reduction:
@@ -41,14 +34,7 @@ def snapkv(
     return window_choice(votes, budget, window=window, kernel=kernel, pool=pool)
 
 
-@register(
-    "fastkv",
-    kind="cache",
-    paper="2502.01068",
-    needs=("attn_window",),
-    sites=("kv",),
-    role="score",
-)
+@policy("fastkv", paper="2502.01068", needs=("attn_window",), role="score")
 def fastkv(tokens: Tokens, budget: int, *, window: int = 8, kernel: int = 7) -> Reduction:
     """Keep in each group of query heads what the last few queries attend to, smoothed.
 

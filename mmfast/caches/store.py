@@ -1,4 +1,4 @@
-"""What a policy leaves of the keys and values of one layer, row by row."""
+"""Keys and values of one layer after a policy, row by row."""
 
 from __future__ import annotations
 

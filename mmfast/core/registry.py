@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -120,6 +120,10 @@ def register(
         return fn
 
     return enrol
+
+
+# As `register`, for a KV policy.
+policy = partial(register, kind="cache", sites=("kv",))
 
 
 def get(name: str, kind: str = "reducer") -> Method:

@@ -1,4 +1,4 @@
-"""What a stage must compute: the ideal speed-up that a reduction can reach at best.
+"""FLOPs and bytes of a stage, and so the best speed-up that a reduction can reach.
 
 Linear layers are read off the model, attention from the token counts that were really used in
 each layer, so methods that prune before the model, inside it or in the tower share one model.

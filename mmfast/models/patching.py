@@ -64,7 +64,7 @@ def _install(owner: Any, name: str) -> list[Callable[..., Any]]:
 def _uninstall(owner: Any, name: str, gate: list[Callable[..., Any]]) -> None:
     call = owner.__dict__.get(name)
     if getattr(call, "_mmfast_arounds", None) is not gate:
-        return  # replaced by someone else meanwhile; theirs stays
+        return  # replaced by other code meanwhile, which stays
     before = call.__dict__["_mmfast_before"]
     if before is _MISSING:
         del owner.__dict__[name]
@@ -73,18 +73,18 @@ def _uninstall(owner: Any, name: str, gate: list[Callable[..., Any]]) -> None:
 
 
 def stand_before(module: nn.Module, hook: Callable[..., Any], key: str | None = None) -> Undo:
-    """A forward pre-hook `(module, args, kwargs)`, under a name of its own.
+    """Register a forward pre-hook `(module, args, kwargs)` under a name of its own.
 
     torch numbers hooks, and compiled code asks for the numbers it has seen: a model that is
     attached again would be compiled again. A name stays the same.
 
     Args:
-        module: Where.
+        module: The module.
         hook: Called before its forward.
         key: The name; without one, or where it is taken, torch numbers the hook.
 
     Returns:
-        Takes the hook away.
+        A function that removes the hook.
     """
     handle = RemovableHandle(
         module._forward_pre_hooks, extra_dict=module._forward_pre_hooks_with_kwargs
@@ -95,7 +95,7 @@ def stand_before(module: nn.Module, hook: Callable[..., Any], key: str | None = 
 def stand_behind(
     module: nn.Module, hook: Callable[..., Any], key: str | None = None, always: bool = False
 ) -> Undo:
-    """A forward hook `(module, args, kwargs, output)`; `always`: also behind an exception."""
+    """Register a forward hook `(module, args, kwargs, output)`; `always`: also after exceptions."""
     kinds = [module._forward_hooks_with_kwargs]
     if always:
         kinds.append(module._forward_hooks_always_called)

@@ -1,4 +1,4 @@
-"""A clock that waits for the device, when the first token came, what the encoder took."""
+"""Timing of calls on a device: the time to the first token, and the time in the encoder."""
 
 from __future__ import annotations
 

@@ -113,7 +113,6 @@ def _each(index: Tensor, heads: torch.Size) -> Tensor:
 
 
 def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
-    """The tokens `index` `[..., R]` with their signals."""
     wide = _each(index, heads)
 
     def pick(value: Tensor) -> Tensor:

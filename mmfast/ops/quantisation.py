@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import MmfastError, SpecError
-from mmfast.core.reduction import Reduction, gather_rows
-from mmfast.ops.ranking import complement, marked
 
 BITS = (8, 4, 2)
 _BLOCK = 1 << 18  # numbers worked on at once
@@ -143,7 +141,7 @@ def _extremes(grouped: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _block(grouped: Tensor) -> int:
-    """How many of dimension -3 are worked on at once."""
+    """Number of rows of dimension -3 that are processed at once."""
     return max(1, _BLOCK * grouped.shape[-3] // max(1, grouped.numel()))
 
 
@@ -205,7 +203,6 @@ def _grouped(x: Tensor, group: int, dim: int) -> Tensor:
 
 
 def _ungrouped(grouped: Tensor, like: Tensor, dim: int) -> Tensor:
-    """The inverse of `_grouped`, `[..., n, d]`."""
     return grouped.flatten(dim - 1, dim).narrow(dim, 0, like.shape[dim])
 
 
@@ -236,7 +233,6 @@ def _into_bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _out_of_bytes(packed: Tensor, bits: int, total: int) -> Tensor:
-    """The inverse of `_into_bytes`, `[..., total]`."""
     if bits == 8:
         return packed
     mask, per = 2**bits - 1, 8 // bits
@@ -244,105 +240,34 @@ def _out_of_bytes(packed: Tensor, bits: int, total: int) -> Tensor:
     return torch.cat(parts, -1)[..., :total]
 
 
-Part = PackedTensor | Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class MixedPacked:
-    """A tensor `[..., n, d]` whose tokens are stored in two precisions.
-
-    Attributes:
-        important: `[..., n]` bool, equally many in every row: the tokens in more bits.
-        high: Those tokens, packed or (16 bits) as they were; None where there are none.
-        low: The other tokens, likewise.
-    """
-
-    important: Tensor
-    high: Part
-    low: Part
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both parts and of the mask."""
-        parts = (self.important, self.high, self.low)
-        return sum(part.nbytes for part in parts if part is not None)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Tensors and numbers by name; `restore` makes the same object of them."""
-        parts = {"high": self.high, "low": self.low}
-        trees = {
-            name: part.snapshot() if isinstance(part, PackedTensor) else part
-            for name, part in parts.items()
-        }
-        return {"important": self.important, **trees}
-
-    @classmethod
-    def restore(cls, tree: Mapping[str, Any]) -> MixedPacked:
-        """The inverse of `snapshot`."""
-        high, low = (
-            PackedTensor.restore(part) if isinstance(part, Mapping) else part
-            for part in (tree["high"], tree["low"])
-        )
-        return cls(tree["important"], high, low)
-
-
-def pack_mixed(
-    x: Tensor, important: Reduction, bits: tuple[int, int], *, keys: bool = False, group: int = 32
-) -> MixedPacked:
-    """Store the tokens that `important` keeps in `bits[0]` bits, the others in `bits[1]`.
-
-    Args:
-        x: Keys or values `[..., n, d]`; leading dims as those of `important.keep`.
-        important: Which tokens matter, from a policy such as `zipvl`.
-        bits: 16 (as they are), 8, 4 or 2, for both parts.
-        keys: Groups along the tokens, as keys need them; see `ops.quantise`.
-        group: Numbers that share a scale.
-    """
-    keep, n = important.keep, x.shape[-2]
-    parts = [
-        _pack(gather_rows(x, index), width, group, keys)
-        for index, width in zip((keep, complement(keep, n)), bits, strict=True)
-    ]
-    return MixedPacked(important.owner >= 0, parts[0], parts[1])
-
-
-def unpack_mixed(packed: MixedPacked) -> Tensor:
-    """The tensor `[..., n, d]`, every token at its place."""
-    index = torch.cat([marked(packed.important), marked(~packed.important)], -1)
-    parts = (packed.high, packed.low)
-    rows = [dequantise(p) if isinstance(p, PackedTensor) else p for p in parts if p is not None]
-    joined = torch.cat(rows, -2)
-    places = torch.arange(index.shape[-1], device=index.device).expand_as(index)
-    return gather_rows(joined, torch.empty_like(index).scatter_(-1, index, places))
-
-
-def _pack(x: Tensor, bits: int, group: int, keys: bool) -> Part:
-    if x.shape[-2] == 0:
-        return None
-    return x if bits == 16 else quantise(x, bits, group, along_tokens=keys)
-
-
-def dequantise_row(packs: Sequence[PackedTensor], out: Tensor) -> None:
+def dequantise_row(packs: Sequence[PackedTensor | Tensor], out: Tensor) -> None:
     """Write parts `[..., n, d]` one behind the other; neighbours of one form are read at once.
 
     Args:
-        packs: In order, at least one.
+        packs: In order, at least one; a tensor is copied.
         out: `[..., N, d]`, N the tokens of all parts together.
     """
     start = 0
     for _, group in groupby(packs, _form):
         alike = list(group)
-        stop = start + len(alike) * alike[0].n
+        first, plain = alike[0], [part for part in alike if isinstance(part, PackedTensor)]
+        if not isinstance(first, PackedTensor):
+            out[..., start : start + first.shape[-2], :] = first
+            start += first.shape[-2]
+            continue
+        stop = start + len(plain) * first.n
         joined = replace(
-            alike[0],
-            codes=torch.stack([p.codes for p in alike], -2),  # [..., P, bytes]
-            low=torch.stack([p.low for p in alike], -3),
-            step=torch.stack([p.step for p in alike], -3),
+            first,
+            codes=torch.stack([p.codes for p in plain], -2),  # [..., P, bytes]
+            low=torch.stack([p.low for p in plain], -3),
+            step=torch.stack([p.step for p in plain], -3),
         )
-        dequantise(joined, out[..., start:stop, :].unflatten(-2, (len(alike), -1)))
+        dequantise(joined, out[..., start:stop, :].unflatten(-2, (len(plain), -1)))
         start = stop
 
 
-def _form(packed: PackedTensor) -> tuple[object, ...]:
+def _form(packed: PackedTensor | Tensor) -> tuple[object, ...]:
+    if isinstance(packed, Tensor):
+        return (id(packed),)
     settings = (packed.n, packed.width, packed.bits, packed.group, packed.along_tokens)
     return (*settings, packed.codes.shape, packed.low.dtype)

@@ -1,12 +1,12 @@
-"""Keys and values of several streams in one tensor per layer, each stream at its own length.
+"""Keys and values of several streams: in place (`LayerSlot`), and as a value (`StreamKV`).
 
-New tokens are written where a `Place` says and attention reads views, so a token costs a copy of
-itself. What stands behind the length of a stream is not there: taking tokens back costs nothing.
+A slot holds one tensor per layer, each stream at its own length. New tokens are written at the
+places of a `TokenPlaces` and attention reads views, so a token costs a copy of itself. Entries
+behind the length of a stream are not valid, so taking tokens back costs nothing.
 
-Keys and values of several streams as a value: steps make new ones, old ones stay as they were.
-
-A place is a position in time. Several tokens may share one (the two channels of a dialogue): a
-token sees all tokens of earlier places, and itself.
+A `StreamKV` is never changed: steps make new ones. A place is a position in time. Several tokens
+may share one (the two channels of a dialogue): a token sees all tokens of earlier places, and
+itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STRIP = 32  # widest pass whose mask is a view of a prepared strip
 
 @dataclass(slots=True)
 class TokenPlaces:
-    """Where the tokens of one pass stand, for all layers.
+    """Places of the tokens of one pass, for all layers.
 
     Attributes:
         start: Position of the first new token; of the earliest stream where they differ.
@@ -193,7 +193,7 @@ class Placer:
     def place(
         self, starts: Sequence[int], n: int, firsts: Sequence[int] | None = None
     ) -> TokenPlaces:
-        """Whichever of both fits."""
+        """`even` where all streams are at one position, else `uneven`."""
         start, first = starts[0], firsts[0] if firsts is not None else 0
         if len(starts) == 1:
             return self.even(start, n, first)
@@ -235,7 +235,7 @@ class Placer:
 
 @dataclass(frozen=True, eq=False)
 class StreamKV:
-    """What a decoder remembers of B streams.
+    """Memory of a decoder for B streams.
 
     Attributes:
         keys: Per layer `[B, H, n, d]`; empty before the first step.
@@ -263,7 +263,7 @@ def empty(batch: int, device: torch.device | str | None = None) -> StreamKV:
 
 @dataclass(frozen=True, eq=False)
 class StepPlaces:
-    """Where the tokens of one step stand, and what they see.
+    """Places of the tokens of one step, and the entries they see.
 
     Attributes:
         place: `[B, n]` of the new tokens.
@@ -286,7 +286,7 @@ def advance(
     Args:
         state: Of the step before.
         n: New entries.
-        real: `[B, n]` bool where shorter streams are padded; padding is seen by nobody.
+        real: `[B, n]` bool where shorter streams are padded; padding is seen by no token.
         window: Places that a token looks back to, its own included; None for all.
         width: Tokens per place.
     """

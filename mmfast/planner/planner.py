@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmfast.attach import check_sites
 from mmfast.core.errors import MmfastError, ModelError
-from mmfast.core.spec import Spec, expand
+from mmfast.core.spec import Spec
 from mmfast.models.loading import embedded_path
+from mmfast.models.reduction.check import check as check_stages
 from mmfast.planner.calibration import Tick
 from mmfast.planner.candidates import (
     DOCUMENT_SHARE,
@@ -305,7 +305,7 @@ class Planner:
         def check(stages: tuple[Spec, ...]) -> None:
             self.learner.check(stages, work)
             if depth == len(self.model.get_decoder().layers):  # else it is a model cut down
-                check_sites(expand(stages, depth), self.model)
+                check_stages(stages, self.model)
 
         return candidates(
             evidence,

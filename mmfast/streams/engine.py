@@ -24,7 +24,8 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.models.decoder.rotary import Raw, RawCapture, Rotary, check_rotation
-from mmfast.models.reduction.masks import FULL, kind_of, stock_mask
+from mmfast.models.layers import FULL, kind_of
+from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.probe import intercepting
 from mmfast.ops.eviction import evict
 from mmfast.streams.archive.archive import Archive, recall

@@ -16,8 +16,9 @@ from mmfast.caches.plan import call_plan
 from mmfast.core.spec import Spec, parse
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
+from mmfast.models.families.adapter import token_counts
 from mmfast.models.loading import embedded_path, load
-from mmfast.models.prompt import Shot, build_inputs, token_counts
+from mmfast.models.prompt import Shot, build_inputs
 from mmfast.models.reduction.inputs import encoded
 from mmfast.models.timing import FirstToken
 from mmfast.tiny.suites import Suite, SuiteCase, suite_of

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from mmfast.bench.cases import build
 from mmfast.bench.suites import decode
 from mmfast.bench.suites.decode import CompiledRun
-from mmfast.models import hooks
+from mmfast.models.reduction import hooks
 
 EAGER = {"backend": "eager"}  # Dynamo alone decides on graphs and breaks
 STEPS = 33  # the first compiles, 32 must not

@@ -18,8 +18,8 @@ from transformers import StaticCache
 import mmfast
 from mmfast.attach import attach
 from mmfast.bench.suites import decode
-from mmfast.models import hooks
 from mmfast.models.patching import stand_before, stand_behind
+from mmfast.models.reduction import hooks
 from mmfast.models.reduction.call import Arming
 from mmfast.ops.cuda_graphs import WARM_UPS, CudaGraphs
 

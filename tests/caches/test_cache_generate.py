@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cache_oracle
 import model_oracle as oracle
 import pytest
@@ -33,12 +31,6 @@ SPECS = (
     "streamingvlm:0.5",
 )
 PREFILL = (SPECS[0], "lookm:0.4", "zipvl:0.5?low=0")  # act behind a prompt only
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import Any
 
 import cache_oracle
 import pytest
@@ -27,12 +26,6 @@ SPECS = (
     "lookm:0.4+quant:8?residual=4&group=4",
     "rekv:1",
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("family", MORE)

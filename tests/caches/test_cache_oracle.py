@@ -17,31 +17,6 @@ from mmfast.attach import attach
 TOKENS = 5
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
-def apply(walk: cache_oracle.Walk, found: dict[int, Any]) -> dict[int, torch.Tensor]:
-    """Edit keys and values by hand; says what each head still sees."""
-    visible = {}
-    for index, heads in found.items():
-        held = walk.cache.layers[index]
-        seen = torch.zeros(held.keys.shape[1], held.keys.shape[2], dtype=torch.bool)
-        for name in ("keys", "values"):
-            whole = getattr(held, name)
-            edited = whole.clone()
-            for head, answer in enumerate(heads):
-                for slot, shares in answer.groups.items():
-                    parts = [share * whole[0, head, source] for source, share in shares.items()]
-                    edited[0, head, slot] = sum(parts)
-                    seen[head, slot] = True
-            setattr(held, name, edited)
-        visible[index] = seen
-    return visible
-
-
 def difference(
     family: str,
     spec: str,
@@ -55,7 +30,7 @@ def difference(
         out = generate(this, inputs, TOKENS)
     walk = cache_oracle.Walk(this, prompt)
     found = answers(this, walk, kinds_of(this, inputs, prompt), *SCORES[spec])
-    visible = apply(walk, found)
+    visible = cache_oracle.apply(walk, found)
     if fault is not None:
         fault(visible, walk)
     logits = [walk.logits]

@@ -18,12 +18,6 @@ from mmfast.core.errors import SpecError
 SPECS = ("rekv:1", "resv:0.3?radius=3", "sink:2+window:9+retrieve:1", "rekv:1+quant:8?residual=4")
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def ask(this: Tiny) -> dict[str, Any]:
     """A clip, or three pictures in a row."""
     if "video" in this.facts.kinds:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cache_oracle
 import model_oracle as oracle
 import pytest
@@ -18,12 +16,6 @@ from mmfast.ops.quantisation import dequantise, quantise
 RESIDUAL, GROUP = 6, 4
 STORE = f"quant:4?residual={RESIDUAL}&group={GROUP}"
 BLOCK = max(RESIDUAL, GROUP)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def age(walk: cache_oracle.Walk, index: int, seen: torch.Tensor, start: int, stop: int) -> None:
@@ -53,7 +45,7 @@ def test_decoding_equals_rounding_by_hand(family: str, score: str | None) -> Non
     visible = dict.fromkeys(walk.full, everything)
     if score is not None:
         found = answers(this, walk, kinds_of(this, inputs, prompt), *SCORES[score])
-        visible = cache_oracle_apply(walk, found)
+        visible = cache_oracle.apply(walk, found)
     count = int(visible[walk.full[0]][0].sum())
     done = count - RESIDUAL
     for index in walk.full:
@@ -84,12 +76,6 @@ def test_the_oracle_sees_a_few_entries_too_few_or_too_many(family: str, shift: i
         age(walk, index, everything, 0, length - RESIDUAL + shift)
     logits = [walk.step(t) for t in out.sequences[0, length:-1].tolist()]
     assert (torch.stack(logits) - torch.cat(out.logits[1:])).abs().max() > 2e-4
-
-
-def cache_oracle_apply(walk: cache_oracle.Walk, found: Any) -> dict[int, torch.Tensor]:
-    from cache_questions import apply
-
-    return apply(walk, found)
 
 
 MIXED = (

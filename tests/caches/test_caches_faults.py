@@ -94,11 +94,11 @@ def _short(keep: torch.Tensor, n: int) -> Reduction:
 
 _prune = Reduction.prune
 FAULTS: list[Fault] = [
-    ("snapkv", "ops.pooled_votes.stable_topk", _least),
-    ("snapkv", "ops.pooled_votes.pooled_votes", _unpooled),
-    ("snapkv", "ops.pooled_votes.with_last", _no_window),
-    ("fastkv", "ops.pooled_votes.pooled_votes", _unpooled),
-    ("fastkv", "ops.pooled_votes.pooled_votes", _zero_padded),
+    ("snapkv", "ops.eviction.stable_topk", _least),
+    ("snapkv", "ops.eviction.pooled_votes", _unpooled),
+    ("snapkv", "ops.eviction.with_last", _no_window),
+    ("fastkv", "ops.eviction.pooled_votes", _unpooled),
+    ("fastkv", "ops.eviction.pooled_votes", _zero_padded),
     ("keynorm", "caches.keynorm.grouped_topk", _ungrouped),
     ("keynorm", "caches.keynorm.share_out", _equal_parts),
     ("keyformer", "caches.keyformer.stable_topk", _least),
@@ -107,10 +107,10 @@ FAULTS: list[Fault] = [
     ("lookm", "caches.lookm.fold_evicted", _plain),
     ("lookm", "caches.lookm.fold_evicted", _averaged),
     ("lookm", "caches.lookm.fold_evicted", _dropped),
-    ("lookm", "ops.fold_evicted.nearest", _farthest),
-    ("zipvl", "caches.zipvl.stable_topk", _least),
-    ("zipvl", "caches.zipvl._holding", _one_more),
-    ("streamingvlm", "caches.streamingvlm._windows", _mixed_windows),
+    ("lookm", "ops.eviction.nearest", _farthest),
+    ("zipvl", "caches.quantised.stable_topk", _least),
+    ("zipvl", "caches.quantised._holding", _one_more),
+    ("streamingvlm", "caches.position._windows", _mixed_windows),
 ]
 
 

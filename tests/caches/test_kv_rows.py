@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmfast.models.kv.packed import PackedRow, packs_of
+from mmfast.models.kv.packs import PackedRow, packs_of, split_packs
 from mmfast.ops.quantisation import PackedTensor, Quantiser, dequantise, dequantise_row
 from mmfast.ops.stream_cache import StreamKV, merge, stack, take
 
@@ -46,6 +46,34 @@ def test_a_row_is_its_packs_and_what_came_since(dtype: torch.dtype) -> None:
     short = row.keep(kept, 8).read(keys[:, 35:], values[:, 35:])
     for a, b in zip(short, expected, strict=True):
         assert a.equal(torch.stack([b[h, kept[h]] for h in range(3)]))
+
+
+@pytest.mark.parametrize("bits", [(4, 2), (16, 8), (8, 4), (16, 2)])
+def test_two_precisions(bits: tuple[int, int]) -> None:
+    """Every entry at its own place, those that matter nearer to what they were."""
+    keys, values = torch.randn(2, 3, 90, 16)
+    chosen = torch.randperm(90)[:20].sort().values
+    packers = [lambda x, k, b=b: x if b == 16 else Quantiser(b).pack(x, keys=k) for b in bits]
+    packs, order = split_packs(keys[:, :70], values[:, :70], chosen[chosen < 70], tuple(packers))
+    row = PackedRow().add(packs, order, 90)
+    found = row.read(keys[:, 70:], values[:, 70:])
+    assert row.nbytes < keys[:, :70].nbytes + values[:, :70].nbytes
+    high = torch.zeros(70, dtype=torch.bool).index_fill(0, chosen[chosen < 70], True)
+    for back, x, whose in zip(found, (keys, values), (True, False), strict=True):
+        assert back[:, 70:].equal(x[:, 70:])
+        error = (back - x).abs().amax(-1)[:, :70]
+        assert error[:, high].mean() < 0.5 * error[:, ~high].mean()
+        for width, mine in zip(bits, (high, ~high), strict=True):
+            rows = x[:, :70][:, mine]
+            alone = rows if width == 16 else dequantise(Quantiser(width).pack(rows, keys=whose))
+            assert back[:, :70][:, mine].equal(alone)
+    # What is packed or evicted later stands behind it, or goes.
+    more = row.add(packs_of(keys[:, 70:80], values[:, 70:80], packers[1], None), None, 20)
+    again = more.read(keys[:, 80:], values[:, 80:])[0]
+    assert again[:, :70].equal(found[0][:, :70]) and again[:, 80:].equal(keys[:, 80:])
+    kept = torch.stack([torch.randperm(90)[:40].sort().values for _ in range(3)])
+    short = more.keep(kept, 10).read(keys[:, 80:], values[:, 80:])[0]
+    assert short.equal(torch.stack([again[h, kept[h]] for h in range(3)]))
 
 
 def test_packs_of_unlike_forms_keep_their_order() -> None:

@@ -200,12 +200,12 @@ RIGHT_MASS = resv_module.attention_mass
 RIGHT_COVER = mass_cover
 RIGHT_BLOCKS = best_blocks
 FAULTS: list[tuple[str, Callable[..., Tensor], Callable[[], None]]] = [
-    ("resv.attention_mass", _uncounted, _check_resv),
-    ("resv.group_queries", _heads_interleaved, _check_resv),
-    ("resv.leader_clusters", _each_for_itself, _check_resv),
-    ("resv.mass_cover", _too_much, _check_resv),
-    ("rekv.group_queries", _heads_interleaved, _check_rekv),
-    ("rekv.best_blocks", _worst, _check_rekv),
+    ("retrieval.attention_mass", _uncounted, _check_resv),
+    ("retrieval.group_queries", _heads_interleaved, _check_resv),
+    ("retrieval.leader_clusters", _each_for_itself, _check_resv),
+    ("retrieval.mass_cover", _too_much, _check_resv),
+    ("retrieval.group_queries", _heads_interleaved, _check_rekv),
+    ("retrieval.best_blocks", _worst, _check_rekv),
 ]
 
 

@@ -8,21 +8,15 @@ import numpy as np
 import oracles_caches
 import pytest
 import torch
-from cache_checks import evict
-from cache_factory import make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfast import MmfastError, SpecError
-from mmfast.caches.plan import plan_cache
 from mmfast.ops import quantisation as module
 from mmfast.ops.quantisation import (
-    MixedPacked,
     PackedTensor,
     Quantiser,
-    pack_mixed,
     quantise,
-    unpack_mixed,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -150,34 +144,6 @@ def test_keys_of_unlike_channels_need_a_scale_per_channel() -> None:
         for keys in (True, False)
     }
     assert error[True] < 0.1 * error[False]
-
-
-@pytest.mark.parametrize("bits", [(4, 2), (16, 8), (8, 4), (16, 2)])
-@pytest.mark.parametrize("keys", [True, False])
-def test_mixed_bits(bits: tuple[int, int], keys: bool) -> None:
-    tokens = make("random", 3, 90, width=16)
-    important = evict(tokens, "zipvl:20")
-    packed = pack_mixed(tokens.x, important, bits, keys=keys)
-    back = unpack_mixed(packed)
-    error = (back - tokens.x).abs().amax(-1)  # [H, N]
-    chosen = important.owner >= 0
-    assert error[chosen].mean() < 0.5 * error[~chosen].mean()
-    assert bits[0] != 16 or back[chosen].equal(tokens.x[chosen])
-    assert packed.nbytes < tokens.x.nbytes
-    again = MixedPacked.restore(packed.snapshot())
-    assert unpack_mixed(again).equal(back)
-    for width, index in zip(bits, (chosen, ~chosen), strict=True):
-        rows = tokens.x[index].reshape(3, -1, 16)
-        alone = rows if width == 16 else Quantiser.unpack(Quantiser(width).pack(rows, keys=keys))
-        assert back[index].reshape(rows.shape).equal(alone)
-
-
-def test_mixed_bits_of_all_or_nothing() -> None:
-    tokens = make("random", 2, 12)
-    plan = plan_cache("zipvl:1.0?high=16")
-    assert plan is not None and plan.bits is not None
-    packed = pack_mixed(tokens.x, plan.reduce(tokens), plan.bits)
-    assert packed.low is None and unpack_mixed(packed).equal(tokens.x)
 
 
 FAULTS = {

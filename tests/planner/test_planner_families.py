@@ -6,7 +6,7 @@ import pytest
 from tiny_models import ALL_FAMILIES, facts, tiny
 
 from mmfast.attach import attach
-from mmfast.models.prompt import token_counts
+from mmfast.models.families.adapter import token_counts
 from mmfast.planner.planner import Planner
 from mmfast.planner.target import make_target
 

@@ -104,3 +104,22 @@ def kept(cache: Any, layer: int, n: int, row: int = 0) -> Tensor:
         real = held.notes["kind"][row].expand(len(places), -1)[head] >= 0
         seen[head, mine[real & (mine < n)]] = True
     return seen
+
+
+def apply(walk: Walk, found: dict[int, Any]) -> dict[int, torch.Tensor]:
+    """Edit keys and values by hand; says what each head still sees."""
+    visible = {}
+    for index, heads in found.items():
+        held = walk.cache.layers[index]
+        seen = torch.zeros(held.keys.shape[1], held.keys.shape[2], dtype=torch.bool)
+        for name in ("keys", "values"):
+            whole = getattr(held, name)
+            edited = whole.clone()
+            for head, answer in enumerate(heads):
+                for slot, shares in answer.groups.items():
+                    parts = [share * whole[0, head, source] for source, share in shares.items()]
+                    edited[0, head, slot] = sum(parts)
+                    seen[head, slot] = True
+            setattr(held, name, edited)
+        visible[index] = seen
+    return visible

@@ -30,7 +30,7 @@ from mmfast.models.decoder.blocks import (
     stock_entry,
 )
 from mmfast.models.decoder.rotary import Rotary
-from mmfast.models.reduction.masks import FULL, kind_of
+from mmfast.models.layers import FULL, kind_of
 from mmfast.ops.stream_cache import Angles, LayerSlot, Placer
 
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from mmfast.core.errors import ModelError
-from mmfast.models.reduction.masks import kind_of
+from mmfast.models.layers import kind_of
 
 _KEYS = ("k_norm", "k_layernorm", "key_layernorm", "k_proj")
 _QUERIES = ("q_norm", "q_layernorm", "query_layernorm", "q_proj")

@@ -1,11 +1,13 @@
-"""What is particular to one model family: the layout of its visual tokens, and a few flags.
+"""Adapters: the layout of a model family's visual tokens, and a few flags.
 
-A family is one file in this folder that builds an `Adapter` and calls `add_adapter`.
-Nothing about a method may enter it, so methods and families add up instead of multiplying.
+A family is one file in this folder that builds an `Adapter` and calls `add_adapter`; it is found by
+itself, and relatives may share a file. Nothing about a method may enter it, so the cost of methods
+and families adds up instead of multiplying.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.registry import import_all
+from mmfast.core.trace import Trace
 from mmfast.models.families.tower import Tower, find_tower
 
 # Arguments of the call of `get_image_features`, or of another kind, by name.
@@ -30,6 +33,12 @@ def raster_places(grid: tuple[int, int, int]) -> Tensor:
     """`(t, y, x)` of every token of a full raster, `[t * h * w, 3]`."""
     axes = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
     return torch.stack([axis.flatten() for axis in axes], dim=-1)
+
+
+def square(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout | None:
+    """A `recover` for images that are squares; None where the number of tokens is no square."""
+    side = math.isqrt(len(embeds))
+    return Layout(len(embeds), (1, side, side)) if side * side == len(embeds) else None
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class Layout:
     places: Tensor | None = field(default=None, compare=False, repr=False)
 
     def place(self) -> Tensor | None:
-        """`(t, y, x)` of each content token, `[N, 3]`; None where nothing tells."""
+        """`(t, y, x)` of each content token, `[N, 3]`; None where it is unknown."""
         if self.places is not None or self.grid is None:
             return self.places
         return raster_places(self.grid)
@@ -83,7 +92,7 @@ class Adapter:
         recover: `(base model, kind, embeddings [length, D], positions [3, length] or None) ->
             Layout` of one image or video, or list of those that come joined, for features that
             were encoded before `attach` and come without their call; None where the tensors do
-            not tell.
+            not show it.
         tower: `(base model) -> Tower`: where the vision tower keeps its blocks.
         audio_tower: The same of the audio encoder, for a family that hears.
         tile_counts: `(base model, call) -> list[int]`: tower inputs of each image of a call.
@@ -160,7 +169,8 @@ def adapter_for(model: Any) -> Adapter:
         raise ModelError(
             f"{type(model).__name__} (model_type {family!r}) has no adapter; families: {known}; "
             "write one: mmfast.models.families.adapter.add_adapter(Adapter(model_type, layout, "
-            "fold)), as mmfast/models/families/llava_onevision.py does in about 60 lines"
+            "fold)), as mmfast/models/families/llava.py does in about 50 lines; a file in that "
+            "folder is found by itself"
         )
     return _ADAPTERS[family]
 
@@ -172,3 +182,28 @@ def tower_of(model: Any) -> Tower:
         ModelError: The family is unknown.
     """
     return adapter_for(model).tower(model.base_model)
+
+
+def token_counts(
+    model: Any, kind: str, inputs: Mapping[str, Any], trace: Trace
+) -> list[tuple[int, int]]:
+    """Visual tokens of every image or clip of a batch: before, and after the last stage.
+
+    Separators are not counted: no method may drop them.
+    """
+    layouts = adapter_for(model).layout(model.base_model, kind, inputs)
+    full = [len(layout.content()) for layout in layouts]
+    left = dict(enumerate(full))
+    for site, item, reduction in trace.reductions:
+        if site != "vit":  # inside the encoder patches are counted, and its output is restored
+            left[item] = reduction.m
+    return [(n, left[item]) for item, n in enumerate(full)]
+
+
+def add_views(model: Any, kind: str, inputs: Mapping[str, Any], trace: Trace) -> None:
+    """Let the trace of a call that reduced nothing be drawn too: everything was kept."""
+    if any(site != "vit" for site, _, _ in trace.reductions):
+        return
+    for number, layout in enumerate(adapter_for(model).layout(model.base_model, kind, inputs)):
+        tile = None if layout.tiles is None else torch.tensor(layout.tiles)
+        trace.see(number, layout.place(), tile, (kind, number))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
+from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter, square
 from mmfast.models.families.tower import Tower
 
 
@@ -26,12 +26,6 @@ def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     return list(values.split([each.length for each in layout(base, kind, call)]))
 
 
-def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout | None:
-    """Images are squares; where the number of tokens is none, the tensors do not tell."""
-    side = math.isqrt(len(embeds))
-    return Layout(len(embeds), (1, side, side)) if side * side == len(embeds) else None
-
-
 def tower(base: Any) -> Tower:
     """The tower, without blocks that could be read or merged in."""
     return Tower(base, base.vision_tower, nn.ModuleList(), packed=False, class_token=False)
@@ -42,4 +36,4 @@ def _cells(base: Any, pixels: int) -> int:
     return math.ceil(pixels / stride)
 
 
-add_adapter(Adapter("fast_vlm", layout, fold, recover, tower, media=("image",)))
+add_adapter(Adapter("fast_vlm", layout, fold, square, tower, media=("image",)))

@@ -1,8 +1,9 @@
-"""Idefics3: tiles of an image with text between them in the prompt, the overview last.
+"""Idefics3 and SmolVLM: tiles of an image with text between them in the prompt, the overview last.
 
-The encoder gets the tiles of a prompt in one row without a word about whose they are; the prompt
-tells: the text in front of a run of placeholders marks the overview, which ends its image.
-Paper: arXiv 2408.12637.
+The encoder gets the tiles of a prompt in one row; only the prompt tells to which image they belong.
+The text in front of a run of placeholders marks the overview, which ends its image. A clip of
+SmolVLM is a series of pictures with a timestamp in front of each, and is one item.
+Papers: arXiv 2408.12637 (Idefics3), 2504.05299 (SmolVLM).
 """
 
 from __future__ import annotations
@@ -12,21 +13,38 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from einops import reduce
 from torch import Tensor
 
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
 from mmfast.models.families.prompt_ids import Span, ids_of, runs
 from mmfast.models.families.tiles import tile_raster
 
+# Between two frames stands "\nFrame from 00:01:" and nothing else: 18 letters, fewer tokens.
+# Between two clips stands a sentence about the second one.
+_LONGEST = 24
+# `(token ids of a prompt, its images)` to groups of images, each an item.
+Grouping = Callable[[list[int], list[list[Span]]], list[list[list[Span]]]]
 
-def layout(base: Any, kind: str, call: Call) -> list[Layout]:
-    """One layout per image of the prompts; per tile where the prompts are not known."""
-    return layouts(base, call, lambda ids, found: [[image] for image in found])
 
+def adapter(family: str, group: Grouping, media: tuple[str, ...]) -> Adapter:
+    """The adapter of a family whose images form items by `group`."""
 
-def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
-    """Mean over the patches `[P, C]` that pixel shuffling puts into one token."""
-    return fold_as(layout(base, kind, call), base, values)
+    def layout(base: Any, kind: str, call: Call) -> list[Layout]:
+        return layouts(base, call, group)
+
+    def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
+        """Mean over the patches `[P, C]` that pixel shuffling puts into one token."""
+        scale, (_, h, w) = base.config.scale_factor, _raster(tile(base))
+        pattern = "(tile h down w across) c -> (tile h w) c"
+        tokens = reduce(values, pattern, "mean", h=h, w=w, down=scale, across=scale)
+        return list(tokens.split([each.length for each in layout(base, kind, call)]))
+
+    def tile_counts(base: Any, call: Call) -> list[int]:
+        """Tiles per image, the overview included, or frames per clip."""
+        return [each.length // tile(base).length for each in layout(base, "image", call)]
+
+    return Adapter(family, layout, fold, recover, tile_counts=tile_counts, media=media)
 
 
 def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> list[Layout] | None:
@@ -36,25 +54,30 @@ def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> list[Layo
     return None if rest else [one] * count
 
 
-def tile_counts(base: Any, call: Call) -> list[int]:
-    """Tiles per image, the overview included."""
-    return [each.length // tile(base).length for each in layout(base, "image", call)]
-
-
-Groups = Callable[[list[int], list[list[Span]]], list[list[list[Span]]]]
-
-
-def layouts(base: Any, call: Call, clips: Groups) -> list[Layout]:
-    """Layouts of all prompts; `clips(ids, images)` puts the frames of each clip together."""
+def layouts(base: Any, call: Call, group: Grouping) -> list[Layout]:
+    """One layout per item of the prompts; per tile where the prompts are not known."""
     one, ids = tile(base), ids_of(call)
-    counts = real_tiles(call["pixel_values"]).sum(1).tolist()
+    # A tile of zeros is padding.
+    counts = (torch.count_nonzero(call["pixel_values"].flatten(2), dim=-1) > 0).sum(1).tolist()
     spans = [] if ids is None else _spans(ids.cpu() == base.config.image_token_id, one, counts)
     if ids is None or sum(map(len, spans)) != sum(counts):
         return [one] * sum(counts)  # and stock code says what is wrong
     found: list[Layout] = []
     for tokens, mine in zip(ids.tolist(), spans, strict=True):
-        found += [mosaic(tokens, group, one) for group in clips(tokens, images(tokens, mine))]
+        found += [_mosaic(tokens, each, one) for each in group(tokens, _images(tokens, mine))]
     return found
+
+
+def tile(base: Any) -> Layout:
+    """One tile, or one frame."""
+    vision = base.config.vision_config
+    side = vision.image_size // vision.patch_size // base.config.scale_factor
+    return Layout(side * side, (1, side, side))
+
+
+def _raster(layout: Layout) -> tuple[int, int, int]:
+    assert layout.grid is not None
+    return layout.grid
 
 
 def _spans(here: Tensor, one: Layout, counts: list[int]) -> list[list[Span]]:
@@ -66,22 +89,11 @@ def _spans(here: Tensor, one: Layout, counts: list[int]) -> list[list[Span]]:
     return spans
 
 
-def fold_as(found: list[Layout], base: Any, values: Tensor) -> list[Tensor]:
-    """Patches of tiles `[P, C]` to tokens, one `[N, C]` for each of the layouts."""
-    grid = tile(base).grid
-    assert grid is not None
-    _, h, w = grid
-    scale = base.config.scale_factor
-    blocks = values.reshape(-1, h, scale, w, scale, values.shape[-1])
-    tokens = blocks.mean((2, 4)).flatten(0, 2)
-    return list(tokens.split([each.length for each in found]))
-
-
-def images(ids: list[int], spans: list[Span]) -> list[list[Span]]:
+def _images(ids: list[int], spans: list[Span]) -> list[list[Span]]:
     """Runs of placeholders by image: every overview ends one.
 
     The last run of a prompt is an overview, and so are those with the same tag in front. Two
-    tokens are compared, so that a tag that is no token of its own is told apart, too.
+    tokens are compared, so that a tag of several tokens is recognised as well.
     """
     found: list[list[Span]] = [[]]
     for span in spans:
@@ -91,35 +103,56 @@ def images(ids: list[int], spans: list[Span]) -> list[list[Span]]:
     return [image for image in found if image]
 
 
-def mosaic(ids: list[int], group: list[list[Span]], one: Layout) -> Layout:
+def _tag(ids: list[int], span: Span) -> list[int]:
+    return ids[max(0, span[0] - 2) : span[0]]
+
+
+def _mosaic(ids: list[int], group: list[list[Span]], one: Layout) -> Layout:
     """Layout of one image: its tiles row by row, then the overview; or of the frames of a clip."""
-    spans = group[0]
-    assert one.grid is not None
+    spans, (_, *side) = group[0], _raster(one)
     if len(spans) == 1:
-        return Layout(len(group) * one.length, (len(group), *one.grid[1:]))
+        return Layout(len(group) * one.length, (len(group), side[0], side[1]))
     # Within a row of tiles the next tag follows at once, which begins as every image ends.
     end = ids[spans[-1][1] : spans[-1][1] + 1]
     breaks = sum(ids[a[1] : a[1] + 1] != end for a, _ in pairwise(spans[:-1]))
     rows, tiles = breaks + 1, len(spans) - 1
     shape = (rows, tiles // rows) if tiles % rows == 0 else (1, tiles)
-    numbers, places = tile_raster(shape, one.grid[1:], "last")
+    numbers, places = tile_raster(shape, (side[0], side[1]), "last")
     return Layout(len(numbers), None, tiles=numbers, places=places)
 
 
-def real_tiles(pixels: Tensor) -> Tensor:
-    """`[B, T]` True where a tile `[B, T, C, H, W]` is not padding."""
-    return torch.count_nonzero(pixels.flatten(2), dim=-1) > 0
+def each_alone(ids: list[int], images: list[list[Span]]) -> list[list[list[Span]]]:
+    """Every image is an item."""
+    return [[image] for image in images]
 
 
-def tile(base: Any) -> Layout:
-    """One tile, or one frame."""
-    vision = base.config.vision_config
-    side = vision.image_size // vision.patch_size // base.config.scale_factor
-    return Layout(side * side, (1, side, side))
+def clips(ids: list[int], images: list[list[Span]]) -> list[list[list[Span]]]:
+    """The frames of a clip together, everything else alone."""
+    groups: list[list[list[Span]]] = []
+    for image in images:
+        last = groups[-1][-1] if groups else []
+        if len(image) == len(last) == 1 and _follows(ids, last[0], image[0]):
+            groups[-1].append(image)
+        else:
+            groups.append([image])
+    return groups
 
 
-def _tag(ids: list[int], span: Span) -> list[int]:
-    return ids[max(0, span[0] - 2) : span[0]]
+def _follows(ids: list[int], a: Span, b: Span) -> bool:
+    """Two pictures are neighbours in a clip: both stamped, little between them."""
+    return b[0] - a[1] <= _LONGEST and _stamped(ids, a) and _stamped(ids, b)
 
 
-add_adapter(Adapter("idefics3", layout, fold, recover, tile_counts=tile_counts, media=("image",)))
+def _stamped(ids: list[int], span: Span) -> bool:
+    """`mm:ss:`, a token each, stands in front of a picture and its opening tags."""
+    opening = ids[span[1] : span[1] + 1]  # the tag that closes a picture opens it, too
+    first = span[0] - 1
+    while first >= 0 and ids[first : first + 1] != opening:
+        first -= 1
+    stamp = ids[max(0, first - 6) : max(0, first)]
+    colons = stamp[2:3] == stamp[5:6]
+    return len(stamp) == 6 and colons and stamp[2] not in (stamp[i] for i in (0, 1, 3, 4))
+
+
+add_adapter(adapter("idefics3", each_alone, ("image",)))
+add_adapter(adapter("smolvlm", clips, ("image", "video")))

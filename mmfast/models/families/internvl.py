@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
+from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter, square
 from mmfast.models.families.prompt_ids import clips, ids_of
 
 
@@ -39,19 +39,12 @@ def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     return list(rows.split([each.length for each in layout(base, kind, call)]))
 
 
-def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout | None:
-    """A tile is a square."""
-    side = math.isqrt(len(embeds))
-    return Layout(len(embeds), (1, side, side)) if side * side == len(embeds) else None
-
-
 def tile_counts(base: Any, call: Call) -> list[int]:
     """Tiles of each image, and frames of each clip."""
     return [_count([each], _tile(base, call)) for each in layout(base, "image", call)]
 
 
 def _tile(base: Any, call: Call) -> Layout:
-    """One tile, or one frame."""
     patch = base.config.vision_config.patch_size
     pixels = call["pixel_values"].shape[-2:]
     rows, columns = (
@@ -82,4 +75,4 @@ def _of_prompt(base: Any, ids: Tensor, tile: Layout) -> list[Layout]:
     return found
 
 
-add_adapter(Adapter("internvl", layout, fold, recover, tile_counts=tile_counts))
+add_adapter(Adapter("internvl", layout, fold, square, tile_counts=tile_counts))

@@ -34,7 +34,7 @@ def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
 
 
 def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout | None:
-    """Layout of an image as large as the tower expects; other sizes are not to be told."""
+    """Layout of an image as large as the tower expects; other sizes cannot be recovered."""
     vision = base.config.vision_config
     side, extra = vision.image_size // vision.patch_size, _class_tokens(base, {})
     if len(embeds) != side * side + extra:

@@ -1,13 +1,10 @@
-"""The prompt's token ids while its media are encoded, for families whose layout depends on them.
+"""Token ids of a prompt while its media are encoded, for families whose layout depends on them.
 
 Stock code encodes media without looking at the prompt. Where an image is a row of tiles and only
-the prompt tells which tiles are one image, the ids are handed down here.
-
-Which runs of placeholders in a prompt are frames of one clip.
+the prompt shows which tiles are one image, the ids are handed down here.
 
 Some families write a clip as numbered pictures, one per line: "Frame1: <picture>", "Frame2: …".
-Only token ids are at hand here, so that is what is looked for: the same words before every
-picture, but for a number that has not been there yet.
+Such a clip is found by token ids alone: the same words before every picture, but for a new number.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ def ids_of(call: Mapping[str, Any]) -> Tensor | None:
 
 @contextmanager
 def told_by_generate(model: Any) -> Iterator[None]:
-    """Let the `generate` of a model tell the ids."""
+    """Take the ids from the `generate` of a model."""
     if not hasattr(model, _ENCODES):  # a base model does not generate
         yield
         return
@@ -77,7 +74,7 @@ def clips(ids: Tensor, here: Tensor, tile: int) -> list[list[Span]]:
     """
     tokens, spans = ids.tolist(), runs(here)
     groups: list[list[Span]] = []
-    seen: set[tuple[int, ...]] = set()  # numbers of the clip at hand
+    seen: set[tuple[int, ...]] = set()  # numbers of the current clip
     words: tuple[list[int], list[int]] | None = None  # before and after its numbers
     for index, span in enumerate(spans):
         one = span[1] - span[0] == tile
@@ -124,7 +121,7 @@ def _label(
 
 
 def _alike(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that both end with."""
+    """Number of tokens that both end with."""
     count = 0
     for x, y in zip(reversed(a), reversed(b), strict=False):
         if x != y:
@@ -136,7 +133,7 @@ def _alike(a: Sequence[int], b: Sequence[int]) -> int:
 def _number(
     gap: Sequence[int], words: tuple[list[int], list[int]] | None
 ) -> tuple[int, ...] | None:
-    """What stands between the words of a clip; None where the gap does not read so."""
+    """The number between the words of a clip; None where the gap has other words."""
     if words is None:
         return None
     before, after = words

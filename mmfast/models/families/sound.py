@@ -1,35 +1,67 @@
-"""What families have in common that hear sound in padded windows: a batch of them, joined frames.
+"""Voxtral, GLM-ASR and Audio Flamingo 3: sound in padded windows before a language model.
 
 A window is a row of `input_features`; its frames behind the convolutions are joined, several in
-one token, and the tokens of padding are dropped or not. A long sound is several windows in a row,
-each an item of its own.
+one token, and the tokens of padding are dropped (GLM-ASR, Audio Flamingo 3) or not (Voxtral). A
+long sound is several windows in a row, each an item of its own.
+Papers: arXiv 2507.13264 (Voxtral), 2507.08128 (Audio Flamingo 3).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from einops import reduce
 from torch import Tensor
 
-from mmfast.models.families.adapter import Layout
+from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
 from mmfast.models.families.tower import Tower
 
-
-def lines(lengths: list[int]) -> list[Layout]:
-    """A line of tokens per window."""
-    return [Layout(n, (n, 1, 1)) for n in lengths]
+# `(base model, call) -> ` tokens of each window, and frames joined in a token.
+Lengths = Callable[[Any, Call], tuple[list[int], int]]
 
 
-def joined_means(values: Tensor, lengths: list[int], joined: int) -> list[Tensor]:
-    """Frames `[P, C]` of all windows to tokens `[n, C]` of each: the mean of those joined."""
-    whole = values.view(len(lengths), -1, values.shape[-1])  # [windows, frames, C]
-    return [
-        window[: n * joined].reshape(n, joined, -1).mean(1)
-        for window, n in zip(whole, lengths, strict=True)
-    ]
+def voxtral(base: Any, call: Call) -> tuple[list[int], int]:
+    """Four of the 1500 frames behind the convolutions are one token, those of padding too."""
+    config = base.config.audio_config
+    joined = int(config.intermediate_size // config.d_model)
+    return [config.max_source_positions // joined] * len(call["input_features"]), joined
+
+
+def glmasr(base: Any, call: Call) -> tuple[list[int], int]:
+    """Four frames behind the convolutions, the second of which halves them, are one token."""
+    frames = (call["input_features_mask"].sum(-1) - 1) // 2 + 1
+    return [int(n) // 4 for n in frames], 4
+
+
+def audioflamingo3(base: Any, call: Call) -> tuple[list[int], int]:
+    """Two frames behind the convolutions of a Whisper encoder are averaged to one token."""
+    frames = call["input_features_mask"].sum(-1)
+    return base.audio_tower._get_feat_extract_output_lengths(frames)[1].tolist(), 2
 
 
 def audio_tower(base: Any) -> Tower:
     """The audio encoder: a batch of windows."""
     encoder = base.audio_tower
     return Tower(base, encoder, encoder.layers, packed=False, class_token=False)
+
+
+def _adapter(family: str, lengths: Lengths) -> Adapter:
+    def layout(base: Any, kind: str, call: Call) -> list[Layout]:
+        return [Layout(n, (n, 1, 1)) for n in lengths(base, call)[0]]
+
+    def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
+        counts, joined = lengths(base, call)
+        windows = values.view(len(counts), -1, values.shape[-1])  # [windows, frames, C]
+        return [
+            reduce(window[: n * joined], "(token frame) c -> token c", "mean", frame=joined)
+            for window, n in zip(windows, counts, strict=True)
+        ]
+
+    return Adapter(
+        family, layout, fold, tower=audio_tower, audio_tower=audio_tower, media=("audio",)
+    )
+
+
+for _lengths in (voxtral, glmasr, audioflamingo3):
+    add_adapter(_adapter(_lengths.__name__, _lengths))

@@ -1,7 +1,7 @@
 """Images cut into tiles: the layout of an overview followed by a mosaic with a newline per row.
 
-A family packs an image in its own code; running that code on marks instead of features tells
-where everything went. So a layout cannot drift away from what the model does.
+A family packs an image in its own code; running that code on marks instead of features shows
+where everything went. So a layout cannot drift away from the model.
 """
 
 from __future__ import annotations

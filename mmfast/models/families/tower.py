@@ -1,4 +1,4 @@
-"""Where a vision tower keeps its blocks."""
+"""Encoder towers of image, video and sound: their blocks, and the media they take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmfast.core.errors import ModelError
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 KINDS = tuple(PIXELS)
 # Attention function that computes all segments of a packed tower together; `flash` in the name
-# makes stock towers hand it their boundaries (see mmfast/models/vision/fast.py).
+# makes stock towers hand it their boundaries (see mmfast/models/vision/acceleration.py).
 SEGMENTS = "mmfast_flash_segments"
 
 
@@ -60,7 +60,7 @@ def check_blocks(tower: Tower, family: str, what: str) -> None:
     """Refuse what only a tower of attention blocks has.
 
     Raises:
-        ModelError: The tower is none; says what to use instead.
+        ModelError: The tower has no such blocks; says what to use instead.
     """
     if not len(tower.blocks):
         raise ModelError(

@@ -1,9 +1,8 @@
-"""Evicting entries of a cache layer: keys keep the positions they were rotated to.
+"""Eviction of entries of a cache: keys keep the positions they were rotated to.
 
-Drafts under a policy that acts at every step: each sees what would be left at its own turn.
-
-Assisted decoding brings several tokens at once. The cache is thinned before the call only, as the
-drafts may be taken back; what each of them would have seen leave is hidden from it by a mask.
+Assisted decoding brings several tokens at once. Under a policy that acts at every step the cache is
+thinned before the call only, as the drafts may be taken back; entries that would have left by the
+turn of a draft are hidden from it by a mask.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens
 from mmfast.models.kv.notes import BASIS, KIND, PADDING, PINNED, TOTAL, WINDOW, entries, fill
-from mmfast.models.kv.packed import StoredLayer, keep_stored
+from mmfast.models.kv.packs import PackedLayer, keep_packed
 from mmfast.models.reduction.cache_layers import is_short, regroup
+from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import intercepting
 
-# `(row, where [n])` -> what becomes of these entries of a batch row, leading dims `[H]`.
+# `(row, where [n])` -> the Reduction of these entries of a batch row, leading dims `[H]`.
 Choose = Callable[[int, Tensor], Reduction]
 
 
@@ -38,8 +38,8 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
     Args:
         cache: The cache.
         index: A shortened layer of it, with notes.
-        choose: Asked once per batch row.
-        drafts: Last entries that nobody asks about, because they may be taken back.
+        choose: Called once per batch row.
+        drafts: Last entries, which stay because they may be taken back.
 
     Returns:
         Entries per head before and after, of all rows together.
@@ -54,16 +54,16 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
     before, after = sum(map(len, where)), sum(r.m for r in reductions)
     if before == after and all(r.pure for r in reductions):
         return before, after
-    if isinstance(layer, StoredLayer) and all(r.pure for r in reductions):
+    if isinstance(layer, PackedLayer) and all(r.pure for r in reductions):
         nothing = layer.keys.new_empty(*layer.keys.shape[:2], length, 0)
         left = leave(nothing, nothing, notes, where, reductions)
-        keep_stored(layer, [r.keep for r in reductions])
+        keep_packed(layer, [r.keep for r in reductions])
     else:
-        if isinstance(layer, StoredLayer):
+        if isinstance(layer, PackedLayer):
             layer.open()  # what is merged is packed once more
         left = leave(layer.keys, layer.values, notes, where, reductions)
         layer.keys, layer.values = left.keys, left.values
-        if isinstance(layer, StoredLayer):
+        if isinstance(layer, PackedLayer):
             layer.front = left.gaps
     gone = length - left.width
     layer.gone, layer.dropped = layer.gone + gone, layer.dropped + gone
@@ -73,13 +73,13 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
 
 
 def basis(layer: Any, row: int) -> int:
-    """Tokens that a row held behind its last prompt: what shares refer to from there on."""
+    """Tokens that a row held behind its last prompt; later shares refer to them."""
     return int(layer.notes[BASIS][row, 0, -1]) if BASIS in layer.notes else 0
 
 
 def chooser(plan: CachePlan, layer: Any, index: int, layers: int, prompt: bool = True) -> Choose:
-    """What a plan makes of the entries of a layer, behind a prompt or a later step."""
-    whole = layer.whole() if isinstance(layer, StoredLayer) else (layer.keys, layer.values)
+    """Choice of a plan among the entries of a layer, behind a prompt or a later step."""
+    whole = layer.whole() if isinstance(layer, PackedLayer) else (layer.keys, layer.values)
 
     def choose(row: int, where: Tensor) -> Reduction:
         keys, values = (_pick(x[row], where, 1) for x in whole)
@@ -105,14 +105,13 @@ def chooser(plan: CachePlan, layer: Any, index: int, layers: int, prompt: bool =
 
 
 def _pick(x: Tensor, where: Tensor, dim: int) -> Tensor:
-    """Entries of one row, without a copy where that is all of them."""
     return x if len(where) == x.shape[dim] else x.index_select(dim, where)
 
 
 def _by_head(
     plan: CachePlan, keys: Tensor, signals: dict[str, Tensor], kinds: Tensor, heads: int
 ) -> Reduction:
-    """Heads that hold different tokens since an earlier prompt are asked one by one."""
+    """Choose head by head, where heads hold different tokens since an earlier prompt."""
     found = []
     for head in range(heads):
         mine = {k: v if v.ndim == 0 else v[head : head + 1] for k, v in signals.items()}
@@ -123,7 +122,7 @@ def _by_head(
 
 
 def _grown(reduction: Reduction, length: int) -> Reduction:
-    """Heads hold equally many entries: the most recent of the dropped ones stay, too."""
+    """Keep the most recent of the dropped entries, too, so that heads hold equally many."""
     missing = length - reduction.m
     if missing == 0:
         return reduction
@@ -183,7 +182,7 @@ def _settled(spec: Spec, n: int) -> Spec:
 
 @dataclass(eq=False)
 class Slid:
-    """What `slide` did to one layer, for the next ones, which hold the same.
+    """Result of `slide` on one layer, for the next ones, which hold the same.
 
     Attributes:
         before: Its notes, and how many entries it had and had lost by then.
@@ -211,13 +210,13 @@ def slide(cache: Any, index: int, plan: CachePlan, memo: list[Slid], known: Know
         index: A layer with notes.
         plan: The policies.
         memo: What was done to the layer before; empty at first.
-        known: What numbers of tokens alone decide, kept from step to step.
+        known: Choices that depend on numbers of tokens alone, kept from step to step.
 
     Returns:
-        Whether that was done: False where rows, heads or packs call for `evict`.
+        False where rows, heads or packs call for `evict`, and nothing was done.
     """
     layer = cache.layers[index]
-    if isinstance(layer, StoredLayer) or PINNED in layer.notes:
+    if isinstance(layer, PackedLayer) or PINNED in layer.notes:
         return False
     before = (layer.notes, entries(layer), layer.gone)
     last = memo[0] if memo else None
@@ -246,7 +245,6 @@ def slide(cache: Any, index: int, plan: CachePlan, memo: list[Slid], known: Know
 
 
 def _standing(plan: CachePlan, layer: Any, kinds: Tensor, known: Known) -> Tensor:
-    """The entries that stay; where only their number counts, looked up."""
     shares = any(isinstance(spec.budget, float) for spec in plan.position)
     whole = basis(layer, 0) if shares else 0
     key = (kinds.shape[-1], whole, kinds.device)
@@ -259,7 +257,6 @@ def _standing(plan: CachePlan, layer: Any, kinds: Tensor, known: Known) -> Tenso
 
 
 def _follow(layer: Any, last: Slid) -> None:
-    """Do to a layer what was done to one that held the same."""
     if len(last.where) < last.before[1]:
         _keep_only(layer, last.where)
         layer.gone, layer.group = last.layer.gone, last.layer.group
@@ -275,7 +272,7 @@ def _keep_only(layer: Any, where: Tensor) -> None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two layers hold the same tokens and know the same of them."""
+    """Compare the tokens and the notes of two layers."""
     return (
         (one.gone, one.dropped, one.notes.keys()) == (other.gone, other.dropped, other.notes.keys())
         and one.uneven == other.uneven
@@ -286,20 +283,70 @@ def _alike(one: Any, other: Any) -> bool:
     )
 
 
-class DraftMasks:
-    """Masks for calls that bring drafts.
+class Eviction:
+    """Eviction under one plan, from the caches of one attached model.
 
     Args:
-        plan: Position policies that act at every step, perhaps with a score behind prompts.
-        cache: Gives the cache of the call that this thread is in; None where it brings a prompt.
+        plan: The plan; one that stores in two precisions, or retrieves, evicts nothing.
+        layers: Decoder layers of the model.
+        state: The pass that each thread is in.
+
+    Attributes:
+        acts: Entries leave.
+        always: They leave at every step.
+        rescores: The score is computed anew for that.
     """
 
-    def __init__(self, plan: CachePlan, cache: Callable[[], Any]) -> None:
-        self._plan, self._cache = plan, cache
+    def __init__(self, plan: CachePlan, layers: int, state: PassState) -> None:
+        self._plan, self._layers, self._state = plan, layers, state
+        self._known = Known()
+        specs = (*plan.position, *((plan.score,) if plan.score else ()))
+        kept = any(spec.whole for spec in specs) or plan.bits or plan.retrieve
+        always = [spec.method.moment == "always" for spec in specs]
+        shares = any(isinstance(spec.budget, float) for spec in specs)
+        self.acts = bool(specs) and not kept
+        self.always = self.acts and any(always)
+        self.rescores = plan.score is not None and plan.score.method.moment == "always"
+        self._by_number = all(always) and not shares
+
+    def prompt_ends(self, cache: Any, index: int, drafts: int) -> tuple[int, int]:
+        """Evict behind a prompt, but for drafts at its end; see `evict` for what it returns."""
+        layer = cache.layers[index]
+        found = evict(cache, index, chooser(self._plan, layer, index, self._layers), drafts)
+        if self.always and not self.rescores and self._plan.score is not None:
+            pin(self._plan, layer)
+        layer.notes.pop(WINDOW, None)
+        return found
+
+    def step(self, cache: Any, index: int, over: bool, memo: list[Slid]) -> None:
+        """Evict before a call, when nothing that the last one brought can be taken back any more.
+
+        A prompt that is not over is thinned between its chunks where all policies act at every
+        step, on numbers of tokens.
+
+        Args:
+            cache: The cache.
+            index: A layer with notes.
+            over: The prompt is over.
+            memo: See `slide`.
+        """
+        layer = cache.layers[index]
+        if not self.always or not (self._by_number or (over and BASIS in layer.notes)):
+            return
+        if self._plan.score is None and slide(cache, index, self._plan, memo, self._known):
+            return
+        if self.rescores:
+            choose = chooser(self._plan, layer, index, self._layers, prompt=False)
+        else:
+            choose = stayer(self._plan, layer)
+        evict(cache, index, choose)
 
     @contextmanager
-    def watching(self, modules: dict[int, nn.Module]) -> Iterator[None]:
-        """Stand around attention modules, by decoder layer."""
+    def masking(self, modules: dict[int, nn.Module]) -> Iterator[None]:
+        """Hide entries from drafts, in attention modules by decoder layer."""
+        if not self.always or self.rescores:
+            yield
+            return
         around: Any = torch.compiler.disable(self._around)
         with intercepting({module: partial(around, i) for i, module in modules.items()}):
             yield
@@ -316,9 +363,9 @@ class DraftMasks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        mask = attention_mask
-        cache = self._cache()
-        if cache is not None and query.shape[2] > 1 and index < len(cache.layers):
+        mask, cache = attention_mask, self._state.cache
+        drafts = cache is not None and self._state.part is None and query.shape[2] > 1
+        if drafts and index < len(cache.layers):
             layer = cache.layers[index]
             if is_short(layer) and layer.notes is not None:
                 seen = self._seen(layer, query.shape[2])
@@ -326,7 +373,7 @@ class DraftMasks:
         return call(module, query, key, value, mask, *args, **kwargs)
 
     def _seen(self, layer: Any, drafts: int) -> Tensor:
-        """What each of the last tokens sees, `[B, 1 or H, drafts, n]`."""
+        """Entries that each of the last tokens sees, `[B, 1 or H, drafts, n]`."""
         notes = fill(layer)
         kinds = notes[KIND].long()
         groups = max(note.shape[1] for note in notes.values())
@@ -356,13 +403,13 @@ def _turns(plan: CachePlan, kinds: Tensor, pinned: Tensor | None, drafts: int) -
 
 
 def hidden(module: Any, query: Tensor, mask: Any, seen: Tensor) -> Any:
-    """The mask with more hidden.
+    """Hide more in a mask.
 
     Args:
         module: The attention module.
         query: `[B, H, L, d]`.
         mask: None, bool or additive `[B | 1, 1, L, S or more]`.
-        seen: `[B, 1 or Hkv, L or 1, S]` bool, what may be seen at most; causal.
+        seen: `[B, 1 or Hkv, L or 1, S]` bool, the entries that may be seen; causal.
 
     Raises:
         ModelError: Attention that takes no such mask.

@@ -1,4 +1,4 @@
-"""What a cache layer knows of its entries: what they are, and where they stood.
+"""Notes of a cache layer on its entries: their kind, their place, the attention they receive.
 
 Notes are tensors with the batch first and the entries last. They lie on the layer itself, so they
 follow it through beams, crops and copies.
@@ -7,7 +7,7 @@ follow it through beams, crops and copies.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan
-from mmfast.models.kv.prompt import PromptPart
+from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import head_mass, probing
 from mmfast.models.reduction.sequence import Sequences
 
 PADDING, TEXT, VISUAL, MARK = -1, 0, 1, 2
 
-# `[B, 1 or H, n]`: what an entry is, and the how manyeth token the layer got it was.
+# `[B, 1 or H, n]`: the kind of an entry, and its number among the tokens that the layer got.
 KIND, PLACE = "kind", "place"
 # `[B, 1 or H, n]` bool: kept by a policy that acts behind a prompt only.
 PINNED = "pinned"
@@ -46,7 +46,7 @@ _FILL = {
 
 
 def kinds_of(sequences: Sequences) -> Tensor:
-    """What the tokens of a call are, `[B, n]` int8: text, visual, separators, or padding."""
+    """Kinds of the tokens of a call, `[B, n]` int8: text, visual, separators, or padding."""
     items, ok, n = sequences.items, sequences.ok, sequences.length
     device = sequences.fixed[0].device if sequences.fixed else None
     device = ok.device if ok is not None else device
@@ -96,7 +96,7 @@ def begin(layer: Any, before: int, past: Tensor | None, batch: int) -> None:
 
     Args:
         layer: A shortened layer.
-        before: Entries from calls that nobody watched; they count as text.
+        before: Entries of earlier calls without hooks; they count as text.
         past: `[B, before]` False at padding among them, or None.
         batch: Rows.
     """
@@ -109,7 +109,7 @@ def begin(layer: Any, before: int, past: Tensor | None, batch: int) -> None:
 
 
 def arrive(layer: Any, kinds: Tensor) -> None:
-    """Take down what a call has just stored.
+    """Note what a call has just stored.
 
     Args:
         layer: A shortened layer with notes.
@@ -123,7 +123,7 @@ def arrive(layer: Any, kinds: Tensor) -> None:
 
 
 def remember_basis(layer: Any) -> None:
-    """Take down how many tokens each row holds, before a policy acts on them."""
+    """Note how many tokens each row holds, before a policy acts on them."""
     notes = fill(layer)
     kinds = notes[KIND]
     held = (kinds[:, :1] != PADDING).sum(-1, keepdim=True)  # [B, 1, 1]
@@ -142,29 +142,24 @@ def add_masses(layer: Any, masses: Mapping[str, Tensor]) -> None:
     layer.notes = {**notes, **added}
 
 
-# The part of a prompt that this thread's call brings (None in a decode step), and its padding
-# `[B, n]`; None in the place of both: look away.
-Now = Callable[[], tuple[PromptPart | None, Tensor | None] | None]
-
-
 class Attention:
     """Sums the attention that the entries of a cache receive, while it is computed.
 
     Args:
         plan: What is read.
         steps: Decode steps count, too.
-        now: See `Now`.
+        state: The pass that each thread is in.
     """
 
-    def __init__(self, plan: CachePlan, steps: bool, now: Now) -> None:
+    def __init__(self, plan: CachePlan, steps: bool, state: PassState) -> None:
         self._window = plan.window
         self._total = "attn_sum" in plan.needs
-        self._steps, self._now = steps, now
+        self._steps, self._state = steps, state
         self._local = threading.local()
 
     @property
     def reads(self) -> bool:
-        """Whether the plan reads attention at all."""
+        """The plan reads attention."""
         return bool(self._window) or self._total
 
     @contextmanager
@@ -192,10 +187,9 @@ class Attention:
         causal: bool,
         lse: Tensor | None = None,
     ) -> None:
-        now = self._now()
-        if now is None or (now[0] is None and not self._steps):
+        part, ok = self._state.part, self._state.padding
+        if not self._state.active or (part is None and not self._steps):
             return
-        part, ok = now
         new = query.shape[2] - (part.drafts if part else 0)
         total, window = [], []
         for row in range(len(query)):

@@ -1,4 +1,4 @@
-"""A KV policy on one attached model: what leaves its cache, and when."""
+"""A KV policy on one attached model: the life of a cache from prompt to decode step."""
 
 from __future__ import annotations
 
@@ -13,33 +13,31 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.caches.plan import CachePlan
+from mmfast.core.reduction import Reduction
 from mmfast.core.trace import Row, Trace
-from mmfast.models.kv.eviction import DraftMasks, Known, Slid, chooser, evict, pin, slide, stayer
-from mmfast.models.kv.notes import (
-    BASIS,
-    WINDOW,
-    Attention,
-    add_masses,
-    arrive,
-    begin,
-    entries,
-    kinds_of,
-    remember_basis,
+from mmfast.models.kv import notes
+from mmfast.models.kv.eviction import Eviction, Slid, chooser
+from mmfast.models.kv.packs import (
+    Pack,
+    PackedLayer,
+    nbytes,
+    pack_recent,
+    packed_layer,
+    packs_of,
+    shrinkable,
+    split_packs,
 )
-from mmfast.models.kv.packed import shrinkable
-from mmfast.models.kv.packing import Packing, nbytes
-from mmfast.models.kv.prompt import PromptPart, PromptTracker
 from mmfast.models.kv.retrieval import Reading, read_of
-from mmfast.models.patching import stand_behind
+from mmfast.models.layers import FULL, kind_of
+from mmfast.models.patching import override, stand_behind
 from mmfast.models.reduction.cache_layers import is_short
-from mmfast.models.reduction.call import Arming, Call, length_of
-from mmfast.models.reduction.masks import FULL, kind_of
+from mmfast.models.reduction.call import Arming, PassState, PromptPart, length_of
+from mmfast.ops.quantisation import Quantiser, quantise
 
 
-class _PolicyState(threading.local):
-    active = False
-    cache: Any = None
-    part: PromptPart | None = None
+class _Account(threading.local):
+    """Sums over the layers of a prompt, per thread."""
+
     ms: float = 0.0
     before: int = 0
     after: int = 0
@@ -56,52 +54,35 @@ class KVStage:
         model: Model of a known family.
         plan: The policies.
         trace: Gets a row `kv` per prompt.
+        state: The pass that each thread is in; the hooks of the model know it, too.
     """
 
-    def __init__(self, model: Any, plan: CachePlan, trace: Trace) -> None:
-        self._model, self._plan, self._trace = model, plan, trace
-        self._base, text = model.base_model, model.get_decoder()
-        self._modules = text.layers
-        self._layers = [
-            index
+    def __init__(self, model: Any, plan: CachePlan, trace: Trace, state: PassState) -> None:
+        self._model, self._plan, self._trace, self._state = model, plan, trace, state
+        text = model.get_decoder()
+        self._layers: dict[int, Any] = {
+            index: layer
             for index, layer in enumerate(text.layers)
             if kind_of(text.config, index) == FULL and hasattr(layer, "self_attn")
-        ]
-        specs = (*plan.position, *((plan.score,) if plan.score else ()))
-        kept = any(spec.whole for spec in specs) or plan.bits or plan.retrieve
-        self._evicts = bool(specs) and not kept
-        always = [spec.method.moment == "always" for spec in specs]
-        shares = any(isinstance(spec.budget, float) for spec in specs)
-        self._always, self._each = any(always), all(always) and not shares
-        self._rescores = plan.score is not None and plan.score.method.moment == "always"
-        self._packing = Packing(plan, len(text.layers), self._always and self._evicts)
+        }
+        self._eviction = Eviction(plan, len(text.layers), state)
+        self._packing = Packing(plan, len(text.layers), self._eviction.always)
+        self._attention = notes.Attention(plan, self._eviction.rescores, state)
         self._reading = None
         if plan.retrieve is not None:
-            self._reading = Reading(plan, text, self._layers, self._seeing)
-        self._prompts, self._known = PromptTracker(), Known()
-        self._local = _PolicyState()
-        self._call: Callable[[], Call | None] = lambda: None
-        self._attention = Attention(plan, self._rescores, self._now)
+            self._reading = Reading(plan, text, self._layers, state)
+        self._prompts, self._account = PromptTracker(), _Account()
         self._arming = Arming(self._on_layers)
 
-    @property
-    def prompting(self) -> bool:
-        """Whether the call that has just begun in this thread brings a part of a prompt."""
-        return self._local.part is not None
-
     @contextmanager
-    def installed(self, call: Callable[[], Call | None]) -> Iterator[None]:
-        """Hooks in, hooks out; `call` gives the call that this thread is in."""
-        self._call = call
+    def installed(self) -> Iterator[None]:
+        """Hooks in, hooks out."""
+        base = self._model.base_model
         with ExitStack() as stack:
             stack.enter_context(self._prompts.told_by_generate(self._model))
             enter, leave = map(torch.compiler.disable, (self._enter, self._leave))
-            handles = [
-                self._base.register_forward_pre_hook(enter, with_kwargs=True),
-                self._base.register_forward_hook(leave, always_call=True),
-            ]
-            for handle in handles:
-                stack.callback(handle.remove)
+            stack.callback(base.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(base.register_forward_hook(leave, always_call=True).remove)
             stack.enter_context(self._arming.installed())
             if self._reading is not None:
                 stack.enter_context(self._reading.watching())
@@ -109,129 +90,211 @@ class KVStage:
 
     @contextmanager
     def _on_layers(self) -> Iterator[None]:
-        """What stands on the layers while a call needs it: a prompt, drafts, or every step."""
-        modules = {index: self._modules[index].self_attn for index in self._layers}
+        modules = {index: layer.self_attn for index, layer in self._layers.items()}
         with ExitStack() as stack:
-            for index in self._layers:
+            for index, layer in self._layers.items():
                 after = partial(torch.compiler.disable(self._after), index)
-                stack.callback(stand_behind(self._modules[index], after))
-            if (self._evicts or self._plan.bits) and self._attention.reads:
+                stack.callback(stand_behind(layer, after))
+            if (self._eviction.acts or self._plan.bits) and self._attention.reads:
                 stack.enter_context(self._attention.watching(modules))
             if self._reading is not None:
                 stack.enter_context(self._reading.capturing())
-            if self._evicts and self._always and not self._rescores:
-                stack.enter_context(DraftMasks(self._plan, self._stepping).watching(modules))
+            stack.enter_context(self._eviction.masking(modules))
             yield
 
-    def _stepping(self) -> Any:
-        """The cache of the call that this thread is in, unless it brings a prompt."""
-        return None if self._local.part is not None else self._local.cache
-
-    def _seeing(self) -> bool:
-        call = self._call()
-        return call is not None and call.step is not None and bool(call.step.sequences.items)
-
-    def _now(self) -> tuple[PromptPart | None, Tensor | None] | None:
-        call, local = self._call(), self._local
-        if not local.active:
-            return None
-        ok = None if call is None or call.step is None else call.step.sequences.ok
-        return local.part, ok
-
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
+        cache, state = kwargs.get("past_key_values"), self._state
         past = 0 if cache is None else int(cache.get_seq_length())
         length = length_of(kwargs) if not args else int(args[0].shape[1])
-        local = self._local
-        local.part = self._prompts.part(past, length)
-        local.active = kwargs.get("use_cache") is not False
-        local.cache = cache
-        local.ms, local.before, local.after, local.bytes = 0.0, 0, 0, 0
-        self._arming.begin(local.part is not None or self._rescores or length > 1)
+        state.part, state.cache = self._prompts.part(past, length), cache
+        state.active = kwargs.get("use_cache") is not False
+        self._account.__dict__.clear()
+        self._arming.begin(state.part is not None or self._eviction.rescores or length > 1)
         if self._reading is not None:
-            self._reading.enter(cache, local.part if local.active else None)
-        if cache is not None and ((self._always and self._evicts) or self._packing.packs):
-            self._settle(cache, local.part is None or local.part.first)
+            self._reading.enter()
+        if cache is not None and (self._eviction.always or self._packing.packs):
+            self._settle(cache, state.part is None or state.part.first)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._local.active, self._local.cache = False, None
+        self._state.active, self._state.cache = False, None
         self._arming.end()
         if self._reading is not None:
             self._reading.leave()
 
     def _settle(self, cache: Any, over: bool) -> None:
-        """Before a call, when nothing that the last one brought can be taken back any more.
-
-        A prompt that is not over is thinned between its chunks where all that it waits for are
-        policies that act at every step, on numbers of tokens.
-        """
+        """Before a call: evict and pack what the last one brought; `over`: its prompt has ended."""
         memo: list[Slid] = []
         for index in self._layers:
             layer = cache.layers[index] if index < len(cache.layers) else None
             if layer is None or not is_short(layer) or layer.notes is None:
                 continue
-            ready = over and BASIS in layer.notes
-            if self._always and self._evicts and (ready or self._each):
-                self._evict_again(cache, index, memo)
+            self._eviction.step(cache, index, over, memo)
             if over:
                 self._packing.step(layer)
-
-    def _evict_again(self, cache: Any, index: int, memo: list[Slid]) -> None:
-        layer = cache.layers[index]
-        if self._plan.score is None and slide(cache, index, self._plan, memo, self._known):
-            return
-        if self._rescores:
-            choose = chooser(self._plan, layer, index, len(self._modules), prompt=False)
-        else:
-            choose = stayer(self._plan, layer)
-        evict(cache, index, choose)
 
     def _after(
         self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A decoder layer has stored what a call brings."""
-        part, call, cache = self._local.part, self._call(), kwargs.get("past_key_values")
+        part, call, cache = self._state.part, self._state.call, kwargs.get("past_key_values")
         masses = self._attention.take(index)
         if cache is None:
             return
         if part is None:
             layer = cache.layers[index]
             if masses and is_short(layer) and layer.notes is not None:
-                add_masses(layer, masses)
+                notes.add_masses(layer, masses)
             return
         assert call is not None and call.step is not None
         layer, step = shrinkable(cache, index), call.step
         if layer.notes is None:
             count = step.sequences.length
-            begin(layer, entries(layer) - count, step.past, len(layer.keys))
-        arrive(layer, kinds_of(step.sequences))
-        add_masses(layer, masses)
+            notes.begin(layer, notes.entries(layer) - count, step.past, len(layer.keys))
+        notes.arrive(layer, notes.kinds_of(step.sequences))
+        notes.add_masses(layer, masses)
         if self._reading is not None:
             self._reading.arrive(layer, index, step.sequences)
         if part.last:
-            self._prompt_ends(cache, index, part)
+            self._prompt_ends(cache, index, part.drafts)
 
-    def _prompt_ends(self, cache: Any, index: int, part: PromptPart) -> None:
-        layer, local = cache.layers[index], self._local
-        remember_basis(layer)
+    def _prompt_ends(self, cache: Any, index: int, drafts: int) -> None:
+        layer, account = cache.layers[index], self._account
+        notes.remember_basis(layer)
         start = time.perf_counter()
-        if self._evicts:
-            choose = chooser(self._plan, layer, index, len(self._modules))
-            before, after = evict(cache, index, choose, part.drafts)
-            if self._always and not self._rescores and self._plan.score is not None:
-                pin(self._plan, layer)
-            layer.notes.pop(WINDOW, None)
-        else:
-            before = after = entries(layer) * len(layer.keys)
+        before = after = notes.entries(layer) * len(layer.keys)
+        if self._eviction.acts:
+            before, after = self._eviction.prompt_ends(cache, index, drafts)
         if self._reading is not None:
-            self._reading.prompt_ends(layer, part.drafts)
+            self._reading.prompt_ends(layer, drafts)
             after = int(read_of(layer).sum())
-        layer = self._packing.prompt(cache, index, part.drafts)
-        local.ms += (time.perf_counter() - start) * 1e3
-        local.before, local.after = local.before + before, local.after + after
-        local.bytes += nbytes(layer)
-        if index == self._layers[-1]:
+        layer = self._packing.prompt(cache, index, drafts)
+        account.ms += (time.perf_counter() - start) * 1e3
+        account.before, account.after = account.before + before, account.after + after
+        account.bytes += nbytes(layer)
+        if index == max(self._layers):
             count = len(self._layers)
-            before, after = round(local.before / count), round(local.after / count)
-            row = Row("kv", before, after, local.ms, local.bytes, str(self._plan))
+            before, after = round(account.before / count), round(account.after / count)
+            row = Row("kv", before, after, account.ms, account.bytes, str(self._plan))
             self._trace.rows.append(row)
+
+
+class Packing:
+    """The store of a plan: `quant`, or the two precisions of `zipvl`.
+
+    It packs behind a prompt, and whenever enough tokens have come since.
+
+    Args:
+        plan: The plan.
+        layers: Decoder layers of the model.
+        evicting: Entries go at every step, so packs are small enough to go with them.
+    """
+
+    def __init__(self, plan: CachePlan, layers: int, evicting: bool) -> None:
+        self._plan, self._layers = plan, layers
+        self._quantiser: Quantiser | None = plan.quantiser()
+        q = self._quantiser
+        self._block = 0 if q is None else max(q.group, q.residual)
+        self._size = self._block if evicting else None
+
+    @property
+    def packs(self) -> bool:
+        """Entries are packed."""
+        return self._quantiser is not None or self._plan.bits is not None
+
+    def prompt(self, cache: Any, index: int, drafts: int) -> Any:
+        """Pack behind a prompt; returns the cache layer as it stands then."""
+        if not self.packs:
+            return cache.layers[index]
+        layer = packed_layer(cache, index)
+        if self._quantiser is not None:
+            pack_recent(layer, self._plain, max(self._quantiser.residual, drafts))
+        else:
+            pack_recent(layer, partial(self._mixed, layer, self._important(layer, index)), drafts)
+        return layer
+
+    def step(self, layer: Any) -> None:
+        """Pack before a call, where enough tokens have been generated since."""
+        if self._quantiser is not None and isinstance(layer, PackedLayer):
+            keep = self._quantiser.residual
+            pack_recent(layer, self._plain, keep, full=keep + self._block)
+
+    def _plain(self, row: int, keys: Tensor, values: Tensor) -> tuple[list[Pack], None]:
+        quantiser = self._quantiser
+        assert quantiser is not None
+        return packs_of(keys, values, lambda x, k: quantiser.pack(x, keys=k), self._size), None
+
+    def _important(self, layer: PackedLayer, index: int) -> list[Reduction]:
+        """Per row what the plan keeps, which here means: in more bits."""
+        choose = chooser(self._plan, layer, index, self._layers)
+        real = notes.fill(layer)[notes.KIND][:, 0] != notes.PADDING
+        return [choose(b, mine.nonzero()[:, 0]) for b, mine in enumerate(real)]
+
+    def _mixed(
+        self, layer: PackedLayer, chosen: list[Reduction], row: int, keys: Tensor, values: Tensor
+    ) -> tuple[list[Pack], Tensor]:
+        assert self._plan.bits is not None
+        start, keep = layer.rows[row].packed, chosen[row].keep[0]  # the same in all heads
+        here = keep[(keep >= start) & (keep < start + keys.shape[1])] - start
+        high, low = (partial(_in_bits, bits) for bits in self._plan.bits)
+        return split_packs(keys, values, here, (high, low))
+
+
+def _in_bits(bits: int, x: Tensor, keys: bool) -> Any:
+    return x if bits == 16 else quantise(x, bits, 32, along_tokens=keys)
+
+
+class _PromptState(threading.local):
+    inside = False
+    begin: int = 0
+    end: int | None = None
+
+
+class PromptTracker:
+    """Distinguishes prompts from decode steps of one model, per thread."""
+
+    def __init__(self) -> None:
+        self._local = _PromptState()
+
+    @contextmanager
+    def told_by_generate(self, model: Any) -> Iterator[None]:
+        """Take the length of a prompt from the `generate` of a model."""
+        with ExitStack() as stack:
+            if hasattr(model, "_prepare_model_inputs"):  # a base model does not generate
+                stack.enter_context(override(model, "generate", self._generate))
+                stack.enter_context(override(model, "_prepare_model_inputs", self._inputs))
+            yield
+
+    def part(self, past: int, length: int) -> PromptPart | None:
+        """The part of a prompt that a call brings; None for a decode step.
+
+        Args:
+            past: Tokens of earlier calls.
+            length: Tokens of this call.
+        """
+        local = self._local
+        if not local.inside:  # the caller runs the model: several tokens are a prompt
+            return PromptPart() if length > 1 else None
+        if local.end is None or past >= local.end:
+            return None
+        behind = past + length - local.end
+        return PromptPart(max(0, behind), max(0, -behind), past <= local.begin)
+
+    def _generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        local = self._local
+        before = local.inside, local.begin, local.end
+        local.inside, local.end = True, None
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            local.inside, local.begin, local.end = before
+
+    def _inputs(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ids, name, options = stock(*args, **kwargs)
+        mask: Tensor | None = options.get("attention_mask")
+        # A mask spans the cache too; without one, ids are those of the whole conversation.
+        end = int((ids if mask is None else mask).shape[1])
+        cache = options.get("past_key_values")
+        past = 0 if cache is None else int(cache.get_seq_length())
+        # An answer that goes on feeds its last token again: that is no prompt.
+        self._local.begin = past
+        self._local.end = None if past and end - past <= 1 else end
+        return ids, name, options

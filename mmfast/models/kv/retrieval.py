@@ -1,4 +1,4 @@
-"""Reading a part of a cache: text, what was generated, and the stored blocks that a question wants.
+"""Retrieval: attention reads text, generated tokens, and the stored blocks chosen for a question.
 
 Everything stays in the cache, at its own position. While a prompt with media is prefilled all of
 it is read; from its end on a layer reads the blocks that the queries of the question have chosen,
@@ -8,7 +8,7 @@ and a later prompt of text alone chooses anew before it reads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,8 +25,8 @@ from mmfast.core.reduction import gather_rows
 from mmfast.models.decoder.rotary import Raw, RawCapture
 from mmfast.models.kv.eviction import hidden
 from mmfast.models.kv.notes import CLUSTER, FRAME, KIND, PADDING, READ, VISUAL, fill
-from mmfast.models.kv.prompt import PromptPart
 from mmfast.models.reduction.cache_layers import is_short
+from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 
@@ -34,7 +34,7 @@ from mmfast.models.reduction.sequence import MediaItem, Sequences
 def parted(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, read: Tensor
 ) -> tuple[Tensor, Tensor, Any]:
-    """Only these entries.
+    """Keys, values and mask of these entries alone.
 
     Args:
         module: The attention module.
@@ -73,7 +73,6 @@ def parted(
 
 
 def _last(mask: Tensor, size: int) -> Tensor:
-    """The columns of a mask that belong to the keys."""
     return mask[:, -size:] if mask.ndim == 2 else mask[..., :size]
 
 
@@ -94,7 +93,7 @@ _NONE = -1
 
 
 def frames_of(sequences: Sequences) -> Tensor:
-    """A code `[B, n]` that tells the frames of a call apart, -1 at what is no content."""
+    """A code `[B, n]` for each frame of a call, -1 where a token is no content."""
     rows = len(sequences.fixed) or 1
     codes = torch.full((rows, sequences.length), _NONE)
     for item in sequences.items:
@@ -174,22 +173,20 @@ _CHOSEN = "_mmfast_chosen"  # on a cache layer: the note READ and where it says 
 
 @dataclass(eq=False)
 class Pending:
-    """What a cache layer keeps of a prompt until it ends.
+    """State of a cache layer until the end of a prompt.
 
     Attributes:
         raw: Keys `[B, H, n, d]` before RoPE of each call.
-        asked: `[B, Hq, T, d]` queries before RoPE, of the calls from the last media on.
+        queries: `[B, Hq, T, d]` queries before RoPE, of the calls from the last media on.
         seeing: The prompt has brought media.
     """
 
     raw: list[Tensor] = field(default_factory=list)
-    asked: Tensor | None = None
+    queries: Tensor | None = None
     seeing: bool = False
 
 
 class _ReadState(threading.local):
-    cache: Any = None
-    part: PromptPart | None = None
     raw: Raw | None = None
     recording: Any = None
 
@@ -201,20 +198,20 @@ class Reading:
         plan: With a policy of role `retrieve`; position policies say what is always read.
         text: The text model.
         layers: Its layers of full attention.
-        seeing: Tells whether the call that this thread is in brings media.
+        state: The pass that each thread is in.
     """
 
     def __init__(
-        self, plan: CachePlan, text: Any, layers: list[int], seeing: Callable[[], bool]
+        self, plan: CachePlan, text: Any, layers: Collection[int], state: PassState
     ) -> None:
         self._retriever: Retriever = plan.retriever()
-        self._plan, self._text, self._layers, self._seeing = plan, text, layers, seeing
+        self._plan, self._text, self._layers, self._state = plan, text, layers, state
         self._capture: RawCapture | None = None
         self._local = _ReadState()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Stand around the attention of the layers."""
+        """Intercept the attention of the layers."""
         attentions = {self._text.layers[i].self_attn: i for i in self._layers}
         around: Any = torch.compiler.disable(self._around)
         with intercepting({module: partial(around, i) for module, i in attentions.items()}):
@@ -229,12 +226,11 @@ class Reading:
         finally:
             capture.remove()
 
-    def enter(self, cache: Any, part: PromptPart | None) -> None:
-        """A call begins; `part` is None where it brings no prompt, or keeps no cache."""
+    def enter(self) -> None:
+        """A call begins."""
         self.leave()
         local = self._local
-        local.cache, local.part = cache, part
-        if part is not None and self._capture is not None:
+        if self._prompting and self._capture is not None:
             local.recording = self._capture.recording()
             local.raw = local.recording.__enter__()
 
@@ -243,7 +239,12 @@ class Reading:
         local = self._local
         if local.recording is not None:
             local.recording.__exit__(None, None, None)
-        local.cache, local.part, local.raw, local.recording = None, None, None, None
+        local.raw, local.recording = None, None
+
+    @property
+    def _prompting(self) -> bool:
+        """The call brings a prompt, and stores it."""
+        return self._state.active and self._state.part is not None
 
     def arrive(self, layer: Any, index: int, sequences: Sequences) -> None:
         """Behind a layer that has stored a part of a prompt; its notes are up to date."""
@@ -261,8 +262,8 @@ class Reading:
         layer.pending = pending = layer.pending or Pending()
         pending.raw.append(keys)
         here = bool((codes >= 0).any())
-        before = None if here else pending.asked
-        pending.asked = queries if before is None else torch.cat([before, queries], 2)
+        before = None if here else pending.queries
+        pending.queries = queries if before is None else torch.cat([before, queries], 2)
         pending.seeing |= here
 
     def prompt_ends(self, layer: Any, drafts: int) -> None:
@@ -271,8 +272,8 @@ class Reading:
         layer.pending = None
         index_blocks(layer, self._retriever, torch.cat(pending.raw, 2))
         kinds = layer.notes[KIND][:, 0]
-        assert pending.asked is not None
-        asked, stop = pending.asked, kinds.shape[1] - drafts
+        assert pending.queries is not None
+        asked, stop = pending.queries, kinds.shape[1] - drafts
         places = [_question(mine[kinds.shape[1] - asked.shape[2] : stop]) for mine in kinds]
         self._choose(layer, [asked[b].index_select(1, mine) for b, mine in enumerate(places)])
 
@@ -305,17 +306,16 @@ class Reading:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        mask = attention_mask
-        local = self._local
-        layers = () if local.cache is None else local.cache.layers
+        mask, raw, prompting = attention_mask, self._local.raw, self._prompting
+        layers = () if self._state.cache is None else self._state.cache.layers
         layer = layers[index] if index < len(layers) else None
         if layer is not None and is_short(layer) and layer.per_row:
             pending = layer.pending or Pending()
-            if local.part is None and mask is None and len(key) == 1:
+            if not prompting and mask is None and len(key) == 1:
                 key, value = _as_chosen(layer, key, value)
-            elif local.part is None or not (pending.seeing or self._seeing()):
-                if local.part is not None and local.raw is not None:
-                    self._choose(layer, list(local.raw.queries[index]))
+            elif not prompting or not (pending.seeing or self._state.has_media):
+                if prompting and raw is not None:
+                    self._choose(layer, list(raw.queries[index]))
                 read = fill(layer).get(READ)
                 if read is not None:
                     key, value, mask = parted(module, query, key, value, mask, read[:, 0])
@@ -323,9 +323,9 @@ class Reading:
 
 
 def _as_chosen(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What one conversation reads in a decode step: what was chosen, and all that came since.
+    """Entries that one conversation reads in a decode step: the chosen ones, and all newer ones.
 
-    The notes need not be up to date for that, so they are not looked at again at every step.
+    This needs no notes that are up to date, so they are not filled at every step.
     """
     read = layer.notes.get(READ)
     if read is None:
@@ -339,7 +339,7 @@ def _as_chosen(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_of(layer: Any) -> Tensor:
-    """How many entries of each row are read, `[B]`."""
+    """Number of entries of each row that are read, `[B]`."""
     notes = fill(layer)
     real = notes[KIND][:, 0] != PADDING
     return (real & notes[READ][:, 0] if READ in notes else real).sum(1)

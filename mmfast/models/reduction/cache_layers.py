@@ -1,15 +1,15 @@
 """Cache layers that hold fewer tokens than the conversation had.
 
-A reduced layer reports the logical length (as if nothing had been dropped), so positions, crops,
-chunked prefill and later turns come out right in stock code, and the physical sizes for masks.
+A shortened layer reports the logical length, as if nothing had been dropped, so that positions,
+crops, chunked prefill and later turns come out right in stock code. Masks get the physical sizes.
 
-Cache layers of short convolutions, which run over the tokens that are left.
-
-Rows of a batch that are left with different numbers of tokens get padding in front of the new
-ones. At the start of a prompt that is what the convolution expects; later it would part the new
-tokens from those the layer remembers, so the padding is moved in front of what is remembered.
+A layer of a short convolution runs over the tokens that are left. Rows of a batch that are left
+with different numbers of tokens get padding in front of the new ones. At the start of a prompt the
+convolution expects that; later it would part the new tokens from those the layer remembers, so the
+padding is moved in front of those.
 """
 
+# ruff: noqa: D102 (methods of transformers are documented there)
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class LayerGroup:
     mask: Any = None
 
 
-class _Shorter:
+class Shorter:
     """Mixed into the class of the layers of one cache; other caches never see it.
 
     Attributes:
@@ -46,11 +46,11 @@ class _Shorter:
         valid: `[B, n]` False at padding among the first n tokens; None where there is none.
         uneven: The mask that the model makes, for its first layer, does not fit this layer.
         group: The layers that hold the same tokens, and so share a mask.
-        store: Tokens that may come back (lazy.py).
-        notes: What is known of the entries, batch first and entries last (kv_notes.py).
-        gone: How many of `dropped` a KV policy evicted.
-        per_row: Whatever else a KV policy keeps, by name, one of each row.
-        pending: What it keeps of a prompt until that ends.
+        store: Tokens that may come back (`reduction.revival`).
+        notes: Facts about the entries, batch first and entries last (`kv.notes`).
+        gone: Those of `dropped` that a KV policy evicted.
+        per_row: Further state of a KV policy, by name, one of each row.
+        pending: State of a KV policy that it keeps until a prompt ends.
     """
 
     store: Any = None
@@ -97,7 +97,6 @@ class _Shorter:
         self._rows(lambda rows: rows[..., :length])
 
     def _batch(self, change: Any) -> None:
-        """Rows in another order, some several times or not at all."""
         self._rows(change)
         self.per_row = {
             name: tuple(each[b] for b in change(torch.arange(len(each))).tolist())
@@ -111,8 +110,7 @@ class _Shorter:
             self.notes = {name: change(note) for name, note in self.notes.items()}
 
 
-Shorter = _Shorter  # to inherit from
-_CLASSES: dict[type, type] = {}
+_CLASSES: dict[tuple[type, type], type] = {}
 
 
 def shorten(cache: Any, index: int) -> Any:
@@ -124,7 +122,7 @@ def shorten(cache: Any, index: int) -> Any:
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
-    if isinstance(layer, _Shorter):
+    if isinstance(layer, Shorter):
         return layer
     kind = type(layer)
     if not isinstance(layer, (DynamicLayer, StaticLayer)):
@@ -132,18 +130,26 @@ def shorten(cache: Any, index: int) -> Any:
             f"cache layer {index} is a {kind.__name__}, which cannot hold reduced tokens; "
             "use a cache of attention layers, such as the default DynamicCache"
         )
-    if kind not in _CLASSES:
+    return adopt(cache, index, Shorter)
+
+
+def adopt(cache: Any, index: int, mixin: type) -> Any:
+    """Layer `index` of `cache` with the methods of `mixin` before its own."""
+    layer = cache.layers[index]
+    kind = type(layer)
+    if (mixin, kind) not in _CLASSES:
         # `_layer_type` = None: a subclass must not register itself with transformers.
-        _CLASSES[kind] = type(f"Shorter{kind.__name__}", (_Shorter, kind), {"_layer_type": None})
-    shorter: Any = object.__new__(_CLASSES[kind])
-    shorter.__dict__ = layer.__dict__  # the same tensors, now and later
-    cache.layers[index] = shorter
-    return shorter
+        name = f"{mixin.__name__}{kind.__name__}"
+        _CLASSES[mixin, kind] = type(name, (mixin, kind), {"_layer_type": None})
+    adopted: Any = object.__new__(_CLASSES[mixin, kind])
+    adopted.__dict__ = layer.__dict__  # the same tensors, now and later
+    cache.layers[index] = adopted
+    return adopted
 
 
 def is_short(layer: Any) -> bool:
-    """Whether this cache layer was adopted by `shorten`."""
-    return isinstance(layer, _Shorter)
+    """This cache layer was adopted by `shorten`."""
+    return isinstance(layer, Shorter)
 
 
 def layer_of_model_mask(cache: Any, sliding: bool = False) -> Any:
@@ -192,7 +198,7 @@ def padding_mask(layer: Any, queries: int) -> Tensor | None:
 
 
 def regroup(cache: Any, index: int) -> None:
-    """Say which mask a layer needs that has lost entries: the model's, or one that it shares."""
+    """Give a layer that has lost entries the mask it needs: the model's, or one that it shares."""
     layer = cache.layers[index]
     layer.group = LayerGroup(index)
     for other in cache.layers[:index]:
@@ -212,7 +218,7 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one.shape == other.shape and torch.equal(one, other))
 
 
-class _Joined:
+class Joined:
     """Mixed into the class of the convolution layers of one cache; other caches never see it.
 
     Attributes:
@@ -242,9 +248,6 @@ class _Joined:
             layer.conv_states[state_idx].copy_(states[..., -kernel:])
 
 
-_CONV_CLASSES: dict[type, type] = {}
-
-
 def join(cache: Any, index: int, ok: Tensor | None) -> None:
     """Let convolution layer `index` of `cache` step over padding in front of the next tokens.
 
@@ -264,15 +267,8 @@ def join(cache: Any, index: int, ok: Tensor | None) -> None:
         )
     if ok is None:
         return
-    if not isinstance(layer, _Joined):
-        kind = type(layer)
-        if kind not in _CONV_CLASSES:
-            _CONV_CLASSES[kind] = type(
-                f"Joined{kind.__name__}", (_Joined, kind), {"_layer_type": None}
-            )
-        joined: Any = object.__new__(_CONV_CLASSES[kind])
-        joined.__dict__ = layer.__dict__  # the same tensors, now and later
-        cache.layers[index] = layer = joined
+    if not isinstance(layer, Joined):
+        layer = adopt(cache, index, Joined)
     layer.gaps = (~ok).sum(1)
 
 

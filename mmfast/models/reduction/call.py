@@ -1,10 +1,8 @@
-"""One call of an attached model: what hooks know of it from its first layer to its last.
+"""The forward pass at hand, and hooks that are in place only while a pass needs them.
 
-Hooks that stand on a model only while some call needs them.
-
-Reduction happens in prompts; a decode step of a hundred layers' hooks would pay for looking on.
-So hooks of the layers are put in by the first call that needs them and taken out by the next one
-that does not, never under a call of another thread.
+Reduction happens in prompts; in a decode step hooks on a hundred layers would only cost time. A
+pass that needs the hooks of the layers puts them in, and the next one that does not takes them out,
+never under a pass of another thread.
 """
 
 from __future__ import annotations
@@ -12,17 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch.nn import functional as F
+from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from mmfast.models.patching import stand_before
 from mmfast.models.reduction.cache_layers import is_short
-from mmfast.models.reduction.masks import padding_of
-from mmfast.models.reduction.record import features_given
-from mmfast.models.reduction.sequence import Sequences, locate
 from mmfast.models.reduction.step import ForwardStep
 
 
@@ -46,10 +42,54 @@ class Call:
         self.stack = ExitStack()
 
 
-class Local(threading.local):
-    """The call that each thread is in."""
+@dataclass(frozen=True)
+class PromptPart:
+    """The part of a prompt that one call of the model brings.
+
+    Attributes:
+        drafts: Tokens of the call behind the prompt, which may be taken back.
+        rest: Tokens of the prompt that later calls bring.
+        first: The prompt begins here.
+    """
+
+    drafts: int = 0
+    rest: int = 0
+    first: bool = True
+
+    @property
+    def last(self) -> bool:
+        """The prompt ends here."""
+        return self.rest == 0
+
+
+class PassState(threading.local):
+    """The pass that each thread is in; all hooks of one attached model share it.
+
+    Attributes:
+        call: From its first layer to its last; None in a plain decode step.
+        part: What it brings of a prompt; None in a decode step, and without a KV policy.
+        cache: Its cache, while a KV policy is at work.
+        active: A KV policy is at work, and keys and values are stored.
+    """
 
     call: Call | None = None
+    part: PromptPart | None = None
+    cache: Any = None
+    active = False
+
+    @property
+    def padding(self) -> Tensor | None:
+        """`[B, n]` False at padding of the new tokens; None where there is none."""
+        return None if self.call is None or self.call.step is None else self.call.step.sequences.ok
+
+    @property
+    def has_media(self) -> bool:
+        """The pass brings visual tokens."""
+        return (
+            self.call is not None
+            and self.call.step is not None
+            and bool(self.call.step.sequences.items)
+        )
 
 
 def apply(function: Any, *args: Any) -> Any:
@@ -58,17 +98,17 @@ def apply(function: Any, *args: Any) -> Any:
 
 
 def is_shortened(cache: Any) -> bool:
-    """Whether some layer of the cache was reduced."""
+    """Some layer of the cache was reduced."""
     return cache is not None and any(is_short(layer) for layer in cache.layers)
 
 
 def needs_layers(cache: Any) -> bool:
-    """Whether a decode step must give some layer of the cache a mask of its own."""
+    """A decode step must give some layer of the cache a mask of its own."""
     return cache is not None and any(getattr(layer, "uneven", False) for layer in cache.layers)
 
 
 def is_static(cache: Any) -> bool:
-    """Whether the cache is written in place, as compiled decoding wants it."""
+    """The cache is written in place, as compiled decoding needs it."""
     return cache is not None and bool(cache.layers) and isinstance(cache.layers[0], StaticLayer)
 
 
@@ -76,30 +116,6 @@ def length_of(kwargs: Mapping[str, Any]) -> int:
     """Tokens per row that a call of the base model brings."""
     ids = kwargs.get("input_ids")
     return int((kwargs["inputs_embeds"] if ids is None else ids).shape[1])
-
-
-def make_step(hooks: Any, call: Call) -> ForwardStep:
-    """The state of a call from its first decoder layer on.
-
-    Args:
-        hooks: Of the attached model (`models.hooks.Hooks`).
-        call: Its arguments are used up.
-    """
-    kwargs = call.kwargs
-    assert kwargs is not None
-    call.kwargs = None
-    length, cache = length_of(kwargs), kwargs.get("past_key_values")
-    past, ok = padding_of(kwargs.get("attention_mask"), length, call.past, cache)
-    if features_given(kwargs):
-        strict = bool(hooks.sites)
-        sequences = locate(hooks.base, hooks.adapter, kwargs, hooks.recorder, ok, strict)
-    else:
-        sequences = Sequences(length, [], [], [], ok)
-    blocks = hooks.adapter.blocks(kwargs)
-    if blocks is not None:  # read by position, as the stock model does
-        blocks = blocks[:, call.past : call.past + length]
-        blocks = F.pad(blocks, (0, length - blocks.shape[1]), value=-1)
-    return ForwardStep(hooks.sites, sequences, past, hooks.trace, blocks)
 
 
 class _ArmedState(threading.local):

@@ -1,21 +1,19 @@
-"""What the stages of a site do to the items of one call: which tokens stay, changed or not."""
+"""Choice of the tokens that the stages of a site keep of the items of one call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Mix, Reduction
-from mmfast.core.spec import Spec, run, wanted
+from mmfast.core.spec import Spec, wanted
 from mmfast.core.tokens import Tokens, follow
 from mmfast.core.trace import Row, Trace
 from mmfast.models.reduction.sequence import MediaItem, Sequences
-from mmfast.models.reduction.site import Chain, Site, check_signals, run_part, run_site
+from mmfast.models.reduction.site import Chain, Site, run_part, run_site, run_stage
 
 
 def left_of_row(
@@ -83,25 +81,16 @@ def _stage(
     entered: Sequence[MutableMapping[int, int]],
 ) -> list[tuple[int, Reduction]]:
     if spec.method.scope != "prompt":
-        return [(i, _run(spec, tokens, entered[i])) for i, tokens in alive]
+        return [(i, run_stage(spec, tokens, entered[i])) for i, tokens in alive]
     if not alive:
         return []
-    joined = _run(spec, join(alive), entered[alive[0][0]])
+    joined = run_stage(spec, join(alive), entered[alive[0][0]])
     parts = split(joined, [tokens.n for _, tokens in alive], str(spec))
     return [(i, part) for (i, _), part in zip(alive, parts, strict=True)]
 
 
-def _run(spec: Spec, tokens: Tokens, entered: MutableMapping[int, int]) -> Reduction:
-    if spec.cut is not None:
-        spec = replace(spec, budget=wanted(spec, tokens.n, entered), cut=None)
-    check_signals(spec, tokens)
-    one = run(spec, tokens)
-    assert isinstance(one, Reduction)
-    return one
-
-
 def join(items: Sequence[tuple[int, Tokens]]) -> Tokens:
-    """Items of one prompt as one, with the signal `image` `[N]` to tell them apart.
+    """Join the items of one prompt, with the signal `image` `[N]` for their numbers.
 
     Args:
         items: `(number of the item in its prompt, tokens)`; a `grid` survives where it is alone.
@@ -149,7 +138,6 @@ def split(whole: Reduction, lengths: Sequence[int], name: str = "the stage") -> 
 
 
 def _mix(mix: Mix, slots: tuple[int, int], sources: tuple[int, int]) -> Mix:
-    """The triplets of some outputs, renumbered; source -1 where it lies in another item."""
     mine = (mix.output >= slots[0]) & (mix.output < slots[1])
     source: Tensor = mix.source[mine]
     inside = (source >= sources[0]) & (source < sources[1])
@@ -160,7 +148,7 @@ def _mix(mix: Mix, slots: tuple[int, int], sources: tuple[int, int]) -> Mix:
 # Which tokens of an item stay, and their features `[m, D]` where they changed.
 Kept = tuple[Tensor, Tensor | None]
 # Per decoder layer the signals of every item.
-Inner = Mapping[int, Seq[Mapping[str, Tensor]]]
+Inner = Mapping[int, Sequence[Mapping[str, Tensor]]]
 
 
 class SiteRunner:
@@ -179,7 +167,7 @@ class SiteRunner:
         self.noted: list[Chain] = []  # of the site that ran last
 
     def run(self, site: Site, hidden: Tensor) -> list[Kept]:
-        """What a site keeps of every item; `hidden` `[B, n, D]`."""
+        """The tokens that a site keeps of every item; `hidden` `[B, n, D]`."""
         items = self._sequences.items
         self.noted.clear()
         if not site.joint:
@@ -194,8 +182,7 @@ class SiteRunner:
         }
         return [found[id(item)] for item in items]
 
-    def _row(self, site: Site, row: Seq[MediaItem], hidden: Tensor) -> list[Kept]:
-        """All items of a prompt together."""
+    def _row(self, site: Site, row: Sequence[MediaItem], hidden: Tensor) -> list[Kept]:
         for item in row:
             if item.part is not None or (item.record is not None and item.record.ends):
                 raise ModelError(
@@ -219,7 +206,6 @@ class SiteRunner:
         return kept
 
     def _one(self, site: Site, item: MediaItem, hidden: Tensor) -> Kept:
-        """One item by itself."""
         if item.n == 0:
             return item.where, None  # a chunk that ends in a separator
         if item.part is not None and not site.deep:
@@ -235,7 +221,6 @@ class SiteRunner:
         return chain.keep, None if chain.pure else chain.apply(x)
 
     def _planned(self, site: Site, item: MediaItem, hidden: Tensor) -> Kept:
-        """The part of a whole item's plan that belongs to this chunk of a chunked prefill."""
         assert item.record is not None and item.part is not None
         plans, whole = item.record.plans, item.record.features(item.index).to(hidden)
         before: tuple[Reduction, ...] = item.source[0].reductions if item.source else ()
@@ -269,7 +254,7 @@ class SiteRunner:
         return chain
 
     def _tokens(self, site: Site, item: MediaItem, x: Tensor, hidden: Tensor) -> Tokens:
-        """What the stages may look at: `x` `[n, D]` and the signals of this site."""
+        """The input of the stages: `x` `[n, D]` and the signals of this site."""
         row, text = hidden[item.row], self._sequences.text[item.row]
         signals = {} if site.deep else {n: v.to(x.device) for n, v in item.signals.items()}
         if site.deep and site.layer - 1 in self._inner:
@@ -314,7 +299,7 @@ class SiteRunner:
         ]
 
 
-def acting(sites: Seq[Site], sequences: Sequences, trace: Trace) -> list[Site]:
+def acting(sites: Sequence[Site], sequences: Sequences, trace: Trace) -> list[Site]:
     """The sites that change anything: a share of 1.0 must leave the stock path alone."""
     items = sequences.items
     lengths: list[int | None] = [item.part[2] if item.part else item.n for item in items]
@@ -330,7 +315,9 @@ def acting(sites: Seq[Site], sequences: Sequences, trace: Trace) -> list[Site]:
     return found
 
 
-def _left(site: Site, items: Seq[MediaItem], lengths: Seq[int | None]) -> list[int | None]:
+def _left(
+    site: Site, items: Sequence[MediaItem], lengths: Sequence[int | None]
+) -> list[int | None]:
     """Tokens a site leaves of every item; None where that is not known beforehand."""
     if not site.joint:
         pairs = zip(lengths, items, strict=True)

@@ -1,4 +1,4 @@
-"""Signals of a decoder layer: who attends to the visual tokens, for the site before the next one.
+"""Signals of a decoder layer: attention to the visual tokens, for the site before the next one.
 
 Only the attention rows that a signal asks for are recomputed, a chunk at a time, in float32.
 """
@@ -15,9 +15,9 @@ from torch import Tensor
 from mmfast.models.reduction.probe import head_mass, last_query_scores, rows_of
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 
-# What a decoder layer can tell about the visual tokens that it saw.
+# Signals of a decoder layer about the visual tokens that it saw.
 INNER = frozenset({"attn", "attn_window", "attn_visual", "attn_text", "text_attn"})
-# What a pass over the first layers tells before layer 0.
+# Signal of a look ahead, a pass over the first layers before layer 0.
 AHEAD = "attn_ahead"
 _OF_TEXT = {"attn_text", "text_attn"}
 
@@ -32,7 +32,7 @@ class LayerAttention:
     Attributes:
         query: `[B, H, L, d]`, rotated.
         key: `[B, Hkv, S, d]`, the cached ones too.
-        mask: Whatever the attention function takes.
+        mask: As the attention function takes it.
         scaling: Factor of the logits.
         causal: How queries see keys without a mask.
         held: Tokens that the cache layer held before.
@@ -132,7 +132,6 @@ def _last_rows(sequences: Sequences, seen: LayerAttention) -> Tensor:
 
 
 def _real(sequences: Sequences, row: int) -> Tensor:
-    """Places in a row that are no padding."""
     if sequences.ok is not None:
         return sequences.ok[row].nonzero()[:, 0]
     return torch.arange(sequences.length)

@@ -7,7 +7,7 @@ shortened prompt and the original positions. Everything after that is stock, cac
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError, SpecError
-from mmfast.core.spec import parse
+from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import prompt_ids
@@ -29,14 +29,17 @@ from mmfast.models.reduction.step import ForwardStep
 
 @torch.no_grad()
 def compress(
-    model: Any, inputs: Mapping[str, Any], reduce: str | None, trace: Trace | None = None
+    model: Any,
+    inputs: Mapping[str, Any],
+    reduce: str | Sequence[Spec] | None,
+    trace: Trace | None = None,
 ) -> dict[str, Any]:
     """Encode and reduce the media of a prompt; the result is what `attach` would compute.
 
     Args:
         model: A stock model of a known family.
         inputs: What its processor returned: ids, mask, pixels, grids.
-        reduce: Spec string; every stage at site `pre`. None reduces nothing.
+        reduce: Spec string or parsed stages; every stage at site `pre`. None reduces nothing.
         trace: Gets a row per site and every Reduction.
 
     Returns:
@@ -49,7 +52,8 @@ def compress(
         ModelError: The family is unknown, a signal is missing, or a prompt ends with media whose
             last token is dropped.
     """
-    sites = sites_of(specs := parse(reduce))
+    specs = parse(reduce)
+    sites = sites_of(specs)
     for spec in specs:
         if spec.site != "pre" or AHEAD in spec.method.needs:
             raise SpecError(f"{str(spec)!r} runs inside the model; use attach() for it, not inputs")
@@ -162,7 +166,6 @@ def _planes(
     step: ForwardStep,
     here: Tensor,
 ) -> list[Any] | None:
-    """DeepStack planes of one kind, reduced like the tokens they belong to."""
     planes = getattr(output, "deepstack_features", None)
     if planes is None:
         return None
@@ -177,13 +180,12 @@ def _planes(
 
 
 def _output(stock: Any, rows: Any, extra: Mapping[str, Any]) -> Any:
-    """An encoder output of the stock class: features, and what that class cannot do without."""
+    """An encoder output of the stock class: features, and the fields that the class requires."""
     needed = {f.name: getattr(stock, f.name) for f in fields(stock) if f.default is MISSING}
     return type(stock)(**needed, pooler_output=rows, **extra)
 
 
 def _like(stock: Any, rows: Tensor) -> Any:
-    """The container the model expects: a batch of one, or a list of one."""
     return rows[None] if isinstance(stock, Tensor) else [rows]
 
 
@@ -206,13 +208,10 @@ def encoded(model: Any, inputs: Mapping[str, Any], needs: Collection[str] = ()) 
         ModelError: The family is unknown.
     """
     base = model.base_model
-    outputs, names = {}, set[str]()
+    outputs = {}
     with prompt_ids(inputs.get("input_ids")), recording(base, adapter_for(model), needs):
         for kind in features_given(inputs):
-            method = getattr(base, f"get_{kind}_features")
-            parameters = inspect.signature(method).parameters
-            given = {name: inputs[name] for name in parameters if name in inputs}
-            outputs[kind] = method(**given, return_dict=True)
-            names |= {name for name in given if name.startswith("pixel_values")}
+            outputs[kind] = _encode(base, kind, inputs)
+    names = {name for name in _encoder_arguments(base) if name.startswith("pixel_values")}
     rest = {name: value for name, value in inputs.items() if name not in names}
     return {**rest, "mm_encoder_outputs": outputs}

@@ -1,15 +1,15 @@
 """A look ahead: the attention of a deeper layer before layer 0 reduces anything (GemFilter).
 
-The text model itself runs a second time, over a copy of the cache that is thrown away, and is
-stopped in the attention of the layer that is asked for. So masks, positions and DeepStack planes
-are its own, and no later layer costs anything.
+The text model itself runs a second time, over a temporary copy of the cache, and is stopped in the
+attention of the layer that is asked for. So masks, positions and DeepStack planes are its own, and
+no later layer costs anything.
 """
 
 from __future__ import annotations
 
 import contextvars
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 from mmfast.core.errors import SpecError
 from mmfast.core.spec import Spec
 from mmfast.models.reduction.cache_layers import held, is_short, shorten
+from mmfast.models.reduction.call import Call, PassState
 from mmfast.models.reduction.decoder_signals import LayerAttention, inner_signals
+from mmfast.models.reduction.probe import probing
 from mmfast.models.reduction.step import ForwardStep
 
 DEPTH = 0.4  # of the model; GemFilter reads layer 13 of 32
@@ -46,31 +48,30 @@ class _Peek(ForwardStep):
 
 
 def look_ahead(
-    call: Any, layer: int, text: Any, hidden: Tensor, mine: Callable[[], bool]
+    state: PassState, call: Call, layer: int, text: Any, hidden: Tensor
 ) -> list[dict[str, Tensor]]:
     """Run the first layers of a text model once more, for the attention of `layer`.
 
     Args:
-        call: The call at hand: its `step`, and in `given` the arguments of the text model.
+        state: The pass that each thread is in (`PassState`).
+        call: The current call: its `step`, and in `given` the arguments of the text model.
         layer: Decoder layer to read.
         text: The text model.
         hidden: Input of layer 0 as it stands, `[B, n, D]`.
-        mine: Whether this thread runs this call.
 
     Returns:
         Per item `attn_ahead` `[n]`, from the last query of its row, mean over heads.
     """
-    from mmfast.models.reduction.probe import probing
-
     args, kwargs = call.given
     cache = _copy(kwargs.get("past_key_values"), layer)
     start = 0 if cache is None else held(cache.layers[layer])
-    step, found = call.step, []
+    step, found = call.step, list[dict[str, Tensor]]()
+    assert step is not None
 
     def look(
         _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, so: bool
     ) -> None:
-        if mine():
+        if state.call is call:  # else another thread's pass
             seen = LayerAttention(q, k, mask, scale, so, start)
             found.extend(inner_signals({"attn"}, step.sequences, seen))
             raise _StopError

@@ -1,9 +1,8 @@
-"""Masks that fit cache layers of different lengths, made by stock code.
+"""Masks that fit cache layers of different lengths, and M-RoPE offsets per conversation.
 
-M-RoPE offsets per conversation instead of per model.
-
-Stock models keep `rope_deltas`, the distance between token counts and positions, on the model: a
-conversation that is continued after another one ran would get the other one's positions.
+Masks are made by stock code. Stock models keep `rope_deltas`, the distance between token counts and
+positions, on the model: a conversation that is continued after another one would get the positions
+of the other one, so the offsets are kept per cache here.
 """
 
 from __future__ import annotations
@@ -25,18 +24,9 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from mmfast.models.layers import SLIDING, kind_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import layer_of_model_mask, padding_mask
-
-# Decoder layers that can hold reduced tokens. A sliding window counts the tokens that are left,
-# a convolution runs over them; both as the stock model does on the shortened prompt.
-FULL, SLIDING, CONV = LAYER_KINDS = ("full_attention", "sliding_attention", "conv")
-
-
-def kind_of(config: Any, layer: int) -> str:
-    """Kind of a decoder layer, `full_attention` where the config of the text model says nothing."""
-    kinds = getattr(config, "layer_types", None)
-    return str(kinds[layer]) if kinds else FULL
 
 
 def stock_mask(
@@ -175,7 +165,7 @@ class Offsets:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Stand around the two methods that read and write `rope_deltas`."""
+        """Override the two methods that read and write `rope_deltas`."""
         with override(self._base, "compute_3d_position_ids", self._forward):
             if self._model is self._base:
                 yield

@@ -1,15 +1,14 @@
 """Attention scores without eager attention: sdpa stays sdpa, flash stays flash.
 
-While at least one module is intercepted, every attention function it can reach is wrapped in
-place, under its own name: the functions of transformers' attention interface, and the
-module-local `eager_attention_forward` of the modelling files involved, which the interface takes
-as its default. The wrapper looks for a gate on the calling module and otherwise only passes on,
-so other models and threads see no difference.
+While at least one module is intercepted, every attention function it can reach is wrapped in place,
+under its own name: the functions of transformers' attention interface, and the module-local
+`eager_attention_forward` of the modelling files involved, which the interface takes as its default.
+The wrapper looks for a gate on the calling module and otherwise only passes on, so other models and
+threads see no difference.
 
-Importance of keys: softmax rows recomputed from q and k in float32, never L x L at once.
-
-What many queries give in sum goes through `mmfast/ops/attention_column_sums.py`; a few rows, and
-masks that only a rule knows, are plain torch.
+The importance of keys is read from softmax rows recomputed from q and k in float32, never L x L at
+once. Sums over many queries go through `ops.attention_column_sums`; a few rows, and masks that are
+rules, are plain torch.
 """
 
 from __future__ import annotations
@@ -262,7 +261,7 @@ def received_within(
 
 
 def _direct(mask: Any, query: Tensor) -> bool:
-    """Whether the sums over columns take this mask: a GPU's kernel has none."""
+    """The sums over columns take this mask; the kernel of a GPU takes none at all."""
     return mask is None or (isinstance(mask, Tensor) and not query.is_cuda)
 
 
@@ -283,7 +282,6 @@ def _range(places: Tensor) -> tuple[int, int] | None:
 def _received_by_rows(
     query: Tensor, key: Tensor, scaling: float | None, is_causal: bool, mask: Any
 ) -> Tensor:
-    """`received` under any mask."""
     batch, heads, length, _ = query.shape
     size = key.shape[2]
     step = max(1, _CHUNK // max(1, batch * heads * size))
@@ -334,7 +332,7 @@ class Levels(TorchFunctionMode):
         return out
 
     def of(self, query: Tensor) -> Tensor | None:
-        """`[B, H, L]` for queries `[B, H, L, d]`, or None where that cannot be told."""
+        """`[B, H, L]` for queries `[B, H, L, d]`, or None where it is not known."""
         if len(self._found) != 1 or self._found[0] is None:
             return None
         return self._found[0] if self._found[0].shape == query.shape[:3] else None
@@ -364,7 +362,7 @@ def probing(hooks: Mapping[nn.Module, Hook], levels: bool = False) -> Iterator[N
             values `[B, Hkv, S, d]` that are really attended, and the mask as the function got it:
             None, bool or additive `[B, 1, L, S]`, `[B, S]` under flash, a BlockMask under flex.
         levels: Call them after the attention, with the log-sum-exp of every query as one argument
-            more, None where the attention function does not tell it.
+            more, None where the attention function does not return it.
 
     Raises:
         ModelError: A module does not go through transformers' attention interface.
@@ -487,7 +485,7 @@ def _swap(get: Callable[[], Any], put: Callable[[Any], None]) -> None:
     put(wrapper)
 
     def restore() -> None:
-        if get() is wrapper:  # else someone replaced it since; theirs stays
+        if get() is wrapper:  # else other code replaced it since, which stays
             put(function)
 
     _restore.append(restore)

@@ -1,8 +1,8 @@
-"""Remembering how features were encoded: their layout and the vision tower's signals.
+"""Records of encoded features: their layout and the signals of the tower.
 
 `generate` encodes images and videos long before the forward pass that uses them, and drops the
-grids on the way. So the encoding methods of the one attached model are watched, and what they
-knew is stored with the output object they returned.
+grids on the way. So the encoding methods of the one attached model are observed, and a record is
+stored with the output object that they return.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from mmfast.models.patching import override
 from mmfast.models.reduction.signals import from_tower
 
 _FIELD = "_mmfast_record"
-# An encoder's output tells here what was dropped before the tower (see models/vision/pixel.py).
+# On an encoder's output: the reductions before the tower (see models/vision/pixel.py).
 CHAINS = "_mmfast_pixel_chains"
 
 
 @dataclass
 class Record:
-    """What is known about the features of all media of one kind in one call.
+    """Facts about the features of all media of one kind in one call.
 
     Attributes:
         kind: `image`, `video` or `audio`.
         layouts: One per item, in the order of the features.
-        signals: Signals of the vision tower of each, those that a stage needs, and what the
-            layout tells: `place` `[N, 3]` and, of images, `tile` `[N]`.
+        signals: Signals of the vision tower of each, those that a stage needs, and those of
+            the layout: `place` `[N, 3]` and, of images, `tile` `[N]`.
         planes: The features, then the DeepStack planes, each a list of tensors. Chunked prefill
             brings them in slices, but a method must see whole items; dropped once used in full.
         ends: Under chunked prefill: features that each batch row has had so far.
-        plans: Under chunked prefill: what the stages before the LLM decided for whole items.
-        dropped: What the stages of site `pixel` did to each item, a Chain; [] without such.
+        plans: Under chunked prefill: decisions of the stages before the LLM for whole items.
+        dropped: Reductions at site `pixel` of each item, a Chain; [] without such.
     """
 
     kind: str
@@ -94,7 +94,7 @@ def _list(plane: Any) -> list[Tensor]:
 
 
 class Recorder:
-    """Watches the encoding methods of one base model; knows the last features of each thread."""
+    """Observes the encoding methods of one base model; holds the last records of each thread."""
 
     def __init__(self, base: Any, adapter: Adapter, needs: Collection[str], collector: Any) -> None:
         self._base = base
@@ -104,7 +104,7 @@ class Recorder:
         self._local = threading.local()
 
     def around(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand around `get_image_features` or that of another kind."""
+        """Record a call of `get_image_features` or that of another kind."""
         if getattr(self._local, "busy", False):
             return call(*args, **kwargs)  # Qwen3-VL's video method calls its image method
         self._local.busy = True
@@ -145,13 +145,13 @@ def record_of(output: Any) -> Record | None:
 
 
 def remember(output: Any, record: Record) -> None:
-    """Let an encoder output tell its record."""
+    """Store a record with an encoder output."""
     output.__dict__[_FIELD] = record
 
 
 @contextmanager
 def recording(base: Any, adapter: Adapter, needs: Collection[str]) -> Iterator[Recorder]:
-    """Watch the encoding methods of `base`, which get back their stock selves at the end."""
+    """Observe the encoding methods of `base`, which are stock again at the end."""
     with ExitStack() as stack:
         collector = None
         if from_tower(needs):

@@ -19,18 +19,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from mmfast.core.errors import ModelError, SpecError
-from mmfast.core.spec import Spec
+from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
 from mmfast.models.reduction.cache_layers import held
-from mmfast.models.reduction.probe import last_query_scores
+from mmfast.models.reduction.probe import last_query_scores, probing
 from mmfast.models.reduction.sequence import MediaItem
 from mmfast.ops.ranking import stable_topk
 
 
 @dataclass
 class DroppedTokens:
-    """What left at a cut, for one cache; times are places among the keys of the layer before.
+    """Tokens that left at a cut of one cache; times are places among the keys of the layer before.
 
     Attributes:
         times: `[n]` of the tokens that were dropped.
@@ -47,7 +46,7 @@ class DroppedTokens:
     present: Tensor
 
     def join(self, other: DroppedTokens) -> DroppedTokens:
-        """The same with what a later turn dropped, which knows who is present by now."""
+        """Join with the tokens that a later turn dropped; `present` is that of the later turn."""
         return DroppedTokens(
             torch.cat([self.times, other.times]),
             torch.cat([self.hidden, other.hidden]),
@@ -76,14 +75,14 @@ class DroppedTokens:
             )
 
     def wanted(self, scores: Tensor) -> Tensor:
-        """Which dropped tokens rank within the budget and are not there, by `scores` `[S]`."""
+        """Dropped tokens that rank within the budget and are absent, by `scores` `[S]`."""
         best = [times[stable_topk(scores[times], count)] for times, count in self.items]
         missing = torch.isin(self.times, torch.cat(best)) & ~torch.isin(self.times, self.present)
         return missing.nonzero()[:, 0]
 
 
 class Leaving:
-    """The tokens at a cut before it is made; see `Store`.
+    """The tokens at a cut before it is made; see `DroppedTokens`.
 
     Raises:
         ModelError: Several rows, padding, or a part of a prompt.
@@ -106,7 +105,7 @@ class Leaving:
         self._hidden, self._embeddings = hidden[0], [each[0] for each in embeddings]
 
     def store(self, order: Tensor, start: int) -> DroppedTokens:
-        """What has left.
+        """Store the tokens that have left.
 
         Args:
             order: `[m]` previous places of all tokens left.
@@ -127,13 +126,13 @@ class Leaving:
 def keep_store(
     cache: Any, layer: int, left: Leaving | None, order: Tensor | None, length: int
 ) -> None:
-    """Note on the cache layer of a cut what several new tokens mean for its store.
+    """Update the store on the cache layer of a cut for several new tokens.
 
     Args:
         cache: The cache; the layer before the cut holds the new tokens already.
         layer: Layer of the cut.
-        left: What stood there; None where the cut was not made.
-        order: `[1, m]` previous places of what is left, if something has left.
+        left: The tokens before the cut; None where it was not made.
+        order: `[1, m]` previous places of the tokens that stay, if any has left.
         length: New tokens in the layer before the cut.
 
     Raises:
@@ -164,22 +163,6 @@ def keep_store(
     mine.store = new if old is None else old.join(new)
 
 
-def check_last(specs: Sequence[Spec]) -> None:
-    """A token that comes back runs through all deeper layers, so nothing else may cut there.
-
-    Raises:
-        SpecError: Something else does.
-    """
-    inside = [spec for spec in specs if spec.site == "llm"]
-    for spec in inside:
-        others = [o for o in inside if o is not spec and (o.layer or 0) >= (spec.layer or 0)]
-        if spec.method.revives and others:
-            raise SpecError(
-                f"{str(others[0])!r} cuts at or behind {str(spec)!r}, whose tokens may come back; "
-                f"put {spec.method.name!r} last"
-            )
-
-
 @dataclass
 class _Back:
     """Tokens that come back in this step, beside the new one."""
@@ -205,20 +188,8 @@ class Reviver:
     """
 
     def __init__(self, layer: int, text: Any, trace: Trace) -> None:
-        kind = text.config._attn_implementation
-        types = set((getattr(text.config, "layer_types", None) or ())[layer:])
-        if types - {"full_attention"}:
-            raise ModelError(
-                f"lazyllm puts tokens back into full attention, and decoder layers from {layer} on "
-                f"are {', '.join(sorted(types))}; use fastv"
-            )
-        if kind not in ("sdpa", "eager"):
-            raise ModelError(
-                f"lazyllm makes masks of its own for sdpa and eager attention, not for {kind!r}; "
-                "call model.set_attn_implementation('sdpa')"
-            )
         self._layer, self._text, self._trace = layer, text, trace
-        self._additive = kind == "eager"
+        self._additive = text.config._attn_implementation == "eager"
         self._local = _RevivalState()
 
     def before(self, index: int, module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -264,8 +235,6 @@ class Reviver:
         local.stack, local.scores, local.back = None, None, None
 
     def _watch(self, module: Any) -> None:
-        from mmfast.models.reduction.probe import probing
-
         self.close()
 
         def look(owner: Reviver, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
@@ -276,7 +245,6 @@ class Reviver:
         self._local.stack.enter_context(probing({module.self_attn: partial(look, self)}))
 
     def _choose(self, store: DroppedTokens, cache: Any, hidden: Tensor, embeddings: Any) -> Tensor:
-        """Rank again, and put what comes back before the new token."""
         scores = self._local.scores
         self.close()
         assert scores is not None

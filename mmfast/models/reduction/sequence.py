@@ -1,4 +1,4 @@
-"""Which token of a batch belongs to which image or video, before and after reductions."""
+"""Places of images and videos in the sequences of a batch, before and after reductions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MediaItem:
         index: Item number in `record`.
         part: Under chunked prefill: this chunk holds tokens `part[0]:part[1]` of `part[2]`.
         source: Under chunked prefill: the plan for the whole item, and the outputs that are here.
-        entered: Tokens of the whole item that entered each schedule (core/schedule.py).
+        entered: Tokens of the whole item that entered each schedule (`core.spec.wanted`).
     """
 
     row: int
@@ -58,7 +58,7 @@ class MediaItem:
 
 @dataclass
 class Sequences:
-    """The rows of a batch: what no method touches, and the items.
+    """The rows of a batch: the tokens that no method touches, and the items.
 
     Attributes:
         length: Tokens per row, padding included.
@@ -200,7 +200,6 @@ def chunk_pieces(record: Record, counts: list[int], features: Tensor) -> list[Pi
 
 
 def _piece_items(bounds: list[int], start: int, stop: int) -> list[Piece]:
-    """Split the span `start:stop` of all features at the bounds of the items."""
     return [
         (i, max(start, low) - low, min(stop, high) - low)
         for i, (low, high) in enumerate(pairwise(bounds))
@@ -227,8 +226,8 @@ def locate(
         kwargs: Arguments of the base model's forward.
         recorder: Knows how the features were encoded.
         ok: `[B, L]` False at padding, or None.
-        strict: Nobody can do without the layouts; else features of unknown layout, such as those
-            that somebody shortened before, are taken for runs of tokens without separators.
+        strict: Layouts are required; else features of unknown layout, such as those that the
+            caller has shortened, are taken for runs of tokens without separators.
 
     Raises:
         ModelError: The layout of features is not known.
@@ -363,7 +362,6 @@ def _known(
 def _recover(
     base: Any, adapter: Adapter, kind: str, output: Any, kwargs: Mapping[str, Any], mask: Tensor
 ) -> list[Layout]:
-    """Layouts of features that were encoded before `attach`, from the tensors alone."""
     features = list(output.pooler_output)
     positions = kwargs.get("position_ids")
     columns = None

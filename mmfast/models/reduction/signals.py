@@ -1,4 +1,4 @@
-"""What a vision tower can tell of its patches: the one list of names, and the block of each.
+"""Signals of a vision tower about its patches: their names, and the block each is read from.
 
     attn         last used block: the class token's row, or the mean over queries without one
     attn_visual  last used block: the mean over all queries, a class token's included (HiPrune)
@@ -6,7 +6,7 @@
     attn_first   as `attn`, from the first block (HiRED)
     keys         last used block: keys, averaged over heads
 
-No method needs a class token: in a tower without one, `attn` is what all patches look at.
+No method needs a class token: in a tower without one, `attn` is the mean over all patches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from mmfast.models.families.tower import Tower
 
-# Name: which of the used blocks, and what of it: `row` (the class token's, where there is one),
+# Name: one of the used blocks, and its reading: `row` (the class token's, where there is one),
 # `mean` (over all queries) or `keys`.
 TOWER_SIGNALS: Mapping[str, tuple[str, str]] = {
     "attn": ("last", "row"),
@@ -30,7 +30,7 @@ TOWER_SIGNALS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class SignalSource:
-    """Where one signal is read in one call: the number of a block, and what of it."""
+    """Source of one signal in one call: the number of a block, and `row`, `mean` or `keys`."""
 
     block: int
     what: str
@@ -44,7 +44,7 @@ def from_tower(needs: Collection[str]) -> tuple[str, ...]:
 def sources_of(
     tower: Tower, names: Collection[str], call: Mapping[str, Any]
 ) -> dict[str, SignalSource]:
-    """Where to read each signal in one call of the tower.
+    """The source of each signal in one call of the tower.
 
     A tower without a class token has no row to prefer, so `attn` and `attn_visual` are one
     reading there.

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count, run, wanted
 from mmfast.core.tokens import Tokens, follow, follow_signals
 from mmfast.models.reduction.decoder_signals import AHEAD
-from mmfast.models.reduction.revival import check_last
 
 # A chunk of a chunked prefill holds tokens part[0]:part[1] of the part[2] tokens of an item.
 Part = tuple[int, int, int]
@@ -42,27 +41,27 @@ class Site:
 
     @property
     def deep(self) -> bool:
-        """Whether it works on hidden states inside the LLM, for what came with this call."""
+        """It works on hidden states inside the LLM, on the tokens of this call."""
         return self.specs[0].site == "llm" or self.ahead
 
     @property
     def ahead(self) -> bool:
-        """Whether it reads the attention of a deeper layer, which then has to run first."""
+        """It reads the attention of a deeper layer, which then has to run first."""
         return AHEAD in self.specs[0].method.needs
 
     @property
     def early(self) -> bool:
-        """Whether it ran before the vision tower, so that its outcome is known."""
+        """It ran before the vision tower, so that its outcome is known."""
         return self.specs[0].site == "pixel"
 
     @property
     def revives(self) -> bool:
-        """Whether what it drops may come back while decoding."""
+        """Dropped tokens may come back while decoding."""
         return self.deep and any(spec.method.revives for spec in self.specs)
 
     @property
     def joint(self) -> bool:
-        """Whether a stage looks at all images of a prompt at once."""
+        """A stage looks at all images of a prompt at once."""
         return any(spec.method.scope == "prompt" for spec in self.specs)
 
     @property
@@ -92,34 +91,23 @@ _ORDER = ("pixel", "pre", AHEAD, "llm")
 
 
 def sites_of(specs: Sequence[Spec]) -> list[Site]:
-    """Group stages by the decoder layer before which they run, in layer order.
-
-    Raises:
-        SpecError: A stage before the LLM stands behind one that looks ahead in it.
-    """
+    """Group stages by the decoder layer before which they run, in layer order."""
     layers: dict[tuple[int, str], list[Spec]] = {}
     for spec in specs:
-        if any(name == AHEAD for _, name in layers) and spec.site in ("pixel", "pre"):
-            ahead = layers[0, AHEAD][0]
-            raise SpecError(
-                f"{str(spec)!r} cannot follow {str(ahead)!r}, which looks through the decoder; "
-                f"write {ahead.method.name!r} last of the stages before it"
-            )
         if spec.site in _ORDER:
             name = AHEAD if AHEAD in spec.method.needs else spec.site
             layers.setdefault((spec.layer or 0, name), []).append(spec)
-    check_last(specs)
     order = sorted(layers, key=lambda key: (key[0], _ORDER.index(key[1])))
     return [Site(layer, tuple(layers[layer, name])) for layer, name in order]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What the stages of a site did to one item, one Reduction after the other.
+    """The reductions of one item by the stages of a site, one after the other.
 
     Attributes:
         reductions: One per stage.
-        ms: What each took to choose, where it was measured.
+        ms: Milliseconds of each choice, where measured.
     """
 
     reductions: tuple[Reduction, ...]
@@ -132,11 +120,6 @@ class Chain:
         for reduction in self.reductions[1:]:
             keep = keep.index_select(0, reduction.keep)
         return keep
-
-    @property
-    def trivial(self) -> bool:
-        """Nothing changes."""
-        return self.pure and all(reduction.m == reduction.n for reduction in self.reductions)
 
     @property
     def pure(self) -> bool:
@@ -157,6 +140,16 @@ class Chain:
         return x
 
 
+def run_stage(spec: Spec, tokens: Tokens, entered: MutableMapping[int, int]) -> Reduction:
+    """Run one stage on the tokens that enter it; errors are those of `run_site`."""
+    if spec.cut is not None:
+        spec = replace(spec, budget=wanted(spec, tokens.n, entered), cut=None)
+    check_signals(spec, tokens)
+    found = run(spec, tokens)
+    assert isinstance(found, Reduction)
+    return found
+
+
 def run_site(site: Site, tokens: Tokens, entered: MutableMapping[int, int]) -> Chain:
     """Run all stages of a site on one item, `tokens.x` `[N, D]`; `entered`: see `Item.entered`.
 
@@ -170,12 +163,7 @@ def run_site(site: Site, tokens: Tokens, entered: MutableMapping[int, int]) -> C
         start = time.perf_counter()
         if reductions:
             tokens = follow(tokens, reductions[-1])
-        if spec.cut is not None:
-            spec = replace(spec, budget=wanted(spec, tokens.n, entered), cut=None)
-        check_signals(spec, tokens)
-        one = run(spec, tokens)
-        assert isinstance(one, Reduction)
-        reductions.append(one)
+        reductions.append(run_stage(spec, tokens, entered))
         ms.append((time.perf_counter() - start) * 1e3)
     return Chain(tuple(reductions), tuple(ms))
 
@@ -202,10 +190,7 @@ def run_part(
             nothing = torch.empty(0, dtype=torch.int64, device=tokens.x.device)
             reductions.append(Reduction.prune(nothing, tokens.n))
             break
-        check_signals(spec, tokens)
-        one = run(spec, tokens)
-        assert isinstance(one, Reduction)
-        reductions.append(one)
+        reductions.append(run_stage(spec, tokens, entered))
     return Chain(tuple(reductions)), part
 
 

@@ -1,4 +1,4 @@
-"""One forward pass under `attach`: reductions before decoder layers, and what follows from them."""
+"""One forward pass under `attach`: reductions before decoder layers, their masks and positions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
+from mmfast.models.layers import CONV, kind_of
 from mmfast.models.reduction.cache_layers import (
     LayerGroup,
     extend,
@@ -21,7 +22,7 @@ from mmfast.models.reduction.cache_layers import (
 )
 from mmfast.models.reduction.choice import Kept, SiteRunner, acting
 from mmfast.models.reduction.decoder_signals import INNER, LayerAttention, inner_signals
-from mmfast.models.reduction.masks import CONV, kind_of, stock_mask
+from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.revival import Leaving, keep_store
 from mmfast.models.reduction.sequence import Sequences, take
 from mmfast.models.reduction.site import Site
@@ -121,7 +122,6 @@ class ForwardStep:
         return hidden
 
     def _places(self, kwargs: dict[str, Any], kind: str) -> tuple[Tensor, ...]:
-        """Position embeddings of the tokens as they stand."""
         given: tuple[Tensor, ...] = kwargs["position_embeddings"]
         if self.sequences.index is None:
             return given

@@ -40,15 +40,15 @@ from mmfast.models.reduction.probe import (
 )
 from mmfast.models.reduction.signals import SignalSource, from_tower, sources_of
 
-# An attention module whose tokens were merged tells here how (see mmfast/models/vision/merge.py).
+# On an attention module: gives the merging of its tokens (see models/vision/merge.py).
 MERGED = "_mmfast_merged"
-# The tower's module tells here which patches are in the pass at work (see models/vision/pixel.py).
+# On a tower's module: gives the patches of the current pass (see models/vision/pixel.py).
 KEPT = "_mmfast_kept"
 
 
 @dataclass
 class _Recording:
-    """What one pass of the tower left: `[B, S, d]` per call and place it was read at."""
+    """Readings of one pass of the tower: `[B, S, d]` per call and source."""
 
     calls: dict[SignalSource, list[Tensor]] = field(default_factory=dict)
     merged: dict[int, Reduction | None] = field(default_factory=dict)  # by block
@@ -68,20 +68,12 @@ class Collector:
         self._needs = from_tower(needs)
         self._local = threading.local()
 
-    def attn(self, item: int | tuple[str, int]) -> Tensor:
-        """Attention received by the item's tokens, `[N]` float32."""
-        return self.signal("attn", item)
-
-    def keys(self, item: int | tuple[str, int]) -> Tensor:
-        """Keys of the item's tokens, mean over heads, `[N, d]`."""
-        return self.signal("keys", item)
-
     def count(self, kind: str) -> int:
-        """How many images or videos there are signals for."""
+        """Number of items of a kind that there are signals for."""
         return len(self._items().get(kind, ()))
 
     def clear(self) -> None:
-        """Forget the items: call it once they are used, so that none is taken for a later one's."""
+        """Forget the items once they are used, so that none is taken for a later one."""
         self._local.items = {}
 
     def _items(self) -> dict[str, list[dict[str, Tensor]]]:
@@ -112,7 +104,7 @@ class Collector:
     def around_features(
         self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Stand around `get_image_features` or `get_video_features` and keep the signals."""
+        """Keep the signals of a call of `get_image_features` or `get_video_features`."""
         if getattr(self._local, "recording", None) is not None:
             return call(*args, **kwargs)  # Qwen3-VL's video method calls its image method
         method = getattr(self._tower.base, f"get_{kind}_features")

@@ -1,13 +1,11 @@
-"""A vision tower that computes the changed patches of a stream's frames only.
+"""A vision tower that computes only the changed patches of a stream's frames.
 
-`with cache.using(state):` stands around the stock `get_video_features` or `get_image_features`;
-nothing of the model is replaced for longer, other threads see the stock tower, and what a stream
-remembers lies in its state alone.
+`with cache.using(state):` overrides the stock `get_video_features` or `get_image_features`; nothing
+of the model is replaced for longer, other threads see the stock tower, and the memory of a stream
+lies in its state alone.
 
-One pass of a vision tower that computes the changed patches of consecutive frames only.
-
-What changed is decided once, on the embedded patches. In every block the chosen rows alone are
-projected, attend to all keys of their frame (those of the other patches come from the frame's
+The changed patches are chosen once, on the embedded patches. In every block the chosen rows alone
+are projected, attend to all keys of their frame (those of the other patches come from the frame's
 reference) and go through the MLP. The first published cache of this kind (STC, arXiv 2512.00891)
 projects fresh keys of all tokens and chooses anew in every layer: on the embedded clips features
 are no nearer for it, and it costs a third more.
@@ -49,11 +47,11 @@ from mmfast.models.vision.frame_state import (
 
 @dataclass
 class _PassFrame:
-    """One frame: what it builds on, and the patches to compute (`[k]` ascending; None: all)."""
+    """One frame: its base, and the patches to compute (`[k]` ascending; None: all)."""
 
     base: int | None  # a frame of this pass; None where that is the state's reference
     rows: Tensor | None
-    patches: Tensor  # [n, D] as in Reference
+    patches: Tensor  # [n, D] as in ReferenceFrame
 
 
 class FramePass:
@@ -334,7 +332,7 @@ class FrameCache:
             yield
 
     def _for(self, streams: Sequence[FrameCacheState], around: Callable[..., Any]) -> Any:
-        """`around` for the one `with` that gave these streams; threads pass each other's by."""
+        """`around` for the one `with` that gave these streams; other threads run stock code."""
 
         def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             mine = getattr(self._local, "streams", None) is streams
@@ -344,7 +342,6 @@ class FrameCache:
 
     @torch.no_grad()
     def _encode(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around `get_image_features` and `get_video_features`: run, put the references in."""
         streams = getattr(self._local, "streams", None)
         if streams is None or self._work() is not None:  # Qwen3-VL's video method calls the other
             return call(*args, **kwargs)
@@ -367,7 +364,6 @@ class FrameCache:
     def _block(
         self, index: int, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around a block: the stock one on whole frames, its parts on chosen patches."""
         work = self._work()
         if work is None:
             return call(hidden, *args, **kwargs)
@@ -385,7 +381,6 @@ class FrameCache:
         return output
 
     def _begin(self, work: _Work, hidden: Tensor, masked: bool) -> None:
-        """Plan the pass and choose its patches; frames with padding are computed whole."""
         states = len(work.streams)
         plan = plan_pass(self._tower, self._adapter, work.kind, work.arguments, hidden, states)
         work.running = FramePass(plan, work.streams, self._fixed)
@@ -394,7 +389,6 @@ class FrameCache:
     def _attend(
         self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around the attention function: note keys and values as they are attended."""
         work = self._work()
         if work is not None:
             work.calls.append((args[1], args[2]))
@@ -403,8 +397,6 @@ class FrameCache:
 
 @dataclass
 class _Work:
-    """One call of the encoder."""
-
     streams: Sequence[FrameCacheState]
     kind: str
     arguments: Call

@@ -1,4 +1,4 @@
-"""What a frame cache remembers of one stream."""
+"""State of a frame cache: the reference frame of a stream, and the plan of a pass."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ Layouts = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class FramePlan:
-    """What is known of a pass before it begins.
+    """Facts about a pass before it begins.
 
     Attributes:
         streams: The state of each frame, by number; frames of a stream in their order.
@@ -236,7 +236,7 @@ Rotary = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class BlockNames:
-    """How one kind of block calls its parts; `project` is one name, or those of q, k and v."""
+    """Names of the parts of one kind of block; `project` is one name, or those of q, k and v."""
 
     norm1: str
     attn: str

@@ -1,10 +1,10 @@
 """Merge tokens inside the vision tower: between attention and MLP of its blocks (site `vit`).
 
 Bolya et al. (arXiv 2210.09461) for the towers of vision-language models: every used block merges
-the same number of tokens of a frame (`vit_plan.py`), attention counts a merged token by its size,
-and after the last used block each patch takes the value of its token, so that pooling, merger,
-projector and positions of the model go on with the raster they expect. Tokens stay in raster
-order throughout (the reference moves unmerged ones in front, which changes its later pairings).
+the same number of tokens of a frame (`merge_pass.MergePlan`), attention counts a merged token by
+its size, and after the last used block each patch takes the value of its token, so that pooling,
+merger, projector and positions of the model go on with the raster they expect. Tokens stay in
+raster order (the reference moves unmerged ones in front, which changes its later pairings).
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace, View
 from mmfast.models.families.adapter import Adapter, Call, raster_places
-from mmfast.models.families.tower import Tower, argument, attention_of, check_blocks, kinds_of
+from mmfast.models.families.tower import Tower, attention_of, kinds_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.reduction.tower_signals import MERGED
@@ -49,12 +48,9 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
         trace: Where rows and reductions go.
 
     Raises:
-        ModelError: The family is unknown.
-        SpecError: The stage has no budget, or the tower cannot merge; while encoding, a budget
-            that does not fit.
+        SpecError: While encoding, a budget that does not fit.
     """
     tower = adapter.tower(model.base_model)
-    _check(tower, spec, adapter)
     if spec.whole:
         yield
         return
@@ -74,43 +70,8 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
         yield
 
 
-def _check(tower: Tower, spec: Spec, adapter: Adapter) -> None:
-    if spec.budget is None:
-        raise SpecError(f"'{spec}' needs a budget at site 'vit'; write '{spec}:0.5'")
-    check_blocks(tower, adapter.family, "site 'vit'")
-    reuse = spec.knobs.get("reuse", 1)
-    if reuse < 1:
-        raise SpecError(f"knob reuse={reuse} of '{spec}' is no number of blocks; choose 1 or more")
-    until = spec.knobs.get("until", 1.0)
-    if not 0 < until <= 1:
-        raise SpecError(f"knob until={until} of '{spec}' is no share of the blocks; choose 0 to 1")
-    if any(MERGED in attention_of(block).__dict__ for block in tower.blocks):
-        raise SpecError(f"'{spec}' is a second stage of site 'vit'; join both budgets in one stage")
-    if tower.class_token:
-        raise SpecError(
-            f"'{spec}' cannot run in the vision tower of {adapter.family!r} with a class token; "
-            "use site 'pre'"
-        )
-    if not tower.packed and not hasattr(tower.base.config.vision_config, "image_size"):
-        raise SpecError(
-            f"'{spec}' cannot run in the vision tower of {adapter.family!r}, which pads images of "
-            "different sizes; use site 'pre'"
-        )
-    if not tower.packed and not hasattr(tower.blocks[0], "self_attn"):
-        raise SpecError(
-            f"'{spec}' cannot run in a vision tower of {type(tower.blocks[0]).__name__}; use "
-            "site 'pre'"
-        )
-    layers = argument(tower.base, {}, "vision_feature_layer")
-    if not isinstance(layers, int | None):
-        raise SpecError(
-            f"'{spec}' cannot run in a vision tower of which several layers are used, {layers}; "
-            "use site 'pre'"
-        )
-
-
 class _MergeStage:
-    """The functions that stand around the tower's; the pass at work is kept per thread."""
+    """Functions around those of the tower; the current pass is kept per thread."""
 
     def __init__(self, tower: Tower, adapter: Adapter, spec: Spec, trace: Trace) -> None:
         self._tower = tower
@@ -124,7 +85,7 @@ class _MergeStage:
         return found
 
     def merged(self) -> Reduction | None:
-        """Patches onto the tokens of the block at work, for whoever reads its attention."""
+        """Patches onto the tokens of the current block, for readers of its attention."""
         work = self._pass()
         return None if work is None or work.over else work.merged
 
@@ -156,7 +117,7 @@ class _MergeStage:
 
     @torch.no_grad()
     def _draw(self, work: MergePass, kind: str, arguments: Call) -> None:
-        """Tell the trace which part of every LLM token's patches was merged away."""
+        """Record in the trace which part of every LLM token's patches was merged."""
         if work.merged is None:
             return
         base, shares = self._tower.base, work.merged.share()[:, None]
@@ -195,7 +156,6 @@ class _MergeStage:
         return hidden
 
     def _shorten(self, work: MergePass, kwargs: dict[str, Any]) -> None:
-        """Segment boundaries and rotary tables of the tokens that are left."""
         kwargs["cu_seqlens"] = work.ends(kwargs["cu_seqlens"])
         kwargs["max_seqlen"] = None  # the attention counts again where it needs it
         kwargs["position_embeddings"] = tuple(map(work.rows, kwargs["position_embeddings"]))

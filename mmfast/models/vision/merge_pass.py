@@ -1,17 +1,13 @@
 """State of one pass of a vision tower whose tokens are merged on the way.
 
-How many tokens of each frame or window are left after each block of the vision tower.
+A segment is a set of tokens that merging never leaves: a frame or tile, and inside it an attention
+window where the tower has them. Every block takes the same number of tokens from a segment, give or
+take one, so that after the last used block exactly the budget is left: from N to b tokens in L
+blocks, N - floor((N - b) * i / L) after block i. With `until` L counts the first blocks only.
 
-A segment is what merging never crosses: a frame or tile, and inside it an attention window where
-the tower has them. Every block takes the same number of tokens from a segment, give or take one,
-so that after the last used block exactly the budget is left: from N to b tokens in L blocks,
-N - floor((N - b) * i / L) after block i. With `until` L counts the first blocks only.
-
-A merge plan of one block of the vision tower, carried out over the blocks that follow.
-
-Neighbouring blocks find nearly the same pairs (LiteVGGT), so one matching may serve several: it
-is made for all the tokens that these blocks are to lose, and each of them merges its part, the
-most similar pairs first.
+Neighbouring blocks find nearly the same pairs (LiteVGGT), so one matching may serve several: it is
+made for all the tokens that these blocks are to lose, and each of them merges its part, the most
+similar pairs first.
 """
 
 from __future__ import annotations
@@ -100,7 +96,6 @@ def _counts(per_item: Sequence[int]) -> list[str]:
 
 
 def _packed(tower: Tower, grid: Tensor, spec: Spec, blocks: int) -> MergePlan:
-    """Frames of all items in one sequence; windows are parts of frames."""
     visual = tower.module
     merge = visual.spatial_merge_size
     shapes = grid.tolist()
@@ -170,11 +165,11 @@ def _share_out(budget: int, parts: Sequence[int], spec: Spec) -> list[int]:
 
 
 class Carried:
-    """What is left to do of a plan.
+    """The rest of a matching, carried over from an earlier block.
 
     Args:
         plan: From the S tokens there are to those after the last block it serves.
-        keys: `[S, d]` what similarity was measured on.
+        keys: `[S, d]` on which similarity was measured.
         lengths: Tokens of each segment, S in all; no pair crosses segments.
     """
 
@@ -204,7 +199,7 @@ class Carried:
 
 
 class MergePass:
-    """What is merged so far; all frames lie in one sequence, whatever layout the tower has.
+    """The merging so far; all frames lie in one sequence, in towers of any layout.
 
     Attributes:
         merged: Patches `[S]` onto the tokens that are left; None before the first merge.
@@ -260,7 +255,6 @@ class MergePass:
     def _carry(
         self, block: int, flat: Tensor, keys: Tensor, sizes: Tensor, targets: tuple[int, ...]
     ) -> Reduction:
-        """Merge by the plan of an earlier block, or make one for the blocks that follow."""
         if self._carried is None or block >= self._until:
             self._until = block + self.reuse
             last = self.plan.after(self._until - 1)
@@ -271,7 +265,6 @@ class MergePass:
     def _step(
         self, flat: Tensor, keys: Tensor, sizes: Tensor, targets: tuple[int, ...]
     ) -> Reduction:
-        """Reduce every segment; segments of equal length go through the method together."""
         if len({*zip(self.lengths, targets, strict=True)}) == 1:
             return self._step_alike(flat, keys, sizes, targets[0])
         keep = torch.empty(sum(targets), dtype=torch.int64, device=flat.device)
@@ -324,7 +317,7 @@ class MergePass:
         self._bias = self._sizes.log()
 
     def ends(self, boundaries: Tensor) -> Tensor:
-        """Where boundaries `[K]` between whole segments of patches lie now."""
+        """Current places of the boundaries `[K]` between whole segments of patches."""
         old = torch.tensor([0, *accumulate(self.plan.start)], device=boundaries.device)
         new = torch.tensor([0, *accumulate(self.lengths)], device=boundaries.device)
         return new[torch.searchsorted(old, boundaries.long())].to(boundaries.dtype)
@@ -343,7 +336,7 @@ class MergePass:
         return full.reshape(hidden.shape[0], -1, hidden.shape[-1])
 
     def per_item(self) -> list[Reduction]:
-        """What happened to each image or video, in raster order of its patches."""
+        """The merging of each image or video, in raster order of its patches."""
         if self.merged is None:
             return [Reduction.identity(n) for n in self.plan.items]
         parts: list[Reduction] = []
@@ -379,7 +372,7 @@ def _in_raster(found: Reduction, raster: Tensor | None) -> Reduction:
 
 
 def add_bias(module: Any, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor) -> Any:
-    """What brings `bias` `[B, 1, 1, S]` into the logits: `(q, k, mask)`.
+    """Queries, keys and mask that bring `bias` `[B, 1, 1, S]` into the logits.
 
     sdpa and eager take an additive mask that broadcasts. Flash takes none, so the bias rides in
     eight extra channels of q and k, which leave the scaled product larger by exactly that much.

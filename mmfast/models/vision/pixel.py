@@ -1,9 +1,9 @@
-"""Drop patches before the vision tower (site `pixel`), so that what repeats never enters it.
+"""Drop patches before the vision tower (site `pixel`), so that repeated ones never enter it.
 
 Towers that pack the patches of all items into one sequence (Qwen) take their positions, segment
 and window bounds from outside, so the stock tower runs on the patches that are left. Positions
 are those of the whole image. Afterwards dropped tokens get zeros, for the stock code to see the
-shapes it expects; `Step` removes them before decoder layer 0.
+shapes it expects; `ForwardStep` removes them before decoder layer 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
@@ -45,16 +45,10 @@ def pixel_stage(model: Any, adapter: Adapter, specs: Sequence[Spec]) -> Iterator
         specs: The stages of site `pixel`, in the order written.
 
     Raises:
-        ModelError: The tower takes frames of fixed size; while encoding, a signal is missing.
+        ModelError: While encoding, a signal is missing.
         SpecError: While encoding, a budget that does not fit, or a stage that merges.
     """
     tower = adapter.tower(model.base_model)
-    if not tower.packed:
-        raise ModelError(
-            f"'{specs[0]}' cannot run in {adapter.family!r}: its vision tower takes tiles of fixed "
-            "size; site 'pixel' works in qwen2_vl, qwen2_5_vl, qwen3_vl and qwen2_5_omni_thinker, "
-            "elsewhere use site 'pre'"
-        )
     stage = _PixelStage(tower, Site(0, tuple(specs)))
     tower.module.__dict__[KEPT] = stage.kept
     try:
@@ -65,7 +59,7 @@ def pixel_stage(model: Any, adapter: Adapter, specs: Sequence[Spec]) -> Iterator
 
 
 class _PixelStage:
-    """Stands around the tower; the pass at work is kept per thread."""
+    """Overrides the tower's forward; the current pass is kept per thread."""
 
     def __init__(self, tower: Tower, site: Site) -> None:
         self._module = tower.module
@@ -73,7 +67,7 @@ class _PixelStage:
         self._local = threading.local()
 
     def kept(self) -> Reduction | None:
-        """The patches in the pass at work, among all in the tower's order; None where all are."""
+        """The patches in the current pass, among all in the tower's order; None where all are."""
         found: Reduction | None = getattr(self._local, "kept", None)
         return found
 
@@ -100,7 +94,7 @@ class _PixelStage:
 
     @torch.no_grad()
     def _choose(self, pixels: Tensor, grid_thw: Tensor) -> list[Chain]:
-        """What the stages do to each item, from the pixels `[P, C]` of its merge units."""
+        """The reductions of each item, from the pixels `[P, C]` of its merge units."""
         merge = self._module.spatial_merge_size
         chains, start = [], 0
         for t, h, w in grid_thw.tolist():
@@ -119,7 +113,7 @@ class _PixelStage:
 
 
 def _mask(chain: Chain) -> Tensor:
-    """Which tokens of an item are kept, `[N]`."""
+    """Mask of the kept tokens of an item, `[N]`."""
     mask = torch.zeros(chain.reductions[0].n, dtype=torch.bool, device=chain.keep.device)
     mask[chain.keep] = True
     return mask
@@ -128,7 +122,7 @@ def _mask(chain: Chain) -> Tensor:
 def part_of(
     module: Any, grid: Tensor, mask: Tensor, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], Tensor]:
-    """What a packed tower must be told to run on some of its merge units.
+    """Arguments with which a packed tower runs on some of its merge units.
 
     Args:
         module: The tower.

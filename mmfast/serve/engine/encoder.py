@@ -309,7 +309,7 @@ Steps = Generator[tuple[int, Result] | None, None, None]
 _MOST, _START = 8 << 20, 1 << 18
 
 
-def early(reduce: str | None) -> bool:
+def early(reduce: str | Sequence[Spec] | None) -> bool:
     """Whether a spec acts on inputs alone, between vision tower and language model.
 
     Raises:

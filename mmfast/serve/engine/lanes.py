@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mmfast.attach import attach, check_sites
+from mmfast.attach import attach
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
-from mmfast.core.spec import expand, parse
+from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
-from mmfast.models.prompt import token_counts
+from mmfast.models.families.adapter import token_counts
+from mmfast.models.reduction.check import check
 from mmfast.models.reduction.record import features_given
 from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
@@ -304,11 +305,9 @@ class Lanes:
             SpecError: One is wrong.
             MmfastError: A target beside a spec, or a target that cannot be.
         """
-        call_plan(answer.cache)
-        specs = parse(answer.reduce)
-        if not early(answer.reduce):
-            layers = self.model.get_decoder().layers
-            check_sites(expand(specs, len(layers), None), self.model)
+        plan, specs = call_plan(answer.cache), parse(answer.reduce)
+        if not early(specs):
+            check(specs, self.model, plan)
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import Adapter, adapter_for
-from mmfast.models.reduction.masks import FULL, kind_of
+from mmfast.models.layers import FULL, kind_of
 from mmfast.serve.engine.encoder import BLOCK
 from mmfast.serve.engine.media import Lru
 from mmfast.serve.engine.slots import Embedded, Filled, PackCache

@@ -17,12 +17,6 @@ FAMILIES = tuple(CLASSES)
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def kept(inputs: dict[str, Any], sizes: list[int], reductions: list[Reduction]) -> torch.Tensor:
     """Places left of a batch of one."""
     places = (inputs["input_ids"][0] == AUDIO).nonzero()[:, 0].split(sizes)

@@ -19,12 +19,6 @@ DEEP = "random@llm2:0.4"  # the first layers are hooked by nothing
 MERGE = "tome:0.4"
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def prompt(this: Tiny, kind: str, text: str = "on {} what?", seed: int = 0) -> dict[str, Any]:
     return this.inputs([text.replace("{}", f"{{{kind}}}")], **this.media(kind, 1, seed))
 

@@ -36,12 +36,6 @@ STOCK_CANNOT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def run(this: Tiny, inputs: dict[str, Any], spec: str, **kwargs: Any) -> Any:
     with attach(this.model, spec):
         return generate(this, inputs, **{"tokens": 6, **kwargs})
@@ -218,3 +212,32 @@ def joined(this: Tiny, parts: list[dict[str, Any]], whole: dict[str, Any]) -> or
         plane[: len(early)], plane[start:] = early, late
     items = first.items + [places + start for places in second.items]
     return oracle.Prompt(embeds, oracle.positions_of(this, whole), items, planes)
+
+
+OMNI = "qwen2_5_omni_thinker"
+# Sound is encoded inside the forward pass, so beams repeat it there; rows of SmolVLM's pixels are
+# clips, not prompts.
+CASES = [(OMNI, "audio"), ("qwen2_vl", "image"), ("idefics3", "image"), ("smolvlm", "video")]
+BOTH = "divprune:0.4+fastv@llm2:0.5"
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 2, "num_return_sequences": 2}, {"cache_implementation": "static"}]
+)
+def test_a_batch_equals_its_rows(family: str, kind: str, options: dict[str, Any]) -> None:
+    this = tiny(family)
+    texts = [f"on {{{kind}}} what?", f"{{{kind}}}{{{kind}}} and?"]
+    media = this.media(kind, 3)
+    ((name, items),) = media.items()
+    batch = this.inputs(texts, **media)
+    with attach(this.model, BOTH):
+        together = generate(this, batch, 3, **options)
+    count = options.get("num_return_sequences", 1)
+    for row, (text, part) in enumerate(zip(texts, (items[:1], items[1:]), strict=True)):
+        inputs = this.inputs([text], **{name: part})
+        with attach(this.model, BOTH) as trace:
+            alone = generate(this, inputs, 3, **options)
+        assert trace.reductions
+        mine = together.sequences[row * count : (row + 1) * count, batch["input_ids"].shape[1] :]
+        assert torch.equal(mine, alone.sequences[:, inputs["input_ids"].shape[1] :])

@@ -18,12 +18,6 @@ FAMILIES = ("llava", "llava_next", "internvl", "fast_vlm")
 SIZES = [(24, 24), (30, 70), (90, 25), (250, 240), (9, 11), (6, 60)]
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def call_of(this: Tiny, inputs: dict[str, Any]) -> dict[str, Any]:
     """What `get_image_features` gets, and the prompt it was called for."""
     names = (*this.facts.calls["image"], "input_ids")

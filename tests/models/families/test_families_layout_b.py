@@ -16,12 +16,6 @@ from mmfast.models.families.adapter import Layout, adapter_for
 SIZES = [(24, 24), (30, 70), (90, 25), (150, 140), (9, 11), (8, 60)]
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def layouts_of(this: Tiny, inputs: dict[str, Any], kind: str) -> list[Layout]:
     names = (*this.facts.calls[kind], "input_ids")
     call = {name: inputs[name] for name in names if name in inputs}

@@ -16,12 +16,6 @@ from mmfast.models.reduction.inputs import compress
 OMNI = "qwen2_5_omni_thinker"
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def equals_removal(this: Tiny, inputs: dict[str, Any], spec: str) -> list[int]:
     """The pruned pass against removal by hand; tokens of each item before."""
     whole = oracle.embed(this, inputs)

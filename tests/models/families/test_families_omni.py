@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,6 @@ from mmfast.models.families.adapter import adapter_for
 from mmfast.models.loading import load
 
 OMNI = "qwen2_5_omni_thinker"
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def test_a_checkpoint_of_the_whole_model_gives_its_thinker(tmp_path: Path) -> None:

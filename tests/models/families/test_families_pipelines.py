@@ -22,12 +22,6 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def qa(this: Tiny, task: str, **options: Any) -> Any:
     """A pipeline on a tiny model, whose processor gets a chat template."""
     processor = copy.copy(this.processor)

@@ -18,12 +18,6 @@ each = pytest.mark.parametrize(("family", "kind"), CASES)
 PRUNE, INSIDE = "random:0.4", "random:0.6+fastv@llm2:0.5"
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def batch(this: Tiny, kind: str) -> dict[str, Any]:
     """Three prompts of unequal length, the last one with two items."""
     texts = ["{} a", "tell me what is on {} then?", "{} and {}, same?"]

@@ -20,12 +20,6 @@ DEPTH = 6  # the middle block is neither the first nor the last
 NAMES = ("attn", "attn_visual", "attn_middle", "attn_first", "keys")
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def eager(this: Tiny, pixels: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Attention weights `[T, h, S, S]` and keys `[T, S, d]` (mean over heads) of every block."""
     tower, keys, weights = tower_of(this.model), [], []

@@ -28,12 +28,6 @@ PACKED = [
 ALL = [*PACKED, ("qwen2_5_omni_thinker", "audio"), ("idefics3", "image"), ("smolvlm", "video")]
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def prompt(this: Tiny, kind: str) -> dict[str, Any]:
     """Two items of unlike size in one prompt."""
     if kind == "image":
@@ -56,7 +50,10 @@ def read(this: Tiny, inputs: dict[str, Any], kind: str) -> list[dict[str, Tensor
     with prompt_ids(inputs["input_ids"]), tower_signals(this.model, adapter, {"attn", "keys"}) as c:
         encode(this, inputs, kind)
     kind = "image" if this.family == "smolvlm" else kind
-    both = [{"attn": c.attn((kind, i))[:, None], "keys": c.keys((kind, i))} for i in range(2)]
+    both = [
+        {"attn": c.signal("attn", (kind, i))[:, None], "keys": c.signal("keys", (kind, i))}
+        for i in range(2)
+    ]
     assert c.count(kind) == 2
     return both
 

@@ -39,12 +39,6 @@ TOWERS = {
 SIZES = torch.tensor([[24, 12], [16, 20]])  # only Pixtral takes images as they are
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def model_of(name: str) -> tuple[Any, dict[str, Any]]:
     """A model with two images in its prompt."""
     vision, layer, strategy = TOWERS[name]
@@ -92,12 +86,14 @@ def test_pixtral_attends_within_an_image() -> None:
     pixels = inputs["pixel_values"]
     with tower_signals(model, adapter, {"attn", "keys"}) as signals:
         base.get_image_features(pixels, image_sizes=SIZES)
-        together = [(signals.attn(i), signals.keys(i)) for i in range(2)]
+        together = [(signals.signal("attn", i), signals.signal("keys", i)) for i in range(2)]
         for i, (attn, keys) in enumerate(together):
             base.get_image_features(pixels[i : i + 1], image_sizes=SIZES[i : i + 1])
             share = len(attn) / sum(len(a) for a, _ in together)  # of all queries
-            torch.testing.assert_close(attn, signals.attn(0) * share, atol=1e-6, rtol=1e-5)
-            torch.testing.assert_close(keys, signals.keys(0), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                attn, signals.signal("attn", 0) * share, atol=1e-6, rtol=1e-5
+            )
+            torch.testing.assert_close(keys, signals.signal("keys", 0), atol=1e-6, rtol=1e-5)
 
 
 def test_the_last_of_several_layers_is_read() -> None:

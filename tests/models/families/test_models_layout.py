@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import model_oracle as oracle
@@ -12,18 +14,14 @@ from tiny_models import FAMILIES, Tiny, build, generate, tiny
 from torch import Tensor, nn
 
 from mmfast.attach import attach
+from mmfast.core import registry
 from mmfast.core.errors import ModelError
-from mmfast.models.families import adapter as registry
-from mmfast.models.families.adapter import Adapter, Layout, adapter_for, add_adapter
+from mmfast.models import families
+from mmfast.models.families import adapter as adapters
+from mmfast.models.families.adapter import adapter_for
 
 # (height, width) of images: square, wide, tall, larger than all tiles together, tiny.
 SIZES = [(24, 24), (30, 70), (90, 25), (150, 140), (9, 11)]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def call_of(this: Tiny, inputs: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -155,18 +153,31 @@ def test_an_unknown_family_is_told_how_to_write_an_adapter() -> None:
         pass
 
 
-def test_an_adapter_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family needs nothing but an adapter: here LLaVA-OneVision under another name."""
-    monkeypatch.setattr(registry, "_ADAPTERS", dict(registry._ADAPTERS))
+FAMILY = """
+from mmfast.models.families.adapter import Adapter, Layout, add_adapter
+
+def layout(base, kind, call):
+    frames = call["pixel_values_videos"].shape[1]
+    return [Layout(frames * 9 + 1, (frames, 3, 3), (frames * 9,))]
+
+add_adapter(Adapter("my_vl", layout, lambda *_: []))
+"""
+
+
+def test_a_family_is_one_file_that_is_found_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing else is touched: here LLaVA-OneVision under another name."""
+    (tmp_path / "my_vl.py").write_text(FAMILY)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "_LOADED", registry._LOADED - {families.__name__})
+    monkeypatch.setattr(adapters, "_ADAPTERS", dict(adapters._ADAPTERS))
+    monkeypatch.setitem(sys.modules, f"{families.__name__}.my_vl", None)  # gone afterwards
+    del sys.modules[f"{families.__name__}.my_vl"]
     this = build("llava_onevision")
     this.model.config.model_type = this.model.model.config.model_type = "my_vl"
     inputs = this.inputs(["{video}?"], videos=this.videos(1))
-
-    def layout(base: Any, kind: str, call: Any) -> list[Layout]:
-        frames = call["pixel_values_videos"].shape[1]
-        return [Layout(frames * 9 + 1, (frames, 3, 3), (frames * 9,))]
-
-    add_adapter(Adapter("my_vl", layout, lambda *_: []))
     with attach(this.model, "random:0.5+fastv@llm2:0.5") as trace:
         generate(this, inputs, 2)
     assert [(row.tokens_in, row.tokens_out) for row in trace.rows] == [(36, 18), (18, 9)]
+    assert "my_vl" in adapters.families("video")

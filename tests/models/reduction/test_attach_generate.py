@@ -14,12 +14,6 @@ from transformers import DynamicCache, StaticCache
 from mmfast.attach import attach
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("spec", [SPEC, "evs?threshold=0.5", "tome:0.3+holitom_inner@llm1:0.5"])

@@ -23,12 +23,6 @@ OTHERS = {  # shapes that no default covers
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def media(this: Tiny, kind: str) -> dict[str, Any]:
     return {
         "video": lambda: this.inputs(["on {video} what?"], videos=this.videos(1)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import model_oracle as oracle
 import pytest
 import torch
@@ -17,12 +15,6 @@ from mmfast.core.reduction import Reduction
 
 SPECS = ("pyramiddrop:0.2", "adaptinfer:6", "fastkv:0.3?kernel=3", "slimfer:0.25?block=4")
 MIXED = "random:0.6+pyramiddrop:0.2+fastv@llm2:0.9"
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import model_oracle as oracle
@@ -15,12 +14,6 @@ from mmfast.core.errors import ModelError
 
 SPECS = ("pyramiddrop:0.2", "adaptinfer:6")
 MIXED = "random:0.6+pyramiddrop:0.2+fastv@llm2:0.9"
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def new(out: Any, inputs: dict[str, Any]) -> torch.Tensor:

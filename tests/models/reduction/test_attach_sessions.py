@@ -17,12 +17,6 @@ from mmfast.core.errors import ModelError
 SPEC = "visionzip:0.5+fastv@llm2:0.5"
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def warm(this: Tiny, inputs: dict[str, Any]) -> None:
     """Stock code caches things on first use; those are not ours."""
     generate(this, inputs, 2)

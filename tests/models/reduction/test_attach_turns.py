@@ -16,12 +16,6 @@ from mmfast.attach import attach
 SPEC = "random:0.4+fastv@llm2:0.5"
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("style", ["features", "positions"])
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import model_oracle as oracle
@@ -15,12 +14,6 @@ from transformers import StaticCache
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.models.reduction.inputs import compress
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def video(this: Tiny, seed: int = 0) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import model_oracle as oracle
@@ -17,12 +16,6 @@ from mmfast.core.errors import ModelError, SpecError
 from mmfast.models.reduction.revival import DroppedTokens
 
 SPEC = "lazyllm@llm2:0.2"
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def mixed(this: Tiny) -> dict[str, Any]:

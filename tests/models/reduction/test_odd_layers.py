@@ -21,12 +21,6 @@ from mmfast.models.reduction.record import recording
 SPEC = "random:0.4+random@llm2:0.5"
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def run(this: Tiny, inputs: dict[str, Any], spec: str = SPEC, **kwargs: Any) -> Any:
     with attach(this.model, spec):
         return generate(this, inputs, **kwargs)

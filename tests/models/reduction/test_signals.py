@@ -61,14 +61,14 @@ def test_without_a_class_token_attn_is_what_all_patches_look_at():
     model, video = onevision(), torch.randn(1, 2, 3, 20, 20)
     with tower_signals(model, adapter_for(model), ALL) as signals, torch.no_grad():
         model.model.get_video_features(video)
-    assert torch.equal(signals.attn(0), signals.signal("attn_visual", 0))
+    assert torch.equal(signals.signal("attn", 0), signals.signal("attn_visual", 0))
     tower = model.model.vision_tower
     tower.set_attn_implementation("eager")
     with torch.no_grad():
         first = tower(video[0], output_attentions=True).attentions[0].mean((1, 2))
     want = model.model.apply_pooling(first[..., None]).flatten()
     torch.testing.assert_close(signals.signal("attn_first", 0), want, atol=1e-6, rtol=1e-5)
-    assert not torch.equal(signals.signal("attn_first", 0), signals.attn(0))
+    assert not torch.equal(signals.signal("attn_first", 0), signals.signal("attn", 0))
 
 
 @pytest.mark.parametrize(("layers", "layer", "block"), [(24, -2, 8), (24, -1, 8), (8, -1, 2)])

@@ -49,11 +49,12 @@ def test_onevision_video_is_pooled_like_the_features(layer):
         assert torch.equal(model.model.get_video_features(video).pooler_output, stock)
         attn, keys = _eager_siglip(model, video.flatten(0, 1), layer)
     call = lambda: model.model.get_video_features(video)
-    for name, values, got in (("attn", attn, signals.attn), ("keys", keys, signals.keys)):
+    for name, values in (("attn", attn), ("keys", keys)):
         want = _travel(model, model.model, "multi_modal_projector", values, call)
         assert len(want) == signals.count("video") == 2
         for item in range(2):
-            value = got(item)[:, None] if name == "attn" else got(("video", item))
+            value = signals.signal(name, ("video", item))
+            value = value[:, None] if name == "attn" else value
             assert value.shape[0] == 3 * 9
             torch.testing.assert_close(value, want[item], atol=1e-6, rtol=1e-5)
 
@@ -75,7 +76,11 @@ def test_onevision_image_rows_are_the_packed_rows(aspect):
     for name, values in (("attn", attn), ("keys", keys)):
         want = _travel(model, base, "multi_modal_projector", values, call)
         for item in range(3):
-            got = signals.attn(item)[:, None] if name == "attn" else signals.keys(item)
+            got = (
+                signals.signal("attn", item)[:, None]
+                if name == "attn"
+                else signals.signal("keys", item)
+            )
             torch.testing.assert_close(got, want[item], atol=1e-6, rtol=1e-5)
 
 
@@ -85,7 +90,7 @@ def test_onevision_several_images_in_a_prompt_have_one_tile():
     with tower_signals(model, adapter_for(model), ("attn",)) as signals, torch.no_grad():
         model.model.get_image_features(tensor, sizes, batch_num_images=torch.tensor([2]))
     attn, _ = _eager_siglip(model, tensor[:, 0], -1)
-    torch.testing.assert_close(signals.attn(1), attn[1, :, 0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(signals.signal("attn", 1), attn[1, :, 0], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
@@ -104,7 +109,11 @@ def test_qwen_units_are_in_raster_order(name, kind):
         units = by_hand.reshape(-1, 4, by_hand.shape[-1]).mean(1)
         want = _travel(model, model.model.visual, "merger", units, call)
         for item in range(2):
-            got = signals.attn(item)[:, None] if signal == "attn" else signals.keys(item)
+            got = (
+                signals.signal("attn", item)[:, None]
+                if signal == "attn"
+                else signals.signal("keys", item)
+            )
             torch.testing.assert_close(got, want[item], atol=1e-6, rtol=1e-5)
     assert signals.count(kind) == 2
 
@@ -121,7 +130,7 @@ def test_qwen_a_changed_patch_moves_its_own_token(name):
         values[place] += shift
         with tower_signals(model, adapter_for(model), ("keys",)) as signals, torch.no_grad():
             model.model.get_video_features(values, GRIDS)
-        results.append(signals.keys(0))
+        results.append(signals.signal("keys", 0))
     moved = (results[1] - results[0]).norm(dim=-1)
     assert int(moved.argmax()) == frame * 15 + block
     assert moved[:15].max() == 0  # the other frame does not see it
@@ -151,7 +160,7 @@ def test_flash_gets_all_segments_in_one_call():
             model.model.get_image_features(values, GRIDS)
     finally:
         del AttentionInterface._global_mapping["flash_fake"]
-    torch.testing.assert_close(got.attn(1), want.attn(1), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got.signal("attn", 1), want.signal("attn", 1), atol=1e-6, rtol=1e-5)
     assert attn.shape[0] == GRIDS.prod(-1).sum()
 
 
@@ -180,7 +189,7 @@ def test_class_token_row_is_used_where_there_is_one():
         weights = tower(video[0], output_attentions=True).attentions[-2]
     row = weights[:, :, 0, 1:].mean(1)
     want = model.model.apply_pooling(row[..., None]).flatten()
-    torch.testing.assert_close(signals.attn(0), want, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(signals.signal("attn", 0), want, atol=1e-6, rtol=1e-5)
 
 
 def test_nothing_stays_behind_and_nothing_is_hooked_without_need():
@@ -198,9 +207,9 @@ def test_nothing_stays_behind_and_nothing_is_hooked_without_need():
     assert not any("_mmfast_gate" in module.__dict__ for module in model.modules())
     signals.clear()
     with pytest.raises(ModelError, match="no signal 'attn'"):
-        signals.attn(0)
+        signals.signal("attn", 0)
     with pytest.raises(ModelError, match="no signal 'keys'"):
-        signals.keys(0)
+        signals.signal("keys", 0)
 
 
 def test_two_collectors_may_leave_in_any_order():
@@ -211,8 +220,8 @@ def test_two_collectors_may_leave_in_any_order():
     video = torch.randn(1, 1, 3, 20, 20)
     model.model.get_video_features(video)
     first.__exit__(None, None, None)
-    assert one.attn(0).shape == (9,)
-    assert two.keys(0).shape == (9, 8)
+    assert one.signal("attn", 0).shape == (9,)
+    assert two.signal("keys", 0).shape == (9, 8)
     two.clear()
     model.model.get_video_features(video)
     assert two.count("video") == 1
@@ -228,14 +237,14 @@ def test_threads_keep_their_own_items():
     for video in videos:
         with tower_signals(model, adapter, ("attn",)) as signals, torch.no_grad():
             model.model.get_video_features(video)
-        want.append(signals.attn(0))
+        want.append(signals.signal("attn", 0))
     with tower_signals(model, adapter, ("attn",)) as shared:
 
         def work(index):
             for _ in range(8):
                 with torch.no_grad():
                     model.model.get_video_features(videos[index])
-                if not torch.equal(shared.attn(0), want[index]):
+                if not torch.equal(shared.signal("attn", 0), want[index]):
                     wrong.append(index)
 
         threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]

@@ -16,16 +16,10 @@ from mmfast.core.errors import MmfastError, SpecError
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.families.tower import SEGMENTS, attention_of
 from mmfast.models.loading import load
-from mmfast.models.vision.fast import check_encoder, fast_encoder
+from mmfast.models.vision.acceleration import check_encoder, fast_encoder
 
 KINDS = [(f, kind) for f in ALL_FAMILIES for kind in facts(f).kinds if kind != "audio"]
 each = pytest.mark.parametrize(("family", "kind"), KINDS)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def traces(model: Any) -> Any:
@@ -54,7 +48,7 @@ def test_features_are_those_of_the_stock_tower(family: str, kind: str, attention
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_segments_of_packed_towers_change_no_bit(name: str, monkeypatch: Any) -> None:
     """Windows together are the same numbers; only the patch embedding sums in another order."""
-    monkeypatch.setattr("mmfast.models.vision.fast.patch_convolutions", lambda _: [])
+    monkeypatch.setattr("mmfast.models.vision.acceleration.patch_convolutions", lambda _: [])
     model = qwen(name)
     call = {"pixel_values_videos": pixels(GRIDS), "video_grid_thw": GRIDS}
     expected, calls = features(model, "video", call), []
@@ -191,6 +185,6 @@ def test_wrong_options_are_told_in_one_line() -> None:
 
 
 def test_compiling_without_a_compiler_is_refused(monkeypatch: Any) -> None:
-    monkeypatch.setattr("mmfast.models.vision.fast.shutil.which", lambda _: None)
+    monkeypatch.setattr("mmfast.models.vision.acceleration.shutil.which", lambda _: None)
     with pytest.raises(MmfastError, match=r"needs a C\+\+ compiler on the CPU; install g\+\+"):
         check_encoder("compile", torch.device("cpu"))

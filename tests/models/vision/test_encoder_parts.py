@@ -21,8 +21,8 @@ from tower_checks import GRIDS, onevision, pixels, qwen
 
 from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import tower_of
-from mmfast.models.vision import fast
-from mmfast.models.vision.fast import (
+from mmfast.models.vision import acceleration as fast
+from mmfast.models.vision.acceleration import (
     TowerGraphs,
     as_linear,
     fast_encoder,
@@ -38,12 +38,6 @@ from mmfast.ops.attention import (
 
 WAITS = (DataDependentOutputException, DynamicOutputShapeException)
 LENGTHS = [(5,), (4, 4, 4), (3, 7, 3, 3, 1), (2, 5, 2, 9, 5)]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def packed(lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
@@ -175,8 +169,8 @@ def _overwrite(old: Any, new: Any) -> None:
 def test_recorded_passes(name: str, monkeypatch: Any) -> None:
     """Another shape is another record; what a pass gave is not overwritten by the next."""
     recorder = Recorder()
-    monkeypatch.setattr(fast, "Graphs", lambda: TowerGraphs(recorder))
-    monkeypatch.setattr("mmfast.models.vision.fast.check_encoder", lambda *_: None)
+    monkeypatch.setattr(fast, "TowerGraphs", lambda: TowerGraphs(recorder))
+    monkeypatch.setattr("mmfast.models.vision.acceleration.check_encoder", lambda *_: None)
     model = onevision() if name == "siglip" else qwen(name)
     calls = [_call(name, seed, count) for seed, count in ((0, 2), (1, 2), (2, 1))]
     expected = [features(model, "video", call) for call in calls]
@@ -212,8 +206,8 @@ def test_few_shapes_are_kept(monkeypatch: Any) -> None:
 def test_recorded_passes_of_other_towers(family: str, monkeypatch: Any) -> None:
     """Whatever the name by which pixels come; and nothing waits for the device."""
     recorder, this = Recorder(), tiny(family)
-    monkeypatch.setattr(fast, "Graphs", lambda: TowerGraphs(recorder))
-    monkeypatch.setattr("mmfast.models.vision.fast.check_encoder", lambda *_: None)
+    monkeypatch.setattr(fast, "TowerGraphs", lambda: TowerGraphs(recorder))
+    monkeypatch.setattr("mmfast.models.vision.acceleration.check_encoder", lambda *_: None)
     call, tower = ragged(this, "image"), tower_of(this.model)
     expected = features(this, "image", call)
     with fast_encoder(this.model, "graph"):
@@ -228,7 +222,7 @@ def test_recorded_passes_of_other_towers(family: str, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm", "lfm2_vl", "fast_vlm"])
 def test_towers_that_cannot_be_recorded(family: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("mmfast.models.vision.fast.check_encoder", lambda *_: None)
+    monkeypatch.setattr("mmfast.models.vision.acceleration.check_encoder", lambda *_: None)
     with pytest.raises(ModelError, match=r"repeats passes of one shape.*use encoder='compile'"):
         fast_encoder(tiny(family).model, "graph").__enter__()
 

@@ -21,12 +21,6 @@ FAMILY, KIND = "llava_onevision", "video"
 THREE = pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl", "qwen3_vl"])
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def test_a_share_takes_exactly_the_most_changed() -> None:
     change = torch.tensor([0.0, 0.5, 0.1, 0.0, 0.3, 0.1, 0.0, 0.0])
     rule = Refresh(share=0.25, cut=None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from frame_cache_checks import CASES, SlowCache, features, first_inputs, pictures, streamed
@@ -18,12 +16,6 @@ each = pytest.mark.parametrize(("family", "kind"), CASES)
 # Frames that bring a padding mask are computed whole; this one's tower always gets one.
 PADDED = ("lfm2_vl",)
 partly = pytest.mark.parametrize(("family", "kind"), [c for c in CASES if c[0] not in PADDED])
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 @each

@@ -183,7 +183,7 @@ def test_signals_of_the_tower_follow_the_kept_tokens() -> None:
         spec = "pixelprune+visionzip:0.5"
         with attach(this.model, spec) as trace, watch as signals, torch.no_grad():
             this.model(**inputs)
-            attn = signals.attn(0)
+            attn = signals.signal("attn", 0)
         first, second = (reduction for _, _, reduction in trace.reductions)
         assert torch.equal(attn.nonzero()[:, 0], first.keep)
         assert abs(float(attn.sum()) - 1 / 4) < 1e-5  # a mean over the four patches of a unit

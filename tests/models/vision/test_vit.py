@@ -51,8 +51,8 @@ def test_siglip_equals_plain_loops(layer, share, left, implementation):
         attn = model.model.apply_pooling(attn[..., None]).reshape(2, -1)
         stock = model.model.get_video_features(video).pooler_output
     torch.testing.assert_close(states[0], want, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(collector.attn(0), attn[0], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(collector.attn(1), attn[1], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(collector.signal("attn", 0), attn[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(collector.signal("attn", 1), attn[1], atol=1e-6, rtol=1e-5)
     assert merged.shape == stock.shape
     assert (merged - stock).abs().max() > 1e-3
     assert [(row.stage, row.tokens_in, row.tokens_out) for row in trace.rows] == [
@@ -226,9 +226,9 @@ def test_signals_of_a_merged_tower_cover_all_patches():
         with both[0], both[1] as signals, torch.no_grad():
             model.model.get_video_features(*args)
         for item in range(2):
-            assert signals.attn(item).shape == alone.attn(item).shape
-            assert signals.keys(item).shape == alone.keys(item).shape
-            ratio = signals.attn(item).sum() / alone.attn(item).sum()
+            assert signals.signal("attn", item).shape == alone.signal("attn", item).shape
+            assert signals.signal("keys", item).shape == alone.signal("keys", item).shape
+            ratio = signals.signal("attn", item).sum() / alone.signal("attn", item).sum()
             assert 0.8 < ratio < 1.25  # attention is shared out, not copied
 
 
@@ -285,10 +285,10 @@ def test_budgets_that_do_not_fit_are_refused():
         model.model.get_video_features(pixels(GRIDS), GRIDS)
     clip = onevision()
     clip.config.vision_feature_layer = [-1, -2]
-    with pytest.raises(SpecError, match="several layers"), stage(clip, "tome@vit:0.5"):
+    with pytest.raises(SpecError, match="several layers"), attach(clip, "tome@vit:0.5"):
         pass
     twice = pytest.raises(SpecError, match="second stage")
-    with stage(model, "tome@vit:0.5"), twice, stage(model, "tome@vit:0.4"):
+    with twice, attach(model, "tome@vit:0.5+tome@vit:0.4"):
         pass
 
 

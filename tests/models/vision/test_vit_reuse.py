@@ -11,6 +11,7 @@ from merge_checks import _naive_siglip, _pairs, _steps, stage
 from tower_checks import GRIDS, onevision, pixels, qwen
 
 from mmfast import Tokens, reduce
+from mmfast.attach import attach
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.trace import Trace
@@ -106,7 +107,7 @@ def test_merging_early(monkeypatch: pytest.MonkeyPatch, until: float, blocks: in
 def test_when_merging_ends_is_checked() -> None:
     for until in (0.0, 1.5, -0.5):
         with pytest.raises(SpecError, match="no share of the blocks; choose 0 to 1"):
-            stage(onevision(), f"tome@vit:0.5?until={until}").__enter__()
+            attach(onevision(), f"tome@vit:0.5?until={until}").__enter__()
     with pytest.raises(SpecError, match=r"until=0\.5 of 'tome' is for site 'vit'"):
         reduce(Tokens(torch.randn(10, 4)), "tome:5?until=0.5")
 
@@ -153,7 +154,7 @@ def test_saint_runs_in_the_tower(build: Any) -> None:
 
 def test_refusals() -> None:
     none = pytest.raises(SpecError, match=r"reuse=0 .*choose 1 or more")
-    with none, stage(onevision(), "tome@vit:0.5?reuse=0"):
+    with none, attach(onevision(), "tome@vit:0.5?reuse=0"):
         pass
     with pytest.raises(SpecError, match="for site 'vit'"):
         reduce(Tokens(torch.randn(8, 4)), "tome:4?reuse=2")

@@ -1,20 +1,17 @@
 """A faster vision tower, on request: `encoder="fast"`, `"compile"` or `"graph"`.
 
-Nothing here drops or merges anything. Features are those of the stock tower up to rounding, since
-sums run in another order; what is merely left out (blocks behind the feature layer, a pooled head
-that nobody reads) changes no bit.
-
-Attention of packed towers: all windows or frames in one call instead of one call each.
+Nothing here drops or merges tokens. Features are those of the stock tower up to rounding, since
+sums run in another order; leaving out blocks behind the feature layer, and a pooled head that is
+not read, changes no bit.
 
 Stock towers that pack the patches of all items into one sequence loop over its segments, except
-under flash attention, which gets their boundaries. This is an attention function of that kind
-that needs no further package: it goes by a name that asks the tower for the boundaries.
+under flash attention, which gets their boundaries. `attend` is an attention function of that kind
+without a further package: its name makes the tower hand it the boundaries, and all windows or
+frames are computed in one call.
 
-A CUDA graph of the vision tower per input shape: one launch instead of hundreds.
-
-What a tower computes from grids on the host (positions, boundaries of frames and windows) is
-computed before, and handed to it, so that recording meets no wait for the device. A graph reads
-and writes memory of its own: inputs are copied in, and what it gives is copied out.
+A CUDA graph per input shape replays the tower in one launch. Positions and boundaries, which a
+tower computes from grids on the host, are computed before and handed to it, so that recording never
+waits for the device. A graph reads and writes memory of its own: inputs are copied in, outputs out.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import inspect
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from os import environ
@@ -37,7 +34,6 @@ from transformers import vision_utils
 from transformers.modeling_utils import AttentionInterface
 
 from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
-from mmfast.core.spec import Spec
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.tower import SEGMENTS, Tower, attention_of, kinds_of
 from mmfast.models.patching import override
@@ -59,7 +55,7 @@ def _cuts(conv: Convolution) -> bool:
 
 
 def as_linear(conv: Convolution, call: Callable[..., Any], x: Tensor) -> Tensor:
-    """What `conv` computes of `x` `[B, C, (T,) H, W]`, up to the order of summation.
+    """The output of `conv` for `x` `[B, C, (T,) H, W]`, up to the order of summation.
 
     The result has the shape a convolution gives; where the towers flatten it, no copy is made.
     """
@@ -148,7 +144,7 @@ class TowerGraphs:
         return len(self._known)
 
     def around(self, tower: Tower, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around the tower's forward; one whose attention is watched, or trained, runs as it is."""
+        """Replay the tower; one whose attention is watched, or that is trained, runs as it is."""
         gates = (attention_of(block).__dict__ for block in tower.blocks)
         if torch.is_grad_enabled() or any("_mmfast_gate" in gate for gate in gates):
             return call(*args, **kwargs)
@@ -197,7 +193,7 @@ def graphed(tower: Tower) -> Iterator[None]:
 
 
 def prepared(tower: Tower, grid_thw: Tensor, **_: Any) -> dict[str, Any]:
-    """What a Qwen tower derives from its grids, on the tower's device, under its own names."""
+    """Tensors that a Qwen tower derives from its grids, on its device, under its own names."""
     module, config = tower.module, tower.module.config
     device = next(module.parameters()).device
     grid, merge = grid_thw.cpu(), module.spatial_merge_size
@@ -229,7 +225,7 @@ def prepared(tower: Tower, grid_thw: Tensor, **_: Any) -> dict[str, Any]:
 
 
 def _key(value: Any) -> Any:
-    """Something that tells calls apart: a graph has small tensors, such as grids, baked in."""
+    """A key that differs between calls: a graph has small tensors, such as grids, baked in."""
     if isinstance(value, Tensor):
         return (str(value.dtype), *value.shape, *value.flatten().tolist())
     if isinstance(value, dict):
@@ -240,7 +236,6 @@ def _key(value: Any) -> Any:
 
 
 def _copied(output: Any) -> Any:
-    """The same kind of output with tensors of its own."""
     if isinstance(output, Tensor):
         return output.clone()
     if isinstance(output, (list, tuple)):
@@ -275,20 +270,6 @@ def check_encoder(mode: str | None, device: torch.device | None = None) -> None:
         raise MmfastError(
             f"encoder='graph' records CUDA graphs, and the tower is on {device}; use "
             "encoder='compile' or move the model to CUDA"
-        )
-
-
-def check_alone(mode: str, specs: Sequence[Spec]) -> None:
-    """Refuse stages that make every pass of the tower another one, where passes are recorded.
-
-    Raises:
-        SpecError: Names the stage.
-    """
-    inside = [str(spec) for spec in specs if spec.site in ("pixel", "vit") and not spec.whole]
-    if mode == "graph" and inside:
-        raise SpecError(
-            f"encoder='graph' repeats one pass of the tower, and {inside[0]!r} makes each another; "
-            "use encoder='compile' beside it"
         )
 
 
@@ -335,20 +316,20 @@ def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiled(block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around a block; one whose attention somebody watches runs as it is."""
+    """Run a block compiled; one whose attention is watched runs as it is."""
     if watched(block):
         return call(*args, **kwargs)
     return _compile(type(block).forward)(block, *args, **kwargs)
 
 
 def watched(block: Any) -> bool:
-    """Whether signals are read from a block's attention."""
+    """Signals are read from a block's attention."""
     return "_mmfast_gate" in attention_of(block).__dict__
 
 
 @contextmanager
 def _skipping(tower: Tower) -> Iterator[None]:
-    """Leave out what no feature depends on, inside `get_image_features` and its likes."""
+    """Skip blocks and heads that no feature depends on, while features are computed."""
     if tower.packed or not len(tower.blocks):
         yield
         return
@@ -368,7 +349,6 @@ def _skipping(tower: Tower) -> Iterator[None]:
 def _needed(
     tower: Tower, kind: str, work: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Note the last block that features depend on, for as long as they are computed."""
     signature = inspect.signature(getattr(tower.base, f"get_{kind}_features"))
     arguments = signature.bind(*args, **kwargs).arguments
     whole = kwargs.get("output_hidden_states") or tower.base.config.output_hidden_states

@@ -1,13 +1,12 @@
 """Cache layers that hold older entries in few bits and unpack them when they are read.
 
-One conversation's keys and values of one layer, most of them in few bits.
-
-A `Row` is what a cache layer holds of one batch row: packs, then the recent entries in full
-precision, which lie with those of the other rows on the layer. Nothing is ever packed twice: an
-entry that a policy evicts from a pack is passed over when the pack is read, and a pack goes when
-none of its entries is left.
+A `PackedRow` is what a layer holds of one batch row beside its recent entries: packs, and which of
+their entries stand where. The recent entries, in full precision, lie with those of the other rows
+on the layer. Nothing is packed twice: an entry that a policy evicts from a pack is skipped when the
+pack is read, and a pack goes when none of its entries is left.
 """
 
+# ruff: noqa: D102 (methods of transformers are documented there)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -24,18 +23,13 @@ from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.models.kv.notes import KIND, PADDING, entries, fill
 from mmfast.models.reduction.cache_layers import Shorter, is_short, regroup, shorten
-from mmfast.ops.quantisation import (
-    MixedPacked,
-    PackedTensor,
-    dequantise,
-    dequantise_row,
-    unpack_mixed,
-)
+from mmfast.ops.quantisation import PackedTensor, dequantise_row
+from mmfast.ops.ranking import complement
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Consecutive entries in few bits.
+    """Entries of one precision: in few bits, or (16 bits) as they were.
 
     Attributes:
         keys: `[H, n, d]`.
@@ -43,8 +37,8 @@ class Pack:
         n: Entries per head.
     """
 
-    keys: PackedTensor | MixedPacked
-    values: PackedTensor | MixedPacked
+    keys: PackedTensor | Tensor
+    values: PackedTensor | Tensor
     n: int
 
     @property
@@ -55,12 +49,12 @@ class Pack:
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """What one batch row holds beside its recent entries.
+    """Packs of one batch row, beside its recent entries.
 
     Attributes:
-        packs: In order of time.
-        live: `[H, m]` ascending: which entries of packs and recent ones are left, as of the time
-            when there were `covered` of them; None where all are.
+        packs: In order of time; the entries of two precisions lie in two packs.
+        live: `[1 or H, m]` entries of packs and recent ones that are left, in order of time, as of
+            when there were `covered` of them; None where all are, one behind the other.
         covered: See `live`; what came since is left.
     """
 
@@ -86,30 +80,49 @@ class PackedRow:
 
     def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[H, m, d]` that are left; takes the recent ones `[H, r, d]`."""
-        packs, index = self.packs, self.index(keys.shape[1])
-        if packs:
-            keys = _behind([p.keys for p in packs], self.packed, keys)
-            values = _behind([p.values for p in packs], self.packed, values)
+        index = self.index(keys.shape[1])
+        if self.packs:
+            keys = _behind([p.keys for p in self.packs], self.packed, keys)
+            values = _behind([p.values for p in self.packs], self.packed, values)
         if index is None:
             return keys, values
         index = index.to(keys.device)
+        if len(index) == 1:
+            return keys.index_select(1, index[0]), values.index_select(1, index[0])
         return gather_rows(keys, index), gather_rows(values, index)
 
     def index(self, recent: int) -> Tensor | None:
-        """`live` with what came since, `[H, m]`."""
+        """`live` with what came since, `[1 or H, m]`."""
         if self.live is None:
             return None
         more = torch.arange(self.covered, self.packed + recent, device=self.live.device)
         return torch.cat([self.live.long(), more.expand(len(self.live), -1)], 1)
 
+    def add(self, packs: Sequence[Pack], order: Tensor | None, recent: int) -> PackedRow:
+        """With the first of `recent` entries in packs.
+
+        Args:
+            packs: They hold these entries.
+            order: `[n]` the place of each of them in the packs; None where that is its own.
+            recent: Recent entries before.
+        """
+        more = replace(self, packs=(*self.packs, *packs))
+        if order is None:
+            return more
+        index, total = self.index(recent), self.packed + recent
+        place = torch.arange(total, device=order.device)
+        place[self.packed : self.packed + len(order)] = self.packed + order
+        live = place[None] if index is None else place[index]
+        return replace(more, live=live.to(torch.int32), covered=total)
+
     def keep(self, kept: Tensor, recent: int) -> PackedRow:
         """Only these of the entries that are left, `[H, m]` ascending."""
         index, total = self.index(recent), self.packed + recent
-        live = kept if index is None else index.gather(1, kept)
+        live = kept if index is None else index.expand(len(kept), -1).gather(1, kept)
         return replace(self, live=live.to(torch.int32), covered=total)._without_empty_packs()
 
     def without_last(self, count: int, recent: int) -> PackedRow:
-        """When `count` recent entries, which nothing evicted, were taken back; `recent` is left."""
+        """Take back `count` recent entries, which no policy evicted; `recent` are left."""
         total = self.packed + recent
         if self.live is None or self.covered <= total:
             return self
@@ -131,20 +144,35 @@ class PackedRow:
         return PackedRow(tuple(packs), live, covered)
 
 
-def _behind(packs: Sequence[PackedTensor | MixedPacked], n: int, recent: Tensor) -> Tensor:
+def _behind(packs: Sequence[PackedTensor | Tensor], n: int, recent: Tensor) -> Tensor:
     """Packs of n entries unpacked, and the recent ones `[H, r, d]` behind: `[H, n + r, d]`."""
-    plain = [pack for pack in packs if isinstance(pack, PackedTensor)]
-    if len(plain) < len(packs):
-        parts = [unpack_mixed(p) if isinstance(p, MixedPacked) else dequantise(p) for p in packs]
-        return torch.cat([*parts, recent], 1)
     row = recent.new_empty(len(recent), n + recent.shape[1], recent.shape[2])
-    dequantise_row(plain, row[:, :n])
+    dequantise_row(packs, row[:, :n])
     row[:, n:] = recent
     return row
 
 
 # `(x [H, n, d], whether keys) -> ` the same in few bits.
 Packer = Callable[[Tensor, bool], Any]
+# `(row, keys [H, n, d], values [H, n, d]) -> ` packs of them, and the order of `PackedRow.add`.
+RowPacker = Callable[[int, Tensor, Tensor], tuple[list[Pack], Tensor | None]]
+
+
+def split_packs(
+    keys: Tensor, values: Tensor, chosen: Tensor, packers: tuple[Packer, Packer]
+) -> tuple[list[Pack], Tensor]:
+    """Entries in two precisions: `chosen` `[c]`, ascending, by the first packer.
+
+    Returns:
+        The packs, and the place of each entry in them.
+    """
+    parts = (chosen, complement(chosen, keys.shape[1]))
+    packs = [
+        Pack(pack(keys.index_select(1, part), True), pack(values.index_select(1, part), False), n)
+        for part, pack in zip(parts, packers, strict=True)
+        if (n := len(part))
+    ]
+    return packs, torch.cat(parts).argsort()
 
 
 def packs_of(keys: Tensor, values: Tensor, pack: Packer, size: int | None) -> list[Pack]:
@@ -158,7 +186,6 @@ def packs_of(keys: Tensor, values: Tensor, pack: Packer, size: int | None) -> li
 
 
 def _packed(x: Tensor, pack: Packer, keys: bool, size: int | None) -> list[Any]:
-    """Parts of `size` entries, all full ones at once."""
     full = 0 if size is None else x.shape[1] // size
     if size is None or full < 2:
         return [pack(part.contiguous(), keys) for part in x.split(size or x.shape[1], 1)]
@@ -167,7 +194,7 @@ def _packed(x: Tensor, pack: Packer, keys: bool, size: int | None) -> list[Any]:
     return [*parts, pack(rest.contiguous(), keys)] if rest.shape[1] else parts
 
 
-class _StoredLayer(Shorter, DynamicLayer):  # type: ignore[misc]
+class PackedLayer(Shorter, DynamicLayer):  # type: ignore[misc]
     """A layer whose `keys` and `values` are the recent entries in full precision.
 
     Rows are right-aligned: padding in front, packs, recent entries.
@@ -220,7 +247,7 @@ class _StoredLayer(Shorter, DynamicLayer):  # type: ignore[misc]
         )
 
     def open(self) -> None:
-        """Back to full precision throughout."""
+        """Unpack everything."""
         self.keys, self.values = self.whole()
         self.rows = tuple(PackedRow() for _ in self.rows)
         gaps = self._gaps()
@@ -253,9 +280,6 @@ class _StoredLayer(Shorter, DynamicLayer):  # type: ignore[misc]
         self.front = tuple(self.front[b] for b in numbers)
 
 
-StoredLayer = _StoredLayer
-
-
 def _stack(rows: Sequence[Tensor], width: int) -> Tensor:
     """Rows `[H, n_b, d]` with padding in front, `[B, H, width, d]`."""
     if len(rows) == 1 and rows[0].shape[1] == width:
@@ -263,13 +287,13 @@ def _stack(rows: Sequence[Tensor], width: int) -> Tensor:
     return torch.stack([F.pad(row, (0, 0, width - row.shape[1], 0)) for row in rows])
 
 
-def stored(cache: Any, index: int) -> StoredLayer:
+def packed_layer(cache: Any, index: int) -> PackedLayer:
     """Shortened layer `index` of a cache with notes, made able to hold packs."""
     layer = cache.layers[index]
-    if isinstance(layer, StoredLayer):
+    if isinstance(layer, PackedLayer):
         return layer
     align(cache, index)
-    made: Any = object.__new__(StoredLayer)
+    made: Any = object.__new__(PackedLayer)
     made.__dict__ = layer.__dict__  # the same tensors, now and later
     cache.layers[index] = made
     made.rows = tuple(PackedRow() for _ in range(len(layer.keys)))
@@ -295,21 +319,14 @@ def align(cache: Any, index: int) -> None:
     regroup(cache, index)
 
 
-def pack_recent(
-    layer: StoredLayer,
-    packer: Callable[[int], Packer],
-    keep: int,
-    full: int | None = None,
-    size: int | None = None,
-) -> None:
+def pack_recent(layer: PackedLayer, packer: RowPacker, keep: int, full: int | None = None) -> None:
     """Pack recent entries but for the last `keep` of each row.
 
     Args:
         layer: The layer.
-        packer: What packs the entries of a row.
+        packer: Packs the entries of a row.
         keep: Entries that stay in full precision.
         full: Only rows that hold so many of those.
-        size: Most entries of a pack; None packs all in one.
     """
     recent = [layer.keys.shape[2] - f for f in layer.front]
     moving = [max(0, r - keep) if r >= (full or 0) else 0 for r in recent]
@@ -319,10 +336,7 @@ def pack_recent(
     rows, keys, values = [], [], []
     for b, (row, count) in enumerate(zip(layer.rows, moving, strict=True)):
         k, v = layer.keys[b, :, layer.front[b] :], layer.values[b, :, layer.front[b] :]
-        if count:
-            packs = packs_of(k[:, :count], v[:, :count], packer(b), size)
-            row = replace(row, packs=(*row.packs, *packs))
-        rows.append(row)
+        rows.append(row.add(*packer(b, k[:, :count], v[:, :count]), recent[b]) if count else row)
         keys.append(k[:, count:])
         values.append(v[:, count:])
     longest = max(k.shape[1] for k in keys)
@@ -332,7 +346,7 @@ def pack_recent(
     layer.front = tuple(longest - k.shape[1] for k in keys)
 
 
-def keep_stored(layer: StoredLayer, kept: Sequence[Tensor]) -> None:
+def keep_packed(layer: PackedLayer, kept: Sequence[Tensor]) -> None:
     """Evict entries of a layer with packs: per row those of its entries that stay, `[H, m]`."""
     recent = layer.keys.shape[2]
     layer.rows = tuple(
@@ -349,7 +363,7 @@ def shrinkable(cache: Any, index: int) -> Any:
         ModelError: It is of a kind that cannot.
     """
     layer = cache.layers[index]
-    if isinstance(layer, StoredLayer) or type(layer) is DynamicLayer:
+    if isinstance(layer, PackedLayer) or type(layer) is DynamicLayer:
         return shorten(cache, index)
     kind = next(c for c in type(layer).__mro__ if c.__module__.startswith("transformers"))
     if is_short(layer) and kind is DynamicLayer:
@@ -359,3 +373,10 @@ def shrinkable(cache: Any, index: int) -> Any:
         "cache_implementation (write 'quant:8' into the cache spec for fewer bits), or pass "
         "DynamicCache(config=model.config)"
     )
+
+
+def nbytes(layer: Any) -> int:
+    """Bytes of the keys and values that a cache layer holds."""
+    if isinstance(layer, PackedLayer):
+        return layer.nbytes
+    return int(layer.keys.nbytes + layer.values.nbytes)

@@ -10,30 +10,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mmfast.core.trace import Trace
-from mmfast.models.families.adapter import Adapter
+from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import prompt_ids, told_by_generate
-from mmfast.models.kv.policy import KVStage
 from mmfast.models.patching import override, stand_before, stand_behind
 from mmfast.models.reduction.cache_layers import held
 from mmfast.models.reduction.call import (
     Arming,
     Call,
-    Local,
+    PassState,
     apply,
     is_shortened,
     is_static,
     length_of,
-    make_step,
     needs_layers,
     on_layers,
 )
 from mmfast.models.reduction.decoder_signals import INNER, LayerAttention
 from mmfast.models.reduction.look_ahead import layer_ahead, look_ahead
-from mmfast.models.reduction.masks import Offsets, fit_decode, forget_masks
+from mmfast.models.reduction.masks import Offsets, fit_decode, forget_masks, padding_of
+from mmfast.models.reduction.probe import probing
 from mmfast.models.reduction.record import Recorder, features_given, recording
 from mmfast.models.reduction.revival import Reviver
+from mmfast.models.reduction.sequence import Sequences, locate
 from mmfast.models.reduction.site import Site
 from mmfast.models.reduction.step import ForwardStep
 
@@ -43,66 +44,55 @@ class Hooks:
 
     Args:
         model: Model of a known family.
-        adapter: Its adapter.
-        sites: Where stages run.
+        sites: The sites that run stages.
         trace: Gets rows and reductions.
-        kv: What happens to the cache, if anything.
+        state: The pass that each thread is in; hooks of a KV policy know it, too.
+        whole: A KV policy is at work, so all layers are hooked.
     """
 
     def __init__(
-        self,
-        model: Any,
-        adapter: Adapter,
-        sites: Sequence[Site],
-        trace: Trace,
-        kv: KVStage | None = None,
+        self, model: Any, sites: Sequence[Site], trace: Trace, state: PassState, whole: bool = False
     ) -> None:
-        self._model = model
-        self.base = model.base_model
-        self.text = model.get_decoder()
-        self.adapter = adapter
-        self.sites = sites
-        self.trace, self.kv = trace, kv
-        self.recorder: Recorder
-        self.offsets = Offsets(model, self.base) if adapter.mrope else None
-        self._local = Local()
+        self._model, self._base, self._text = model, model.base_model, model.get_decoder()
+        self._adapter = adapter_for(model)
+        self._sites, self._trace, self._state = sites, trace, state
+        self._recorder: Recorder
+        self._offsets = Offsets(model, self._base) if self._adapter.mrope else None
         reviving = [site.layer for site in sites if site.revives]
-        self.reviver = Reviver(reviving[0], self.text, trace) if reviving else None
+        self._reviver = Reviver(reviving[0], self._text, trace) if reviving else None
+        self._looks = any(site.ahead for site in sites)
+        reads = [site.layer - 1 for site in sites if site.deep and site.needs & INNER]
+        self._first = 0 if whole else max(0, min([site.layer for site in sites] + reads))
+        # What is compiled for one attach() serves the next one that only looks on in steps.
+        self._key = None if whole or reviving else f"mmfast {self._first}"
         # Only decode steps run well compiled; anything longer steps out of the compiled code.
         self._uncompiled: Any = torch.compiler.disable(apply)
-        self._names = list(inspect.signature(self.base.forward).parameters)
+        self._names = list(inspect.signature(self._base.forward).parameters)
         self._arming = Arming(self._on_layers)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Hooks in, hooks out."""
-        # A share of 1.0 reads nothing, so the tower is not asked for its sake.
-        before = [spec for site in self.sites if not site.deep for spec in site.specs]
+        # A share of 1.0 reads nothing, so the tower need not give signals for it.
+        before = [spec for site in self._sites if not site.deep for spec in site.specs]
         needs = {need for spec in before if not spec.whole for need in spec.method.needs}
-        reads = [site.layer - 1 for site in self.sites if site.deep and site.needs & INNER]
-        self._looks = [layer_ahead(s.specs[0], self.text.layers) for s in self.sites if s.ahead]
-        self._first = max(0, min([s.layer for s in self.sites] + reads)) if self.kv is None else 0
-        # What is compiled for one attach() serves the next one that only looks on in steps.
-        self._key = None if self.kv or self.reviver else f"mmfast {self._first}"
         with ExitStack() as stack:
-            if self.kv is not None:  # before all others: what it evicts is gone for this call
-                stack.enter_context(self.kv.installed(lambda: self._local.call))
             stack.enter_context(told_by_generate(self._model))
-            self.recorder = stack.enter_context(recording(self.base, self.adapter, needs))
-            stack.callback(stand_before(self.base, self._enter, self._key))
-            stack.callback(stand_behind(self.base, self._leave, self._key, always=True))
+            self._recorder = stack.enter_context(recording(self._base, self._adapter, needs))
+            stack.callback(stand_before(self._base, self._enter, self._key))
+            stack.callback(stand_behind(self._base, self._leave, self._key, always=True))
             stack.enter_context(self._arming.installed())
-            if self.offsets is not None:
-                stack.enter_context(self.offsets.installed())
-            if self.adapter.deepstack:
+            if self._offsets is not None:
+                stack.enter_context(self._offsets.installed())
+            if self._adapter.deepstack:
                 around = self._deepstack
-                stack.enter_context(override(self.text, "_deepstack_process", around))
+                stack.enter_context(override(self._text, "_deepstack_process", around))
             yield
 
     def _on_layers(self) -> AbstractContextManager[None]:
         keep = self._keep if self._looks else None
-        after = None if self.reviver is None else self.reviver.after
-        return on_layers(self.text, self._first, self._layer, self._key, keep, after)
+        after = None if self._reviver is None else self._reviver.after
+        return on_layers(self._text, self._first, self._layer, self._key, keep, after)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = self._named(args, kwargs)
@@ -129,12 +119,12 @@ class Hooks:
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not torch.compiler.is_compiling():
-            call = self._local.call
+            call = self._state.call
             if call is None:
                 return self._decode(index, module, args, kwargs)
             return self._visual(call, index, module, args, kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.shape[1] == 1 and self.reviver is None:
+        if hidden.shape[1] == 1 and self._reviver is None:
             return self._decode(index, module, args, kwargs)
         return self._uncompiled(self._compiled_layer, index, module, args, kwargs)
 
@@ -144,32 +134,30 @@ class Hooks:
         return self._layer(index, module, args, kwargs) or (args, kwargs)
 
     def _open(self, kwargs: dict[str, Any]) -> None:
-        """A call of the base model begins."""
         cache = kwargs.get("past_key_values")
-        if self.offsets is not None:
-            self.offsets.store(cache)
-        prompting = self.kv is not None and self.kv.prompting
+        if self._offsets is not None:
+            self._offsets.store(cache)
+        prompting = self._state.part is not None
         several = length_of(kwargs) > 1 and is_shortened(cache)
         wanted = prompting or several or features_given(kwargs)
-        needed = wanted or self.reviver is not None or needs_layers(cache)
+        needed = wanted or self._reviver is not None or needs_layers(cache)
         if is_static(cache):  # its steps may be compiled, and then open no call
             self._arming.pin()
         self._arming.begin(bool(needed))
-        self._local.call = call = Call(kwargs) if wanted else None
+        self._state.call = call = Call(kwargs) if wanted else None
         if call is not None:
             call.stack.enter_context(prompt_ids(kwargs.get("input_ids")))
 
     def _close(self, output: Any) -> None:
-        """A call of the base model ends, with an output or an exception."""
         self._arming.end()
-        if self.offsets is not None:
-            self.offsets.store(getattr(output, "past_key_values", None))
-            self.offsets.forget()
-        if self.reviver is not None:
-            self.reviver.close()
-        call = self._local.call
+        if self._offsets is not None:
+            self._offsets.store(getattr(output, "past_key_values", None))
+            self._offsets.forget()
+        if self._reviver is not None:
+            self._reviver.close()
+        call = self._state.call
         if call is not None:
-            self._local.call = None
+            self._state.call = None
             call.stack.close()
 
     def _visual(
@@ -180,16 +168,32 @@ class Hooks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a decoder layer in a call that brings visual tokens."""
         if call.step is None:
-            call.step = make_step(self, call)
+            call.step = self._begin(call)
         step = call.step
         hidden = args[0] if args else kwargs.pop("hidden_states")
         ahead = partial(self._ahead, call)
-        hidden = step.before_layer(index, hidden, kwargs, self.text.config, ahead)
+        hidden = step.before_layer(index, hidden, kwargs, self._text.config, ahead)
         if step.reads(index):
             self._probe(call, step, index, module, kwargs.get("past_key_values"))
         return (hidden, *args[1:]), kwargs
+
+    def _begin(self, call: Call) -> ForwardStep:
+        """The state of a call from its first decoder layer on; its arguments are used up."""
+        kwargs = call.kwargs
+        assert kwargs is not None
+        call.kwargs = None
+        length, cache = length_of(kwargs), kwargs.get("past_key_values")
+        past, ok = padding_of(kwargs.get("attention_mask"), length, call.past, cache)
+        sequences = Sequences(length, [], [], [], ok)
+        if features_given(kwargs):
+            strict = bool(self._sites)
+            sequences = locate(self._base, self._adapter, kwargs, self._recorder, ok, strict)
+        blocks = self._adapter.blocks(kwargs)
+        if blocks is not None:  # read by position, as the stock model does
+            blocks = blocks[:, call.past : call.past + length]
+            blocks = F.pad(blocks, (0, length - blocks.shape[1]), value=-1)
+        return ForwardStep(self._sites, sequences, past, self._trace, blocks)
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note how the text model is called, in case its first layers have to run twice."""
@@ -198,21 +202,21 @@ class Hooks:
             if hidden is not None and hidden.shape[1] > 1:
                 self._uncompiled(self._keep, module, args, kwargs)
             return
-        call = self._local.call
+        call = self._state.call
         if call is not None and call.step is None:
             call.given = (args, kwargs)
 
     def _ahead(self, call: Call, site: Site, hidden: Tensor) -> list[dict[str, Tensor]]:
-        layer = layer_ahead(site.specs[0], self.text.layers)
-        return look_ahead(call, layer, self.text, hidden, lambda: self._local.call is call)
+        layer = layer_ahead(site.specs[0], self._text.layers)
+        return look_ahead(self._state, call, layer, self._text, hidden)
 
     def _decode(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        fitted = fit_decode(self.text.config, index, hidden, kwargs)
-        if self.reviver is not None:
-            more = self.reviver.before(index, module, hidden, kwargs)
+        fitted = fit_decode(self._text.config, index, hidden, kwargs)
+        if self._reviver is not None:
+            more = self._reviver.before(index, module, hidden, kwargs)
             if more is not None:
                 kwargs.pop("hidden_states", None)
                 return (more, *args[1:]), kwargs
@@ -220,22 +224,20 @@ class Hooks:
 
     def _probe(self, call: Call, step: ForwardStep, index: int, module: Any, cache: Any) -> None:
         """Watch the attention of this layer once, for the site before the next one."""
-        from mmfast.models.reduction.probe import probing
-
         filled = cache is not None and len(cache.layers) > index
         start = held(cache.layers[index]) if filled else 0
 
         def look(
             _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, so: bool
         ) -> None:
-            if self._local.call is call:  # else another thread's pass
+            if self._state.call is call:  # else another thread's pass
                 step.observe(index, LayerAttention(q, k, mask, scale, so, start))
 
         watch: Any = partial(self._uncompiled, look)
         call.stack.enter_context(probing({module.self_attn: watch}))
 
     def _deepstack(self, stock: Any, hidden: Tensor, places: Tensor, planes: Tensor) -> Any:
-        call = self._local.call
+        call = self._state.call
         step = None if call is None else call.step
         if step is None or step.sequences.index is None:
             return stock(hidden, places, planes)

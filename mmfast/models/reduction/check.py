@@ -1,0 +1,181 @@
+"""Refusal of stages that a model cannot run, before anything of the model is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmfast.caches.plan import CachePlan
+from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.spec import Spec, expand
+from mmfast.models.families.adapter import Adapter, adapter_for
+from mmfast.models.families.tower import argument, check_blocks
+from mmfast.models.layers import CONV, LAYER_KINDS
+from mmfast.models.reduction.decoder_signals import AHEAD, INNER
+from mmfast.models.reduction.look_ahead import layer_ahead
+
+
+def check(
+    specs: Sequence[Spec], model: Any, cache: CachePlan | None = None, encoder: str | None = None
+) -> tuple[Spec, ...]:
+    """Refuse stages that a model cannot run, alone or together.
+
+    A budget above the tokens of a prompt, and a signal that its media lack, are refused when the
+    stage runs (`reduction.site`).
+
+    Args:
+        specs: Parsed stages.
+        model: A stock model.
+        cache: The KV policies beside them.
+        encoder: The mode of the vision tower beside them.
+
+    Returns:
+        The stages, every schedule as its cuts.
+
+    Raises:
+        SpecError: A site, a layer, a knob or a combination that the model does not have.
+        ModelError: Unknown family, or layers that cannot hold reduced tokens.
+    """
+    adapter, text = adapter_for(model), model.get_decoder()
+    attends = [hasattr(layer, "self_attn") for layer in text.layers]
+    specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
+    for spec in specs:
+        _check_site(spec, model, len(attends))
+    _check_layers([spec for spec in specs if spec.site != "vit"], model)
+    _check_order(specs)
+    _check_revival(specs, text.config, cache)
+    _check_tower(specs, adapter, model, encoder)
+    for spec in specs:
+        if AHEAD in spec.method.needs:
+            layer_ahead(spec, text.layers)
+    return specs
+
+
+def _check_site(spec: Spec, model: Any, layers: int) -> None:
+    if spec.site not in ("pixel", "vit", "pre", "llm"):
+        raise SpecError(
+            f"site {spec.where!r} of {str(spec)!r} is not one of pixel, vit, pre, llm<K>"
+        )
+    if spec.layer is not None and spec.layer >= layers:
+        raise SpecError(
+            f"{str(spec)!r} asks for decoder layer {spec.layer}, but {type(model).__name__} "
+            f"has {layers} layers; choose llm0 to llm{layers - 1}"
+        )
+
+
+def _check_layers(specs: Sequence[Spec], model: Any) -> None:
+    """Every decoder layer from the first cut on must be able to hold fewer tokens."""
+    kinds = list(getattr(model.get_decoder().config, "layer_types", None) or ())
+    first = min((spec.layer or 0 for spec in specs), default=len(kinds))
+    for index, kind in enumerate(kinds):
+        if index >= first and kind not in LAYER_KINDS:
+            raise ModelError(
+                f"decoder layer {index} of {type(model).__name__} is of type {kind!r} and cannot "
+                "hold reduced tokens; reduce after the last such layer, at llm<K>"
+            )
+    for spec in specs:
+        convolution = spec.layer and CONV in kinds[spec.layer - 1 : spec.layer]
+        if convolution and not spec.whole and INNER & set(spec.method.needs):
+            after = [f"llm{i + 1}" for i, kind in enumerate(kinds[:-1]) if kind != CONV]
+            raise ModelError(
+                f"{str(spec)!r} reads the attention of decoder layer {(spec.layer or 0) - 1} of "
+                f"{type(model).__name__}, which is a convolution; choose {' or '.join(after)}"
+            )
+
+
+def _check_order(specs: Sequence[Spec]) -> None:
+    """Nothing follows a look ahead before the decoder, or cuts behind a cut that revives."""
+    ahead: Spec | None = None
+    for spec in specs:
+        if ahead is not None and spec.site in ("pixel", "pre"):
+            raise SpecError(
+                f"{str(spec)!r} cannot follow {str(ahead)!r}, which looks through the decoder; "
+                f"write {ahead.method.name!r} last of the stages before it"
+            )
+        if AHEAD in spec.method.needs:
+            ahead = spec
+    inside = [spec for spec in specs if spec.site == "llm"]
+    for spec in inside:
+        others = [o for o in inside if o is not spec and (o.layer or 0) >= (spec.layer or 0)]
+        if spec.method.revives and others:
+            raise SpecError(
+                f"{str(others[0])!r} cuts at or behind {str(spec)!r}, whose tokens may come back; "
+                f"put {spec.method.name!r} last"
+            )
+
+
+def _check_revival(specs: Sequence[Spec], config: Any, cache: CachePlan | None) -> None:
+    """Tokens that come back need full attention, masks of their own, and a cache that keeps all."""
+    reviving = [spec for spec in specs if spec.method.revives]
+    if not reviving:
+        return
+    if cache is not None:
+        raise SpecError(
+            f"{str(reviving[0])!r} puts tokens back into the cache, which {str(cache)!r} does not "
+            "expect; drop one of them, or reduce with fastv"
+        )
+    layer = min(spec.layer or 0 for spec in reviving)
+    types = set((getattr(config, "layer_types", None) or ())[layer:])
+    if types - {"full_attention"}:
+        raise ModelError(
+            f"lazyllm puts tokens back into full attention, and decoder layers from {layer} on "
+            f"are {', '.join(sorted(types))}; use fastv"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ModelError(
+            "lazyllm makes masks of its own for sdpa and eager attention, not for "
+            f"{config._attn_implementation!r}; call model.set_attn_implementation('sdpa')"
+        )
+
+
+def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: str | None) -> None:
+    early = [spec for spec in specs if spec.site == "pixel"]
+    inside = [spec for spec in specs if spec.site == "vit" and not spec.whole]
+    changing = [spec for spec in specs if spec in inside or (spec in early and not spec.whole)]
+    if encoder == "graph" and changing:
+        raise SpecError(
+            f"encoder='graph' repeats one pass of the tower, and {str(changing[0])!r} makes each "
+            "another; use encoder='compile' beside it"
+        )
+    if early and inside:
+        raise SpecError(
+            f"{str(early[0])!r} and {str(inside[0])!r} cannot share a vision tower: merging "
+            "needs whole frames; use site 'pre' for one of them"
+        )
+    for spec in inside:
+        _check_merging(spec, adapter, model)
+    if len(inside) > 1:
+        raise SpecError(
+            f"'{inside[1]}' is a second stage of site 'vit'; join both budgets in one stage"
+        )
+    if early and not adapter.tower(model.base_model).packed:
+        raise ModelError(
+            f"'{early[0]}' cannot run in {adapter.family!r}: its vision tower takes tiles of fixed "
+            "size; site 'pixel' works in qwen2_vl, qwen2_5_vl, qwen3_vl and qwen2_5_omni_thinker, "
+            "elsewhere use site 'pre'"
+        )
+
+
+def _check_merging(spec: Spec, adapter: Adapter, model: Any) -> None:
+    if spec.budget is None:
+        raise SpecError(f"'{spec}' needs a budget at site 'vit'; write '{spec}:0.5'")
+    tower = adapter.tower(model.base_model)
+    check_blocks(tower, adapter.family, "site 'vit'")
+    reuse = spec.knobs.get("reuse", 1)
+    if reuse < 1:
+        raise SpecError(f"knob reuse={reuse} of '{spec}' is no number of blocks; choose 1 or more")
+    until = spec.knobs.get("until", 1.0)
+    if not 0 < until <= 1:
+        raise SpecError(f"knob until={until} of '{spec}' is no share of the blocks; choose 0 to 1")
+    layers = argument(tower.base, {}, "vision_feature_layer")
+    where, why = f"'{spec}' cannot run in ", None
+    if tower.class_token:
+        why = f"the vision tower of {adapter.family!r} with a class token"
+    elif not tower.packed and not hasattr(tower.base.config.vision_config, "image_size"):
+        why = f"the vision tower of {adapter.family!r}, which pads images of different sizes"
+    elif not tower.packed and not hasattr(tower.blocks[0], "self_attn"):
+        why = f"a vision tower of {type(tower.blocks[0]).__name__}"
+    elif not isinstance(layers, int | None):
+        why = f"a vision tower of which several layers are used, {layers}"
+    if why is not None:
+        raise SpecError(f"{where}{why}; use site 'pre'")
