@@ -17,12 +17,11 @@ from mmfast.tiny.stream.world import (
     KINDS,
     NAMES,
     World,
-    corner_of,
     main,
     past_questions,
     present_questions,
 )
-from mmfast.tiny.video.scene import COLOURS, EVAL, TRAIN
+from mmfast.tiny.video.scene import COLOURS, EVAL, TRAIN, corner_of
 
 
 def test_any_moment_is_the_same_however_one_comes_to_it() -> None:

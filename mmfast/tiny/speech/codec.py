@@ -8,10 +8,8 @@ pitch; book 1 what is left of it, pitch and voicing. Entry 0 of both is silence.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +33,7 @@ from mmfast.frontends.codecs.embedded.features import (
 from mmfast.frontends.codecs.embedded.synthesis import SynthesisState, synthesise
 from mmfast.tiny.speech.recordings import say
 from mmfast.tiny.speech.text import VOICES, heard_voice, question, sentence
+from mmfast.tiny.training import Course, Figures, Optimiser, Report, Task, cosine, train
 
 ENTRIES = 1024
 PRICES = (15.0, 22.0)  # of one nat, in squared distance
@@ -163,7 +162,6 @@ BATCH = 6
 RATE = 2e-3
 PITCH_LOSS = 12.0
 _LATE = 2.43  # hops by which the middle of a pitch window lies behind the end of a hop
-Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -234,6 +232,26 @@ def lesson_loss(net: VocoderNet, lessons: Lessons, starts: Tensor) -> tuple[Tens
     return loss, error
 
 
+class VocoderTask(Task):
+    """A vocoder on random segments of the recordings."""
+
+    def __init__(self, net: VocoderNet, lessons: Lessons, seed: int, rate: float) -> None:
+        self.net, self.lessons = net, lessons
+        self.optimiser = Optimiser([], net.parameters(), rate, decay=1e-3)
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def batches(self, step: int, done: float) -> list[Tensor]:
+        """First frames of segments `[B]`."""
+        count = len(self.lessons.frames) - SEGMENT
+        return [torch.randint(count, (BATCH,), generator=self.rng)]
+
+    def loss(self, batch: Tensor) -> tuple[Tensor, Figures]:
+        """Spectral loss and pitch loss."""
+        spectral, pitch = lesson_loss(self.net, self.lessons, batch)
+        figures = {"spectral": spectral.item(), "pitch": pitch.item()}
+        return spectral + PITCH_LOSS * pitch, figures
+
+
 def fit_vocoder(
     corpus: Iterable[Tensor],
     books: Tensor,
@@ -250,33 +268,15 @@ def fit_vocoder(
         corpus: Recordings `[n]` at 16 kHz.
         books: Entries, as `fit_codec` gives them.
         bias: Their prices.
-        seed: Of weights and lessons.
+        seed: Of weights and segments.
         steps: Of the optimiser.
-        report: Gets a row of figures now and then.
-        net: Goes on from here, else anew.
-        rate: Of learning, at its highest.
+        report: Receives the rows of the log.
+        net: Vocoder to continue with; None = a new one.
+        rate: Peak learning rate.
     """
     lessons = make_lessons(corpus, books, bias)
     torch.manual_seed(seed)
     net = (net or VocoderNet()).float().train().requires_grad_(True)
-    optimiser = torch.optim.AdamW(net.parameters(), rate, betas=(0.9, 0.98), weight_decay=1e-3)
-    draw = torch.Generator().manual_seed(seed)
-    began, sums = time.monotonic(), torch.zeros(2)
-    for step in range(steps):
-        share = step / steps
-        slope = min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * share)) + 0.01
-        for group in optimiser.param_groups:
-            group["lr"] = rate * slope
-        starts = torch.randint(len(lessons.frames) - SEGMENT, (BATCH,), generator=draw)
-        loss, error = lesson_loss(net, lessons, starts)
-        optimiser.zero_grad()
-        (loss + PITCH_LOSS * error).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimiser.step()
-        sums += torch.tensor([loss.item(), error.item()])
-        if (step + 1) % 100 == 0:
-            spectral, pitch = (sums / 100).tolist()
-            seconds = round(time.monotonic() - began)
-            report({"vocoder": step + 1, "spectral": spectral, "pitch": pitch, "seconds": seconds})
-            sums.zero_()
+    task = VocoderTask(net, lessons, seed, rate)
+    train(task, Course("vocoder", steps=steps, factor=cosine, every=100), report)
     return net

@@ -1,4 +1,8 @@
-"""A training step of the stream model: short streams put together from clips, with questions."""
+"""Training batches of the stream model: short streams put together from clips, with questions.
+
+A batch is laid out as one of two kinds of session see a stream: an unbounded cache, or sinks,
+retrieved frames and a window.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
-from mmfast.tiny.stream.decoder import StreamLayout
 from mmfast.tiny.stream.world import (
     NAMES,
     NOW,
@@ -27,25 +30,25 @@ from mmfast.tiny.stream.world import (
     present_facts,
     show,
 )
-from mmfast.tiny.video.build import VIDEO
 from mmfast.tiny.video.clips import encode
 from mmfast.tiny.video.lessons import PackedQuestions, pack
+from mmfast.tiny.video.model import VIDEO, DecoderLayout
 from mmfast.tiny.video.questions import Fact
-from mmfast.tiny.video.scene import TRAIN, Bytes
+from mmfast.tiny.video.scene import IGNORE, TRAIN, Bytes
 from mmfast.tiny.video.tower import pooled_tokens, scale_pixels, tower_features
 
 FACT_FRAMES, SCENE_FRAMES = 2, 4  # one second apart
 
 
 @dataclass(frozen=True)
-class Clips:
+class StreamClips:
     """Short clips of one kind.
 
     Attributes:
         tokens: Visual tokens, float16 `[n, F, P, D]`.
-        names: Per clip the numbers of the names (in NAMES) in it; a fact's own is the first.
-        now: Per clip and frame what can be asked while it is on screen.
-        number, corner: Per clip those of its fact; -1 and "" where it is an ordinary scene.
+        names: Numbers of the names (in NAMES) in each clip; a fact's own is the first.
+        now: For each clip and frame the facts that can be asked while it is on screen.
+        number, corner: Those of each clip's fact; -1 and "" where it is an ordinary scene.
     """
 
     tokens: Tensor
@@ -57,11 +60,11 @@ class Clips:
     def __len__(self) -> int:
         return len(self.names)
 
-    def part(self, held: int) -> Clips:
+    def part(self, held: int) -> StreamClips:
         """All but the last `held` clips, or, where it is negative, those alone."""
         cut = slice(len(self) - held) if held > 0 else slice(len(self) + held, None)
         lists = (self.names[cut], self.now[cut], self.number[cut], self.corner[cut])
-        return Clips(self.tokens[cut], *lists)
+        return StreamClips(self.tokens[cut], *lists)
 
 
 @torch.no_grad()
@@ -74,12 +77,14 @@ def encode_frames(model: Any, frames: Sequence[Bytes]) -> Tensor:
     return torch.cat(parts)
 
 
-def make_clips(model: Any, facts: bool, count: int, seed: int, folder: Path | None = None) -> Clips:
+def make_clips(
+    model: Any, facts: bool, count: int, seed: int, folder: Path | None = None
+) -> StreamClips:
     """Clips 0 to count - 1 of a seed; every other one has been through a video file.
 
     Args:
         model: Its tower and projector encode them.
-        facts: Clips of facts, or of ordinary scenes.
+        facts: StreamClips of facts, or of ordinary scenes.
         count: How many.
         seed: Of everything drawn.
         folder: Keeps their tokens between runs.
@@ -105,7 +110,7 @@ def make_clips(model: Any, facts: bool, count: int, seed: int, folder: Path | No
     if kept is not None and not known:
         kept.parent.mkdir(parents=True, exist_ok=True)
         torch.save(encoded, kept)
-    return Clips(encoded, names, now, numbers, corners)
+    return StreamClips(encoded, names, now, numbers, corners)
 
 
 def _fact(rng: np.random.Generator) -> tuple[EndlessScene, list[int], int, str]:
@@ -153,13 +158,13 @@ class StreamLesson:
 
     Attributes:
         tokens: Kept visual tokens of all frames. `[B, N, D]`
-        spot: Which of its frame's tokens each one is. `[B, N]`
+        spot: Place of each token in its frame. `[B, N]`
         frame: The frame of each token. `[N]`
-        slots: See there.
+        slots: Layout of the streams.
         packed: The questions.
-        kinds: Of each question.
-        target: Per question 1 + the segment whose fact it asks about, 0 for the present. `[B, Q]`
-        facts: What each fact segment shows: name, tens, ones, corner; -100 elsewhere. `[B, S, 4]`
+        kinds: Kind of each question.
+        target: For each question 1 + the segment of its fact, 0 for the present. `[B, Q]`
+        facts: Labels FACT_LABELS of each fact segment, IGNORE elsewhere. `[B, S, 4]`
     """
 
     tokens: Tensor
@@ -173,9 +178,10 @@ class StreamLesson:
 
 
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
+FACT_LABELS = {"name": len(NAMES), "tens": 10, "ones": 10, "corner": len(CORNERS)}
 
 
-class StreamSchool:
+class StreamSampler:
     """Draws batches of streams.
 
     Args:
@@ -184,7 +190,7 @@ class StreamSchool:
         seed: Of everything drawn.
     """
 
-    def __init__(self, facts: Clips, scenes: Clips, tokenizer: Any, seed: int) -> None:
+    def __init__(self, facts: StreamClips, scenes: StreamClips, tokenizer: Any, seed: int) -> None:
         self.facts, self.scenes, self.tokenizer = facts, scenes, tokenizer
         self.rng = np.random.default_rng([seed, 40])
         self.texts: dict[str, list[int]] = {}
@@ -195,7 +201,7 @@ class StreamSchool:
         order = self._order(facts, scenes)
         slots = _slots(order, thin)
         rows: list[list[tuple[list[int], list[int]]]] = []
-        kinds, targets, shown, told = [], [], [], []
+        kinds, targets, shown, labels = [], [], [], []
         for _ in range(batch):
             clips = self._draw(order)
             asked = self._ask(order, clips, questions)
@@ -207,11 +213,13 @@ class StreamSchool:
                 for f, c in zip(order, clips, strict=True)
             ]
             shown.append(torch.cat(parts).float())  # [T, P, D]
-            told.append(torch.tensor([self._told(f, c) for f, c in zip(order, clips, strict=True)]))
+            labels.append(
+                torch.tensor([self._labels(f, c) for f, c in zip(order, clips, strict=True)])
+            )
         tokens, spot, frame = _thin(torch.stack(shown), slots.keep)
         target = torch.nn.utils.rnn.pad_sequence(targets, batch_first=True)
         return StreamLesson(
-            tokens, spot, frame, slots, pack(rows), kinds, target, torch.stack(told)
+            tokens, spot, frame, slots, pack(rows), kinds, target, torch.stack(labels)
         )
 
     def _order(self, facts: int, scenes: int) -> list[bool]:
@@ -270,16 +278,11 @@ class StreamSchool:
             chosen.append((NOW[now[i].kind], text, now[i].answer, 0))
         return chosen
 
-    def _told(self, is_fact: bool, clip: int) -> list[int]:
+    def _labels(self, is_fact: bool, clip: int) -> list[int]:
         if not is_fact:
-            return [-100] * 4
-        number = self.facts.number[clip]
-        return [
-            self.facts.names[clip][0],
-            number // 10,
-            number % 10,
-            CORNERS.index(self.facts.corner[clip]),
-        ]
+            return [IGNORE] * len(FACT_LABELS)
+        digits = divmod(self.facts.number[clip], 10)
+        return [self.facts.names[clip][0], *digits, CORNERS.index(self.facts.corner[clip])]
 
     def _ids(self, text: str, asks: bool = False) -> list[int]:
         if text not in self.texts:
@@ -324,8 +327,8 @@ PATCHES = 36  # positions of a frame, whatever is kept of it
 FAR = float("-inf")
 
 
-def unbounded(lesson: StreamLesson, layers: int, rng: np.random.Generator) -> StreamLayout:
-    """Everything is seen. Gaps and weights stand for hours that are not there.
+def unbounded(lesson: StreamLesson, rng: np.random.Generator) -> DecoderLayout:
+    """Layout where everything is seen; gaps and weights stand for hours that are left out.
 
     Segments lie up to some hundred frames apart, and each token of an older ordinary frame counts
     as up to 64 tokens like it, as it would among so many more frames.
@@ -338,32 +341,28 @@ def unbounded(lesson: StreamLesson, layers: int, rng: np.random.Generator) -> St
         gaps[cuts] = np.exp(rng.uniform(0, top, len(cuts))).astype(int) - 1
     start = torch.from_numpy(np.arange(len(gaps)) + np.cumsum(gaps))
     at = _with_opening(start[frame] * PATCHES + lesson.spot)  # [B, P]
-    heavy = torch.tensor([not fact for fact in slots.fact]) & (
-        torch.tensor(slots.clip) < slots.clip[-1]
-    )
-    weight = math.log(rng.choice([1, 4, 16, 64])) * torch.cat(
-        [torch.zeros(1), heavy[frame].float()]
-    )
+    older = torch.tensor(slots.clip) < slots.clip[-1]
+    heavy = (torch.tensor([not fact for fact in slots.fact]) & older)[frame].float()
+    weight = math.log(rng.choice([1, 4, 16, 64])) * torch.cat([torch.zeros(1), heavy])
     ages = torch.cat([torch.tensor([-1]), frame])
     near = ages[:, None] - ages[None, :] <= 2  # frames so near are not more than they are
     size = len(ages)
     own = torch.where(near, torch.zeros(()), weight.expand(size, size))
     own = own.masked_fill(torch.ones(size, size, dtype=torch.bool).triu(1), FAR)
     text_at = int(start[-1]) * PATCHES + PATCHES + 1 + lesson.packed.within
-    seen = _seen(lesson, weight.expand(len(lesson.tokens), -1))
-    return StreamLayout(at, own, [at] * layers, text_at, [seen] * layers)
+    return DecoderLayout(at, text_at, [lesson.packed.bias(weight.expand(len(at), -1))], own)
 
 
 def bounded(
     lesson: StreamLesson, layers: int, rng: np.random.Generator
-) -> tuple[StreamLayout, Tensor]:
-    """What a session's memory holds: opening, sinks, retrieved frames, window, question.
+) -> tuple[DecoderLayout, Tensor]:
+    """Layout of a session's memory: opening, sinks, retrieved frames, window, question.
 
     Frames saw a window only. Each layer reads other retrieved frames, mostly the facts among
     them, at contiguous positions behind the sinks. Facts that no layer reads are not in memory.
 
     Returns:
-        The layout, and per stream and question whether it can be answered. `[B, Q]`
+        The layout, and whether each question can be answered. `[B, Q]`
     """
     slots, frame = lesson.slots, lesson.frame
     total, batch = len(slots.clip), len(lesson.tokens)
@@ -382,8 +381,8 @@ def bounded(
     lost = set(clip[fact][rng.random(fact.sum()) < 0.15].tolist())
     moved, seen, held = [], [], []
     for layer in range(layers):
-        wish = np.array([_wish(clip[t], fact[t], lost, layer, rng) for t in stored])
-        chosen = np.sort(stored[np.argsort(-wish, kind="stable")[:keep]]) if keep else stored[:0]
+        urge = np.array([_urge(clip[t], fact[t], lost, layer, rng) for t in stored])
+        chosen = np.sort(stored[np.argsort(-urge, kind="stable")[:keep]]) if keep else stored[:0]
         place = torch.full((total,), -1)
         order = [*range(sinks), *chosen.tolist(), *range(total - window, total)]
         place[torch.tensor(order)] = torch.arange(len(order))
@@ -391,18 +390,18 @@ def bounded(
         moved.append(_with_opening(here.clamp(min=0) * PATCHES + lesson.spot))
         weight = torch.zeros(batch, size)
         weight[:, 1:] = torch.where(here < 0, FAR, 0.0)
-        seen.append(_seen(lesson, weight))
+        seen.append(lesson.packed.bias(weight))
         held.append({int(clip[t]) for t in order})
     common = set.intersection(*held[1:])
     answerable = torch.tensor(
         [[int(t) == 0 or int(t) - 1 in common for t in row] for row in lesson.target]
     )
     end = (sinks + keep + window) * PATCHES + 1
-    return StreamLayout(at, own, moved, end + lesson.packed.within, seen), answerable
+    return DecoderLayout(at, end + lesson.packed.within, seen, own, moved), answerable
 
 
-def _wish(clip: int, fact: bool, lost: set[int], layer: int, rng: np.random.Generator) -> float:
-    """How much a layer wants a stored frame: facts first, some of them missed by some layers."""
+def _urge(clip: int, fact: bool, lost: set[int], layer: int, rng: np.random.Generator) -> float:
+    """Rank of a stored frame in a layer: facts first, some of them missed by some layers."""
     if clip in lost:
         return -1.0
     missed = rng.random() < (0.3 if layer == 0 else 0.05)
@@ -410,14 +409,5 @@ def _wish(clip: int, fact: bool, lost: set[int], layer: int, rng: np.random.Gene
 
 
 def _with_opening(at: Tensor) -> Tensor:
-    """The opening text's one token in front: [B, N] to [B, 1 + N]."""
+    """Put the opening text's one token in front: `[B, N]` to `[B, 1 + N]`."""
     return torch.cat([at.new_zeros(len(at), 1), at + 1], 1)
-
-
-def _seen(lesson: StreamLesson, weight: Tensor) -> Tensor:
-    """Bias of the questions on prefix `[B, P]` and themselves: `[B, 1, L, P + L]`."""
-    prefix = weight.shape[1]
-    mask = lesson.packed.mask(prefix)
-    bias = torch.zeros(mask.shape)
-    bias[..., :prefix] = weight[:, None, None]
-    return bias.masked_fill(~mask, FAR)

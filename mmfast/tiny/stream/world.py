@@ -42,6 +42,7 @@ from mmfast.tiny.video.scene import (
     Floats,
     Panel,
     Thing,
+    corner_of,
     ground,
     paint,
     paint_panel,
@@ -104,11 +105,6 @@ def fact_place(
     return place, corner_of(*centre)
 
 
-def corner_of(x: float, y: float) -> str:
-    """Such as "top left"."""
-    return f"{'top' if y < SIDE / 2 else 'bottom'} {'left' if x < SIDE / 2 else 'right'}"
-
-
 def show(place: EndlessScene, time: float) -> Moment:
     """Draw a place at a time in seconds of the stream."""
     age = time - place.since
@@ -139,9 +135,8 @@ def present_facts(moment: Moment) -> list[Fact]:
             found.append(Fact("colour", (thing.shape,), thing.colour))
         if sum(other.colour == thing.colour for other in things) == 1:
             found.append(Fact("shape", (thing.colour,), thing.shape))
-        x, y = moment.centres[i]
-        if min(abs(x - SIDE / 2), abs(y - SIDE / 2)) >= 7:
-            found.append(Fact("position", (thing.name,), corner_of(x, y)))
+        if corner := corner_of(*moment.centres[i], margin=7):
+            found.append(Fact("position", (thing.name,), corner))
     if len(clear) == len(things):
         found.append(Fact("count", (), str(len(things))))
     if moment.place.panel is not None:

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import numpy as np
 
-from mmfast.tiny.video.scene import COLOURS, DIRECTIONS, SHAPES, Table
+from mmfast.tiny.video.scene import COLOURS, DIRECTIONS, SHAPES, Table, corner_of
 
 KINDS = ("colour", "shape", "count", "direction", "speed", "position", "first", "number")
 
@@ -102,9 +102,8 @@ def _places(table: Table, things: list[int]) -> Iterator[Fact]:
             way = next(n for n, d in DIRECTIONS.items() if d[main] * move[main] > 0)
             yield Fact("direction", (table.name(i),), way)
         for end, frame in (("start", 0), ("end", -1)):
-            x, y = table.place[i, frame] - 48
-            if table.clear(i)[frame] and min(abs(x), abs(y)) >= 7:
-                corner = f"{'top' if y < 0 else 'bottom'} {'left' if x < 0 else 'right'}"
+            corner = corner_of(*table.place[i, frame], margin=7)
+            if corner and table.clear(i)[frame]:
                 yield Fact("position", (table.name(i), end), corner)
 
 

@@ -5,7 +5,7 @@ Lengths are in units of a 96 x 96 picture whatever the size of the file; time is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,6 +42,13 @@ Floats = NDArray[np.float64]
 def sampled_indices(total: int, count: int = SAMPLED) -> NDArray[np.int64]:
     """Frames that uniform sampling shows: `count` of `total`, both ends included."""
     return np.round(np.linspace(0, total - 1, count)).astype(np.int64)
+
+
+def corner_of(x: float, y: float, margin: float = 0.0) -> str:
+    """Corner of the picture that a point lies in, "" nearer than `margin` to a middle line."""
+    if min(abs(x - SIDE / 2), abs(y - SIDE / 2)) < margin:
+        return ""
+    return f"{'top' if y < SIDE / 2 else 'bottom'} {'left' if x < SIDE / 2 else 'right'}"
 
 
 @dataclass(frozen=True)
@@ -114,21 +121,6 @@ def make_scene(purpose: int, seed: int, index: int) -> Scene:
         scene = _draft(rng, count)
         if all(_clear_frames(scene, i) >= 4 for i in range(len(scene.things))):
             return scene
-
-
-def reversed_scene(scene: Scene) -> Scene:
-    """The same clip played backwards."""
-    things = []
-    for thing in scene.things:
-        vx, vy = thing.velocity
-        x, y = thing.start
-        end = (x + vx * (FRAMES - 1), y + vy * (FRAMES - 1))
-        born, gone = FRAMES - thing.gone, FRAMES - thing.born
-        things.append(replace(thing, start=end, velocity=(-vx, -vy), born=born, gone=gone))
-    panel = scene.panel
-    if panel is not None:
-        panel = replace(panel, born=FRAMES - panel.gone, gone=FRAMES - panel.born)
-    return replace(scene, things=tuple(things), panel=panel, shake=scene.shake[::-1])
 
 
 def _draft(rng: np.random.Generator, count: int) -> Scene:
@@ -436,14 +428,14 @@ MOTION = {"way": 4, "fast": 2, "born": 8, "corner": 9}  # of a thing, as far as 
 
 
 @dataclass(frozen=True)
-class Dense:
+class PatchLabels:
     """Labels of the patches of frames: each [..., P]."""
 
     classes: dict[str, Tensor]  # int64, names and sizes as in SIZES
     offset: Tensor  # [..., P, 2] from the patch's centre to the thing's, in patches; nan = none
 
 
-def look_labels(owners: Tensor, table: Table) -> Dense:
+def patch_labels(owners: Tensor, table: Table) -> PatchLabels:
     """What each patch shows: owners [T, P]."""
     owner = owners.long()  # [T, P]
     frames, patches = owner.shape
@@ -467,7 +459,7 @@ def look_labels(owners: Tensor, table: Table) -> Dense:
     place = where.gather(1, thing[..., None].expand(frames, patches, 2))
     offset = (place - centre) * (side / SIDE)
     outside = (owner < 1) | (owner > THINGS)
-    return Dense(classes, offset.masked_fill(outside[..., None], float("nan")))
+    return PatchLabels(classes, offset.masked_fill(outside[..., None], float("nan")))
 
 
 def motion_labels(owners: Tensor, table: Table) -> dict[str, Tensor]:
