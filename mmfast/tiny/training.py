@@ -54,6 +54,14 @@ class Optimiser:
             self.parts.append(torch.optim.Muon(hidden, 2 * rate, **options))
         self.peaks = (rate, 2 * rate)
 
+    @classmethod
+    def of(cls, module: nn.Module, rest: Iterable[nn.Parameter], rate: float) -> Optimiser:
+        """Optimiser of a module and other parameters; matrices are those of its `layers`."""
+        matrices, others = list[nn.Parameter](), list(rest)
+        for name, parameter in module.named_parameters():
+            (matrices if parameter.ndim == 2 and "layers." in name else others).append(parameter)
+        return cls(matrices, others, rate)
+
     def step(self, gradients: Sequence[Tensor | None], factor: float) -> None:
         """Update all parameters at `factor` times the peak rates."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -66,27 +74,6 @@ class Optimiser:
             part.zero_grad()
 
 
-def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Separate the matrices of transformer layers from all other parameters."""
-    matrices: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
-    for name, parameter in module.named_parameters():
-        (matrices if parameter.ndim == 2 and "layers." in name else rest).append(parameter)
-    return matrices, rest
-
-
-def trapezoid(done: float, warm: float = 0.03, hold: float = 0.5) -> float:
-    """Rate factor at a share of the run: linear up, flat, then linear down to nearly zero."""
-    if done < warm:
-        return max(done / warm, 0.01)
-    return 1.0 if done < hold else max((1 - done) / (1 - hold), 0.01)
-
-
-def cosine(done: float) -> float:
-    """Rate factor at a share of the run: a short linear warm-up, then half a cosine."""
-    return min(1.0, 0.01 + 45 * done) * (0.5 + 0.5 * math.cos(math.pi * done)) + 0.01
-
-
 @dataclass(frozen=True)
 class Course:
     """Length and pace of a training stage.
@@ -95,7 +82,8 @@ class Course:
         name: Stage in the log.
         minutes: Length in time; None = `steps`.
         steps: Length in steps.
-        factor: Schedule, the share of the stage done to the factor of the peak rate.
+        warm: Share of the stage in which the learning rate rises.
+        hold: Share of the stage after which it falls linearly; None = half a cosine.
         watch: Minutes between evaluations on held-out data.
         every: Steps between rows of the log.
     """
@@ -103,7 +91,8 @@ class Course:
     name: str
     minutes: float | None = None
     steps: int = 0
-    factor: Callable[[float], float] = trapezoid
+    warm: float = 0.03
+    hold: float | None = 0.5
     watch: float = 4.0
     every: int = 20
 
@@ -112,6 +101,13 @@ class Course:
         if self.minutes is None:
             return step / self.steps if self.steps else 1.0
         return seconds / (60 * self.minutes) if self.minutes else 1.0
+
+    def factor(self, done: float) -> float:
+        """Factor of the peak learning rate at a share of the stage."""
+        rise = min(max(done / self.warm, 0.01), 1.0)
+        if self.hold is None:
+            return rise * (0.5 + 0.5 * math.cos(math.pi * done)) + 0.01
+        return rise if done < self.hold else max((1 - done) / (1 - self.hold), 0.01)
 
 
 class Task:

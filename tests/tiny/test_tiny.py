@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -243,7 +244,7 @@ def test_an_interrupted_run_continues_where_it_was(tmp_path: Path, parallel: boo
     whole, first, second = _Fit(), _Fit(), _Fit()
     for task in (whole, first, second):
         task.parallel = parallel
-    flat = {"factor": lambda done: 1.0, "every": 5}
+    flat: dict[str, Any] = {"warm": 1e-9, "hold": 1.0, "every": 5}
     assert train(whole, Course("fit", steps=20, **flat), rows.append) == 20
     train(first, Course("fit", steps=8, **flat), rows.append, checkpoint=path)
     train(second, Course("fit", steps=20, **flat), rows.append, checkpoint=path)

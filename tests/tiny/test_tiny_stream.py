@@ -115,12 +115,8 @@ def test_bounded_lessons_read_retrieved_frames_where_a_session_puts_them(
 
 def test_names_of_facts_appear_once_in_a_lesson(school: StreamSampler) -> None:
     for _ in range(10):
-        order = school._order(8, 5)
-        clips = school._draw(order)
-        names = [
-            (school.facts if fact else school.scenes).names[clip]
-            for fact, clip in zip(order, clips, strict=True)
-        ]
+        order = school.order(8, 5)
+        names = [clip.names for clip in school.draw(order)]
         for fact, mine in zip(order, names, strict=True):
             assert not fact or sum(mine[0] in each for each in names) == 1
 

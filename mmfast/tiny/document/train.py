@@ -35,19 +35,10 @@ from mmfast.tiny.training import (
     Task,
     progress,
     save_model,
-    split_parameters,
     train,
-    trapezoid,
 )
 from mmfast.tiny.video.clips import INPUT
-from mmfast.tiny.video.lessons import (
-    Lesson,
-    PictureSampler,
-    answer,
-    answer_loss,
-    choose,
-    score,
-)
+from mmfast.tiny.video.lessons import Lesson, PictureSampler, answer, answer_loss, choose, score
 from mmfast.tiny.video.model import Readout
 from mmfast.tiny.video.scene import TRAIN
 from mmfast.tiny.video.tower import tower_features
@@ -85,9 +76,8 @@ class PageTask(Task):
         self.free = len(pages.facts) - HELD
         lm = model.model.language_model
         self.heads = nn.ModuleList(Readout(lm.config.hidden_size, PARTS) for _ in PAGE_LAYERS)
-        matrices, rest = split_parameters(lm)
-        rest += [model.model.image_newline, *self.heads.parameters()]
-        self.optimiser = Optimiser(matrices, rest, options.rate)
+        free = [model.model.image_newline, *self.heads.parameters()]
+        self.optimiser = Optimiser.of(lm, free, options.rate)
 
     def batches(self, step: int, done: float) -> list[Batch]:
         """Random pages, and the tokens kept of them."""
@@ -153,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     processor.save_pretrained(options.out)
     pages, labels = make_pages(model, processor, options.pages, options.seed)
     task = PageTask(model, pages, labels, options)
-    course = Course("pages", options.minutes, factor=partial(trapezoid, hold=0.3))
+    course = Course("pages", options.minutes, hold=0.3)
     steps = train(task, course, log, partial(save_model, model, options.out))
     log.end(steps=steps)
     found = run_eval([], options.questions, 1000, options.out, name="document")

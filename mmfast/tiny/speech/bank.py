@@ -26,14 +26,7 @@ from mmfast.frontends.codecs.embedded.codec import EmbeddedCodec, load_embedded
 from mmfast.models.speech.layout import LOOK_AHEAD, MARKS, SpeechLayout
 from mmfast.models.speech.tower import FRAMES
 from mmfast.ops.audio import HOP, log_mel
-from mmfast.tiny.speech.recordings import (
-    Corpus,
-    EspeakVoice,
-    Line,
-    WordTime,
-    build_corpus,
-    worsen,
-)
+from mmfast.tiny.speech.recordings import Corpus, EspeakVoice, Line, WordTime, build_corpus, worsen
 from mmfast.tiny.speech.text import (
     PITCHES,
     VOICE_NAMES,

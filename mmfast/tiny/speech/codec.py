@@ -33,7 +33,7 @@ from mmfast.frontends.codecs.embedded.features import (
 from mmfast.frontends.codecs.embedded.synthesis import SynthesisState, synthesise
 from mmfast.tiny.speech.recordings import say
 from mmfast.tiny.speech.text import VOICES, heard_voice, question, sentence
-from mmfast.tiny.training import Course, Figures, Optimiser, Report, Task, cosine, train
+from mmfast.tiny.training import Course, Figures, Optimiser, Report, Task, train
 
 ENTRIES = 1024
 PRICES = (15.0, 22.0)  # of one nat, in squared distance
@@ -278,5 +278,5 @@ def fit_vocoder(
     torch.manual_seed(seed)
     net = (net or VocoderNet()).float().train().requires_grad_(True)
     task = VocoderTask(net, lessons, seed, rate)
-    train(task, Course("vocoder", steps=steps, factor=cosine, every=100), report)
+    train(task, Course("vocoder", steps=steps, warm=0.022, hold=None, every=100), report)
     return net

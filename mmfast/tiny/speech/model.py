@@ -95,12 +95,6 @@ class TrainingModel(nn.Module):
         """Rows of the output head."""
         return self.lm.lm_head.weight
 
-    def matrices(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Matrices of the backbone's layers, and everything else."""
-        hidden = [p for p in self.lm.model.layers.parameters() if p.ndim > 1]
-        known = {id(p) for p in hidden}
-        return hidden, [p for p in self.parameters() if id(p) not in known]
-
     def embedded(self, batch: PaddedBatch) -> Tensor:
         """Embeddings of ids and of sound `[B, L, D]`."""
         x = self.embed[batch.ids]

@@ -56,7 +56,7 @@ from mmfast.tiny.speech.drafts import ChainedTask, ParallelTask, make_places, ow
 from mmfast.tiny.speech.model import Part, TrainingModel, add_codes, losses, make_backbone
 from mmfast.tiny.speech.recordings import Corpus
 from mmfast.tiny.speech.text import PITCHES, VOICE_NAMES, WORDS
-from mmfast.tiny.training import Course, Figures, Log, Optimiser, Task, train, trapezoid
+from mmfast.tiny.training import Course, Figures, Log, Optimiser, Task, train
 
 HELD = 96  # recordings of each task that are never trained on
 SHORT = 110  # tokens of the sentences at the start
@@ -138,7 +138,7 @@ class SpeechTask(Task):
         self, model: TrainingModel, lessons: Curriculum, tasks: Sequence[str], rate: float
     ) -> None:
         self.model, self.lessons, self.tasks = model, lessons, tasks
-        self.optimiser = Optimiser(*model.matrices(), rate)
+        self.optimiser = Optimiser.of(model, (), rate)
 
     def batches(self, step: int, done: float) -> list[tuple[str, PaddedBatch]]:
         """A batch of each task; at the start of the language stage only short sentences."""
@@ -234,12 +234,11 @@ class Recipe:
         torch.manual_seed(seed)
         ear = TrainingModel(make_backbone(layout(1, 1)), SpeechTower(), layout(1, 1))
         lessons = Curriculum(ear.layout, [], heard[0] + heard[1], [], seed)
-        course = Course("ear", options.ear, factor=partial(trapezoid, hold=1.0), watch=WATCH)
+        course = Course("ear", options.ear, hold=1.0, watch=WATCH)
         task = SpeechTask(ear, lessons, EAR, options.rate)
         train(task, course, self.log, checkpoint=options.work / "ear.pt")
         model = add_codes(ear, wanted, codec.encoder.books)
-        factor = partial(trapezoid, warm=0.02, hold=options.hold)
-        course = Course("language", options.minutes, factor=factor, watch=WATCH)
+        course = Course("language", options.minutes, warm=0.02, hold=options.hold, watch=WATCH)
         task = SpeechTask(
             model, self.lessons(wanted, corpora, heard, folder), LANGUAGE, options.rate
         )
@@ -299,11 +298,10 @@ class Recipe:
         many = max(1, len(said) // 20)
         parts = (make_places(backbone.model, wanted, s, seed) for s in (said[many:], said[:many]))
         chained = ChainedTask(backbone, wanted, *parts, seed, options.rate)
-        factor = partial(trapezoid, hold=0.3)
-        course = Course("drafts", options.drafts, factor=factor, watch=20, every=50)
+        course = Course("drafts", options.drafts, hold=0.3, watch=20, every=50)
         train(chained, course, self.log, partial(chained.save, options.out))
         independent = ParallelTask(backbone, wanted, said, seed, options.rate)
-        course = Course("heads", options.heads, factor=partial(trapezoid, hold=0.4), watch=2)
+        course = Course("heads", options.heads, hold=0.4, watch=2)
         train(independent, course, self.log, partial(independent.save, options.out))
 
 

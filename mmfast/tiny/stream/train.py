@@ -39,9 +39,7 @@ from mmfast.tiny.training import (
     Task,
     save_model,
     shares,
-    split_parameters,
     train,
-    trapezoid,
 )
 from mmfast.tiny.video.lessons import answer_loss
 from mmfast.tiny.video.model import (
@@ -142,9 +140,8 @@ class StreamTask(Task):
         lm = model.model.language_model
         self.layers = len(lm.layers)
         self.heads = nn.ModuleList(Readout(lm.config.hidden_size, FACT_LABELS) for _ in FACT_LAYERS)
-        matrices, rest = split_parameters(lm)
-        rest += [model.model.image_newline, *self.heads.parameters()]
-        self.optimiser = Optimiser(matrices, rest, options.rate)
+        free = [model.model.image_newline, *self.heads.parameters()]
+        self.optimiser = Optimiser.of(lm, free, options.rate)
         self.rng = np.random.default_rng([options.seed, 41])
 
     def batches(self, step: int, done: float) -> list[Batch]:
@@ -204,12 +201,10 @@ def run(options: argparse.Namespace, log: Log) -> None:
         facts = make_clips(model, True, options.facts, **made)
         scenes = make_clips(model, False, options.scenes, **made)
     held, words = min(len(facts), len(scenes)) // 8, processor.tokenizer
-    streams = StreamSampler(facts.part(held), scenes.part(held), words, options.seed)
-    exam = StreamSampler(facts.part(-held), scenes.part(-held), words, 1)
+    streams = StreamSampler(facts[:-held], scenes[:-held], words, options.seed)
+    exam = StreamSampler(facts[-held:], scenes[-held:], words, 1)
     processor.save_pretrained(options.out)
-    course = Course(
-        "stream", options.minutes, factor=partial(trapezoid, hold=options.hold), watch=options.watch
-    )
+    course = Course("stream", options.minutes, hold=options.hold, watch=options.watch)
     task = StreamTask(model, streams, exam, options)
     steps = train(task, course, log, partial(save_model, model, options.out))
     log.end(steps=steps)

@@ -20,14 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmfast.tiny.training import shares
 from mmfast.tiny.video.clips import Bank
-from mmfast.tiny.video.model import (
-    ASSISTANT,
-    END,
-    USER,
-    DecoderLayout,
-    DecoderOutput,
-    run_decoder,
-)
+from mmfast.tiny.video.model import ASSISTANT, END, USER, DecoderLayout, DecoderOutput, run_decoder
 from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, facts
 from mmfast.tiny.video.scene import (
     COLOURS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from mmfast.tiny.training import Figures, Optimiser, Task, split_parameters
+from mmfast.tiny.training import Figures, Optimiser, Task
 from mmfast.tiny.video.clips import Bank
 from mmfast.tiny.video.model import Readout
 from mmfast.tiny.video.scene import SIZES, PatchLabels, patch_labels
@@ -69,9 +69,8 @@ class TowerTask(Task):
         self.fine = PatchReadout(vision.hidden_size, side)
         self.coarse = PatchReadout(text.hidden_size, side // 2)
         body = nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
-        matrices, rest = split_parameters(body)
         heads = [*self.fine.parameters(), *self.coarse.parameters()]
-        self.optimiser = Optimiser(matrices, [*rest, *heads], 2e-3)
+        self.optimiser = Optimiser.of(body, heads, 2e-3)
 
     def batches(self, step: int, done: float) -> list[tuple[list[int], list[int]]]:
         """Random frames: clips and times."""

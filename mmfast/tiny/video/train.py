@@ -30,9 +30,7 @@ from mmfast.tiny.training import (
     Task,
     progress,
     save_model,
-    split_parameters,
     train,
-    trapezoid,
 )
 from mmfast.tiny.video.clips import Bank, make_bank
 from mmfast.tiny.video.lessons import (
@@ -120,7 +118,7 @@ class StagePlan:
     @property
     def course(self) -> Course:
         """Length and pace of the stage."""
-        return Course(self.name, self.minutes, self.steps, partial(trapezoid, hold=self.hold))
+        return Course(self.name, self.minutes, self.steps, hold=self.hold)
 
 
 POLISH = StagePlan(
@@ -132,12 +130,7 @@ class LanguageTask(Task):
     """The decoder's answers; a stage with another plan continues where the one before ended."""
 
     def __init__(
-        self,
-        model: Any,
-        clips: ClipSampler,
-        plan: StagePlan,
-        seed: int,
-        pictures: PictureSampler,
+        self, model: Any, clips: ClipSampler, plan: StagePlan, seed: int, pictures: PictureSampler
     ) -> None:
         self.model, self.clips, self.plan, self.pictures = model.train(), clips, plan, pictures
         lm = model.model.language_model
@@ -145,9 +138,8 @@ class LanguageTask(Task):
         self.motion = [MotionReadout(width) for _ in MOTION_LAYERS]
         self.names = [Readout(width, NAMED) for _ in NAME_LAYERS if plan.names]
         heads = nn.ModuleList([*self.motion, *self.names])
-        matrices, rest = split_parameters(lm)
-        rest += [model.model.image_newline, *heads.parameters()]
-        self.optimiser = Optimiser(matrices, rest, plan.rate)
+        free = [model.model.image_newline, *heads.parameters()]
+        self.optimiser = Optimiser.of(lm, free, plan.rate)
         self.rng = torch.Generator().manual_seed(seed)
         self.count = len(clips.bank.tables) - plan.held
         self.order = torch.empty(0, dtype=torch.long)
