@@ -283,7 +283,8 @@ class Log:
 
 def progress(name: str, done: int, total: int) -> None:
     """Show on standard error how much of a preparation is done."""
-    print(f"\r{name} {done}/{total}", end="\n" * (done == total), file=sys.stderr, flush=True)
+    if done % 50 == 0 or done == total:
+        print(f"\r{name} {done}/{total}", end="\n" * (done == total), file=sys.stderr, flush=True)
 
 
 def save_model(model: Any, folder: Path) -> None:

@@ -56,13 +56,13 @@ class PageEntry:
 
     @property
     def name(self) -> str:
-        """Such as "red circle"."""
+        """Name such as "red circle"."""
         return f"{self.colour} {self.shape}"
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page and what is on it."""
+    """A page and its entries."""
 
     picture: NDArray[np.uint8]  # [CELLS * PIXELS, CELLS * PIXELS, 3]
     entries: tuple[PageEntry, ...]
@@ -120,7 +120,7 @@ def arrange(rng: np.random.Generator, radius: float) -> tuple[tuple[float, float
 
 
 def page_facts(page: Page) -> list[Fact]:
-    """Everything that can be asked about a page without ambiguity."""
+    """Facts about a page that can be asked without ambiguity."""
     return list(_facts(page.entries))
 
 

@@ -1,4 +1,4 @@
-"""The codebooks of the embedded speech codec, fitted to recordings.
+"""Fitting of the embedded speech codec: codebooks, then the vocoder.
 
 Residual k-means with a price on rare entries (P. Chou, T. Lookabaugh, R. Gray, "Entropy-constrained
 vector quantization", 1989). Book 0 sees the envelope alone, so that its codes do not depend on
@@ -55,16 +55,9 @@ def _nearest(frames: Tensor, book: Tensor, price: Tensor) -> Tensor:
 
 
 def fit_book(frames: Tensor, entries: int, price: float, seed: int) -> Books:
-    """One book.
+    """Fit one book to frames `[N, D]`: entries `[V, D]`, the first one zero, and prices `[V]`.
 
-    Args:
-        frames: `[N, D]`.
-        entries: V.
-        price: Squared distance that a nat of surprise is worth.
-        seed: Of the first entries.
-
-    Returns:
-        Entries `[V, D]`, the first one zero, and their prices `[V]`.
+    `price` is the squared distance that a nat of surprise is worth.
     """
     draw = torch.Generator().manual_seed(seed)
     book = frames[torch.randperm(len(frames), generator=draw)[:entries]].clone()
@@ -78,7 +71,7 @@ def fit_book(frames: Tensor, entries: int, price: float, seed: int) -> Books:
         unused = count == 0
         book = torch.where(unused[:, None], fresh, total / count.clamp(min=1.0)[:, None])
         cost = -price * ((count + 1.0) / (count + 1.0).sum()).log()
-        if turn < ROUNDS - 3:  # a new entry gets a chance
+        if turn < ROUNDS - 3:  # a new entry is cheap at first
             cost[unused] = cost.min()
     book[0] = 0.0
     return book, cost
@@ -143,11 +136,8 @@ def spectra(sound: Tensor, size: int) -> Tensor:
 def spectral_loss(made: Tensor, real: Tensor) -> Tensor:
     """Mean over resolutions of the distance of logarithms and of magnitudes.
 
-    R. Yamamoto, E. Song, J. Kim, "Parallel WaveGAN" (2020), with means in place of norms.
-
-    Args:
-        made: `[B, n]`.
-        real: `[B, n]`.
+    R. Yamamoto, E. Song, J. Kim, "Parallel WaveGAN" (2020), with means in place of norms; both
+    sounds are `[B, n]`.
     """
     total = made.new_zeros(())
     for size in SIZES:
@@ -166,19 +156,16 @@ _LATE = 2.43  # hops by which the middle of a pitch window lies behind the end o
 
 @dataclass(frozen=True)
 class Lessons:
-    """All recordings end to end, silence between them."""
+    """Recordings end to end, silence between them."""
 
-    frames: Tensor  # [N, 100] what codes stand for
+    frames: Tensor  # [N, 100] sums of the codes' entries
     pcm: Tensor  # [N * 640]
     pitch: Tensor  # [N * 4] log of Hz over 110 at the end of each hop
     voiced: Tensor  # [N * 4] 0 to 1
 
 
 def target_pitch(pcm: Tensor) -> tuple[Tensor, Tensor]:
-    """Pitch where hops end, gaps filled, and how voiced it is there.
-
-    Args:
-        pcm: `[640 T]`.
+    """Pitch at the ends of hops of sound `[640 T]`, gaps filled, and how voiced it is.
 
     Returns:
         Log of Hz over 110 `[4 T]`, and 0 to 1 `[4 T]`.

@@ -1,9 +1,9 @@
-"""Recordings to learn from and to test with: text to 16 kHz sound, with the time of every word.
+"""Recordings for training and tests: text to 16 kHz sound, with the time of every word.
 
 The synthesiser is espeak-ng, through the shared library in the wheel `espeakng-loader`. It keeps
 its state in globals, such as the phase of the voice, so the library is loaded anew for every text
-(a millisecond): what a text sounds like does not depend on what was said before. One call at a
-time in a process, and several processes for a corpus.
+(a millisecond): the sound of a text does not depend on earlier texts. One call at a time in a
+process, and several processes for a corpus.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _Library:
         self.library.espeak_SetSynthCallback(self.callback)
 
     def close(self) -> None:
-        """Unload the library and with it all that it remembers."""
+        """Unload the library and with it its state."""
         self.library.espeak_Terminate()
         system: Any = importlib.import_module("_ctypes")
         unload = getattr(system, "dlclose", None) or system.FreeLibrary
@@ -137,7 +137,7 @@ class _Library:
         return 0
 
     def run(self, text: str, voice: EspeakVoice) -> tuple[Samples, list[tuple[int, int]]]:
-        """Samples at the library's own rate, and where words start: character, sample."""
+        """Samples at the library's own rate, and starts of words: character, sample."""
         self.sound, self.events = [], []
         if self.library.espeak_SetVoiceByName(voice.name.encode()):
             raise SpecError(f"voice={voice.name!r} is none of espeak-ng's; try en-us or en-us+f2")
@@ -230,7 +230,7 @@ def _words(text: str, starts: list[tuple[int, int]], pcm: Samples) -> Iterator[W
 
 
 def _share(pieces: list[str], start: int, stop: int, pcm: Samples) -> Iterator[WordTime]:
-    """Words get the sound, by their letters; marks behind them get the silence at its end."""
+    """Share the sound among words by their letters; marks behind them get the final silence."""
     marks = [piece for piece in pieces if piece[0] in ",.?!:;"]
     loud = np.flatnonzero(np.abs(pcm[start:stop]) > QUIET)
     voiced = start + int(loud[-1]) + 1 if len(loud) else start
@@ -248,7 +248,7 @@ def _share(pieces: list[str], start: int, stop: int, pcm: Samples) -> Iterator[W
 
 
 def _cut(words: tuple[WordTime, ...], pcm: Samples) -> tuple[tuple[WordTime, ...], Samples]:
-    """Without the silence at the end that is longer than TAIL."""
+    """Cut the silence at the end that is longer than TAIL."""
     loud = np.flatnonzero(np.abs(pcm) > QUIET)
     end = min(len(pcm), (int(loud[-1]) + 1 if len(loud) else 0) + round(TAIL * RATE))
     kept = tuple(WordTime(w.text, min(w.start, end), min(w.stop, end)) for w in words)

@@ -243,7 +243,7 @@ def sentence(rng: np.random.Generator, split: Split = "train") -> str:
 
 
 def question(rng: np.random.Generator, split: Split = "train") -> str:
-    """A question about a clip as it is spoken."""
+    """A spoken question about a clip."""
     while True:
         carrier = "<carrier>" if rng.random() < 0.5 else ""
         text = expand(f"{carrier}<clip question>", rng)

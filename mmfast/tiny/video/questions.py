@@ -56,7 +56,7 @@ WORDINGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that can be asked: the kind, what fills the wording, the answer."""
+    """A question's kind, the words that fill its wording, and its answer."""
 
     kind: str
     slots: tuple[str, ...]
@@ -68,11 +68,11 @@ class Fact:
 
 
 def facts(table: Table, margin: bool = False) -> list[Fact]:
-    """Everything that can be asked about a clip without ambiguity.
+    """Facts about a clip that can be asked without ambiguity.
 
     Args:
-        table: what is true of the clip.
-        margin: leave out comparisons that are true but close, as evaluation does: speeds of
+        table: Truth of the clip.
+        margin: Whether to leave out close comparisons, as evaluation does: speeds of
             things that are hardly in sight together, appearances less than 3 samples apart.
     """
     things = [i for i in range(table.count) if table.clear(i).sum() >= 3]

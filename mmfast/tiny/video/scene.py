@@ -65,7 +65,7 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """Such as "red circle"."""
+        """Name such as "red circle"."""
         return f"{self.colour} {self.shape}"
 
     def path(self) -> Floats:
@@ -361,7 +361,7 @@ class Table:
         return int((self.shape >= 0).sum())
 
     def name(self, thing: int) -> str:
-        """Such as "red circle"."""
+        """Name such as "red circle"."""
         return f"{_COLOUR_NAMES[self.colour[thing]]} {SHAPES[self.shape[thing]]}"
 
     def clear(self, thing: int) -> NDArray[np.bool_]:
