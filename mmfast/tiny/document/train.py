@@ -75,8 +75,8 @@ class PageTask(Task):
         self.rng = torch.Generator().manual_seed(options.seed)
         self.free = len(pages.facts) - HELD
         lm = model.model.language_model
-        self.heads = nn.ModuleList(Readout(lm.config.hidden_size, PARTS) for _ in PAGE_LAYERS)
-        free = [model.model.image_newline, *self.heads.parameters()]
+        self.heads = [Readout(lm.config.hidden_size, PARTS) for _ in PAGE_LAYERS]
+        free = [model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
         self.optimiser = Optimiser.of(lm, free, options.rate)
 
     def batches(self, step: int, done: float) -> list[Batch]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,13 +43,12 @@ MIDDLE = (0.25, 0.5, 0.25)  # the middle speed and pitch are the most wanted
 Style = tuple[int, int, int]  # voice, speed, pitch
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Number of recordings of each kind."""
 
-    say: int = 12000
-    hear: int = 12000
-    chat: int = 6000
+    say: int
+    hear: int
+    chat: int
 
 
 def style(rng: np.random.Generator) -> Style:
@@ -132,39 +132,29 @@ class HeardSpeech:
         return len(self.last) + len(self.words) + 3
 
 
-def said(
-    layout: SpeechLayout, words: tuple[WordTime, ...], codes: torch.Tensor, style: Style, hop: int
-) -> SpokenText:
-    """A recording's groups with their codes: codes `[Q, T]`."""
-    ids, total, start = layout.code_ids(codes).numpy(), codes.shape[1], 0
-    groups, sounds = [], []
-    for i, word in enumerate(words):
-        stop = total if i == len(words) - 1 else min(total, max(start, round(word.stop / hop)))
-        groups.append(layout.group(word.text))
-        sounds.append(ids[start * layout.books : stop * layout.books])
-        start = stop
-    return SpokenText(style, groups, sounds)
-
-
 def say_bank(
-    layout: SpeechLayout, corpus: Corpus, styles: list[Style], codes: list[torch.Tensor], hop: int
+    layout: SpeechLayout, corpus: Corpus, styles: list[Style], codes: list[Tensor], hop: int
 ) -> list[SpokenText]:
-    """Recordings to say, with their codes `[Q, T]`."""
-    lines = zip(corpus.recordings, codes, styles, strict=True)
-    return [said(layout, row.words, each, way, hop) for row, each, way in lines]
+    """Recordings to say, the codes `[Q, T]` of each assigned to its words."""
+    found = []
+    for row, each, way in zip(corpus.recordings, codes, styles, strict=True):
+        ids, cuts = layout.code_ids(each).numpy(), [0]
+        for word in row.words[:-1]:
+            cuts.append(min(each.shape[1], max(cuts[-1], round(word.stop / hop))))
+        places = (np.array([*cuts, each.shape[1]]) * layout.books).tolist()
+        sounds = [ids[start:stop] for start, stop in pairwise(places)]
+        found.append(SpokenText(way, [layout.group(word.text) for word in row.words], sounds))
+    return found
 
 
-def encoded(path: Path, corpus: Corpus, codec: Path, workers: int = 2) -> list[torch.Tensor]:
+def encoded(path: Path, corpus: Corpus, codec: Path, workers: int = 2) -> list[Tensor]:
     """Codes `[Q, T]` of all recordings by the codec in a folder, cached in the file `path`."""
     if not path.exists():
         with get_context("spawn").Pool(workers, _open, (codec,)) as pool:
             sounds = (corpus.samples(i) for i in range(len(corpus)))
             found = list(pool.imap(_encode, sounds, chunksize=32))
-        sizes = np.array([each.shape[1] for each in found])
-        np.savez(path, codes=np.concatenate(found, 1), sizes=sizes)
-    kept = np.load(path)
-    whole = torch.from_numpy(kept["codes"].astype(np.int64))
-    return list(whole.split(kept["sizes"].tolist(), 1))
+        torch.save([torch.from_numpy(each) for each in found], path)
+    return [each.long() for each in torch.load(path)]
 
 
 _codec: dict[str, EmbeddedCodec] = {}
@@ -191,17 +181,6 @@ def _listen(task: tuple[NDArray[np.int16], int, int]) -> tuple[NDArray[np.float1
     return mel[:whole].numpy().astype(np.float16), before
 
 
-def hear_bank(
-    layout: SpeechLayout, corpus: Corpus, seed: int, workers: int = 2
-) -> list[HeardSpeech]:
-    """Recordings to understand, each through a bad line of its own."""
-    tasks = ((corpus.samples(i), seed, i) for i in range(len(corpus)))
-    with get_context("spawn").Pool(workers) as pool:
-        listened = list(pool.imap(_listen, tasks, chunksize=32))
-    pairs = zip(corpus.recordings, listened, strict=True)
-    return [heard(layout, row.words, mel, before) for row, (mel, before) in pairs]
-
-
 def heard(
     layout: SpeechLayout, words: tuple[WordTime, ...], mel: NDArray[np.float16], before: int
 ) -> HeardSpeech:
@@ -217,32 +196,17 @@ def heard(
     )
 
 
-def save_heard(path: Path, bank: list[HeardSpeech]) -> None:
-    """Write a bank to one file."""
-    columns = {
-        "mel": np.concatenate([h.mel for h in bank]),
-        "words": np.array([i for h in bank for i in h.words]),
-        "last": np.concatenate([h.last for h in bank]),
-        "count": np.concatenate([h.count for h in bank]),
-        "sizes": np.array([(len(h.last), len(h.words)) for h in bank]),
-    }
-    np.savez(path, **columns)  # type: ignore[arg-type]
-
-
-def load_heard(path: Path) -> list[HeardSpeech]:
-    """Read a bank that `save_heard` wrote."""
-    kept = np.load(path)
-    slots, words = kept["sizes"].cumsum(0)[:-1].T
-    columns = (
-        np.split(kept["mel"], slots * FRAMES),
-        np.split(kept["words"], words),
-        np.split(kept["last"], slots),
-        np.split(kept["count"], slots),
-    )
-    return [
-        HeardSpeech(mel, ids.tolist(), last, count)
-        for mel, ids, last, count in zip(*columns, strict=True)
-    ]
+def hear_bank(
+    path: Path, layout: SpeechLayout, corpus: Corpus, seed: int, workers: int = 2
+) -> list[HeardSpeech]:
+    """Recordings to understand, each through a bad line of its own, cached in the file `path`."""
+    if not path.exists():
+        tasks = ((corpus.samples(i), seed, i) for i in range(len(corpus)))
+        with get_context("spawn").Pool(workers) as pool:
+            found = list(pool.imap(_listen, tasks, chunksize=32))
+        torch.save([(torch.from_numpy(mel), before) for mel, before in found], path)
+    kept = zip(corpus.recordings, torch.load(path), strict=True)
+    return [heard(layout, row.words, mel.numpy(), before) for row, (mel, before) in kept]
 
 
 NONE, TEXT, AUDIO = 0, 1, 2  # rows that a place predicts

@@ -31,11 +31,23 @@ Part = tuple[float, int, int]  # loss, places, places predicted correctly
 
 
 def make_backbone(
-    layout: SpeechLayout, width: int = 160, layers: int = 14, inner: int = 448
+    layout: SpeechLayout,
+    width: int = 160,
+    layers: int = 14,
+    inner: int = 448,
+    codes: bool = True,
 ) -> LlamaForCausalLM:
-    """A Llama with random weights whose layers are the identity at first."""
+    """A Llama with random weights whose layers are the identity at first.
+
+    Args:
+        layout: Rows of the vocabulary.
+        width: Size of a state.
+        layers: Number of layers.
+        inner: Width of the feed-forward parts.
+        codes: Whether there are rows of codes.
+    """
     config = LlamaConfig(
-        vocab_size=layout.total,
+        vocab_size=layout.total if codes else layout.base,
         hidden_size=width,
         intermediate_size=inner,
         num_hidden_layers=layers,
@@ -88,12 +100,14 @@ class TrainingModel(nn.Module):
     @property
     def embed(self) -> Tensor:
         """Rows of the embedding."""
-        return self.lm.model.embed_tokens.weight
+        weight: Tensor = self.lm.model.embed_tokens.weight
+        return weight
 
     @property
     def head(self) -> Tensor:
         """Rows of the output head."""
-        return self.lm.lm_head.weight
+        weight: Tensor = self.lm.lm_head.weight
+        return weight
 
     def embedded(self, batch: PaddedBatch) -> Tensor:
         """Embeddings of ids and of sound `[B, L, D]`."""

@@ -42,10 +42,8 @@ from mmfast.tiny.speech.bank import (
     encoded,
     hear_bank,
     listening,
-    load_heard,
     recorded,
     said_lines,
-    save_heard,
     say_bank,
     speaking,
     stack,
@@ -224,15 +222,18 @@ class Recipe:
     def run(self) -> None:
         """Run all stages."""
         options, seed = self.options, self.options.seed
-        folder = self.codec()
+        folder, text = self.codec(), layout(1, 1)
         with self.log.stage("recordings") as figures:
             corpora = recorded(options.work / "corpus", self.sizes, seed)
             figures["of_sound"] = {kind: round(each.seconds) for kind, each in corpora.items()}
-        heard = [self.heard(kind, corpora[kind]) for kind in ("hear", "ask")]
+        heard = [
+            hear_bank(options.work / f"{kind}.pt", text, corpora[kind], seed)
+            for kind in ("hear", "ask")
+        ]
         codec = load_embedded(folder)
         wanted = layout(codec.codebooks, codec.size)
         torch.manual_seed(seed)
-        ear = TrainingModel(make_backbone(layout(1, 1)), SpeechTower(), layout(1, 1))
+        ear = TrainingModel(make_backbone(text, codes=False), SpeechTower(), text)
         lessons = Curriculum(ear.layout, [], heard[0] + heard[1], [], seed)
         course = Course("ear", options.ear, hold=1.0, watch=WATCH)
         task = SpeechTask(ear, lessons, EAR, options.rate)
@@ -258,13 +259,6 @@ class Recipe:
             save_embedded(folder, books, bias, net)
         return folder
 
-    def heard(self, kind: str, corpus: Corpus) -> list[HeardSpeech]:
-        """Log-mel of sentences, or of the last questions of conversations."""
-        path = self.options.work / f"{kind}.npz"
-        if not path.exists():
-            save_heard(path, hear_bank(layout(1, 1), corpus, self.options.seed))
-        return load_heard(path)
-
     def lessons(
         self,
         wanted: SpeechLayout,
@@ -281,7 +275,7 @@ class Recipe:
                 wanted,
                 corpora[kind],
                 styles,
-                encoded(work / f"{kind}_codes.npz", corpora[kind], codec),
+                encoded(work / f"{kind}_codes.pt", corpora[kind], codec),
                 FRAME,
             )
             for kind, styles in (("say", saying), ("reply", replying))
@@ -296,8 +290,10 @@ class Recipe:
         with self.log.stage("own words"):
             said = own_words(backbone, wanted, options.own, seed)
         many = max(1, len(said) // 20)
-        parts = (make_places(backbone.model, wanted, s, seed) for s in (said[many:], said[:many]))
-        chained = ChainedTask(backbone, wanted, *parts, seed, options.rate)
+        data, held = (
+            make_places(backbone.model, wanted, s, seed) for s in (said[many:], said[:many])
+        )
+        chained = ChainedTask(backbone, wanted, data, held, seed, options.rate)
         course = Course("drafts", options.drafts, hold=0.3, watch=20, every=50)
         train(chained, course, self.log, partial(chained.save, options.out))
         independent = ParallelTask(backbone, wanted, said, seed, options.rate)

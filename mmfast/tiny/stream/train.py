@@ -139,8 +139,8 @@ class StreamTask(Task):
         self.model, self.train, self.exam, self.options = model.train(), train, exam, options
         lm = model.model.language_model
         self.layers = len(lm.layers)
-        self.heads = nn.ModuleList(Readout(lm.config.hidden_size, FACT_LABELS) for _ in FACT_LAYERS)
-        free = [model.model.image_newline, *self.heads.parameters()]
+        self.heads = [Readout(lm.config.hidden_size, FACT_LABELS) for _ in FACT_LAYERS]
+        free = [model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
         self.optimiser = Optimiser.of(lm, free, options.rate)
         self.rng = np.random.default_rng([options.seed, 41])
 

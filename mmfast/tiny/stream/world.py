@@ -101,7 +101,7 @@ def fact_place(
     place = EndlessScene(
         tuple(things), Panel(number, corner, 0, 1), int(rng.integers(2**31)), since
     )
-    return place, corner_of(*centre)
+    return place, corner_of(centre)
 
 
 def show(place: EndlessScene, time: float) -> Moment:
@@ -134,7 +134,7 @@ def present_facts(moment: Moment) -> list[Fact]:
             found.append(Fact("colour", (thing.shape,), thing.colour))
         if sum(other.colour == thing.colour for other in things) == 1:
             found.append(Fact("shape", (thing.colour,), thing.shape))
-        if corner := corner_of(*moment.centres[i], margin=7):
+        if corner := corner_of(moment.centres[i], 7):
             found.append(Fact("position", (thing.name,), corner))
     if len(clear) == len(things):
         found.append(Fact("count", (), str(len(things))))

@@ -301,7 +301,7 @@ def still_facts(table: Table, frame: int) -> Iterator[tuple[Fact, Wordings]]:
             yield Fact("colour", (shape,), colour), WORDINGS["colour"]
         if sum(table.colour[j] == table.colour[i] for j in there) == 1:
             yield Fact("shape", (colour,), shape), WORDINGS["shape"]
-        if corner := corner_of(*table.place[i, frame], margin=7):
+        if corner := corner_of(table.place[i, frame], 7):
             yield Fact("position", (table.name(i),), corner), PLACES
     if there and len(clear) == len(there):
         yield Fact("count", (), str(len(there))), COUNTS

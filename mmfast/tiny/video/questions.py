@@ -102,7 +102,7 @@ def _places(table: Table, things: list[int]) -> Iterator[Fact]:
             way = next(n for n, d in DIRECTIONS.items() if d[main] * move[main] > 0)
             yield Fact("direction", (table.name(i),), way)
         for end, frame in (("start", 0), ("end", -1)):
-            corner = corner_of(*table.place[i, frame], margin=7)
+            corner = corner_of(table.place[i, frame], 7)
             if corner and table.clear(i)[frame]:
                 yield Fact("position", (table.name(i), end), corner)
 

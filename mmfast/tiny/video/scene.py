@@ -44,8 +44,9 @@ def sampled_indices(total: int, count: int = SAMPLED) -> NDArray[np.int64]:
     return np.round(np.linspace(0, total - 1, count)).astype(np.int64)
 
 
-def corner_of(x: float, y: float, margin: float = 0.0) -> str:
+def corner_of(point: Floats | tuple[float, float], margin: float = 0.0) -> str:
     """Corner of the picture that a point lies in, "" nearer than `margin` to a middle line."""
+    x, y = point
     if min(abs(x - SIDE / 2), abs(y - SIDE / 2)) < margin:
         return ""
     return f"{'top' if y < SIDE / 2 else 'bottom'} {'left' if x < SIDE / 2 else 'right'}"
