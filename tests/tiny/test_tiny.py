@@ -227,7 +227,7 @@ class _Fit(Task):
 
     def loss(self, batch: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         loss = (batch @ self.weight.T + self.shift - 1).square().mean()
-        return loss, {"loss": float(loss)}
+        return loss, {"loss": loss.item()}
 
     def look(self) -> dict[str, float]:
         return {"norm": float(self.weight.detach().norm())}
