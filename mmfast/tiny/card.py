@@ -1,122 +1,185 @@
-"""The model card, written from the figures in the training log and from nothing else."""
+"""Model cards: the template in `cards/` filled with the figures of a checkpoint's training log."""
+
+from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-CARD = """---
-library_name: transformers
-pipeline_tag: video-text-to-text
-license: apache-2.0
----
+from mmfast.models.speech.layout import SpeechLayout
 
-# tiny-video
-
-A LLaVA-OneVision of {parameters:.1f} million parameters that answers questions about short clips
-of moving shapes and numbers. It exists so that every claim about quality is measured on a model
-that has learned something; it knows nothing of the world outside such clips.
-
-Stock classes (`LlavaOnevisionForConditionalGeneration`, `LlavaOnevisionProcessor`), ordinary
-format, no code of its own. Eight frames, uniformly sampled, 96 x 96: 36 visual tokens a frame,
-288 a clip and one newline token.
-
-## What it can be asked
-
-Of a clip: colour, shape, number of objects, direction of movement, which of two is faster, corner
-at the start or the end, which of two appeared first, and a two-digit number that is on screen for
-part of the clip. Of a picture: colour, shape, number of objects, corner, number. Answers are short
-lower-case words. Clips have a textured background, camera shake, 1 to 4 objects that hide each
-other, a grey bar in some, and are H.264 files, in training too.
-
-Comparisons are only asked, in evaluation, where they are clear: speeds that differ by 1.6 times or
-more, of things in sight together in 5 of the 8 frames; first appearances 3 or more of the 8 frames
-apart. Training has closer ones too.
-
-## Figures
-
-Questions about unseen clips, exact answers, stock greedy generation, all visual tokens:
-
-{table}
-
-Training, from `training.jsonl` beside this card ({machine}, torch {torch}, seed {seed}):
-
-{stages}
-
-## How it was trained
-
-`python -m mmfast.tiny.video.train --seed {seed}`: (1) clips are drawn, encoded and read back;
-(2) tower and projector learn what every patch shows (shape, colour, digit, row, column, offset
-to the object's centre), labels that the generator knows; (3) they are frozen and run over the
-clips once; (4) the decoder learns to answer, about ten questions a clip in one pass, half of the
-clips played backwards; (5) the same at a lower rate with some single pictures among the clips.
-In (4) and (5) two of its layers also owe, at every visual token, how the object there moves,
-and in (5) where a question names an object, how that one moves; those read-outs are thrown away.
-
-Parts of the visual tokens were dropped in half of the steps (random, uniform, by change between
-frames, or by diversity; 8 to 60 % kept, original positions), so that the model is used to
-answering from fewer: say so when you compare reductions on it with models that were not.
-"""
+TEMPLATES = Path(__file__).with_name("cards")
+Row = dict[str, Any]
 
 
-def write_card(folder: Path) -> None:
-    """Write README.md of a checkpoint folder from its training.jsonl."""
-    lines = (folder / "training.jsonl").read_text().splitlines()
-    log = [json.loads(line) for line in lines]
-    start = _last(log, "start")
-    size = (folder / "model.safetensors").stat().st_size
-    text = CARD.format(
-        parameters=size / 4e6,
-        table=_table([row for row in log if row["stage"] == "evaluation"]),
-        stages=_stages(log),
-        machine=start["machine"],
-        torch=start["torch"],
-        seed=start["seed"],
-    )
-    (folder / "README.md").write_text(text)
+def write_card(folder: Path, name: str) -> None:
+    """Write README.md of the checkpoint `name`, such as "tiny-video", from its training.jsonl."""
+    lines = (folder / "training.jsonl").read_text(encoding="utf-8").splitlines()
+    log: list[Row] = [json.loads(line) for line in lines]
+    notes = (row["note"].rstrip(".") for row in _rows(log, "start", "note") if "note" in row)
+    start = _rows(log, "start")[-1]
+    shared = {key: start[key] for key in ("machine", "torch", "seed")}
+    shared["notes"] = "".join(f"\n\n{note[0].upper()}{note[1:]}." for note in notes)
+    text = (TEMPLATES / f"{name}.md").read_text(encoding="utf-8")
+    card = text.format(**shared, **FIGURES[name](folder, log))
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _last(log: list[dict[str, Any]], stage: str) -> dict[str, Any]:
-    return [row for row in log if row["stage"] == stage][-1]
+def _rows(log: Iterable[Row], *stages: str) -> list[Row]:
+    return [row for row in log if row["stage"] in stages]
 
 
-def _table(evaluations: list[dict[str, Any]]) -> str:
-    kinds = list(evaluations[0]["rows"][0]["by_kind"])
-    head = ["seed", "questions", "all", *kinds]
-    rows = [head, ["---"] * len(head)]
-    for found in evaluations:
-        row = found["rows"][0]
-        shares = [row["accuracy"], *(row["by_kind"][k] for k in kinds)]
-        cells = [str(found["seed"]), str(found["n"]), *(f"{100 * s:.1f} %" for s in shares)]
-        rows.append(cells)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def _minutes(*rows: Row) -> str:
+    return f"{sum(row['seconds'] for row in rows) / 60:.0f} minutes"
 
 
-def _stages(log: list[dict[str, Any]]) -> str:
-    tower, held = _last(log, "tower"), _last(log, "held-out")
-    language = _last(log, "language")
-    cells = ", ".join(f"{k} {100 * tower['cells'][k]:.1f} %" for k in ("shape", "colour", "digit"))
-    found = [
-        f"- clips: {_last(log, 'bank')['clips']} made in {_minutes(_last(log, 'bank'))}, "
-        f"{_last(log, 'encode')['clips']} of them used for the decoder",
-        f"- tower and projector: {tower['step'] + 1} steps in {_minutes(tower)}; "
-        f"right on pooled tokens that show something: {cells}",
-        f"- decoder: {language['step']} steps in {_minutes(language)}",
+def _percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = (head, ["---"] * len(head), *rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _evaluations(log: list[Row]) -> str:
+    """Table of the answers with all visual tokens, one row for each evaluation."""
+    found = [(each, each["rows"][0]) for each in _rows(log, "evaluation")]
+    kinds = list(found[0][1]["by_kind"])
+    rows = [
+        (
+            str(each["seed"]),
+            str(each["n"]),
+            *map(_percent, (row["accuracy"], *(row["by_kind"][kind] for kind in kinds))),
+        )
+        for each, row in found
     ]
-    polish = [row for row in log if row["stage"] == "polish"]
-    if polish:
-        found.append(f"- with pictures: {polish[-1]['step']} steps in {_minutes(polish[-1])}")
-    mean, worst = held["mean"], min(held["kinds"], key=held["kinds"].get)
-    found.append(
-        f"- at the end, on clips of the bank kept back, close comparisons included: "
-        f"{100 * mean:.1f} % of questions, lowest {worst} with {100 * held['kinds'][worst]:.1f} %"
+    return _table(("seed", "questions", "all", *kinds), rows)
+
+
+def _video(folder: Path, log: list[Row]) -> Row:
+    bank, encoded = _rows(log, "bank")[-1], _rows(log, "encode")[-1]
+    tower, held = _rows(log, "tower")[-1], _rows(log, "held-out")[-1]
+    steps = tower["step"] + (_rows(log, "tower")[0]["step"] == 0)  # old logs count from 0
+    cells = ", ".join(f"{k} {_percent(tower['cells'][k])}" for k in ("shape", "colour", "digit"))
+    worst = min(held["kinds"], key=held["kinds"].get)
+    stages = [
+        f"clips: {bank['clips']} made in {_minutes(bank)}, {encoded['clips']} of them used for the "
+        "decoder",
+        f"tower and projector: {steps} steps in {_minutes(tower)}; right on pooled tokens that "
+        f"show something: {cells}",
+    ]
+    for name, label in (("language", "decoder"), ("polish", "with pictures")):
+        if rows := _rows(log, name):
+            stages.append(f"{label}: {rows[-1]['step']} steps in {_minutes(rows[-1])}")
+    stages.append(
+        "at the end, on clips of the bank kept back, close comparisons included: "
+        f"{_percent(held['mean'])} of questions, lowest {worst} with "
+        f"{_percent(held['kinds'][worst])}"
     )
-    if "note" in log[0]:
-        found.append(f"- {log[0]['note']}")
-    ends = [row for row in log if row["stage"] == "end"]
-    if ends:
-        found.append(f"- whole run: {_minutes(ends[-1])}")
-    return "\n".join(found)
+    stages += [f"whole run: {_minutes(row)}" for row in _rows(log, "end")]
+    return {
+        "parameters": (folder / "model.safetensors").stat().st_size / 4e6,
+        "table": _evaluations(log),
+        "stages": "\n".join(f"- {stage}" for stage in stages),
+    }
 
 
-def _minutes(row: dict[str, Any]) -> str:
-    return f"{row['seconds'] / 60:.0f} minutes"
+def _document(_: Path, log: list[Row]) -> Row:
+    starts, ends = _rows(log, "start"), _rows(log, "end")
+    count = len(starts)
+    return {
+        "table": _evaluations(log),
+        "pages": starts[-1]["pages"],
+        "steps": sum(row["steps"] for row in ends),
+        "minutes": _minutes(*ends),
+        "runs": "one run" if count == 1 else f"{count} runs, each from the one before",
+    }
+
+
+def _stream(folder: Path, log: list[Row]) -> Row:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    start, ends, found = _rows(log, "start")[-1], _rows(log, "end"), _rows(log, "evaluation")
+    rows = [(each, row) for each in found for row in each["rows"]]
+    bands = list(dict.fromkeys(band for _, row in rows for band in row["by_age"]))
+    lines = [
+        (
+            f"{row['seconds'] / 60:.0f} minutes, seed {each['seed']}",
+            f"`{row['memory']}`" if row["memory"] else "unbounded",
+            *(_band(row["by_age"].get(band)) for band in bands),
+        )
+        for each, row in rows
+    ]
+    kinds = "not measured"
+    if found:
+        first, last = (found[0]["rows"][i]["by_kind"] for i in (0, -1))
+        kinds = ", ".join(
+            f"{kind} {100 * first[kind]:.0f} and {_percent(last[kind], 0)}" for kind in first
+        )
+    return {
+        "table": _table(("stream", "memory", *bands), lines),
+        "kinds": kinds,
+        "factor": config["text_config"]["rope_parameters"]["factor"],
+        "runs": ", then ".join(f"{end['steps']} steps in {_minutes(end)}" for end in ends),
+        "facts": start["facts"],
+        "scenes": start["scenes"],
+    }
+
+
+def _band(share: Row | None) -> str:
+    return f"{_percent(share['accuracy'])} of {share['n']}" if share else ""
+
+
+def _speech(folder: Path, log: list[Row]) -> Row:
+    layout = SpeechLayout.load(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    sounds = [row["of_sound"] for row in log if "of_sound" in row][-1:]
+    kinds = {"say": "to say", "hear": "to hear", "ask": "questions", "reply": "answers"}
+    hours = [f"{each[k] / 3600:.1f} hours {v}" for each in sounds for k, v in kinds.items()]
+    last = {row["stage"]: row for row in log if "step" in row and "seconds" in row}
+    held: Row = {}
+    for row in _rows(log, "held-out"):
+        held |= row
+    losses = [
+        (name, f"{value[0]:.2f}", _percent(value[1], 0))
+        for name, value in sorted(held.items())
+        if " " in name  # such as "say text"
+    ]
+    return {
+        "words": sum(name.endswith("_") and len(name) > 2 for name in layout.rows),
+        "layers": config["num_hidden_layers"],
+        "width": config["hidden_size"],
+        "total": layout.total,
+        "texts": layout.texts,
+        "books": layout.books,
+        "entries": layout.entries,
+        "size": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6,
+        "voices": ", ".join(f"`{name}`" for name in layout.voices),
+        "speeds": ", ".join(map(str, layout.speeds)),
+        "pitches": ", ".join(map(str, layout.pitches)),
+        "recordings": ", ".join(hours) or "not noted",
+        "runs": ", ".join(f"{k} {row['step']} steps in {_minutes(row)}" for k, row in last.items()),
+        "table": _table(("lesson", "loss", "correct"), losses),
+        "heads": _heads(log),
+    }
+
+
+def _heads(log: list[Row]) -> str:
+    """Table of the draft modules; figures on held-out texts where the log has some."""
+    lines = []
+    for name in ("mctp", "mtp"):
+        mine = [row for row in log if name in row]
+        shares = [row[name] for row in mine if "held" in row or row["stage"] == "held-out"][-1:]
+        shares = shares or [row[name] for row in mine[-5:]]
+        means = [sum(column) / len(column) for column in zip(*shares, strict=True)]
+        lines += [(name, f"{', '.join(f'{100 * m:.0f}' for m in means)} %")] if means else []
+    return _table(("head", "correct"), lines)
+
+
+FIGURES: dict[str, Callable[[Path, list[Row]], Row]] = {
+    "tiny-video": _video,
+    "tiny-document": _document,
+    "tiny-stream": _stream,
+    "tiny-speech": _speech,
+}

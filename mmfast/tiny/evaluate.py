@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,21 +22,14 @@ from mmfast.models.reduction.inputs import encoded
 from mmfast.models.timing import FirstToken
 from mmfast.tiny.suites import Suite, SuiteCase, suite_of
 from mmfast.tiny.suites import suite as suite
+from mmfast.tiny.training import shares
 from mmfast.tiny.video.scene import SAMPLED
 
 Z = 1.959964  # 95 %
 
 
 def interval(right: int, n: int) -> list[float]:
-    """Wilson score interval of a share, 95 %; it stays inside [0, 1] and is never empty.
-
-    Args:
-        right: Right answers.
-        n: Questions, at least 1.
-
-    Returns:
-        Lower and upper bound.
-    """
+    """Wilson score interval (95 %) of the share of `right` among `n` answers: its two bounds."""
     share, spread = right / n, Z * Z / n
     middle = (share + spread / 2) / (1 + spread)
     half = Z * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
@@ -53,9 +45,9 @@ class Subject:
     """A model under test with its processor.
 
     Args:
-        model: A checkpoint directory or hub id, the suite's embedded one by default.
-        device: Where it runs.
-        asked: What it will be asked.
+        model: A checkpoint directory or hub id; the suite's embedded model by default.
+        device: Device of the model.
+        asked: Suite of questions.
 
     Raises:
         ModelError: It cannot be loaded.
@@ -119,15 +111,15 @@ def run_eval(
     """Accuracy with all tokens (always the first row) and under each reduction.
 
     Args:
-        specs: reduction specs such as "divprune:0.25"; None stands for all tokens.
-        n: questions.
-        seed: which unseen media.
-        model: a checkpoint directory, the suite's embedded one by default.
-        progress: called with (spec, questions done, n).
-        device: where the model runs.
-        name: the suite: video, image, multi-image or document.
-        caches: KV policy specs such as "snapkv:0.25"; for each, all rows once more under it, and
-            every row says under `cache` which one it is about.
+        specs: Reduction specs such as "divprune:0.25"; None stands for all tokens.
+        n: Number of questions.
+        seed: Seed of the unseen media.
+        model: A checkpoint directory; the suite's embedded model by default.
+        progress: Called with (spec, questions done, n).
+        device: Device of the model.
+        name: The suite: video, image, multi-image or document.
+        caches: KV policy specs such as "snapkv:0.25"; for each, all rows are repeated under it,
+            and every row names its policy under `cache`.
 
     Returns:
         The document that `mmfast eval --json` prints: accuracy and by_kind are shares of exact
@@ -137,7 +129,7 @@ def run_eval(
 
     Raises:
         MmfastError: Unknown suite.
-        SpecError: A wrong spec, before any clip is made.
+        SpecError: A wrong spec, before any media are made.
     """
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
     stages = {spec: parse(spec) for spec in wanted}
@@ -167,12 +159,12 @@ def run_eval(
 
 
 def _in_tower(stages: Sequence[Spec]) -> bool:
-    """Whether some stage changes what the encoder computes."""
+    """Return whether some stage changes the computation of the encoder."""
     return any(stage.site in ("vit", "pixel") for stage in stages)
 
 
 def _alone(stages: Sequence[Spec]) -> bool:
-    """Whether some stage takes one question at a time."""
+    """Return whether some stage takes one question at a time."""
     return any(stage.method.revives for stage in stages)
 
 
@@ -184,7 +176,7 @@ def _row(
     progress: Progress | None,
     cache: str | None = None,
 ) -> dict[str, Any]:
-    right: dict[str, list[bool]] = defaultdict(list)
+    found: list[tuple[str, bool]] = []
     kept: list[int] = []
     times: list[float] = []
     total = sum(len(batch.cases) for batch in batches)
@@ -195,17 +187,16 @@ def _row(
         counts = token_counts(subject.model, subject.asked.media, batch.inputs, trace)
         kept += [left for _, left in counts]
         for case, answer in zip(batch.cases, answers, strict=True):
-            right[case.kind].append(answer == case.answer)
+            found.append((case.kind, answer == case.answer))
         if progress is not None:
             label = " ".join(filter(None, (spec or "all tokens", cache)))
-            progress(label, sum(map(len, right.values())), total)
-    marks = [mark for kind in right.values() for mark in kind]
-    kinds = [kind for kind in subject.asked.kinds if right[kind]]
+            progress(label, len(found), total)
+    right = sum(mark for _, mark in found)
     return {
         "reduce": spec,
-        "accuracy": sum(marks) / len(marks),
-        "interval": interval(sum(marks), len(marks)),
-        "by_kind": {kind: sum(right[kind]) / len(right[kind]) for kind in kinds},
+        "accuracy": right / total,
+        "interval": interval(right, total),
+        "by_kind": shares(found, subject.asked.kinds),
         "kept": sum(kept) / total,
         "ttft_ms": sorted(times)[len(times) // 2],
     }

@@ -1,4 +1,4 @@
-"""What the embedded models are asked: clips, pictures, several pictures, pages.
+"""Suites of questions to the embedded models: clips, pictures, several pictures, pages.
 
 A suite is an endless sequence of cases; its kinds of question take turns, and the same seed gives
 the same cases. Media are files as people have them (H.264 in mp4, JPEG, PNG), never training ones.
@@ -37,14 +37,7 @@ ALBUM = 3  # pictures in a prompt
 
 @dataclass(frozen=True)
 class SuiteCase:
-    """One question.
-
-    Attributes:
-        media: One clip, or one or several pictures, as the bytes of files.
-        question: What is asked.
-        answer: The only right answer.
-        kind: Kind of question.
-    """
+    """A question of some kind about media, the bytes of files, and its only right answer."""
 
     media: tuple[bytes, ...]
     question: str
@@ -74,7 +67,7 @@ class Suite:
 
 
 def suite(n: int, seed: int, name: str = "video") -> list[SuiteCase]:
-    """The first n cases of a suite; the same for the same seed.
+    """First n cases of a suite; the same for the same seed.
 
     Raises:
         MmfastError: There is no suite of that name.
@@ -95,29 +88,26 @@ def suite_of(name: str) -> Suite:
 
 @dataclass(frozen=True)
 class Picture:
-    """A frame, what can be asked about it, and what is on it."""
+    """A frame, the facts that can be asked about it, and the things on it."""
 
     frame: Bytes  # [H, W, 3]
-    known: list[tuple[Fact, tuple[str, ...]]]  # facts and their wordings
+    known: list[tuple[Fact, tuple[str, ...]]]  # with their wordings
     names: list[tuple[str, str, str]]  # of each thing: name, shape, colour
     number: bool  # whether one is shown
 
 
 def _clips(seed: int) -> Iterator[SuiteCase]:
-    """Questions about clips, whose answers are clear."""
+    """Questions with clear answers about clips."""
     clips = count()
     for number in count():
-        kind = KINDS[number % len(KINDS)]
-        for index in clips:
-            scene = make_scene(EVAL, seed, index)
+        kind, known = KINDS[number % len(KINDS)], list[Fact]()
+        while not known:  # such as a number where none is on screen
+            scene = make_scene(EVAL, seed, next(clips))
             drawing = draw(scene)
             known = [f for f in facts(make_table(scene, drawing), margin=True) if f.kind == kind]
-            if not known:  # such as a number where none is on screen
-                continue
-            fact = known[(7 * number) % len(known)]
-            wording = (number // len(KINDS)) % len(WORDINGS[kind])
-            yield SuiteCase((encode(drawing.frames),), fact.ask(wording), fact.answer, kind)
-            break
+        fact = known[(7 * number) % len(known)]
+        wording = (number // len(KINDS)) % len(WORDINGS[kind])
+        yield SuiteCase((encode(drawing.frames),), fact.ask(wording), fact.answer, kind)
 
 
 def _stills(seed: int) -> Iterator[SuiteCase]:
@@ -138,14 +128,14 @@ def _albums(seed: int) -> Iterator[SuiteCase]:
 
 
 def _alone(fact: Fact, others: Sequence[Picture]) -> bool:
-    """Whether no other picture of the prompt could answer, too."""
+    """Return whether no other picture of the prompt has an answer, too."""
     if fact.kind == "number":
         return not any(other.number for other in others)
     return not any(fact.slots[0] in names for other in others for names in other.names)
 
 
 def _pictures(seed: int, stream: int) -> Iterator[Picture]:
-    """A random frame of each unseen clip, with what can be asked about it."""
+    """A random frame of each unseen clip, with its facts."""
     rng = np.random.default_rng([EVAL, seed, stream])
     for index in count():
         scene = make_scene(EVAL, seed, index)
@@ -155,7 +145,7 @@ def _pictures(seed: int, stream: int) -> Iterator[Picture]:
         things = [thing for i, thing in enumerate(scene.things) if table.alive[i, at]]
         yield Picture(
             drawing.frames[sampled_indices(FRAMES)[at]],
-            still_facts(table, at),
+            list(still_facts(table, at)),
             [(thing.name, thing.shape, thing.colour) for thing in things],
             bool(table.shown[at]),
         )
@@ -181,12 +171,10 @@ def _documents(seed: int) -> Iterator[SuiteCase]:
     """Questions about pages with printed numbers, as PNG."""
     indices = count()
     for number in count():
-        kind = pages.KINDS[number % len(pages.KINDS)]
-        for index in indices:
-            page = pages.make_page(EVAL, seed, index)
+        kind, known = pages.KINDS[number % len(pages.KINDS)], list[Fact]()
+        while not known:
+            page = pages.make_page(EVAL, seed, next(indices))
             known = [fact for fact in pages.page_facts(page) if fact.kind == kind]
-            if known:
-                break
         fact = known[(7 * number) % len(known)]
         question = pages.ask(fact, number // len(pages.KINDS))
         yield SuiteCase((_file(page.picture, "PNG"),), question, fact.answer, kind)

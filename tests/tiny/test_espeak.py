@@ -9,8 +9,8 @@ import torch
 
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.tiny.speech import recordings
-from mmfast.tiny.speech.corpus import Corpus, build_corpus, heard_lines, lines
-from mmfast.tiny.speech.recordings import QUIET, RATE, EspeakVoice, say
+from mmfast.tiny.speech.recordings import QUIET, RATE, Corpus, EspeakVoice, build_corpus, say
+from mmfast.tiny.speech.text import heard_lines, lines
 
 TEXT = "the red circle, at the top of the screen, moves left. then it stops."
 
@@ -100,7 +100,7 @@ def test_an_error_leaves_no_voice_behind():
 
 
 def test_a_corpus_keeps_sound_and_times(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmfast.tiny.speech.corpus.SHARD", 3)
+    monkeypatch.setattr("mmfast.tiny.speech.recordings.SHARD", 3)
     said = [*lines(3, 0), *heard_lines(2, 0)]
     seen = []
     corpus = build_corpus(tmp_path / "said", said, 1, lambda done, _: seen.append(done))

@@ -12,37 +12,32 @@ from speech_fakes import random_speech_model
 from mmfast.heads.mtp import packed_mask
 from mmfast.tiny.speech import drafts
 from mmfast.tiny.speech.bank import SpokenText
-from mmfast.tiny.speech.drafts import DraftTrainer, places
-from mmfast.tiny.speech.net import BackboneShape, Net, to_llama
+from mmfast.tiny.speech.drafts import ChainedTask, ParallelTask, make_places
+from mmfast.tiny.training import Course, train, update
 
 WORDS = ("the", "red", "circle", "moves", "left", ".")
 
 
 @pytest.fixture(scope="module")
-def parts() -> tuple[Any, Net, list[SpokenText]]:
-    """A random backbone as model and as net, and texts with random sound."""
-    model = random_speech_model()
-    layout, config = model.layout, model.backbone.config
-    torch.manual_seed(1)
-    net = Net(BackboneShape(layout.total, config.hidden_size, config.num_hidden_layers, 48))
-    for layer in net.layers:
-        torch.nn.init.normal_(layer.out, std=0.1)
-        torch.nn.init.normal_(layer.down, std=0.1)
-    rng = np.random.default_rng(0)
+def parts() -> tuple[Any, list[SpokenText]]:
+    """A random model, and texts with random sound."""
+    model, rng = random_speech_model(), np.random.default_rng(0)
+    layout = model.layout
     groups = [layout.group(word) for word in WORDS]
     said = []
     for _ in range(6):
         sounds = [rng.integers(layout.base, layout.total, rng.integers(2, 12)) for _ in groups]
         said.append(SpokenText((0, 1, 1), groups, sounds))
-    return model, net, said
+    return model, said
 
 
 def test_places_are_what_the_backbone_says_of_them(parts: Any) -> None:
-    model, net, said = parts
-    data = places(net, model.layout, said, 0)
+    model, said = parts
+    lm = model.backbone.model
+    data = make_places(lm, model.layout, said, 0)
     texts = model.layout.texts
     assert len(data.hidden) == len(data.ids) == len(data.chosen) == len(data.run)
-    assert torch.equal((data.hidden @ net.head[texts:].T).argmax(-1), data.chosen)
+    assert torch.equal((data.hidden @ lm.lm_head.weight[texts:].T).argmax(-1), data.chosen)
     owing = torch.nonzero(data.run).flatten()
     assert (data.ids[owing + 1] >= texts).all()  # what such a place owes is sound
     going_on = owing[data.run[owing] > 1]
@@ -52,36 +47,44 @@ def test_places_are_what_the_backbone_says_of_them(parts: Any) -> None:
 
 
 def test_modules_learn_what_drafting_computes(parts: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(drafts, "MODULES", 4)
-    monkeypatch.setattr(drafts, "INNER", 24)
-    model, net, said = parts
-    model.backbone.model.load_state_dict(to_llama(net))
-    model.backbone.refresh()
-    data = places(net, model.layout, said, 0)
-    trainer = DraftTrainer(net, model.backbone, model.layout, 0)
+    monkeypatch.setattr(drafts, "CHAINED", 4)
+    monkeypatch.setattr(drafts, "CHAINED_INNER", 24)
+    model, said = parts
+    lm = model.backbone.model
+    data = make_places(lm, model.layout, said, 0)
+    task = ChainedTask(model.backbone, model.layout, data, data, 0)
     at = int(torch.nonzero(data.run > 5)[0])
-    total, right = trainer.loss(data, torch.tensor([at]))
+    total, right = task.judge(data, torch.tensor([at]))
     line = torch.arange(at, at + 7)
-    hidden, embeds = data.hidden[line][None], net.embed[data.ids[line]][None]
-    head, texts = trainer.head.eval(), model.layout.texts
+    hidden, embeds = data.hidden[line][None], lm.model.embed_tokens.weight[data.ids[line]][None]
+    head, texts = task.head.eval(), model.layout.texts
     mask = packed_mask(torch.zeros(1, 7, dtype=torch.int64), hidden.dtype, 1)
     want = torch.zeros(())
     for k, states in enumerate(head(hidden, embeds, mask)[:4]):
         logits = head.output(k, states[:, 0], slice(texts, None))
         label = data.chosen[at + k + 1][None]
-        want += drafts.FADE**k * torch.nn.functional.cross_entropy(logits, label)
+        want += drafts.CHAINED_FADE**k * torch.nn.functional.cross_entropy(logits, label)
         assert right[k] == float(logits.argmax(-1) == label)
     torch.testing.assert_close(total, want, atol=1e-4, rtol=1e-4)
 
 
 def test_they_get_better_and_are_judged_on_other_texts(parts: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(drafts, "MODULES", 3)
-    monkeypatch.setattr(drafts, "BATCH", 64)
-    model, net, said = parts
-    data, held = (places(net, model.layout, s, 0) for s in (said[1:], said[:1]))
-    trainer, rows = DraftTrainer(net, model.backbone, model.layout, 0), list[dict[str, Any]]()
-    before = trainer.right(data)
-    trainer.train(data, held, 0.04, 5e-3, rows.append)
-    assert sum(trainer.right(data)) > sum(before) + 0.3
-    assert rows[-1]["held"] is True
-    assert rows[-1]["mctp"] == trainer.right(held)
+    monkeypatch.setattr(drafts, "CHAINED", 3)
+    monkeypatch.setattr(drafts, "CHAINED_BATCH", 64)
+    model, said = parts
+    lm = model.backbone.model
+    data, held = (make_places(lm, model.layout, s, 0) for s in (said[1:], said[:1]))
+    task, rows = ChainedTask(model.backbone, model.layout, data, held, 0, 5e-3), list[Any]()
+    places = torch.arange(len(data.run))[data.run > 1]
+    before = task.judge(data, places)[1]
+    train(task, Course("drafts", steps=40), rows.append)
+    after = task.judge(data, places)[1]
+    assert sum(after) > sum(before) + 0.3
+    assert rows[-1]["stage"] == "held-out" and rows[-1]["mctp"] == task.look()["mctp"]
+
+
+def test_independent_modules_learn_too(parts: Any) -> None:
+    model, said = parts
+    task = ParallelTask(model.backbone, model.layout, said, 0, 5e-3)
+    rows = [update(task, task.batches(i, 0.5), 1.0)["mtp"] for i in range(30)]
+    assert np.mean(rows[-3:]) > np.mean(rows[:3]) + 0.1

@@ -8,9 +8,7 @@ import pytest
 from mmfast.core.errors import SpecError
 from mmfast.pipelines.omni_chat import written
 from mmfast.tiny.speech import text as domain
-from mmfast.tiny.speech.dialogue import dialogue
-from mmfast.tiny.speech.rules import RULES
-from mmfast.tiny.speech.text import PHRASES
+from mmfast.tiny.speech.text import PHRASES, RULES, dialogue
 from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact
 
 KNOWN = {*domain.WORDS, *domain.MARKS}
@@ -27,7 +25,7 @@ def test_texts_are_of_known_words(make, split):
     for text in _many(make, split=split):
         parts = domain.groups(text)
         assert set(parts) <= KNOWN
-        assert domain.joined(parts) == text
+        assert re.sub(r" ([,.?])", r"\1", " ".join(parts)) == text
         assert text[-1] in ".?"
 
 
@@ -53,28 +51,14 @@ def test_the_same_seed_says_the_same():
     assert _many(dialogue, 20, 3) == _many(dialogue, 20, 3)
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (0, "zero"),
-        (7, "seven"),
-        (12, "twelve"),
-        (40, "forty"),
-        (42, "forty two"),
-        (100, "one hundred"),
-        (205, "two hundred and five"),
-        (613, "six hundred and thirteen"),
-        (999, "nine hundred and ninety nine"),
-    ],
-)
-def test_numbers_in_words(number, words):
-    assert domain.number_words(number) == words
-
-
-def test_numbers_are_those_of_num2words():
-    num2words = pytest.importorskip("num2words").num2words
-    for number in range(1000):
-        assert domain.number_words(number) == num2words(number).replace("-", " ")
+def test_numbers_in_words():
+    known = {
+        0: "zero",
+        42: "forty two",
+        205: "two hundred and five",
+        613: "six hundred and thirteen",
+    }
+    assert {number: domain.number_words(number) for number in known} == known
     with pytest.raises(SpecError, match="0 to 999"):
         domain.number_words(1000)
 
@@ -83,14 +67,13 @@ def test_every_question_about_a_clip_can_be_asked_and_typed_again():
     slots = {"direction": ("red star",), "position": ("blue cross", "end")}
     slots |= {"speed": ("red star", "blue cross"), "first": ("red star", "blue cross")}
     slots |= {"colour": ("star",), "shape": ("red",), "count": (), "number": ()}
-    rng = np.random.default_rng(0)
     for kind in KINDS:
         fact = Fact(kind, slots[kind], "")
-        plain = {_bare(fact.ask(i)) for i in range(len(WORDINGS[kind]))}
-        found = {_bare(written(domain.asked(fact, rng, s))) for s in ("train", "eval")}
-        assert found <= plain
-        assert domain.split_of(domain.asked(fact, rng, "train")) == "train"
-        assert domain.split_of(domain.asked(fact, rng, "eval")) == "eval"
+        for typed in (fact.ask(i) for i in range(len(WORDINGS[kind]))):
+            ways = domain.spoken_variants(typed)
+            assert {_bare(written(way)) for way in ways} == {_bare(typed)}
+        ways = [w for i in range(len(WORDINGS[kind])) for w in domain.spoken_variants(fact.ask(i))]
+        assert {domain.split_of(way) for way in ways} == {"train", "eval"}
 
 
 def _bare(text):
@@ -102,11 +85,6 @@ def test_typed_questions_have_a_capital_a_comma_and_a_question_mark():
         "What moves faster, the red star or the blue cross?"
     )
     assert written("how many objects are there") == "How many objects are there?"
-
-
-def test_answers_are_said():
-    assert domain.spoken_answer("42") == "forty two"
-    assert domain.spoken_answer("Top left") == "top left"
 
 
 def test_phrases_are_for_training_alone():

@@ -1,15 +1,25 @@
 """The generator of the embedded video model: deterministic, and its labels are true."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from mmfast.tiny.evaluate import suite
-from mmfast.tiny.optim import orthogonalise
-from mmfast.tiny.video.build import ASSISTANT, make_model, make_processor, make_tokenizer
+from mmfast.tiny.training import Course, Optimiser, Task, mean_figures, train
 from mmfast.tiny.video.clips import decode, encode, make_row
-from mmfast.tiny.video.language import run_decoder
-from mmfast.tiny.video.lessons import WAYS, choose, pack
+from mmfast.tiny.video.lessons import SUBSETS, choose, pack
+from mmfast.tiny.video.model import (
+    ASSISTANT,
+    DecoderLayout,
+    make_model,
+    make_processor,
+    make_tokenizer,
+    run_decoder,
+)
 from mmfast.tiny.video.questions import KINDS, WORDINGS, facts
 from mmfast.tiny.video.scene import (
     COLOURS,
@@ -19,12 +29,12 @@ from mmfast.tiny.video.scene import (
     PIXELS,
     SAMPLED,
     TRAIN,
+    Scene,
     draw,
-    look_labels,
     make_scene,
     make_table,
     motion_labels,
-    reversed_scene,
+    patch_labels,
     sampled_indices,
 )
 
@@ -111,9 +121,24 @@ def test_answers_follow_from_the_trajectories() -> None:
     assert kinds == set(KINDS)
 
 
+def _reversed(scene: Scene) -> Scene:
+    """Play a scene backwards."""
+    things = []
+    for thing in scene.things:
+        vx, vy = thing.velocity
+        x, y = thing.start
+        end = (x + vx * (FRAMES - 1), y + vy * (FRAMES - 1))
+        born, gone = FRAMES - thing.gone, FRAMES - thing.born
+        things.append(replace(thing, start=end, velocity=(-vx, -vy), born=born, gone=gone))
+    panel = scene.panel
+    if panel is not None:
+        panel = replace(panel, born=FRAMES - panel.gone, gone=FRAMES - panel.born)
+    return replace(scene, things=tuple(things), panel=panel, shake=scene.shake[::-1])
+
+
 def test_backwards_facts_are_the_facts_of_the_reversed_scene() -> None:
     for scene in SCENES[:6]:
-        back = reversed_scene(scene)
+        back = _reversed(scene)
         direct = make_table(back, draw(back))
         assert np.allclose(back.things[0].path(), scene.things[0].path()[::-1])
         turned = make_table(scene, draw(scene)).backwards()
@@ -126,7 +151,7 @@ def test_backwards_facts_are_the_facts_of_the_reversed_scene() -> None:
 def test_dense_labels_name_what_the_patch_shows() -> None:
     for scene in SCENES[:4]:
         row = make_row(scene)
-        dense = look_labels(torch.from_numpy(row.patches), row.table)
+        dense = patch_labels(torch.from_numpy(row.patches), row.table)
         motion = motion_labels(torch.from_numpy(row.patches), row.table)
         for t in range(SAMPLED):
             for patch in np.flatnonzero(row.patches[t] > 0):
@@ -162,7 +187,8 @@ def test_packed_questions_equal_single_questions() -> None:
     text_at = 41 + packed.within
     embed = lm.embed_tokens
     with torch.no_grad():
-        out, _ = run_decoder(lm, prefix, at, embed(packed.ids), text_at, packed.mask(17))
+        layout = DecoderLayout(at, text_at, [packed.bias(torch.zeros(2, 17))])
+        out = run_decoder(lm, prefix, embed(packed.ids), layout).states
         for row in range(2):
             for number in range(2):
                 mine = packed.block[row] == number
@@ -174,7 +200,7 @@ def test_packed_questions_equal_single_questions() -> None:
     assert (packed.labels[0] >= 0).sum() == 5  # answers and their ends
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SUBSETS)
 def test_augmentation_keeps_exactly_what_was_asked(way: str) -> None:
     still = torch.randn(2, 1, 299, 16)
     assert choose(still, 30, way, torch.Generator()).shape == (2, 30)
@@ -185,10 +211,54 @@ def test_augmentation_keeps_exactly_what_was_asked(way: str) -> None:
         assert keep == 1 or bool((kept.diff(dim=1) > 0).all())
 
 
-def test_orthogonalise_evens_out_singular_values() -> None:
-    torch.manual_seed(0)
-    values = torch.linalg.svdvals(orthogonalise(torch.randn(2, 24, 60)))
-    assert values.min() > 0.5 and values.max() < 1.4
+class _Fit(Task):
+    """A matrix and a vector that are fitted to noise."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(24, 60) * 0.1)
+        self.shift = torch.nn.Parameter(torch.zeros(24))
+        self.optimiser = Optimiser([self.weight], [self.shift], 0.02)
+        self.resumed = -1
+
+    def batches(self, step: int, done: float) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(step)
+        return [torch.randn(8, 60, generator=draw) for _ in range(2)]
+
+    def loss(self, batch: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        loss = (batch @ self.weight.T + self.shift - 1).square().mean()
+        return loss, {"loss": loss.item()}
+
+    def look(self) -> dict[str, float]:
+        return {"norm": float(self.weight.detach().norm())}
+
+    def resume(self, step: int) -> None:
+        self.resumed = step
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_an_interrupted_run_continues_where_it_was(tmp_path: Path, parallel: bool) -> None:
+    """Parameters, momentum and steps of two runs are those of one."""
+    path = tmp_path / "run.pt"
+    rows: list[dict[str, object]] = []
+    whole, first, second = _Fit(), _Fit(), _Fit()
+    for task in (whole, first, second):
+        task.parallel = parallel
+    flat: dict[str, Any] = {"warm": 1e-9, "hold": 1.0, "every": 5}
+    assert train(whole, Course("fit", steps=20, **flat), rows.append) == 20
+    train(first, Course("fit", steps=8, **flat), rows.append, checkpoint=path)
+    train(second, Course("fit", steps=20, **flat), rows.append, checkpoint=path)
+    assert second.resumed == 8
+    assert torch.allclose(whole.weight, second.weight, atol=1e-5)
+    assert torch.allclose(whole.shift, second.shift, atol=1e-5)
+    losses = [row["loss"] for row in rows if row["stage"] == "fit"][:4]
+    assert losses[-1] < 0.8 * losses[0]
+    assert [row["step"] for row in rows if row["stage"] == "held-out"] == [20, 8, 20]
+
+
+def test_figures_are_averaged_by_name() -> None:
+    rows = [{"a": 1.0, "b": [0, 2], "c": {"d": 1}}, {"b": [1, 4], "c": {"d": 2, "e": 5}}]
+    assert mean_figures(rows) == {"a": 1.0, "b": [0.5, 3.0], "c": {"d": 1.5, "e": 5.0}}
 
 
 def test_tokenizer_is_robust_to_case_and_unknown_words() -> None:

@@ -13,10 +13,10 @@ import mmfast
 from mmfast.core.errors import MmfastError
 from mmfast.frontends.image import read_image
 from mmfast.models.loading import embedded_path, load
-from mmfast.tiny.card_document import write_card
+from mmfast.tiny.card import write_card
 from mmfast.tiny.document import pages
 from mmfast.tiny.document.pages import make_page, page_facts, page_labels
-from mmfast.tiny.document.train import Pages
+from mmfast.tiny.document.train import make_pages
 from mmfast.tiny.evaluate import interval, run_eval
 from mmfast.tiny.suites import ALBUM, SUITES, suite, suite_of
 from mmfast.tiny.video.scene import COLOURS, EVAL, IGNORE, TRAIN
@@ -62,7 +62,7 @@ def test_labels_point_at_what_came_before() -> None:
 def test_lessons_follow_the_image_path() -> None:
     """The recipe's layout of overview, tiles and newlines is the stock one."""
     model, processor = load(str(HOME), "cpu", "float32")
-    lesson = Pages(model, processor, 1, 0).lesson([0], 3)
+    lesson = make_pages(model, processor, 1, 0)[0].lesson([0], 3)
     batch = processor(
         text=["<image>"], images=[make_page(TRAIN, 0, 0).picture], return_tensors="pt"
     )
@@ -133,7 +133,7 @@ def test_several_pictures_are_one_question() -> None:
 
 def test_card_shows_the_figures_of_its_log(tmp_path: Path) -> None:
     (tmp_path / "training.jsonl").symlink_to(HOME / "training.jsonl")
-    write_card(tmp_path)
+    write_card(tmp_path, "tiny-document")
     assert (tmp_path / "README.md").read_text() == (HOME / "README.md").read_text()
 
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoProcessor, LlavaOnevisionForConditionalGeneration
@@ -11,12 +12,13 @@ from mmfast.models.loading import embedded_path
 from mmfast.tiny.card import write_card
 from mmfast.tiny.evaluate import Subject, run_eval, suite
 from mmfast.tiny.suites import SuiteCase
-from mmfast.tiny.video.build import make_model, make_processor, make_tokenizer
+from mmfast.tiny.training import Course, train, update
 from mmfast.tiny.video.clips import Bank, make_row
-from mmfast.tiny.video.language import LanguageTrainer, StagePlan
-from mmfast.tiny.video.lessons import Gallery, LessonSampler, still_facts
+from mmfast.tiny.video.lessons import ClipSampler, still_facts
+from mmfast.tiny.video.model import make_model, make_processor, make_tokenizer
 from mmfast.tiny.video.scene import TRAIN, make_scene
-from mmfast.tiny.video.tower import encode_bank, train_tower
+from mmfast.tiny.video.tower import TowerTask, encode_bank
+from mmfast.tiny.video.train import LanguageTask, StagePlan, stills
 
 HOME = embedded_path()
 CLIPS = HOME.parents[1] / "clips"
@@ -59,7 +61,7 @@ def test_saved_processor_equals_the_recipe() -> None:
 def test_card_shows_the_figures_of_its_log(tmp_path: Path) -> None:
     for name in ("training.jsonl", "model.safetensors"):
         (tmp_path / name).symlink_to(HOME / name)
-    write_card(tmp_path)
+    write_card(tmp_path, "tiny-video")
     assert (tmp_path / "README.md").read_text() == (HOME / "README.md").read_text()
 
 
@@ -108,27 +110,28 @@ def test_a_few_steps_lower_the_losses(bank: Bank) -> None:
     torch.manual_seed(0)
     model = make_model(len(make_tokenizer()), 0)
     log: list[dict[str, object]] = []
-    train_tower(model, bank, 12, 0, log.append, batch=8)
+    train(TowerTask(model, bank, 0, size=8), Course("tower", steps=12, every=3), log.append)
     assert float(str(log[-1]["loss"])) < 0.8 * float(str(log[0]["loss"]))
-    tokens = encode_bank(model, bank, log.append)
+    tokens = encode_bank(model, bank)
     assert tokens.shape == (20, 8, 36, 192)
-    gallery = Gallery(model, bank, 20, make_tokenizer(), 0)
-    plan = StagePlan(batch=4, questions=3, held=4, warm=2, stills=0.3)
-    trainer = LanguageTrainer(
-        model, LessonSampler(bank, tokens, make_tokenizer(), 0), plan, 0, gallery
-    )
-    losses = [float(str(trainer.step(i, 0.1)["loss"])) for i in range(12)]
+    pictures = stills(model, bank, 20, make_tokenizer(), 0)
+    plan = StagePlan(batch=4, questions=3, held=4, warm=2, stills=0.3, names=True)
+    clips = ClipSampler(bank, tokens, make_tokenizer(), 0)
+    task = LanguageTask(model, clips, plan, 0, pictures)
+    losses = [update(task, task.batches(i, 0.1), 1.0)["loss"] for i in range(12)]
+    assert set(task.look()) == {"mean", "kinds", "quarter"}
     assert sum(losses[-3:]) < 0.75 * sum(losses[:3])
 
 
 def test_picture_lessons_follow_the_image_path(bank: Bank) -> None:
     model, processor = make_model(len(make_tokenizer()), 0).eval(), make_processor()
-    gallery = Gallery(model, bank, 20, make_tokenizer(), 0)
-    lesson = gallery.lesson(2, 3)
-    frame = int(gallery.times[gallery.last[0]])
-    picture = bank.frames[gallery.last[0], frame]
+    pictures = stills(model, bank, 20, make_tokenizer(), 0)
+    chosen = pictures.draw(2)
+    lesson = pictures.lesson(chosen, 3)
+    times = np.random.default_rng([0, 1]).integers(8, size=20)
+    picture = bank.frames[chosen[0], times[chosen[0]]]
     batch = processor(text=["<image>"], images=[picture], return_tensors="pt")
     stock = model.get_image_features(batch["pixel_values"], batch["image_sizes"]).pooler_output[0]
     assert batch["input_ids"].shape[1] == len(stock) == lesson.tokens.shape[2] + 1
     assert torch.allclose(stock[:-1], lesson.tokens[0, 0], atol=2e-2)  # kept as half precision
-    assert any(still_facts(t, 0) for t in bank.tables)
+    assert any(list(still_facts(t, 0)) for t in bank.tables)

@@ -18,16 +18,17 @@ from mmfast.tiny.speech.bank import (
     HeardSpeech,
     LineBuilder,
     SpokenText,
+    chats,
     interleave,
     listening,
+    said_lines,
     speaking,
 )
-from mmfast.tiny.speech.lessons import chats, said_lines
-from mmfast.tiny.speech.losses import Curriculum, TrainingModel
-from mmfast.tiny.speech.net import BackboneShape, Net, from_llama, llama_config, to_llama
+from mmfast.tiny.speech.model import TrainingModel, add_codes, make_backbone, run_backbone
 from mmfast.tiny.speech.recordings import worsen
 from mmfast.tiny.speech.text import split_of
-from mmfast.tiny.speech.train import Course, SpeechTrainer, layout
+from mmfast.tiny.speech.train import Curriculum, SpeechTask, layout
+from mmfast.tiny.training import update
 
 LAYOUT = layout(2, 16)
 
@@ -82,7 +83,7 @@ def test_late_text_is_the_same_text() -> None:
         plain = LineBuilder([], [])
         interleave(plain, LAYOUT, said, repeat(1))
         assert audio == [i for i in plain.ids if i >= LAYOUT.texts]
-        assert [k for k in line.owes if k != NONE] == [AUDIO] * len(audio)
+        assert [k for k in line.kinds if k != NONE] == [AUDIO] * len(audio)
         behind = 0
         for token in line.ids[4:]:
             behind += token == LAYOUT.next
@@ -122,7 +123,7 @@ def test_words_of_the_model_are_told_from_sound() -> None:
 def test_what_is_heard_owes_text_alone() -> None:
     line = listening(LAYOUT, hearing(np.random.default_rng(0)))
     assert line.ids[0] == LAYOUT.id("<listen>") and line.ids[13] == LAYOUT.id("<heard>")
-    assert line.owes[14:] == [TEXT] * 3 and not any(line.owes[:14])
+    assert line.kinds[14:] == [TEXT] * 3 and not any(line.kinds[:14])
 
 
 def test_noise_keeps_the_place_of_words() -> None:
@@ -147,53 +148,61 @@ def test_the_tower_hears_the_same_in_pieces() -> None:
     torch.testing.assert_close(tower(later)[:, :10], whole[:, :10], atol=2e-5, rtol=0)
 
 
-def test_weights_go_to_the_stock_class_and_back() -> None:
-    from transformers import LlamaForCausalLM
-
+def small_backbone() -> Any:
     torch.manual_seed(0)
-    net = Net(BackboneShape(LAYOUT.total, 64, 2, 96))
-    for layer in net.layers:
-        torch.nn.init.normal_(layer.out, std=0.1)
-        torch.nn.init.normal_(layer.down, std=0.1)
-    stock: Any = LlamaForCausalLM(llama_config(net.shape, 0, LAYOUT.end)).eval()
-    stock.load_state_dict(to_llama(net))
+    lm = make_backbone(LAYOUT, 64, 2, 96)
+    for layer in lm.model.layers:
+        torch.nn.init.normal_(layer.self_attn.o_proj.weight, std=0.1)
+        torch.nn.init.normal_(layer.mlp.down_proj.weight, std=0.1)
+    return lm
+
+
+def test_training_runs_the_stock_forward_pass() -> None:
+    lm = small_backbone().eval()
     ids = torch.randint(LAYOUT.total, (2, 17))
     with torch.inference_mode():
-        mine = net(net.embed[ids])[0] @ net.head.T
-        torch.testing.assert_close(mine, stock(ids).logits, atol=2e-5, rtol=1e-4)
-        back = from_llama(stock.state_dict(), net.shape)
-        assert torch.equal(back(back.embed[ids])[0], net(net.embed[ids])[0])
+        stock = lm(ids, output_hidden_states=True)
+        states, middle = run_backbone(lm, lm.model.embed_tokens.weight[ids], 0)
+        torch.testing.assert_close(lm.lm_head(states), stock.logits, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(middle, stock.hidden_states[1], atol=2e-5, rtol=1e-4)
+
+
+def test_new_codes_keep_what_the_model_has_learned() -> None:
+    small = layout(1, 1)
+    model = TrainingModel(make_backbone(small, codes=False), SpeechTower(), small)
+    torch.nn.init.normal_(model.lm.model.layers[3].mlp.down_proj.weight, std=0.1)
+    vectors = torch.randn(2, 16, 9, generator=torch.Generator().manual_seed(1))
+    larger = add_codes(model, LAYOUT, vectors)
+    assert len(larger.embed) == len(larger.head) == LAYOUT.total
+    assert torch.equal(larger.embed[: small.base], model.embed)
+    text = torch.arange(40)[None]
+    for ours, theirs in zip(
+        run_backbone(larger.lm, larger.embed[text], 3),
+        run_backbone(model.lm, model.embed[text], 3),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+    near = larger.embed[LAYOUT.base :].unflatten(0, (2, 16)).std(1)
+    assert near.min() > 0
 
 
 def short_run(steps: int) -> list[float]:
     rng = np.random.default_rng(0)
     said = [made_up(rng) for _ in range(12)]
     heard = [hearing(rng) for _ in range(12)]
-    school = Curriculum(LAYOUT, said, heard, [], 0, {"say": 200, "hear": 100}, held=2)
+    lessons = Curriculum(LAYOUT, said, heard, [], 0, {"say": 200, "hear": 100}, held=2)
     torch.manual_seed(0)
-    model = TrainingModel(
-        Net(BackboneShape(LAYOUT.total, 64, 2, 96)), SpeechTower(64, 32), LAYOUT, middle=0
-    )
-    trainer, course = SpeechTrainer(model, school, 4e-3), Course("test", ("say", "hear"), 1)
+    lm = make_backbone(LAYOUT, 64, 2, 96)
+    model = TrainingModel(lm, SpeechTower(64, 32), LAYOUT, middle=0)
+    task = SpeechTask(model, lessons, ("say", "hear"), 4e-3)
     found = []
-    for _ in range(steps):
-        seen: dict[str, Any] = {"say book0": [], "hear text": []}
-        trainer.step(course, 0.3, _Listed(seen))
-        found.append(sum(seen[k][-1][0] / seen[k][-1][1] for k in ("say book0", "hear text")))
+    for step in range(steps):
+        row = update(task, task.batches(step, 0.3), 1.0)
+        found.append(row["say book0"][0] + row["hear text"][0])
     return found
 
 
-class _Listed(dict[str, Any]):
-    def __missing__(self, key: str) -> list[Any]:
-        self[key] = []
-        return self[key]  # type: ignore[no-any-return]
-
-
 def test_training_learns_and_repeats() -> None:
-    threads = torch.get_num_threads()
-    try:
-        first = short_run(30)
-        assert first[-1] < 0.6 * first[0]
-        assert short_run(3) == first[:3]
-    finally:
-        torch.set_num_threads(threads)
+    first = short_run(30)
+    assert first[-1] < 0.6 * first[0]
+    assert short_run(3) == first[:3]

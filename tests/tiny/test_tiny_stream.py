@@ -16,30 +16,29 @@ from mmfast.bench.results import load as load_rows
 from mmfast.cli import main as cli
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load
-from mmfast.tiny.card_stream import write_card
+from mmfast.tiny.card import write_card
 from mmfast.tiny.stream.lessons import (
     PATCHES,
     StreamLesson,
-    StreamSchool,
+    StreamSampler,
     bounded,
     make_clips,
     unbounded,
 )
 from mmfast.tiny.stream.needles import BANDS, MEMORIES, WINDOW, Setting, needles, run_needles
-from mmfast.tiny.stream.readouts import frame_scores
-from mmfast.tiny.stream.train import run
+from mmfast.tiny.stream.train import frame_scores, run_lesson
 from mmfast.tiny.stream.world import World
-from mmfast.tiny.video.build import USER
+from mmfast.tiny.video.model import USER
 
 HOME = embedded_path("tiny-stream")
 
 
 @pytest.fixture(scope="module")
-def school() -> StreamSchool:
+def school() -> StreamSampler:
     torch.manual_seed(0)
     model, processor = load(str(HOME), "cpu", "float32")
     facts, scenes = make_clips(model, True, 60, 3), make_clips(model, False, 24, 3)
-    made = StreamSchool(facts, scenes, processor.tokenizer, 0)
+    made = StreamSampler(facts, scenes, processor.tokenizer, 0)
     made.model = model  # type: ignore[attr-defined]
     return made
 
@@ -61,17 +60,17 @@ def _stock(model: object, lesson: StreamLesson, row: int, at: torch.Tensor) -> t
 
 
 @pytest.mark.parametrize("thin", [True, False])
-def test_lessons_give_the_stock_models_numbers(school: StreamSchool, thin: bool) -> None:
+def test_lessons_give_the_stock_models_numbers(school: StreamSampler, thin: bool) -> None:
     model = school.model  # type: ignore[attr-defined]
     lesson = school.lesson(2, thin, (3, 2))
     for seed in range(9):
-        layout = unbounded(lesson, 5, np.random.default_rng(seed))
+        layout = unbounded(lesson, np.random.default_rng(seed))
         if not layout.own[torch.isfinite(layout.own)].any():  # no token counts as several
             break
     else:
         pytest.fail("every layout weighs tokens")
     with torch.no_grad():
-        outcome = run(model, lesson, layout)
+        outcome = run_lesson(model, lesson, layout)
         for row in range(2):
             mine = lesson.packed.block[row] == 0
             at = torch.cat([layout.at[row], layout.text_at[row][mine]])
@@ -79,15 +78,15 @@ def test_lessons_give_the_stock_models_numbers(school: StreamSchool, thin: bool)
             assert torch.allclose(outcome.states[row][mine], want, atol=2e-4)
 
 
-def test_questions_see_frames_where_they_were_moved_to(school: StreamSchool) -> None:
+def test_questions_see_frames_where_they_were_moved_to(school: StreamSampler) -> None:
     model = school.model  # type: ignore[attr-defined]
     lesson = school.lesson(2, True, (3, 2))
     layout, _ = bounded(lesson, 5, np.random.default_rng(2))
     everything = [moved + 700 for moved in layout.moved]
     frames_alone = replace(layout, moved=everything)
     with torch.no_grad():
-        plain, apart = run(model, lesson, layout), run(model, lesson, frames_alone)
-        both = run(model, lesson, replace(frames_alone, text_at=layout.text_at + 700))
+        plain, apart = run_lesson(model, lesson, layout), run_lesson(model, lesson, frames_alone)
+        both = run_lesson(model, lesson, replace(frames_alone, text_at=layout.text_at + 700))
     assert torch.allclose(both.states, plain.states, atol=1e-3)
     assert (apart.states - plain.states).abs().max() > 0.1
     for one, other in zip(plain.keys, apart.keys, strict=True):
@@ -95,7 +94,7 @@ def test_questions_see_frames_where_they_were_moved_to(school: StreamSchool) -> 
 
 
 def test_bounded_lessons_read_retrieved_frames_where_a_session_puts_them(
-    school: StreamSchool,
+    school: StreamSampler,
 ) -> None:
     lesson = school.lesson(2, False, (6, 3))
     for seed in range(5):
@@ -114,24 +113,20 @@ def test_bounded_lessons_read_retrieved_frames_where_a_session_puts_them(
         assert int(text) == 0
 
 
-def test_names_of_facts_appear_once_in_a_lesson(school: StreamSchool) -> None:
+def test_names_of_facts_appear_once_in_a_lesson(school: StreamSampler) -> None:
     for _ in range(10):
-        order = school._order(8, 5)
-        clips = school._draw(order)
-        names = [
-            (school.facts if fact else school.scenes).names[clip]
-            for fact, clip in zip(order, clips, strict=True)
-        ]
+        order = school.order(8, 5)
+        names = [clip.names for clip in school.draw(order)]
         for fact, mine in zip(order, names, strict=True):
             assert not fact or sum(mine[0] in each for each in names) == 1
 
 
-def test_keys_of_a_fact_match_the_question_about_it(school: StreamSchool) -> None:
+def test_keys_of_a_fact_match_the_question_about_it(school: StreamSampler) -> None:
     model = school.model  # type: ignore[attr-defined]
     lesson = school.lesson(4, True, (12, 1))
-    layout = unbounded(lesson, 5, np.random.default_rng(0))
+    layout = unbounded(lesson, np.random.default_rng(0))
     with torch.no_grad():
-        scores = frame_scores(run(model, lesson, layout), lesson)
+        scores = frame_scores(run_lesson(model, lesson, layout), lesson)
     asks = lesson.target > 0
     clip = torch.tensor(lesson.slots.clip)
     right = (lesson.target[..., None] - 1 == clip)[asks]
@@ -219,7 +214,7 @@ def test_nothing_asked_is_refused() -> None:
 def test_card_shows_the_figures_of_its_log(tmp_path: Path) -> None:
     for name in ("training.jsonl", "config.json"):
         (tmp_path / name).symlink_to(HOME / name)
-    write_card(tmp_path)
+    write_card(tmp_path, "tiny-stream")
     assert (tmp_path / "README.md").read_text() == (HOME / "README.md").read_text()
 
 

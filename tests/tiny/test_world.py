@@ -17,12 +17,11 @@ from mmfast.tiny.stream.world import (
     KINDS,
     NAMES,
     World,
-    corner_of,
     main,
     past_questions,
     present_questions,
 )
-from mmfast.tiny.video.scene import COLOURS, EVAL, TRAIN
+from mmfast.tiny.video.scene import COLOURS, EVAL, TRAIN, corner_of
 
 
 def test_any_moment_is_the_same_however_one_comes_to_it() -> None:
@@ -65,8 +64,7 @@ def test_facts_last_seconds_and_scenes_10_to_60() -> None:
         gap = np.abs(np.array(panel.corner) + half - np.array(thing.start)) - half
         assert gap.max() < thing.radius + 8  # beside it
         for time in (event.start, event.stop - 0.1):
-            (x, y), *_ = world.at(time).centres
-            assert corner_of(float(x), float(y)) == event.corner
+            assert corner_of(world.at(time).centres[0]) == event.corner
             assert world.at(time).seen[0] == 1.0
     bare = World(5, facts=0)
     places = [bare.place_at(tenth / 10) for tenth in range(6000)]
@@ -104,7 +102,7 @@ def test_answers_are_what_the_pixels_show() -> None:
                     left, top = panel.corner
                     near[top : top + 24, left : left + 32] = False
                 y, x = np.argwhere(near).mean(0)
-                assert corner_of(x, y) == question.answer
+                assert corner_of((x, y)) == question.answer
                 asked += 1
     assert asked >= 5
 

@@ -1,13 +1,9 @@
 """Pages of high resolution: things with printed numbers beside them, too small for an overview.
 
 A page is three clips wide and high. LLaVA-OneVision sees it as one overview and nine tiles; a
-number can only be read in its tile, and where a thing lies on the page only from all of them.
-
-Read-outs inside the decoder that make it learn pages sooner; thrown away after training.
-
-One answer a question says little about 1,475 visual tokens. So each token owes in which cell of the
-page it lies, a thing's token the number beside the thing, and a number's token what it belongs to,
-each where that was earlier in the sequence: a token has not seen what comes after it.
+number can only be read in its tile, and the place of a thing on the page only from all of them.
+Labels of the visual tokens make the decoder learn pages sooner: one answer a question says little
+about 1,475 tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
 from mmfast.tiny.video.questions import WORDINGS, Fact
 from mmfast.tiny.video.scene import (
@@ -61,13 +56,13 @@ class PageEntry:
 
     @property
     def name(self) -> str:
-        """Such as "red circle"."""
+        """Name such as "red circle"."""
         return f"{self.colour} {self.shape}"
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page and what is on it."""
+    """A page and its entries."""
 
     picture: NDArray[np.uint8]  # [CELLS * PIXELS, CELLS * PIXELS, 3]
     entries: tuple[PageEntry, ...]
@@ -125,7 +120,7 @@ def arrange(rng: np.random.Generator, radius: float) -> tuple[tuple[float, float
 
 
 def page_facts(page: Page) -> list[Fact]:
-    """Everything that can be asked about a page without ambiguity."""
+    """Facts about a page that can be asked without ambiguity."""
     return list(_facts(page.entries))
 
 
@@ -161,7 +156,11 @@ PARTS = {
 
 
 def page_labels(page: Page) -> Tensor:
-    """Labels of every visual token but the last newline, `[parts, tokens]`, IGNORE where none."""
+    """Labels of every visual token but the last newline, `[parts, tokens]`, IGNORE where none.
+
+    A token predicts its cell of the page; a thing's token the number beside the thing, and a
+    number's token its thing, where that came earlier in the sequence: a token cannot see the rest.
+    """
     side = CELLS * PATCHES
     maps = np.full((len(PARTS), side, side), IGNORE)
     at = np.arange(side) // PATCHES
@@ -180,19 +179,3 @@ def page_labels(page: Page) -> Tensor:
     overview = np.full((len(PARTS), PATCHES**2), IGNORE)
     flat = np.concatenate([overview, lines.reshape(len(PARTS), -1)[:, :-1]], 1)
     return torch.from_numpy(flat)
-
-
-class PageHead(nn.Module):
-    """What the states of visual tokens must say."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.read = nn.Linear(width, sum(PARTS.values()))
-
-    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Loss on states `[B, M, D]` of kept tokens with labels `[parts, B, M]`."""
-        total = x.new_zeros(())
-        for out, label in zip(self.read(x).split(list(PARTS.values()), -1), labels, strict=True):
-            if (label != IGNORE).any():
-                total = total + cross_entropy(out.flatten(0, 1), label.flatten())
-        return total

@@ -1,19 +1,21 @@
-"""Recordings as the model takes them: ids and codes of what it says, log-mel of what it hears.
+"""Lessons of the speech model: what it says, what it hears, and short conversations.
 
-Sequences of the speech model: ids, what each place owes, and where embeddings of sound go.
+All are drawn from a seed and said by espeak-ng. A recording becomes ids and codes where it is
+said, log-mel where it is heard; heard recordings come from more voices and through bad lines.
 
-The kind of the next token is known from the layout, so a place is scored over text rows or over
-audio rows alone. Text that a `<next>` owes comes at once, or late: passes that draft several
-tokens run past it (arXiv 2505.03739 drafts so), and training does the same.
+A place of a sequence predicts the next id over text rows or over audio rows alone. The text that
+follows a `<next>` comes at once, or late: passes that draft several tokens run past it
+(arXiv 2505.03739), and training does the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import pairwise, repeat
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +27,79 @@ from mmfast.frontends.codecs.embedded.codec import EmbeddedCodec, load_embedded
 from mmfast.models.speech.layout import LOOK_AHEAD, MARKS, SpeechLayout
 from mmfast.models.speech.tower import FRAMES
 from mmfast.ops.audio import HOP, log_mel
-from mmfast.tiny.speech.corpus import Corpus
-from mmfast.tiny.speech.lessons import Style
-from mmfast.tiny.speech.recordings import RATE, WordTime, worsen
+from mmfast.tiny.speech.recordings import Corpus, EspeakVoice, Line, WordTime, build_corpus, worsen
+from mmfast.tiny.speech.text import (
+    PITCHES,
+    VOICE_NAMES,
+    Split,
+    dialogue,
+    heard_lines,
+    question,
+    sentence,
+)
 
-COUNTED = 31  # words that the read-out of the ear counts to
+SPEEDS = (140, 165, 195)  # words per minute that the model speaks at
+MIDDLE = (0.25, 0.5, 0.25)  # the middle speed and pitch are the most wanted
+Style = tuple[int, int, int]  # voice, speed, pitch
+
+
+class Sizes(NamedTuple):
+    """Number of recordings of each kind."""
+
+    say: int
+    hear: int
+    chat: int
+
+
+def style(rng: np.random.Generator) -> Style:
+    """One of the ways in which the model speaks."""
+    drawn = (rng.integers(4), rng.choice(3, p=MIDDLE), rng.choice(3, p=MIDDLE))
+    return (int(drawn[0]), int(drawn[1]), int(drawn[2]))
+
+
+def voice(name: int, speed: int, pitch: int) -> EspeakVoice:
+    """The espeak-ng voice of a style."""
+    return EspeakVoice(VOICE_NAMES[name], SPEEDS[speed], PITCHES[pitch])
+
+
+def said_lines(count: int, seed: int, split: Split = "train") -> tuple[list[Line], list[Style]]:
+    """Texts to say, one in five of them a question, and their styles."""
+    rng = np.random.default_rng([seed, 11])
+    texts = [(question if rng.random() < 0.2 else sentence)(rng, split) for _ in range(count)]
+    styles = [style(rng) for _ in texts]
+    return [(text, voice(*way)) for text, way in zip(texts, styles, strict=True)], styles
+
+
+def chats(
+    count: int, seed: int, split: Split = "train"
+) -> tuple[list[list[Turn]], list[Line], list[Line], list[Style]]:
+    """Conversations, their last questions and replies as lines, and the styles of the replies."""
+    rng = np.random.default_rng([seed, 12])
+    turns = [dialogue(rng, split) for _ in range(count)]
+    styles = [style(rng) for _ in turns]
+    voices = [line[1] for line in heard_lines(count, seed + 7, split)]
+    asked = [(each[-2].text, who) for each, who in zip(turns, voices, strict=True)]
+    replies = [(each[-1].text, voice(*way)) for each, way in zip(turns, styles, strict=True)]
+    return turns, asked, replies, styles
+
+
+def recorded(folder: Path, sizes: Sizes, seed: int, workers: int = 2) -> dict[str, Corpus]:
+    """Make the recordings of all kinds; those in the folder are not made again."""
+    _, asked, replies, _ = chats(sizes.chat, seed)
+    said, _ = said_lines(sizes.say, seed)
+    heard = heard_lines(sizes.hear, seed)
+    wanted = {"say": said, "hear": heard, "ask": asked, "reply": replies}
+    found: dict[str, Corpus] = {}
+    for kind, lines in wanted.items():
+        place = folder / kind
+        known = Corpus(place) if any(place.glob("*.json")) else None
+        if known is None or [r.text for r in known.recordings] != [text for text, _ in lines]:
+            known = build_corpus(place, lines, workers)
+        found[kind] = known
+    return found
+
+
+COUNTED = 31  # words that the read-out of the encoder counts to
 Ids = NDArray[np.int64]
 
 
@@ -43,58 +113,48 @@ class SpokenText:
 
     @property
     def length(self) -> int:
-        """Tokens in all, about."""
+        """Approximate number of tokens."""
         return sum(map(len, self.groups)) + sum(map(len, self.sounds)) + len(self.groups) + 5
 
 
 @dataclass(frozen=True)
 class HeardSpeech:
-    """What was heard: sound, words, and what the ear knows after each embedding."""
+    """Sound that is heard, its words, and the words ended at each embedding."""
 
     mel: NDArray[np.float16]  # [4 A, 80]
     words: list[int]  # ids, without marks
-    last: Ids  # [A] id of the word that ended last, 0 before the first
+    last: Ids  # [A] id of the last word that has ended, 0 before the first
     count: Ids  # [A] words that have ended
 
     @property
     def length(self) -> int:
-        """Tokens in all, about."""
+        """Approximate number of tokens."""
         return len(self.last) + len(self.words) + 3
 
 
-def said(
-    layout: SpeechLayout, words: tuple[WordTime, ...], codes: torch.Tensor, style: Style, hop: int
-) -> SpokenText:
-    """A recording's groups with their codes: codes `[Q, T]`."""
-    ids, total, start = layout.code_ids(codes).numpy(), codes.shape[1], 0
-    groups, sounds = [], []
-    for i, word in enumerate(words):
-        stop = total if i == len(words) - 1 else min(total, max(start, round(word.stop / hop)))
-        groups.append(layout.group(word.text))
-        sounds.append(ids[start * layout.books : stop * layout.books])
-        start = stop
-    return SpokenText(style, groups, sounds)
-
-
 def say_bank(
-    layout: SpeechLayout, corpus: Corpus, styles: list[Style], codes: list[torch.Tensor], hop: int
+    layout: SpeechLayout, corpus: Corpus, styles: list[Style], codes: list[Tensor], hop: int
 ) -> list[SpokenText]:
-    """All recordings of what is to be said, with their codes `[Q, T]`."""
-    lines = zip(corpus.recordings, codes, styles, strict=True)
-    return [said(layout, row.words, each, way, hop) for row, each, way in lines]
+    """Recordings to say, the codes `[Q, T]` of each assigned to its words."""
+    found = []
+    for row, each, way in zip(corpus.recordings, codes, styles, strict=True):
+        ids, cuts = layout.code_ids(each).numpy(), [0]
+        for word in row.words[:-1]:
+            cuts.append(min(each.shape[1], max(cuts[-1], round(word.stop / hop))))
+        places = (np.array([*cuts, each.shape[1]]) * layout.books).tolist()
+        sounds = [ids[start:stop] for start, stop in pairwise(places)]
+        found.append(SpokenText(way, [layout.group(word.text) for word in row.words], sounds))
+    return found
 
 
-def encoded(path: Path, corpus: Corpus, codec: Path, workers: int = 2) -> list[torch.Tensor]:
-    """Codes `[Q, T]` of all recordings, by a codec in a folder; `path` keeps them."""
+def encoded(path: Path, corpus: Corpus, codec: Path, workers: int = 2) -> list[Tensor]:
+    """Codes `[Q, T]` of all recordings by the codec in a folder, cached in the file `path`."""
     if not path.exists():
         with get_context("spawn").Pool(workers, _open, (codec,)) as pool:
             sounds = (corpus.samples(i) for i in range(len(corpus)))
             found = list(pool.imap(_encode, sounds, chunksize=32))
-        sizes = np.array([each.shape[1] for each in found])
-        np.savez(path, codes=np.concatenate(found, 1), sizes=sizes)
-    kept = np.load(path)
-    whole = torch.from_numpy(kept["codes"].astype(np.int64))
-    return list(whole.split(kept["sizes"].tolist(), 1))
+        torch.save([torch.from_numpy(each) for each in found], path)
+    return [each.long() for each in torch.load(path)]
 
 
 _codec: dict[str, EmbeddedCodec] = {}
@@ -121,24 +181,10 @@ def _listen(task: tuple[NDArray[np.int16], int, int]) -> tuple[NDArray[np.float1
     return mel[:whole].numpy().astype(np.float16), before
 
 
-def _tasks(corpus: Corpus, seed: int) -> Iterator[tuple[NDArray[np.int16], int, int]]:
-    return ((corpus.samples(i), seed, i) for i in range(len(corpus)))
-
-
-def hear_bank(
-    layout: SpeechLayout, corpus: Corpus, seed: int, workers: int = 2
-) -> list[HeardSpeech]:
-    """All recordings of what is to be understood, each through some bad line of its own."""
-    with get_context("spawn").Pool(workers) as pool:
-        listened = list(pool.imap(_listen, _tasks(corpus, seed), chunksize=32))
-    pairs = zip(corpus.recordings, listened, strict=True)
-    return [heard(layout, row.words, mel, before) for row, (mel, before) in pairs]
-
-
 def heard(
     layout: SpeechLayout, words: tuple[WordTime, ...], mel: NDArray[np.float16], before: int
 ) -> HeardSpeech:
-    """One of them; `before` samples of silence lie in front of the words' times."""
+    """A recording to understand; `before` samples of silence precede the words' times."""
     spoken = [word for word in words if word.text not in MARKS]
     ends = np.array([word.stop + before for word in spoken])
     known = (np.arange(len(mel) // FRAMES) + 1) * FRAMES * HOP
@@ -150,56 +196,36 @@ def heard(
     )
 
 
-def save_heard(path: Path, bank: list[HeardSpeech]) -> None:
-    """Keep a bank, all of it in one file."""
-    columns = {
-        "mel": np.concatenate([h.mel for h in bank]),
-        "words": np.array([i for h in bank for i in h.words]),
-        "last": np.concatenate([h.last for h in bank]),
-        "count": np.concatenate([h.count for h in bank]),
-        "sizes": np.array([(len(h.last), len(h.words)) for h in bank]),
-    }
-    np.savez(path, **columns)  # type: ignore[arg-type]
+def hear_bank(
+    path: Path, layout: SpeechLayout, corpus: Corpus, seed: int, workers: int = 2
+) -> list[HeardSpeech]:
+    """Recordings to understand, each through a bad line of its own, cached in the file `path`."""
+    if not path.exists():
+        tasks = ((corpus.samples(i), seed, i) for i in range(len(corpus)))
+        with get_context("spawn").Pool(workers) as pool:
+            found = list(pool.imap(_listen, tasks, chunksize=32))
+        torch.save([(torch.from_numpy(mel), before) for mel, before in found], path)
+    kept = zip(corpus.recordings, torch.load(path), strict=True)
+    return [heard(layout, row.words, mel.numpy(), before) for row, (mel, before) in kept]
 
 
-def load_heard(path: Path) -> list[HeardSpeech]:
-    """What `save_heard` kept."""
-    kept = np.load(path)
-    mel, words, last, count = (kept[name] for name in ("mel", "words", "last", "count"))
-    found, at, word = [], 0, 0
-    for slots, many in kept["sizes"].tolist():
-        now = slice(at, at + slots)
-        sound = mel[at * FRAMES : (at + slots) * FRAMES]
-        found.append(HeardSpeech(sound, words[word : word + many].tolist(), last[now], count[now]))
-        at, word = at + slots, word + many
-    return found
-
-
-def parts(bank: list[HeardSpeech], held: int) -> tuple[list[HeardSpeech], list[HeardSpeech]]:
-    """All but the last `held`, and those."""
-    return list(islice(bank, len(bank) - held)), bank[-held:]
-
-
-assert RATE == 100 * HOP
-
-
-NONE, TEXT, AUDIO = 0, 1, 2  # what a place owes
+NONE, TEXT, AUDIO = 0, 1, 2  # rows that a place predicts
 PATTERNS = ((11,), (11, 1, 1, 1), (5, 1, 1, 9, 1, 1, 1), (6,), (4,))  # tokens of each pass
 
 
 @dataclass
 class LineBuilder:
-    """One of them while it is put together."""
+    """A sequence while it is put together."""
 
     ids: list[int]
-    owes: list[int]  # for each id, how it is scored
+    kinds: list[int]  # for each id, the rows that predict it
     sound: HeardSpeech | None = None
     slots: int = 0  # place of the first embedding of sound
 
     def add(self, ids: Sequence[int], kind: int = NONE) -> None:
         """Append ids."""
         self.ids += ids
-        self.owes += repeat(kind, len(ids))
+        self.kinds += repeat(kind, len(ids))
 
 
 @dataclass(frozen=True)
@@ -207,7 +233,7 @@ class PaddedBatch:
     """Sequences of about one length, padded on the right."""
 
     ids: Tensor  # [B, L]
-    kind: Tensor  # [B, L] what the place owes: the NEXT id, scored over text or audio rows
+    kind: Tensor  # [B, L] rows that predict the NEXT id: none, text or audio
     mel: Tensor | None  # [B, 4 A, 80]
     at: Tensor | None  # [B, A] places of the embeddings, -1 = padding
     last: Tensor | None  # [B, A]
@@ -215,7 +241,7 @@ class PaddedBatch:
 
 
 def passes(rng: np.random.Generator) -> Iterator[int]:
-    """How many tokens each pass of the backbone gives."""
+    """Tokens of each pass of the backbone, at random."""
     draw = rng.random()
     if draw < 0.4:
         return repeat(1)
@@ -228,7 +254,7 @@ def passes(rng: np.random.Generator) -> Iterator[int]:
 def interleave(
     line: LineBuilder, layout: SpeechLayout, said: SpokenText, runs: Iterator[int], kind: int = NONE
 ) -> None:
-    """Append text and sound by turns; `kind` tells whether the text is owed or given."""
+    """Append text and sound by turns; `kind` says whether the text is predicted or given."""
     done = [layout.id("<done>")]
     first, queue = said.groups[: LOOK_AHEAD + 1], said.groups[LOOK_AHEAD + 1 :]
     for group in first:
@@ -236,19 +262,19 @@ def interleave(
     queue = [*queue, done] if queue else []
     if not queue:
         line.add(done, kind)
-    owed: list[list[int]] = []
+    due: list[list[int]] = []
     left, final = next(runs), len(said.sounds) - 1
     for i, sound in enumerate(said.sounds):
         tokens = [*sound.tolist(), layout.end if i == final else layout.next]
         for at, token in enumerate(tokens):
             line.add([token], AUDIO)
             if at == len(tokens) - 1 and queue:
-                owed.append(queue.pop(0))
+                due.append(queue.pop(0))
             left -= 1
             if left == 0:
-                for group in owed:
+                for group in due:
                     line.add(group, kind)
-                owed, left = [], next(runs)
+                due, left = [], next(runs)
 
 
 def styled(layout: SpeechLayout, said: SpokenText) -> list[int]:
@@ -258,7 +284,7 @@ def styled(layout: SpeechLayout, said: SpokenText) -> list[int]:
 
 
 def speaking(layout: SpeechLayout, said: SpokenText, rng: np.random.Generator) -> LineBuilder:
-    """A text that is said."""
+    """The sequence of a text that is said."""
     line = LineBuilder([], [])
     line.add([layout.id("<speak>"), *styled(layout, said)])
     spelled = [_spell(layout, g) if rng.random() < 0.04 else g for g in said.groups]
@@ -276,7 +302,7 @@ def _spell(layout: SpeechLayout, group: list[int]) -> list[int]:
 def listening(
     layout: SpeechLayout, sound: HeardSpeech, line: LineBuilder | None = None
 ) -> LineBuilder:
-    """Speech that is understood."""
+    """The sequence of speech that is understood."""
     line = line or LineBuilder([], [])
     line.add([layout.id("<listen>")])
     line.sound, line.slots = sound, len(line.ids)
@@ -293,7 +319,7 @@ def chatting(
     said: SpokenText,
     rng: np.random.Generator,
 ) -> LineBuilder:
-    """A conversation: the past as text, the last question heard, its reply said."""
+    """The sequence of a conversation: the past as text, a question heard, its reply said."""
     line = LineBuilder([], [])
     line.add(layout.history([(turn.role, turn.text) for turn in turns[:-2]]))
     line = listening(layout, sound, line)
@@ -303,13 +329,13 @@ def chatting(
 
 
 def stack(lines: Sequence[LineBuilder]) -> PaddedBatch:
-    """Sequences to a batch."""
+    """Pad sequences to a batch."""
     length = max(len(line.ids) for line in lines)
     ids = torch.zeros(len(lines), length, dtype=torch.long)
     kind = torch.zeros(len(lines), length, dtype=torch.long)
     for row, line in enumerate(lines):
         ids[row, : len(line.ids)] = torch.tensor(line.ids)
-        kind[row, : len(line.owes) - 1] = torch.tensor(line.owes[1:])
+        kind[row, : len(line.kinds) - 1] = torch.tensor(line.kinds[1:])
     sounds = [line.sound for line in lines]
     if any(sound is None for sound in sounds):
         return PaddedBatch(ids, kind, None, None, None, None)

@@ -1,4 +1,4 @@
-"""The codebooks of the embedded speech codec, fitted to recordings.
+"""Fitting of the embedded speech codec: codebooks, then the vocoder.
 
 Residual k-means with a price on rare entries (P. Chou, T. Lookabaugh, R. Gray, "Entropy-constrained
 vector quantization", 1989). Book 0 sees the envelope alone, so that its codes do not depend on
@@ -8,10 +8,8 @@ pitch; book 1 what is left of it, pitch and voicing. Entry 0 of both is silence.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +33,7 @@ from mmfast.frontends.codecs.embedded.features import (
 from mmfast.frontends.codecs.embedded.synthesis import SynthesisState, synthesise
 from mmfast.tiny.speech.recordings import say
 from mmfast.tiny.speech.text import VOICES, heard_voice, question, sentence
+from mmfast.tiny.training import Course, Figures, Optimiser, Report, Task, train
 
 ENTRIES = 1024
 PRICES = (15.0, 22.0)  # of one nat, in squared distance
@@ -56,16 +55,9 @@ def _nearest(frames: Tensor, book: Tensor, price: Tensor) -> Tensor:
 
 
 def fit_book(frames: Tensor, entries: int, price: float, seed: int) -> Books:
-    """One book.
+    """Fit one book to frames `[N, D]`: entries `[V, D]`, the first one zero, and prices `[V]`.
 
-    Args:
-        frames: `[N, D]`.
-        entries: V.
-        price: Squared distance that a nat of surprise is worth.
-        seed: Of the first entries.
-
-    Returns:
-        Entries `[V, D]`, the first one zero, and their prices `[V]`.
+    `price` is the squared distance that a nat of surprise is worth.
     """
     draw = torch.Generator().manual_seed(seed)
     book = frames[torch.randperm(len(frames), generator=draw)[:entries]].clone()
@@ -79,7 +71,7 @@ def fit_book(frames: Tensor, entries: int, price: float, seed: int) -> Books:
         unused = count == 0
         book = torch.where(unused[:, None], fresh, total / count.clamp(min=1.0)[:, None])
         cost = -price * ((count + 1.0) / (count + 1.0).sum()).log()
-        if turn < ROUNDS - 3:  # a new entry gets a chance
+        if turn < ROUNDS - 3:  # a new entry is cheap at first
             cost[unused] = cost.min()
     book[0] = 0.0
     return book, cost
@@ -144,11 +136,8 @@ def spectra(sound: Tensor, size: int) -> Tensor:
 def spectral_loss(made: Tensor, real: Tensor) -> Tensor:
     """Mean over resolutions of the distance of logarithms and of magnitudes.
 
-    R. Yamamoto, E. Song, J. Kim, "Parallel WaveGAN" (2020), with means in place of norms.
-
-    Args:
-        made: `[B, n]`.
-        real: `[B, n]`.
+    R. Yamamoto, E. Song, J. Kim, "Parallel WaveGAN" (2020), with means in place of norms; both
+    sounds are `[B, n]`.
     """
     total = made.new_zeros(())
     for size in SIZES:
@@ -163,24 +152,20 @@ BATCH = 6
 RATE = 2e-3
 PITCH_LOSS = 12.0
 _LATE = 2.43  # hops by which the middle of a pitch window lies behind the end of a hop
-Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """All recordings end to end, silence between them."""
+    """Recordings end to end, silence between them."""
 
-    frames: Tensor  # [N, 100] what codes stand for
+    frames: Tensor  # [N, 100] sums of the codes' entries
     pcm: Tensor  # [N * 640]
     pitch: Tensor  # [N * 4] log of Hz over 110 at the end of each hop
     voiced: Tensor  # [N * 4] 0 to 1
 
 
 def target_pitch(pcm: Tensor) -> tuple[Tensor, Tensor]:
-    """Pitch where hops end, gaps filled, and how voiced it is there.
-
-    Args:
-        pcm: `[640 T]`.
+    """Pitch at the ends of hops of sound `[640 T]`, gaps filled, and how voiced it is.
 
     Returns:
         Log of Hz over 110 `[4 T]`, and 0 to 1 `[4 T]`.
@@ -234,6 +219,26 @@ def lesson_loss(net: VocoderNet, lessons: Lessons, starts: Tensor) -> tuple[Tens
     return loss, error
 
 
+class VocoderTask(Task):
+    """A vocoder on random segments of the recordings."""
+
+    def __init__(self, net: VocoderNet, lessons: Lessons, seed: int, rate: float) -> None:
+        self.net, self.lessons = net, lessons
+        self.optimiser = Optimiser([], net.parameters(), rate, decay=1e-3)
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def batches(self, step: int, done: float) -> list[Tensor]:
+        """First frames of segments `[B]`."""
+        count = len(self.lessons.frames) - SEGMENT
+        return [torch.randint(count, (BATCH,), generator=self.rng)]
+
+    def loss(self, batch: Tensor) -> tuple[Tensor, Figures]:
+        """Spectral loss and pitch loss."""
+        spectral, pitch = lesson_loss(self.net, self.lessons, batch)
+        figures = {"spectral": spectral.item(), "pitch": pitch.item()}
+        return spectral + PITCH_LOSS * pitch, figures
+
+
 def fit_vocoder(
     corpus: Iterable[Tensor],
     books: Tensor,
@@ -250,33 +255,15 @@ def fit_vocoder(
         corpus: Recordings `[n]` at 16 kHz.
         books: Entries, as `fit_codec` gives them.
         bias: Their prices.
-        seed: Of weights and lessons.
+        seed: Of weights and segments.
         steps: Of the optimiser.
-        report: Gets a row of figures now and then.
-        net: Goes on from here, else anew.
-        rate: Of learning, at its highest.
+        report: Receives the rows of the log.
+        net: Vocoder to continue with; None = a new one.
+        rate: Peak learning rate.
     """
     lessons = make_lessons(corpus, books, bias)
     torch.manual_seed(seed)
     net = (net or VocoderNet()).float().train().requires_grad_(True)
-    optimiser = torch.optim.AdamW(net.parameters(), rate, betas=(0.9, 0.98), weight_decay=1e-3)
-    draw = torch.Generator().manual_seed(seed)
-    began, sums = time.monotonic(), torch.zeros(2)
-    for step in range(steps):
-        share = step / steps
-        slope = min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * share)) + 0.01
-        for group in optimiser.param_groups:
-            group["lr"] = rate * slope
-        starts = torch.randint(len(lessons.frames) - SEGMENT, (BATCH,), generator=draw)
-        loss, error = lesson_loss(net, lessons, starts)
-        optimiser.zero_grad()
-        (loss + PITCH_LOSS * error).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimiser.step()
-        sums += torch.tensor([loss.item(), error.item()])
-        if (step + 1) % 100 == 0:
-            spectral, pitch = (sums / 100).tolist()
-            seconds = round(time.monotonic() - began)
-            report({"vocoder": step + 1, "spectral": spectral, "pitch": pitch, "seconds": seconds})
-            sums.zero_()
+    task = VocoderTask(net, lessons, seed, rate)
+    train(task, Course("vocoder", steps=steps, warm=0.022, hold=None, every=100), report)
     return net

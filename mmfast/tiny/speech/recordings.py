@@ -1,19 +1,22 @@
-"""Recordings to learn from and to test with: text to 16 kHz sound, with the time of every word.
+"""Recordings for training and tests: text to 16 kHz sound, with the time of every word.
 
 The synthesiser is espeak-ng, through the shared library in the wheel `espeakng-loader`. It keeps
 its state in globals, such as the phase of the voice, so the library is loaded anew for every text
-(a millisecond): what a text sounds like does not depend on what was said before. One call at a
-time in a process, and several processes for a corpus.
+(a millisecond): the sound of a text does not depend on earlier texts. One call at a time in a
+process, and several processes for a corpus.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from multiprocessing import get_context
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -22,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.errors import MediaError, MmfastError, SpecError
 
 RATE = 16000
 TAIL = 0.12  # seconds of silence left at the end
@@ -38,13 +41,13 @@ Samples = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class EspeakVoice:
-    """How something is said.
+    """A way of speaking.
 
     Args:
         name: A voice of espeak-ng, with a variant behind a plus sign: "en-us+f2".
         rate: Words per minute, 80 to 450.
         pitch: 0 to 99.
-        spread: How much the pitch moves, 0 to 99.
+        spread: Range of the pitch, 0 to 99.
         volume: 0 to 200 percent.
     """
 
@@ -53,6 +56,9 @@ class EspeakVoice:
     pitch: int = 50
     spread: int = 50
     volume: int = 90
+
+
+Line = tuple[str, EspeakVoice]  # a text and its voice
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ _Callback = ctypes.CFUNCTYPE(
 
 
 class _Library:
-    """The loaded library and what its callback has collected."""
+    """The loaded library, and the sound and events of its callback."""
 
     def __init__(self) -> None:
         try:
@@ -114,7 +120,7 @@ class _Library:
         self.library.espeak_SetSynthCallback(self.callback)
 
     def close(self) -> None:
-        """Unload the library and with it all that it remembers."""
+        """Unload the library and with it its state."""
         self.library.espeak_Terminate()
         system: Any = importlib.import_module("_ctypes")
         unload = getattr(system, "dlclose", None) or system.FreeLibrary
@@ -131,7 +137,7 @@ class _Library:
         return 0
 
     def run(self, text: str, voice: EspeakVoice) -> tuple[Samples, list[tuple[int, int]]]:
-        """Samples at the library's own rate, and where words start: character, sample."""
+        """Samples at the library's own rate, and starts of words: character, sample."""
         self.sound, self.events = [], []
         if self.library.espeak_SetVoiceByName(voice.name.encode()):
             raise SpecError(f"voice={voice.name!r} is none of espeak-ng's; try en-us or en-us+f2")
@@ -157,7 +163,7 @@ def say(text: str, voice: EspeakVoice | None = None) -> Speech:
 
     Args:
         text: Words and punctuation marks.
-        voice: How; en-us at 165 words per minute unless told.
+        voice: Way of speaking; None = en-us at 165 words per minute.
 
     Raises:
         SpecError: An unknown voice, or a rate, pitch, spread or volume out of range.
@@ -224,7 +230,7 @@ def _words(text: str, starts: list[tuple[int, int]], pcm: Samples) -> Iterator[W
 
 
 def _share(pieces: list[str], start: int, stop: int, pcm: Samples) -> Iterator[WordTime]:
-    """Words get the sound, by their letters; marks behind them get the silence at its end."""
+    """Share the sound among words by their letters; marks behind them get the final silence."""
     marks = [piece for piece in pieces if piece[0] in ",.?!:;"]
     loud = np.flatnonzero(np.abs(pcm[start:stop]) > QUIET)
     voiced = start + int(loud[-1]) + 1 if len(loud) else start
@@ -242,7 +248,7 @@ def _share(pieces: list[str], start: int, stop: int, pcm: Samples) -> Iterator[W
 
 
 def _cut(words: tuple[WordTime, ...], pcm: Samples) -> tuple[tuple[WordTime, ...], Samples]:
-    """Without the silence at the end that is longer than TAIL."""
+    """Cut the silence at the end that is longer than TAIL."""
     loud = np.flatnonzero(np.abs(pcm) > QUIET)
     end = min(len(pcm), (int(loud[-1]) + 1 if len(loud) else 0) + round(TAIL * RATE))
     kept = tuple(WordTime(w.text, min(w.start, end), min(w.stop, end)) for w in words)
@@ -250,14 +256,14 @@ def _cut(words: tuple[WordTime, ...], pcm: Samples) -> tuple[tuple[WordTime, ...
 
 
 def worsen(pcm: Samples, rng: np.random.Generator) -> tuple[Samples, int]:
-    """A recording as it may arrive: silence around, gain, band, noise, offset, clipping.
+    """Degrade a recording: silence around, gain, band, noise, offset, clipping.
 
     Args:
         pcm: `[n]` at 16 kHz.
         rng: The source of chance; one recording in eight stays clean.
 
     Returns:
-        The sound, and how many samples of silence were put in front.
+        The sound, and the number of samples of silence in front of it.
     """
     before, after = int(rng.integers(0, 8000)), int(rng.integers(800, 6000))
     sound = np.concatenate([np.zeros(before), pcm, np.zeros(after)])
@@ -276,7 +282,7 @@ def worsen(pcm: Samples, rng: np.random.Generator) -> tuple[Samples, int]:
 
 
 def band(sound: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
-    """What a narrow line lets through, its edges a few hundred hertz wide."""
+    """Band-pass a sound as a narrow line does, with edges a few hundred hertz wide."""
     spectrum = np.fft.rfft(sound)
     hertz = np.fft.rfftfreq(len(sound), 1 / RATE)
     gain = 1 / (1 + (low / np.maximum(hertz, 1)) ** 8) / (1 + (hertz / high) ** 24)
@@ -291,3 +297,113 @@ def noise(count: int, tilt: float, rng: np.random.Generator) -> NDArray[np.float
     sound = np.fft.irfft(spectrum / hertz**tilt, count)
     even: NDArray[np.float64] = sound / np.sqrt(np.mean(sound**2) + 1e-12)
     return even
+
+
+SHARD = 500  # recordings in a file
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A text, its voice, and its place in a file."""
+
+    text: str
+    voice: EspeakVoice
+    shard: int
+    start: int
+    stop: int
+    words: tuple[WordTime, ...]
+
+
+class Corpus:
+    """A folder of recordings as int16; sound is read from the disk on demand."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        files = sorted(self.folder.glob("*.json"))
+        if not files:
+            raise MediaError(f"{self.folder} holds no recordings; make some with build_corpus")
+        self.sound = [np.load(file.with_suffix(".npy"), mmap_mode="r") for file in files]
+        self.recordings = [row for i, file in enumerate(files) for row in _read(file, i)]
+
+    def __len__(self) -> int:
+        return len(self.recordings)
+
+    def samples(self, index: int) -> NDArray[np.int16]:
+        """A recording's samples `[n]`, int16."""
+        row = self.recordings[index]
+        return np.asarray(self.sound[row.shard][row.start : row.stop])
+
+    def __getitem__(self, index: int) -> Speech:
+        pcm = torch.from_numpy(self.samples(index).astype(np.float32) / 32767)
+        return Speech(pcm, self.recordings[index].words)
+
+    @property
+    def seconds(self) -> float:
+        """Length of all recordings."""
+        return sum(row.stop - row.start for row in self.recordings) / 16000
+
+
+def build_corpus(
+    folder: str | Path,
+    said: Sequence[Line],
+    workers: int = 2,
+    progress: Callable[[int, int], None] | None = None,
+) -> Corpus:
+    """Say all lines, in several processes, and write them to a folder.
+
+    Args:
+        folder: Made where it is missing; its former recordings are deleted.
+        said: Texts and voices.
+        workers: Processes.
+        progress: Called with lines done and lines in all.
+    """
+    home = Path(folder)
+    home.mkdir(parents=True, exist_ok=True)
+    for old in (*home.glob("*.json"), *home.glob("*.npy")):
+        old.unlink()
+    done = 0
+    with get_context("spawn").Pool(workers) as pool:
+        spoken = pool.imap(_say, said, chunksize=16)
+        for shard, start in enumerate(range(0, len(said), SHARD)):
+            part = said[start : start + SHARD]
+            _write(home / f"{shard:04d}", part, islice(spoken, len(part)))
+            done += len(part)
+            if progress is not None:
+                progress(done, len(said))
+    return Corpus(home)
+
+
+def _say(line: Line) -> tuple[NDArray[np.int16], tuple[WordTime, ...]]:
+    spoken = say(*line)
+    return (spoken.pcm.numpy() * 32767).round().astype(np.int16), spoken.words
+
+
+def _write(
+    stem: Path,
+    said: Sequence[Line],
+    spoken: Iterator[tuple[NDArray[np.int16], tuple[WordTime, ...]]],
+) -> None:
+    rows: list[dict[str, Any]] = []
+    parts, at = [], 0
+    for (text, voice), (pcm, words) in zip(said, spoken, strict=True):
+        times = [[word.text, word.start, word.stop] for word in words]
+        row = {"text": text, "voice": asdict(voice), "start": at, "stop": at + len(pcm)}
+        rows.append({**row, "words": times})
+        parts.append(pcm)
+        at += len(pcm)
+    np.save(stem.with_suffix(".npy"), np.concatenate(parts))
+    stem.with_suffix(".json").write_text(json.dumps(rows))
+
+
+def _read(file: Path, shard: int) -> list[Recording]:
+    return [
+        Recording(
+            row["text"],
+            EspeakVoice(**row["voice"]),
+            shard,
+            row["start"],
+            row["stop"],
+            tuple(WordTime(*word) for word in row["words"]),
+        )
+        for row in json.loads(file.read_text())
+    ]

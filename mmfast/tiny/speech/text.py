@@ -1,4 +1,4 @@
-"""The domain of the embedded speech model: sentences, questions and the grammar of both.
+"""The domain of the embedded speech model: its grammar, sentences, questions and conversations.
 
 A text is for training or for evaluation by its own checksum, so neither is ever seen by the other
 whatever the seeds; texts of one or two words and fixed phrases are for training alone.
@@ -8,80 +8,157 @@ from __future__ import annotations
 
 import re
 import zlib
-from functools import cache
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from mmfast.core.errors import SpecError
-from mmfast.tiny.speech.recordings import EspeakVoice
-from mmfast.tiny.speech.rules import CARRIERS, DIGITS, RULES, SENTENCES, TEENS, TENS, spoken_wording
-from mmfast.tiny.video.questions import WORDINGS, Fact
+from mmfast.core.speech import Turn
+from mmfast.tiny.speech.recordings import EspeakVoice, Line
+from mmfast.tiny.stream.world import NOW_WORDINGS, PAST_WORDINGS
+from mmfast.tiny.video.questions import WORDINGS
 
-PHRASES = (
-    "hello.",
-    "hello, how are you?",
-    "hello, how can i help you?",
-    "good morning.",
-    "good evening.",
-    "i am fine, thank you.",
-    "thank you.",
-    "you are welcome.",
-    "goodbye.",
-    "see you later.",
-    "yes.",
-    "no.",
-    "okay.",
-    "stop.",
-    "please wait.",
-    "sorry, i did not hear you.",
-    "i do not know.",
-    "i can not see a video.",
-    "that is right.",
-    "that is wrong.",
-)
-# What is said in conversations beside the sentences and phrases of the domain.
-LINES = (
-    "what is <number> plus <number>?",
-    "what is <number> minus <number>?",
-    "what is <few> times <few>?",
-    "<number> plus <number> is <number>.",
-    "<number> minus <number> is <number>.",
-    "<few> times <few> is <number>.",
-    "what comes after <number>?",
-    "what comes before <number>?",
-    "<number> comes after <number>.",
-    "<number> comes before <number>.",
-    "count from <number> to <number>.",
-    "<number>, <number>, <number>, <number>, <number>.",
-    "<number>, <number>, <number>, <number>.",
-    "what is the opposite of <quality>?",
-    "the opposite of <quality> is <quality>.",
-    "what did you say?",
-    "say it again, please.",
-    "what did i say?",
-    "i like <colour>.",
-    "<colour> is a nice colour.",
-    "what is my favourite colour?",
-    "your favourite colour is <colour>.",
-    "my favourite shape is the <shape>.",
-    "the <shape> is a nice shape.",
-    "what is my favourite shape?",
-    "your favourite shape is the <shape>.",
-    "my name is <name>.",
-    "hello <name>.",
-    "what is my name?",
-    "your name is <name>.",
-    "remember the number <number>.",
-    "okay, i will remember <number>.",
-    "which number did i say?",
-    "the number was <number>.",
-    "you did not tell me.",
-    "you did not say a number.",
-    "i did not say anything.",
-    "how are you?",
-    "okay, i will stop.",
-)
+# A rule and its alternatives: words, punctuation marks and <rules>; /n/ stands for n equal ones.
+GRAMMAR = """
+digit = one | two | three | four | five | six | seven | eight | nine
+teen =
+    ten | eleven | twelve | thirteen | fourteen | fifteen | sixteen | seventeen | eighteen
+    | nineteen
+tens = twenty | thirty | forty | fifty | sixty | seventy | eighty | ninety
+below hundred = <digit> | <teen> | <tens> | /2/ <tens> <digit>
+number = zero | /8/ <below hundred> | <digit> hundred | /4/ <digit> hundred and <below hundred>
+few = two | three | four | five | six
+hour = one | two | three | four | five | six | seven | eight | nine | ten | eleven | twelve
+minute = ten | fifteen | twenty | twenty five | thirty | forty five | fifty
+clock =
+    <hour> o'clock | half past <hour> | quarter past <hour> | quarter to <hour> | <hour> <minute>
+    | <minute> past <hour>
+day part = in the morning | in the afternoon | in the evening | at night
+unit = seconds | minutes | hours | percent | metres
+colour = red | green | blue | yellow | purple | white | black | orange | pink | brown
+seen colour = red | green | blue | yellow | purple | white
+shape = circle | square | triangle | star | cross
+shapes = circles | squares | triangles | stars | crosses
+thing = <colour> <shape>
+seen = <seen colour> <shape>
+sized = /2/ <thing> | small <thing> | big <thing>
+direction = left | right | up | down
+side = left | right | top | bottom
+corner = top left | top right | bottom left | bottom right
+end = start | end
+pace = slowly | quickly | fast
+ordinal = first | second | third | fourth | fifth | last
+name = anna | ben | david | emma | frank | george | helen | jack | laura | maria | peter | susan
+moves = moves | goes | is going | is moving
+order = before | after
+motion =
+    the <sized> <moves> <direction>. | the <sized> <moves> <pace> to the <side>.
+    | the <thing> <moves> <direction>, then <direction>.
+    | the <thing> goes from the <corner> to the <corner>.
+    | the <thing> is faster than the <thing>. | the <thing> moves <pace> and the <thing> stops.
+    | the <ordinal> <shape> moves <direction> after <number> seconds.
+    | first, the <thing> appears. then, the <thing> moves <direction>.
+position =
+    the <sized> is in the <corner> corner. | the <sized> is at the <side> of the screen.
+    | the <thing> is next to the <thing>.
+    | the <thing> is at the <corner>, and the <thing> is at the <corner>.
+    | there is a <sized> at the <side> of the video. | the <thing> appears <order> the <thing>.
+    | the <ordinal> object is a <sized>.
+counting =
+    there are <few> <colour> <shapes> on the screen.
+    | i can see <few> <shapes> and <few> <shapes>. | the number on the screen is <number>.
+    | the number is <number>. | <number> plus <number>. | <number>, <number> and <number>.
+    | the answer is <number>. | <number> <unit>. | the video has <number> <shapes>.
+    | <number> percent of the objects are <colour>.
+timing =
+    it is <clock>. | it is <clock> <day part>. | the video starts at <clock>.
+    | at <clock>, the <thing> moves <direction>. | please wait <number> <unit>.
+    | after <number> seconds, the <thing> stops. | see you at <clock>, <name>.
+    | the video ends <order> <number> minutes.
+talk =
+    my favourite colour is <colour>. | i like the <sized>, but not the <thing>.
+    | yes, the <thing> is <colour>. | no, it is <colour>, not <colour>.
+    | hello <name>, can you see the <thing>? | do you like the <thing> or the <thing>?
+    | my name is <name>, and i am <number> years old. | you said <number>, not <number>.
+    | sorry, i can not see the <sized>. | <name> has <few> <colour> <shapes>.
+lead =  | repeat after me, | say, | you said, | i said,
+short =
+    <colour>. | <shape>. | <direction>. | <corner>. | <number>. | <thing>. | the <thing>.
+    | <clock>.
+phrase =
+    hello. | hello, how are you? | hello, how can i help you? | good morning. | good evening.
+    | i am fine, thank you. | thank you. | you are welcome. | goodbye. | see you later. | yes.
+    | no. | okay. | stop. | please wait. | sorry, i did not hear you. | i do not know.
+    | i can not see a video. | that is right. | that is wrong.
+line =
+    what is <number> plus <number>? | what is <number> minus <number>?
+    | what is <few> times <few>? | <number> plus <number> is <number>.
+    | <number> minus <number> is <number>. | <few> times <few> is <number>.
+    | what comes after <number>? | what comes before <number>? | <number> comes after <number>.
+    | <number> comes before <number>. | count from <number> to <number>.
+    | <number>, <number>, <number>, <number>, <number>. | <number>, <number>, <number>, <number>.
+    | what is the opposite of <quality>? | the opposite of <quality> is <quality>.
+    | what did you say? | say it again, please. | what did i say? | i like <colour>.
+    | <colour> is a nice colour. | what is my favourite colour?
+    | your favourite colour is <colour>. | my favourite shape is the <shape>.
+    | the <shape> is a nice shape. | what is my favourite shape?
+    | your favourite shape is the <shape>. | my name is <name>. | hello <name>. | what is my name?
+    | your name is <name>. | remember the number <number>. | okay, i will remember <number>.
+    | which number did i say? | the number was <number>. | you did not tell me.
+    | you did not say a number. | i did not say anything. | how are you? | okay, i will stop.
+"""
+SENTENCES = ("motion", "position", "counting", "timing", "talk")
+OPPOSITES = {"left": "right", "up": "down", "top": "bottom", "big": "small", "fast": "slow"} | {
+    "first": "last", "day": "night", "yes": "no", "black": "white",
+}  # fmt: skip
+CARRIERS = ("", "please tell me, ", "tell me, ", "so, ", "okay, ", "one more question, ")
+# Rules that fill the wordings of a question, by its kind.
+SLOTS: dict[str, tuple[str, ...]] = {
+    "colour": ("<shape>",),
+    "shape": ("<seen colour>",),
+    "count": (),
+    "direction": ("<seen>",),
+    "speed": ("<seen>", "<seen>"),
+    "position": ("<seen>", "<end>"),
+    "first": ("<seen>", "<seen>"),
+    "number": (),
+    "entry": ("<seen>",),
+    "corner": ("<seen>",),
+}
+
+
+def parse_grammar(text: str) -> dict[str, tuple[str, ...]]:
+    """Parse rules of the form `name = alternative | alternative`; indented lines continue one."""
+    rules: dict[str, tuple[str, ...]] = {}
+    for line in text.strip().replace("\n    ", " ").splitlines():
+        name, _, body = line.partition(" =")
+        found: list[str] = []
+        for part in body.split("|"):
+            weight, alternative = re.fullmatch(r"\s*(?:/(\d+)/ )?(.*?)\s*", part).groups()  # type: ignore[union-attr]
+            found += [alternative] * int(weight or 1)
+        rules[name] = tuple(found)
+    return rules
+
+
+def spoken_wording(text: str) -> str:
+    """A typed question as the words and marks that are said: the domain has one spelling."""
+    return text.lower().replace("color ", "colour ").replace(":", ",")
+
+
+def _wordings(*tables: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """All wordings of the questions, each once, with rules in their slots."""
+    pairs = ((kind, w) for table in tables for kind, wordings in table.items() for w in wordings)
+    return tuple(dict.fromkeys(spoken_wording(w.format(*SLOTS[kind])) for kind, w in pairs))
+
+
+RULES = parse_grammar(GRAMMAR) | {
+    "quality": tuple(dict.fromkeys((*OPPOSITES, *OPPOSITES.values()))),
+    "clip question": _wordings(WORDINGS, NOW_WORDINGS, PAST_WORDINGS),
+    "carrier": CARRIERS,
+}
+PHRASES = RULES["phrase"]
+LINES = RULES["line"]  # said in conversations, beside the sentences and phrases
 
 
 Split = Literal["train", "eval"]
@@ -123,34 +200,21 @@ def groups(text: str) -> list[str]:
     return GROUP.findall(text)
 
 
-def joined(parts: list[str]) -> str:
-    """The text of words and marks."""
-    return re.sub(r" ([,.?])", r"\1", " ".join(parts))
-
-
 def number_words(number: int) -> str:
     """0 to 999 in words, such as "two hundred and five".
 
     Raises:
         SpecError: Another number.
     """
+    from num2words import num2words
+
     if not 0 <= number <= 999:
         raise SpecError(f"number={number} is not in 0 to 999, the numbers of the domain")
-    hundreds, rest = divmod(number, 100)
-    tens, ones = divmod(rest, 10)
-    words = [f"{DIGITS[hundreds - 1]} hundred"] if hundreds else []
-    if rest and hundreds:
-        words.append("and")
-    if 10 <= rest < 20:
-        words.append(TEENS[rest - 10])
-    else:
-        words += [TENS[tens - 2]] if tens else []
-        words += [DIGITS[ones - 1]] if ones else []
-    return " ".join(words) or "zero"
+    return str(num2words(number)).replace("-", " ")
 
 
 def split_of(text: str) -> Split:
-    """Which of the two a text is for."""
+    """The split that a text belongs to."""
     words = [part for part in groups(text) if part not in MARKS]
     if len(words) <= 2 or text in PHRASES:
         return "train"
@@ -179,7 +243,7 @@ def sentence(rng: np.random.Generator, split: Split = "train") -> str:
 
 
 def question(rng: np.random.Generator, split: Split = "train") -> str:
-    """A question about a clip as it is spoken."""
+    """A spoken question about a clip."""
     while True:
         carrier = "<carrier>" if rng.random() < 0.5 else ""
         text = expand(f"{carrier}<clip question>", rng)
@@ -188,32 +252,36 @@ def question(rng: np.random.Generator, split: Split = "train") -> str:
 
 
 def spoken_variants(typed_question: str) -> list[str]:
-    """The ways in which a typed question may be spoken: alone, and behind each carrier."""
+    """A typed question as it may be spoken: alone, and behind each carrier."""
     return [carrier + spoken_wording(typed_question) for carrier in CARRIERS]
 
 
-def asked(fact: Fact, rng: np.random.Generator, split: Split = "train") -> str:
-    """A question about a fact of a clip as it is spoken, in some wording."""
-    wordings = [fact.ask(i) for i in range(len(WORDINGS[fact.kind]))]
-    ways = [way for wording in wordings for way in spoken_variants(wording)]
-    fitting = [way for way in ways if split_of(way) == split]
-    return (fitting or ways)[int(rng.integers(len(fitting or ways)))]
-
-
-def spoken_answer(answer: str) -> str:
-    """A typed answer such as "42" or "top left", as it is said."""
-    return number_words(int(answer)) if answer.isdecimal() else answer.lower()
-
-
-@cache
-def words() -> tuple[str, ...]:
+def _words() -> tuple[str, ...]:
     """Every word of the domain, in alphabetic order."""
-    texts = [*PHRASES, *LINES, *(alternative for rule in RULES.values() for alternative in rule)]
+    texts = (alternative for rule in RULES.values() for alternative in rule)
     found = {part for text in texts for part in groups(REFERENCE.sub(" ", text))}
     return tuple(sorted(found - set(MARKS)))
 
 
-WORDS = words()
+WORDS = _words()
+
+
+def lines(count: int, seed: int, split: Split = "train", questions: float = 0.0) -> list[Line]:
+    """Texts of the domain in the model's own voices, a share of them questions about clips."""
+    rng = np.random.default_rng([seed, 1])
+    found = []
+    for _ in range(count):
+        text = question(rng, split) if rng.random() < questions else sentence(rng, split)
+        found.append((text, VOICES[int(rng.integers(len(VOICES)))]))
+    return found
+
+
+def heard_lines(
+    count: int, seed: int, split: Split = "train", questions: float = 0.5
+) -> list[Line]:
+    """The same in the wider range of voices that the model listens to."""
+    rng = np.random.default_rng([seed, 2])
+    return [(text, heard_voice(rng)) for text, _ in lines(count, seed + 1, split, questions)]
 
 
 Tree = dict[str, "Tree"]
@@ -222,10 +290,10 @@ END = ""
 
 
 def jsgf(dialogue: bool = False) -> str:
-    """What is said, in the JSpeech Grammar Format.
+    """The domain in the JSpeech Grammar Format.
 
     Args:
-        dialogue: The lines of conversations too, not sentences and questions alone; slower.
+        dialogue: Whether to add the lines of conversations to sentences and questions; slower.
     """
     sentences = [text for name in (*SENTENCES, "short") for text in RULES[name]]
     sentences += [*PHRASES, *(LINES if dialogue else ())]
@@ -238,7 +306,7 @@ def jsgf(dialogue: bool = False) -> str:
 
 
 def _needed(texts: dict[str, tuple[str, ...]]) -> set[str]:
-    """Names of the rules that are reached."""
+    """Names of the rules that the sentences reach."""
     table, found = {**RULES, **texts}, set[str]()
     todo = [*texts, "carrier", "lead"]
     while todo:
@@ -282,3 +350,173 @@ def _written(tree: Tree) -> str:
             rest = f" [{rest}]" if END in behind else f" ({rest})"
         options.append(name + rest)
     return " | ".join(options)
+
+
+Memory = dict[str, str]
+Exchange = tuple[str, str]
+
+
+class _State(NamedTuple):
+    """Memory of a conversation before its next exchange."""
+
+    rng: np.random.Generator
+    split: Split
+    turns: list[Turn]
+    memory: Memory
+
+    def pick(self, choices: tuple[str, ...]) -> str:
+        return choices[int(self.rng.integers(len(choices)))]
+
+    def number(self, low: int, high: int) -> int:
+        return int(self.rng.integers(low, high + 1))
+
+
+def _sum(state: _State) -> Exchange:
+    a, b = state.number(0, 10), state.number(0, 10)
+    way = state.number(0, 5)
+    if way == 0:
+        a, b = state.number(2, 6), state.number(2, 6)
+        sign, result = "times", a * b
+    elif way <= 2:
+        a += b
+        sign, result = "minus", a - b
+    else:
+        sign, result = "plus", a + b
+    asked = f"{number_words(a)} {sign} {number_words(b)}"
+    return f"what is {asked}?", f"{asked} is {number_words(result)}."
+
+
+def _neighbour(state: _State) -> Exchange:
+    number, step = state.number(1, 99), state.pick(("after", "before"))
+    there = number_words(number + (1 if step == "after" else -1))
+    here = number_words(number)
+    return f"what comes {step} {here}?", f"{there} comes {step} {here}."
+
+
+def _count(state: _State) -> Exchange:
+    start, many = state.number(0, 40), state.number(4, 5)
+    row = [number_words(start + i) for i in range(many)]
+    return f"count from {row[0]} to {row[-1]}.", ", ".join(row) + "."
+
+
+def _opposite(state: _State) -> Exchange:
+    pair = list(OPPOSITES.items())[state.number(0, len(OPPOSITES) - 1)]
+    one, other = pair if state.rng.random() < 0.5 else pair[::-1]
+    return f"what is the opposite of {one}?", f"the opposite of {one} is {other}."
+
+
+def _repeat(state: _State) -> Exchange:
+    text = sentence(state.rng, state.split)
+    return state.pick(("repeat after me, ", "say, ")) + text, text
+
+
+def _again(state: _State) -> Exchange:
+    ask = state.pick(("what did you say?", "say it again, please."))
+    said = next((turn.text for turn in reversed(state.turns) if turn.role == "assistant"), "")
+    if not said:
+        return ask, "i did not say anything."
+    if said[-1] not in ".?":  # it was cut off
+        said = said.rstrip(",") + "."
+    return ask, (f"i said, {said}" if ask.startswith("what") else said)
+
+
+def _mine(state: _State) -> Exchange:
+    said = next((turn.text for turn in reversed(state.turns) if turn.role == "user"), "")
+    return "what did i say?", f"you said, {said}" if said else "you did not tell me."
+
+
+def _tell(state: _State) -> Exchange:
+    """Something that can be asked for later."""
+    what = state.pick(("colour", "shape", "name", "number"))
+    if what == "colour":
+        value = state.memory[what] = state.pick(RULES["colour"])
+        return f"my favourite colour is {value}.", f"{value} is a nice colour."
+    if what == "shape":
+        value = state.memory[what] = state.pick(RULES["shape"])
+        return f"my favourite shape is the {value}.", f"the {value} is a nice shape."
+    if what == "name":
+        value = state.memory[what] = state.pick(RULES["name"])
+        return f"my name is {value}.", f"hello {value}."
+    value = state.memory[what] = number_words(state.number(0, 99))
+    return f"remember the number {value}.", f"okay, i will remember {value}."
+
+
+def _recall(state: _State) -> Exchange:
+    """A question about what was said before, or never was."""
+    known = tuple(state.memory) if state.memory and state.rng.random() < 0.85 else ()
+    what = state.pick(known or ("colour", "shape", "name", "number"))
+    value = state.memory.get(what)
+    if what == "number":
+        reply = f"the number was {value}." if value else "you did not say a number."
+        return "which number did i say?", reply
+    if what == "name":
+        return "what is my name?", f"your name is {value}." if value else "you did not tell me."
+    ask = f"what is my favourite {what}?"
+    article = "the " if what == "shape" else ""
+    reply = f"your favourite {what} is {article}{value}." if value else "you did not tell me."
+    return ask, reply
+
+
+def _clip(state: _State) -> Exchange:
+    return question(state.rng, state.split), "i can not see a video."
+
+
+def _polite(state: _State) -> Exchange:
+    pairs = (
+        ("hello.", "hello, how can i help you?"),
+        ("good morning.", "good morning."),
+        ("good evening.", "good evening."),
+        ("how are you?", "i am fine, thank you."),
+        ("thank you.", "you are welcome."),
+        ("stop.", "okay, i will stop."),
+        ("goodbye.", "see you later."),
+    )
+    return pairs[state.number(0, len(pairs) - 1)]
+
+
+SKILLS: dict[str, tuple[Callable[[_State], Exchange], float]] = {
+    "sum": (_sum, 0.17),
+    "neighbour": (_neighbour, 0.08),
+    "count": (_count, 0.06),
+    "opposite": (_opposite, 0.06),
+    "repeat": (_repeat, 0.16),
+    "again": (_again, 0.1),
+    "mine": (_mine, 0.06),
+    "tell": (_tell, 0.12),
+    "recall": (_recall, 0.1),
+    "clip": (_clip, 0.03),
+    "polite": (_polite, 0.06),
+}
+
+
+def _cut(text: str, rng: np.random.Generator) -> str:
+    """The beginning of a reply that is interrupted."""
+    words = text.split()
+    return " ".join(words[: int(rng.integers(1, len(words)))]) if len(words) > 1 else text
+
+
+def dialogue(
+    rng: np.random.Generator, split: Split = "train", exchanges: int | None = None
+) -> list[Turn]:
+    """A conversation, user and assistant in turn; the last reply is whole.
+
+    Args:
+        rng: The source of chance.
+        split: Training or evaluation; the two share no conversation, sentence or question.
+        exchanges: Number of questions and replies; random if None, 1 to 4 (2 to 4 in evaluation).
+    """
+    names = list(SKILLS)
+    weights = np.array([SKILLS[name][1] for name in names])
+    while True:
+        many = exchanges or int(rng.integers(2 if split == "eval" else 1, 5))
+        state = _State(rng, split, [], {})
+        for i in range(many):
+            skill = SKILLS[names[int(rng.choice(len(names), p=weights / weights.sum()))]][0]
+            asked, reply = skill(state)
+            if i < many - 1 and rng.random() < 0.12:
+                reply = _cut(reply, rng)
+            state.turns.extend((Turn("user", asked), Turn("assistant", reply)))
+        if many == 1 and split == "train":
+            return state.turns
+        if split_of(" ".join(turn.text for turn in state.turns)) == split:
+            return state.turns

@@ -1,8 +1,8 @@
 """The `stream` suite: facts of endless worlds, asked about seconds to hours after they were shown.
 
-Several sessions with different memories watch the same streams and are asked the same questions:
-about what is on screen, about facts still in the window, and at the end of the stream about all
-of its facts. None, an unbounded cache, is what the bounded memories are compared with.
+Several sessions with different memories watch the same streams and answer the same questions:
+about the present, about facts still in the window, and at the end of the stream about all of its
+facts. The memory None, an unbounded cache, is the reference of the bounded ones.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from mmfast.tiny.stream.world import (
     past_questions,
     present_questions,
 )
+from mmfast.tiny.training import shares
 from mmfast.tiny.video.scene import EVAL
 
 BANDS = ("now", "in the window", "1-3x", "3-10x", "10-30x", "over 30x")  # ages in windows
@@ -43,43 +44,33 @@ Mark = tuple[str, str, bool]
 def row_of(
     memory: str | None, reduce: str | None, marks: Sequence[Mark], spent: Sequence[float]
 ) -> dict[str, Any]:
-    """One memory's row.
+    """Row of results of one memory.
 
     Args:
         memory: Its cache spec.
         reduce: Reducer of every frame.
-        marks: Per question its band and kind, and whether the answer was right.
+        marks: Age band, kind and correctness of each answer.
         spent: Milliseconds to the first delta of each answer.
     """
-    ages, kinds = defaultdict(list), defaultdict(list)
-    for band, kind, mark in marks:
-        ages[band].append(mark)
-        kinds[kind].append(mark)
-    whole = [mark for *_, mark in marks]
-    past = [mark for band, _, mark in marks if band in BANDS[2:]]
+    whole, past = [mark for *_, mark in marks], [mark for mark in marks if mark[0] in BANDS[2:]]
+    by_age = {band: [mark for each, _, mark in marks if each == band] for band in BANDS}
+    by_kind = {kind: [mark for _, each, mark in past if each == kind] for kind in PAST}
     return {
         "reduce": reduce,
         "memory": memory,
         "accuracy": sum(whole) / len(whole),
         "interval": interval(sum(whole), len(whole)),
-        "by_kind": {k: sum(kinds[k]) / len(kinds[k]) for k in KINDS if kinds[k]},
-        "by_age": {band: _share(ages[band]) for band in BANDS if ages[band]},
-        "past": _share(past) if past else None,
-        "past_by_kind": {
-            kind: _share(mine)
-            for kind in PAST
-            if (mine := [mark for band, k, mark in marks if band in BANDS[2:] and k == kind])
-        },
+        "by_kind": shares(((kind, mark) for _, kind, mark in marks), KINDS),
+        "by_age": {band: _share(mine) for band, mine in by_age.items() if mine},
+        "past": _share([mark for *_, mark in past]) if past else None,
+        "past_by_kind": {kind: _share(mine) for kind, mine in by_kind.items() if mine},
         "ttft_ms": sorted(spent)[len(spent) // 2],
     }
 
 
 def _share(marks: Sequence[bool]) -> dict[str, Any]:
-    return {
-        "n": len(marks),
-        "accuracy": sum(marks) / len(marks),
-        "interval": interval(sum(marks), len(marks)),
-    }
+    n, right = len(marks), sum(marks)
+    return {"n": n, "accuracy": right / n, "interval": interval(right, n)}
 
 
 def relative(row: dict[str, Any], whole: dict[str, Any]) -> float | None:
@@ -99,13 +90,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Needle:
-    """A question, and the frame after which it is asked.
-
-    Attributes:
-        question: What is asked, and what is right.
-        frame: Number of the last frame seen.
-        band: Age of what it asks about, in windows; one of BANDS.
-    """
+    """A question, the number of the last frame seen before it, and its age band, one of BANDS."""
 
     question: WorldQuestion
     frame: int
@@ -114,11 +99,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Setting:
-    """How long the streams are.
-
-    Attributes:
-        seconds: Length, at least 12; up to 20 facts are spread over it.
-        fps: Frames per second.
+    """Length of the streams in seconds, at least 12, and frames per second.
 
     Raises:
         MmfastError: Too short for a fact.
@@ -140,13 +121,13 @@ class Setting:
         return int(self.seconds * self.fps)
 
     def world(self, seed: int) -> World:
-        """A stream with as many facts as there are, or as fit."""
+        """A stream with as many facts as fit, at most FACTS."""
         facts = min(FACTS, int(self.seconds // CLOSEST))
         return World(seed, every=self.seconds / max(facts, 1), facts=facts)
 
 
 def needles(world: World, setting: Setting) -> list[Needle]:
-    """What is asked of a stream, in order of time; the same for the same world.
+    """Questions about a stream, in order of time; the same for the same world.
 
     For each of its facts one question about the present and one about the fact while it is in the
     window; at the end all questions about all facts.
@@ -199,17 +180,17 @@ def run_needles(
     Args:
         memories: Cache specs of sessions.
         n: Questions, about 80 a stream.
-        seed: Which unseen streams.
+        seed: Seed of the unseen streams.
         model: A checkpoint directory; the embedded stream model by default.
         setting: Length of the streams.
         reduce: Reducer of every frame.
-        unbounded: Whether a session that forgets nothing comes first.
-        device: Where the model runs.
-        progress: Called with (what, questions asked, n).
+        unbounded: Whether to run a session with an unbounded cache first.
+        device: Device of the model.
+        progress: Called with (memory, questions asked, n).
 
     Returns:
-        A document as of `run_eval`. In each row `by_age` has n, accuracy and 95 % interval of each
-        band, `past` the same for all facts older than the window, and `relative` that accuracy
+        A document like that of `run_eval`. In each row `by_age` has n, accuracy, interval of each
+        band, `past` those of all facts older than the window, and `relative` that accuracy
         divided by the unbounded cache's.
 
     Raises:
@@ -231,12 +212,8 @@ def run_needles(
     rows = [row_of(spec, reduce, marks[spec], spent[spec]) for spec in specs]
     for row in rows:
         row["relative"] = relative(row, rows[0]) if unbounded else None
-        row |= {
-            "seconds": setting.seconds,
-            "fps": setting.fps,
-            "window": WINDOW,
-            "streams": streams,
-        }
+        row |= {"seconds": setting.seconds, "fps": setting.fps, "window": WINDOW}
+        row["streams"] = streams
     name = MODEL if model is None else str(model)
     return {"suite": "stream", "n": n, "seed": seed, "model": name, "rows": rows}
 
@@ -249,7 +226,7 @@ def _ask(
     setting: Setting,
     progress: Progress | None,
 ) -> tuple[dict[str | None, list[Mark]], dict[str | None, list[float]], int]:
-    """Marks and times of every memory, and how many streams it took."""
+    """Marks and times of every memory, and the number of streams watched."""
     marks: dict[str | None, list[Mark]] = {spec: [] for spec in specs}
     spent: dict[str | None, list[float]] = defaultdict(list)
     streams = 0

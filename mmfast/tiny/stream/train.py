@@ -3,47 +3,57 @@
 Starts from the video model. Tower and projector stay as they are and are run once over moments of
 endless worlds; the decoder learns to answer about the present and about facts long gone, with an
 unbounded cache and in the bounded layout of a session, and to make the frames of a fact easy to
-find. Two CPU cores do it in under an hour.
+find. Two CPU cores need less than an hour.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import one_hot
 
 from mmfast.models.loading import embedded_path, load
-from mmfast.tiny.card_stream import write_card
-from mmfast.tiny.optim import Mixed, schedule, split_parameters
-from mmfast.tiny.stream.decoder import DecoderOutput, StreamLayout, run_stream
+from mmfast.tiny.card import write_card
 from mmfast.tiny.stream.lessons import (
+    FACT_LABELS,
     NEWLINE,
-    Clips,
     StreamLesson,
-    StreamSchool,
+    StreamSampler,
     bounded,
     make_clips,
     unbounded,
 )
 from mmfast.tiny.stream.needles import Setting, run_needles
-from mmfast.tiny.stream.readouts import FactHead, found, retrieval_loss
-from mmfast.tiny.video.build import USER
-from mmfast.tiny.video.lessons import IGNORE
+from mmfast.tiny.training import (
+    Course,
+    Figures,
+    Log,
+    Optimiser,
+    Task,
+    save_model,
+    shares,
+    train,
+)
+from mmfast.tiny.video.lessons import answer_loss
+from mmfast.tiny.video.model import (
+    ASSISTANT,
+    USER,
+    DecoderLayout,
+    DecoderOutput,
+    Readout,
+    run_decoder,
+)
+from mmfast.tiny.video.scene import IGNORE
 
-Report = Callable[[dict[str, Any]], None]
-DEEP = (0, 1, 2, 3)  # layers after which a fact's last tokens must know all of it
+FACT_LAYERS = (0, 1, 2, 3)  # after these layers a fact's last tokens predict all of it
+SUMMARY = 24  # from this patch on (the last two rows of six) a token has seen its frame
 # Slow rotations turn a full circle in 4,000 positions, two minutes of video. Those slower than
 # 400 are stretched until they stand still for hours, so that a match counts the same at any age.
 ROPE = {
@@ -55,191 +65,186 @@ ROPE = {
     "original_max_position_embeddings": 1200,
 }
 POSITIONS = 1 << 20
+Batch = tuple[StreamLesson, DecoderLayout, Tensor]
 
 
-def stretched(model: Any) -> Any:
-    """The model with rotations for long streams."""
+def stretch_rope(model: Any) -> None:
+    """Give a model rotations for long streams."""
     text = model.config.text_config
     text.rope_parameters = dict(ROPE)
     text.max_position_embeddings = POSITIONS
     lm = model.model.language_model
     lm.rotary_emb = type(lm.rotary_emb)(text)
-    return model
 
 
-def run(model: Any, lesson: StreamLesson, layout: StreamLayout) -> DecoderOutput:
-    """Embed a lesson and run the decoder on it."""
+def run_lesson(model: Any, lesson: StreamLesson, layout: DecoderLayout) -> DecoderOutput:
+    """Embed a batch and run the decoder on it."""
     lm, ids = model.model.language_model, lesson.packed.ids
-    batch = len(ids)
-    prefix = torch.cat([lm.embed_tokens(torch.full((batch, 1), USER)), lesson.tokens], 1)
+    prefix = torch.cat([lm.embed_tokens(torch.full((len(ids), 1), USER)), lesson.tokens], 1)
     newline = (ids == NEWLINE)[..., None]
     text = torch.where(newline, model.model.image_newline, lm.embed_tokens(ids))
-    return run_stream(lm, prefix, text, layout)
+    return run_decoder(lm, prefix, text, layout)
 
 
-class StreamTrainer:
-    """The loop, its losses and its looks at unseen streams."""
+def fact_labels(lesson: StreamLesson) -> dict[str, Tensor]:
+    """Labels of the last tokens of a fact's frames: `[B, N]` each, IGNORE elsewhere."""
+    clip = torch.tensor(lesson.slots.clip)[lesson.frame]  # [N]
+    early = lesson.spot < SUMMARY
+    labels = lesson.facts[:, clip].masked_fill(early[..., None], IGNORE)
+    return dict(zip(FACT_LABELS, labels.unbind(-1), strict=True))
 
-    def __init__(self, model: Any, school: StreamSchool, exam: StreamSchool, options: Any) -> None:
-        self.model, self.school, self.exam, self.options = model, school, exam, options
+
+def frame_scores(outcome: DecoderOutput, lesson: StreamLesson) -> list[Tensor]:
+    """Scores of the questions' mean queries on the frames' mean keys: `[B, Q, T]` a layer."""
+    member = one_hot(lesson.frame).float()  # [N, T]
+    share, packed = member / member.sum(0), lesson.packed
+    asks = packed.block[..., None] == torch.arange(lesson.target.shape[1])  # [B, L, Q]
+    # A session looks for frames when the answer is not there yet.
+    marks = (packed.ids == ASSISTANT)[..., None] & asks
+    ends = (marks * packed.within[..., None]).amax(1, keepdim=True)  # [B, 1, Q]
+    asks = asks & (packed.within[..., None] <= ends)
+    weight = asks.float() / asks.sum(1, keepdim=True).clamp(min=1)
+    scores = []
+    for keys, queries in zip(outcome.keys, outcome.queries, strict=True):
+        frames = share.T @ keys[:, 1:]  # [B, T, D]
+        scores.append(weight.mT @ queries @ frames.mT * (32**-0.5))
+    return scores
+
+
+def fact_frames(lesson: StreamLesson) -> tuple[Tensor, Tensor]:
+    """Frames that answer each question `[B, Q, T]`, and whether it asks about a fact `[B, Q]`."""
+    return lesson.target[..., None] - 1 == torch.tensor(lesson.slots.clip), lesson.target > 0
+
+
+def recall(scores: Sequence[Tensor], lesson: StreamLesson, count: int) -> list[float]:
+    """Share of questions with a right frame among the best `count`, for each layer."""
+    right, asks = fact_frames(lesson)
+    best = (score[asks].topk(count, -1).indices for score in scores)
+    return [round(float(right[asks].gather(1, b).any(-1).float().mean()), 3) for b in best]
+
+
+def retrieval_loss(scores: Sequence[Tensor], lesson: StreamLesson) -> Tensor:
+    """Mean over layers: of all frames, those of the fact asked about must match best."""
+    right, asks = fact_frames(lesson)
+    logs = (score.log_softmax(-1).masked_fill(~right, float("-inf"))[asks] for score in scores)
+    return torch.stack([-log.logsumexp(-1).mean() for log in logs]).mean()
+
+
+class StreamTask(Task):
+    """Answers about short streams, in the layouts of an unbounded and of a bounded session."""
+
+    def __init__(
+        self, model: Any, train: StreamSampler, exam: StreamSampler, options: argparse.Namespace
+    ) -> None:
+        self.model, self.train, self.exam, self.options = model.train(), train, exam, options
         lm = model.model.language_model
         self.layers = len(lm.layers)
-        width = lm.config.hidden_size
-        self.heads = [FactHead(width) for _ in DEEP]
-        matrices, rest = split_parameters(lm)
-        free = [*rest, model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
-        self.optimiser = Mixed(matrices, free, options.rate)
-        self.counts = (options.past, options.now)
+        self.heads = [Readout(lm.config.hidden_size, FACT_LABELS) for _ in FACT_LAYERS]
+        free = [model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
+        self.optimiser = Optimiser.of(lm, free, options.rate)
         self.rng = np.random.default_rng([options.seed, 41])
 
-    def train(self, report: Report, save: Callable[[], None]) -> int:
-        """Train for the given minutes; returns the steps."""
-        start = looked = time.monotonic()
-        step, limit = 0, 60 * self.options.minutes
-        while (spent := time.monotonic() - start) < limit:
-            figures = self.step(spent / limit)
-            step += 1
-            if step % 20 == 1:
-                report({"stage": "stream", "step": step, "seconds": spent, **figures})
-            if time.monotonic() - looked > 60 * self.options.watch:
-                looked = time.monotonic()
-                report({"stage": "held-out", "step": step, **self.look()})
-                save()
-        report({"stage": "held-out", "step": step, **self.look()})
-        save()
-        return step
+    def batches(self, step: int, done: float) -> list[Batch]:
+        """Streams, mostly thinned, half of them in each layout."""
+        counts = (self.options.past, self.options.now)
+        lesson = self.train.lesson(self.options.batch, self.rng.random() < 0.7, counts)
+        return [self._batch(lesson, self.rng.random() < 0.5, self.rng)]
 
-    def step(self, done: float) -> dict[str, Any]:
-        """One update; returns its figures."""
-        lesson = self.school.lesson(self.options.batch, self.rng.random() < 0.7, self.counts)
-        layout, answerable = self._layout(lesson, self.rng.random() < 0.5, self.rng)
-        outcome = run(self.model, lesson, layout)
-        labels = lesson.packed.labels
-        if answerable is not None:
-            block = lesson.packed.block.clamp(min=0)
-            labels = labels.masked_fill(~answerable.gather(1, block), IGNORE)
-        asked = labels != IGNORE
-        answer = cross_entropy(self.model.lm_head(outcome.states[asked]), labels[asked])
-        match, hits = retrieval_loss(outcome, lesson)
-        dense = sum(
-            (h.loss(outcome.layers[i], lesson) for h, i in zip(self.heads, DEEP, strict=True)),
-            answer.new_zeros(()),
-        )
-        (answer + self.options.match * match + 0.1 * dense).backward()
-        self.optimiser.step(schedule(done, hold=self.options.hold))
-        mode = "unbounded" if answerable is None else "bounded"
-        return {
-            "mode": mode,
-            "loss": answer.item(),
-            "match": match.item(),
-            "dense": dense.item(),
-            "top1": [round(h, 2) for h in hits],
-        }
-
-    def _layout(
-        self, lesson: StreamLesson, free: bool, rng: np.random.Generator
-    ) -> tuple[StreamLayout, Tensor | None]:
+    def _batch(self, lesson: StreamLesson, free: bool, rng: np.random.Generator) -> Batch:
         if free:
-            return unbounded(lesson, self.layers, rng), None
-        return bounded(lesson, self.layers, rng)
+            return lesson, unbounded(lesson, rng), torch.ones_like(lesson.target, dtype=torch.bool)
+        return (lesson, *bounded(lesson, self.layers, rng))
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Figures]:
+        """Loss of the answers, of the facts' labels, and of finding the right frames by keys."""
+        lesson, layout, answerable = batch
+        outcome = run_lesson(self.model, lesson, layout)
+        block = lesson.packed.block.clamp(min=0)
+        labels = lesson.packed.labels.masked_fill(~answerable.gather(1, block), IGNORE)
+        answer = answer_loss(self.model, outcome.states, labels)
+        scores = frame_scores(outcome, lesson)
+        match, facts = retrieval_loss(scores, lesson), fact_labels(lesson)
+        dense, size = answer.new_zeros(()), lesson.tokens.shape[1]
+        for head, layer in zip(self.heads, FACT_LAYERS, strict=True):
+            dense = dense + head.loss(outcome.layers[layer][:, 1 : size + 1], facts)
+        figures = {"loss": answer.item(), "match": match.item(), "dense": dense.item()}
+        total = answer + self.options.match * match + 0.1 * dense
+        return total, {**figures, "top1": recall(scores, lesson, 1)}
 
     @torch.no_grad()
-    def look(self) -> dict[str, Any]:
+    def look(self) -> Figures:
         """Shares of questions right on clips never trained on, and of facts found by keys."""
-        scores: dict[str, Any] = {}
-        for free in (True, False):
-            rng, right = np.random.default_rng(7), defaultdict(list)
+        figures: Figures = {}
+        for name in ("unbounded", "bounded"):
+            rng, marks, hits = np.random.default_rng(7), list[tuple[str, bool]](), []
             self.exam.rng = np.random.default_rng(8)
-            hits = []
             for thin in (True, False):
                 lesson = self.exam.lesson(self.options.batch, thin, (12, 5))
-                layout, answerable = self._layout(lesson, free, rng)
-                outcome = run(self.model, lesson, layout)
-                hits.append(found(outcome, lesson, 4))
-                marks = lesson.packed.correct(self.model.lm_head(outcome.states).argmax(-1))
-                for row, (kinds, mine) in enumerate(zip(lesson.kinds, marks, strict=True)):
-                    for q, (kind, mark) in enumerate(zip(kinds, mine, strict=True)):
-                        if answerable is None or bool(answerable[row, q]):
-                            right[kind].append(mark)
-            name = "unbounded" if free else "bounded"
-            scores[name] = {k: round(sum(v) / len(v), 3) for k, v in sorted(right.items())}
-            scores[f"found4 {name}"] = np.mean(hits, 0).round(3).tolist()
-        return scores
+                lesson, layout, answerable = self._batch(lesson, name == "unbounded", rng)
+                outcome = run_lesson(self.model, lesson, layout)
+                hits.append(recall(frame_scores(outcome, lesson), lesson, 4))
+                right = lesson.packed.correct(self.model.lm_head(outcome.states).argmax(-1))
+                for kinds, row, asked in zip(lesson.kinds, right, answerable.tolist(), strict=True):
+                    found = zip(kinds, row, asked, strict=False)
+                    marks += [(kind, mark) for kind, mark, ask in found if ask]
+            figures[name] = {kind: round(share, 3) for kind, share in shares(marks).items()}
+            figures[f"found4 {name}"] = np.mean(hits, 0).round(3).tolist()
+        return figures
 
 
-def train(options: argparse.Namespace, report: Report) -> None:
+def run(options: argparse.Namespace, log: Log) -> None:
     """Make the clips, train, and leave a loadable checkpoint."""
     model, processor = load(options.start or str(embedded_path("tiny-video")), "cpu", "float32")
-    stretched(model)
-    facts, scenes = _bank(model, options, report)
-    held = min(len(facts), len(scenes)) // 8
-    school = StreamSchool(facts.part(held), scenes.part(held), processor.tokenizer, options.seed)
-    exam = StreamSchool(facts.part(-held), scenes.part(-held), processor.tokenizer, 1)
+    stretch_rope(model)
+    with log.stage("bank"):
+        made = {"seed": options.seed, "folder": options.cache}
+        facts = make_clips(model, True, options.facts, **made)
+        scenes = make_clips(model, False, options.scenes, **made)
+    held, words = min(len(facts), len(scenes)) // 8, processor.tokenizer
+    streams = StreamSampler(facts[:-held], scenes[:-held], words, options.seed)
+    exam = StreamSampler(facts[-held:], scenes[-held:], words, 1)
     processor.save_pretrained(options.out)
-
-    def save() -> None:
-        model.save_pretrained(options.out)
-        (options.out / "model.safetensors").chmod(0o644)
-
-    start = time.monotonic()
-    trainer = StreamTrainer(model.train(), school, exam, options)
-    steps = trainer.train(report, save)
-    report({"stage": "end", "steps": steps, "seconds": time.monotonic() - start})
+    course = Course("stream", options.minutes, hold=options.hold, watch=options.watch)
+    task = StreamTask(model, streams, exam, options)
+    steps = train(task, course, log, partial(save_model, model, options.out))
+    log.end(steps=steps)
     if options.evaluate:
         setting = Setting(options.seconds)
         result = run_needles(n=options.evaluate, seed=9, model=options.out, setting=setting)
-        report({"stage": "evaluation", **result, "model": "this checkpoint"})
-    write_card(options.out)
-
-
-def _bank(model: Any, options: argparse.Namespace, report: Report) -> tuple[Clips, Clips]:
-    """Clips of facts and of scenes; making them takes minutes."""
-    start, made = time.monotonic(), []
-    for facts, count in ((True, options.facts), (False, options.scenes)):
-        made.append(make_clips(model, facts, count, options.seed, options.cache))
-    report({"stage": "bank", "seconds": time.monotonic() - start})
-    return made[0], made[1]
+        log({"stage": "evaluation", **result, "model": "this checkpoint"})
+    write_card(options.out, "tiny-stream")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("tiny-stream"), help="checkpoint folder")
-    parser.add_argument("--start", help="model to start from; the embedded video model")
-    parser.add_argument("--cache", type=Path, help="folder that keeps encoded clips between runs")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--facts", type=int, default=4000, help="clips of facts")
-    parser.add_argument("--scenes", type=int, default=2000, help="clips of ordinary scenes")
-    parser.add_argument("--minutes", type=float, default=45)
-    parser.add_argument("--watch", type=float, default=4, help="minutes between looks")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=1.5e-3)
-    parser.add_argument("--hold", type=float, default=0.4)
-    parser.add_argument("--evaluate", type=int, default=400, help="questions at the end")
-    parser.add_argument("--seconds", type=float, default=960, help="length of those streams")
-    parser.add_argument("--past", type=int, default=10, help="questions a stream about facts")
-    parser.add_argument("--now", type=int, default=4, help="questions a stream about the present")
-    parser.add_argument("--match", type=float, default=0.2, help="weight of the key loss")
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("tiny-stream"), help="checkpoint folder")
+    add("--start", help="model to start from; the embedded video model")
+    add("--cache", type=Path, help="folder that keeps encoded clips between runs")
+    add("--seed", type=int, default=0)
+    add("--facts", type=int, default=4000, help="clips of facts")
+    add("--scenes", type=int, default=2000, help="clips of ordinary scenes")
+    add("--minutes", type=float, default=45)
+    add("--watch", type=float, default=4, help="minutes between looks")
+    add("--batch", type=int, default=8)
+    add("--rate", type=float, default=1.5e-3)
+    add("--hold", type=float, default=0.4)
+    add("--evaluate", type=int, default=400, help="questions at the end")
+    add("--seconds", type=float, default=960, help="length of those streams")
+    add("--past", type=int, default=10, help="questions a stream about facts")
+    add("--now", type=int, default=4, help="questions a stream about the present")
+    add("--match", type=float, default=0.2, help="weight of the key loss")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     options = _arguments(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
-    log = options.out / "training.jsonl"
-    log.unlink(missing_ok=True)
-
-    def report(row: dict[str, Any]) -> None:
-        with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), file=sys.stderr, flush=True)
-
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    log = Log(options.out)
     names = ("seed", "facts", "scenes", "minutes", "batch", "rate", "match")
-    settings = {name: getattr(options, name) for name in names}
-    report({"stage": "start", "machine": machine, "torch": torch.__version__, **settings})
+    log.start(**{name: getattr(options, name) for name in names})
     torch.manual_seed(options.seed)
-    train(options, report)
+    run(options, log)
 
 
 if __name__ == "__main__":

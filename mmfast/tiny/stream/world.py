@@ -1,4 +1,4 @@
-"""An endless video for the embedded stream model: drawn from a seed, any moment at any time.
+"""An endless video for the embedded stream model, drawn from a seed, at any moment of its time.
 
 Ordinary scenes of moving things follow each other in hard cuts, 10 to 60 seconds apart. Now and
 then, for a few seconds, a fact is shown: a thing of a name that no other moment of the stream
@@ -6,11 +6,10 @@ has, in a corner, with a two-digit number beside it. Nothing is stored: every mo
 from the seed, so hours cost no more memory than seconds.
 
 There are 30 names (a colour and a shape); a stream keeps `FACTS` of them for its facts and uses
-the others in its scenes, so a stream has at most `FACTS` facts. How far they lie apart is free.
+the others in its scenes, so a stream has at most `FACTS` facts, at any distance.
 
-An endless world as a file to watch: `python -m mmfast.tiny.stream.world world.mp4`.
-
-Beside the mp4 goes what can be asked at its end, one JSON line a question.
+`python -m mmfast.tiny.stream.world world.mp4` writes the beginning of a world as a file, and beside
+it the questions that can be asked at its end, one JSON line each.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from mmfast.tiny.video.scene import (
     Floats,
     Panel,
     Thing,
+    corner_of,
     ground,
     paint,
     paint_panel,
@@ -101,12 +101,7 @@ def fact_place(
     place = EndlessScene(
         tuple(things), Panel(number, corner, 0, 1), int(rng.integers(2**31)), since
     )
-    return place, corner_of(*centre)
-
-
-def corner_of(x: float, y: float) -> str:
-    """Such as "top left"."""
-    return f"{'top' if y < SIDE / 2 else 'bottom'} {'left' if x < SIDE / 2 else 'right'}"
+    return place, corner_of(centre)
 
 
 def show(place: EndlessScene, time: float) -> Moment:
@@ -130,7 +125,7 @@ def show(place: EndlessScene, time: float) -> Moment:
 
 
 def present_facts(moment: Moment) -> list[Fact]:
-    """What can be asked about a moment without ambiguity while it is on screen."""
+    """Facts about a moment that can be asked without ambiguity while it is on screen."""
     things, found = moment.place.things, []
     clear = [i for i, share in enumerate(moment.seen) if share >= 0.6]
     for i in clear:
@@ -139,9 +134,8 @@ def present_facts(moment: Moment) -> list[Fact]:
             found.append(Fact("colour", (thing.shape,), thing.colour))
         if sum(other.colour == thing.colour for other in things) == 1:
             found.append(Fact("shape", (thing.colour,), thing.shape))
-        x, y = moment.centres[i]
-        if min(abs(x - SIDE / 2), abs(y - SIDE / 2)) >= 7:
-            found.append(Fact("position", (thing.name,), corner_of(x, y)))
+        if corner := corner_of(moment.centres[i], 7):
+            found.append(Fact("position", (thing.name,), corner))
     if len(clear) == len(things):
         found.append(Fact("count", (), str(len(things))))
     if moment.place.panel is not None:
@@ -164,7 +158,7 @@ def _mover(rng: np.random.Generator, name: Name) -> Thing:
 
 
 def _centre(thing: Thing, age: float) -> Floats:
-    """Straight on, reflected at the edges: a triangle wave, exact at any age."""
+    """Centre on a straight path reflected at the edges: a triangle wave, exact at any age."""
     low = thing.radius + 2
     span = SIDE - 2 * low
     way = (np.asarray(thing.start) - low + np.asarray(thing.velocity) * age) % (2 * span)
@@ -195,9 +189,9 @@ class World:
     """One endless stream.
 
     Args:
-        seed: Which one.
+        seed: Seed of the stream.
         every: Seconds from fact to fact, one in each such span, at least CLOSEST.
-        facts: How many there are, at most FACTS; scenes go on without them after that.
+        facts: Number of facts, at most FACTS; afterwards scenes follow without them.
         purpose: Streams of different purposes never meet.
 
     Raises:
@@ -241,12 +235,12 @@ class World:
         return event if event.start <= time < event.stop else None
 
     def place_at(self, time: float) -> EndlessScene:
-        """What is on screen around a time: a fact, or the ordinary scene."""
+        """Scene on screen at a time: a fact, or the ordinary scene."""
         event = self.event_at(time)
         return event.place if event is not None else _ordinary(self, *_cut(self, time))
 
     def at(self, time: float) -> Moment:
-        """The picture at a time in seconds, and what is where in it."""
+        """The picture at a time in seconds, and the things in it."""
         return show(self.place_at(time), time)
 
     def frame(self, time: float) -> Bytes:
@@ -290,7 +284,7 @@ def _event(world: World, number: int) -> WorldEvent:
 
 @lru_cache(64)
 def _cuts(world: World, minute: int) -> tuple[float, ...]:
-    """Where scenes of a minute begin, in seconds from its start."""
+    """Starts of the scenes of a minute, in seconds from its start."""
     rng = np.random.default_rng([world.purpose, world.seed, 22, minute])
     count = int(rng.integers(1, 5))
     spare = rng.dirichlet(np.ones(count)) * (MINUTE - SHORTEST * count)
@@ -333,14 +327,14 @@ NOW_WORDINGS = {
 
 @dataclass(frozen=True)
 class WorldQuestion:
-    """A question that has one right answer at the moment it is asked.
+    """A question with one right answer at the moment it is asked.
 
     Attributes:
         kind: One of KINDS.
-        text: What is asked.
+        text: The question.
         answer: The right answer.
-        asked: When, in seconds.
-        shown: When what it asks about was last on screen; `asked` for the present.
+        asked: Time of the question, in seconds.
+        shown: Time at which its subject was last on screen; `asked` for the present.
     """
 
     kind: str
@@ -368,7 +362,7 @@ def past_text(kind: str, name: str, wording: int) -> str:
 
 
 def present_questions(world: World, time: float) -> list[WorldQuestion]:
-    """All that can be asked about what is on screen at a time."""
+    """Questions about what is on screen at a time."""
     found = present_facts(world.at(time))
     return [
         WorldQuestion(NOW[fact.kind], now_text(fact, i), fact.answer, time, time)
@@ -377,7 +371,7 @@ def present_questions(world: World, time: float) -> list[WorldQuestion]:
 
 
 def past_questions(world: World, time: float) -> list[WorldQuestion]:
-    """All that can be asked at a time about the facts shown until then, oldest first.
+    """Questions at a time about the facts shown until then, oldest first.
 
     A fact's name appears at no other moment of a world, so the answers hold for ever after.
     """

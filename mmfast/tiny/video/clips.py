@@ -1,4 +1,7 @@
-"""Write the sample clips and their questions: `python -m mmfast.tiny.video.clips [FOLDER]`."""
+"""Clips as H.264 files, and the bank of clips that the video model is trained on.
+
+`python -m mmfast.tiny.video.clips [FOLDER]` writes the sample clips and their questions.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ from mmfast.tiny.video.scene import (
 
 
 def encode(frames: Iterable[NDArray[np.uint8]], fps: int = FPS) -> bytes:
-    """The file that `write` makes, as bytes."""
+    """Encode RGB frames as the bytes of the file that `write` makes."""
     buffer = io.BytesIO()
     write(buffer, frames, fps)
     return buffer.getvalue()
@@ -47,9 +50,9 @@ def write(file: Path | io.BytesIO, frames: Iterable[NDArray[np.uint8]], fps: int
     """Encode RGB frames as an H.264 mp4, one after the other.
 
     Args:
-        file: where to.
-        frames: uint8 [H, W, 3] each, of one size, even sides; at least one.
-        fps: frames per second.
+        file: Path or buffer to write to.
+        frames: At least one, of one size with even sides, uint8. `[H, W, 3]` each
+        fps: Frames per second.
     """
     pictures = iter(frames)
     first = next(pictures)
@@ -66,7 +69,7 @@ def write(file: Path | io.BytesIO, frames: Iterable[NDArray[np.uint8]], fps: int
 
 
 def decode(clip: bytes, frames: int = SAMPLED) -> NDArray[np.uint8]:
-    """Frames of a small clip, uniformly sampled: uint8 [frames, H, W, 3]."""
+    """Decode uniformly sampled frames of a small clip: uint8 `[frames, H, W, 3]`."""
     with av.open(io.BytesIO(clip), "r") as box:
         pictures = [frame.to_ndarray(format="rgb24") for frame in box.decode(video=0)]
     return np.stack([pictures[i] for i in sampled_indices(len(pictures), frames)])

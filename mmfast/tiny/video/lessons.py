@@ -1,63 +1,70 @@
-"""What a training step of the decoder is made of: clips, questions and dense labels.
+"""Training batches of the decoder: clips or pictures, questions packed behind them, dense labels.
 
-Pack many questions about one clip into one row: the visual prefix is computed once.
-
-Each question sees the prefix and itself, and its positions start right after the prefix, so
-that a packed row gives the same numbers as asking the questions one at a time.
-
-Lessons about single pictures, so that the model also answers through its image path.
-
-A picture takes another way through LLaVA-OneVision than a frame: its patches are not pooled, they
-come twice (the whole picture and its only tile), and every row of the tile ends with a newline.
+All questions about one clip stand in one row. Each sees the visual tokens and itself, and its
+positions start right after them, so a packed row gives the same numbers as single questions.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import normalize
-from transformers import LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerFast
+from torch.nn.functional import cross_entropy, normalize
+from transformers import PreTrainedTokenizerFast
 
-from mmfast.tiny.video.build import ASSISTANT, END
+from mmfast.tiny.training import shares
 from mmfast.tiny.video.clips import Bank
+from mmfast.tiny.video.model import ASSISTANT, END, USER, DecoderLayout, DecoderOutput, run_decoder
 from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, facts
 from mmfast.tiny.video.scene import (
     COLOURS,
+    IGNORE,
     SHAPES,
     Table,
+    corner_of,
     count_labels,
     motion_labels,
     thing_labels,
 )
-from mmfast.tiny.video.tower import scale_pixels, tower_features
 
-IGNORE = -100
+Weights = dict[str, float]
+Wordings = tuple[str, ...]
+UNMARKED = 0.15  # share of questions without their question mark
 
 
 @dataclass(frozen=True)
 class PackedQuestions:
-    """Questions and answers of a batch, one row per clip, padded on the right."""
+    """Questions and answers of a batch, one row per clip, padded on the right.
 
-    ids: Tensor  # [B, L]
-    block: Tensor  # [B, L] number of the question, -1 = padding
-    within: Tensor  # [B, L] place in its question
-    labels: Tensor  # [B, L] next token where it belongs to an answer, else IGNORE
-    named: Tensor  # [B, L] 1 + the thing whose name ends here, 0 = none
+    Attributes:
+        ids: Tokens. `[B, L]`
+        block: Number of the question, -1 = padding. `[B, L]`
+        within: Place in its question. `[B, L]`
+        labels: Next token where it belongs to an answer, else IGNORE. `[B, L]`
+        named: 1 + the thing whose name ends here, 0 = none. `[B, L]`
+    """
 
-    def mask(self, prefix: int) -> Tensor:
-        """What each question token may look at: bool [B, 1, L, prefix + L]."""
+    ids: Tensor
+    block: Tensor
+    within: Tensor
+    labels: Tensor
+    named: Tensor
+
+    def bias(self, prefix: Tensor) -> Tensor:
+        """Bias of the questions on prefix `[B, P]` and themselves: `[B, 1, L, P + L]`."""
         same = self.block[:, :, None] == self.block[:, None, :]
-        own = (same & (self.within[:, :, None] >= self.within[:, None, :])).unsqueeze(1)
-        seen = torch.ones(*own.shape[:-1], prefix, dtype=torch.bool, device=own.device)
-        return torch.cat([seen, own], -1)
+        own = same & (self.within[:, :, None] >= self.within[:, None, :])
+        hidden = torch.zeros(own.shape).masked_fill(~own, float("-inf"))
+        return torch.cat([prefix[:, None].expand(-1, own.shape[1], -1), hidden], 2)[:, None]
 
     def correct(self, guesses: Tensor) -> list[list[bool]]:
-        """Per row and question, whether every answer token is right: guesses [B, L]."""
+        """For each row and question, whether every answer token is right: guesses `[B, L]`."""
         wrong = (guesses != self.labels) & (self.labels != IGNORE)
         return [
             [not bool(w[b == k].any()) for k in range(int(b.max()) + 1)]
@@ -72,54 +79,96 @@ def pack(
     """Pack rows of (question ids, answer ids).
 
     Args:
-        rows: questions and answers per clip.
-        marks: for each of them, which thing (1 + number) is named up to which question token.
+        rows: Questions and answers of each clip.
+        marks: For each of them, which thing (1 + number) is named up to which question token.
     """
     columns: list[list[list[int]]] = [[], [], [], [], []]
     for line, row in enumerate(rows):
-        ids: list[int] = []
-        block: list[int] = []
-        within: list[int] = []
-        labels: list[int] = []
-        named: list[int] = []
+        found: tuple[list[int], ...] = ([], [], [], [], [])
         for number, (question, answer) in enumerate(row):
             text = [*question, ASSISTANT, *answer]
-            ids += text
-            block += [number] * len(text)
-            within += range(len(text))
-            labels += [IGNORE] * len(question) + [*answer, END]
             mark = marks[line][number] if marks else {}
-            named += [mark.get(place, 0) for place in range(len(text))]
-        for column, value in zip(columns, (ids, block, within, labels, named), strict=True):
-            column.append(value)
-    length = max(len(ids) for ids in columns[0])
+            labels = [IGNORE] * len(question) + [*answer, END]
+            named = [mark.get(place, 0) for place in range(len(text))]
+            parts = (text, [number] * len(text), range(len(text)), labels, named)
+            for values, part in zip(found, parts, strict=True):
+                values += part
+        for column, values in zip(columns, found, strict=True):
+            column.append(values)
+    length = max(map(len, columns[0]))
     padded = [
-        torch.tensor([v + [fill] * (length - len(v)) for v in column])
+        torch.tensor([values + [fill] * (length - len(values)) for values in column])
         for column, fill in zip(columns, (END, -1, 0, IGNORE, 0), strict=True)
     ]
     return PackedQuestions(*padded)
 
 
-Weights = dict[str, float]
-
-
 @dataclass(frozen=True)
 class Lesson:
-    """One batch."""
+    """One batch.
 
-    tokens: Tensor  # [B, T, P, D]
+    Attributes:
+        tokens: Visual tokens. `[B, T, P, D]`
+        packed: The questions.
+        kinds: For each clip the kind of each question.
+        motion: See `motion_labels`, and the `count_labels`; none for pictures. `[B, T, P]`
+        things: See `thing_labels`; none for pictures. `[B, 1 + THINGS]`
+    """
+
+    tokens: Tensor
     packed: PackedQuestions
-    kinds: list[list[str]]  # per clip, the kind of each question
-    motion: dict[str, Tensor]  # [B, T, P]
-    count: Tensor  # [B, T]
-    things: dict[str, Tensor]  # [B, 1 + THINGS], see thing_labels
+    kinds: list[list[str]]
+    motion: dict[str, Tensor] = field(default_factory=dict)
+    things: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def every(self) -> Tensor:
+        """Indices that keep all visual tokens: `[B, N]`."""
+        return torch.arange(self.tokens[0, ..., 0].numel()).expand(len(self.tokens), -1)
 
 
-class LessonSampler:
-    """Draws batches from a bank whose visual tokens are already computed.
+def answer(model: Any, lesson: Lesson, kept: Tensor) -> DecoderOutput:
+    """Run the decoder on the tokens of a lesson at the indices `kept` `[B, M]`."""
+    lm, packed = model.model.language_model, lesson.packed
+    shown = lesson.tokens.flatten(1, 2)  # [B, N, D]
+    batch, total, width = shown.shape
+    visual = shown.gather(1, kept[..., None].expand(-1, -1, width))
+    user = lm.embed_tokens(torch.full((batch, 1), USER))
+    newline = model.model.image_newline.expand(batch, 1, width)
+    prefix = torch.cat([user, visual, newline], 1)
+    ends = torch.tensor([0, total + 1]).expand(batch, 2)
+    at = torch.cat([ends[:, :1], kept + 1, ends[:, 1:]], 1)
+    bias = packed.bias(torch.zeros(at.shape))
+    layout = DecoderLayout(at, total + 2 + packed.within, [bias])
+    return run_decoder(lm, prefix, lm.embed_tokens(packed.ids), layout)
 
-    Half of the clips are shown backwards: the features of a frame do not know the direction of
-    time, so this is another clip for free, with its own facts.
+
+def answer_loss(model: Any, states: Tensor, labels: Tensor) -> Tensor:
+    """Mean loss of the answer tokens: states `[B, L, D]`, labels `[B, L]`."""
+    asked = labels != IGNORE
+    return cross_entropy(model.lm_head(states[asked]), labels[asked])
+
+
+@torch.no_grad()
+def score(model: Any, lessons: Sequence[Lesson], keep: float = 1, way: str = "") -> Weights:
+    """Share of questions answered correctly by kind, every answer token counted."""
+    marks: list[tuple[str, bool]] = []
+    rng = torch.Generator().manual_seed(0)
+    for lesson in lessons:
+        kept = lesson.every
+        if keep < 1:
+            kept = choose(lesson.tokens, round(keep * kept.shape[1]), way, rng)
+        guesses = model.lm_head(answer(model, lesson, kept).states).argmax(-1)
+        for kinds, row in zip(lesson.kinds, lesson.packed.correct(guesses), strict=True):
+            marks += zip(kinds, row, strict=True)
+    return shares(marks, KINDS)
+
+
+class ClipSampler:
+    """Batches from a bank of clips whose visual tokens are already computed.
+
+    Half of the clips are shown backwards: the features of a frame do not depend on the direction
+    of time, so this is another clip at no cost, with its own facts.
     """
 
     def __init__(
@@ -131,37 +180,32 @@ class LessonSampler:
         self.known: dict[tuple[int, bool], tuple[dict[str, list[Fact]], dict[str, Tensor]]] = {}
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of a text, remembered."""
+        """Token ids of a text, cached."""
         if text not in self.texts:
             self.texts[text] = self.tokenizer.encode(text, add_special_tokens=False)
         return self.texts[text]
 
-    def lesson(self, clips: list[int], questions: int, weights: Weights) -> Lesson:
+    def lesson(self, clips: Sequence[int], questions: int, weights: Weights) -> Lesson:
         """A batch of the given clips with about so many questions each."""
-        tokens, rows, marks, kinds, motions, counts, things = [], [], [], [], [], [], []
+        tokens, rows, marks, kinds, motions, things = [], [], [], [], [], []
         for clip in clips:
             back = bool(self.rng.random() < 0.5)
-            by_kind, dense = self._knowledge(clip, back)
+            by_kind, dense = self._facts(clip, back)
             chosen = self._choose(by_kind, questions, weights)
             rows.append([(self.ids(self._word(f)), self.ids(f.answer)) for f in chosen])
-            marks.append([self._marks(clip, ids) for ids, _ in rows[-1]])
-            things.append(
-                thing_labels(self.bank.tables[clip].backwards() if back else self.bank.tables[clip])
-            )
+            marks.append([self._names(clip, ids) for ids, _ in rows[-1]])
             kinds.append([f.kind for f in chosen])
+            table = self.bank.tables[clip]
+            things.append(thing_labels(table.backwards() if back else table))
             shown = self.tokens[clip].float()
             tokens.append(shown.flip(0) if back else shown)
-            counts.append(dense["count"])
             motions.append(dense)
-        motion = {
-            k: torch.stack([m[k] for m in motions]).long() for k in motions[0] if k != "count"
-        }
+        motion = {k: torch.stack([m[k] for m in motions]).long() for k in motions[0]}
         named = {k: torch.stack([t[k] for t in things]) for k in things[0]}
-        packed = pack(rows, marks)
-        return Lesson(torch.stack(tokens), packed, kinds, motion, torch.stack(counts), named)
+        return Lesson(torch.stack(tokens), pack(rows, marks), kinds, motion, named)
 
-    def _marks(self, clip: int, ids: list[int]) -> dict[int, int]:
-        """Where the names of things end in a question."""
+    def _names(self, clip: int, ids: list[int]) -> dict[int, int]:
+        """Places of a question where the name of a thing ends."""
         table, found = self.bank.tables[clip], {}
         for thing in range(table.count):
             first, second = self.ids(" " + table.name(thing))
@@ -170,7 +214,7 @@ class LessonSampler:
                     found[place] = thing + 1
         return found
 
-    def _knowledge(self, clip: int, back: bool) -> tuple[dict[str, list[Fact]], dict[str, Tensor]]:
+    def _facts(self, clip: int, back: bool) -> tuple[dict[str, list[Fact]], dict[str, Tensor]]:
         if (clip, back) not in self.known:
             table, owners = self.bank.tables[clip], self.bank.cells[clip]
             if back:
@@ -179,8 +223,7 @@ class LessonSampler:
             for fact in facts(table):
                 by_kind[fact.kind].append(fact)
             dense = {k: v.to(torch.int8) for k, v in motion_labels(owners, table).items()}
-            dense["count"] = count_labels(table)
-            self.known[clip, back] = (dict(by_kind), dense)
+            self.known[clip, back] = (dict(by_kind), {**dense, "count": count_labels(table)})
         return self.known[clip, back]
 
     def _choose(self, by_kind: dict[str, list[Fact]], most: int, weights: Weights) -> list[Fact]:
@@ -195,28 +238,21 @@ class LessonSampler:
 
     def _word(self, fact: Fact) -> str:
         text = fact.ask(int(self.rng.integers(len(WORDINGS[fact.kind]))))
-        return text if self.rng.random() < 0.85 else text.rstrip("?")
+        return text if self.rng.random() >= UNMARKED else text.rstrip("?")
 
 
-def even_weights() -> Weights:
-    """The same weight for every kind."""
-    return dict.fromkeys(KINDS, 1.0)
+SUBSETS = ("random", "uniform", "change", "diverse")
 
 
-WAYS = ("random", "uniform", "change", "diverse")
-
-
+@torch.no_grad()
 def choose(tokens: Tensor, keep: int, way: str, rng: torch.Generator) -> Tensor:
-    """Indices of the tokens kept, ascending.
+    """Choose tokens to keep; returns their indices, ascending: int64 `[B, keep]`.
 
     Args:
-        tokens: pooled visual tokens. # [B, T, P, D]
-        keep: how many per clip.
-        way: one of WAYS.
-        rng: source of randomness.
-
-    Returns:
-        int64 [B, keep].
+        tokens: Visual tokens. `[B, T, P, D]`
+        keep: Number of tokens to keep of each clip.
+        way: One of SUBSETS.
+        rng: Source of randomness.
     """
     batch, frames, patches, _ = tokens.shape
     total = frames * patches
@@ -226,17 +262,17 @@ def choose(tokens: Tensor, keep: int, way: str, rng: torch.Generator) -> Tensor:
         return picked.expand(batch, keep)
     if way == "diverse":
         return _farthest(tokens.flatten(1, 2), keep).sort(-1).values
-    score = torch.rand(batch, total, generator=rng)
+    urge = torch.rand(batch, total, generator=rng)
     if way == "change":
         unit = normalize(tokens, dim=-1)
         change = 1 - (unit[:, 1:] * unit[:, :-1]).sum(-1)
         new = change.new_full((batch, 1, patches), 2.0)  # the first frame
-        score = torch.cat([new, change], 1).flatten(1) + 0.02 * score
-    return score.topk(keep).indices.sort(-1).values
+        urge = torch.cat([new, change], 1).flatten(1) + 0.02 * urge
+    return urge.topk(keep).indices.sort(-1).values
 
 
 def _farthest(tokens: Tensor, keep: int) -> Tensor:
-    """Greedy: always the token least like any chosen one: [B, N, D] -> [B, keep]."""
+    """Farthest-point sampling by cosine: `[B, N, D]` to `[B, keep]`."""
     unit = normalize(tokens, dim=-1)
     gap = 1 - unit @ unit.mT  # [B, N, N]
     rows = torch.arange(len(tokens))
@@ -249,82 +285,80 @@ def _farthest(tokens: Tensor, keep: int) -> Tensor:
     return torch.stack(chosen, -1)
 
 
-# Words that a video model's vocabulary knows already: it is fixed by the questions about clips.
+# The vocabulary is fixed by the questions about clips, so these use no other words.
 PLACES = ("Where is the {0}?", "In which corner is the {0}?")
 COUNTS = ("How many objects are there?", "How many shapes can you see?")
 NUMBERS = ("What number is on the screen?", "Which number is shown?")
 
 
-def still_facts(table: Table, frame: int) -> list[tuple[Fact, tuple[str, ...]]]:
-    """What can be asked about one frame, with the wordings for it."""
+def still_facts(table: Table, frame: int) -> Iterator[tuple[Fact, Wordings]]:
+    """Facts about one frame that can be asked, with the wordings for each."""
     there = [i for i in range(table.count) if table.alive[i, frame]]
     clear = [i for i in there if table.seen[i, frame] >= 0.6]
-    found: list[tuple[Fact, tuple[str, ...]]] = []
     for i in clear:
         shape, colour = SHAPES[table.shape[i]], tuple(COLOURS)[table.colour[i]]
         if sum(table.shape[j] == table.shape[i] for j in there) == 1:
-            found.append((Fact("colour", (shape,), colour), WORDINGS["colour"]))
+            yield Fact("colour", (shape,), colour), WORDINGS["colour"]
         if sum(table.colour[j] == table.colour[i] for j in there) == 1:
-            found.append((Fact("shape", (colour,), shape), WORDINGS["shape"]))
-        x, y = table.place[i, frame] - 48
-        if min(abs(x), abs(y)) >= 7:
-            corner = f"{'top' if y < 0 else 'bottom'} {'left' if x < 0 else 'right'}"
-            found.append((Fact("position", (table.name(i),), corner), PLACES))
+            yield Fact("shape", (colour,), shape), WORDINGS["shape"]
+        if corner := corner_of(table.place[i, frame], 7):
+            yield Fact("position", (table.name(i),), corner), PLACES
     if there and len(clear) == len(there):
-        found.append((Fact("count", (), str(len(there))), COUNTS))
+        yield Fact("count", (), str(len(there))), COUNTS
     if table.shown[frame]:
-        found.append((Fact("number", (), str(table.number)), NUMBERS))
-    return found
+        yield Fact("number", (), str(table.number)), NUMBERS
 
 
-class Gallery:
-    """One frame of each of the first clips of a bank, as the image path encodes it."""
+class PictureSampler:
+    """Batches of pictures as the image path lays them out: overview, tiles, and newlines.
+
+    Args:
+        model: Its newline embedding ends every row of tiles.
+        tokens: Projected features of the overview and the tiles, float16; a picture of one tile
+            is its own overview. `[n, 1 + tiles, P, H]`
+        facts: For each picture what can be asked, with the wordings for it.
+        tokenizer: The checkpoint's.
+        seed: Of everything drawn.
+        unmarked: Share of questions without their question mark.
+    """
 
     def __init__(
         self,
-        model: LlavaOnevisionForConditionalGeneration,
-        bank: Bank,
-        size: int,
+        model: Any,
+        tokens: Tensor,
+        facts: Sequence[Sequence[tuple[Fact, Wordings]]],
         tokenizer: PreTrainedTokenizerFast,
         seed: int,
+        unmarked: float = UNMARKED,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.rng = np.random.default_rng([seed, 1])
-        self.times = self.rng.integers(bank.frames.shape[1], size=size)
-        self.facts = [
-            still_facts(t, int(f)) for t, f in zip(bank.tables[:size], self.times, strict=True)
-        ]
-        self.useful = [i for i, known in enumerate(self.facts) if known]
-        self.tokens = self._encode(bank.frames[torch.arange(size), torch.from_numpy(self.times)])
+        self.newline = model.model.image_newline
+        self.tokens, self.facts, self.tokenizer = tokens, facts, tokenizer
+        self.rng, self.unmarked = np.random.default_rng([seed, 1]), unmarked
+        self.useful = [i for i, known in enumerate(facts) if known]
 
-    @torch.no_grad()
-    def _encode(self, frames: Tensor) -> Tensor:
-        project = self.model.model.multi_modal_projector
-        parts = [
-            project(tower_features(self.model, scale_pixels(part))) for part in frames.split(128)
-        ]
-        return torch.cat(parts).half()  # [n, P, H]
+    def draw(self, size: int) -> list[int]:
+        """Random pictures about which something can be asked."""
+        return [int(i) for i in self.rng.choice(self.useful, size, replace=False)]
 
-    def lesson(self, size: int, questions: int) -> Lesson:
-        """A batch of pictures; the newline that ends it is added by the forward pass."""
-        self.last = chosen = self.rng.choice(self.useful, size, replace=False)
+    def lesson(self, chosen: Sequence[int], questions: int) -> Lesson:
+        """A batch; the newline that ends a picture is added by the forward pass."""
         rows, kinds = [], []
         for picture in chosen:
             known = self.facts[picture]
             asked = [known[i] for i in self.rng.permutation(len(known))[:questions]]
             kinds.append([fact.kind for fact, _ in asked])
             rows.append([self._ids(fact, wordings) for fact, wordings in asked])
-        base = self.tokens[torch.from_numpy(chosen)].float()  # [B, P, H]
-        side = round(base.shape[1] ** 0.5)
-        newline = self.model.model.image_newline.detach().expand(size, side, 1, -1)
-        tile = torch.cat([base.unflatten(1, (side, side)), newline], 2).flatten(1, 2)
-        shown = torch.cat([base, tile[:, :-1]], 1)[
-            :, None
-        ]  # [B, 1, P + rows * (columns + 1) - 1, H]
-        return Lesson(shown, pack(rows), kinds, {}, torch.zeros(size, 1, dtype=torch.long), {})
+        encoded = self.tokens[list(chosen)].float()  # [B, 1 + tiles, P, H]
+        tiles = encoded[:, 1:] if encoded.shape[1] > 1 else encoded
+        grid, side = round(tiles.shape[1] ** 0.5), round(tiles.shape[2] ** 0.5)
+        mosaic = rearrange(tiles, "b (r c) (y x) h -> b (r y) (c x) h", r=grid, y=side)
+        newline = self.newline.expand(len(rows), grid * side, 1, -1)
+        lines = torch.cat([mosaic, newline], 2).flatten(1, 2)
+        shown = torch.cat([encoded[:, 0], lines[:, :-1]], 1)[:, None]
+        return Lesson(shown, pack(rows), kinds)
 
-    def _ids(self, fact: Fact, wordings: tuple[str, ...]) -> tuple[list[int], list[int]]:
+    def _ids(self, fact: Fact, wordings: Wordings) -> tuple[list[int], list[int]]:
         text = wordings[self.rng.integers(len(wordings))].format(*fact.slots)
-        if self.rng.random() < 0.15:
+        if self.rng.random() < self.unmarked:
             text = text.rstrip("?")
         return self.tokenizer.encode(text), self.tokenizer.encode(fact.answer)

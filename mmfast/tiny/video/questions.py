@@ -6,7 +6,7 @@ from itertools import permutations
 
 import numpy as np
 
-from mmfast.tiny.video.scene import COLOURS, DIRECTIONS, SHAPES, Table
+from mmfast.tiny.video.scene import COLOURS, DIRECTIONS, SHAPES, Table, corner_of
 
 KINDS = ("colour", "shape", "count", "direction", "speed", "position", "first", "number")
 
@@ -56,7 +56,7 @@ WORDINGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that can be asked: the kind, what fills the wording, the answer."""
+    """A question's kind, the words that fill its wording, and its answer."""
 
     kind: str
     slots: tuple[str, ...]
@@ -68,11 +68,11 @@ class Fact:
 
 
 def facts(table: Table, margin: bool = False) -> list[Fact]:
-    """Everything that can be asked about a clip without ambiguity.
+    """Facts about a clip that can be asked without ambiguity.
 
     Args:
-        table: what is true of the clip.
-        margin: leave out comparisons that are true but close, as evaluation does: speeds of
+        table: Truth of the clip.
+        margin: Whether to leave out close comparisons, as evaluation does: speeds of
             things that are hardly in sight together, appearances less than 3 samples apart.
     """
     things = [i for i in range(table.count) if table.clear(i).sum() >= 3]
@@ -102,9 +102,8 @@ def _places(table: Table, things: list[int]) -> Iterator[Fact]:
             way = next(n for n, d in DIRECTIONS.items() if d[main] * move[main] > 0)
             yield Fact("direction", (table.name(i),), way)
         for end, frame in (("start", 0), ("end", -1)):
-            x, y = table.place[i, frame] - 48
-            if table.clear(i)[frame] and min(abs(x), abs(y)) >= 7:
-                corner = f"{'top' if y < 0 else 'bottom'} {'left' if x < 0 else 'right'}"
+            corner = corner_of(table.place[i, frame], 7)
+            if corner and table.clear(i)[frame]:
                 yield Fact("position", (table.name(i), end), corner)
 
 

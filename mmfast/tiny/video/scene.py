@@ -1,11 +1,11 @@
-"""The world of the embedded video model: who moves where, drawn from a seed, without pixels.
+"""The world of the embedded video model: scenes from a seed, their drawing, and its labels.
 
 Lengths are in units of a 96 x 96 picture whatever the size of the file; time is in frames.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -40,8 +40,16 @@ Floats = NDArray[np.float64]
 
 
 def sampled_indices(total: int, count: int = SAMPLED) -> NDArray[np.int64]:
-    """Frames that uniform sampling shows: `count` of `total`, both ends included."""
+    """Indices of uniform sampling: `count` of `total` frames, both ends included."""
     return np.round(np.linspace(0, total - 1, count)).astype(np.int64)
+
+
+def corner_of(point: Floats | tuple[float, float], margin: float = 0.0) -> str:
+    """Corner of the picture that a point lies in, "" nearer than `margin` to a middle line."""
+    x, y = point
+    if min(abs(x - SIDE / 2), abs(y - SIDE / 2)) < margin:
+        return ""
+    return f"{'top' if y < SIDE / 2 else 'bottom'} {'left' if x < SIDE / 2 else 'right'}"
 
 
 @dataclass(frozen=True)
@@ -58,16 +66,16 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """Such as "red circle"."""
+        """Name such as "red circle"."""
         return f"{self.colour} {self.shape}"
 
     def path(self) -> Floats:
-        """Centres without camera shake, also for frames in which it is not there: [F, 2]."""
+        """Centres without camera shake, also for frames before birth or after leaving: `[F, 2]`."""
         time = np.arange(FRAMES, dtype=np.float64)[:, None]
         return np.asarray(np.asarray(self.start) + time * np.asarray(self.velocity))
 
     def alive(self) -> NDArray[np.bool_]:
-        """Whether it is in the scene (perhaps hidden) in each frame: [F]."""
+        """Return whether it is in the scene (perhaps hidden) in each frame: `[F]`."""
         time = np.arange(FRAMES)
         return (time >= self.born) & (time < self.gone)
 
@@ -82,7 +90,7 @@ class Panel:
     gone: int
 
     def on(self, frame: int) -> bool:
-        """Whether it is on screen in a frame."""
+        """Return whether it is on screen in a frame."""
         return self.born <= frame < self.gone
 
 
@@ -114,21 +122,6 @@ def make_scene(purpose: int, seed: int, index: int) -> Scene:
         scene = _draft(rng, count)
         if all(_clear_frames(scene, i) >= 4 for i in range(len(scene.things))):
             return scene
-
-
-def reversed_scene(scene: Scene) -> Scene:
-    """The same clip played backwards."""
-    things = []
-    for thing in scene.things:
-        vx, vy = thing.velocity
-        x, y = thing.start
-        end = (x + vx * (FRAMES - 1), y + vy * (FRAMES - 1))
-        born, gone = FRAMES - thing.gone, FRAMES - thing.born
-        things.append(replace(thing, start=end, velocity=(-vx, -vy), born=born, gone=gone))
-    panel = scene.panel
-    if panel is not None:
-        panel = replace(panel, born=FRAMES - panel.gone, gone=FRAMES - panel.born)
-    return replace(scene, things=tuple(things), panel=panel, shake=scene.shake[::-1])
 
 
 def _draft(rng: np.random.Generator, count: int) -> Scene:
@@ -235,7 +228,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Drawing:
-    """Frames and, for each pixel, what it shows."""
+    """Frames and the owner of each pixel."""
 
     frames: Bytes  # [F, PIXELS, PIXELS, 3]
     owner: Bytes  # [F, PIXELS, PIXELS]
@@ -308,7 +301,7 @@ def _distance(shape: str, x: Floats, y: Floats, r: float) -> Floats:
 
 
 def paint(picture: Floats, owner: Bytes, thing: Thing, index: int, centre: Floats) -> int:
-    """Paint one thing into its bounding square; returns how many pixels it owns."""
+    """Paint one thing into its bounding square; returns the number of its pixels."""
     r = thing.radius * SCALE
     x0, y0 = np.maximum(np.floor(centre - 1.2 * r).astype(int) - 1, 0)
     x1, y1 = np.minimum(np.ceil(centre + 1.2 * r).astype(int) + 2, len(picture))
@@ -365,11 +358,11 @@ class Table:
 
     @property
     def count(self) -> int:
-        """How many things there are."""
+        """Number of things."""
         return int((self.shape >= 0).sum())
 
     def name(self, thing: int) -> str:
-        """Such as "red circle"."""
+        """Name such as "red circle"."""
         return f"{_COLOUR_NAMES[self.colour[thing]]} {SHAPES[self.shape[thing]]}"
 
     def clear(self, thing: int) -> NDArray[np.bool_]:
@@ -412,7 +405,7 @@ def make_table(scene: Scene, drawing: Drawing) -> Table:
 
 
 def patch_owners(drawing: Drawing, side: int, share: float) -> NDArray[np.int8]:
-    """What each patch of a side x side grid shows: the owner of most of its pixels.
+    """Owner of most pixels of each patch of a side x side grid.
 
     Only background and bar can be outvoted: anything else wins from `share` of the patch.
 
@@ -428,7 +421,6 @@ def patch_owners(drawing: Drawing, side: int, share: float) -> NDArray[np.int8]:
     return np.where(enough, best, 0).reshape(len(owner), -1).astype(np.int8)
 
 
-LEFT_DIGIT, RIGHT_DIGIT = THINGS + 1, THINGS + 2  # owners that are digits
 IGNORE = -100
 SIZES = {"shape": 6, "colour": 7, "digit": 21}  # class 0 = none, in each
 NAMED = {"way": 4, "fast": 2, "born": 8}  # of a thing that a question names
@@ -436,74 +428,71 @@ MOTION = {"way": 4, "fast": 2, "born": 8, "corner": 9}  # of a thing, as far as 
 
 
 @dataclass(frozen=True)
-class Dense:
-    """Labels of the patches of frames: each [..., P]."""
+class PatchLabels:
+    """Labels of the patches of frames.
 
-    classes: dict[str, Tensor]  # int64, names and sizes as in SIZES
-    offset: Tensor  # [..., P, 2] from the patch's centre to the thing's, in patches; nan = none
+    Attributes:
+        classes: Names and sizes as in SIZES, int64. `[..., P]`
+        offset: From the patch's centre to the thing's, in patches; nan = none. `[..., P, 2]`
+    """
+
+    classes: dict[str, Tensor]
+    offset: Tensor
 
 
-def look_labels(owners: Tensor, table: Table) -> Dense:
-    """What each patch shows: owners [T, P]."""
-    owner = owners.long()  # [T, P]
-    frames, patches = owner.shape
-    side = round(patches**0.5)
-
-    def pick(values: list[int]) -> Tensor:
-        return torch.tensor(values)[owner]
-
+def patch_labels(owners: Tensor, table: Table) -> PatchLabels:
+    """Labels of the content of each patch: owners `[T, P]`."""
+    owner = owners.long()
+    side = round(owner.shape[1] ** 0.5)
     tens, ones = divmod(max(table.number, 0), 10)
-    things = range(THINGS)
-    classes = {
-        "shape": pick([0, *(int(table.shape[i]) + 1 for i in things), 0, 0]),
-        "colour": pick([0, *(int(table.colour[i]) + 1 for i in things), 0, 0]),
-        "digit": pick([0, *(0 for _ in things), 1 + tens, 11 + ones]),
+    values = {
+        "shape": [0, *(table.shape + 1).tolist(), 0, 0],
+        "colour": [0, *(table.colour + 1).tolist(), 0, 0],
+        "digit": [0, *[0] * THINGS, 1 + tens, 11 + ones],
     }
-    spot = torch.arange(patches)
-    row, column = spot // side, spot % side
-    centre = (torch.stack([column, row], -1) + 0.5) * (SIDE / side)  # [P, 2]
+    classes = {name: torch.tensor(value)[owner] for name, value in values.items()}
+    spot = torch.arange(side**2)
+    centre = (torch.stack([spot % side, spot // side], -1) + 0.5) * (SIDE / side)  # [P, 2]
     thing = (owner - 1).clamp(0, THINGS - 1)
-    where = torch.from_numpy(np.ascontiguousarray(table.place)).permute(1, 0, 2)  # [T, THINGS, 2]
-    place = where.gather(1, thing[..., None].expand(frames, patches, 2))
+    place = torch.from_numpy(np.ascontiguousarray(table.place))[
+        thing, torch.arange(SAMPLED)[:, None]
+    ]
     offset = (place - centre) * (side / SIDE)
     outside = (owner < 1) | (owner > THINGS)
-    return Dense(classes, offset.masked_fill(outside[..., None], float("nan")))
-
-
-def motion_labels(owners: Tensor, table: Table) -> dict[str, Tensor]:
-    """How the thing in each patch moves, from the second sight of it on: [T, P] each."""
-    owner = owners.long()
-    values = {name: torch.full((THINGS + 3, len(owner)), IGNORE) for name in MOTION}
-    for i in range(table.count):
-        seen = np.flatnonzero(table.clear(i))
-        if len(seen) < 2:
-            continue
-        move = table.world[i, 1] - table.world[i, 0]
-        main = int(np.abs(move).argmax())
-        after = slice(int(seen[1]), None)
-        # Speeds are drawn from two ranges with nothing between (per sampled step: x 15 / 7).
-        values["fast"][i + 1, after] = int(np.hypot(*move) > 2.6 * 2)
-        values["way"][i + 1, after] = 2 * main + int(move[main] > 0)
-        values["born"][i + 1, int(seen[0]) :] = int(table.alive[i].argmax())
-        x, y = np.clip(table.place[i, seen[0]] // 32, 0, 2).astype(int)
-        values["corner"][i + 1, int(seen[0]) :] = 3 * int(y) + int(x)
-    frame = torch.arange(len(owner))[:, None].expand_as(owner)
-    return {name: value[owner, frame] for name, value in values.items()}
+    return PatchLabels(classes, offset.masked_fill(outside[..., None], float("nan")))
 
 
 def thing_labels(table: Table) -> dict[str, Tensor]:
-    """How each thing moves and when it came, row 0 for none: [1 + THINGS] each."""
+    """Motion and first frame of each thing, row 0 for none: `[1 + THINGS]` each."""
     found = {name: torch.full((1 + THINGS,), IGNORE) for name in NAMED}
     for i in range(table.count):
         move = table.world[i, 1] - table.world[i, 0]
         main = int(np.abs(move).argmax())
         found["way"][i + 1] = 2 * main + int(move[main] > 0)
+        # Speeds are drawn from two ranges with nothing between (per sampled step: x 15 / 7).
         found["fast"][i + 1] = int(np.hypot(*move) > 2.6 * 2)
         found["born"][i + 1] = int(table.alive[i].argmax())
     return found
 
 
+def motion_labels(owners: Tensor, table: Table) -> dict[str, Tensor]:
+    """Motion of the thing in each patch, from the second sight of it on: `[T, P]` each."""
+    owner, things = owners.long(), thing_labels(table)
+    values = {name: torch.full((THINGS + 3, len(owner)), IGNORE) for name in MOTION}
+    for i in range(table.count):
+        seen = np.flatnonzero(table.clear(i))
+        if len(seen) < 2:
+            continue
+        first, second = int(seen[0]), int(seen[1])
+        x, y = np.clip(table.place[i, first] // 32, 0, 2).astype(int)
+        values["corner"][i + 1, first:] = 3 * int(y) + int(x)
+        for name, since in (("way", second), ("fast", second), ("born", first)):
+            values[name][i + 1, since:] = things[name][i + 1]
+    frame = torch.arange(len(owner))[:, None].expand_as(owner)
+    return {name: value[owner, frame] for name, value in values.items()}
+
+
 def count_labels(table: Table) -> Tensor:
-    """Things that have come into sight up to and including each frame: [T]."""
+    """Number of things that have come into sight up to and including each frame: `[T]`."""
     seen = np.stack([table.clear(i) for i in range(THINGS)])  # [THINGS, T]
     return torch.from_numpy(np.maximum.accumulate(seen, 1).sum(0))

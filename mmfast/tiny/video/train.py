@@ -1,141 +1,289 @@
 """Train the embedded video model: `python -m mmfast.tiny.video.train --out DIR`.
 
-Four stages: make a bank of clips; teach tower and projector what every patch shows; run them
-over the bank once; teach the decoder to answer. Two CPU cores do it in under three hours.
-Progress goes to standard error, figures to OUT/training.jsonl, and the model card is written
-from those figures.
+Four stages: make a bank of clips; teach tower and projector the content of every patch; run them
+over the bank once; teach the decoder to answer, first about clips, then also about pictures. Two
+CPU cores need less than three hours. The figures in OUT/training.jsonl go into the model card.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
 import os
-import platform
-import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import LlavaOnevisionForConditionalGeneration, LlavaOnevisionProcessor
+from torch import Tensor, cat, nn
+from torch.nn.functional import cross_entropy
 
 from mmfast.tiny.card import write_card
 from mmfast.tiny.evaluate import run_eval
-from mmfast.tiny.video.build import make_model, make_processor
+from mmfast.tiny.training import (
+    Course,
+    Figures,
+    Log,
+    Optimiser,
+    Task,
+    progress,
+    save_model,
+    train,
+)
 from mmfast.tiny.video.clips import Bank, make_bank
-from mmfast.tiny.video.language import POLISH, LanguageTrainer, StagePlan
-from mmfast.tiny.video.lessons import Gallery, LessonSampler
-from mmfast.tiny.video.tower import encode_bank, settle_scale, train_tower
+from mmfast.tiny.video.lessons import (
+    SUBSETS,
+    ClipSampler,
+    Lesson,
+    PictureSampler,
+    answer,
+    answer_loss,
+    choose,
+    score,
+    still_facts,
+)
+from mmfast.tiny.video.model import Readout, make_model, make_processor
+from mmfast.tiny.video.questions import KINDS
+from mmfast.tiny.video.scene import MOTION, NAMED, SAMPLED
+from mmfast.tiny.video.tower import (
+    TowerTask,
+    encode_bank,
+    scale_pixels,
+    scale_projector,
+    tower_features,
+)
 
-Report = Callable[[dict[str, object]], None]
+MOTION_LAYERS = (1, 2)  # visual states after these layers predict how things move
+NAME_LAYERS = (2, 3)  # and here the names in a question how the things named move
+KEEPS = (0.6, 0.4, 0.25, 0.15, 0.08)  # shares of the tokens, where some are dropped
 
 
-def train(out: Path, options: argparse.Namespace, report: Report) -> None:
-    """Run all stages and leave a loadable checkpoint in `out`, also while still training."""
-    seed = options.seed
-    processor = make_processor()
-    model = make_model(len(processor.tokenizer), seed)
-    bank = _bank(options.clips, seed, report)
-    train_tower(model, bank, options.tower_steps, seed, report)
-    settle_scale(model, bank, 0.5)
+class MotionReadout(Readout):
+    """Read-outs of a visual token's state: its frame, and how the thing in it moves."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, {"frame": SAMPLED, **MOTION, "count": 5})
+
+    def lesson_loss(self, x: Tensor, lesson: Lesson, kept: Tensor) -> Tensor:
+        """Loss on states of the kept tokens and the newline behind them: `[B, M + 1, D]`."""
+        frame, visual = kept // lesson.tokens.shape[2], x[:, :-1]  # [B, M]
+        total = 0.2 * self.loss(visual, {"frame": frame})
+        labels = {name: lesson.motion[name].flatten(1).gather(1, kept) for name in MOTION}
+        total = total + self.loss(visual, labels)
+        # A token may not have seen the rest of its own frame: it predicts the count before it.
+        count = lesson.motion["count"]
+        before = cat([count.new_zeros(len(x), 1), count], 1)
+        counted = cat([before.gather(1, frame), count[:, -1:]], 1)
+        guess = self(x)["count"]
+        total = total + 0.3 * cross_entropy(guess.flatten(0, 1), counted.flatten())
+        return total + 0.5 * cross_entropy(guess[:, -1], counted[:, -1])
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Length and make-up of a stage of the decoder.
+
+    Attributes:
+        name: In the log.
+        steps: Its length.
+        minutes: Its length instead of `steps`.
+        batch: Clips of a step.
+        questions: Questions about each.
+        rate: Peak learning rate.
+        hold: Share of the stage after which the rate falls.
+        dense: Weight of the read-outs inside the decoder.
+        stills: Share of batches that are single pictures.
+        names: Whether names in questions predict how the things named move.
+        whole: Share of batches with all tokens.
+        warm: Steps before tokens are dropped.
+        held: Clips at the end of the bank that are never trained on.
+    """
+
+    name: str = "language"
+    steps: int = 1290
+    minutes: float | None = None
+    batch: int = 24
+    questions: int = 10
+    rate: float = 2e-3
+    hold: float = 0.5
+    dense: float = 0.3
+    stills: float = 0.0
+    names: bool = False
+    whole: float = 0.5
+    warm: int = 150
+    held: int = 256
+
+    @property
+    def course(self) -> Course:
+        """Length and pace of the stage."""
+        return Course(self.name, self.minutes, self.steps, hold=self.hold)
+
+
+POLISH = StagePlan(
+    "polish", 450, rate=1.2e-3, hold=0.2, dense=0.15, stills=0.15, names=True, warm=0
+)
+
+
+class LanguageTask(Task):
+    """The decoder's answers; a stage with another plan continues where the one before ended."""
+
+    def __init__(
+        self, model: Any, clips: ClipSampler, plan: StagePlan, seed: int, pictures: PictureSampler
+    ) -> None:
+        self.model, self.clips, self.plan, self.pictures = model.train(), clips, plan, pictures
+        lm = model.model.language_model
+        width = lm.config.hidden_size
+        self.motion = [MotionReadout(width) for _ in MOTION_LAYERS]
+        self.names = [Readout(width, NAMED) for _ in NAME_LAYERS if plan.names]
+        heads = nn.ModuleList([*self.motion, *self.names])
+        free = [model.model.image_newline, *heads.parameters()]
+        self.optimiser = Optimiser.of(lm, free, plan.rate)
+        self.rng = torch.Generator().manual_seed(seed)
+        self.count = len(clips.bank.tables) - plan.held
+        self.order = torch.empty(0, dtype=torch.long)
+        self.weights = dict.fromkeys(KINDS, 1.0)
+        self.exam = [
+            clips.lesson(range(i, min(i + 32, self.count + plan.held)), 12, self.weights)
+            for i in range(self.count, self.count + plan.held, 32)
+        ]
+        if plan.warm == 0:  # the model can answer already: weigh the kinds from the start
+            self.look()
+
+    def batches(self, step: int, done: float) -> list[tuple[Lesson, Tensor]]:
+        """Clips, or now and then pictures, and the tokens kept of them."""
+        size = self.plan.batch
+        if self._chance() < self.plan.stills:
+            lesson = self.pictures.lesson(self.pictures.draw(size), 6)
+        else:
+            if len(self.order) < size:
+                self.order = torch.randperm(self.count, generator=self.rng)
+            chosen, self.order = self.order[:size].tolist(), self.order[size:]
+            lesson = self.clips.lesson(chosen, self.plan.questions, self.weights)
+        whole = lesson.every
+        if step < self.plan.warm or self._chance() < self.plan.whole:
+            return [(lesson, whole)]
+        share = KEEPS[int(torch.randint(len(KEEPS), (), generator=self.rng))]
+        way = SUBSETS[int(torch.randint(len(SUBSETS), (), generator=self.rng))]
+        kept = choose(lesson.tokens, round(share * whole.shape[1]), way, self.rng)
+        return [(lesson, kept)]
+
+    def loss(self, batch: tuple[Lesson, Tensor]) -> tuple[Tensor, Figures]:
+        """Loss of the answers, and of the read-outs where the batch is of clips."""
+        lesson, kept = batch
+        found = answer(self.model, lesson, kept)
+        loss = answer_loss(self.model, found.states, lesson.packed.labels)
+        dense, split = loss.new_zeros(()), kept.shape[1] + 2
+        if lesson.motion:
+            for head, layer in zip(self.motion, MOTION_LAYERS, strict=True):
+                dense = dense + head.lesson_loss(found.layers[layer][:, 1:split], lesson, kept)
+            labels = {name: lesson.things[name].gather(1, lesson.packed.named) for name in NAMED}
+            for names, layer in zip(self.names, NAME_LAYERS, strict=False):
+                dense = dense + names.loss(found.layers[layer][:, split:], labels)
+        figures = {"loss": loss.item(), "dense": dense.item(), "kept": kept.shape[1]}
+        return loss + self.plan.dense * dense, figures
+
+    def look(self) -> Figures:
+        """Shares answered correctly; kinds that lag are asked more from now on."""
+        scores = score(self.model, self.exam)
+        self.weights = {kind: 0.4 + 4 * min(1 - scores.get(kind, 0.0), 0.4) for kind in KINDS}
+        mean = sum(scores.values()) / len(scores)
+        return {
+            "mean": mean,
+            "kinds": scores,
+            "quarter": score(self.model, self.exam, 0.25, "diverse"),
+        }
+
+    def _chance(self) -> float:
+        return float(torch.rand((), generator=self.rng))
+
+
+@torch.no_grad()
+def stills(model: Any, bank: Bank, count: int, tokenizer: Any, seed: int) -> PictureSampler:
+    """One frame of each of the first clips of a bank as a picture."""
+    times = np.random.default_rng([seed, 1]).integers(bank.frames.shape[1], size=count)
+    known = [
+        list(still_facts(table, int(time)))
+        for table, time in zip(bank.tables[:count], times, strict=True)
+    ]
+    frames = bank.frames[torch.arange(count), torch.from_numpy(times)]
+    project = model.model.multi_modal_projector
+    parts = [project(tower_features(model, scale_pixels(part))) for part in frames.split(128)]
+    return PictureSampler(model, cat(parts).half()[:, None], known, tokenizer, seed)
+
+
+def run(out: Path, options: argparse.Namespace, log: Log) -> None:
+    """Run all stages and leave a loadable checkpoint in `out`, also during the training."""
+    seed, processor = options.seed, make_processor()
+    tokenizer = processor.tokenizer
+    model = make_model(len(tokenizer), seed)
+    with log.stage("bank", clips=options.clips):
+        show = partial(progress, "clips", total=options.clips)
+        bank = make_bank(options.clips, seed, os.cpu_count() or 1, show)
+    train(TowerTask(model, bank, seed), Course("tower", steps=options.tower_steps), log)
+    scale_projector(model, bank, 0.5)
     bank = bank.first(options.decoder_clips)
-    tokens = encode_bank(model, bank, report)
-    gallery = Gallery(model, bank, min(len(bank.tables), 4000), processor.tokenizer, seed)
+    with log.stage("encode", clips=options.decoder_clips):
+        tokens = encode_bank(model, bank)
+    pictures = stills(model, bank, min(len(bank.tables), 4000), tokenizer, seed)
+
+    def save() -> None:
+        save_model(model, out)
+        processor.save_pretrained(out)
+
     for number, plan in enumerate(plans(options)):
-        school = LessonSampler(bank, tokens, processor.tokenizer, seed + number)
-        trainer = LanguageTrainer(model, school, plan, seed + number, gallery)
-        trainer.train(report, lambda: save_checkpoint(model, processor, out))
+        clips = ClipSampler(bank, tokens, tokenizer, seed + number)
+        task = LanguageTask(model, clips, plan, seed + number, pictures)
+        train(task, plan.course, log, save)
 
 
 def plans(options: argparse.Namespace) -> list[StagePlan]:
     """The decoder's two stages: clips, then clips and pictures at a lower rate."""
-    share = options.polish / (options.steps + options.polish)
-    minutes = options.minutes
-    main = replace(
-        StagePlan(), steps=options.steps, minutes=None if minutes is None else minutes * (1 - share)
-    )
-    polish = replace(
-        POLISH, steps=options.polish, minutes=None if minutes is None else minutes * share
-    )
-    return [main, polish]
-
-
-def save_checkpoint(
-    model: LlavaOnevisionForConditionalGeneration, processor: LlavaOnevisionProcessor, out: Path
-) -> None:
-    """Write model and processor in the ordinary Hugging Face format."""
-    model.save_pretrained(out)
-    processor.save_pretrained(out)
-    (out / "model.safetensors").chmod(0o644)
-
-
-def _bank(clips: int, seed: int, report: Report) -> Bank:
-    start = time.monotonic()
-
-    def progress(done: int) -> None:
-        if done % 200 == 0:
-            print(f"\rclips {done}/{clips}", end="", file=sys.stderr, flush=True)
-
-    bank = make_bank(clips, seed, os.cpu_count() or 1, progress)
-    print(file=sys.stderr)
-    report({"stage": "bank", "clips": clips, "seconds": time.monotonic() - start})
-    return bank
-
-
-def _reporter(path: Path) -> Report:
-    """Log to a file, one JSON line each, and briefly to standard error."""
-
-    def report(row: dict[str, object]) -> None:
-        with path.open("a") as log:
-            log.write(json.dumps(row) + "\n")
-        short = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
-        print(" ".join(f"{k}={v}" for k, v in short.items()), file=sys.stderr, flush=True)
-
-    return report
+    whole = options.steps + options.polish
+    return [
+        replace(
+            plan,
+            steps=steps,
+            minutes=None if options.minutes is None else options.minutes * steps / whole,
+        )
+        for plan, steps in ((StagePlan(), options.steps), (POLISH, options.polish))
+    ]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("tiny-video"), help="checkpoint folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clips", type=int, default=10000, help="clips that the tower learns from")
-    parser.add_argument("--decoder-clips", type=int, default=6000, help="of them for the decoder")
-    parser.add_argument("--tower-steps", type=int, default=520)
-    parser.add_argument("--steps", type=int, default=StagePlan.steps, help="decoder steps on clips")
-    parser.add_argument(
-        "--polish", type=int, default=POLISH.steps, help="with pictures, after that"
-    )
-    parser.add_argument(
-        "--minutes", type=float, help="fit the decoder's stages into this time instead"
-    )
-    parser.add_argument("--questions", type=int, default=400, help="of the final evaluation")
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("tiny-video"), help="checkpoint folder")
+    add("--seed", type=int, default=0)
+    add("--clips", type=int, default=10000, help="clips that the tower learns from")
+    add("--decoder-clips", type=int, default=6000, help="of them for the decoder")
+    add("--tower-steps", type=int, default=520)
+    add("--steps", type=int, default=StagePlan.steps, help="decoder steps on clips")
+    add("--polish", type=int, default=POLISH.steps, help="with pictures, after that")
+    add("--minutes", type=float, help="fit the decoder's stages into this time instead")
+    add("--questions", type=int, default=400, help="of the final evaluation")
     options = parser.parse_args(argv)
-    if not StagePlan.held + StagePlan.batch <= options.decoder_clips <= options.clips:
-        least = StagePlan.held + StagePlan.batch
+    least = StagePlan.held + StagePlan.batch
+    if not least <= options.decoder_clips <= options.clips:
         parser.error(
             f"--decoder-clips {options.decoder_clips} must be {least} to --clips {options.clips}"
         )
     return options
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> Figures:
     """Command line; returns the evaluation that the card shows."""
     options = _arguments(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
-    log = options.out / "training.jsonl"
-    log.unlink(missing_ok=True)
-    report = _reporter(log)
-    # Threads of more than one machine's worth of cores only wait for each other on such matrices.
+    log = Log(options.out)
+    # Matrices this small gain nothing from more threads.
     torch.set_num_threads(min(os.cpu_count() or 1, 8))
-    start = time.monotonic()
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    report({"stage": "start", "seed": options.seed, "machine": machine, "torch": torch.__version__})
-    train(options.out, options, report)
+    log.start(seed=options.seed)
+    run(options.out, options, log)
     result = run_eval([], options.questions, options.seed, options.out)
-    report({"stage": "evaluation", **result, "model": "this checkpoint"})
-    report({"stage": "end", "seconds": time.monotonic() - start})
-    write_card(options.out)
+    log({"stage": "evaluation", **result, "model": "this checkpoint"})
+    log.end()
+    write_card(options.out, "tiny-video")
     return result
 
 

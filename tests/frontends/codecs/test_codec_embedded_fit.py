@@ -13,7 +13,6 @@ from mmfast.frontends.codecs.embedded.codec import quantise
 from mmfast.frontends.codecs.embedded.features import VocoderNet
 from mmfast.frontends.codecs.embedded.synthesis import white
 from mmfast.tiny.speech import codec as speech_codec
-from mmfast.tiny.speech import codec as speech_codec_vocoder
 from mmfast.tiny.speech.codec import (
     fit_book,
     fit_codec,
@@ -89,8 +88,8 @@ def test_the_loss_knows_what_is_nearer() -> None:
 
 
 def test_a_vocoder_learns_and_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speech_codec_vocoder, "BATCH", 1)
-    monkeypatch.setattr(speech_codec_vocoder, "SEGMENT", 20)
+    monkeypatch.setattr(speech_codec, "BATCH", 1)
+    monkeypatch.setattr(speech_codec, "SEGMENT", 20)
     books, bias, corpus = codec().encoder.books, codec().encoder.bias, [speech()[0]]
     rows: list[dict[str, float]] = []
     nets = [
@@ -101,9 +100,9 @@ def test_a_vocoder_learns_and_depends_on_the_seed_alone(monkeypatch: pytest.Monk
         assert torch.equal(one, two)
     lessons = make_lessons(corpus, books, bias)
     start = torch.tensor([0])
-    before = speech_codec_vocoder.lesson_loss(VocoderNet(16, 16).apply(_same), lessons, start)
-    after = speech_codec_vocoder.lesson_loss(nets[0], lessons, start)
-    both = [sound + speech_codec_vocoder.PITCH_LOSS * pitch for sound, pitch in (before, after)]
+    before = speech_codec.lesson_loss(VocoderNet(16, 16).apply(_same), lessons, start)
+    after = speech_codec.lesson_loss(nets[0], lessons, start)
+    both = [sound + speech_codec.PITCH_LOSS * pitch for sound, pitch in (before, after)]
     assert both[1] < both[0]
 
 

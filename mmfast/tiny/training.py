@@ -1,0 +1,301 @@
+"""The training loop of all recipes: optimiser, schedule, log, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+THREADS = 2  # gradients of this many batches are computed side by side
+CLIP = 1.0  # largest norm of the gradient
+Figures = dict[str, Any]
+Report = Callable[[Figures], None]
+
+
+class Optimiser:
+    """Muon for hidden matrices, AdamW for everything else.
+
+    Muon (Jordan 2024; step size matched to AdamW, arXiv 2502.16982) needs about half the steps.
+
+    Args:
+        matrices: Parameters `[a, b]` of hidden layers.
+        rest: Vectors, embeddings and all other parameters.
+        rate: Peak learning rate of AdamW; that of Muon is twice as large.
+        decay: Weight decay.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[nn.Parameter],
+        rest: Iterable[nn.Parameter],
+        rate: float,
+        decay: float = 0.01,
+    ) -> None:
+        hidden, others = list(matrices), list(rest)
+        self.parameters = [*others, *hidden]
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(others, rate, betas=(0.9, 0.98), weight_decay=decay)
+        ]
+        if hidden:
+            options: Any = {"weight_decay": decay, "adjust_lr_fn": "match_rms_adamw"}
+            self.parts.append(torch.optim.Muon(hidden, 2 * rate, **options))
+        self.peaks = (rate, 2 * rate)
+
+    @classmethod
+    def of(cls, module: nn.Module, rest: Iterable[nn.Parameter], rate: float) -> Optimiser:
+        """Optimiser of a module and other parameters; matrices are those of its `layers`."""
+        matrices, others = list[nn.Parameter](), list(rest)
+        for name, parameter in module.named_parameters():
+            (matrices if parameter.ndim == 2 and "layers." in name else others).append(parameter)
+        return cls(matrices, others, rate)
+
+    def step(self, gradients: Sequence[Tensor | None], factor: float) -> None:
+        """Update all parameters at `factor` times the peak rates."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        for part, peak in zip(self.parts, self.peaks, strict=False):
+            for group in part.param_groups:
+                group["lr"] = peak * factor
+            part.step()
+            part.zero_grad()
+
+
+@dataclass(frozen=True)
+class Course:
+    """Length and pace of a training stage.
+
+    Attributes:
+        name: Stage in the log.
+        minutes: Length in time; None = `steps`.
+        steps: Length in steps.
+        warm: Share of the stage in which the learning rate rises.
+        hold: Share of the stage after which it falls linearly; None = half a cosine.
+        watch: Minutes between evaluations on held-out data.
+        every: Steps between rows of the log.
+    """
+
+    name: str
+    minutes: float | None = None
+    steps: int = 0
+    warm: float = 0.03
+    hold: float | None = 0.5
+    watch: float = 4.0
+    every: int = 20
+
+    def done(self, step: int, seconds: float) -> float:
+        """Share of the stage that is over."""
+        if self.minutes is None:
+            return step / self.steps if self.steps else 1.0
+        return seconds / (60 * self.minutes) if self.minutes else 1.0
+
+    def factor(self, done: float) -> float:
+        """Factor of the peak learning rate at a share of the stage."""
+        rise = min(max(done / self.warm, 0.01), 1.0)
+        if self.hold is None:
+            return rise * (0.5 + 0.5 * math.cos(math.pi * done)) + 0.01
+        return rise if done < self.hold else max((1 - done) / (1 - self.hold), 0.01)
+
+
+class Task:
+    """A model in training: its batches, losses and held-out figures.
+
+    Attributes:
+        optimiser: Holds the parameters that are trained.
+        parallel: Whether each batch of a step runs on a thread of its own, one core each.
+    """
+
+    optimiser: Optimiser
+    parallel = False
+
+    def batches(self, step: int, done: float) -> list[Any]:
+        """Batches of one step; `done` is the share of the stage that is over."""
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> tuple[Tensor, Figures]:
+        """Loss to differentiate, and figures for the log."""
+        raise NotImplementedError
+
+    def look(self) -> Figures:
+        """Figures on held-out data."""
+        return {}
+
+    def resume(self, step: int) -> None:
+        """Prepare to continue behind a step of an interrupted run."""
+
+
+def update(
+    task: Task, batches: Sequence[Any], factor: float, over: Callable[..., Iterable[Any]] = map
+) -> Figures:
+    """Take one step with the summed gradient of all batches; returns the step's figures."""
+
+    def gradients(batch: Any) -> tuple[tuple[Tensor | None, ...], Figures]:
+        total, figures = task.loss(batch)
+        return torch.autograd.grad(total, task.optimiser.parameters, allow_unused=True), figures
+
+    found = list(over(gradients, batches))
+    sums: list[Tensor | None] = []
+    for parts in zip(*(grads for grads, _ in found), strict=True):
+        known = [part for part in parts if part is not None]
+        sums.append(sum(known[1:], known[0]) if known else None)
+    task.optimiser.step(sums, factor)
+    return mean_figures([figures for _, figures in found])
+
+
+def mean_figures(rows: Sequence[Figures]) -> Figures:
+    """Average figures by name; a figure is a number, a list of numbers, or named figures."""
+    found: Figures = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if name in row]
+        nested = isinstance(values[0], Mapping)
+        found[name] = mean_figures(values) if nested else np.mean(values, 0).round(4).tolist()
+    return found
+
+
+def train(
+    task: Task,
+    course: Course,
+    report: Report,
+    save: Callable[[], None] = lambda: None,
+    checkpoint: Path | None = None,
+) -> int:
+    """Train as long as the course says; returns the steps.
+
+    Args:
+        task: Model and data.
+        course: Length and pace.
+        report: Receives the rows of the log.
+        save: Writes the model; called after each evaluation on held-out data.
+        checkpoint: File of the run's state, written after each evaluation on held-out data. A run
+            whose file exists continues from it.
+    """
+    step, spent = (0, 0.0) if checkpoint is None else restore(task, checkpoint)
+    began = time.monotonic() - spent
+    looked, rows, threads = time.monotonic(), list[Figures](), torch.get_num_threads()
+    if task.parallel:  # one core a batch: no thread waits for another within a step
+        torch.set_num_threads(1)
+
+    def log() -> None:
+        seconds = round(time.monotonic() - began, 2)
+        report({"stage": course.name, "step": step, "seconds": seconds, **mean_figures(rows)})
+        rows.clear()
+
+    def look() -> None:
+        if figures := task.look():
+            report({"stage": "held-out", "step": step, **figures})
+        if checkpoint is not None:
+            keep(task, checkpoint, step, time.monotonic() - began)
+        save()
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        over = pool.map if task.parallel else map
+        while (done := course.done(step, time.monotonic() - began)) < 1:
+            rows.append(update(task, task.batches(step, done), course.factor(done), over))
+            step += 1
+            if step % course.every == 0:
+                log()
+            if time.monotonic() - looked > 60 * course.watch:
+                looked = time.monotonic()
+                look()
+    if rows:
+        log()
+    look()
+    torch.set_num_threads(threads)
+    return step
+
+
+def keep(task: Task, path: Path, step: int, seconds: float) -> None:
+    """Write the state of a run; an interrupted write leaves the previous state in place."""
+    state = {
+        "parameters": [parameter.detach() for parameter in task.optimiser.parameters],
+        "optimiser": [part.state_dict() for part in task.optimiser.parts],
+        "step": step,
+        "seconds": seconds,
+    }
+    torch.save(state, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+
+
+@torch.no_grad()
+def restore(task: Task, path: Path) -> tuple[int, float]:
+    """Load the state of a run where there is one; returns its steps and seconds."""
+    if not path.exists():
+        return 0, 0.0
+    state = torch.load(path, weights_only=True)
+    for parameter, value in zip(task.optimiser.parameters, state["parameters"], strict=True):
+        parameter.copy_(value)
+    for part, value in zip(task.optimiser.parts, state["optimiser"], strict=True):
+        part.load_state_dict(value)
+    task.resume(state["step"])
+    return state["step"], state["seconds"]
+
+
+class Log:
+    """Rows of a run: one JSON line each in `training.jsonl`, and on standard error.
+
+    Args:
+        folder: Folder of the checkpoint, made where it is missing.
+        fresh: Whether an earlier log is deleted.
+    """
+
+    def __init__(self, folder: Path, fresh: bool = True) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self.began = folder / "training.jsonl", time.monotonic()
+        if fresh:
+            self.path.unlink(missing_ok=True)
+
+    def __call__(self, row: Figures) -> None:
+        """Write one row."""
+        text = json.dumps(row)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+        print(text, file=sys.stderr, flush=True)
+
+    def start(self, **settings: Any) -> None:
+        """Row of the machine and the settings of a run."""
+        machine = f"{platform.machine()}, {os.cpu_count()} cores"
+        self({"stage": "start", "machine": machine, "torch": torch.__version__, **settings})
+
+    def end(self, **figures: Any) -> None:
+        """Row of the duration of a run."""
+        self({"stage": "end", **figures, "seconds": time.monotonic() - self.began})
+
+    @contextmanager
+    def stage(self, name: str, **figures: Any) -> Iterator[Figures]:
+        """Row of the duration of the block; the block may add figures to it."""
+        start = time.monotonic()
+        yield figures
+        self({"stage": name, **figures, "seconds": time.monotonic() - start})
+
+
+def progress(name: str, done: int, total: int) -> None:
+    """Show on standard error how much of a preparation is done."""
+    if done % 50 == 0 or done == total:
+        print(f"\r{name} {done}/{total}", end="\n" * (done == total), file=sys.stderr, flush=True)
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write a model in the ordinary Hugging Face format, readable by everybody."""
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+
+
+def shares(marks: Iterable[tuple[str, bool]], names: Sequence[str] = ()) -> dict[str, float]:
+    """Share of correct marks by name, in the order of `names` or of first appearance."""
+    found: dict[str, list[bool]] = {name: [] for name in names}
+    for name, mark in marks:
+        found.setdefault(name, []).append(mark)
+    return {name: sum(mine) / len(mine) for name, mine in found.items() if mine}
