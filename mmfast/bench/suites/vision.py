@@ -29,7 +29,7 @@ from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.timing import compare_jobs, one_thread, peak_during, timed
 from mmfast.core.errors import MmfastError
 from mmfast.models.flops import tower_flops
-from mmfast.models.vision.fast import MODES, as_linear, check_encoder, fast_encoder
+from mmfast.models.vision.acceleration import MODES, as_linear, check_encoder, fast_encoder
 from mmfast.models.vision.merge_pass import MergePass
 from mmfast.ops.attention import segment_attention
 
