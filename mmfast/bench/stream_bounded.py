@@ -68,7 +68,7 @@ def measure(
     memory = figures["memory"]
     return {
         "memory": MEMORY,
-        "reduce": pipe.viewer.reduce,
+        "reduce": pipe.stream_model.reduce,
         "n": frames,
         "early": early,
         "held_early_mb": max(seen.held[:looks]) / 1e6,

@@ -16,7 +16,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache
-from mmfast.streams.intake import FrameEncoder
+from mmfast.streams.frontend import FrameEncoder
 
 CLIPS = Path(__file__).resolve().parents[2] / "assets" / "clips"
 MODEL = "tiny-video"

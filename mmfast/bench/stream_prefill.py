@@ -17,7 +17,7 @@ from mmfast.bench.results import Row
 from mmfast.bench.stream_jobs import compare
 from mmfast.core.errors import MmfastError
 from mmfast.core.tokens import Tokens
-from mmfast.streams.intake import StreamReducer
+from mmfast.streams.frontend import StreamReducer
 
 PRESET, SPEC = "llava-onevision-0.5b", "stc_pruner:0.3"
 LAYERS, FRAMES, ROUNDS = 24, 8, 3

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.decoder.rotary import Angles, Raw, Rotary
+from mmfast.streams.archive.files import value
 from mmfast.streams.script import Piece
 
 RAW, ROTATED, VALUES = range(3)
@@ -176,16 +177,12 @@ def same_length(buffers: Sequence[Buffer]) -> bool:
     return len({buffer.length for buffer in buffers}) < 2
 
 
-def live_bytes(buffers: Sequence[Buffer]) -> int:
-    """Bytes of all buffers."""
-    return sum(buffer.nbytes for buffer in buffers)
-
-
 Start = tuple[int, ...]  # one position per axis
 
 TEXT, VISUAL, MARKER = 0, 1, 2
 
 
+@value
 @dataclass(frozen=True, eq=False)
 class LiveBlock:
     """A block of a stream whose keys stand in the buffers.
@@ -348,17 +345,6 @@ def highest(relative: Tensor, advance: Start) -> Start:
     if len(set(advance)) == 1:
         found = [max(each, advance[0] - 1) for each in found]
     return tuple(found)
-
-
-def to_tree(block: LiveBlock) -> dict[str, Any]:
-    """A block as a tree of plain values, for saving."""
-    return {name: getattr(block, name) for name in LiveBlock.__dataclass_fields__}
-
-
-def from_tree(tree: dict[str, Any]) -> LiveBlock:
-    """The block that `to_tree` was given."""
-    fixed = {name: tuple(tree[name]) for name in ("advance", "highest", "start", "held")}
-    return LiveBlock(**{**tree, **fixed})
 
 
 class Turner:

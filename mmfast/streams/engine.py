@@ -27,7 +27,7 @@ from mmfast.models.decoder.rotary import Raw, RawCapture, Rotary, check_rotation
 from mmfast.models.reduction.masks import FULL, kind_of, stock_mask
 from mmfast.models.reduction.probe import intercepting
 from mmfast.ops.eviction import evict
-from mmfast.streams.archive.archive import Archive, recall
+from mmfast.streams.archive.archive import Archive
 from mmfast.streams.archive.blocks import TierQuotas
 from mmfast.streams.buffers import (
     RAW,
@@ -42,7 +42,7 @@ from mmfast.streams.buffers import (
     live,
     same_length,
 )
-from mmfast.streams.memory import BlockStore, Memory
+from mmfast.streams.memory import Memory, recall
 from mmfast.streams.script import Piece
 
 _ROOM = 512  # tokens of a question, what is read for it and an answer, before a buffer grows
@@ -331,7 +331,7 @@ class Engine:
         plan: CachePlan | None = None,
         *,
         tiers: TierQuotas | None = None,
-        archive: BlockStore | None = None,
+        archive: Archive | None = None,
         slack: float = 0.25,
     ) -> Memory:
         """An empty memory.

@@ -13,7 +13,7 @@ video, so a stream holds exactly the text that a stock prompt of the same conver
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.prompt import check_question
+from mmfast.streams.archive.files import value
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +191,7 @@ class EncodedUnit:
         return per_token if self.keep is None else per_token[..., self.keep.to(per_token.device)]
 
 
+@value
 @dataclass(frozen=True)
 class WrittenState:
     """How far a conversation is written.
@@ -207,10 +209,6 @@ class WrittenState:
     reached: int = 0
     span: int = 0
     skipped: int = 0
-
-    def snapshot(self) -> dict[str, Any]:
-        """Plain values, for saving."""
-        return asdict(self)
 
 
 class Script(ABC):

@@ -19,16 +19,15 @@ import queue
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.models.prompt import check_question
+from mmfast.streams.model import StreamModel
 from mmfast.streams.reply import Sampler
-
-if TYPE_CHECKING:
-    from mmfast.streams.session import Session
+from mmfast.streams.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -138,41 +137,41 @@ class Look:
     reply: str | None = None
     max_new_tokens: int = 32
 
-    def check(self, session: Session) -> None:
+    def check(self, model: StreamModel) -> None:
         """Refuse words that cannot be told apart.
 
         Raises:
             MmfastError: They begin with the same token, or hold none.
         """
         if self.silence is not None:
-            self._firsts(session, [self.silence])
+            self._firsts(model, [self.silence])
             return
-        yes, no = self._words(session)
+        yes, no = self._words(model)
         if not yes or (self.no is not None and not no):
             raise MmfastError(
                 f"{list(self.yes)} and {list(self.no or ())} begin with the same token; give words "
                 "that do not"
             )
 
-    def probability(self, session: Session, logits: Tensor) -> float:
+    def probability(self, model: StreamModel, logits: Tensor) -> float:
         """Of speaking, from the logits `[V]` where an answer begins."""
-        shares = Sampler(session.viewer.blocked).allowed(logits).softmax(-1)
+        shares = Sampler(model.blocked).allowed(logits).softmax(-1)
         if self.silence is not None:
-            return 1 - float(shares[self._firsts(session, [self.silence])].sum())
-        yes, no = self._words(session)
+            return 1 - float(shares[self._firsts(model, [self.silence])].sum())
+        yes, no = self._words(model)
         if self.no is None:
             return float(shares[yes].sum())
         total = float(shares[[*yes, *no]].sum())
         return float(shares[yes].sum()) / total if total else 0.0
 
-    def _words(self, session: Session) -> tuple[list[int], list[int]]:
+    def _words(self, model: StreamModel) -> tuple[list[int], list[int]]:
         """First tokens of both sets of words, without those that tell nothing."""
-        yes = set(self._firsts(session, self.yes))
-        no = set(self._firsts(session, self.no)) if self.no is not None else set[int]()
+        yes = set(self._firsts(model, self.yes))
+        no = set(self._firsts(model, self.no)) if self.no is not None else set[int]()
         return sorted(yes - no), sorted(no - yes)
 
-    def _firsts(self, session: Session, words: Sequence[str]) -> list[int]:
-        ids = [session.viewer.script.wording.text(word)[:1] for word in words]
+    def _firsts(self, model: StreamModel, words: Sequence[str]) -> list[int]:
+        ids = [model.script.wording.text(word)[:1] for word in words]
         found = sorted({each[0] for each in ids if each})
         if not found:
             raise MmfastError(f"{list(words)} hold no token; give words such as {list(YES)}")
@@ -207,18 +206,18 @@ class Subscription(Iterator[Event]):
         self.cancelled = False
         self._queue: queue.Queue[Event | None] = queue.Queue(_MOST)
 
-    def look(self, session: Session, time: float) -> list[Event]:
-        """Look at the stream, which has come to `time`."""
+    def look(self, stream: Stream, answer: Callable[[str, int], str], time: float) -> list[Event]:
+        """Look at a stream that has come to `time`; `answer` gives the text of an event."""
         if self.cancelled or not self.ready.due(self.rule, time):
             return []
-        _, logits = session.stream.branch(self._look.question)
-        self.probability = self._look.probability(session, logits)
+        _, logits = stream.branch(self._look.question)
+        self.probability = self._look.probability(stream.model, logits)
         self.ready, speak = self.ready.step(self.rule, time, self.probability)
         if not speak:
             return []
         text = ""
         if self._look.reply is not None:
-            text = session.ask(self._look.reply, max_new_tokens=self._look.max_new_tokens).read()
+            text = answer(self._look.reply, self._look.max_new_tokens)
         self.events += 1
         return [Event(time, self.condition, self.probability, text)]
 

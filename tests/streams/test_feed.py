@@ -10,7 +10,7 @@ import pytest
 
 from mmfast.core.errors import MediaError, SpecError
 from mmfast.frontends.video.parallel import Ahead
-from mmfast.streams.sources import Feed
+from mmfast.streams.feed import Feed
 from mmfast.streams.stream import FakeClock, SystemClock
 
 

@@ -14,7 +14,7 @@ import torch
 from saving_steps import FAMILY, MEMORY, feed, opened, options
 from stream_tools import answer_logits, shared_pipe
 
-from mmfast.streams.archive import disk
+from mmfast.streams.archive import tiers
 
 QUESTION = "what moves?"
 CHILD = """
@@ -91,7 +91,7 @@ def test_the_stream_goes_on_when_the_disk_fails(
         def fails(_: int) -> None:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(disk.os, "fsync", fails)
+        monkeypatch.setattr(tiers.os, "fsync", fails)
         feed(session, 12, 16)
         stored = session.stats()["memory"]["archive"]
         assert session.stats()["frames"] == 16 and stored["disk_errors"] and stored["reports"]

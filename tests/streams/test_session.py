@@ -77,7 +77,7 @@ def test_remembered_exchanges_are_a_stock_conversation(family: str) -> None:
     with pipe.open(None) as session:
         session.push(clip[:4], seconds(4))
         reply = session.ask(QUESTION, remember=True, max_new_tokens=6)
-        words = iter(pipe.viewer.script.wording.text("a ball"))
+        words = iter(pipe.stream_model.script.wording.text("a ball"))
         reply._sampler = lambda *_: next(words)  # type: ignore[assignment]
         assert reply.read() == "a ball" and reply.finished == "length"
         session.push(clip[4:], seconds(4, start=2.0))
@@ -193,9 +193,9 @@ def test_the_stream_goes_on_while_an_exchange_is_remembered() -> None:
         ids = reply.ids
     with pipe.open(None) as other:
         other.push(clip, seconds(6))
-        script = pipe.viewer.script
+        script = pipe.stream_model.script
         for piece in [*script.question(other.stream.written, QUESTION), script.text(ids)]:
-            pipe.viewer.engine.append(other.stream.memory, piece)
+            pipe.stream_model.engine.append(other.stream.memory, piece)
         other.stream.written = script.answered(other.stream.written)
         assert torch.equal(answer_logits(other, "and now?"), logits)
 

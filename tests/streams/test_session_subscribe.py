@@ -71,8 +71,8 @@ def test_conditions() -> None:
 def chances(session: Any, words: list[str]) -> list[float]:
     """Probabilities of the first tokens of words where the probe's answer begins."""
     logits = answer_logits(session, "Is it a? Answer yes or no.")
-    shares = Sampler(session.viewer.blocked).allowed(logits).softmax(-1)
-    first = [session.viewer.script.wording.text(word)[0] for word in words]
+    shares = Sampler(session.model.blocked).allowed(logits).softmax(-1)
+    first = [session.model.script.wording.text(word)[0] for word in words]
     return [float(shares[token]) for token in first]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError
 from mmfast.core.kv import Block
 from mmfast.ops.quantisation import PackedTensor, Quantiser, dequantise
-from mmfast.streams.saving import compact
+from mmfast.streams.archive.files import compact, value
 
 TIERS = ("device", "host", "disk")
 _UNITS = {"": 1, "B": 1}
@@ -90,8 +90,10 @@ class TierQuotas:
 
 
 State = Tensor | PackedTensor
+value(PackedTensor)
 
 
+@value
 @dataclass(frozen=True, eq=False)
 class StoredLayer:
     """Keys and values of one layer of a block.
@@ -119,16 +121,8 @@ class StoredLayer:
         )
         return keys, values
 
-    def snapshot(self) -> dict[str, Any]:
-        """Plain data, for a file."""
-        return {"keys": _plain(self.keys), "values": _plain(self.values), "kept": self.kept}
 
-    @classmethod
-    def restore(cls, tree: dict[str, Any]) -> StoredLayer:
-        """The inverse of `snapshot`."""
-        return cls(_state(tree["keys"]), _state(tree["values"]), tree["kept"])
-
-
+@value
 @dataclass(frozen=True, eq=False)
 class Shared:
     """What all layers of a block share; see `Block`."""
@@ -185,15 +179,14 @@ class Stored:
     def _each(self, change: Callable[[StoredLayer], StoredLayer]) -> Stored:
         return Stored(self.number, self.shared, tuple(change(layer) for layer in self.layers))
 
-    def sections(self) -> list[dict[str, Any]]:
-        """Plain data: what is shared, then layer by layer."""
-        return [dict(vars(self.shared)), *(layer.snapshot() for layer in self.layers)]
+    def tree(self) -> list[Any]:
+        """Return the parts that a file keeps apart: number, shared part, layers."""
+        return [self.number, self.shared, *self.layers]
 
     @classmethod
-    def restore(cls, number: int, sections: list[dict[str, Any]]) -> Stored:
-        """The inverse of `sections`."""
-        layers = tuple(StoredLayer.restore(tree) for tree in sections[1:])
-        return cls(number, Shared(**sections[0]), layers)
+    def from_tree(cls, tree: list[Any]) -> Stored:
+        """Return the block of a `tree`."""
+        return cls(tree[0], tree[1], tuple(tree[2:]))
 
 
 def _nbytes(part: State | None) -> int:
@@ -212,15 +205,5 @@ def _pack(part: State, store: Quantiser, *, keys: bool = False) -> State:
 def _to(part: State, device: torch.device) -> State:
     if isinstance(part, Tensor):
         return part.to(device)
-    tree = part.snapshot()
-    return PackedTensor.restore(
-        {k: v.to(device) if isinstance(v, Tensor) else v for k, v in tree.items()}
-    )
-
-
-def _plain(part: State) -> Any:
-    return part if isinstance(part, Tensor) else part.snapshot()
-
-
-def _state(tree: Any) -> State:
-    return tree if isinstance(tree, Tensor) else PackedTensor.restore(tree)
+    moved = (x.to(device) for x in (part.codes, part.low, part.step))
+    return replace(part, **dict(zip(("codes", "low", "step"), moved, strict=True)))

@@ -1,9 +1,7 @@
-"""From frames to units: gate, pairs of frames, encoder, reducer; a stream's state is a value.
-
-Frames to features through the stock processor and the stock encoder, a few at a time.
+"""The front end of a stream: gate, temporal patches, stock encoder and reducer, frame by frame.
 
 A frame comes out as it would in a whole clip: towers look at one frame, or one temporal patch, at
-a time, so the split does not matter.
+a time, so the split of a stream does not matter. The state of a stream is a value.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from mmfast.core.spec import Spec, count, parse, run
 from mmfast.core.tokens import Tokens
 from mmfast.frontends.changes import FrameGate, GateState
 from mmfast.models.families.adapter import adapter_for
+from mmfast.streams.archive.files import value
 from mmfast.streams.script import EncodedUnit
 
 Frame = NDArray[np.uint8]  # [H, W, 3]
@@ -113,9 +112,10 @@ def _shared(processor: Any, family: str, frames: int) -> dict[str, Any]:
     return {"size": sides, "cap_pixels_per_frame": False}
 
 
-Memory = Mapping[str, Tensor]
+ReducerMemory = dict[str, Tensor]
 
 
+@value
 @dataclass(frozen=True)
 class ReducerState:
     """What a stream's reducers remember; a value, as large after a day as after two frames.
@@ -125,7 +125,7 @@ class ReducerState:
         frames: Frames reduced so far.
     """
 
-    memories: tuple[Memory | None, ...]
+    memories: tuple[ReducerMemory | None, ...]
     frames: int = 0
 
     @property
@@ -133,16 +133,6 @@ class ReducerState:
         """Bytes of the tensors held."""
         tensors = [t for memory in self.memories for t in (memory or {}).values()]
         return sum(t.numel() * t.element_size() for t in tensors)
-
-    def snapshot(self) -> dict[str, Any]:
-        """The state as plain containers and tensors."""
-        memories = [None if m is None else dict(m) for m in self.memories]
-        return {"memories": memories, "frames": self.frames}
-
-    @classmethod
-    def restore(cls, tree: Mapping[str, Any]) -> ReducerState:
-        """The state of a snapshot."""
-        return cls(tuple(tree["memories"]), tree["frames"])
 
 
 class StreamReducer:
@@ -209,8 +199,8 @@ class StreamReducer:
         return ReducerState(memories, state.frames + len(found)), joined(found)
 
     def _frame(
-        self, memories: tuple[Memory | None, ...], frame: Tokens
-    ) -> tuple[tuple[Memory | None, ...], Reduction]:
+        self, memories: tuple[ReducerMemory | None, ...], frame: Tokens
+    ) -> tuple[tuple[ReducerMemory | None, ...], Reduction]:
         total = Reduction.identity(frame.n, device=frame.x.device)
         after = []
         for spec, memory in zip(self.specs, memories, strict=True):
@@ -227,7 +217,9 @@ class StreamReducer:
         return (*after, *memories[len(after) :]), total
 
 
-def _stage(spec: Spec, memory: Memory | None, frame: Tokens) -> tuple[Memory | None, Reduction]:
+def _stage(
+    spec: Spec, memory: ReducerMemory | None, frame: Tokens
+) -> tuple[ReducerMemory | None, Reduction]:
     if spec.method.stream is None or spec.whole:
         found = run(spec, frame)
         if isinstance(found, list):
@@ -315,8 +307,8 @@ def _choices(signals: Collection[str]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
-    """What an intake remembers of a stream.
+class FrontEndState:
+    """State of the front end of one stream.
 
     Attributes:
         waiting: Frames of a temporal patch that is not full yet.
@@ -337,7 +329,7 @@ class Taken:
     resized: int = 0
 
 
-class Intake:
+class FrontEnd:
     """Gate, encoder and reducer of one model; holds no state of a stream.
 
     Args:
@@ -362,15 +354,17 @@ class Intake:
         # a frame cache compares each frame with the one before
         self.batch = 1 if encoder.cache is not None else batch
 
-    def start(self) -> Taken:
+    def start(self) -> FrontEndState:
         """The state before the first frame."""
-        return Taken(
+        return FrontEndState(
             gate=None if self.gate is None else self.gate.start(),
             cache=None if self.encoder.cache is None else self.encoder.cache.start(),
             reducer=None if self.reducer is None else self.reducer.start(),
         )
 
-    def step(self, state: Taken, shots: Sequence[Shot]) -> tuple[Taken, list[EncodedUnit]]:
+    def step(
+        self, state: FrontEndState, shots: Sequence[Shot]
+    ) -> tuple[FrontEndState, list[EncodedUnit]]:
         """Take the next frames.
 
         Args:
@@ -396,14 +390,14 @@ class Intake:
                 state = replace(state, waiting=() if full else waiting)
         return self._flush(state, groups, units)
 
-    def rest(self, state: Taken) -> list[EncodedUnit]:
+    def rest(self, state: FrontEndState) -> list[EncodedUnit]:
         """The unit of frames that still wait, the last one doubled as stock processors do."""
         if not state.waiting:
             return []
         (unit,) = self.encoder([self._doubled(state.waiting)])
         return [self._reduced(state.reducer, unit)[1]]
 
-    def flush(self, state: Taken) -> tuple[Taken, list[EncodedUnit]]:
+    def flush(self, state: FrontEndState) -> tuple[FrontEndState, list[EncodedUnit]]:
         """The same, and nothing waits any more."""
         groups = [self._doubled(state.waiting)] if state.waiting else []
         return self._flush(replace(state, waiting=()), groups, [])
@@ -411,7 +405,7 @@ class Intake:
     def _doubled(self, waiting: Sequence[Shot]) -> tuple[Shot, ...]:
         return (*waiting, *[waiting[-1]] * (self.frames - len(waiting)))
 
-    def _resized(self, state: Taken) -> Taken:
+    def _resized(self, state: FrontEndState) -> FrontEndState:
         """The gate sees a new size by itself; caches and reducers compare place by place."""
         fresh = self.start()
         return replace(
@@ -422,15 +416,15 @@ class Intake:
             resized=state.resized + 1,
         )
 
-    def _gated(self, state: Taken, shot: Shot) -> tuple[Taken, bool]:
+    def _gated(self, state: FrontEndState, shot: Shot) -> tuple[FrontEndState, bool]:
         if self.gate is None or state.gate is None:
             return state, True
         gate, passes = self.gate.step(state.gate, shot[0])
         return replace(state, gate=gate, gated=state.gated + (not passes)), passes
 
     def _flush(
-        self, state: Taken, groups: Sequence[Sequence[Shot]], units: list[EncodedUnit]
-    ) -> tuple[Taken, list[EncodedUnit]]:
+        self, state: FrontEndState, groups: Sequence[Sequence[Shot]], units: list[EncodedUnit]
+    ) -> tuple[FrontEndState, list[EncodedUnit]]:
         for at in range(0, len(groups), self.batch):
             for unit in self.encoder(groups[at : at + self.batch], state.cache):
                 reducer, unit = self._reduced(state.reducer, unit)
@@ -446,35 +440,23 @@ class Intake:
         features, *planes = (found.apply(x) for x in (unit.features, *unit.planes))
         return state, replace(unit, features=features, planes=tuple(planes), keep=found.keep)
 
-    def snapshot(self, state: Taken) -> dict[str, Any]:
-        """A state as plain containers and tensors."""
-        waiting = [(torch.from_numpy(frame.copy()), time) for frame, time in state.waiting]
+    def snapshot(self, state: FrontEndState) -> dict[str, Any]:
+        """Return a state as a tree for saving."""
         parts = {
             name: None if part is None else part.snapshot()
             for name, part in (("gate", state.gate), ("cache", state.cache))
         }
-        reducer = None if state.reducer is None else state.reducer.snapshot()
-        rest = {"size": state.size, "gated": state.gated, "resized": state.resized}
-        return {"waiting": waiting, "reducer": reducer, **parts, **rest}
+        waiting = [(torch.from_numpy(frame.copy()), time) for frame, time in state.waiting]
+        return {**vars(state), **parts, "waiting": waiting}
 
-    def restore(self, tree: Mapping[str, Any]) -> Taken:
-        """The state of a snapshot; a part that this intake lacks, or has anew, starts afresh."""
-        fresh = self.start()
-        gate, cache, reducer = fresh.gate, fresh.cache, fresh.reducer
-        if gate is not None and tree["gate"] is not None:
-            gate = GateState.restore(tree["gate"])
-        if cache is not None and tree["cache"] is not None:
-            cache = type(cache).restore(tree["cache"])
-        if reducer is not None and tree["reducer"] is not None:
-            reducer = ReducerState.restore(tree["reducer"])
-        waiting = tuple((frame.numpy(), time) for frame, time in tree["waiting"])
-        size = tree["size"]
-        return Taken(
-            waiting,
-            None if size is None else (size[0], size[1]),
-            gate,
-            cache,
-            reducer,
-            tree["gated"],
-            tree["resized"],
-        )
+    def restore(self, tree: Mapping[str, Any]) -> FrontEndState:
+        """Return the state of a snapshot; a part that this front end lacks or has anew is fresh."""
+        fresh, found = self.start(), dict(tree)
+        for name in ("gate", "cache"):
+            part, saved = getattr(fresh, name), tree[name]
+            renewed = part is None or saved is None
+            found[name] = part if renewed else type(part).restore(saved)
+        if fresh.reducer is None or tree["reducer"] is None:
+            found["reducer"] = fresh.reducer
+        found["waiting"] = tuple((frame.numpy(), time) for frame, time in tree["waiting"])
+        return FrontEndState(**found)
