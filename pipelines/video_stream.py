@@ -15,6 +15,7 @@ from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.families.adapter import check_media
 from mmfast.models.loading import EMBEDDED, embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.pipelines.registry import task
 from mmfast.streams import snapshots
 from mmfast.streams.archive.blocks import TierQuotas
 from mmfast.streams.model import StreamModel
@@ -26,6 +27,7 @@ MEMORY = "sink:64+window:4096+retrieve:64"
 HOST_BLOCKS = 1800
 
 
+@task("video-stream")
 class VideoStream:
     """Sessions on one model: each a stream of its own, with a memory of its own.
 
@@ -55,8 +57,6 @@ class VideoStream:
         ...     "".join(session.ask("What number is at the red circle?"))
         '42'
     """
-
-    task = "video-stream"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What `video-qa` and `image-qa` share: read, prompt, reduce, generate, account."""
+"""Questions about images and clips: read, prompt, reduce, generate, account."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 from mmfast.attach import attach
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError
-from mmfast.core.spec import parse
+from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
@@ -27,6 +27,7 @@ from mmfast.models.prompt import Shot, add_views, build_inputs, check_question, 
 from mmfast.models.timing import FirstToken, encoder_timer
 from mmfast.models.vision.fast import check_encoder
 from mmfast.pipelines.planning import PipelinePlanner, Tick
+from mmfast.pipelines.registry import task
 from mmfast.planner.plan import Plan
 from mmfast.planner.target import Target, check_alone, make_target
 
@@ -125,7 +126,9 @@ class _ReaderGone(StoppingCriteria):  # type: ignore[misc]
         return input_ids.new_full((input_ids.shape[0],), self.gone.is_set(), dtype=bool)
 
 
-def stream_text(pipe: Any, inputs: dict[str, Any], reduce: str | None) -> Iterator[str]:
+def stream_text(
+    pipe: Any, inputs: dict[str, Any], reduce: str | Sequence[Spec] | None
+) -> Iterator[str]:
     """Generate in a thread under the spec `reduce` and yield what it writes.
 
     An error in the thread is raised here; leaving the iterator early stops the generation.
@@ -205,10 +208,9 @@ class VisualQA:
         quality: str | None = None,
         **generate: Any,
     ) -> None:
-        parse(reduce)
+        specs, plan = parse(reduce), call_plan(cache)
         self.target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
         check_alone(self.target, reduce)
-        call_plan(cache)
         check_encoder(encoder)
         for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
@@ -216,7 +218,9 @@ class VisualQA:
                     f"{name}={value!r} is not allowed; give a whole number of at least 1"
                 )
         self.embedded = model is None
-        self.reduce, self.cache, self.encoder = reduce, cache, encoder
+        self.reduce: str | Sequence[Spec] | None = specs
+        self._spec = reduce  # as the caller wrote it
+        self.cache, self.encoder = plan, encoder
         self.frames, self.fps = frames, fps
         self.batch_size = batch_size
         self.generate = {"max_new_tokens": max_new_tokens, "do_sample": False, **generate}
@@ -298,7 +302,7 @@ class VisualQA:
 
     def _wanted(self, target: dict[str, Any]) -> Target:
         wanted = make_target(**target) if target else self.target
-        check_alone(wanted, self.reduce)
+        check_alone(wanted, self._spec)
         return wanted
 
     def _inputs(
@@ -376,13 +380,12 @@ class VisualQA:
         return output
 
 
+@task("image-qa", aliases=("image-text-to-text",))
 class ImageQA(VisualQA):
     """Answer questions about images: path, bytes, file object, PIL image or array.
 
     A tuple of images is one input: the question is about all of them together.
     """
-
-    task = "image-qa"
 
     def _read(self, media: Any) -> list[Shot]:
         images = media if isinstance(media, tuple) else (media,)
@@ -391,10 +394,9 @@ class ImageQA(VisualQA):
         return [Shot("image", read_image(image), None) for image in images]
 
 
+@task("video-qa", aliases=("video-text-to-text",))
 class VideoQA(VisualQA):
     """Answer questions about videos: path, bytes, file object, array, list of frames, iterator."""
-
-    task = "video-qa"
 
     def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(model, **options)

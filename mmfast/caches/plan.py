@@ -187,13 +187,13 @@ def _at_most_one(role: str, specs: Sequence[Spec]) -> None:
         raise SpecError(f"{names} are both of role {role!r}, of which a cache has one; keep one")
 
 
-def call_plan(text: str | None) -> CachePlan | None:
-    """Read the cache spec of `attach`; None or "" is no policy at all.
+def call_plan(text: str | CachePlan | None) -> CachePlan | None:
+    """Read the cache spec of `attach`; None or "" is no policy at all, and a plan is returned.
 
     Raises:
         SpecError: A name, knob or budget is wrong, or policies do not go together.
     """
-    plan = plan_cache(text)
+    plan = text if isinstance(text, CachePlan) else plan_cache(text)
     if plan is not None and plan.retrieve is not None and plan.score is not None:
         names = plan.score.method.name, plan.retrieve.method.name
         raise SpecError(

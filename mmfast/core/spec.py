@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,14 +113,16 @@ class Spec:
         return f"{self.method.name}@{self.where}{budget}" + (f"?{knobs}" if knobs else "")
 
 
-def parse(text: str | None, kind: str = "reducer") -> tuple[Spec, ...]:
-    """Parse a spec string; None or "" is no stage at all.
+def parse(text: str | Sequence[Spec] | None, kind: str = "reducer") -> tuple[Spec, ...]:
+    """Parse a spec string; None or "" is no stage at all, and parsed stages are returned.
 
     Raises:
         SpecError: Names the offending value, the choices and the nearest match.
     """
     if text is None or (isinstance(text, str) and not text.strip()):
         return ()
+    if isinstance(text, (tuple, list)) and all(isinstance(each, Spec) for each in text):
+        return tuple(text)
     if not isinstance(text, str):
         raise SpecError(f"spec is a {type(text).__name__}: {text!r}; {_EXAMPLE}")
     return tuple(_parse_stage(part.strip(), kind) for part in _split(text))
