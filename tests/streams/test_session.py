@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stream_checks import same
 from stream_tools import (
     EMBEDDED,
     answer_logits,
@@ -102,17 +103,6 @@ def test_questions_leave_the_stream_as_it_is(family: str) -> None:
                 asked.ask("why?", max_new_tokens=2, temperature=1.0, seed=i).read()
         assert torch.equal(answer_logits(asked, QUESTION), answer_logits(silent, QUESTION))
         assert same(asked.stream.memory.snapshot(), silent.stream.memory.snapshot())
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal trees, tensors bit for bit."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
 
 
 @pytest.mark.parametrize("family", [*THREE, EMBEDDED])
