@@ -31,7 +31,6 @@ SCRIPTS = ("page.js", "voice.js")
 
 
 def theme() -> Any:
-    """Quiet, with the fonts of the visitor's system."""
     return gr.themes.Base(
         primary_hue="teal",
         secondary_hue="teal",
@@ -54,7 +53,6 @@ def theme() -> Any:
 
 
 def dress() -> dict[str, Any]:
-    """Options of `mount_gradio_app` that say how the page looks."""
     here = files("mmfast.demos")
     scripts = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     css, phone = (
@@ -87,7 +85,6 @@ class UploadQuota:
         self._path = path.rstrip("/") + "/"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One request, connection or life."""
         if not self._uploads(scope):
             await self._app(scope, receive, send)
             return
@@ -123,13 +120,11 @@ class UploadQuota:
         return len(gone)
 
     def _kept(self) -> set[str]:
-        """Files of the page itself."""
         mine = (getattr(block, "keep_in_cache", ()) for block in self._blocks.blocks.values())
         return {str(name) for each in mine for name in each}
 
 
 def _known(names: Iterable[str]) -> Iterable[tuple[float, int, str]]:
-    """When each file came, its bytes, and its name."""
     for name in names:
         with suppress(OSError):
             found = Path(name).stat()
@@ -167,13 +162,11 @@ this machine when you follow them.
 
 
 def about_tab(shelf: Shelf) -> None:
-    """Lay out the tab."""
     gr.Markdown(TEXT)
     gr.HTML(views.facts(versions(shelf), "Versions"))
 
 
 def versions(shelf: Shelf) -> list[tuple[str, str]]:
-    """What runs here."""
     names = ("torch", "transformers", "gradio")
     found: list[tuple[str, Any]] = [("mmfast", mmfast.__version__), ("model", shelf.name)]
     return [*found, *((name, version(name)) for name in names),
@@ -186,7 +179,6 @@ SWEEP = (600, 3600)  # every so many seconds, files older than so many are remov
 
 
 def build(shelf: Shelf) -> Any:
-    """All tabs on one page."""
     return _in_a_loop(lambda: _build(shelf))
 
 

@@ -48,11 +48,6 @@ class Shown:
 
 
 def chosen(example: str | None, upload: str | None) -> str:
-    """The file that is asked about.
-
-    Raises:
-        MmfastError: None is chosen.
-    """
     if example and example != OWN:
         return str(CLIPS / example)
     if not upload:
@@ -61,7 +56,6 @@ def chosen(example: str | None, upload: str | None) -> str:
 
 
 def spec_of(method: str, percent: float) -> str:
-    """The spec string of a method at a share of the visual tokens."""
     return f"{method}:{min(max(percent, 1), 100) / 100:.2f}"
 
 
@@ -115,7 +109,6 @@ def _shown(pipe: Any, media: Any, spec: str | None, found: list[Any]) -> Shown:
 
 
 def same(first: str, second: str) -> bool:
-    """Whether two answers say the same."""
     return " ".join(first.lower().split()) == " ".join(second.lower().split())
 
 
@@ -125,7 +118,6 @@ MEDIA = [".mp4", ".webm", ".mov", ".mkv", ".avi", ".gif", ".png", ".jpg", ".jpeg
 
 
 def ask_tab(shelf: Shelf) -> None:
-    """Lay out the tab and wire it."""
     with gr.Row(equal_height=False):
         with gr.Column(scale=4, min_width=300):
             example, upload, player = _media()
@@ -191,14 +183,12 @@ def _method() -> tuple[Any, Any, Any]:
 
 
 def _choosing(example: Any, upload: Any, player: Any, question: Any, tries: Any) -> None:
-    """Choosing another file shows it, and what can be asked about it."""
     outputs = [upload, player, question, tries]
     example.change(polite(choose), [example, upload], outputs, **views.QUICK)
     upload.change(polite(take), upload, player, **views.QUICK)
 
 
 def choose(example: str, upload: str | None) -> tuple[Any, ...]:
-    """Another example, or room for an upload."""
     if example == examples.OWN:
         return gr.File(visible=True), take(upload), gr.skip(), gr.Dataset(samples=[])
     asked = examples.questions(example)
@@ -208,7 +198,6 @@ def choose(example: str, upload: str | None) -> tuple[Any, ...]:
 
 
 def take(upload: str | None) -> str:
-    """Show an upload, or say why it is none."""
     if not upload:
         return views.note("Choose a file: mp4, webm, mov, mkv, avi, gif, png, jpg, webp.")
     return views.player(upload, uploaded=True)
@@ -241,7 +230,6 @@ def compare(
 
 
 def answer(shelf: Shelf, example: str, question: str, reduce: str) -> dict[str, Any]:
-    """Answer a question about an example; "" as `reduce` keeps all tokens."""
     if example not in dict(examples.names()).values():
         raise gr.Error("no such example", print_exception=False)
     media = str(examples.CLIPS / example)
@@ -263,7 +251,6 @@ LEGEND = (
 
 
 def cards(base: Shown, fast: Shown, right: str | None) -> str:
-    """Two answers beside each other, and whether they agree."""
     agree = same(base.text, fast.text)
     share = fast.tokens / max(fast.of, 1)
     word = "Same answer" if agree else "Another answer"
@@ -309,7 +296,6 @@ def _stages(base: Shown, fast: Shown) -> str:
 
 
 def frames(base: Shown, fast: Shown) -> str:
-    """What the model sees and what is left of it, frame by frame."""
     seen = [views.uri(picture) for picture, _ in base.frames]
     left = [
         {"kept": views.uri(picture), "caption": _caption(number, len(fast.frames), line)}
@@ -330,7 +316,6 @@ def _caption(number: int, count: int, line: str) -> str:
 
 
 def about_method(name: str) -> str:
-    """Describe a method in one line, with a link to its paper."""
     method = next(each for each in offered() if each.name == name)
     paper = views.link(method.paper) or "a baseline, no paper"
     needs = ", ".join(method.needs)

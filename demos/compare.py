@@ -90,7 +90,6 @@ class Canvas(NamedTuple):
     bottom: int = 44
 
     def x(self, share: float) -> float:
-        """A share of the tokens, on a logarithmic axis."""
         part = math.log(max(share, TICKS[0]) / TICKS[0]) / math.log(TICKS[-1] / TICKS[0])
         return self.left + (self.width - self.left - self.right) * part
 
@@ -103,7 +102,6 @@ WIDE, NARROW = Canvas(1040, 430), Canvas(340, 330)
 
 
 def chart(suite: SuiteCurves, chosen: Sequence[str]) -> str:
-    """The curves of all methods, those chosen in colour, for wide and for narrow screens."""
     picked = [name for name in chosen if name in suite.curves]
     drawings = "".join(
         f'<div class="mm-{name}">{_drawing(canvas, suite, picked)}</div>'
@@ -195,7 +193,6 @@ SHARES = (0.5, 0.25, 0.1, 0.05)
 
 
 def compare_tab() -> None:
-    """Lay out the tab and wire it."""
     with gr.Row():
         suite = gr.Radio(list(SUITES), value=START, label="Questions about", scale=2)
         methods = gr.Dropdown(
@@ -213,19 +210,16 @@ def compare_tab() -> None:
 
 
 def choose(suite: str, methods: Sequence[str]) -> tuple[Any, str, str]:
-    """Other questions: the methods measured on them, their curves and their table."""
     curves = suite(suite).curves
     known = [name for name in methods if name in curves]
     return gr.update(choices=list(curves), value=known), draw(suite, known), table(suite)
 
 
 def draw(suite: str, methods: Sequence[str]) -> str:
-    """The curves."""
     return chart(suite(suite), methods)
 
 
 def table(suite: str) -> str:
-    """All methods of a suite with their papers, in a region that scrolls by itself."""
     found, known = suite(suite), {m.name: m for m in mmfast.methods("reducer")}
     shares = [s for s in SHARES if any(p.share == s for c in found.curves.values() for p in c)]
     rows = "".join(_row(name, points, known, shares) for name, points in found.curves.items())

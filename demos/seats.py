@@ -27,7 +27,6 @@ class Seats(Generic[T]):
         self._taken: dict[str, tuple[T, float]] = {}
 
     def get(self, who: str) -> T | None:
-        """What somebody has, if anything."""
         with self._lock:
             if who not in self._taken:
                 return None
@@ -71,7 +70,6 @@ class Seats(Generic[T]):
             thing.close()
 
     def close(self) -> None:
-        """Close all."""
         for who in list(self._taken):
             self.leave(who)
 

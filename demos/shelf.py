@@ -37,7 +37,6 @@ class Shelf:
 
     @property
     def name(self) -> str:
-        """Of the model that answers."""
         if self.model is None:
             return "tiny-video (embedded)"
         path = self.model if isinstance(self.model, str) else self.model[0].name_or_path
@@ -75,7 +74,6 @@ class Shelf:
         return mmfast.pipeline("video-stream", None, device=self.place["device"])
 
     def speaker(self) -> Any:
-        """The pipeline that reads out."""
         device = self.place["device"]
         return self._once("speaker", lambda: mmfast.pipeline("text-to-speech", device=device))
 
@@ -84,7 +82,6 @@ class Shelf:
         return mmfast.pipeline("speech-chat", self.speaker().speaker, chat=chat, **options)
 
     def wording(self, heard: str) -> str:
-        """What was heard, as a question is written."""
         made = self._once("omni", lambda: mmfast.pipeline("omni-chat", speech=object()))
         written: str = made.wording(heard)
         return written

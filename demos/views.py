@@ -18,11 +18,6 @@ import mmfast
 
 
 def player(path: str, uploaded: bool = False) -> str:
-    """A clip that plays or a picture, as the browser shows it.
-
-    Raises:
-        MmfastError: It is neither.
-    """
     kind, suffix = mmfast.kind_of(path), path.rsplit(".", 1)[-1].lower()
     if uploaded:
         source = "gradio_api/file=" + quote(path)
@@ -45,7 +40,6 @@ def uri(picture: Any) -> str:
 
 
 def link(paper: str) -> str:
-    """To an arXiv page."""
     if not paper:
         return ""
     where = f"https://arxiv.org/abs/{escape(paper)}"
@@ -62,12 +56,10 @@ def table(heads: Sequence[str], rows: str, label: str, kind: str = "") -> str:
 
 
 def note(text: str) -> str:
-    """A line in place of a result."""
     return f'<p class="mm-empty">{escape(text)}</p>'
 
 
 def facts(rows: Sequence[tuple[str, str]], title: str) -> str:
-    """Names and figures in a grid."""
     cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in rows)
     return f'<dl class="mm-facts" aria-label="{escape(title)}">{cells}</dl>'
 
@@ -78,7 +70,6 @@ _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^/\s'\"]+/)+")
 
 
 def one_line(error: object) -> str:
-    """A message without line breaks and folders."""
     return _FOLDERS.sub("", " ".join(str(error).split()))
 
 

@@ -60,7 +60,6 @@ class Talk:
         self._telling = threading.Thread(target=self._events, name="mmfast-demo-voice", daemon=True)
 
     def start(self) -> None:
-        """Answer from now on."""
         self.session.start()
         self._telling.start()
 
@@ -107,7 +106,6 @@ class Talk:
 
 
 def _about(shelf: Shelf, name: str) -> Callable[[Sequence[Any]], Iterator[str]]:
-    """Answers what was asked last about an example."""
     path = str(examples.CLIPS / name)
     pipe = shelf.visual(mmfast.kind_of(path))
 
@@ -139,7 +137,6 @@ class VoiceSocket:
         self.seats: Seats[Talk] = Seats(MOST)
 
     async def serve(self, socket: WebSocket) -> None:
-        """One connection, until either side ends it."""
         await socket.accept()
         if not await self._welcome(socket):
             await socket.close(POLICY)
@@ -249,7 +246,6 @@ LONGEST_TEXT = 300  # letters that are read out at once
 
 
 def voice_tab(shelf: Shelf) -> None:
-    """Lay out the tab and wire it."""
     gr.HTML(talking(), elem_id="talk")
     with gr.Accordion("Type and hear", open=True), gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=280):
@@ -278,7 +274,6 @@ def voice_tab(shelf: Shelf) -> None:
 
 
 def say(shelf: Shelf, text: str, voice: str, mode: str) -> tuple[tuple[int, Any], str]:
-    """Read a text out, and say what it cost."""
     schedule, rule = MODES[mode]
     spoken = shelf.speaker()(text, voice=voice, mode=schedule, verify=rule)
     pcm = (spoken.pcm.detach().float().clamp(-1, 1).cpu().numpy() * 32767).astype(np.int16)

@@ -23,12 +23,7 @@ LOG = 50  # answers that are kept on the page
 
 
 class VisitorStream:
-    """A session of `video-stream`, what feeds it, and what was asked.
-
-    Args:
-        session: The stream; `close` closes it.
-        seed: Of the world.
-    """
+    """A session of `video-stream`, what feeds it, and what was asked."""
 
     def __init__(self, session: Any, seed: int = 0) -> None:
         self.session = session
@@ -44,18 +39,12 @@ class VisitorStream:
     _thread: threading.Thread | None
 
     def push(self, frame: Any) -> None:
-        """The next frame of a camera.
-
-        Raises:
-            MmfastError: It cannot be read.
-        """
         with self._lock:  # events of one visitor may overtake each other
             now = time.monotonic() - self._began
             self.seconds = max(now, self.seconds + 1e-3)
             self.session.push(frame, self.seconds)
 
     def play(self) -> None:
-        """Watch the world from where it stood, in a thread."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._stop.clear()
@@ -63,7 +52,6 @@ class VisitorStream:
         self._thread.start()
 
     def pause(self) -> None:
-        """Stand still; questions are still answered."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=10)
@@ -82,7 +70,6 @@ class VisitorStream:
 
     @property
     def playing(self) -> bool:
-        """Whether the world goes on."""
         return self._thread is not None and self._thread.is_alive() and not self._stop.is_set()
 
     def ask(self, question: str) -> Iterator[str]:
@@ -107,7 +94,6 @@ class VisitorStream:
         return [row for row in rows if row[3] >= 0][::-1]
 
     def figures(self) -> list[tuple[str, str]]:
-        """Counters for people."""
         stats = self.session.stats()
         memory = stats["memory"]
         archive = memory.get("archive", {})
@@ -125,7 +111,6 @@ class VisitorStream:
         ]
 
     def close(self) -> None:
-        """End it."""
         self._stop.set()
         self.session.close()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -151,12 +136,7 @@ ASKED = (
 
 
 class WatchEvents:
-    """What the events of the tab do; each visitor has a stream of their own.
-
-    Args:
-        shelf: Where the models are.
-        seats: Whose stream is whose, by Gradio's session.
-    """
+    """What the events of the tab do; each visitor has a stream of their own."""
 
     def __init__(self, shelf: Shelf, seats: Seats[VisitorStream]) -> None:
         self.shelf, self.seats = shelf, seats
@@ -171,30 +151,25 @@ class WatchEvents:
         )
 
     def play(self, memory: str, request: gr.Request) -> tuple[Any, ...]:
-        """Start the world."""
         self.of(request, memory).play()
         return gr.Timer(active=True), *self.look(request)
 
     def pause(self, request: gr.Request) -> tuple[Any, ...]:
-        """Hold the world."""
         stream = self.seats.get(str(request.session_hash))
         if stream is not None:
             stream.pause()
         return gr.Timer(active=False), *self.look(request)
 
     def forget(self, request: gr.Request) -> tuple[Any, ...]:
-        """End the stream and begin with nothing."""
         self.seats.leave(str(request.session_hash))
         return gr.Timer(active=False), *self.look(request), log([])
 
     def frame(self, picture: Any, memory: str, request: gr.Request) -> str:
-        """A frame of the camera came."""
         if picture is not None:
             self.of(request, memory).push(picture)
         return self.look(request)[1]
 
     def look(self, request: gr.Request) -> tuple[str, str, str]:
-        """What the world shows, counters, and what it has shown."""
         stream = self.seats.get(str(request.session_hash))
         if stream is None:
             return screen(None), views.note("Counters come here once frames do."), shown([])
@@ -220,12 +195,10 @@ class WatchEvents:
             raise gr.Error(message, print_exception=False) from None
 
     def leave(self, request: gr.Request) -> None:
-        """The visitor closed the page."""
         self.seats.leave(str(request.session_hash))
 
 
 def watch_tab(shelf: Shelf, blocks: Any) -> WatchEvents:
-    """Lay out the tab and wire it."""
     events = WatchEvents(shelf, Seats())
     with gr.Row(equal_height=False):
         with gr.Column(scale=4, min_width=300):
@@ -278,8 +251,6 @@ def _camera(
     counters: Any,
     timer: Any,
 ) -> None:
-    """Camera or world: one of them feeds the stream; another source begins another stream."""
-
     def choose(which: str, request: gr.Request) -> list[Any]:
         events.leave(request)
         world = which == WORLD
@@ -294,19 +265,16 @@ def _camera(
 
 
 def suggestions() -> list[str]:
-    """Questions about what the world shows now, and about its first facts."""
     facts = mmfast.World(0, every=FACT_EVERY).events()[:3]
     return [*ASKED, *(f"What number is at the {fact.name}?" for fact in facts[:2]),
             f"In which corner is the {facts[2].name}?"]  # fmt: skip
 
 
 def watching_note() -> str:
-    """Hold the place of the counters."""
     return views.note("Counters come here once frames do.")
 
 
 def screen(frame: Any) -> str:
-    """The last frame of the world."""
     if frame is None:
         return views.note("Press Start: moving shapes, and now and then a thing with a number.")
     from PIL import Image
@@ -331,7 +299,6 @@ def shown(rows: list[tuple[str, int, str, float]]) -> str:
 
 
 def log(rows: list[tuple[float, str, str]]) -> str:
-    """Questions and answers, the newest first."""
     lines = "".join(
         f"<li><span class=mm-soft>{int(at) // 60}:{int(at) % 60:02d} · {escape(question)}</span>"
         f"<strong>{escape(answer)}</strong></li>"

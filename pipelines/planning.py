@@ -39,16 +39,7 @@ class PipelinePlanner:
         strict: bool = False,
         tick: Tick | None = None,
     ) -> tuple[Plan, float]:
-        """A plan, and the milliseconds that measuring the device took on the way.
-
-        Args:
-            inputs: The model's inputs.
-            items: Images or clips of each question.
-            target: The limits.
-            started: When the caller began to wait.
-            strict: See `Planner.plan`.
-            tick: Moves a progress bar.
-        """
+        """A plan, and the milliseconds that measuring the device took on the way."""
         spent = (time.perf_counter() - started) * 1e3
         kind = "video" if "pixel_values_videos" in inputs else "image"
         if kind == "image" and max(items) > 1:

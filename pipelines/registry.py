@@ -57,7 +57,6 @@ def discover(folder: Path, package: str) -> None:
 
 
 def _declared(tree: ast.Module) -> Iterator[tuple[str, Sequence[str], str]]:
-    """Name, aliases and class of every decorated class."""
     for node in tree.body:
         for call in node.decorator_list if isinstance(node, ast.ClassDef) else ():
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "task":

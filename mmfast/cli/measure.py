@@ -269,7 +269,6 @@ def bench(
 
 
 def _bench_selection(out: Path | None, as_json: bool) -> None:
-    """The choosing alone, against textbook loops."""
     from mmfast.bench.results import append
     from mmfast.bench.selection import result_rows
     from mmfast.cli.output import print_selection, progress
@@ -312,7 +311,6 @@ def bench_compare(
 
 
 def _tell(notes: tuple[str, ...], only_old: tuple[str, ...], only_new: tuple[str, ...]) -> None:
-    """What stands beside the table."""
     console = Console(stderr=True)
     for note in notes:
         console.print(f"differs: {note}", style="yellow", highlight=False, markup=False)

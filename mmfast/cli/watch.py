@@ -113,14 +113,7 @@ def camera_or_path(source: str) -> str | int:
 
 
 class WatchRun:
-    """One run of `mmfast watch`.
-
-    Args:
-        session: Where the frames go.
-        questions: What to ask, and when.
-        max_new_tokens: Of an answer.
-        as_json: Print one document at the end and nothing else.
-    """
+    """One run of `mmfast watch`."""
 
     def __init__(
         self, session: Any, questions: Sequence[TimedQuestion], max_new_tokens: int, as_json: bool
@@ -163,7 +156,6 @@ class WatchRun:
         self._say(event.time, f"{event.condition} ({event.probability:.0%}) {event.text}".strip())
 
     def _frame(self, seconds: float) -> None:
-        """After every frame: ask what is due, and show where the stream is."""
         for question in self.questions:
             if question.at is not None and seconds >= question.at:
                 self._ask(question)

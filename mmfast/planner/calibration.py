@@ -183,7 +183,6 @@ def decoder_rates(bench: Bench, rates: Rates, longest: int, tick: Tick | None = 
 
 
 def _layer(bench: Bench, n: int) -> float:
-    """The first decoder layer on `n` tokens, called as the decoder calls it."""
     decoder = bench.model.get_decoder()
     embeds = torch.randn(1, n, bench.shape.hidden, device=bench.device).to(bench.dtype)
     with torch.inference_mode():

@@ -268,9 +268,6 @@ def candidates(
         price: Predicts the cost of a spec.
         check: Raises MmfastError for a spec that the model cannot run.
         floor: Smallest share to keep.
-
-    Returns:
-        Candidates, the stock model first, and a reason for each method that is out altogether.
     """
     best: dict[tuple[object, ...], list[tuple[float, tuple[Spec, ...]]]] = {}
     rejected: list[Rejected] = []
@@ -317,7 +314,6 @@ def passed_over(
 
 
 def _name(stages: Sequence[Spec]) -> str:
-    """A spec as it is called across budgets."""
     single = len(stages) == 1
     return "+".join(spell(replace(s, budget=None) if single else s) for s in stages)
 

@@ -58,12 +58,7 @@ class ModelShape:
 
 
 def shape_of(model: Any, blocks: int = 0) -> ModelShape:
-    """Read the shape off a model.
-
-    Args:
-        model: A transformers vision-language model, on any device.
-        blocks: Blocks of its vision tower.
-    """
+    """Read the shape off a model."""
     config = model.config.get_text_config()
     width = attention_width(model)
     head = width // config.num_attention_heads
@@ -242,15 +237,7 @@ def visual_lengths(stages: Sequence[Spec], n: int, depth: int) -> list[int]:
 def predict(
     shape: ModelShape, rates: Rates, work: Work, stages: Sequence[Spec], call: str = "generate"
 ) -> Cost:
-    """Predict one call.
-
-    Args:
-        shape: The model.
-        rates: The device.
-        work: The request.
-        stages: Parsed spec; none is the stock model.
-        call: Key of `rates.overhead`: what is called, `generate` or `forward`.
-    """
+    """Predict one call."""
     stages = expand(stages, shape.depth)
     per_item = [visual_lengths(stages, n, shape.depth) for n in work.items]
     visual = [sum(lengths) for lengths in zip(*per_item, strict=True)]

@@ -45,12 +45,7 @@ FASTER = 0.98  # a gain below 2 % drowns in what the prediction is off by
 
 
 def ladder(candidates: Sequence[Candidate], timed: bool = True) -> list[Candidate]:
-    """The candidates that are worth their cost, best first.
-
-    Args:
-        candidates: What to choose from.
-        timed: Every step must be faster than the one before; else it must keep fewer tokens.
-    """
+    """The candidates that are worth their cost, best first."""
     steps: list[Candidate] = []
     left = list(candidates)
     while left:
@@ -263,17 +258,7 @@ class Planner:
         kind: str = "video",
         planning: float = 0.0,
     ) -> Plan:
-        """Choose with the rates as they are.
-
-        Args:
-            work: The request.
-            target: See `plan`; so are the others.
-            call: What is called.
-            spent: Milliseconds gone already.
-            strict: Refuse a latency target that is out of reach.
-            kind: The kind of media.
-            planning: Milliseconds that choosing takes.
-        """
+        """Choose with the rates as they are."""
         gone, kind = spent + planning, target.kind or kind
         choice, steps, found, rejected = self._weigh(work, target, call, gone, kind)
         met = choice is not None

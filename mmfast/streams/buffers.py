@@ -119,7 +119,6 @@ class Buffer:
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """The same ranges, those that touch as one."""
     joined: list[Span] = []
     for start, stop in spans:
         if start == stop:
@@ -132,14 +131,7 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 
 
 class BufferLayer(DynamicLayer):  # type: ignore[misc]
-    """A buffer as one layer of a transformers cache, for one forward pass.
-
-    Args:
-        layer: The decoder layer.
-        buffer: Where its tokens are.
-        raw: Where the keys before RoPE arrive.
-        recall: Called before the new tokens are written, with the queries known by then.
-    """
+    """A buffer as one layer of a transformers cache, for one forward pass."""
 
     def __init__(
         self, layer: int, buffer: Buffer, raw: Raw, recall: Callable[[int], None] | None = None
@@ -348,12 +340,7 @@ def highest(relative: Tensor, advance: Start) -> Start:
 
 
 class Turner:
-    """Rotates keys of every layer of one model.
-
-    Args:
-        rotary: The model's rotary embedding.
-        attentions: Attention module per layer.
-    """
+    """Rotates keys of every layer of one model."""
 
     def __init__(self, rotary: Rotary, attentions: Sequence[Any]) -> None:
         self._rotary = rotary
@@ -373,16 +360,7 @@ class Turner:
     def move(
         self, buffers: Sequence[Buffer], blocks: Sequence[LiveBlock], starts: Sequence[Start]
     ) -> list[LiveBlock]:
-        """Rotate every block that does not stand where it is to start.
-
-        Args:
-            buffers: Of all layers; they hold these blocks from their beginning.
-            blocks: In the order of the buffers.
-            starts: Where each is to start.
-
-        Returns:
-            The blocks at their new places.
-        """
+        """Rotate every block that does not stand where it is to start."""
         moved = [start != b.start for b, start in zip(blocks, starts, strict=True)]
         if not any(moved):
             return list(blocks)

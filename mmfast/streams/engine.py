@@ -77,9 +77,6 @@ class Branch:
             piece: The question, or more of the conversation.
             retrieve: Read stored blocks for it; only the first time that there are any.
 
-        Returns:
-            Logits `[V]`, float32, of its last token.
-
         Raises:
             MmfastError: The piece is malformed, or the branch failed before.
         """
@@ -88,11 +85,7 @@ class Branch:
             return self._run(piece, retrieve)
 
     def token(self, token: int) -> Tensor:
-        """Write one token of the answer.
-
-        Returns:
-            Logits `[V]`, float32, of the next one.
-        """
+        """Write one token of the answer."""
         ids = torch.tensor([token])
         axes = self._engine.turner.axes
         with torch.no_grad():
@@ -177,7 +170,6 @@ class Branch:
         return read
 
     def _join(self) -> None:
-        """Count tokens of one answer as one block."""
         last = self.blocks[-1]
         if self._token is None:
             self._token = last
@@ -201,12 +193,6 @@ def fitting(
 
     How much a layer holds is known only when it attends: it may have read stored tokens a moment
     before. Positions are kept from flash attention, which takes gaps for packed sequences.
-
-    Args:
-        config: Config of the text model.
-        attentions: Attention module per layer.
-        embeds: What the pass runs, `[1, n, D]`.
-        cache: Its cache.
     """
     thread = threading.get_ident()
     masks: dict[tuple[int, torch.device], Any] = {}
@@ -248,15 +234,7 @@ def check_score(plan: CachePlan | None) -> None:
 
 
 def score(memory: Memory, block: LiveBlock) -> LiveBlock:
-    """Let the policy choose among the visual tokens of a new frame, in every layer for itself.
-
-    Args:
-        memory: Its buffers hold the tokens, not counted in.
-        block: The new block; texts, and markers inside frames, are left alone.
-
-    Returns:
-        The block with what is left of it.
-    """
+    """Let the policy choose among the visual tokens of a new frame, in every layer for itself."""
     spec = None if memory.plan is None else memory.plan.score
     visual = (block.kinds == VISUAL).nonzero()[:, 0]
     if spec is None or not len(visual):
@@ -389,17 +367,7 @@ class Engine:
         buffers: Sequence[Buffer],
         recall: Callable[[Raw], Callable[[int], None]] | None = None,
     ) -> Tensor:
-        """Run a piece behind the tokens of the buffers; they hold its tokens, not counted in.
-
-        Args:
-            piece: What to run.
-            start: Where it starts.
-            buffers: Per layer.
-            recall: Given what is captured, makes what every layer calls before it attends.
-
-        Returns:
-            The last hidden state `[D]`.
-        """
+        """Run a piece behind the tokens of the buffers; they hold its tokens, not counted in."""
         weight = self.decoder.get_input_embeddings().weight
         embeds = piece.embeds.to(weight.device, weight.dtype)[None]  # [1, n, D]
         places = (

@@ -59,9 +59,6 @@ class FrameEncoder:
         Args:
             groups: Of each unit its frames with their times; all of one size.
             state: What the frame cache remembers of the stream; None encodes without it.
-
-        Returns:
-            A unit per group, nothing dropped.
         """
         clips = [np.stack([frame for frame, _ in group]) for group in groups]
         inputs = self.processor(
@@ -175,13 +172,6 @@ class StreamReducer:
     @torch.no_grad()
     def step(self, state: ReducerState, tokens: Tokens) -> tuple[ReducerState, Reduction]:
         """Reduce the next frames of the stream.
-
-        Args:
-            state: Of the frames before.
-            tokens: `x` `[N, D]` of one or more frames, with their `grid`.
-
-        Returns:
-            The state behind them, and the Reduction of their N tokens.
 
         Raises:
             MmfastError: The tokens have no grid, or leading dims.
@@ -365,15 +355,7 @@ class FrontEnd:
     def step(
         self, state: FrontEndState, shots: Sequence[Shot]
     ) -> tuple[FrontEndState, list[EncodedUnit]]:
-        """Take the next frames.
-
-        Args:
-            state: Of the frames before.
-            shots: Frames `[H, W, 3]` uint8 with their times.
-
-        Returns:
-            The state behind them, and the units that are full.
-        """
+        """Take the next frames."""
         groups: list[tuple[Shot, ...]] = []
         units: list[EncodedUnit] = []
         for shot in shots:

@@ -62,11 +62,6 @@ def staying(
 ) -> list[int]:
     """How many of its first tokens each block keeps: all, none, or a part that is sinks.
 
-    Args:
-        plan: Its position policies decide.
-        blocks: Live blocks, the last of them new.
-        known: The last answer, as a full stream asks the same thing with every frame.
-
     Raises:
         MmfastError: The new block does not fit.
     """
@@ -221,7 +216,6 @@ class Memory:
             self.cursor = Cursor.behind(self.blocks, self.turner.axes)
 
     def _add(self, block: LiveBlock) -> None:
-        """Count in a block where nothing ever leaves."""
         self.number = max(self.number, block.number + 1)
         for layer, buffer in enumerate(self.buffers):
             buffer.length += block.size_at(layer)
@@ -341,14 +335,6 @@ def recall(
     the places of the question, and layers may read different amounts, so the prompt is laid out
     from its end: sinks move away from the window, and the window stays where it is. Attention
     only sees distances.
-
-    Args:
-        turner: Rotates the layer's keys.
-        layer: Which layer.
-        buffer: Of the layer, at the moment all of `blocks`.
-        blocks: Live blocks.
-        parts: Stored ones, in the order of time.
-        question: What asks; where it stands is fixed.
     """
     at = _opening(blocks)
     stored = _as_blocks(parts)
@@ -383,7 +369,6 @@ def _sinks(blocks: Sequence[LiveBlock], parts: Sequence[LayerPart]) -> list[Live
 
 
 def _as_blocks(parts: Sequence[LayerPart]) -> list[LiveBlock]:
-    """Stored parts as blocks, to see where they belong."""
     sizes = [part.relative.shape[1] for part in parts]
     relatives = torch.cat([part.relative for part in parts], 1).cpu().split(sizes, 1)
     advances = torch.stack([part.advance for part in parts]).tolist()  # one wait for the device

@@ -66,10 +66,6 @@ _REPLY = "mmfastreply"
 class Wording:
     """Texts of a stream, as token ids.
 
-    Args:
-        processor: The checkpoint's processor.
-        system: Text of a system message; None leaves it to the template.
-
     Raises:
         ModelError: There is no chat template, or one that puts the question before the video.
     """
@@ -212,13 +208,7 @@ class WrittenState:
 
 
 class Script(ABC):
-    """Turns units and questions into pieces; holds no state of a stream.
-
-    Args:
-        model: A stock model.
-        wording: Texts of the checkpoint's chat template.
-        fps: Frames per second that the stream is meant to have.
-    """
+    """Turns units and questions into pieces; holds no state of a stream."""
 
     axes = 1  # of a position; 3 under M-RoPE
     frames = 1  # per unit

@@ -48,13 +48,6 @@ class Timeline:
     def step(self, time: object, interval: float) -> tuple[Timeline, float | None]:
         """Take the time of the next frame.
 
-        Args:
-            time: Seconds on the source's clock; None is one interval after the last frame.
-            interval: Seconds between frames where nothing else is known.
-
-        Returns:
-            The timeline behind it, and its seconds on the stream's clock; None leaves it out.
-
         Raises:
             MediaError: The time is no finite number.
         """

@@ -390,7 +390,6 @@ class Tiers:
         self._settle(tier)
 
     def _fits(self, stored: Stored, tier: str) -> bool:
-        """Whether a tier could hold the block if it were empty."""
         return stored.nbytes <= self._quotas.limit(tier)
 
     def _settle(self, tier: str) -> None:
