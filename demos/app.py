@@ -103,7 +103,7 @@ class UploadQuota:
         return path.startswith(self._path) and path.rstrip("/").endswith("/upload")
 
     def sweep(self) -> int:
-        """Remove the oldest files until the rest is within the limit; how many were."""
+        """Remove the oldest files until the rest is within the limit; return their number."""
         sets = list(self._blocks.temp_file_sets)
         found = sorted(_known({str(name) for each in sets for name in set(each)} - self._kept()))
         total, gone = sum(size for _, size, _ in found), set[str]()
@@ -173,7 +173,7 @@ def versions(shelf: Shelf) -> list[tuple[str, str]]:
             ("python", platform.python_version())]  # fmt: skip
 
 
-WAITING = 64  # events of visitors that may wait; those beyond are told to come back
+WAITING = 64  # events of visitors that may wait; further ones are refused
 LARGEST = "50mb"  # of an upload
 SWEEP = (600, 3600)  # every so many seconds, files older than so many are removed
 
@@ -219,7 +219,7 @@ def _build(shelf: Shelf) -> Any:
 
 
 def _local(block: Any) -> None:
-    """What a visitor gives is uploaded: no address is fetched for anybody."""
+    """Accept uploads alone: no address is fetched for a visitor."""
     later, now = block.async_move_resource_to_block_cache, block.move_resource_to_block_cache
 
     async def moved_later(path: Any) -> Any:

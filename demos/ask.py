@@ -72,7 +72,7 @@ def answers(
     The first answers warm up and count only if there was no time for more.
 
     Args:
-        shelf: Where the models are.
+        shelf: The models.
         media: File that is asked about, or its frames.
         question: The question.
         specs: Ways to answer; None keeps all tokens.

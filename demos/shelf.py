@@ -12,7 +12,7 @@ ANSWER_TOKENS = 64
 
 
 class Shelf:
-    """What answers, watches and speaks.
+    """The pipelines that answer, watch and speak.
 
     Args:
         model: Answers about media: None (embedded), a directory, a hub id, or a
@@ -43,7 +43,7 @@ class Shelf:
         return str(path).rstrip("/").rsplit("/", 1)[-1] or "a model of the caller's"
 
     def read(self, path: str) -> Any:
-        """What a pipeline gets of an upload: its pixels, or the file."""
+        """Return an upload as a pipeline takes it: its pixels, or the file."""
         return path if self._read is None else self._read(path)
 
     def visual(self, kind: str, reduce: str | None = None) -> Any:

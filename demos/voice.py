@@ -37,7 +37,7 @@ class Talk:
     """A conversation that a browser drives.
 
     Args:
-        shelf: Where the models are.
+        shelf: The models.
         wish: `rate` of the microphone, `about` (an example, or small talk), `voice`.
         tell: Takes `(event, sound or None)`, in a thread of the conversation.
 
@@ -127,7 +127,7 @@ class VoiceSocket:
     """Serves conversations, each on a connection of its own.
 
     Args:
-        shelf: Where the models are.
+        shelf: The models.
         who: Says who a request comes from, or None where nobody may; as `auth_dependency` of
             `gradio.mount_gradio_app`.
     """
@@ -158,7 +158,7 @@ class VoiceSocket:
             await socket.close(code)
 
     async def _welcome(self, socket: WebSocket) -> bool:
-        """Whether the page came from here: pages of others may not use the visitor's browser."""
+        """Tell whether the page came from this server: others may not use a visitor's browser."""
         origin, host = socket.headers.get("origin"), socket.headers.get("host")
         if origin is not None and urlsplit(origin).netloc != host:
             return False

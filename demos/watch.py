@@ -136,7 +136,7 @@ ASKED = (
 
 
 class WatchEvents:
-    """What the events of the tab do; each visitor has a stream of their own."""
+    """Handlers of the tab's events; each visitor has a stream of their own."""
 
     def __init__(self, shelf: Shelf, seats: Seats[VisitorStream]) -> None:
         self.shelf, self.seats = shelf, seats
@@ -287,7 +287,7 @@ def screen(frame: Any) -> str:
 
 
 def shown(rows: list[tuple[str, int, str, float]]) -> str:
-    """What can be asked about the past, with the right answers."""
+    """Show the facts of the past that can be asked about."""
     if not rows:
         return views.note("A fact is shown every 20 seconds of the world.")
     body = "".join(

@@ -65,7 +65,7 @@ class PipelinePlanner:
 
 
 def _row_name(name: Any) -> str:
-    """What accuracy rows call a model: the last part of a directory, else the name itself."""
+    """Name of a model in accuracy rows: the last part of a directory, else the name itself."""
     if name is None:
         return EMBEDDED
     return Path(name).name if Path(name).is_dir() else str(name)

@@ -34,7 +34,7 @@ from mmfast.planner.target import Target, check_alone, make_target
 
 @dataclass(frozen=True)
 class Answer:
-    """What a pipeline returns for one question.
+    """The answer to one question, with its trace and its figures.
 
     Attributes:
         text: The answer.
@@ -99,7 +99,7 @@ def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple
 
 
 def _many_images(media: Any) -> bool:
-    """Whether each element is an input; rows of numbers are an image written as a list."""
+    """Tell whether each element is an input; rows of numbers are an image written as a list."""
     return isinstance(media, list) and not any(isinstance(m, list) for m in media)
 
 
@@ -277,7 +277,7 @@ class VisualQA:
         tick: Tick | None = None,
         **limits: Any,
     ) -> Plan:
-        """What a call would run to meet a target, without answering.
+        """Plan a call that meets a target, without answering.
 
         Args:
             media: A clip or image.
@@ -308,7 +308,7 @@ class VisualQA:
     def _inputs(
         self, pairs: list[tuple[Any, str]], trace: Trace
     ) -> tuple[dict[str, Any], list[int]]:
-        """The model's inputs, and how many images or clips each question is about."""
+        """The model's inputs, and the number of images or clips of each question."""
         with trace.stage("read"):
             shots = [self._read(media) for media, _ in pairs]
         with trace.stage("preprocess"):

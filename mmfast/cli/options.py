@@ -95,7 +95,7 @@ AskAt = Annotated[
     typer.Option(help="SECONDS:QUESTION, asked when the stream is there; several times."),
 ]
 TellMeWhen = Annotated[
-    list[str] | None, typer.Option(help="Be told when this happens; several times.")
+    list[str] | None, typer.Option(help="Report when this happens; several times.")
 ]
 Probe = Annotated[
     str | None,

@@ -56,14 +56,14 @@ def watch(
     kept: dict[str, Any] = {} if memory is None else {"memory": memory}
     kept |= {} if host_bytes is None else {"host_bytes": host_bytes, "host_blocks": None}
     session = pipe.open(**kept) if restore is None else pipe.restore(restore, **kept)
-    viewing = WatchRun(session, questions, max_new_tokens, as_json)
+    session_run = WatchRun(session, questions, max_new_tokens, as_json)
     looks: dict[str, Any] = {"threshold": threshold}
     looks |= {"probe": probe} if probe else {}
     looks |= {"yes": yes, "no": None} if yes else {}
     for condition in tell_me_when or []:
-        session.subscribe(condition, viewing.told, **looks)
+        session.subscribe(condition, session_run.report, **looks)
     way = {"latency": latency, "realtime": realtime, "allow_network": allow_network}
-    viewing.run(camera_or_path(source), save, **way)
+    session_run.run(camera_or_path(source), save, **way)
 
 
 @dataclass
@@ -150,8 +150,8 @@ class WatchRun:
         if error is not None:
             raise error
 
-    def told(self, event: Any) -> None:
-        """Takes an event of a subscription."""
+    def report(self, event: Any) -> None:
+        """Print and keep an event of a subscription."""
         self.events.append(asdict(event))
         self._say(event.time, f"{event.condition} ({event.probability:.0%}) {event.text}".strip())
 

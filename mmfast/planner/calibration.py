@@ -138,13 +138,13 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device of the model."""
         device: torch.device = next(self.model.get_decoder().parameters()).device
         return device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """Type in which it computes."""
         dtype: torch.dtype = next(self.model.get_decoder().parameters()).dtype
         return dtype
 
@@ -276,7 +276,7 @@ def _rest_macs(bench: Bench) -> int:
 
 
 def _whole_frames(bench: Bench, arguments: Mapping[str, Any], present: int) -> float:
-    """What full-attention blocks take beyond windowed ones, block 0 being windowed."""
+    """Extra milliseconds of full-attention blocks beyond windowed ones, block 0 being windowed."""
     vision = bench.model.config.vision_config
     grid = next((v for k, v in arguments.items() if k.endswith("grid_thw")), None)
     if not isinstance(grid, Tensor) or not getattr(vision, "window_size", None):

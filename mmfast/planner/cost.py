@@ -92,7 +92,7 @@ _PIXELS = ("pixel_values", "pixel_values_videos", "input_features")
 
 @dataclass(frozen=True)
 class Work:
-    """What one call has to do.
+    """The amount of work in one call.
 
     Attributes:
         prompt: Tokens of a row, visual ones included.
@@ -118,7 +118,7 @@ class Work:
         return sum(self.items)
 
     def lacks(self, site: str, need: str) -> str | None:
-        """Why a method at `site` cannot have a signal; None where it can."""
+        """Reason why a method at `site` cannot have a signal; None where it can."""
         if need == "x":
             return None
         if need == "query":
@@ -175,7 +175,7 @@ def tower_depth(model: Any) -> int:
 
 
 def pixels_of(inputs: Mapping[str, Any], names: Sequence[str] = _PIXELS) -> int:
-    """How many numbers the encoder reads."""
+    """Count the numbers that the encoder reads."""
     found = [inputs.get(name) for name in names]
     return sum(value.numel() for value in found if isinstance(value, Tensor))
 
@@ -288,7 +288,7 @@ def _select(rates: Rates, work: Work, stages: Sequence[Spec], visual: Sequence[i
 
 
 def select_key(stage: Spec, work: Work) -> str:
-    """Where the time of choosing from these items is kept."""
+    """Key of the time of choosing from these items."""
     return f"{stage.method.name}:{'+'.join(map(str, work.items))}"
 
 

@@ -1,4 +1,4 @@
-"""What is known of one model on its device, and measuring what is not."""
+"""Rates of one model on its device, and the measurement of unknown ones."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Learner:
                 self._learn_overhead(work, call, run)
 
     def _learn_overhead(self, work: Work, call: str, run: Run) -> None:
-        """What short calls take beside what is predicted; long ones drown it."""
+        """Learn the overhead of short calls beyond the prediction; long calls hide it."""
         specs = (None, PROBE)
         costs = [self.cost(work, parse(text), call) for text in specs]
         if max(cost.ttft for cost in costs) > SHORT_MS:
@@ -141,7 +141,7 @@ class Learner:
                 raise MmfastError(reason)
 
     def priced(self, stages: Sequence[Spec], work: Work) -> bool:
-        """Whether it is known what choosing takes."""
+        """Tell whether the time of choosing is known."""
         return all(select_key(stage, work) in self.rates.select for stage in stages)
 
     @contextmanager

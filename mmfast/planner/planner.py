@@ -80,7 +80,7 @@ def good_enough(candidates: Sequence[Candidate], quality: str | None) -> list[Ca
 
 
 def meets(candidate: Candidate, target: Target, spent: float = 0.0) -> bool:
-    """Whether a candidate stays within every limit; `spent` ms are gone already."""
+    """Tell whether a candidate stays within every limit; `spent` ms are gone already."""
     cost = candidate.cost
     return (
         (target.ttft_ms is None or spent + cost.ttft <= target.ttft_ms)
@@ -119,7 +119,7 @@ def reasons(
     work: Work,
     spent: float,
 ) -> tuple[str, ...]:
-    """Why this candidate: what it gains, what the next better one costs, what the rows say."""
+    """Explain a choice: its gain, the cost of the next better step, the evidence in the rows."""
     stock, cost = found[0].cost, choice.cost
     limited = any(v is not None for v in (target.ttft_ms, target.tokens, target.memory))
     lines = []
@@ -159,7 +159,7 @@ def _quality(choice: Candidate, evidence: Evidence) -> str:
 
 
 def refusal(steps: Sequence[Candidate], target: Target, spent: float) -> str:
-    """What cannot be met, and the best that can."""
+    """Explain that a target is out of reach, and name the best within reach."""
     if not steps:
         return f"no method is good enough for {target}; ask for another quality"
     best = steps[-1]

@@ -1,4 +1,4 @@
-"""What choosing costs: a method run on made-up tokens of the size that it will get."""
+"""The cost of choosing: a method run on random tokens of the size that it will get."""
 
 from __future__ import annotations
 

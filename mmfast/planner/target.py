@@ -1,4 +1,4 @@
-"""What the caller wants to spend, checked."""
+"""Limits of time, tokens, memory and quality that a caller sets."""
 
 from __future__ import annotations
 

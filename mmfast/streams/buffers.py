@@ -165,7 +165,7 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def same_length(buffers: Sequence[Buffer]) -> bool:
-    """Whether all layers hold equally many tokens, so that one mask serves them all."""
+    """Tell whether all layers hold equally many tokens, so that one mask serves them all."""
     return len({buffer.length for buffer in buffers}) < 2
 
 
@@ -220,7 +220,7 @@ class LiveBlock:
 
     @property
     def even(self) -> bool:
-        """Whether all layers hold the same tokens of it."""
+        """All layers hold the same tokens of it."""
         return len(self.held) < 2
 
     def tokens(self, layer: int) -> Tensor | None:
@@ -230,7 +230,7 @@ class LiveBlock:
         return self.held[0] if self.even else self.held[layer]
 
     def size_at(self, layer: int) -> int:
-        """How many tokens a layer holds."""
+        """Number of tokens that a layer holds."""
         held = self.tokens(layer)
         return self.n if held is None else len(held)
 
@@ -277,7 +277,7 @@ class Cursor:
         return cls(after, max(block.top(block.start) for block in blocks))
 
     def start(self, block: LiveBlock | Piece) -> Start:
-        """Where a block starts here."""
+        """Return the start of a block at this place."""
         start = (self.top + 1,) * len(self.next) if block.fresh else self.next
         return (min(start),) * len(start) if block.level else start
 
@@ -349,7 +349,7 @@ class Turner:
         self.layers = len(attentions)
 
     def device(self, layer: int) -> torch.device:
-        """Where a layer computes."""
+        """Device of a layer."""
         found: torch.device = next(self._attentions[layer].parameters()).device
         return found
 

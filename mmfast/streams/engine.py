@@ -154,7 +154,7 @@ class Branch:
             return any(number <= self._newest for number in archive.numbers())
 
     def _before(self, block: LiveBlock, raw: Raw) -> Callable[[int], None]:
-        """What a layer does before it attends: read what the question asks for."""
+        """Return the function by which each layer reads blocks for the question before it attends."""
 
         def read(layer: int) -> None:
             archive = self._memory.archive
@@ -404,7 +404,7 @@ def _check_layers(decoder: Any, capture: RawCapture) -> None:
 
 
 def _planes(piece: Piece, weight: Tensor) -> dict[str, Any]:
-    """What DeepStack models take beside the embeddings."""
+    """Inputs of DeepStack models beside the embeddings."""
     if not piece.planes or piece.visual is None:
         return {}
     return {

@@ -77,7 +77,7 @@ class QwenScript(Script):
         return math.floor(self.per_second * since + _SLACK)
 
     def _interval(self, state: WrittenState, unit: EncodedUnit, at: int) -> int:
-        """How much further the next patch is expected; it corrects what turns out wrong."""
+        """Expected distance of the next patch; the next place corrects an error."""
         if self.per_second is None:
             return 1
         return self._place(state, unit.times[0] + self.frames / self.fps) - at
@@ -195,7 +195,7 @@ def script_for(model: Any, processor: Any, fps: float, system: str | None = None
 
 
 def starts(pieces: Sequence[Piece], start: Tensor | None = None) -> list[Tensor]:
-    """Where each piece starts, `[A]`, and at the end where the next one would."""
+    """Starts of the pieces, `[A]` each, and at the end the start of a further one."""
     at = torch.zeros_like(pieces[0].advance) if start is None else start
     found, top = [], at.max() - 1
     for piece in pieces:

@@ -152,7 +152,7 @@ class Feed(Iterator[tuple[Frame, float]]):
                 getattr(pairs, "close", lambda: None)()
 
     def _add(self, frame: Frame, time: float, due: float | None) -> bool:
-        """Queue a frame when it is due and there is room; False when nobody wants more."""
+        """Queue a frame when it is due and there is room; False once the feed is closed."""
         with self._changed:
             while not self._closed and due is not None and self._clock.now() < due:
                 self._clock.wait(self._changed, due)

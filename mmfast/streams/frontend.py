@@ -115,7 +115,7 @@ ReducerMemory = dict[str, Tensor]
 @value
 @dataclass(frozen=True)
 class ReducerState:
-    """What a stream's reducers remember; a value, as large after a day as after two frames.
+    """State of a stream's reducers; a value, as large after a day as after two frames.
 
     Attributes:
         memories: Of each stage, what its method keeps; None where it keeps nothing.
@@ -239,7 +239,7 @@ def _frames(tokens: Tokens) -> Iterator[Tokens]:
 
 
 def _reduced(frame: Tokens, step: Reduction) -> Tokens:
-    """What the next stage looks at: kept features, and signals of the kept sources."""
+    """Input of the next stage: kept features, and signals of the kept sources."""
     signals = {k: v[step.keep] if v.shape[:1] == (step.n,) else v for k, v in frame.signals.items()}
     attn = None if frame.attn is None else frame.attn[step.keep]
     return replace(frame, x=step.apply(frame.x), attn=attn, grid=None, signals=signals)
@@ -286,7 +286,7 @@ def _check(spec: Spec, signals: Collection[str]) -> None:
 
 
 def _works(method: Method, signals: Collection[str]) -> bool:
-    """Whether a method can do with one frame, or carries what it needs of the others."""
+    """Tell whether a method needs one frame only, or carries a state from frame to frame."""
     alone = method.stream is not None or not method.temporal
     given = {"x", "grid", *signals}
     return alone and method.scope == "item" and "pre" in method.sites and given >= {*method.needs}
@@ -380,7 +380,7 @@ class FrontEnd:
         return [self._reduced(state.reducer, unit)[1]]
 
     def flush(self, state: FrontEndState) -> tuple[FrontEndState, list[EncodedUnit]]:
-        """The same, and nothing waits any more."""
+        """Encode frames that still wait; none waits afterwards."""
         groups = [self._doubled(state.waiting)] if state.waiting else []
         return self._flush(replace(state, waiting=()), groups, [])
 

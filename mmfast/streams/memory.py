@@ -1,4 +1,4 @@
-"""What a stream remembers: live tokens in buffers, and the archive of what left them."""
+"""The memory of a stream: live tokens in buffers, and the archive of blocks that left them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def budget(plan: CachePlan | None) -> int:
 def staying(
     plan: CachePlan, blocks: Sequence[LiveBlock], known: dict[tuple[bytes, ...], list[int]]
 ) -> list[int]:
-    """How many of its first tokens each block keeps: all, none, or a part that is sinks.
+    """Number of first tokens that each block keeps: all, none, or the sinks at its start.
 
     Raises:
         MmfastError: The new block does not fit.
@@ -113,7 +113,7 @@ def spans(blocks: Sequence[LiveBlock], stays: Sequence[int], layer: int) -> list
 def leaving(
     blocks: Sequence[LiveBlock], stays: Sequence[int], buffers: Sequence[Buffer]
 ) -> list[Block]:
-    """What leaves, with its keys before RoPE, in the order of time."""
+    """Blocks that leave, with their keys before RoPE, in the order of time."""
     found = []
     ends = [0] * len(buffers)
     for block, size in zip(blocks, stays, strict=True):
@@ -182,7 +182,7 @@ class Memory:
 
     @property
     def next_start(self) -> Start:
-        """Where the next piece starts on each axis, unless it is fresh."""
+        """Start of the next piece on each axis, unless it is fresh."""
         return self.cursor.next
 
     def admit(self, block: LiveBlock) -> None:
@@ -351,7 +351,7 @@ def recall(
 
 
 def _opening(blocks: Sequence[LiveBlock]) -> int:
-    """How many blocks stand before everything that has left: the sinks."""
+    """Number of blocks before all that have left: the sinks."""
     for i, block in enumerate(blocks):
         if block.number != i:
             return i

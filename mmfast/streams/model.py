@@ -70,7 +70,7 @@ class StreamModel:
         return self.processor.tokenizer
 
     def signature(self) -> dict[str, Any]:
-        """What a saved session must agree with: elsewhere its keys and values mean nothing."""
+        """Properties that a saved session must share: with other weights its keys mean nothing."""
         config = self.model.config.get_text_config()
         weight = self.script.embed.weight
         probe = weight[:8].detach().float().cpu().contiguous()

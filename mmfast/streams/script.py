@@ -1,4 +1,4 @@
-"""How a model family writes a stream: opening, frames, question, and what follows an answer.
+"""The prompt of a stream, piece by piece: opening, frames, question, and the turn after an answer.
 
 Written piece by piece, a stream is what the stock processor and the stock model make of the same
 clip and question at once, token for token and position for position (`mmfast.streams.families`
@@ -161,7 +161,7 @@ class Wording:
 
 @dataclass(frozen=True, eq=False)
 class EncodedUnit:
-    """What the encoder made of one frame, or of the two frames of a temporal patch.
+    """Encoded tokens of one frame, or of the two frames of a temporal patch.
 
     Attributes:
         features: `[M, D]` tokens that are left.
@@ -183,14 +183,14 @@ class EncodedUnit:
         return self.grid[0] * self.grid[1]
 
     def kept(self, per_token: Tensor) -> Tensor:
-        """What is left of a tensor `[..., N]` that runs along all tokens."""
+        """Select the kept tokens of a tensor `[..., N]` that runs along all of them."""
         return per_token if self.keep is None else per_token[..., self.keep.to(per_token.device)]
 
 
 @value
 @dataclass(frozen=True)
 class WrittenState:
-    """How far a conversation is written.
+    """Position of a stream in its conversation; a value.
 
     Attributes:
         phase: `blank`, `video` (frames go on) or `answered` (an exchange was remembered).

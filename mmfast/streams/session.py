@@ -40,7 +40,7 @@ from mmfast.streams.subscription import (
 class TurnLock:
     """Frames come all the time, so a plain lock might never let a question through.
 
-    Whoever holds it may take it again.
+    A thread that holds it may take it again.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ class Session:
         max_new_tokens: int = 32,
         **rule: float,
     ) -> Subscription:
-        """Be told when something happens; `mmfast.streams.subscription` explains the rule.
+        """Report an event when a condition is met; `mmfast.streams.subscription` explains the rule.
 
         Args:
             text: "tell me when a car stops".
@@ -276,7 +276,7 @@ class Session:
         return self.ask(question, max_new_tokens=max_new_tokens).read()
 
     def new_source(self) -> None:
-        """The times of the next frame may begin anew."""
+        """Let the times of the next frame start again from any value."""
         with self.turns.question():
             self.stream.timeline = self.stream.timeline.again()
 
@@ -370,7 +370,7 @@ class Watch:
     def _quietly(self) -> None:
         try:
             self.run()
-        except Exception as error:  # told by `join` and in the session's figures
+        except Exception as error:  # raised by `join`, shown in the session's figures
             self.error = error
 
     def run(self) -> None:
@@ -397,11 +397,11 @@ class Watch:
 
     @property
     def running(self) -> bool:
-        """Whether its thread still watches."""
+        """Its thread is still watching."""
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the source; says whether it has ended.
+        """Wait for the end of the source; return True once it has ended.
 
         Raises:
             MediaError: The source stalled or died.

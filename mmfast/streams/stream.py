@@ -20,7 +20,7 @@ from mmfast.streams.model import StreamModel
 from mmfast.streams.reply import Reply
 from mmfast.streams.script import EncodedUnit, WrittenState
 
-# A frame so many seconds behind the last one is late; one further back is a source begun anew.
+# A frame so many seconds behind the last one is late; one further back is a source that has restarted.
 LATE = 1.0
 
 
@@ -198,7 +198,7 @@ class Stream:
         self.counts, self.spent = dict(tree["counts"]), dict(tree["spent"])
 
     def close(self) -> None:
-        """Let go of stored blocks; files of saved sessions stay."""
+        """Release stored blocks; files of saved sessions stay."""
         if self.memory.archive is not None:
             self.memory.archive.close()
 

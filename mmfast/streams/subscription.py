@@ -1,4 +1,4 @@
-"""Answers that nobody asks for in that moment: "tell me when …".
+"""Subscriptions to events of a stream: "tell me when …".
 
 After a frame a question about it is put on a branch of the stream, and the distribution of the
 first token of the answer decides whether to speak. Nothing of it stays in the stream.
@@ -32,11 +32,11 @@ from mmfast.streams.stream import Stream
 
 @dataclass(frozen=True)
 class SpeakRule:
-    """When to speak.
+    """The rule that decides when to speak.
 
     Attributes:
         threshold: Probability from which it speaks.
-        release: Probability at which it is ready to speak again: what goes on is told once, and
+        release: Probability at which it is ready to speak again: an event is reported once, and
             a value that trembles around the threshold does not ring all the time.
         every: Seconds of the stream between two looks.
         pause: Least seconds of the stream between two events.
@@ -75,7 +75,7 @@ class SpeakRule:
 
 @dataclass(frozen=True)
 class Ready:
-    """Where a rule stands; a value.
+    """State of a rule; a value.
 
     Attributes:
         armed: The probability has been low since the last event.
@@ -88,11 +88,11 @@ class Ready:
     looked: float | None = None
 
     def due(self, rule: SpeakRule, time: float) -> bool:
-        """Whether it is time for a look."""
+        """Tell whether it is time for a look."""
         return self.looked is None or time - self.looked >= rule.every
 
     def step(self, rule: SpeakRule, time: float, probability: float) -> tuple[Ready, bool]:
-        """Take what a look has found; says whether to speak now."""
+        """Take the probability of a look; return True to speak now."""
         if probability < rule.threshold:
             return Ready(self.armed or probability <= rule.release, self.told, time), False
         rested = self.told is None or time - self.told >= rule.pause
@@ -128,7 +128,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Look:
-    """How a subscription looks; see `Session.subscribe`."""
+    """The question of a subscription and the words of its answer; see `Session.subscribe`."""
 
     question: str
     yes: Sequence[str] = YES
@@ -138,7 +138,7 @@ class Look:
     max_new_tokens: int = 32
 
     def check(self, model: StreamModel) -> None:
-        """Refuse words that cannot be told apart.
+        """Refuse words that cannot be distinguished.
 
         Raises:
             MmfastError: They begin with the same token, or hold none.
@@ -179,7 +179,7 @@ class Look:
 
 
 def condition_of(text: str) -> str:
-    """What is waited for: "tell me when a car stops." gives "a car stops"."""
+    """Return the condition in a text: "tell me when a car stops." gives "a car stops"."""
     return _TELL.sub("", check_question(text)).strip().rstrip(".?!")
 
 
@@ -222,7 +222,7 @@ class Subscription(Iterator[Event]):
         return [Event(time, self.condition, self.probability, text)]
 
     def deliver(self, event: Event) -> None:
-        """Hand an event to the callback, or to whoever iterates."""
+        """Hand an event to the callback, or to the reader of the iterator."""
         if self._callback is not None:
             try:
                 self._callback(event)
@@ -262,7 +262,7 @@ class Subscription(Iterator[Event]):
         return found
 
     def cancel(self) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting for events."""
         if not self.cancelled:
             self.cancelled = True
             if self._queue.full():

@@ -157,7 +157,7 @@ class LayerIndex:
         self._tokens.drop(number)
 
     def choose(self, query: Tensor, retriever: Retriever) -> list[Found]:
-        """What a retriever reads for the query `[Hq, T, d]`, in time order."""
+        """Return the tokens that a retriever reads for the query `[Hq, T, d]`, in time order."""
         if not len(self._clusters):
             return []
         owner, columns = self._clusters.view()
@@ -264,7 +264,7 @@ class Archive:
         self._unindex()
 
     def choose(self, layer: int, query: Tensor) -> list[Found]:
-        """What to read in a layer for the queries `[Hq, T, d]` (before RoPE) of a question."""
+        """Choose tokens of a layer for the queries `[Hq, T, d]` (before RoPE) of a question."""
         return self._index[layer].choose(query, self._retriever)
 
     def read(self, layer: int, found: Sequence[Found]) -> list[LayerPart]:
@@ -350,7 +350,7 @@ class Archive:
         self._unindex()
 
     def close(self) -> None:
-        """Let go of everything, files of the disk tier included."""
+        """Release everything, files of the disk tier included."""
         self._gone += self.numbers()
         self._unindex()
         self._tiers.close()

@@ -1,4 +1,4 @@
-"""How many bytes of stored blocks, and how many of them, may lie where."""
+"""Stored blocks, and quotas of bytes and blocks per tier."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TierQuotas:
         return float("inf") if size is None else size
 
     def full(self, tier: str, blocks: int, used: int) -> bool:
-        """Whether so many blocks of together `used` bytes are too much for a tier."""
+        """Tell whether a number of blocks of `used` bytes in all exceeds a tier."""
         most = self.blocks if tier == "host" else None
         return used > self.limit(tier) or (most is not None and blocks > most)
 
@@ -125,7 +125,7 @@ class StoredLayer:
 @value
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """What all layers of a block share; see `Block`."""
+    """Properties that all layers of a block share; see `Block`."""
 
     kind: str
     time: float | None

@@ -42,7 +42,7 @@ class BlockFolder:
     byte. It costs 0.4 ms more per block of 300 kB, nothing per block of 10 MB.
 
     The folder is removed with the object. Folders that a killed process left behind are removed
-    when the next one starts there: nobody holds their lock.
+    when the next one starts there: no process holds their lock.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -58,7 +58,7 @@ class BlockFolder:
         self._close = weakref.finalize(self, _remove, self.path, lock(self.path / "lock"))
 
     def file(self, number: int) -> Path:
-        """Where block `number` is."""
+        """Path of block `number`."""
         return self.path / f"{number:09d}.block"
 
     def read(self, number: int, layer: int) -> tuple[Shared, StoredLayer]:
@@ -87,7 +87,7 @@ class BlockFolder:
             self.file(number).unlink(missing_ok=True)
 
     def revive(self) -> None:
-        """Make the folder again after somebody removed it.
+        """Make the folder again after it was removed.
 
         Raises:
             OSError: It cannot be made.
@@ -127,13 +127,13 @@ class Reports:
         self.counts: Counter[str] = Counter()
 
     def add(self, kind: str, line: str = "", times: int = 1) -> None:
-        """Count something, and tell it if there is a line."""
+        """Count an event, and report its line if there is one."""
         self.counts[kind] += times
         if line:
             self.lines.append(line)
 
     def once(self, kind: str, line: str) -> None:
-        """Count something, and tell it the first time."""
+        """Count an event, and report it the first time."""
         self.add(kind, "" if self.counts[kind] else line)
 
     def snapshot(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Reports:
         return {"lines": list(self.lines), "counts": dict(self.counts)}
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Take over what was told before."""
+        """Take over earlier reports."""
         self.lines.extend(tree["lines"])
         self.counts.update(tree["counts"])
 
@@ -176,7 +176,7 @@ class DiskTier:
 
     @property
     def on(self) -> bool:
-        """Whether blocks can still be written."""
+        """Blocks can still be written."""
         return self._folder is not None and not self._broken
 
     def put(self, stored: Stored) -> bool:
@@ -219,7 +219,7 @@ class DiskTier:
 
     def _mend(self, error: OSError, nbytes: int) -> bool:
         if error.errno in _FULL and self.sizes:
-            self._tell_full(error)
+            self._report_full(error)
             self._shrink(self.nbytes - 2 * nbytes)
             return True
         return error.errno == errno.ENOENT and self._revive()
@@ -238,14 +238,14 @@ class DiskTier:
             return False
         return True
 
-    def _tell_full(self, error: OSError) -> None:
+    def _report_full(self, error: OSError) -> None:
         line = f"disk full ({error.strerror}): the oldest blocks make room, else new ones are lost"
         self._reports.add("disk_errors", line if self._calm > _EPISODE else "")
         self._calm = 0
 
     def _fail(self, error: OSError) -> None:
         if error.errno in _FULL and self._folder is not None:
-            self._tell_full(error)  # others may free some space: the next block tries again
+            self._report_full(error)  # others may free some space: the next block tries again
             return
         self._broken = True
         why = error.strerror or type(error).__name__
@@ -443,7 +443,7 @@ class Tiers:
                 self.put(Stored.from_tree(row).to(where), tier)
 
     def close(self) -> None:
-        """Let go of all blocks and files."""
+        """Release all blocks and files."""
         for tier in self._memory:
             self._memory[tier].clear()
             self._used[tier] = 0
