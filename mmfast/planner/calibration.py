@@ -1,7 +1,7 @@
-"""Measure this device on the model's own layers: some seconds, once per model shape and device.
+"""Calibration of this device on the model's own layers: some seconds, once per model and device.
 
 Only single layers run, whatever the size of the model, and a point that would take long is left
-out: rates barely change there. Where a whole call is short it runs too, since then what lies
+out: rates barely change there. Where a whole call is short it runs too, since then the time
 between the layers counts.
 """
 

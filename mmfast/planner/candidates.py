@@ -1,9 +1,8 @@
-"""Specs worth considering for a request, and why the others are not.
+"""Candidate specs for a request, with evidence for their accuracy and reasons against others.
 
-What was measured about quality: accuracy rows by method, read from the package.
-
-The rows say what each method kept of the accuracy at each budget on questions about unseen media.
-Between two measured budgets the worse of both counts; below the smallest there is no evidence.
+The evidence is accuracy rows in the package: the accuracy that each method kept at each budget on
+questions about unseen media. Between two measured budgets the worse of both counts; below the
+smallest there is no evidence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predicting time and memory of a request under a spec, from the model's shape and the rates.
+"""Predicted time and memory of a request under a spec, from the model's shape and the rates.
 
 Time to first token = encoder + selection + prefill + overhead. Prefill adds up the layers with
 the tokens that each of them really gets; memory adds weights, keys and values, and the larger of

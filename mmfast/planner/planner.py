@@ -1,14 +1,13 @@
-"""The planner of one model: weighs candidates against a target and says why.
+"""The planner of one model: it weighs candidates against a target and explains its choice.
 
 planner = Planner(model)
 plan = planner.plan(inputs, make_target(target_ttft_ms=300))
 with attach(model, plan.spec): ...
 
-Which candidate: down one ladder that is the same for every target.
-
-The ladder starts at the best quality and the most tokens. Each step down is the best of what is
-faster and keeps no more tokens, or keeps fewer where time does not matter. A target only says
-where to stop, so a tighter one never gets more tokens than a looser one.
+All targets share one ladder of candidates. It starts at the best quality and the most tokens, and
+each step down is the best of the candidates that are faster and keep no more tokens, or that keep
+fewer where time does not matter. A target only decides where to stop, so a tighter one never gets
+more tokens than a looser one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs pieces of streams through the text model of a stock checkpoint, one forward each.
+"""Forward passes of stream pieces through the text model of a stock checkpoint.
 
-The engine belongs to a model and holds nothing of any stream. Memories and branches hold their
-own tokens, so any number of them may use one engine, from any thread.
+The engine belongs to a model and holds no state of a stream. Memories and branches hold their own
+tokens, so any number of them may use one engine, from any thread.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Branch:
             return any(number <= self._newest for number in archive.numbers())
 
     def _before(self, block: LiveBlock, raw: Raw) -> Callable[[int], None]:
-        """Return the function by which each layer reads blocks for the question before it attends."""
+        """Return the function by which a layer reads blocks for the question as it attends."""
 
         def read(layer: int) -> None:
             archive = self._memory.archive

@@ -1,13 +1,10 @@
-"""Qwen2-VL and Qwen2.5-VL as a stream: one long video whose temporal patches have three positions.
+"""Scripts of the model families, and the proof of a script against its stock processor.
 
-Rows and columns of all patches count from the video's start, and so does the text behind it. The
-time axis counts patches (Qwen2-VL) or their seconds (Qwen2.5-VL).
-
-A checkpoint's script against its stock processor: token ids and positions of a short clip.
-
-Templates, tokenizers and position rules differ between checkpoints and versions. So before a
-stream is opened its writing is compared with the stock prompt of six frames; nothing of the
-weights is run.
+Positions of frames follow each family: Qwen2-VL and Qwen2.5-VL see a stream as one long video
+whose rows and columns count from its start and whose time axis counts patches (Qwen2-VL) or their
+seconds (Qwen2.5-VL). Templates, tokenizers and position rules differ between checkpoints and
+versions, so before a stream is opened its script is compared with the stock prompt of six frames;
+the weights are not run.
 """
 
 from __future__ import annotations

@@ -361,31 +361,32 @@ class FrontEnd:
         for shot in shots:
             size = shot[0].shape[0], shot[0].shape[1]
             if state.size not in (None, size):  # units of two sizes do not go together
-                rest = [self._doubled(state.waiting)] if state.waiting else []
-                state, units = self._flush(state, [*groups, *rest], units)
-                groups, state = [], self._resized(state)
+                state, more = self._encode(state, [*groups, *self._rest(state)])
+                groups, units, state = [], [*units, *more], self._resized(state)
             state, passes = self._gated(replace(state, size=size), shot)
             if passes:
                 waiting = (*state.waiting, shot)
                 full = len(waiting) == self.frames
                 groups += [waiting] if full else []
                 state = replace(state, waiting=() if full else waiting)
-        return self._flush(state, groups, units)
+        state, more = self._encode(state, groups)
+        return state, [*units, *more]
 
     def rest(self, state: FrontEndState) -> list[EncodedUnit]:
-        """The unit of frames that still wait, the last one doubled as stock processors do."""
-        if not state.waiting:
-            return []
-        (unit,) = self.encoder([self._doubled(state.waiting)])
-        return [self._reduced(state.reducer, unit)[1]]
+        """Encode frames that still wait, the last one doubled as stock processors do.
+
+        The frame cache is left out, since its state changes in place.
+        """
+        return self._encode(replace(state, cache=None), self._rest(state))[1]
 
     def flush(self, state: FrontEndState) -> tuple[FrontEndState, list[EncodedUnit]]:
         """Encode frames that still wait; none waits afterwards."""
-        groups = [self._doubled(state.waiting)] if state.waiting else []
-        return self._flush(replace(state, waiting=()), groups, [])
+        return self._encode(replace(state, waiting=()), self._rest(state))
 
-    def _doubled(self, waiting: Sequence[Shot]) -> tuple[Shot, ...]:
-        return (*waiting, *[waiting[-1]] * (self.frames - len(waiting)))
+    def _rest(self, state: FrontEndState) -> list[tuple[Shot, ...]]:
+        """The unit of frames that still wait, filled up with the last one."""
+        waiting = state.waiting
+        return [(*waiting, *[waiting[-1]] * (self.frames - len(waiting)))] if waiting else []
 
     def _resized(self, state: FrontEndState) -> FrontEndState:
         """The gate sees a new size by itself; caches and reducers compare place by place."""
@@ -404,23 +405,18 @@ class FrontEnd:
         gate, passes = self.gate.step(state.gate, shot[0])
         return replace(state, gate=gate, gated=state.gated + (not passes)), passes
 
-    def _flush(
-        self, state: FrontEndState, groups: Sequence[Sequence[Shot]], units: list[EncodedUnit]
+    def _encode(
+        self, state: FrontEndState, groups: Sequence[Sequence[Shot]]
     ) -> tuple[FrontEndState, list[EncodedUnit]]:
+        units = []
         for at in range(0, len(groups), self.batch):
             for unit in self.encoder(groups[at : at + self.batch], state.cache):
-                reducer, unit = self._reduced(state.reducer, unit)
-                state, units = replace(state, reducer=reducer), [*units, unit]
+                if self.reducer is not None and state.reducer is not None:
+                    tokens = Tokens(unit.features, grid=(1, *unit.grid))
+                    reducer, found = self.reducer.step(state.reducer, tokens)
+                    state, unit = replace(state, reducer=reducer), unit.reduced(found)
+                units.append(unit)
         return state, units
-
-    def _reduced(
-        self, state: ReducerState | None, unit: EncodedUnit
-    ) -> tuple[ReducerState | None, EncodedUnit]:
-        if self.reducer is None or state is None:
-            return state, unit
-        state, found = self.reducer.step(state, Tokens(unit.features, grid=(1, *unit.grid)))
-        features, *planes = (found.apply(x) for x in (unit.features, *unit.planes))
-        return state, replace(unit, features=features, planes=tuple(planes), keep=found.keep)
 
     def snapshot(self, state: FrontEndState) -> dict[str, Any]:
         """Return a state as a tree for saving."""

@@ -1,13 +1,9 @@
 """The prompt of a stream, piece by piece: opening, frames, question, and the turn after an answer.
 
-Written piece by piece, a stream is what the stock processor and the stock model make of the same
-clip and question at once, token for token and position for position (`mmfast.streams.families`
-compares them once for every checkpoint).
-
-How a checkpoint's own chat template writes a conversation about a video that goes on.
-
-The template is run on short sample conversations and the result is cut at the placeholder of the
-video, so a stream holds exactly the text that a stock prompt of the same conversation would.
+The checkpoint's own chat template is run on short sample conversations and its text is cut at the
+placeholder of the video. So the pieces together are what the stock processor and the stock model
+make of the same clip and question at once, token for token and position for position
+(`mmfast.streams.families` compares them once for every checkpoint).
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.reduction import Reduction
 from mmfast.models.prompt import check_question
 from mmfast.streams.archive.files import value
 
@@ -181,6 +178,11 @@ class EncodedUnit:
     def n(self) -> int:
         """Tokens before any were dropped."""
         return self.grid[0] * self.grid[1]
+
+    def reduced(self, found: Reduction) -> EncodedUnit:
+        """Apply a reduction to the features and all planes."""
+        features, *planes = (found.apply(x) for x in (self.features, *self.planes))
+        return replace(self, features=features, planes=tuple(planes), keep=found.keep)
 
     def kept(self, per_token: Tensor) -> Tensor:
         """Select the kept tokens of a tensor `[..., N]` that runs along all of them."""

@@ -20,7 +20,7 @@ from mmfast.streams.model import StreamModel
 from mmfast.streams.reply import Reply
 from mmfast.streams.script import EncodedUnit, WrittenState
 
-# A frame so many seconds behind the last one is late; one further back is a source that has restarted.
+# Seconds behind the last frame up to which a frame is late; further back the source restarted.
 LATE = 1.0
 
 
