@@ -45,7 +45,7 @@ class SuiteCurves:
 
 
 @cache
-def suite(name: str) -> SuiteCurves:
+def suite_curves(name: str) -> SuiteCurves:
     """The newest rows of a suite: every method's budgets, ascending."""
     path = RESULTS / f"eval-{SUITES[name]}.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
@@ -196,31 +196,31 @@ def compare_tab() -> None:
     with gr.Row():
         suite = gr.Radio(list(SUITES), value=START, label="Questions about", scale=2)
         methods = gr.Dropdown(
-            list(suite(START).curves),
+            list(suite_curves(START).curves),
             value=list(FIRST),
             multiselect=True,
             max_choices=MOST,
             label=f"Methods in colour, up to {MOST}",
             scale=3,
         )
-    picture = gr.HTML(chart(suite(START), FIRST), elem_id="chart")
+    picture = gr.HTML(chart(suite_curves(START), FIRST), elem_id="chart")
     listing = gr.HTML(table(START), elem_id="methods")
     suite.change(choose, [suite, methods], [methods, picture, listing], **views.QUICK)
     methods.change(draw, [suite, methods], picture, **views.QUICK)
 
 
 def choose(suite: str, methods: Sequence[str]) -> tuple[Any, str, str]:
-    curves = suite(suite).curves
+    curves = suite_curves(suite).curves
     known = [name for name in methods if name in curves]
     return gr.update(choices=list(curves), value=known), draw(suite, known), table(suite)
 
 
 def draw(suite: str, methods: Sequence[str]) -> str:
-    return chart(suite(suite), methods)
+    return chart(suite_curves(suite), methods)
 
 
 def table(suite: str) -> str:
-    found, known = suite(suite), {m.name: m for m in mmfast.methods("reducer")}
+    found, known = suite_curves(suite), {m.name: m for m in mmfast.methods("reducer")}
     shares = [s for s in SHARES if any(p.share == s for c in found.curves.values() for p in c)]
     rows = "".join(_row(name, points, known, shares) for name, points in found.curves.items())
     heads = ("method", *(f"{share:.0%}" for share in shares), "paper", "what it does")

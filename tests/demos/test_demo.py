@@ -161,7 +161,7 @@ def test_what_is_shown_cannot_become_markup() -> None:
 def test_the_chart_draws_the_rows_as_they_are(name: str) -> None:
     path = examples.RESULTS / f"eval-{compare.SUITES[name]}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    drawn = compare.chart(compare.suite(name), ["divprune"])
+    drawn = compare.chart(compare.suite_curves(name), ["divprune"])
     for row in rows:
         if row["reduce"] and "+" not in row["reduce"]:
             method, _, share = row["reduce"].rpartition(":")
@@ -177,7 +177,7 @@ def test_the_chart_draws_the_rows_as_they_are(name: str) -> None:
 def test_the_table_links_every_paper() -> None:
     table = compare.table("clips")
     known = {method.name: method for method in mmfast.methods("reducer")}
-    for name in compare.suite("clips").curves:
+    for name in compare.suite_curves("clips").curves:
         paper = known[name.partition("@")[0]].paper
         assert f"<code>{name}</code>" in table
         assert not paper or f'href="https://arxiv.org/abs/{paper}"' in table
