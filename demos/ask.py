@@ -226,7 +226,7 @@ def compare(
         base = before[1]
         (fast,) = answers(shelf, media, question, [spec], SLIDING)
     right = examples.right_answer(example or "", question)
-    return views.cards(base, fast, right), views.frames(base, fast), (about, base)
+    return cards(base, fast, right), frames(base, fast), (about, base)
 
 
 def answer(shelf: Shelf, example: str, question: str, reduce: str) -> dict[str, Any]:

@@ -360,46 +360,42 @@ class Turner:
     def move(
         self, buffers: Sequence[Buffer], blocks: Sequence[LiveBlock], starts: Sequence[Start]
     ) -> list[LiveBlock]:
-        """Rotate every block that does not stand where it is to start."""
-        moved = [start != b.start for b, start in zip(blocks, starts, strict=True)]
-        if not any(moved):
-            return list(blocks)
-        first, end = moved.index(True), len(moved) - moved[::-1].index(True)
+        """Rotate every block of all layers that does not stand at its start; return them moved."""
         even = all(block.even for block in blocks)
-        known: dict[torch.device, Angles] = {}
+        known: dict[torch.device, Angles] = {}  # layers of a device that hold the same share them
         for layer, buffer in enumerate(buffers):
-            if not even:
-                known = {}
-            self._move(layer, buffer, blocks, starts, (first, end), known)
+            self.move_layer(layer, buffer, blocks, starts, known if even else None)
         return [replace(b, start=start) for b, start in zip(blocks, starts, strict=True)]
 
     def move_layer(
-        self, layer: int, buffer: Buffer, blocks: Sequence[LiveBlock], starts: Sequence[Start]
-    ) -> None:
-        """The same in one layer, for blocks at the beginning of its buffer."""
-        moved = [start != b.start for b, start in zip(blocks, starts, strict=True)]
-        if any(moved):
-            ends = (moved.index(True), len(moved) - moved[::-1].index(True))
-            self._move(layer, buffer, blocks, starts, ends, {})
-
-    def _move(
         self,
         layer: int,
         buffer: Buffer,
         blocks: Sequence[LiveBlock],
         starts: Sequence[Start],
-        ends: tuple[int, int],
-        known: dict[torch.device, Angles],
+        known: dict[torch.device, Angles] | None = None,
     ) -> None:
-        """Rotate blocks `ends[0]` to `ends[1]`, with angles that layers of a device share."""
-        at = sum(block.size_at(layer) for block in blocks[: ends[0]])
-        range_ = range(*ends)
-        stop = at + sum(blocks[i].size_at(layer) for i in range_)
-        raw = buffer.read(RAW, at, stop)
+        """Rotate blocks at the beginning of the buffer of one layer to their starts.
+
+        Args:
+            layer: Number of the layer.
+            buffer: Of the layer.
+            blocks: In the order of the buffer.
+            starts: Where each is to start.
+            known: Angles for the same move in other layers, by device.
+        """
+        moved = [start != b.start for b, start in zip(blocks, starts, strict=True)]
+        if not any(moved):
+            return
+        first, end = moved.index(True), len(moved) - moved[::-1].index(True)
+        at = sum(block.size_at(layer) for block in blocks[:first])
+        stop = at + sum(block.size_at(layer) for block in blocks[first:end])
+        raw, known = buffer.read(RAW, at, stop), {} if known is None else known
         if not raw.shape[1]:
             return
         if raw.device not in known:
-            places = torch.cat([blocks[i].positions(layer, starts[i]) for i in range_], 1)
+            pairs = zip(blocks[first:end], starts[first:end], strict=True)
+            places = torch.cat([block.positions(layer, start) for block, start in pairs], 1)
             known[raw.device] = self._rotary.angles(places, raw, layer)
         turned = self._rotary.turn(self._attentions[layer], raw, known[raw.device])
         buffer.read(ROTATED, at, stop).copy_(turned)

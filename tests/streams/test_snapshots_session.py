@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from saving_steps import FAMILY, MEMORY, feed, opened, options
+from snapshot_steps import FAMILY, MEMORY, feed, opened, options
 from stream_tools import answer_logits, shared_pipe
 
 from mmfast.streams.archive import tiers
@@ -21,7 +21,7 @@ CHILD = """
 import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
-from saving_steps import feed, opened
+from snapshot_steps import feed, opened
 with opened(Path(sys.argv[1])) as session:
     feed(session, 0, 11)
     for n in range(12, 1000):
