@@ -21,7 +21,6 @@ from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.families.adapter import check_media
-from mmfast.models.families.tower import KINDS
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, add_views, build_inputs, check_question, summed, token_counts
 from mmfast.models.timing import FirstToken, encoder_timer
@@ -30,6 +29,7 @@ from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.pipelines.registry import task
 from mmfast.planner.plan import Plan
 from mmfast.planner.target import Target, check_alone, make_target
+from mmfast.streams.reply import placeholders
 
 
 @dataclass(frozen=True)
@@ -370,12 +370,10 @@ class VisualQA:
 
     def run(self, inputs: dict[str, Any], **extra: Any) -> torch.Tensor:
         """Stock greedy `generate`; a model must not write placeholder tokens into its answer."""
-        config = self.model.config
-        ids = [getattr(config, f"{kind}_token_id", None) for kind in KINDS]
-        blocked = [i for i in ids if i is not None]
+        blocked = sorted(placeholders(self.model)) or None
         with torch.inference_mode():
             output: torch.Tensor = self.model.generate(
-                **inputs, suppress_tokens=blocked or None, **{**self.generate, **extra}
+                **inputs, suppress_tokens=blocked, **{**self.generate, **extra}
             )
         return output
 
