@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -19,7 +19,10 @@ _attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @contextmanager
 def attach(
-    model: Any, reduce: str | None = None, cache: str | None = None, encoder: str | None = None
+    model: Any,
+    reduce: str | Sequence[Spec] | None = None,
+    cache: str | CachePlan | None = None,
+    encoder: str | None = None,
 ) -> Iterator[Trace]:
     """Reduce the visual tokens and the KV cache of a model for as long as the `with` lasts.
 

@@ -32,7 +32,7 @@ def task(name: str, *, aliases: Sequence[str] = ()) -> Callable[[T], T]:
 
     def registered(cls: T) -> T:
         _add(name, aliases, (cls.__module__, cls.__name__))
-        cls.task = name
+        cls.task = name  # type: ignore[attr-defined]
         return cls
 
     return registered
@@ -57,8 +57,8 @@ def discover(folder: Path, package: str) -> None:
 
 
 def _declared(tree: ast.Module) -> Iterator[tuple[str, Sequence[str], str]]:
-    for node in tree.body:
-        for call in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+    for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for call in node.decorator_list:
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "task":
                 more = [ast.literal_eval(each.value) for each in call.keywords]
                 yield ast.literal_eval(call.args[0]), (more or [()])[0], node.name

@@ -43,7 +43,7 @@ class CommandGroup(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = dict.fromkeys(COMMANDS)  # names only, for suggestions
+        self.commands: Any = dict.fromkeys(COMMANDS)  # names only, for suggestions
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """Return a stand-in with the help of a command, which costs no import."""

@@ -205,5 +205,5 @@ def _pack(part: State, store: Quantiser, *, keys: bool = False) -> State:
 def _to(part: State, device: torch.device) -> State:
     if isinstance(part, Tensor):
         return part.to(device)
-    moved = (x.to(device) for x in (part.codes, part.low, part.step))
-    return replace(part, **dict(zip(("codes", "low", "step"), moved, strict=True)))
+    codes, low, step = (x.to(device) for x in (part.codes, part.low, part.step))
+    return replace(part, codes=codes, low=low, step=step)
