@@ -257,7 +257,7 @@ class Session:
                 probe such as "What colour is the {condition} now?" with `yes=["red"]`.
             silence: Word that a trained model writes where nothing is to be said.
             max_new_tokens: Of the reply.
-            **rule: `threshold`, `release`, `every`, `pause`; see `Rule`.
+            **rule: `threshold`, `release`, `every`, `pause`; see `SpeakRule`.
 
         Raises:
             MmfastError: A value out of range.

@@ -232,7 +232,7 @@ class Archive:
             retriever: Chooses what is read.
             layers: Of the language model.
             device: Where parts are wanted and the index lies.
-            tiers: Byte quotas; None is `Quotas()`, main memory alone.
+            tiers: Byte quotas; None is `TierQuotas()`, main memory alone.
             store: Packs blocks that leave the device.
         """
         self.reports = Reports()
