@@ -94,30 +94,17 @@ class Feed(Iterator[tuple[Frame, float]]):
         with self._changed:
             while not self._queue and not self._ended and not self._closed:
                 self._clock.wait(self._changed)
-            return self._take()
-
-    def poll(self) -> tuple[Frame, float] | None:
-        """Take a frame if one waits; None where the next one has not arrived.
-
-        Raises:
-            StopIteration: The source has ended.
-        """
-        with self._changed:
-            waiting = self._queue or self._ended or self._closed
-            return self._take() if waiting else None
-
-    def _take(self) -> tuple[Frame, float]:
-        if not self._queue:
-            error, self._error = self._error, None
-            raise error if error is not None else StopIteration
-        if self._latency is not None:
-            oldest = self._clock.now() - self._latency
-            while len(self._queue) > 1 and self._queue[0].arrived < oldest:
-                self._drop()
-        first = self._pop()
-        self.delivered += 1
-        self._changed.notify_all()
-        return first.frame, first.time
+            if not self._queue:
+                error, self._error = self._error, None
+                raise error if error is not None else StopIteration
+            if self._latency is not None:
+                oldest = self._clock.now() - self._latency
+                while len(self._queue) > 1 and self._queue[0].arrived < oldest:
+                    self._drop()
+            first = self._pop()
+            self.delivered += 1
+            self._changed.notify_all()
+            return first.frame, first.time
 
     def _pop(self) -> _Waiting:
         first = self._queue.popleft()
