@@ -43,9 +43,9 @@ def watch(
 ) -> None:
     """Watch a stream in bounded memory, answer questions on the way; Ctrl-C ends it."""
     from mmfast.caches.plan import plan_cache
+    from mmfast.core.size import parse_bytes
     from mmfast.models.quiet import quiet
     from mmfast.pipelines import pipeline
-    from mmfast.streams.archive.blocks import parse_bytes
 
     quiet()
     questions = times_of(ask or [], every, ask_at or [])

@@ -21,6 +21,7 @@ from typing import Any
 
 from mmfast.attach import check_sites
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.size import format_bytes
 from mmfast.core.spec import Spec, expand
 from mmfast.models.loading import embedded_path
 from mmfast.planner.calibration import Tick
@@ -38,7 +39,7 @@ from mmfast.planner.cost import Cost, ModelShape, Work, work_of
 from mmfast.planner.learner import Learner, Run
 from mmfast.planner.plan import Plan, plan_of
 from mmfast.planner.rates import Rates
-from mmfast.planner.target import FAST_SHARE, QUALITIES, Target, size
+from mmfast.planner.target import FAST_SHARE, QUALITIES, Target
 
 FASTER = 0.98  # a gain below 2 % drowns in what the prediction is off by
 
@@ -169,7 +170,7 @@ def refusal(steps: Sequence[Candidate], target: Target, spent: float) -> str:
     if target.tokens is not None:
         reach.append(f"{best.cost.mean:.0f} tokens per layer")
     if target.memory is not None:
-        reach.append(size(best.cost.memory))
+        reach.append(format_bytes(best.cost.memory))
     return (
         f"{target} is out of reach here: the best is {', '.join(reach)} with {name}; "
         "raise the target, or give fewer frames or a smaller image"

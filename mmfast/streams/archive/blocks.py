@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,29 +12,11 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.kv import Block
+from mmfast.core.size import parse_bytes
 from mmfast.ops.quantisation import PackedTensor, Quantiser, dequantise
 from mmfast.streams.archive.files import compact, value
 
 TIERS = ("device", "host", "disk")
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
-
-
-def parse_bytes(size: str | int | None) -> int | None:
-    """Read a size such as `"2GB"`, `"500 MB"`, `"1.5GiB"`, 4096; None is no limit.
-
-    Raises:
-        MmfastError: It is no size, or negative.
-    """
-    if size is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    unit = None if match is None else _UNITS.get(match[2].upper())
-    if match is None or unit is None or isinstance(size, bool):
-        raise MmfastError(f"{size!r} is no size; write bytes, '500MB', '2GB' or '1.5GiB'")
-    whole = match[1].isdecimal()
-    return int(match[1]) * unit if whole else round(float(match[1]) * unit)
 
 
 @dataclass(frozen=True)
