@@ -364,11 +364,13 @@ def client(shelf: Shelf) -> Iterator[Any]:
 
     from mmfast.demos.app import mount
 
-    app = FastAPI()
+    app, before = FastAPI(), set(threading.enumerate())  # those are of other tests
     assert mount(app, "/demo", shelf=shelf) is app
     with TestClient(app, base_url="http://127.0.0.1:8000") as client:
         yield client
-    _until(lambda: not [t for t in threading.enumerate() if t.name.startswith("mmfast")])
+    _until(
+        lambda: not [t for t in {*threading.enumerate()} - before if t.name.startswith("mmfast")]
+    )
 
 
 def test_the_page_is_mounted_and_asks_nobody_else(client: Any) -> None:
