@@ -44,22 +44,12 @@ class QwenScript(Script):
 
     def _frame(self, state: WrittenState, unit: EncodedUnit) -> tuple[WrittenState, list[Piece]]:
         at = self._place(state, unit.times[0])
-        features, ahead = self.visual(unit), self._interval(state, unit, at)
-        if not len(features):  # patches are counted all the same
+        ahead = self._interval(state, unit, at)
+        if not len(unit.features):  # patches are counted all the same
             return replace(state, skipped=state.skipped + 1), []
         positions = unit.kept(raster(*unit.grid))
         positions[0] += at - state.reached  # 0 where the frame came when it was expected
-        piece = Piece(
-            embeds=features,
-            relative=positions,
-            advance=torch.tensor([at - state.reached + ahead, 0, 0]),
-            kind="frame",
-            fresh=False,
-            time=unit.times[0],
-            visual=torch.ones(len(features), dtype=torch.bool),
-            planes=unit.planes,
-            ids=self.placeholders(unit),
-        )
+        piece = self.frame(unit, positions, [at - state.reached + ahead, 0, 0])
         return replace(state, reached=at + ahead, skipped=0), [piece]
 
     def _place(self, state: WrittenState, time: float) -> int:
@@ -136,19 +126,11 @@ class OneVisionScript(Script):
     """Plain positions: every frame counts on by its tokens, dropped ones included."""
 
     def _frame(self, state: WrittenState, unit: EncodedUnit) -> tuple[WrittenState, list[Piece]]:
-        features, skipped = self.visual(unit), state.skipped
-        if not len(features):  # its positions are counted all the same
+        skipped = state.skipped
+        if not len(unit.features):  # its positions are counted all the same
             return replace(state, skipped=skipped + unit.n), []
-        piece = Piece(
-            embeds=features,
-            relative=unit.kept(torch.arange(unit.n))[None] + skipped,
-            advance=torch.tensor([unit.n + skipped]),
-            kind="frame",
-            fresh=False,
-            time=unit.times[0],
-            visual=torch.ones(len(features), dtype=torch.bool),
-            ids=self.placeholders(unit),
-        )
+        positions = unit.kept(torch.arange(unit.n))[None] + skipped
+        piece = self.frame(unit, positions, [unit.n + skipped])
         return replace(state, skipped=0), [piece]
 
     def _tail(self, state: WrittenState, ids: list[int]) -> list[Piece]:

@@ -262,6 +262,20 @@ class Script(ABC):
             ids=tokens,
         )
 
+    def frame(self, unit: EncodedUnit, relative: Tensor, advance: list[int]) -> Piece:
+        """Visual tokens alone, at positions `[A, M]`."""
+        return Piece(
+            embeds=self.visual(unit),
+            relative=relative,
+            advance=torch.tensor(advance),
+            kind="frame",
+            fresh=False,
+            time=unit.times[0],
+            visual=torch.ones(len(unit.features), dtype=torch.bool),
+            planes=unit.planes,
+            ids=self.placeholders(unit),
+        )
+
     def visual(self, unit: EncodedUnit) -> Tensor:
         """The unit's tokens as the language model takes them, `[M, D]`."""
         weight = self.embed.weight
