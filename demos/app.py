@@ -1,31 +1,184 @@
-"""The demo as a page, and where it is mounted."""
+"""The demo as a page: its look, its tabs, its limits on uploads, and where it is mounted."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import closing
+import platform
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from starlette.responses import PlainTextResponse
 
-from mmfast.demos import page
-from mmfast.demos.about_tab import about_tab
-from mmfast.demos.ask_tab import ask_tab
-from mmfast.demos.compare_tab import compare_tab
-from mmfast.demos.quota import UploadQuota
+import mmfast
+from mmfast.demos import views
+from mmfast.demos.ask import ask_tab
+from mmfast.demos.compare import compare_tab
 from mmfast.demos.shelf import Shelf
-from mmfast.demos.voice_socket import VoiceSocket
-from mmfast.demos.voice_tab import voice_tab
-from mmfast.demos.watch_tab import watch_tab
+from mmfast.demos.voice import VoiceSocket, voice_tab
+from mmfast.demos.watch import watch_tab
 
-WAITING = 64  # events of visitors that may wait; those beyond are told to come back
+TITLE = "mmfast"
+HEAD = (
+    '<header class="mm-head"><h1>mmfast</h1><p>Image, video and speech models that answer sooner, '
+    "remember longer and cost less.</p></header>"
+)
+SCRIPTS = ("page.js", "voice.js")
+
+
+def theme() -> Any:
+    return gr.themes.Base(
+        primary_hue="teal",
+        secondary_hue="teal",
+        neutral_hue="slate",
+        radius_size="lg",
+        font=("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"),
+        font_mono=("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"),
+    ).set(
+        button_primary_background_fill="*primary_700",
+        button_primary_background_fill_hover="*primary_800",
+        button_primary_background_fill_dark="*primary_700",
+        button_primary_text_color="white",
+        body_text_color_subdued="*neutral_600",
+        body_text_color_subdued_dark="*neutral_300",
+        block_label_text_color="*neutral_600",
+        block_label_text_color_dark="*neutral_300",
+        block_shadow="none",
+        block_label_text_size="*text_sm",
+    )
+
+
+def dress() -> dict[str, Any]:
+    here = files("mmfast.demos")
+    scripts = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
+    css, phone = (
+        here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "phone.css")
+    )
+    # What Gradio makes of `css` does not hold inside @media.
+    head = f"<style>{phone}</style><script>{scripts}</script>"
+    return {"theme": theme(), "css": css, "head": head}
+
+
+MOST = 1 << 30  # bytes of all files of visitors
+AT_ONCE = 64 << 20  # bytes of one upload, and of one that does not say how long it is none
+
+
+class UploadQuota:
+    """ASGI middleware in front of uploads: bounds each of them, and all that lie there.
+
+    Args:
+        app: What it stands before.
+        path: Where the page is mounted.
+        blocks: The page, which knows the files that came through it.
+        most: Bytes of all files.
+        at_once: Bytes of one upload.
+    """
+
+    def __init__(
+        self, app: Any, path: str, blocks: Any, most: int = MOST, at_once: int = AT_ONCE
+    ) -> None:
+        self._app, self._blocks, self._most, self._at_once = app, blocks, most, at_once
+        self._path = path.rstrip("/") + "/"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if not self._uploads(scope):
+            await self._app(scope, receive, send)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        if not length.isdigit() or int(length) > self._at_once:
+            text = f"an upload has up to {self._at_once >> 20} MB, and says how many"
+            await PlainTextResponse(text, 413)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            await asyncio.to_thread(self.sweep)
+
+    def _uploads(self, scope: Any) -> bool:
+        path = str(scope.get("path", "")) if scope["type"] == "http" else ""
+        return path.startswith(self._path) and path.rstrip("/").endswith("/upload")
+
+    def sweep(self) -> int:
+        """Remove the oldest files until the rest is within the limit; return their number."""
+        sets = list(self._blocks.temp_file_sets)
+        found = sorted(_known({str(name) for each in sets for name in set(each)} - self._kept()))
+        total, gone = sum(size for _, size, _ in found), set[str]()
+        for _, size, name in found:
+            if total <= self._most:
+                break
+            with suppress(OSError):
+                Path(name).unlink()
+                Path(name).parent.rmdir()  # of this file alone, where it is empty now
+            total -= size
+            gone.add(name)
+        for each in sets:
+            each -= {name for name in set(each) if str(name) in gone}
+        return len(gone)
+
+    def _kept(self) -> set[str]:
+        mine = (getattr(block, "keep_in_cache", ()) for block in self._blocks.blocks.values())
+        return {str(name) for each in mine for name in each}
+
+
+def _known(names: Iterable[str]) -> Iterable[tuple[float, int, str]]:
+    for name in names:
+        with suppress(OSError):
+            found = Path(name).stat()
+            yield found.st_mtime, found.st_size, name
+
+
+TEXT = """
+### What can be asked here
+
+The models inside are small on purpose: they load in a second, answer on a laptop, and were
+trained for this page's clips. They know nothing of the world outside.
+
+* **Ask**: short clips of one to four moving shapes, and single frames of them. Colour, shape,
+  number of objects, direction, which is faster, corner at the start or the end, which came
+  first, and a two-digit number on the screen. Your own film gives an answer, too, but a
+  meaningless one. A real checkpoint takes the place of the small one with `mmfast demo --model
+  Qwen/Qwen2.5-VL-7B-Instruct`.
+* **Watch**: the same shapes without end. What is on the screen *now*, and the number or the
+  corner of a thing that was shown for some seconds, however long ago.
+* **Voice**: numbers, colours, shapes, motions, positions, times and short dialogue in English;
+  other words are spelt, badly. It speaks in four voices.
+
+### What happens to what you give
+
+All work is done on the machine that serves this page; the page asks no other one for anything.
+Uploads are removed after an hour at most, frames of the camera and sound of the microphone are
+not kept at all, and a stream ends when its page is closed.
+
+### What the figures mean
+
+"First token after" is measured here and now, with this machine's other work; figures that were
+made with care are in the README. "Same answer" compares the two texts. Links to papers leave
+this machine when you follow them.
+"""
+
+
+def about_tab(shelf: Shelf) -> None:
+    gr.Markdown(TEXT)
+    gr.HTML(views.facts(versions(shelf), "Versions"))
+
+
+def versions(shelf: Shelf) -> list[tuple[str, str]]:
+    names = ("torch", "transformers", "gradio")
+    found: list[tuple[str, Any]] = [("mmfast", mmfast.__version__), ("model", shelf.name)]
+    return [*found, *((name, version(name)) for name in names),
+            ("python", platform.python_version())]  # fmt: skip
+
+
+WAITING = 64  # events of visitors that may wait; further ones are refused
 LARGEST = "50mb"  # of an upload
 SWEEP = (600, 3600)  # every so many seconds, files older than so many are removed
 
 
 def build(shelf: Shelf) -> Any:
-    """All tabs on one page."""
     return _in_a_loop(lambda: _build(shelf))
 
 
@@ -44,8 +197,8 @@ async def _called(make: Callable[[], Any]) -> Any:
 
 
 def _build(shelf: Shelf) -> Any:
-    with gr.Blocks(title=page.TITLE, analytics_enabled=False, delete_cache=SWEEP) as blocks:
-        gr.HTML(page.HEAD)
+    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=SWEEP) as blocks:
+        gr.HTML(HEAD)
         with gr.Tabs():
             with gr.Tab("Ask", id="ask"):
                 ask_tab(shelf)
@@ -66,7 +219,7 @@ def _build(shelf: Shelf) -> Any:
 
 
 def _local(block: Any) -> None:
-    """What a visitor gives is uploaded: no address is fetched for anybody."""
+    """Accept uploads alone: no address is fetched for a visitor."""
     later, now = block.async_move_resource_to_block_cache, block.move_resource_to_block_cache
 
     async def moved_later(path: Any) -> Any:
@@ -121,7 +274,7 @@ def mount(
         "mcp_server": False,
         "enable_monitoring": False,
         "pwa": False,
-        **page.dress(),
+        **dress(),
     }
     given |= options
 

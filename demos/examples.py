@@ -36,7 +36,6 @@ def listing() -> dict[str, dict[str, str]]:
 
 
 def names() -> list[tuple[str, str]]:
-    """`(label, file)` of every example."""
     there = [name for name in _FIRST if (CLIPS / name).is_file()]
     return [(name.rsplit(".", 1)[0].replace("-", " "), name) for name in there]
 
@@ -52,5 +51,4 @@ def questions(name: str, most: int = 6) -> list[str]:
 
 
 def right_answer(name: str, question: str) -> str | None:
-    """What is right, where it is known."""
     return listing().get(name, {}).get(question.strip())

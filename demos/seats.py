@@ -1,4 +1,4 @@
-"""Places of visitors: bounded in number, given up when nobody sits there any more."""
+"""Places of visitors: bounded in number, and free again when a visitor is idle."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T", bound=Any)
 
 
 class Seats(Generic[T]):
-    """What belongs to one visitor each, and must be closed.
+    """One object for each visitor, closed when the visitor leaves.
 
     Args:
         most: Visitors at once.
-        idle: Seconds after which a place that nobody used may be given to somebody else.
+        idle: Seconds without use after which a place may go to another visitor.
     """
 
     def __init__(self, most: int = 8, idle: float = 300.0) -> None:
@@ -27,7 +27,6 @@ class Seats(Generic[T]):
         self._taken: dict[str, tuple[T, float]] = {}
 
     def get(self, who: str) -> T | None:
-        """What somebody has, if anything."""
         with self._lock:
             if who not in self._taken:
                 return None
@@ -36,7 +35,7 @@ class Seats(Generic[T]):
             return thing
 
     def take(self, who: str, make: Callable[[], T]) -> T:
-        """What somebody has, made if there is none yet.
+        """Return the object of a visitor, made if there is none yet.
 
         Raises:
             MmfastError: Every place is taken.
@@ -63,7 +62,7 @@ class Seats(Generic[T]):
         return made
 
     def leave(self, who: str) -> None:
-        """Close what somebody has, or is about to have: one may leave while it is made."""
+        """Close the object of a visitor, also one that is still being made."""
         with self._lock:
             self._lock.wait_for(lambda: who not in self._making)
             thing, _ = self._taken.pop(who, (None, 0.0))
@@ -71,7 +70,6 @@ class Seats(Generic[T]):
             thing.close()
 
     def close(self) -> None:
-        """Close all."""
         for who in list(self._taken):
             self.leave(who)
 

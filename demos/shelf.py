@@ -12,7 +12,7 @@ ANSWER_TOKENS = 64
 
 
 class Shelf:
-    """What answers, watches and speaks.
+    """The pipelines that answer, watch and speak.
 
     Args:
         model: Answers about media: None (embedded), a directory, a hub id, or a
@@ -37,14 +37,13 @@ class Shelf:
 
     @property
     def name(self) -> str:
-        """Of the model that answers."""
         if self.model is None:
             return "tiny-video (embedded)"
         path = self.model if isinstance(self.model, str) else self.model[0].name_or_path
         return str(path).rstrip("/").rsplit("/", 1)[-1] or "a model of the caller's"
 
     def read(self, path: str) -> Any:
-        """What a pipeline gets of an upload: its pixels, or the file."""
+        """Return an upload as a pipeline takes it: its pixels, or the file."""
         return path if self._read is None else self._read(path)
 
     def visual(self, kind: str, reduce: str | None = None) -> Any:
@@ -75,7 +74,6 @@ class Shelf:
         return mmfast.pipeline("video-stream", None, device=self.place["device"])
 
     def speaker(self) -> Any:
-        """The pipeline that reads out."""
         device = self.place["device"]
         return self._once("speaker", lambda: mmfast.pipeline("text-to-speech", device=device))
 
@@ -84,7 +82,6 @@ class Shelf:
         return mmfast.pipeline("speech-chat", self.speaker().speaker, chat=chat, **options)
 
     def wording(self, heard: str) -> str:
-        """What was heard, as a question is written."""
         made = self._once("omni", lambda: mmfast.pipeline("omni-chat", speech=object()))
         written: str = made.wording(heard)
         return written

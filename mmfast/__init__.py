@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from mmfast.core.tokens import Tokens as Tokens
     from mmfast.core.trace import Trace as Trace
     from mmfast.frontends.image import kind_of as kind_of
-    from mmfast.pipelines import Answer as Answer
-    from mmfast.pipelines import pipeline as pipeline
     from mmfast.pipelines.overlay import overlay as overlay
+    from mmfast.pipelines.registry import pipeline as pipeline
+    from mmfast.pipelines.visual_qa import Answer as Answer
     from mmfast.tiny.stream.world import World as World
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Answer": "mmfast.pipelines",
+    "Answer": "mmfast.pipelines.visual_qa",
     "MediaError": "mmfast.core.errors",
     "Mix": "mmfast.core.reduction",
     "MmfastError": "mmfast.core.errors",
@@ -51,7 +51,7 @@ _LAZY = {
     "kind_of": "mmfast.frontends.image",
     "methods": "mmfast.core.registry",
     "overlay": "mmfast.pipelines.overlay",
-    "pipeline": "mmfast.pipelines",
+    "pipeline": "mmfast.pipelines.registry",
     "reduce": "mmfast.core.spec",
     "register": "mmfast.core.registry",
 }

@@ -13,6 +13,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Turn
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.models.loading import load
+from mmfast.pipelines.registry import task
 from mmfast.pipelines.speech import cascade, collect, ear_of, stream_of
 from mmfast.pipelines.video_stream import VideoStream
 from mmfast.pipelines.visual_qa import VideoQA
@@ -109,6 +110,7 @@ def written(heard: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith(("?", "!")) else "?")
 
 
+@task("omni-chat")
 class OmniChat:
     """Video in, spoken questions in, spoken answers out.
 
@@ -134,8 +136,6 @@ class OmniChat:
         >>> with omni.open() as session:
         ...     for event in session.run("question.wav", frames=[(0.0, frame)]): ...
     """
-
-    task = "omni-chat"
 
     def __init__(
         self,

@@ -52,12 +52,6 @@ def frame_pictures(
 ) -> list[tuple[Image.Image, str]]:
     """The frames of `overlay` one by one, each with a line that counts its tokens.
 
-    Args:
-        frames: As for `overlay`.
-        trace: The trace of the call.
-        item: Image or clip of the batch, in reading order.
-        square: The model saw the middle square only (LLaVA-1.5).
-
     Raises:
         MmfastError: The trace has no picture of this item, or there is no frame.
     """
@@ -131,7 +125,6 @@ def check_target(path: str | Path) -> Path:
 
 
 def _frames(media: Any) -> list[Pixels]:
-    """Frames `[H, W, 3]` of an image, a clip or a list of frames."""
     if isinstance(media, (list, tuple)):
         found = [np.asarray(each) for each in media]
     else:
@@ -170,7 +163,6 @@ def _colours(cells: Sequence[Cells]) -> dict[int, Floats]:
 
 
 def _paint(frame: Pixels, cell: Cells, colours: dict[int, Floats], width: int) -> Image.Image:
-    """One frame, `width` pixels wide, patch by patch."""
     rows, columns = cell.share.shape
     high = rows * max(1, round(width * frame.shape[0] / frame.shape[1] / rows))
     wide = width // columns * columns
@@ -190,7 +182,6 @@ def _paint(frame: Pixels, cell: Cells, colours: dict[int, Floats], width: int) -
 
 
 def _paint_patch(patch: Floats, colour: Floats | None, dropped: bool, share: float) -> None:
-    """Darken, tint, or leave one patch, in place."""
     if dropped:
         patch[:] = _DARK * patch.mean(-1, keepdims=True)
     elif colour is not None:

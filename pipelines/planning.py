@@ -39,16 +39,7 @@ class PipelinePlanner:
         strict: bool = False,
         tick: Tick | None = None,
     ) -> tuple[Plan, float]:
-        """A plan, and the milliseconds that measuring the device took on the way.
-
-        Args:
-            inputs: The model's inputs.
-            items: Images or clips of each question.
-            target: The limits.
-            started: When the caller began to wait.
-            strict: See `Planner.plan`.
-            tick: Moves a progress bar.
-        """
+        """A plan, and the milliseconds that measuring the device took on the way."""
         spent = (time.perf_counter() - started) * 1e3
         kind = "video" if "pixel_values_videos" in inputs else "image"
         if kind == "image" and max(items) > 1:
@@ -74,7 +65,7 @@ class PipelinePlanner:
 
 
 def _row_name(name: Any) -> str:
-    """What accuracy rows call a model: the last part of a directory, else the name itself."""
+    """Name of a model in accuracy rows: the last part of a directory, else the name itself."""
     if name is None:
         return EMBEDDED
     return Path(name).name if Path(name).is_dir() else str(name)

@@ -15,6 +15,7 @@ from mmfast.core.speech import Chatter, Sound
 from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import iter_audio, load_audio
 from mmfast.frontends.audio.wav import write_wav
+from mmfast.pipelines.registry import task
 from mmfast.voice.channel import VoiceEvent
 from mmfast.voice.ear import RATE, Ear, ManualEar, VoiceEar
 from mmfast.voice.models import Cascade, Chat, can, given_options, load_speaker, load_voice
@@ -131,6 +132,7 @@ def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
         yield part
 
 
+@task("speech-chat")
 class SpeechChat:
     """Converse by voice with the embedded model, a checkpoint, or any text model.
 
@@ -159,8 +161,6 @@ class SpeechChat:
         ...     if event.kind == "text":
         ...         print(event.text, end="")
     """
-
-    task = "speech-chat"
 
     def __init__(
         self,
@@ -270,6 +270,7 @@ def stream_of(chunks: Any, rate: int) -> tuple[Any, int]:
     return chunks, rate
 
 
+@task("text-to-speech")
 class TextToSpeech:
     """Say texts with the embedded model or any other that speaks.
 
@@ -292,8 +293,6 @@ class TextToSpeech:
         >>> spoken = TextToSpeech()("The red circle moves to the left.")
         >>> spoken.save("left.wav")
     """
-
-    task = "text-to-speech"
 
     def __init__(
         self,

@@ -15,10 +15,11 @@ from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.families.adapter import check_media
 from mmfast.models.loading import EMBEDDED, embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache
-from mmfast.streams import saving
+from mmfast.pipelines.registry import task
+from mmfast.streams import snapshots
 from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.model import StreamModel
 from mmfast.streams.session import Session
-from mmfast.streams.viewer import Viewer
 
 # Trained on an endless world; the other embedded model knows short clips alone.
 STREAM_MODEL = "tiny-stream"
@@ -26,6 +27,7 @@ MEMORY = "sink:64+window:4096+retrieve:64"
 HOST_BLOCKS = 1800
 
 
+@task("video-stream")
 class VideoStream:
     """Sessions on one model: each a stream of its own, with a memory of its own.
 
@@ -56,8 +58,6 @@ class VideoStream:
         '42'
     """
 
-    task = "video-stream"
-
     def __init__(
         self,
         model: Any = None,
@@ -78,7 +78,7 @@ class VideoStream:
         check_media(self.model, "video")
         if isinstance(frame_cache, int | float):
             frame_cache = FrameCache(self.model, frame_cache)
-        self.viewer = Viewer(
+        self.stream_model = StreamModel(
             self.model,
             self.processor,
             fps=fps,
@@ -119,7 +119,7 @@ class VideoStream:
             MmfastError: Wrong sizes.
         """
         quotas = TierQuotas.of(device_bytes, host_bytes, disk_bytes, folder, host_blocks)
-        return Session(self.viewer, memory, quotas=quotas, limits=limits)
+        return Session(self.stream_model, memory, quotas=quotas, limits=limits)
 
     def restore(self, folder: str | Path, /, **options: Any) -> Session:
         """Go on with a saved session, bit for bit.
@@ -135,7 +135,7 @@ class VideoStream:
         if "memory" in options:
             raise MmfastError("restore() takes the memory of the saved session; leave memory= out")
         passed_over: list[str] = []
-        tree = saving.load(folder, passed_over)
+        tree = snapshots.load(folder, passed_over)
         for line in passed_over:
             warnings.warn(line, stacklevel=2)
         if not isinstance(tree, dict) or "spec" not in tree:

@@ -1,4 +1,4 @@
-"""What `video-qa` and `image-qa` share: read, prompt, reduce, generate, account."""
+"""Questions about images and clips: read, prompt, reduce, generate, account."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.families.adapter import add_views, check_media, token_counts
-from mmfast.models.families.tower import KINDS
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, build_inputs, check_question, summed
 from mmfast.models.timing import FirstToken, encoder_timer
 from mmfast.models.vision.acceleration import check_encoder
 from mmfast.pipelines.planning import PipelinePlanner, Tick
+from mmfast.pipelines.registry import task
 from mmfast.planner.plan import Plan
 from mmfast.planner.target import Target, check_alone, make_target
+from mmfast.streams.reply import placeholders
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a pipeline returns for one question.
+    """The answer to one question, with its trace and its figures.
 
     Attributes:
         text: The answer.
@@ -98,7 +99,7 @@ def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple
 
 
 def _many_images(media: Any) -> bool:
-    """Whether each element is an input; rows of numbers are an image written as a list."""
+    """Tell whether each element is an input; rows of numbers are an image written as a list."""
     return isinstance(media, list) and not any(isinstance(m, list) for m in media)
 
 
@@ -276,7 +277,7 @@ class VisualQA:
         tick: Tick | None = None,
         **limits: Any,
     ) -> Plan:
-        """What a call would run to meet a target, without answering.
+        """Plan a call that meets a target, without answering.
 
         Args:
             media: A clip or image.
@@ -307,7 +308,7 @@ class VisualQA:
     def _inputs(
         self, pairs: list[tuple[Any, str]], trace: Trace
     ) -> tuple[dict[str, Any], list[int]]:
-        """The model's inputs, and how many images or clips each question is about."""
+        """The model's inputs, and the number of images or clips of each question."""
         with trace.stage("read"):
             shots = [self._read(media) for media, _ in pairs]
         with trace.stage("preprocess"):
@@ -369,23 +370,20 @@ class VisualQA:
 
     def run(self, inputs: dict[str, Any], **extra: Any) -> torch.Tensor:
         """Stock greedy `generate`; a model must not write placeholder tokens into its answer."""
-        config = self.model.config
-        ids = [getattr(config, f"{kind}_token_id", None) for kind in KINDS]
-        blocked = [i for i in ids if i is not None]
+        blocked = sorted(placeholders(self.model)) or None
         with torch.inference_mode():
             output: torch.Tensor = self.model.generate(
-                **inputs, suppress_tokens=blocked or None, **{**self.generate, **extra}
+                **inputs, suppress_tokens=blocked, **{**self.generate, **extra}
             )
         return output
 
 
+@task("image-qa", aliases=("image-text-to-text",))
 class ImageQA(VisualQA):
     """Answer questions about images: path, bytes, file object, PIL image or array.
 
     A tuple of images is one input: the question is about all of them together.
     """
-
-    task = "image-qa"
 
     def _read(self, media: Any) -> list[Shot]:
         images = media if isinstance(media, tuple) else (media,)
@@ -394,10 +392,9 @@ class ImageQA(VisualQA):
         return [Shot("image", read_image(image), None) for image in images]
 
 
+@task("video-qa", aliases=("video-text-to-text",))
 class VideoQA(VisualQA):
     """Answer questions about videos: path, bytes, file object, array, list of frames, iterator."""
-
-    task = "video-qa"
 
     def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(model, **options)

@@ -1,46 +1,87 @@
-"""`mmfast`: ask, watch, say, talk, serve, demo, batch, methods, doctor, verify, eval, bench, plan.
+"""The command `mmfast`.
 
-The commands live in `cli_<topic>.py`; a new one is a function there and a line below. Every
-command imports what it needs itself, so that `mmfast --help` and completion stay instant.
-Results go to standard output, progress and tables' ornaments to standard error.
+A command is a function of a module in this package, named in `COMMANDS`. The module is imported
+when it is called, and the module imports the heavy parts when the function runs, so that
+`mmfast --help` and completion are instant. Results go to standard output, progress and the
+decoration of tables to standard error.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from mmfast import __version__
-from mmfast.cli.ask import ask, batch
-from mmfast.cli.info import doctor, methods, verify
-from mmfast.cli.measure import bench, evaluate
-from mmfast.cli.plan import plan
-from mmfast.cli.serve import demo, serve
-from mmfast.cli.voice import say, talk
-from mmfast.cli.watch import watch
 from mmfast.core.errors import MmfastError
 
+# Module and function of each command, in the order of `mmfast --help`.
+COMMANDS = {
+    "ask": ("ask", "ask"),
+    "batch": ("ask", "batch"),
+    "demo": ("serve", "demo"),
+    "watch": ("watch", "watch"),
+    "say": ("voice", "say"),
+    "serve": ("serve", "serve"),
+    "talk": ("voice", "talk"),
+    "methods": ("info", "methods"),
+    "doctor": ("info", "doctor"),
+    "verify": ("info", "verify"),
+    "eval": ("measure", "evaluate"),
+    "bench": ("measure", "bench"),
+    "plan": ("plan", "plan"),
+}
+
+
+class CommandGroup(TyperGroup):
+    """The commands by name; the one that is called is imported, of the others the help is read."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = dict.fromkeys(COMMANDS)  # names only, for suggestions
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """Return a stand-in with the help of a command, which costs no import."""
+        if name not in COMMANDS:
+            return None
+        return TyperCommand(name, help=_help(*COMMANDS[name]))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command itself."""
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, found and load(str(name)), rest
+
+
+def load(name: str) -> Any:
+    """Import a command."""
+    module, function = COMMANDS[name]
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    single.command(name, context_settings=_SETTINGS)(
+        getattr(importlib.import_module(f"mmfast.cli.{module}"), function)
+    )
+    return typer.main.get_command(single)
+
+
+def _help(module: str, function: str) -> str:
+    """The docstring of a function in a module that is not imported."""
+    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    nodes = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    return next(ast.get_docstring(node) or "" for node in nodes if node.name == function)
+
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
+    cls=CommandGroup,
     name="mmfast",
     help="Image, video and speech models that answer sooner, remember longer and cost less.",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_SETTINGS,
 )
-app.command()(ask)
-app.command()(batch)
-app.command()(demo)
-app.command()(watch)
-app.command()(say)
-app.command()(serve)
-app.command()(talk)
-app.command()(methods)
-app.command()(doctor)
-app.command()(verify)
-app.command(name="eval")(evaluate)
-app.command()(bench)
-app.command()(plan)
 
 
 @app.callback(invoke_without_command=True)

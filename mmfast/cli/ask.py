@@ -1,4 +1,4 @@
-"""`mmfast ask`."""
+"""Commands that answer questions about files: `mmfast ask`, `mmfast batch`."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def bench_full(
 def bench_break_even(
     preset: str, threads: int | None, device: str | None, out: Path | None, as_json: bool
 ) -> None:
-    """From how many tokens, and for how many answers at once, reducing pays."""
+    """Find the number of tokens, and of answers at once, from which reducing pays."""
     from mmfast.bench.breakeven import run_break_even
     from mmfast.bench.results import append
 
@@ -196,7 +196,7 @@ _TAKES = {
 
 
 def _check_given(context: typer.Context, way: str) -> None:
-    """Nothing that was asked for is left out in silence.
+    """Refuse options that would be ignored.
 
     Raises:
         MmfastError: An option that `way` does not read; names it.
@@ -269,7 +269,6 @@ def bench(
 
 
 def _bench_selection(out: Path | None, as_json: bool) -> None:
-    """The choosing alone, against textbook loops."""
     from mmfast.bench.results import append
     from mmfast.bench.suites.selection import result_rows
     from mmfast.cli.output import print_selection, progress
@@ -312,7 +311,6 @@ def bench_compare(
 
 
 def _tell(notes: tuple[str, ...], only_old: tuple[str, ...], only_new: tuple[str, ...]) -> None:
-    """What stands beside the table."""
     console = Console(stderr=True)
     for note in notes:
         console.print(f"differs: {note}", style="yellow", highlight=False, markup=False)

@@ -10,20 +10,19 @@ import typer
 
 def complete_spec(incomplete: str) -> list[str]:
     """Spec strings that end in a method whose name begins as typed."""
-    from mmfast.core.registry import methods
-
-    head, _, last = incomplete.rpartition("+")
-    prefix = f"{head}+" if head else ""
-    return [prefix + m.name for m in methods("reducer") if m.name.startswith(last)]
+    return _complete(incomplete, "reducer")
 
 
 def complete_cache(incomplete: str) -> list[str]:
     """Cache specs that end in a policy whose name begins as typed."""
+    return _complete(incomplete, "cache")
+
+
+def _complete(incomplete: str, kind: str) -> list[str]:
     from mmfast.core.registry import methods
 
-    head, _, last = incomplete.rpartition("+")
-    prefix = f"{head}+" if head else ""
-    return [prefix + m.name for m in methods("cache") if m.name.startswith(last)]
+    head, plus, last = incomplete.rpartition("+")
+    return [head + plus + m.name for m in methods(kind) if m.name.startswith(last)]
 
 
 def complete_preset(incomplete: str) -> list[str]:
@@ -95,7 +94,7 @@ AskAt = Annotated[
     typer.Option(help="SECONDS:QUESTION, asked when the stream is there; several times."),
 ]
 TellMeWhen = Annotated[
-    list[str] | None, typer.Option(help="Be told when this happens; several times.")
+    list[str] | None, typer.Option(help="Report when this happens; several times.")
 ]
 Probe = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""What the commands print: rich tables for people, one JSON document for programs."""
+"""Output of the commands: rich tables for people, one JSON document for programs."""
 
 from __future__ import annotations
 

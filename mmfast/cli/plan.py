@@ -132,7 +132,7 @@ def _check_all(out: Path | None, as_json: bool) -> None:
 
 def _print(made: Plan, target: Target, ms: float | None, as_json: bool) -> None:
     from mmfast.cli.output import print_json, print_rows
-    from mmfast.planner.target import size
+    from mmfast.core.size import format_bytes
 
     if as_json:
         return print_json(made.to_dict(ms))
@@ -141,7 +141,11 @@ def _print(made: Plan, target: Target, ms: float | None, as_json: bool) -> None:
         ("visual tokens", f"{made.kept_tokens} of {made.visual_tokens}", "after the last stage"),
         ("per layer", f"{made.mean_tokens:.0f}", "mean over the decoder layers"),
         ("first token", f"{made.total_ms:.0f} ms", _parts(made.ttft_ms, "{:.3g}")),
-        ("memory", size(made.total_bytes), _parts({k: v / 1e6 for k, v in made.memory.items()})),
+        (
+            "memory",
+            format_bytes(made.total_bytes),
+            _parts({k: v / 1e6 for k, v in made.memory.items()}),
+        ),
     ]
     if ms is not None:
         rows.append(("measured", f"{ms:.0f} ms", f"{ms / made.total_ms:.2f} of the prediction"))

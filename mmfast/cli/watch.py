@@ -43,9 +43,9 @@ def watch(
 ) -> None:
     """Watch a stream in bounded memory, answer questions on the way; Ctrl-C ends it."""
     from mmfast.caches.plan import plan_cache
+    from mmfast.core.size import parse_bytes
     from mmfast.models.quiet import quiet
     from mmfast.pipelines import pipeline
-    from mmfast.streams.archive.blocks import parse_bytes
 
     quiet()
     questions = times_of(ask or [], every, ask_at or [])
@@ -56,14 +56,14 @@ def watch(
     kept: dict[str, Any] = {} if memory is None else {"memory": memory}
     kept |= {} if host_bytes is None else {"host_bytes": host_bytes, "host_blocks": None}
     session = pipe.open(**kept) if restore is None else pipe.restore(restore, **kept)
-    viewing = WatchRun(session, questions, max_new_tokens, as_json)
+    session_run = WatchRun(session, questions, max_new_tokens, as_json)
     looks: dict[str, Any] = {"threshold": threshold}
     looks |= {"probe": probe} if probe else {}
     looks |= {"yes": yes, "no": None} if yes else {}
     for condition in tell_me_when or []:
-        session.subscribe(condition, viewing.told, **looks)
+        session.subscribe(condition, session_run.report, **looks)
     way = {"latency": latency, "realtime": realtime, "allow_network": allow_network}
-    viewing.run(camera_or_path(source), save, **way)
+    session_run.run(camera_or_path(source), save, **way)
 
 
 @dataclass
@@ -113,14 +113,7 @@ def camera_or_path(source: str) -> str | int:
 
 
 class WatchRun:
-    """One run of `mmfast watch`.
-
-    Args:
-        session: Where the frames go.
-        questions: What to ask, and when.
-        max_new_tokens: Of an answer.
-        as_json: Print one document at the end and nothing else.
-    """
+    """One run of `mmfast watch`."""
 
     def __init__(
         self, session: Any, questions: Sequence[TimedQuestion], max_new_tokens: int, as_json: bool
@@ -157,13 +150,12 @@ class WatchRun:
         if error is not None:
             raise error
 
-    def told(self, event: Any) -> None:
-        """Takes an event of a subscription."""
+    def report(self, event: Any) -> None:
+        """Print and keep an event of a subscription."""
         self.events.append(asdict(event))
         self._say(event.time, f"{event.condition} ({event.probability:.0%}) {event.text}".strip())
 
     def _frame(self, seconds: float) -> None:
-        """After every frame: ask what is due, and show where the stream is."""
         for question in self.questions:
             if question.at is not None and seconds >= question.at:
                 self._ask(question)

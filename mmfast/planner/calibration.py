@@ -1,7 +1,7 @@
-"""Measure this device on the model's own layers: some seconds, once per model shape and device.
+"""Calibration of this device on the model's own layers: some seconds, once per model and device.
 
 Only single layers run, whatever the size of the model, and a point that would take long is left
-out: rates barely change there. Where a whole call is short it runs too, since then what lies
+out: rates barely change there. Where a whole call is short it runs too, since then the time
 between the layers counts.
 """
 
@@ -138,13 +138,13 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device of the model."""
         device: torch.device = next(self.model.get_decoder().parameters()).device
         return device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """Type in which it computes."""
         dtype: torch.dtype = next(self.model.get_decoder().parameters()).dtype
         return dtype
 
@@ -183,7 +183,6 @@ def decoder_rates(bench: Bench, rates: Rates, longest: int, tick: Tick | None = 
 
 
 def _layer(bench: Bench, n: int) -> float:
-    """The first decoder layer on `n` tokens, called as the decoder calls it."""
     decoder = bench.model.get_decoder()
     embeds = torch.randn(1, n, bench.shape.hidden, device=bench.device).to(bench.dtype)
     with torch.inference_mode():
@@ -277,7 +276,7 @@ def _rest_macs(bench: Bench) -> int:
 
 
 def _whole_frames(bench: Bench, arguments: Mapping[str, Any], present: int) -> float:
-    """What full-attention blocks take beyond windowed ones, block 0 being windowed."""
+    """Extra milliseconds of full-attention blocks beyond windowed ones, block 0 being windowed."""
     vision = bench.model.config.vision_config
     grid = next((v for k, v in arguments.items() if k.endswith("grid_thw")), None)
     if not isinstance(grid, Tensor) or not getattr(vision, "window_size", None):

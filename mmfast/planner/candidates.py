@@ -1,9 +1,8 @@
-"""Specs worth considering for a request, and why the others are not.
+"""Candidate specs for a request, with evidence for their accuracy and reasons against others.
 
-What was measured about quality: accuracy rows by method, read from the package.
-
-The rows say what each method kept of the accuracy at each budget on questions about unseen media.
-Between two measured budgets the worse of both counts; below the smallest there is no evidence.
+The evidence is accuracy rows in the package: the accuracy that each method kept at each budget on
+questions about unseen media. Between two measured budgets the worse of both counts; below the
+smallest there is no evidence.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Curve:
 
     @property
     def single(self) -> bool:
-        """Whether the budget may be changed."""
+        """The budget may be changed."""
         return len(self.stages) == 1
 
     def around(self, share: float) -> list[Point]:
@@ -98,7 +97,7 @@ class Evidence:
         return min(score for _, score in around) if around else None
 
     def verdict(self, curve: Curve, share: float) -> str | None:
-        """Why a spec may not be recommended at `share`; None where it may."""
+        """Reason against a spec at `share`; None where it may be recommended."""
         around = curve.around(share)
         if not around:
             return f"no measured budget at or below {share:.3g}"
@@ -143,7 +142,7 @@ def evidence_for(
     model: str | None = None,
     layers: Callable[[str], int | None] = lambda name: None,
 ) -> Evidence | None:
-    """What is known about media of a kind; None where not even all tokens were measured.
+    """Collect the rows about media of a kind; None where all tokens were not measured.
 
     Args:
         kind: `image`, `multi-image`, `video` or `document`; rows of clips stand in where a kind
@@ -170,7 +169,7 @@ def evidence_for(
 
 
 def _subset(row: Row) -> str:
-    """The kind of media that a row is about; the first suite was clips."""
+    """Kind of media of a row; rows of the first suite, of clips, name none."""
     name = str(row.get("subset") or row.get("suite"))
     return name if name in KINDS else SUBSET
 
@@ -259,7 +258,7 @@ def candidates(
     check: Callable[[tuple[Spec, ...]], object] = lambda stages: None,
     floor: float = 0.0,
 ) -> tuple[list[Candidate], list[Rejected]]:
-    """Everything the evidence allows on this model.
+    """List every spec that the evidence allows on this model.
 
     Args:
         evidence: Accuracy rows.
@@ -268,9 +267,6 @@ def candidates(
         price: Predicts the cost of a spec.
         check: Raises MmfastError for a spec that the model cannot run.
         floor: Smallest share to keep.
-
-    Returns:
-        Candidates, the stock model first, and a reason for each method that is out altogether.
     """
     best: dict[tuple[object, ...], list[tuple[float, tuple[Spec, ...]]]] = {}
     rejected: list[Rejected] = []
@@ -298,7 +294,7 @@ def candidates(
 def passed_over(
     choice: Candidate, evidence: Evidence, depth: int, known: Iterable[Rejected]
 ) -> list[Rejected]:
-    """Why each other method was not taken at the budget of the choice."""
+    """Reasons against every other method at the budget of the choice."""
     if len(choice.stages) != 1 or not isinstance(choice.stages[0].budget, float):
         return []
     share, found = choice.stages[0].budget, []
@@ -317,13 +313,12 @@ def passed_over(
 
 
 def _name(stages: Sequence[Spec]) -> str:
-    """A spec as it is called across budgets."""
     single = len(stages) == 1
     return "+".join(spell(replace(s, budget=None) if single else s) for s in stages)
 
 
 def _tokens(stage: Spec, work: Work) -> object:
-    """What a budget comes to on the largest item: shares that come to the same are one."""
+    """Tokens that a budget leaves of the largest item: shares with equal results are one."""
     budget = stage.budget
     return count(budget, max(work.items)) if isinstance(budget, float) else budget
 
@@ -347,7 +342,7 @@ def _moved(curve: Curve, depth: int) -> tuple[Spec, ...]:
 def _unfit(
     stages: Sequence[Spec], work: Work, check: Callable[[tuple[Spec, ...]], object]
 ) -> str | None:
-    """Why this model or request cannot have the spec at all."""
+    """Reason why this model or request cannot use the spec; None where it can."""
     for stage in stages:
         if stage.site not in ("pre", "llm"):
             return f"the cost of site {stage.where!r} is not modelled"

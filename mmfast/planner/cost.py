@@ -1,4 +1,4 @@
-"""Predicting time and memory of a request under a spec, from the model's shape and the rates.
+"""Predicted time and memory of a request under a spec, from the model's shape and the rates.
 
 Time to first token = encoder + selection + prefill + overhead. Prefill adds up the layers with
 the tokens that each of them really gets; memory adds weights, keys and values, and the larger of
@@ -58,12 +58,7 @@ class ModelShape:
 
 
 def shape_of(model: Any, blocks: int = 0) -> ModelShape:
-    """Read the shape off a model.
-
-    Args:
-        model: A transformers vision-language model, on any device.
-        blocks: Blocks of its vision tower.
-    """
+    """Read the shape off a model."""
     config = model.config.get_text_config()
     width = attention_width(model)
     head = width // config.num_attention_heads
@@ -97,7 +92,7 @@ _PIXELS = ("pixel_values", "pixel_values_videos", "input_features")
 
 @dataclass(frozen=True)
 class Work:
-    """What one call has to do.
+    """The amount of work in one call.
 
     Attributes:
         prompt: Tokens of a row, visual ones included.
@@ -123,7 +118,7 @@ class Work:
         return sum(self.items)
 
     def lacks(self, site: str, need: str) -> str | None:
-        """Why a method at `site` cannot have a signal; None where it can."""
+        """Reason why a method at `site` cannot have a signal; None where it can."""
         if need == "x":
             return None
         if need == "query":
@@ -180,7 +175,7 @@ def tower_depth(model: Any) -> int:
 
 
 def pixels_of(inputs: Mapping[str, Any], names: Sequence[str] = _PIXELS) -> int:
-    """How many numbers the encoder reads."""
+    """Count the numbers that the encoder reads."""
     found = [inputs.get(name) for name in names]
     return sum(value.numel() for value in found if isinstance(value, Tensor))
 
@@ -242,15 +237,7 @@ def visual_lengths(stages: Sequence[Spec], n: int, depth: int) -> list[int]:
 def predict(
     shape: ModelShape, rates: Rates, work: Work, stages: Sequence[Spec], call: str = "generate"
 ) -> Cost:
-    """Predict one call.
-
-    Args:
-        shape: The model.
-        rates: The device.
-        work: The request.
-        stages: Parsed spec; none is the stock model.
-        call: Key of `rates.overhead`: what is called, `generate` or `forward`.
-    """
+    """Predict one call."""
     stages = expand(stages, shape.depth)
     per_item = [visual_lengths(stages, n, shape.depth) for n in work.items]
     visual = [sum(lengths) for lengths in zip(*per_item, strict=True)]
@@ -301,7 +288,7 @@ def _select(rates: Rates, work: Work, stages: Sequence[Spec], visual: Sequence[i
 
 
 def select_key(stage: Spec, work: Work) -> str:
-    """Where the time of choosing from these items is kept."""
+    """Key of the time of choosing from these items."""
     return f"{stage.method.name}:{'+'.join(map(str, work.items))}"
 
 

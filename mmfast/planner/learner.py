@@ -1,14 +1,20 @@
-"""What is known of one model on its device, and measuring what is not."""
+"""Rates of one model on its device, and the measurement of unknown ones."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mmfast.core.errors import MmfastError
-from mmfast.core.spec import Spec, parse
+from mmfast.core.spec import Spec, count, parse, run
+from mmfast.core.tokens import Tokens
 from mmfast.models.timing import Clock
 from mmfast.planner.calibration import Bench, Tick, decoder_rates, encoder_rates
 from mmfast.planner.cost import (
@@ -22,7 +28,6 @@ from mmfast.planner.cost import (
     tower_depth,
 )
 from mmfast.planner.rates import Rates, rates_key, read_rates, write_rates
-from mmfast.planner.selection import selection_ms
 
 Run = Callable[[str | None], float]  # spec -> measured ms to the first token, inputs ready
 PROBE = "uniform:0.25"  # chooses in no time: what a reduced call takes beside choosing
@@ -97,7 +102,7 @@ class Learner:
                 self._learn_overhead(work, call, run)
 
     def _learn_overhead(self, work: Work, call: str, run: Run) -> None:
-        """What short calls take beside what is predicted; long ones drown it."""
+        """Learn the overhead of short calls beyond the prediction; long calls hide it."""
         specs = (None, PROBE)
         costs = [self.cost(work, parse(text), call) for text in specs]
         if max(cost.ttft for cost in costs) > SHORT_MS:
@@ -141,7 +146,7 @@ class Learner:
                 raise MmfastError(reason)
 
     def priced(self, stages: Sequence[Spec], work: Work) -> bool:
-        """Whether it is known what choosing takes."""
+        """Tell whether the time of choosing is known."""
         return all(select_key(stage, work) in self.rates.select for stage in stages)
 
     @contextmanager
@@ -162,3 +167,54 @@ class Learner:
             self._asides -= 1
             if self._asides == 0:
                 self.measuring_ms += (time.perf_counter() - start) * 1e3
+
+
+_SHARE = 0.25  # of the budget it is timed at: choosing depends on it far less than the layers do
+_WORDS = 16  # text tokens of a question
+
+
+def selection_ms(bench: Bench, stage: Spec, work: Work) -> float:
+    """Milliseconds that a stage takes to choose from all items of a request.
+
+    Raises:
+        MmfastError: The method refuses tokens like these.
+    """
+    spec = replace(stage, budget=_SHARE)
+    total, known = 0.0, dict[int, float]()
+    for n, grid in zip(work.items, work.grids, strict=True):
+        if count(_SHARE, n) == n:
+            continue
+        if n not in known:
+            tokens = _tokens(bench, n, grid if stage.site == "pre" else None)
+            run(spec, tokens)  # raises here, outside the clock
+            known[n] = bench.duration(partial(run, spec, tokens))
+        total += known[n]
+    return total
+
+
+def _tokens(bench: Bench, n: int, grid: tuple[int, int, int] | None) -> Tokens:
+    """Noise with every signal that the model side may supply."""
+
+    def noise(*size: int) -> Tensor:
+        return torch.randn(*size, device=bench.device).to(bench.dtype)
+
+    def scores(*size: int) -> Tensor:
+        return torch.rand(*size, device=bench.device)
+
+    t, h, w = grid or (1, 1, n)
+    makers: dict[str, Callable[[], Any]] = {
+        **{name: lambda: scores(n) for name in ("attn_first", "attn_middle", "attn_visual")},
+        "attn_window": lambda: scores(n),
+        "attn_text": lambda: scores(n, _WORDS),
+        "text_attn": lambda: scores(_WORDS),
+        "keys": lambda: noise(n, 64),
+        "tile": lambda: torch.arange(n, device=bench.device) * 5 // n,
+        "place": lambda: torch.cartesian_prod(*(torch.arange(k) for k in (t, h, w))).reshape(n, 3),
+    }
+    return Tokens(
+        noise(n, bench.shape.hidden),
+        attn=scores(n),
+        query=noise(_WORDS, bench.shape.hidden),
+        grid=grid,
+        signals={name: make() for name, make in makers.items()},
+    )

@@ -1,14 +1,13 @@
-"""The planner of one model: weighs candidates against a target and says why.
+"""The planner of one model: it weighs candidates against a target and explains its choice.
 
 planner = Planner(model)
 plan = planner.plan(inputs, make_target(target_ttft_ms=300))
 with attach(model, plan.spec): ...
 
-Which candidate: down one ladder that is the same for every target.
-
-The ladder starts at the best quality and the most tokens. Each step down is the best of what is
-faster and keeps no more tokens, or keeps fewer where time does not matter. A target only says
-where to stop, so a tighter one never gets more tokens than a looser one.
+All targets share one ladder of candidates. It starts at the best quality and the most tokens, and
+each step down is the best of the candidates that are faster and keep no more tokens, or that keep
+fewer where time does not matter. A target only decides where to stop, so a tighter one never gets
+more tokens than a looser one.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.size import format_bytes
 from mmfast.core.spec import Spec
 from mmfast.models.loading import embedded_path
 from mmfast.models.reduction.check import check as check_stages
@@ -39,18 +39,13 @@ from mmfast.planner.cost import Cost, ModelShape, Work, work_of
 from mmfast.planner.learner import Learner, Run
 from mmfast.planner.plan import Plan, plan_of
 from mmfast.planner.rates import Rates
-from mmfast.planner.target import FAST_SHARE, QUALITIES, Target, size
+from mmfast.planner.target import FAST_SHARE, QUALITIES, Target
 
 FASTER = 0.98  # a gain below 2 % drowns in what the prediction is off by
 
 
 def ladder(candidates: Sequence[Candidate], timed: bool = True) -> list[Candidate]:
-    """The candidates that are worth their cost, best first.
-
-    Args:
-        candidates: What to choose from.
-        timed: Every step must be faster than the one before; else it must keep fewer tokens.
-    """
+    """The candidates that are worth their cost, best first."""
     steps: list[Candidate] = []
     left = list(candidates)
     while left:
@@ -85,7 +80,7 @@ def good_enough(candidates: Sequence[Candidate], quality: str | None) -> list[Ca
 
 
 def meets(candidate: Candidate, target: Target, spent: float = 0.0) -> bool:
-    """Whether a candidate stays within every limit; `spent` ms are gone already."""
+    """Tell whether a candidate stays within every limit; `spent` ms are gone already."""
     cost = candidate.cost
     return (
         (target.ttft_ms is None or spent + cost.ttft <= target.ttft_ms)
@@ -124,7 +119,7 @@ def reasons(
     work: Work,
     spent: float,
 ) -> tuple[str, ...]:
-    """Why this candidate: what it gains, what the next better one costs, what the rows say."""
+    """Explain a choice: its gain, the cost of the next better step, the evidence in the rows."""
     stock, cost = found[0].cost, choice.cost
     limited = any(v is not None for v in (target.ttft_ms, target.tokens, target.memory))
     lines = []
@@ -164,7 +159,7 @@ def _quality(choice: Candidate, evidence: Evidence) -> str:
 
 
 def refusal(steps: Sequence[Candidate], target: Target, spent: float) -> str:
-    """What cannot be met, and the best that can."""
+    """Explain that a target is out of reach, and name the best within reach."""
     if not steps:
         return f"no method is good enough for {target}; ask for another quality"
     best = steps[-1]
@@ -175,7 +170,7 @@ def refusal(steps: Sequence[Candidate], target: Target, spent: float) -> str:
     if target.tokens is not None:
         reach.append(f"{best.cost.mean:.0f} tokens per layer")
     if target.memory is not None:
-        reach.append(size(best.cost.memory))
+        reach.append(format_bytes(best.cost.memory))
     return (
         f"{target} is out of reach here: the best is {', '.join(reach)} with {name}; "
         "raise the target, or give fewer frames or a smaller image"
@@ -263,17 +258,7 @@ class Planner:
         kind: str = "video",
         planning: float = 0.0,
     ) -> Plan:
-        """Choose with the rates as they are.
-
-        Args:
-            work: The request.
-            target: See `plan`; so are the others.
-            call: What is called.
-            spent: Milliseconds gone already.
-            strict: Refuse a latency target that is out of reach.
-            kind: The kind of media.
-            planning: Milliseconds that choosing takes.
-        """
+        """Choose with the rates as they are."""
         gone, kind = spent + planning, target.kind or kind
         choice, steps, found, rejected = self._weigh(work, target, call, gone, kind)
         met = choice is not None

@@ -1,4 +1,4 @@
-"""What this device was measured to take, and how that goes on between and beyond the points."""
+"""Measured times of a device, and their interpolation between and beyond the points."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Rates:
 
 
 def from_dict(values: Mapping[str, Any]) -> Rates:
-    """What `to_dict` made.
+    """Read what `to_dict` wrote.
 
     Raises:
         ValueError: Something is no finite time.
@@ -125,7 +125,7 @@ def cache_folder() -> Path:
 
 
 def rates_key(device: torch.device, dtype: torch.dtype, model: str) -> dict[str, Any]:
-    """What rates hold for: another device, version, dtype, thread count or shape has its own."""
+    """Conditions of rates: another device, version, dtype, thread count or shape has its own."""
     return {
         "version": VERSION,
         "device": device_name(device),

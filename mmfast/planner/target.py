@@ -1,21 +1,19 @@
-"""What the caller wants to spend, checked."""
+"""Limits of time, tokens, memory and quality that a caller sets."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mmfast.core import size as sizes
 from mmfast.core.errors import MmfastError, unknown
 
 # Points of accuracy that a quality may cost; None is whatever is best at a tenth of the tokens.
 QUALITIES: Mapping[str, float | None] = {"high": 0.01, "balanced": 0.03, "fast": None}
 KINDS = ("image", "multi-image", "video", "document")
 FAST_SHARE = 0.1
-
-_BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Target:
         parts = {
             "time to first token": None if self.ttft_ms is None else f"{self.ttft_ms:g} ms",
             "visual tokens": self.tokens,
-            "memory": None if self.memory is None else size(self.memory),
+            "memory": None if self.memory is None else sizes.format_bytes(self.memory),
             "quality": self.quality,
         }
         return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
@@ -85,33 +83,19 @@ def check_alone(target: Target, reduce: str | None) -> None:
         )
 
 
-def parse_bytes(value: Any) -> int | None:
-    """`"2GB"`, `"1.5 GiB"` or a number of bytes.
+def parse_bytes(value: str | int | None) -> int | None:
+    """Read a limit of memory such as `"2GB"`; see `mmfast.core.size.parse_bytes`.
 
     Raises:
-        MmfastError: It is none of them, or nothing fits into it.
+        MmfastError: It is no size, or nothing fits into it.
     """
-    if value is None:
-        return None
-    if isinstance(value, str):
-        match = _BYTES.fullmatch(value)
-        if match is None:
-            raise MmfastError(f"max_memory={value!r} is no size; {_SIZES}")
-        base = 1024 if match[3] else 1000
-        value = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
-    _positive("max_memory", value, _SIZES, whole=True)
-    return int(value)
-
-
-def size(count: int) -> str:
-    """Bytes for people: `1.53 GB`, `11.5 MB`."""
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
-
-
-_SIZES = "write a size such as 2GB or 1.5GiB, or a number of bytes"
+    size = sizes.parse_bytes(value, "max_memory=")
+    if size is not None:
+        _positive("max_memory", size, "a size such as 2GB or 1.5GiB, or a number of bytes")
+    return size
 
 
 def _positive(name: str, value: Any, example: str, whole: bool = False) -> None:
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
-        raise MmfastError(f"{name}={value!r} cannot be met; give {example.removeprefix('write ')}")
+        raise MmfastError(f"{name}={value!r} cannot be met; give {example}")

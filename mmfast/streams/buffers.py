@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.decoder.rotary import Angles, Raw, Rotary
+from mmfast.streams.archive.files import value
 from mmfast.streams.script import Piece
 
 RAW, ROTATED, VALUES = range(3)
@@ -118,7 +119,6 @@ class Buffer:
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """The same ranges, those that touch as one."""
     joined: list[Span] = []
     for start, stop in spans:
         if start == stop:
@@ -131,14 +131,7 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 
 
 class BufferLayer(DynamicLayer):  # type: ignore[misc]
-    """A buffer as one layer of a transformers cache, for one forward pass.
-
-    Args:
-        layer: The decoder layer.
-        buffer: Where its tokens are.
-        raw: Where the keys before RoPE arrive.
-        recall: Called before the new tokens are written, with the queries known by then.
-    """
+    """A buffer as one layer of a transformers cache, for one forward pass."""
 
     def __init__(
         self, layer: int, buffer: Buffer, raw: Raw, recall: Callable[[int], None] | None = None
@@ -172,13 +165,8 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def same_length(buffers: Sequence[Buffer]) -> bool:
-    """Whether all layers hold equally many tokens, so that one mask serves them all."""
+    """Tell whether all layers hold equally many tokens, so that one mask serves them all."""
     return len({buffer.length for buffer in buffers}) < 2
-
-
-def live_bytes(buffers: Sequence[Buffer]) -> int:
-    """Bytes of all buffers."""
-    return sum(buffer.nbytes for buffer in buffers)
 
 
 Start = tuple[int, ...]  # one position per axis
@@ -186,6 +174,7 @@ Start = tuple[int, ...]  # one position per axis
 TEXT, VISUAL, MARKER = 0, 1, 2
 
 
+@value
 @dataclass(frozen=True, eq=False)
 class LiveBlock:
     """A block of a stream whose keys stand in the buffers.
@@ -231,7 +220,7 @@ class LiveBlock:
 
     @property
     def even(self) -> bool:
-        """Whether all layers hold the same tokens of it."""
+        """All layers hold the same tokens of it."""
         return len(self.held) < 2
 
     def tokens(self, layer: int) -> Tensor | None:
@@ -241,7 +230,7 @@ class LiveBlock:
         return self.held[0] if self.even else self.held[layer]
 
     def size_at(self, layer: int) -> int:
-        """How many tokens a layer holds."""
+        """Number of tokens that a layer holds."""
         held = self.tokens(layer)
         return self.n if held is None else len(held)
 
@@ -288,7 +277,7 @@ class Cursor:
         return cls(after, max(block.top(block.start) for block in blocks))
 
     def start(self, block: LiveBlock | Piece) -> Start:
-        """Where a block starts here."""
+        """Return the start of a block at this place."""
         start = (self.top + 1,) * len(self.next) if block.fresh else self.next
         return (min(start),) * len(start) if block.level else start
 
@@ -350,24 +339,8 @@ def highest(relative: Tensor, advance: Start) -> Start:
     return tuple(found)
 
 
-def to_tree(block: LiveBlock) -> dict[str, Any]:
-    """A block as a tree of plain values, for saving."""
-    return {name: getattr(block, name) for name in LiveBlock.__dataclass_fields__}
-
-
-def from_tree(tree: dict[str, Any]) -> LiveBlock:
-    """The block that `to_tree` was given."""
-    fixed = {name: tuple(tree[name]) for name in ("advance", "highest", "start", "held")}
-    return LiveBlock(**{**tree, **fixed})
-
-
 class Turner:
-    """Rotates keys of every layer of one model.
-
-    Args:
-        rotary: The model's rotary embedding.
-        attentions: Attention module per layer.
-    """
+    """Rotates keys of every layer of one model."""
 
     def __init__(self, rotary: Rotary, attentions: Sequence[Any]) -> None:
         self._rotary = rotary
@@ -376,7 +349,7 @@ class Turner:
         self.layers = len(attentions)
 
     def device(self, layer: int) -> torch.device:
-        """Where a layer computes."""
+        """Device of a layer."""
         found: torch.device = next(self._attentions[layer].parameters()).device
         return found
 
@@ -387,55 +360,42 @@ class Turner:
     def move(
         self, buffers: Sequence[Buffer], blocks: Sequence[LiveBlock], starts: Sequence[Start]
     ) -> list[LiveBlock]:
-        """Rotate every block that does not stand where it is to start.
-
-        Args:
-            buffers: Of all layers; they hold these blocks from their beginning.
-            blocks: In the order of the buffers.
-            starts: Where each is to start.
-
-        Returns:
-            The blocks at their new places.
-        """
-        moved = [start != b.start for b, start in zip(blocks, starts, strict=True)]
-        if not any(moved):
-            return list(blocks)
-        first, end = moved.index(True), len(moved) - moved[::-1].index(True)
+        """Rotate every block of all layers that does not stand at its start; return them moved."""
         even = all(block.even for block in blocks)
-        known: dict[torch.device, Angles] = {}
+        known: dict[torch.device, Angles] = {}  # layers of a device that hold the same share them
         for layer, buffer in enumerate(buffers):
-            if not even:
-                known = {}
-            self._move(layer, buffer, blocks, starts, (first, end), known)
+            self.move_layer(layer, buffer, blocks, starts, known if even else None)
         return [replace(b, start=start) for b, start in zip(blocks, starts, strict=True)]
 
     def move_layer(
-        self, layer: int, buffer: Buffer, blocks: Sequence[LiveBlock], starts: Sequence[Start]
-    ) -> None:
-        """The same in one layer, for blocks at the beginning of its buffer."""
-        moved = [start != b.start for b, start in zip(blocks, starts, strict=True)]
-        if any(moved):
-            ends = (moved.index(True), len(moved) - moved[::-1].index(True))
-            self._move(layer, buffer, blocks, starts, ends, {})
-
-    def _move(
         self,
         layer: int,
         buffer: Buffer,
         blocks: Sequence[LiveBlock],
         starts: Sequence[Start],
-        ends: tuple[int, int],
-        known: dict[torch.device, Angles],
+        known: dict[torch.device, Angles] | None = None,
     ) -> None:
-        """Rotate blocks `ends[0]` to `ends[1]`, with angles that layers of a device share."""
-        at = sum(block.size_at(layer) for block in blocks[: ends[0]])
-        range_ = range(*ends)
-        stop = at + sum(blocks[i].size_at(layer) for i in range_)
-        raw = buffer.read(RAW, at, stop)
+        """Rotate blocks at the beginning of the buffer of one layer to their starts.
+
+        Args:
+            layer: Number of the layer.
+            buffer: Of the layer.
+            blocks: In the order of the buffer.
+            starts: Where each is to start.
+            known: Angles for the same move in other layers, by device.
+        """
+        moved = [start != b.start for b, start in zip(blocks, starts, strict=True)]
+        if not any(moved):
+            return
+        first, end = moved.index(True), len(moved) - moved[::-1].index(True)
+        at = sum(block.size_at(layer) for block in blocks[:first])
+        stop = at + sum(block.size_at(layer) for block in blocks[first:end])
+        raw, known = buffer.read(RAW, at, stop), {} if known is None else known
         if not raw.shape[1]:
             return
         if raw.device not in known:
-            places = torch.cat([blocks[i].positions(layer, starts[i]) for i in range_], 1)
+            pairs = zip(blocks[first:end], starts[first:end], strict=True)
+            places = torch.cat([block.positions(layer, start) for block, start in pairs], 1)
             known[raw.device] = self._rotary.angles(places, raw, layer)
         turned = self._rotary.turn(self._attentions[layer], raw, known[raw.device])
         buffer.read(ROTATED, at, stop).copy_(turned)

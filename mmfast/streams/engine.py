@@ -1,7 +1,7 @@
-"""Runs pieces of streams through the text model of a stock checkpoint, one forward each.
+"""Forward passes of stream pieces through the text model of a stock checkpoint.
 
-The engine belongs to a model and holds nothing of any stream. Memories and branches hold their
-own tokens, so any number of them may use one engine, from any thread.
+The engine belongs to a model and holds no state of a stream. Memories and branches hold their own
+tokens, so any number of them may use one engine, from any thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mmfast.models.layers import FULL, kind_of
 from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.probe import intercepting
 from mmfast.ops.eviction import evict
-from mmfast.streams.archive.archive import Archive, recall
+from mmfast.streams.archive.archive import Archive
 from mmfast.streams.archive.blocks import TierQuotas
 from mmfast.streams.buffers import (
     RAW,
@@ -43,7 +43,7 @@ from mmfast.streams.buffers import (
     live,
     same_length,
 )
-from mmfast.streams.memory import BlockStore, Memory
+from mmfast.streams.memory import Memory, recall
 from mmfast.streams.script import Piece
 
 _ROOM = 512  # tokens of a question, what is read for it and an answer, before a buffer grows
@@ -78,9 +78,6 @@ class Branch:
             piece: The question, or more of the conversation.
             retrieve: Read stored blocks for it; only the first time that there are any.
 
-        Returns:
-            Logits `[V]`, float32, of its last token.
-
         Raises:
             MmfastError: The piece is malformed, or the branch failed before.
         """
@@ -89,11 +86,7 @@ class Branch:
             return self._run(piece, retrieve)
 
     def token(self, token: int) -> Tensor:
-        """Write one token of the answer.
-
-        Returns:
-            Logits `[V]`, float32, of the next one.
-        """
+        """Write one token of the answer."""
         ids = torch.tensor([token])
         axes = self._engine.turner.axes
         with torch.no_grad():
@@ -162,7 +155,7 @@ class Branch:
             return any(number <= self._newest for number in archive.numbers())
 
     def _before(self, block: LiveBlock, raw: Raw) -> Callable[[int], None]:
-        """What a layer does before it attends: read what the question asks for."""
+        """Return the function by which a layer reads blocks for the question as it attends."""
 
         def read(layer: int) -> None:
             archive = self._memory.archive
@@ -178,7 +171,6 @@ class Branch:
         return read
 
     def _join(self) -> None:
-        """Count tokens of one answer as one block."""
         last = self.blocks[-1]
         if self._token is None:
             self._token = last
@@ -202,12 +194,6 @@ def fitting(
 
     How much a layer holds is known only when it attends: it may have read stored tokens a moment
     before. Positions are kept from flash attention, which takes gaps for packed sequences.
-
-    Args:
-        config: Config of the text model.
-        attentions: Attention module per layer.
-        embeds: What the pass runs, `[1, n, D]`.
-        cache: Its cache.
     """
     thread = threading.get_ident()
     masks: dict[tuple[int, torch.device], Any] = {}
@@ -249,15 +235,7 @@ def check_score(plan: CachePlan | None) -> None:
 
 
 def score(memory: Memory, block: LiveBlock) -> LiveBlock:
-    """Let the policy choose among the visual tokens of a new frame, in every layer for itself.
-
-    Args:
-        memory: Its buffers hold the tokens, not counted in.
-        block: The new block; texts, and markers inside frames, are left alone.
-
-    Returns:
-        The block with what is left of it.
-    """
+    """Let the policy choose among the visual tokens of a new frame, in every layer for itself."""
     spec = None if memory.plan is None else memory.plan.score
     visual = (block.kinds == VISUAL).nonzero()[:, 0]
     if spec is None or not len(visual):
@@ -332,7 +310,7 @@ class Engine:
         plan: CachePlan | None = None,
         *,
         tiers: TierQuotas | None = None,
-        archive: BlockStore | None = None,
+        archive: Archive | None = None,
         slack: float = 0.25,
     ) -> Memory:
         """An empty memory.
@@ -390,17 +368,7 @@ class Engine:
         buffers: Sequence[Buffer],
         recall: Callable[[Raw], Callable[[int], None]] | None = None,
     ) -> Tensor:
-        """Run a piece behind the tokens of the buffers; they hold its tokens, not counted in.
-
-        Args:
-            piece: What to run.
-            start: Where it starts.
-            buffers: Per layer.
-            recall: Given what is captured, makes what every layer calls before it attends.
-
-        Returns:
-            The last hidden state `[D]`.
-        """
+        """Run a piece behind the tokens of the buffers; they hold its tokens, not counted in."""
         weight = self.decoder.get_input_embeddings().weight
         embeds = piece.embeds.to(weight.device, weight.dtype)[None]  # [1, n, D]
         places = (
@@ -437,7 +405,7 @@ def _check_layers(decoder: Any, capture: RawCapture) -> None:
 
 
 def _planes(piece: Piece, weight: Tensor) -> dict[str, Any]:
-    """What DeepStack models take beside the embeddings."""
+    """Inputs of DeepStack models beside the embeddings."""
     if not piece.planes or piece.visual is None:
         return {}
     return {

@@ -1,13 +1,10 @@
-"""Qwen2-VL and Qwen2.5-VL as a stream: one long video whose temporal patches have three positions.
+"""Scripts of the model families, and the proof of a script against its stock processor.
 
-Rows and columns of all patches count from the video's start, and so does the text behind it. The
-time axis counts patches (Qwen2-VL) or their seconds (Qwen2.5-VL).
-
-A checkpoint's script against its stock processor: token ids and positions of a short clip.
-
-Templates, tokenizers and position rules differ between checkpoints and versions. So before a
-stream is opened its writing is compared with the stock prompt of six frames; nothing of the
-weights is run.
+Positions of frames follow each family: Qwen2-VL and Qwen2.5-VL see a stream as one long video
+whose rows and columns count from its start and whose time axis counts patches (Qwen2-VL) or their
+seconds (Qwen2.5-VL). Templates, tokenizers and position rules differ between checkpoints and
+versions, so before a stream is opened its script is compared with the stock prompt of six frames;
+the weights are not run.
 """
 
 from __future__ import annotations
@@ -47,22 +44,12 @@ class QwenScript(Script):
 
     def _frame(self, state: WrittenState, unit: EncodedUnit) -> tuple[WrittenState, list[Piece]]:
         at = self._place(state, unit.times[0])
-        features, ahead = self.visual(unit), self._interval(state, unit, at)
-        if not len(features):  # patches are counted all the same
+        ahead = self._interval(state, unit, at)
+        if not len(unit.features):  # patches are counted all the same
             return replace(state, skipped=state.skipped + 1), []
         positions = unit.kept(raster(*unit.grid))
         positions[0] += at - state.reached  # 0 where the frame came when it was expected
-        piece = Piece(
-            embeds=features,
-            relative=positions,
-            advance=torch.tensor([at - state.reached + ahead, 0, 0]),
-            kind="frame",
-            fresh=False,
-            time=unit.times[0],
-            visual=torch.ones(len(features), dtype=torch.bool),
-            planes=unit.planes,
-            ids=self.placeholders(unit),
-        )
+        piece = self.frame(unit, positions, [at - state.reached + ahead, 0, 0])
         return replace(state, reached=at + ahead, skipped=0), [piece]
 
     def _place(self, state: WrittenState, time: float) -> int:
@@ -77,7 +64,7 @@ class QwenScript(Script):
         return math.floor(self.per_second * since + _SLACK)
 
     def _interval(self, state: WrittenState, unit: EncodedUnit, at: int) -> int:
-        """How much further the next patch is expected; it corrects what turns out wrong."""
+        """Expected distance of the next patch; the next place corrects an error."""
         if self.per_second is None:
             return 1
         return self._place(state, unit.times[0] + self.frames / self.fps) - at
@@ -139,19 +126,11 @@ class OneVisionScript(Script):
     """Plain positions: every frame counts on by its tokens, dropped ones included."""
 
     def _frame(self, state: WrittenState, unit: EncodedUnit) -> tuple[WrittenState, list[Piece]]:
-        features, skipped = self.visual(unit), state.skipped
-        if not len(features):  # its positions are counted all the same
+        skipped = state.skipped
+        if not len(unit.features):  # its positions are counted all the same
             return replace(state, skipped=skipped + unit.n), []
-        piece = Piece(
-            embeds=features,
-            relative=unit.kept(torch.arange(unit.n))[None] + skipped,
-            advance=torch.tensor([unit.n + skipped]),
-            kind="frame",
-            fresh=False,
-            time=unit.times[0],
-            visual=torch.ones(len(features), dtype=torch.bool),
-            ids=self.placeholders(unit),
-        )
+        positions = unit.kept(torch.arange(unit.n))[None] + skipped
+        piece = self.frame(unit, positions, [unit.n + skipped])
         return replace(state, skipped=0), [piece]
 
     def _tail(self, state: WrittenState, ids: list[int]) -> list[Piece]:
@@ -195,7 +174,7 @@ def script_for(model: Any, processor: Any, fps: float, system: str | None = None
 
 
 def starts(pieces: Sequence[Piece], start: Tensor | None = None) -> list[Tensor]:
-    """Where each piece starts, `[A]`, and at the end where the next one would."""
+    """Starts of the pieces, `[A]` each, and at the end the start of a further one."""
     at = torch.zeros_like(pieces[0].advance) if start is None else start
     found, top = [], at.max() - 1
     for piece in pieces:

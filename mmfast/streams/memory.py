@@ -1,11 +1,11 @@
-"""What a stream remembers: live tokens in buffers, and the archive of what left them."""
+"""The memory of a stream: live tokens in buffers, and the archive of blocks that left them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,69 +13,19 @@ from torch import Tensor
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.kv import Block
-from mmfast.streams import buffers
-from mmfast.streams.archive.archive import Found, LayerPart
-from mmfast.streams.buffers import RAW, VALUES, Buffer, Cursor, LiveBlock, Span, Start, Turner, walk
-
-
-def to_tree(memory: Memory) -> dict[str, Any]:
-    """All state of a memory; tensors are copies."""
-    layers: list[dict[str, Tensor] | None] = []
-    for buffer in memory.buffers:
-        if buffer.data is None:
-            layers.append(None)
-        else:
-            layers.append({"keys": buffer.read(RAW).clone(), "values": buffer.read(VALUES).clone()})
-    return {
-        "plan": str(memory.plan) if memory.plan is not None else None,
-        "blocks": [buffers.to_tree(block) for block in memory.blocks],
-        "layers": layers,
-        "number": memory.number,
-        "stored": memory.stored,
-        "counts": dict(memory.counts),
-        "archive": None if memory.archive is None else memory.archive.snapshot(),
-    }
-
-
-def from_tree(memory: Memory, tree: dict[str, Any]) -> None:
-    """Fill a new memory of the same model and plan.
-
-    Raises:
-        MmfastError: The tree is of another model or another plan.
-    """
-    plan = str(memory.plan) if memory.plan is not None else None
-    if tree["plan"] != plan or (tree["archive"] is None) != (memory.archive is None):
-        raise MmfastError(
-            f"a stream saved with memory {tree['plan']!r} cannot go on with {plan!r}; "
-            "open it with the memory it was saved with"
-        )
-    if len(tree["layers"]) != len(memory.buffers):
-        raise MmfastError(
-            f"a stream saved from a model of {len(tree['layers'])} layers cannot go on with one "
-            f"of {len(memory.buffers)}; load the model it was saved with"
-        )
-    blocks = [buffers.from_tree(each) for each in tree["blocks"]]
-    for layer, saved in enumerate(tree["layers"]):
-        if saved is not None:
-            _fill(memory, layer, blocks, saved["keys"], saved["values"])
-    memory.blocks = blocks
-    memory.cursor = buffers.Cursor.behind(blocks, memory.turner.axes)
-    memory.number, memory.stored = tree["number"], tree["stored"]
-    memory.counts = dict(tree["counts"])
-    if memory.archive is not None:
-        memory.archive.restore(tree["archive"])
-
-
-def _fill(memory: Memory, layer: int, blocks: list[Any], keys: Any, values: Any) -> None:
-    device = memory.turner.device(layer)
-    raw, values = keys.to(device), values.to(device)
-    buffer = memory.buffers[layer]
-    buffer.length = 0
-    if blocks:
-        where = torch.cat([block.positions(layer) for block in blocks], 1)
-        buffer.write(raw, memory.turner.rotate(layer, raw, where), values)
-    buffer.length = raw.shape[1]
-
+from mmfast.streams.archive.archive import Archive, LayerPart
+from mmfast.streams.buffers import (
+    RAW,
+    VALUES,
+    Buffer,
+    Cursor,
+    LiveBlock,
+    Span,
+    Start,
+    Turner,
+    highest,
+    walk,
+)
 
 _EXACT = "sink"  # may split a block; all other policies keep or drop whole ones
 
@@ -110,12 +60,7 @@ def budget(plan: CachePlan | None) -> int:
 def staying(
     plan: CachePlan, blocks: Sequence[LiveBlock], known: dict[tuple[bytes, ...], list[int]]
 ) -> list[int]:
-    """How many of its first tokens each block keeps: all, none, or a part that is sinks.
-
-    Args:
-        plan: Its position policies decide.
-        blocks: Live blocks, the last of them new.
-        known: The last answer, as a full stream asks the same thing with every frame.
+    """Number of first tokens that each block keeps: all, none, or the sinks at its start.
 
     Raises:
         MmfastError: The new block does not fit.
@@ -168,7 +113,7 @@ def spans(blocks: Sequence[LiveBlock], stays: Sequence[int], layer: int) -> list
 def leaving(
     blocks: Sequence[LiveBlock], stays: Sequence[int], buffers: Sequence[Buffer]
 ) -> list[Block]:
-    """What leaves, with its keys before RoPE, in the order of time."""
+    """Blocks that leave, with their keys before RoPE, in the order of time."""
     found = []
     ends = [0] * len(buffers)
     for block, size in zip(blocks, stays, strict=True):
@@ -201,34 +146,6 @@ def _block(block: LiveBlock, first: int, rows: Sequence[Span], buffers: Sequence
     )
 
 
-class BlockStore(Protocol):
-    """What a memory asks of an archive; see `streams.archive.Archive`."""
-
-    def put(self, block: Block) -> None:
-        """Add the newest block."""
-
-    def choose(self, layer: int, query: Tensor) -> list[Found]:
-        """What to read in a layer for queries `[Hq, T, d]` before RoPE."""
-
-    def read(self, layer: int, found: Sequence[Found]) -> list[LayerPart]:
-        """Read it."""
-
-    def forget(self, number: int) -> None:
-        """Forget a block."""
-
-    def numbers(self) -> list[int]:
-        """Numbers of the stored blocks."""
-
-    def stats(self) -> dict[str, Any]:
-        """Figures."""
-
-    def snapshot(self) -> Any:
-        """All state as a tree."""
-
-    def restore(self, tree: Any) -> None:
-        """Take over a snapshot."""
-
-
 class Memory:
     """Live tokens of one stream within the budget of its plan; made by `Engine.memory`.
 
@@ -246,7 +163,7 @@ class Memory:
     """
 
     def __init__(
-        self, turner: Turner, plan: CachePlan | None, archive: BlockStore | None, slack: float
+        self, turner: Turner, plan: CachePlan | None, archive: Archive | None, slack: float
     ) -> None:
         check_plan(plan)
         self.plan = plan
@@ -265,7 +182,7 @@ class Memory:
 
     @property
     def next_start(self) -> Start:
-        """Where the next piece starts on each axis, unless it is fresh."""
+        """Start of the next piece on each axis, unless it is fresh."""
         return self.cursor.next
 
     def admit(self, block: LiveBlock) -> None:
@@ -299,7 +216,6 @@ class Memory:
             self.cursor = Cursor.behind(self.blocks, self.turner.axes)
 
     def _add(self, block: LiveBlock) -> None:
-        """Count in a block where nothing ever leaves."""
         self.number = max(self.number, block.number + 1)
         for layer, buffer in enumerate(self.buffers):
             buffer.length += block.size_at(layer)
@@ -352,9 +268,20 @@ class Memory:
             return figures
 
     def snapshot(self) -> dict[str, Any]:
-        """All state as a tree of tensors, numbers and strings; see `streams.saved`."""
+        """Return all state as a tree for `snapshots.save`; keys and values are copies."""
         with self.lock, torch.no_grad():
-            return to_tree(self)
+            return {
+                "plan": str(self.plan) if self.plan is not None else None,
+                "blocks": list(self.blocks),
+                "layers": [
+                    None if b.data is None else (b.read(RAW).clone(), b.read(VALUES).clone())
+                    for b in self.buffers
+                ],
+                "number": self.number,
+                "stored": self.stored,
+                "counts": dict(self.counts),
+                "archive": None if self.archive is None else self.archive.snapshot(),
+            }
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Take over a snapshot of a stream of the same model and plan; it goes on bit for bit.
@@ -362,5 +289,101 @@ class Memory:
         Raises:
             MmfastError: The snapshot is of another model or plan.
         """
+        plan = str(self.plan) if self.plan is not None else None
+        if tree["plan"] != plan or (tree["archive"] is None) != (self.archive is None):
+            raise MmfastError(
+                f"a stream saved with memory {tree['plan']!r} cannot go on with {plan!r}; "
+                "open it with the memory it was saved with"
+            )
+        if len(tree["layers"]) != len(self.buffers):
+            raise MmfastError(
+                f"a stream saved from a model of {len(tree['layers'])} layers cannot go on with "
+                f"one of {len(self.buffers)}; load the model it was saved with"
+            )
         with self.lock, torch.no_grad():
-            from_tree(self, tree)
+            self.blocks = list(tree["blocks"])
+            for layer, saved in enumerate(tree["layers"]):
+                if saved is not None:
+                    self._fill(layer, *saved)
+            self.cursor = Cursor.behind(self.blocks, self.turner.axes)
+            self.number, self.stored = tree["number"], tree["stored"]
+            self.counts = dict(tree["counts"])
+            if self.archive is not None:
+                self.archive.restore(tree["archive"])
+
+    def _fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write the tokens of a layer, their keys rotated to where the blocks stand."""
+        device, buffer = self.turner.device(layer), self.buffers[layer]
+        raw, buffer.length = keys.to(device), 0
+        if self.blocks:
+            where = torch.cat([block.positions(layer) for block in self.blocks], 1)
+            buffer.write(raw, self.turner.rotate(layer, raw, where), values.to(device))
+        buffer.length = raw.shape[1]
+
+
+def recall(
+    turner: Turner,
+    layer: int,
+    buffer: Buffer,
+    blocks: Sequence[LiveBlock],
+    parts: Sequence[LayerPart],
+    question: LiveBlock,
+) -> None:
+    """Put stored tokens into the buffer of one layer, and what is older to its new place.
+
+    Places are those of a prompt of sinks, stored blocks, window and question. All layers share
+    the places of the question, and layers may read different amounts, so the prompt is laid out
+    from its end: sinks move away from the window, and the window stays where it is. Attention
+    only sees distances.
+    """
+    at = _opening(blocks)
+    stored = _as_blocks(parts)
+    starts = walk([*_sinks(blocks[:at], parts), *stored, *blocks[at:], question], turner.axes)
+    shift = tuple(a - b for a, b in zip(question.start, starts[-1], strict=True))
+    starts = [tuple(a + b for a, b in zip(start, shift, strict=True)) for start in starts]
+    turner.move_layer(layer, buffer, blocks, [*starts[:at], *starts[at + len(parts) : -1]])
+    places = zip(stored, starts[at : at + len(parts)], strict=True)
+    where = torch.cat([block.positions(layer, start) for block, start in places], 1)
+    keys = _side_by_side([part.keys for part in parts], buffer)
+    values = _side_by_side([part.values for part in parts], buffer)
+    buffer.write(keys, turner.rotate(layer, keys, where), values)
+    buffer.length += keys.shape[1]
+
+
+def _opening(blocks: Sequence[LiveBlock]) -> int:
+    """Number of blocks before all that have left: the sinks."""
+    for i, block in enumerate(blocks):
+        if block.number != i:
+            return i
+        if not block.whole:
+            return i + 1
+    return len(blocks)
+
+
+def _sinks(blocks: Sequence[LiveBlock], parts: Sequence[LayerPart]) -> list[LiveBlock]:
+    """Sinks for the walk: the rest of one that was cut stands where it stood, not behind it."""
+    sinks = list(blocks)
+    if sinks and not sinks[-1].whole and sinks[-1].number == parts[0].number:
+        sinks[-1] = replace(sinks[-1], advance=(0,) * len(sinks[-1].advance))
+    return sinks
+
+
+def _as_blocks(parts: Sequence[LayerPart]) -> list[LiveBlock]:
+    sizes = [part.relative.shape[1] for part in parts]
+    relatives = torch.cat([part.relative for part in parts], 1).cpu().split(sizes, 1)
+    advances = torch.stack([part.advance for part in parts]).tolist()  # one wait for the device
+    rows = zip(parts, relatives, advances, strict=True)
+    return [_as_block(part.number, relative, tuple(advance)) for part, relative, advance in rows]
+
+
+def _as_block(number: int, relative: Tensor, advance: Start) -> LiveBlock:
+    axes, n = relative.shape
+    # Text counts on all axes alike, so it starts on all of them at the same position.
+    level = axes > 1 and len(set(advance)) == 1 and bool((relative == relative[:1]).all())
+    top, kinds = highest(relative, advance), torch.zeros(n, dtype=torch.int64)
+    return LiveBlock(number, "text", None, relative, advance, False, level, top, kinds, (0,) * axes)
+
+
+def _side_by_side(rows: Sequence[Tensor], buffer: Buffer) -> Tensor:
+    assert buffer.data is not None
+    return torch.cat([row.to(buffer.data.device, buffer.data.dtype) for row in rows], 1)

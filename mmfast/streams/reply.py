@@ -18,7 +18,7 @@ _BROKEN = "\ufffd"  # a character whose bytes are not all there yet
 
 
 class ReplySource(Protocol):
-    """What a reply needs of a branch."""
+    """The part of a branch that a reply uses."""
 
     def token(self, id: int) -> Tensor:
         """Feed a token; logits `[V]` of the next."""
@@ -99,7 +99,7 @@ class Letters:
         self._given = ""
 
     def add(self, id: int) -> str:
-        """What a token adds to the text; "" while a character is not complete."""
+        """Return the text that a token adds; "" while a character is not complete."""
         self._ids.append(id)
         text = self._text()
         if text.endswith(_BROKEN):
@@ -108,7 +108,7 @@ class Letters:
         return delta
 
     def end(self) -> str:
-        """What is left, broken characters included."""
+        """Return the rest, broken characters included."""
         return self._text()[len(self._given) :]
 
     def _text(self) -> str:
@@ -159,7 +159,7 @@ class Reply(Iterator[str]):
 
     @property
     def text(self) -> str:
-        """What was said so far."""
+        """The answer so far."""
         return "".join(self._parts)
 
     def __next__(self) -> str:

@@ -1,26 +1,24 @@
-"""How a model family writes a stream: opening, frames, question, and what follows an answer.
+"""The prompt of a stream, piece by piece: opening, frames, question, and the turn after an answer.
 
-Written piece by piece, a stream is what the stock processor and the stock model make of the same
-clip and question at once, token for token and position for position (`mmfast.streams.families`
-compares them once for every checkpoint).
-
-How a checkpoint's own chat template writes a conversation about a video that goes on.
-
-The template is run on short sample conversations and the result is cut at the placeholder of the
-video, so a stream holds exactly the text that a stock prompt of the same conversation would.
+The checkpoint's own chat template is run on short sample conversations and its text is cut at the
+placeholder of the video. So the pieces together are what the stock processor and the stock model
+make of the same clip and question at once, token for token and position for position
+(`mmfast.streams.families` compares them once for every checkpoint).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.reduction import Reduction
 from mmfast.models.prompt import check_question
+from mmfast.streams.archive.files import value
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +62,6 @@ _REPLY = "mmfastreply"
 
 class Wording:
     """Texts of a stream, as token ids.
-
-    Args:
-        processor: The checkpoint's processor.
-        system: Text of a system message; None leaves it to the template.
 
     Raises:
         ModelError: There is no chat template, or one that puts the question before the video.
@@ -164,7 +158,7 @@ class Wording:
 
 @dataclass(frozen=True, eq=False)
 class EncodedUnit:
-    """What the encoder made of one frame, or of the two frames of a temporal patch.
+    """Encoded tokens of one frame, or of the two frames of a temporal patch.
 
     Attributes:
         features: `[M, D]` tokens that are left.
@@ -185,14 +179,20 @@ class EncodedUnit:
         """Tokens before any were dropped."""
         return self.grid[0] * self.grid[1]
 
+    def reduced(self, found: Reduction) -> EncodedUnit:
+        """Apply a reduction to the features and all planes."""
+        features, *planes = (found.apply(x) for x in (self.features, *self.planes))
+        return replace(self, features=features, planes=tuple(planes), keep=found.keep)
+
     def kept(self, per_token: Tensor) -> Tensor:
-        """What is left of a tensor `[..., N]` that runs along all tokens."""
+        """Select the kept tokens of a tensor `[..., N]` that runs along all of them."""
         return per_token if self.keep is None else per_token[..., self.keep.to(per_token.device)]
 
 
+@value
 @dataclass(frozen=True)
 class WrittenState:
-    """How far a conversation is written.
+    """Position of a stream in its conversation; a value.
 
     Attributes:
         phase: `blank`, `video` (frames go on) or `answered` (an exchange was remembered).
@@ -208,19 +208,9 @@ class WrittenState:
     span: int = 0
     skipped: int = 0
 
-    def snapshot(self) -> dict[str, Any]:
-        """Plain values, for saving."""
-        return asdict(self)
-
 
 class Script(ABC):
-    """Turns units and questions into pieces; holds no state of a stream.
-
-    Args:
-        model: A stock model.
-        wording: Texts of the checkpoint's chat template.
-        fps: Frames per second that the stream is meant to have.
-    """
+    """Turns units and questions into pieces; holds no state of a stream."""
 
     axes = 1  # of a position; 3 under M-RoPE
     frames = 1  # per unit
@@ -270,6 +260,20 @@ class Script(ABC):
             kind="text",
             fresh=False,
             ids=tokens,
+        )
+
+    def frame(self, unit: EncodedUnit, relative: Tensor, advance: list[int]) -> Piece:
+        """Visual tokens alone, at positions `[A, M]`."""
+        return Piece(
+            embeds=self.visual(unit),
+            relative=relative,
+            advance=torch.tensor(advance),
+            kind="frame",
+            fresh=False,
+            time=unit.times[0],
+            visual=torch.ones(len(unit.features), dtype=torch.bool),
+            planes=unit.planes,
+            ids=self.placeholders(unit),
         )
 
     def visual(self, unit: EncodedUnit) -> Tensor:

@@ -15,14 +15,16 @@ import numpy as np
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.trace import Trace
 from mmfast.frontends.image import picture
+from mmfast.frontends.live.source import live_frames
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.prompt import check_question
-from mmfast.streams import saving
+from mmfast.streams import snapshots
 from mmfast.streams.archive.blocks import TierQuotas
-from mmfast.streams.intake import Frame
+from mmfast.streams.feed import Feed
+from mmfast.streams.frontend import Frame
+from mmfast.streams.model import StreamModel
 from mmfast.streams.reply import Reply, Sampler
-from mmfast.streams.sources import Watch, together
-from mmfast.streams.stream import Stream
+from mmfast.streams.stream import Clock, Stream
 from mmfast.streams.subscription import (
     NO,
     PROBE,
@@ -33,13 +35,12 @@ from mmfast.streams.subscription import (
     Subscription,
     condition_of,
 )
-from mmfast.streams.viewer import Viewer
 
 
 class TurnLock:
     """Frames come all the time, so a plain lock might never let a question through.
 
-    Whoever holds it may take it again.
+    A thread that holds it may take it again.
     """
 
     def __init__(self) -> None:
@@ -106,14 +107,14 @@ class Session:
 
     def __init__(
         self,
-        viewer: Viewer,
+        model: StreamModel,
         memory: str | None = None,
         *,
         quotas: TierQuotas | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        self.viewer, self.limits = viewer, limits
-        self.stream = Stream(viewer, memory, quotas)
+        self.model, self.limits = model, limits
+        self.stream = Stream(model, memory, quotas)
         self.subscriptions: list[Subscription] = []
         self.watches: list[Watch] = []
         self.turns, self.closed = TurnLock(), False
@@ -141,7 +142,7 @@ class Session:
             self._check_open()
             units = self.stream.take(read, times)
             for subscription in list(self.subscriptions) if units else []:
-                found = subscription.look(self, units[-1].times[-1])
+                found = subscription.look(self.stream, self._answer, units[-1].times[-1])
                 events += [(subscription, event) for event in found]
             self.stream.counts["events"] += len(events)
         for subscription, event in events:  # outside: a callback may take as long as it likes
@@ -162,7 +163,7 @@ class Session:
                 background it is raised by `Watch.join`.
         """
         self._check_open()
-        watch = Watch(self, source, **{"fps": self.viewer.fps, **options})
+        watch = Watch(self, source, **{"fps": self.model.fps, **options})
         self.watches.append(watch)
         if background:
             watch.start()
@@ -201,7 +202,7 @@ class Session:
         started, text, trace = clocks.perf_counter(), check_question(question), Trace()
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise MmfastError(f"max_new_tokens={max_new_tokens!r}; give a whole number from 1")
-        sampler = Sampler(self.viewer.blocked, temperature, top_p, seed, self.viewer.penalty)
+        sampler = Sampler(self.model.blocked, temperature, top_p, seed, self.model.penalty)
         with self.turns.question():
             self._check_open()
             if remember:  # what waits for its partner belongs before the question
@@ -213,9 +214,9 @@ class Session:
         return Reply(
             branch,
             logits,
-            tokenizer=self.viewer.tokenizer,
+            tokenizer=self.model.tokenizer,
             sampler=sampler,
-            stops=self.viewer.stops,
+            stops=self.model.stops,
             limit=max_new_tokens,
             trace=trace,
             started=started,
@@ -243,7 +244,7 @@ class Session:
         max_new_tokens: int = 32,
         **rule: float,
     ) -> Subscription:
-        """Be told when something happens; `mmfast.streams.subscription` explains the rule.
+        """Report an event when a condition is met; `mmfast.streams.subscription` explains the rule.
 
         Args:
             text: "tell me when a car stops".
@@ -256,7 +257,7 @@ class Session:
                 probe such as "What colour is the {condition} now?" with `yes=["red"]`.
             silence: Word that a trained model writes where nothing is to be said.
             max_new_tokens: Of the reply.
-            **rule: `threshold`, `release`, `every`, `pause`; see `Rule`.
+            **rule: `threshold`, `release`, `every`, `pause`; see `SpeakRule`.
 
         Raises:
             MmfastError: A value out of range.
@@ -267,12 +268,15 @@ class Session:
         subscription = Subscription(condition, SpeakRule.of(rule), look, callback)
         with self.turns.question():
             self._check_open()
-            look.check(self)
+            look.check(self.model)
             self.subscriptions.append(subscription)
         return subscription
 
+    def _answer(self, question: str, max_new_tokens: int) -> str:
+        return self.ask(question, max_new_tokens=max_new_tokens).read()
+
     def new_source(self) -> None:
-        """The times of the next frame may begin anew."""
+        """Let the times of the next frame start again from any value."""
         with self.turns.question():
             self.stream.timeline = self.stream.timeline.again()
 
@@ -281,8 +285,8 @@ class Session:
         with self.turns.question():
             figures, line = self.stream.stats(), self.stream.timeline
             odd = Counter(repeated=line.repeated, late=line.late, jumps=line.jumps)
-            odd.update(resized=self.stream.taken.resized)
-        return {**figures, **together(self.watches, odd)}
+            odd.update(resized=self.stream.seen.resized)
+        return {**figures, **_source_figures(self.watches, odd)}
 
     def save(self, folder: str | Path) -> int:
         """Save all but subscriptions and sources; `VideoStream.restore` goes on bit for bit.
@@ -297,7 +301,7 @@ class Session:
         """
         with self.turns.question():
             self._check_open()
-            return saving.save(folder, self.stream.snapshot())
+            return snapshots.save(folder, self.stream.snapshot())
 
     def close(self) -> None:
         """Stop watching and remove what the disk tier holds; answers being written may end."""
@@ -318,3 +322,118 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Watch:
+    """Frames of one source on their way into a session.
+
+    Args:
+        session: Where they go.
+        source: See `mmfast.frontends.live.source.live_frames`.
+        fps: Frames to take per second; None takes all.
+        latency: Longest wait of a frame in seconds: older ones are dropped, and counted, while
+            the model is busy. None drops nothing, and the source waits.
+        realtime: Let a file's frames arrive at their times, as a camera's do.
+        clock: Tells the time; the machine's if not given.
+        each: Called after every frame with its seconds, in the thread that watches.
+        **options: `allow_network`, `rate`, `timeout`; see `live_frames`.
+
+    Attributes:
+        feed: Reads ahead; knows `lag` and `dropped`.
+        error: What ended it, if it did not end by itself.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        source: Any,
+        *,
+        fps: float | None,
+        latency: float | None = None,
+        realtime: bool = False,
+        clock: Clock | None = None,
+        each: Callable[[float], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._session, self._each = session, each
+        self.live = live_frames(source, fps=fps, limits=session.limits, **options)
+        self.feed = Feed(self.live, latency=latency, clock=clock, realtime=realtime)
+        self.error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        """Watch in a thread."""
+        self._thread = threading.Thread(target=self._quietly, name="mmfast-watch", daemon=True)
+        self._thread.start()
+
+    def _quietly(self) -> None:
+        try:
+            self.run()
+        except Exception as error:  # raised by `join`, shown in the session's figures
+            self.error = error
+
+    def run(self) -> None:
+        """Push frame after frame until the source ends, the session is closed or `stop`.
+
+        Raises:
+            MediaError: The source stalls or dies.
+        """
+        self._session.new_source()
+        try:
+            for frame, seconds in self.feed:
+                if self._stopped or self._session.closed:
+                    return
+                self._session.push(frame, seconds)
+                if self._each is not None:
+                    self._each(self._session.stream.timeline.last or 0.0)
+        except MmfastError as error:
+            if self._stopped or self._session.closed:
+                return  # it was woken to end
+            self.error = error
+            raise
+        finally:
+            self.feed.close()
+
+    @property
+    def running(self) -> bool:
+        """Its thread is still watching."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the source; return True once it has ended.
+
+        Raises:
+            MediaError: The source stalled or died.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+        if self.error is not None:
+            raise self.error
+        return not self.running
+
+    def stop(self) -> None:
+        """End it; frames that wait are not read."""
+        self._stopped = True
+        self.feed.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the feed, and what the source did wrong."""
+        events = {name: count for name, count in self.live.events.items() if count}
+        error = None if self.error is None else str(self.error)
+        return {"source": self.live.name, **self.feed.stats(), "events": events, "error": error}
+
+
+def _source_figures(watches: Sequence[Watch], odd: Counter[str]) -> dict[str, Any]:
+    """Figures of all sources of a session; `odd` counts irregular times that it has put right."""
+    feeds = [watch.stats() for watch in watches]
+    for feed in feeds:
+        odd.update(feed["events"])
+    return {
+        "dropped": sum(feed["dropped"] for feed in feeds),
+        "lag": max((feed["lag"] for feed in feeds), default=0.0),
+        "source_events": dict(odd),
+        "errors": [feed["error"] for feed in feeds if feed["error"]],
+    }

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Protocol
 
@@ -14,15 +14,17 @@ from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.trace import Trace
 from mmfast.streams.archive.blocks import TierQuotas
-from mmfast.streams.intake import Shot
+from mmfast.streams.archive.files import value
+from mmfast.streams.frontend import Shot
+from mmfast.streams.model import StreamModel
 from mmfast.streams.reply import Reply
 from mmfast.streams.script import EncodedUnit, WrittenState
-from mmfast.streams.viewer import Viewer
 
-# A frame so many seconds behind the last one is late; one further back is a source begun anew.
+# Seconds behind the last frame up to which a frame is late; further back the source restarted.
 LATE = 1.0
 
 
+@value
 @dataclass(frozen=True)
 class Timeline:
     """Seconds of the stream so far; a value.
@@ -45,13 +47,6 @@ class Timeline:
 
     def step(self, time: object, interval: float) -> tuple[Timeline, float | None]:
         """Take the time of the next frame.
-
-        Args:
-            time: Seconds on the source's clock; None is one interval after the last frame.
-            interval: Seconds between frames where nothing else is known.
-
-        Returns:
-            The timeline behind it, and its seconds on the stream's clock; None leaves it out.
 
         Raises:
             MediaError: The time is no finite number.
@@ -76,37 +71,30 @@ class Timeline:
         """Before the first frame of another source."""
         return replace(self, fresh=True)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Plain values, for saving."""
-        return asdict(self)
-
-
-_FORMAT = 1
-
 
 class Stream:
     """The state of a session, changed by one thread at a time.
 
     Args:
-        viewer: The model.
+        model: The model that watches.
         spec: Cache policies; None forgets nothing.
         quotas: Bytes per tier of what left the window.
 
     Attributes:
         memory: Keys and values.
         timeline: Times so far.
-        taken: State of gate, frame cache and reducer, and frames that wait for a partner.
+        seen: State of gate, frame cache and reducer, and frames that wait for a partner.
         written: How far the conversation is written.
         version: Counts what was written, to see whether the stream went on.
         counts: `frames` given, `units` written, visual `tokens` written, `questions`, `events`.
         spent: Milliseconds by stage.
     """
 
-    def __init__(self, viewer: Viewer, spec: str | None, quotas: TierQuotas | None) -> None:
-        self.viewer, self.spec = viewer, spec
-        self.memory = viewer.engine.memory(plan_cache(spec), tiers=quotas)
+    def __init__(self, model: StreamModel, spec: str | None, quotas: TierQuotas | None) -> None:
+        self.model, self.spec = model, spec
+        self.memory = model.engine.memory(plan_cache(spec), tiers=quotas)
         self.timeline = Timeline()
-        self.taken = viewer.intake.start()
+        self.seen = model.frontend.start()
         self.written = WrittenState()
         self.version = 0
         self.counts = dict.fromkeys(("frames", "units", "tokens", "questions", "events"), 0)
@@ -116,11 +104,11 @@ class Stream:
         """Take frames `[H, W, 3]` with the times of their source; returns the units written."""
         timeline, shots = self.timeline, list[Shot]()
         for frame, stamp in zip(frames, times, strict=True):
-            timeline, now = timeline.step(stamp, 1 / self.viewer.fps)
+            timeline, now = timeline.step(stamp, 1 / self.model.fps)
             if now is not None:
                 shots.append((frame, now))
         start = time.perf_counter()
-        self.taken, units = self.viewer.intake.step(self.taken, shots)
+        self.seen, units = self.model.frontend.step(self.seen, shots)
         self.spent["encode_ms"] += (time.perf_counter() - start) * 1e3
         self.timeline = timeline
         self.counts["frames"] += len(frames)
@@ -130,15 +118,15 @@ class Stream:
 
     def flush(self) -> None:
         """Write frames that wait for a partner, the last one doubled."""
-        self.taken, units = self.viewer.intake.flush(self.taken)
+        self.seen, units = self.model.frontend.flush(self.seen)
         for unit in units:
             self._write(unit)
 
     def _write(self, unit: EncodedUnit) -> None:
         start = time.perf_counter()
-        written, pieces = self.viewer.script.patch(self.written, unit)
+        written, pieces = self.model.script.patch(self.written, unit)
         for piece in pieces:
-            self.viewer.engine.append(self.memory, piece)
+            self.model.engine.append(self.memory, piece)
             self.version += 1
             if piece.kind == "text":  # a video has begun, whether or not its frame fits
                 self.written = WrittenState("video", since=unit.times[0])
@@ -151,11 +139,11 @@ class Stream:
         """A branch with a question on it, and the logits `[V]` where the answer begins."""
         with (trace or Trace()).stage("question") as row:
             state, pieces = self.written, []
-            for unit in self.viewer.intake.rest(self.taken):
-                state, new = self.viewer.script.patch(state, unit)
+            for unit in self.model.frontend.rest(self.seen):
+                state, new = self.model.script.patch(state, unit)
                 pieces += new
-            pieces += self.viewer.script.question(state, question)
-            branch, logits = self.viewer.engine.branch(self.memory), None
+            pieces += self.model.script.question(state, question)
+            branch, logits = self.model.engine.branch(self.memory), None
             for piece in pieces:
                 logits = branch.extend(piece, retrieve=piece is pieces[-1])
             row.tokens_in, row.tokens_out = sum(len(piece.embeds) for piece in pieces), 1
@@ -163,33 +151,32 @@ class Stream:
 
     def words(self, question: str) -> list[int]:
         """Text of the prompt that a question is asked with, for the rule against repetition."""
-        script = self.viewer.script
+        script = self.model.script
         pieces = script.question(self.written, question)
         asked = [int(id) for piece in pieces if piece.ids is not None for id in piece.ids]
         return [*script.wording.opening(), *asked]
 
     def remember(self, reply: Reply, question: str, version: int) -> None:
         """Keep an exchange that was begun when the stream was at `version`."""
-        script = self.viewer.script
+        script = self.model.script
         if version == self.version:
             reply.keep()
         else:  # the stream went on meanwhile: the exchange is written behind what came
             pieces = script.question(self.written, question)
             pieces += [script.text(reply.ids)] if reply.ids else []
             for piece in pieces:
-                self.viewer.engine.append(self.memory, piece)
+                self.model.engine.append(self.memory, piece)
         self.version += 1
         self.written = script.answered(self.written)
 
     def snapshot(self) -> dict[str, Any]:
         """All state as a tree of plain containers and tensors."""
         return {
-            "format": _FORMAT,
-            "model": self.viewer.signature(),
+            "model": self.model.signature(),
             "spec": self.spec,
-            "timeline": self.timeline.snapshot(),
-            "taken": self.viewer.intake.snapshot(self.taken),
-            "written": self.written.snapshot(),
+            "timeline": self.timeline,
+            "frontend": self.model.frontend.snapshot(self.seen),
+            "written": self.written,
             "counts": dict(self.counts),
             "spent": dict(self.spent),
             "memory": self.memory.snapshot(),
@@ -199,36 +186,29 @@ class Stream:
         """Take over a snapshot.
 
         Raises:
-            MmfastError: It is of another model or format.
+            MmfastError: It is of another model.
         """
-        if tree.get("format") != _FORMAT:
-            raise MmfastError(
-                f"a session saved in format {tree.get('format')!r} cannot be read; this version "
-                f"reads {_FORMAT}"
-            )
-        here, there = self.viewer.signature(), tree["model"]
+        here, there = self.model.signature(), tree["model"]
         odd = [f"{k} {there.get(k)!r}, here {here[k]!r}" for k in here if there.get(k) != here[k]]
         if odd:
             raise MmfastError(f"the session was saved with another model ({'; '.join(odd)})")
         self.memory.restore(tree["memory"])
-        self.timeline = Timeline(**tree["timeline"])
-        self.taken = self.viewer.intake.restore(tree["taken"])
-        self.written = WrittenState(**tree["written"])
+        self.timeline, self.written = tree["timeline"], tree["written"]
+        self.seen = self.model.frontend.restore(tree["frontend"])
         self.counts, self.spent = dict(tree["counts"]), dict(tree["spent"])
 
     def close(self) -> None:
-        """Let go of stored blocks; files of saved sessions stay."""
-        close = getattr(self.memory.archive, "close", None)
-        if close is not None:
-            close()
+        """Release stored blocks; files of saved sessions stay."""
+        if self.memory.archive is not None:
+            self.memory.archive.close()
 
     def stats(self) -> dict[str, Any]:
         """Figures as plain numbers."""
         return {
             **self.counts,
             "seconds": self.timeline.last,
-            "waiting": len(self.taken.waiting),
-            "gated": self.taken.gated,
+            "waiting": len(self.seen.waiting),
+            "gated": self.seen.gated,
             **{name: round(ms, 3) for name, ms in self.spent.items()},
             "memory": self.memory.stats(),
         }

@@ -1,4 +1,4 @@
-"""Answers that nobody asks for in that moment: "tell me when …".
+"""Subscriptions to events of a stream: "tell me when …".
 
 After a frame a question about it is put on a branch of the stream, and the distribution of the
 first token of the answer decides whether to speak. Nothing of it stays in the stream.
@@ -19,25 +19,24 @@ import queue
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.models.prompt import check_question
+from mmfast.streams.model import StreamModel
 from mmfast.streams.reply import Sampler
-
-if TYPE_CHECKING:
-    from mmfast.streams.session import Session
+from mmfast.streams.stream import Stream
 
 
 @dataclass(frozen=True)
 class SpeakRule:
-    """When to speak.
+    """The rule that decides when to speak.
 
     Attributes:
         threshold: Probability from which it speaks.
-        release: Probability at which it is ready to speak again: what goes on is told once, and
+        release: Probability at which it is ready to speak again: an event is reported once, and
             a value that trembles around the threshold does not ring all the time.
         every: Seconds of the stream between two looks.
         pause: Least seconds of the stream between two events.
@@ -76,7 +75,7 @@ class SpeakRule:
 
 @dataclass(frozen=True)
 class Ready:
-    """Where a rule stands; a value.
+    """State of a rule; a value.
 
     Attributes:
         armed: The probability has been low since the last event.
@@ -89,11 +88,11 @@ class Ready:
     looked: float | None = None
 
     def due(self, rule: SpeakRule, time: float) -> bool:
-        """Whether it is time for a look."""
+        """Tell whether it is time for a look."""
         return self.looked is None or time - self.looked >= rule.every
 
     def step(self, rule: SpeakRule, time: float, probability: float) -> tuple[Ready, bool]:
-        """Take what a look has found; says whether to speak now."""
+        """Take the probability of a look; return True to speak now."""
         if probability < rule.threshold:
             return Ready(self.armed or probability <= rule.release, self.told, time), False
         rested = self.told is None or time - self.told >= rule.pause
@@ -129,7 +128,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Look:
-    """How a subscription looks; see `Session.subscribe`."""
+    """The question of a subscription and the words of its answer; see `Session.subscribe`."""
 
     question: str
     yes: Sequence[str] = YES
@@ -138,41 +137,41 @@ class Look:
     reply: str | None = None
     max_new_tokens: int = 32
 
-    def check(self, session: Session) -> None:
-        """Refuse words that cannot be told apart.
+    def check(self, model: StreamModel) -> None:
+        """Refuse words that cannot be distinguished.
 
         Raises:
             MmfastError: They begin with the same token, or hold none.
         """
         if self.silence is not None:
-            self._firsts(session, [self.silence])
+            self._firsts(model, [self.silence])
             return
-        yes, no = self._words(session)
+        yes, no = self._words(model)
         if not yes or (self.no is not None and not no):
             raise MmfastError(
                 f"{list(self.yes)} and {list(self.no or ())} begin with the same token; give words "
                 "that do not"
             )
 
-    def probability(self, session: Session, logits: Tensor) -> float:
+    def probability(self, model: StreamModel, logits: Tensor) -> float:
         """Of speaking, from the logits `[V]` where an answer begins."""
-        shares = Sampler(session.viewer.blocked).allowed(logits).softmax(-1)
+        shares = Sampler(model.blocked).allowed(logits).softmax(-1)
         if self.silence is not None:
-            return 1 - float(shares[self._firsts(session, [self.silence])].sum())
-        yes, no = self._words(session)
+            return 1 - float(shares[self._firsts(model, [self.silence])].sum())
+        yes, no = self._words(model)
         if self.no is None:
             return float(shares[yes].sum())
         total = float(shares[[*yes, *no]].sum())
         return float(shares[yes].sum()) / total if total else 0.0
 
-    def _words(self, session: Session) -> tuple[list[int], list[int]]:
+    def _words(self, model: StreamModel) -> tuple[list[int], list[int]]:
         """First tokens of both sets of words, without those that tell nothing."""
-        yes = set(self._firsts(session, self.yes))
-        no = set(self._firsts(session, self.no)) if self.no is not None else set[int]()
+        yes = set(self._firsts(model, self.yes))
+        no = set(self._firsts(model, self.no)) if self.no is not None else set[int]()
         return sorted(yes - no), sorted(no - yes)
 
-    def _firsts(self, session: Session, words: Sequence[str]) -> list[int]:
-        ids = [session.viewer.script.wording.text(word)[:1] for word in words]
+    def _firsts(self, model: StreamModel, words: Sequence[str]) -> list[int]:
+        ids = [model.script.wording.text(word)[:1] for word in words]
         found = sorted({each[0] for each in ids if each})
         if not found:
             raise MmfastError(f"{list(words)} hold no token; give words such as {list(YES)}")
@@ -180,7 +179,7 @@ class Look:
 
 
 def condition_of(text: str) -> str:
-    """What is waited for: "tell me when a car stops." gives "a car stops"."""
+    """Return the condition in a text: "tell me when a car stops." gives "a car stops"."""
     return _TELL.sub("", check_question(text)).strip().rstrip(".?!")
 
 
@@ -207,23 +206,23 @@ class Subscription(Iterator[Event]):
         self.cancelled = False
         self._queue: queue.Queue[Event | None] = queue.Queue(_MOST)
 
-    def look(self, session: Session, time: float) -> list[Event]:
-        """Look at the stream, which has come to `time`."""
+    def look(self, stream: Stream, answer: Callable[[str, int], str], time: float) -> list[Event]:
+        """Look at a stream that has come to `time`; `answer` gives the text of an event."""
         if self.cancelled or not self.ready.due(self.rule, time):
             return []
-        _, logits = session.stream.branch(self._look.question)
-        self.probability = self._look.probability(session, logits)
+        _, logits = stream.branch(self._look.question)
+        self.probability = self._look.probability(stream.model, logits)
         self.ready, speak = self.ready.step(self.rule, time, self.probability)
         if not speak:
             return []
         text = ""
         if self._look.reply is not None:
-            text = session.ask(self._look.reply, max_new_tokens=self._look.max_new_tokens).read()
+            text = answer(self._look.reply, self._look.max_new_tokens)
         self.events += 1
         return [Event(time, self.condition, self.probability, text)]
 
     def deliver(self, event: Event) -> None:
-        """Hand an event to the callback, or to whoever iterates."""
+        """Hand an event to the callback, or to the reader of the iterator."""
         if self._callback is not None:
             try:
                 self._callback(event)
@@ -263,7 +262,7 @@ class Subscription(Iterator[Event]):
         return found
 
     def cancel(self) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting for events."""
         if not self.cancelled:
             self.cancelled = True
             if self._queue.full():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cli_runs import CLIP, QUESTION, ROOT, fails, run
 from PIL import Image
+
+from mmfast.cli import COMMANDS, load
 
 
 def test_ask(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,3 +123,29 @@ def test_completion_knows_the_methods() -> None:
     assert "evs:0.5+divprune" in complete_spec("evs:0.5+div")
     shapes = ["llava-onevision-0.5b", "llava-onevision-7b", "llava-onevision-7b-2-layers"]
     assert complete_preset("llava") == shapes
+
+
+def test_help_is_instant_and_imports_no_command() -> None:
+    code = (
+        "import sys\nfrom mmfast.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "loaded = {name for name in sys.modules if name.startswith('mmfast.')}\n"
+        "assert loaded == {'mmfast.cli', 'mmfast.core', 'mmfast.core.errors'}, loaded\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
+    )
+    run = [sys.executable, "-c", code]
+    shown = subprocess.run(run, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    for name in COMMANDS:
+        assert f" {name} " in shown
+    assert "Answer one question about a video or an image" in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_what_it_is_for(name: str) -> None:
+    assert load(name).help and load(name).get_short_help_str()
+
+
+def test_a_wrong_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "bench-all")
+    assert code == 2 and "No such command" in err
+    assert "Did you mean 'ask'" in run(capsys, "askk")[2]

@@ -24,13 +24,12 @@ from mmfast.core.errors import MmfastError
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install mmfast[demo]")
 
-from mmfast.demos import asking, ask_tab, chart, compare_tab, evidence, examples, views  # noqa: I001
+from mmfast.demos import ask, compare, examples, views, watch
 from mmfast.demos.app import build
 from mmfast.demos.seats import Seats
 from mmfast.demos.shelf import Shelf
-from mmfast.demos.viewing import SMALL
-from mmfast.demos.viewing import DemoViewing
-from mmfast.demos.voice_talk import Talk
+from mmfast.demos.voice import Talk
+from mmfast.demos.watch import SMALL, VisitorStream
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIP, QUESTION = "red-circle.mp4", "Which way does the red circle move?"
@@ -59,21 +58,21 @@ def test_examples_are_there_and_their_questions_known() -> None:
 
 
 def test_both_ways_answer_and_the_budget_is_exact(shelf: Shelf) -> None:
-    media = asking.chosen(CLIP, None)
-    base, fast = asking.answers(shelf, media, QUESTION, [None, asking.spec_of("divprune", 25)], 0.0)
+    media = ask.chosen(CLIP, None)
+    base, fast = ask.answers(shelf, media, QUESTION, [None, ask.spec_of("divprune", 25)], 0.0)
     assert (base.text, base.tokens, base.of) == (examples.right_answer(CLIP, QUESTION), 288, 288)
     assert (fast.spec, fast.tokens, fast.of) == ("divprune:0.25", 72, 288)
     left = [int(re.search(r"(\d+) of 36 left", line)[1]) for _, line in fast.frames]  # type: ignore[index]
     assert len(left) == 8 and sum(left) == 72
-    page = views.cards(base, fast, "left")
+    page = ask.cards(base, fast, "left")
     assert "72 <small>of 288" in page and "25%" in page and "Same answer" in page
     assert "Where the time went" in page and "encode" in page
 
 
 def test_the_picture_shows_what_was_kept(shelf: Shelf) -> None:
-    media = asking.chosen(CLIP, None)
-    base, fast = asking.answers(shelf, media, QUESTION, [None, "random:0.25"], 0.0)
-    html = views.frames(base, fast)
+    media = ask.chosen(CLIP, None)
+    base, fast = ask.answers(shelf, media, QUESTION, [None, "random:0.25"], 0.0)
+    html = ask.frames(base, fast)
     found = re.search(r"data-frames='([^']*)'", html)
     assert found is not None
     frames = json.loads(found[1].replace("&quot;", '"').replace("&amp;", "&"))
@@ -93,26 +92,26 @@ def _picture(uri: str) -> np.ndarray[Any, Any]:
 def test_the_slider_reuses_the_answer_with_all_tokens(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = ask_tab.compare(shelf, CLIP, None, QUESTION, "evs", 50, None, fresh=True)
+    first = ask.compare(shelf, CLIP, None, QUESTION, "evs", 50, None, fresh=True)
     ways: list[list[Any]] = []
-    real = asking.answers
+    real = ask.answers
 
     def counted(shelf: Shelf, media: Any, question: str, specs: list[Any], *rest: Any) -> Any:
         ways.append(specs)
         return real(shelf, media, question, specs, *rest)
 
-    monkeypatch.setattr(asking, "answers", counted)
-    second = ask_tab.compare(shelf, CLIP, None, QUESTION, "evs", 10, first[2], fresh=False)
+    monkeypatch.setattr(ask, "answers", counted)
+    second = ask.compare(shelf, CLIP, None, QUESTION, "evs", 10, first[2], fresh=False)
     assert ways == [["evs:0.10"]] and second[1] != first[1]
     assert "29 <small>of 288" in second[0] and second[2][1] is first[2][1]
-    ask_tab.compare(shelf, CLIP, None, "How many objects are there?", "evs", 10, second[2], False)
+    ask.compare(shelf, CLIP, None, "How many objects are there?", "evs", 10, second[2], False)
     assert ways[-1] == [None, "evs:0.10"]  # another question
 
 
 def test_offered_methods_run_at_a_quarter(shelf: Shelf) -> None:
-    media = asking.chosen("number.mp4", None)
-    for method in asking.offered()[::5]:
-        spec = asking.spec_of(method.name, 25)
+    media = ask.chosen("number.mp4", None)
+    for method in ask.offered()[::5]:
+        spec = ask.spec_of(method.name, 25)
         found = shelf.visual("video", spec)(media, "What number is on the screen?")
         assert found.kept_tokens == 72 and found.text, spec
 
@@ -120,22 +119,22 @@ def test_offered_methods_run_at_a_quarter(shelf: Shelf) -> None:
 def test_wrong_uploads_are_one_line_without_folders(shelf: Shelf, tmp_path: Path) -> None:
     import gradio as gr
 
-    from mmfast.demos.polite import polite
+    from mmfast.demos.views import polite
     from mmfast.serve.uploads import read_upload
 
     bad = tmp_path / "film.mp4"
     bad.write_bytes(b"this is no film\n" * 99)
     with pytest.raises(gr.Error) as caught:
-        polite(ask_tab.take)(str(bad))
+        polite(ask.take)(str(bad))
     message = str(caught.value.message)
     assert "film.mp4" in message and str(tmp_path) not in message and "\n" not in message
     own = Shelf(read=read_upload)
     with pytest.raises(MmfastError):
-        ask_tab.compare(own, examples.OWN, str(bad), QUESTION, "evs", 25, None, fresh=True)
+        ask.compare(own, examples.OWN, str(bad), QUESTION, "evs", 25, None, fresh=True)
     with pytest.raises(MmfastError, match="upload"):
-        ask_tab.compare(shelf, examples.OWN, None, QUESTION, "evs", 25, None, fresh=True)
+        ask.compare(shelf, examples.OWN, None, QUESTION, "evs", 25, None, fresh=True)
     with pytest.raises(MmfastError):
-        ask_tab.compare(shelf, CLIP, None, "  ", "evs", 25, None, fresh=True)
+        ask.compare(shelf, CLIP, None, "  ", "evs", 25, None, fresh=True)
 
 
 def test_an_upload_is_decoded_apart_and_answered(shelf: Shelf) -> None:
@@ -144,25 +143,25 @@ def test_an_upload_is_decoded_apart_and_answered(shelf: Shelf) -> None:
     path = str(examples.CLIPS / CLIP)
     pixels = read_upload(path)
     assert pixels.shape[0] == 8 and pixels.shape[-1] == 3
-    (shown,) = asking.answers(shelf, pixels, QUESTION, ["evs:0.5"], 0.0)
+    (shown,) = ask.answers(shelf, pixels, QUESTION, ["evs:0.5"], 0.0)
     assert shown.text == "left" and shown.tokens == 144
     assert read_upload(str(examples.CLIPS / "picture.jpg")).ndim == 3
 
 
 def test_what_is_shown_cannot_become_markup() -> None:
-    shown = asking.Shown(None, "<img src=x onerror=alert(1)>", 1, 1, 1.0, 1, (), ())
-    assert "<img" not in views.cards(shown, shown, "<b>")
+    shown = ask.Shown(None, "<img src=x onerror=alert(1)>", 1, 1, 1.0, 1, (), ())
+    assert "<img" not in ask.cards(shown, shown, "<b>")
     assert "<b>" not in views.note("<b>")
 
 
 # --------------------------------------------------------------------------------------- compare
 
 
-@pytest.mark.parametrize("name", evidence.SUITES)
+@pytest.mark.parametrize("name", compare.SUITES)
 def test_the_chart_draws_the_rows_as_they_are(name: str) -> None:
-    path = examples.RESULTS / f"eval-{evidence.SUITES[name]}.jsonl"
+    path = examples.RESULTS / f"eval-{compare.SUITES[name]}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    drawn = chart.chart(evidence.suite(name), ["divprune"])
+    drawn = compare.chart(compare.suite_curves(name), ["divprune"])
     for row in rows:
         if row["reduce"] and "+" not in row["reduce"]:
             method, _, share = row["reduce"].rpartition(":")
@@ -170,13 +169,15 @@ def test_the_chart_draws_the_rows_as_they_are(name: str) -> None:
             assert drawn.count(f'aria-label="{says}') == 2, says  # wide and narrow
     assert drawn.count("mm-chosen") == 2 and 'tabindex="0"' in drawn
     assert ">0%</text>" in drawn  # the axis begins at nothing
-    assert chart.WIDE.y(0) - chart.WIDE.y(0.5) == pytest.approx(chart.WIDE.y(0.5) - chart.WIDE.y(1))
+    assert compare.WIDE.y(0) - compare.WIDE.y(0.5) == pytest.approx(
+        compare.WIDE.y(0.5) - compare.WIDE.y(1)
+    )
 
 
 def test_the_table_links_every_paper() -> None:
-    table = compare_tab.table("clips")
+    table = compare.table("clips")
     known = {method.name: method for method in mmfast.methods("reducer")}
-    for name in evidence.suite("clips").curves:
+    for name in compare.suite_curves("clips").curves:
         paper = known[name.partition("@")[0]].paper
         assert f"<code>{name}</code>" in table
         assert not paper or f'href="https://arxiv.org/abs/{paper}"' in table
@@ -184,7 +185,7 @@ def test_the_table_links_every_paper() -> None:
 
 
 def test_other_questions_keep_the_methods_that_were_measured() -> None:
-    update, picture, _ = compare_tab.choose("pages", ["dtd", "divprune"])
+    update, picture, _ = compare.choose("pages", ["dtd", "divprune"])
     assert update["value"] == ["divprune"]
     assert "model tiny-document" in picture
 
@@ -193,39 +194,37 @@ def test_other_questions_keep_the_methods_that_were_measured() -> None:
 
 
 def test_a_world_is_watched_and_asked(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.demos import viewing as module
-
-    monkeypatch.setattr(module, "PACE", 500.0)
-    viewing = DemoViewing(shelf.stream().open(memory=SMALL))
+    monkeypatch.setattr(watch, "PACE", 500.0)
+    stream = VisitorStream(shelf.stream().open(memory=SMALL))
     with pytest.raises(MmfastError, match="nothing was seen"):
-        list(viewing.ask("What number is on the screen now?"))
-    fact = viewing.world.event(0)
-    viewing.play()
-    _until(lambda: viewing.seconds > fact.stop + 2)
-    viewing.pause()
-    at = viewing.seconds
-    answer = "".join(viewing.ask(f"What number is at the {fact.name}?"))
-    assert not viewing.playing and viewing.seconds == at
-    assert viewing.log[-1][1:] == (f"What number is at the {fact.name}?", viewing.log[-1][2])
-    assert str(fact.number) == viewing.log[-1][2] and answer.endswith(viewing.log[-1][2])
-    assert viewing.shown()[-1][:3] == (fact.name, fact.number, fact.corner)
-    viewing.play()
-    _until(lambda: viewing.seconds > at + 3)
-    viewing.close()
-    assert viewing.session.closed and not viewing.playing
+        list(stream.ask("What number is on the screen now?"))
+    fact = stream.world.event(0)
+    stream.play()
+    _until(lambda: stream.seconds > fact.stop + 2)
+    stream.pause()
+    at = stream.seconds
+    answer = "".join(stream.ask(f"What number is at the {fact.name}?"))
+    assert not stream.playing and stream.seconds == at
+    assert stream.log[-1][1:] == (f"What number is at the {fact.name}?", stream.log[-1][2])
+    assert str(fact.number) == stream.log[-1][2] and answer.endswith(stream.log[-1][2])
+    assert stream.shown()[-1][:3] == (fact.name, fact.number, fact.corner)
+    stream.play()
+    _until(lambda: stream.seconds > at + 3)
+    stream.close()
+    assert stream.session.closed and not stream.playing
 
 
 def test_memory_stays_bounded_and_counters_say_so(shelf: Shelf) -> None:
-    viewing = DemoViewing(shelf.stream().open(memory=SMALL))
+    stream = VisitorStream(shelf.stream().open(memory=SMALL))
     sizes = []
-    for second, (frame, _) in zip(range(48), viewing.world.frames(), strict=False):
-        viewing.session.push(frame, float(second))
-        sizes.append(viewing.session.stats()["memory"]["bytes"])
+    for second, (frame, _) in zip(range(48), stream.world.frames(), strict=False):
+        stream.session.push(frame, float(second))
+        sizes.append(stream.session.stats()["memory"]["bytes"])
     assert sizes[-1] == sizes[40]
-    figures = dict(viewing.figures())
+    figures = dict(stream.figures())
     assert figures["frames seen"] == "48" and int(figures["archived frames"]) > 10
     assert int(figures["live tokens"].replace(",", "")) <= 64 + 1152 + 36
-    viewing.close()
+    stream.close()
 
 
 def test_places_are_bounded_and_given_up() -> None:
@@ -365,11 +364,13 @@ def client(shelf: Shelf) -> Iterator[Any]:
 
     from mmfast.demos.app import mount
 
-    app = FastAPI()
+    app, before = FastAPI(), set(threading.enumerate())  # those are of other tests
     assert mount(app, "/demo", shelf=shelf) is app
     with TestClient(app, base_url="http://127.0.0.1:8000") as client:
         yield client
-    _until(lambda: not [t for t in threading.enumerate() if t.name.startswith("mmfast")])
+    _until(
+        lambda: not [t for t in {*threading.enumerate()} - before if t.name.startswith("mmfast")]
+    )
 
 
 def test_the_page_is_mounted_and_asks_nobody_else(client: Any) -> None:

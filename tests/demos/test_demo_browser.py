@@ -263,6 +263,7 @@ def test_a_phone_never_scrolls_sideways(browser: Any, demo_url: str, pictures: P
 
 def test_everything_is_reached_with_the_keyboard(visit: Visit) -> None:
     page = visit.page
+    page.locator("button.gallery-item", has_text="?").first.wait_for()  # these come a little later
     assert not page.evaluate(
         """() => [...document.querySelectorAll('input, textarea, select, button')]
             .filter((e) => e.offsetParent && e.type !== 'file' && !e.ariaLabel && !e.title

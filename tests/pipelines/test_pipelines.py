@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import mmfast
+from mmfast.caches.plan import CachePlan, call_plan
+from mmfast.core.spec import parse
 from mmfast.frontends.video.reader import read_video
 from mmfast.pipelines.visual_qa import pair_up
 
@@ -101,6 +103,19 @@ def test_stream_raises_what_went_wrong(pipe: Any) -> None:
     with pytest.raises(mmfast.SpecError, match="100000"):
         list(fast.stream(CLIP, QUESTION))
     assert pipe(CLIP, QUESTION).text  # the failed one left nothing behind
+
+
+def test_specs_are_parsed_once_and_handed_on(pipe: Any) -> None:
+    """A spec as text and as parsed stages is the same pipeline."""
+    pair, found = (pipe.model, pipe.processor), []
+    for reduce, cache in (
+        ("evs:0.25+fastv@llm2:0.5", "window:64"),
+        (parse("evs:0.25+fastv@llm2:0.5"), call_plan("window:64")),
+    ):
+        made = mmfast.pipeline("video-qa", pair, reduce=reduce, cache=cache)
+        assert isinstance(made.reduce, tuple) and isinstance(made.cache, CachePlan)
+        found.append(made(CLIP, QUESTION))
+    assert found[0].text == found[1].text and found[0].kept_tokens == found[1].kept_tokens > 0
 
 
 def test_image_qa(pipe: Any) -> None:

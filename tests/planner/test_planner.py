@@ -19,10 +19,10 @@ from mmfast.core.spec import parse
 from mmfast.core.tokens import Tokens
 from mmfast.planner.candidates import evidence_for, shipped_rows
 from mmfast.planner.cost import Work
+from mmfast.planner.learner import selection_ms
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner, PlanWarning
 from mmfast.planner.rates import Rates
-from mmfast.planner.selection import selection_ms
 from mmfast.planner.target import Target, make_target, parse_bytes
 
 WORK = Work(160, 1, (128,), 24576, ((2, 8, 8),))

@@ -10,7 +10,7 @@ import pytest
 
 from mmfast.core.errors import MediaError, SpecError
 from mmfast.frontends.video.threads import Ahead
-from mmfast.streams.sources import Feed
+from mmfast.streams.feed import Feed
 from mmfast.streams.stream import FakeClock, SystemClock
 
 
@@ -88,10 +88,10 @@ def test_real_time_pacing_releases_frames_at_their_times() -> None:
     with Feed(((frame(i), 7.0 + i) for i in range(4)), clock=clock, realtime=True) as feed:
         assert next(feed)[1] == 7.0  # the first one at once, whatever its time
         clock.settle()
-        assert feed.poll() is None
+        assert feed.stats()["waiting"] == 0
         clock.advance(0.999)
         clock.settle()
-        assert feed.poll() is None
+        assert feed.stats()["waiting"] == 0
         clock.advance(0.001)
         assert next(feed)[1] == 8.0
         clock.settle()

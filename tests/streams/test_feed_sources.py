@@ -14,7 +14,7 @@ from mmfast.frontends.live.source import Push, live_frames
 from mmfast.frontends.source import Budget
 from mmfast.frontends.video import threads
 from mmfast.frontends.video.threads import Ahead
-from mmfast.streams.sources import Feed
+from mmfast.streams.feed import Feed
 from mmfast.streams.stream import FakeClock
 
 MINUTES, RATE = 10, 2

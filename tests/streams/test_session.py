@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stream_checks import same
 from stream_tools import (
     EMBEDDED,
     answer_logits,
@@ -77,7 +78,7 @@ def test_remembered_exchanges_are_a_stock_conversation(family: str) -> None:
     with pipe.open(None) as session:
         session.push(clip[:4], seconds(4))
         reply = session.ask(QUESTION, remember=True, max_new_tokens=6)
-        words = iter(pipe.viewer.script.wording.text("a ball"))
+        words = iter(pipe.stream_model.script.wording.text("a ball"))
         reply._sampler = lambda *_: next(words)  # type: ignore[assignment]
         assert reply.read() == "a ball" and reply.finished == "length"
         session.push(clip[4:], seconds(4, start=2.0))
@@ -102,17 +103,6 @@ def test_questions_leave_the_stream_as_it_is(family: str) -> None:
                 asked.ask("why?", max_new_tokens=2, temperature=1.0, seed=i).read()
         assert torch.equal(answer_logits(asked, QUESTION), answer_logits(silent, QUESTION))
         assert same(asked.stream.memory.snapshot(), silent.stream.memory.snapshot())
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal trees, tensors bit for bit."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
 
 
 @pytest.mark.parametrize("family", [*THREE, EMBEDDED])
@@ -193,9 +183,9 @@ def test_the_stream_goes_on_while_an_exchange_is_remembered() -> None:
         ids = reply.ids
     with pipe.open(None) as other:
         other.push(clip, seconds(6))
-        script = pipe.viewer.script
+        script = pipe.stream_model.script
         for piece in [*script.question(other.stream.written, QUESTION), script.text(ids)]:
-            pipe.viewer.engine.append(other.stream.memory, piece)
+            pipe.stream_model.engine.append(other.stream.memory, piece)
         other.stream.written = script.answered(other.stream.written)
         assert torch.equal(answer_logits(other, "and now?"), logits)
 

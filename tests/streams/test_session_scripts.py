@@ -11,7 +11,7 @@ from stream_tools import EMBEDDED, FAMILIES, Watcher, seconds, seen_by_decoder, 
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.streams.families import positions_of, prove, script_for
-from mmfast.streams.intake import FrameEncoder
+from mmfast.streams.frontend import FrameEncoder
 from mmfast.streams.script import EncodedUnit, Piece, Script, WrittenState
 
 QUESTION = "what moves?"

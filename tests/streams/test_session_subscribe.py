@@ -71,8 +71,8 @@ def test_conditions() -> None:
 def chances(session: Any, words: list[str]) -> list[float]:
     """Probabilities of the first tokens of words where the probe's answer begins."""
     logits = answer_logits(session, "Is it a? Answer yes or no.")
-    shares = Sampler(session.viewer.blocked).allowed(logits).softmax(-1)
-    first = [session.viewer.script.wording.text(word)[0] for word in words]
+    shares = Sampler(session.model.blocked).allowed(logits).softmax(-1)
+    first = [session.model.script.wording.text(word)[0] for word in words]
     return [float(shares[token]) for token in first]
 
 
@@ -83,11 +83,11 @@ def test_the_probability_is_that_of_the_answer() -> None:
         yes, no, other = chances(session, ["y", "n", "q"])
         logits = answer_logits(session, "Is it a? Answer yes or no.")
         look = Look("?", ("y",), ("n",))
-        assert look.probability(session, logits) == pytest.approx(yes / (yes + no))
+        assert look.probability(session.model, logits) == pytest.approx(yes / (yes + no))
         look = Look("?", ("y", "q"), None)
-        assert look.probability(session, logits) == pytest.approx(yes + other)
+        assert look.probability(session.model, logits) == pytest.approx(yes + other)
         look = Look("?", silence="q")
-        assert look.probability(session, logits) == pytest.approx(1 - other)
+        assert look.probability(session.model, logits) == pytest.approx(1 - other)
 
 
 @pytest.mark.parametrize("callback", [True, False])

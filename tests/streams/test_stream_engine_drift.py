@@ -85,19 +85,21 @@ def test_rotation_in_place_would_drift(dtype: torch.dtype, monkeypatch: pytest.M
     """The planted fault: keys turned on by the distance they move, from where they stand."""
 
     def in_place(
-        self: Turner, layer: int, buffer: Any, blocks: Any, starts: Any, ends: Any, known: Any
+        self: Turner, layer: int, buffer: Any, blocks: Any, starts: Any, known: Any = None
     ) -> None:
-        at = sum(block.size_at(layer) for block in blocks[: ends[0]])
-        moved = list(zip(blocks, starts, strict=True))[ends[0] : ends[1]]
-        stop = at + sum(block.size_at(layer) for block, _ in moved)
+        moved = [start != block.start for block, start in zip(blocks, starts, strict=True)]
+        first, end = moved.index(True), len(moved) - moved[::-1].index(True)
+        at = sum(block.size_at(layer) for block in blocks[:first])
+        pairs = list(zip(blocks, starts, strict=True))[first:end]
+        stop = at + sum(block.size_at(layer) for block, _ in pairs)
         steps = torch.cat(
-            [block.positions(layer, start) - block.positions(layer) for block, start in moved], 1
+            [block.positions(layer, start) - block.positions(layer) for block, start in pairs], 1
         )
         rows = buffer.read(1, at, stop)
         rows.copy_(self.rotate(layer, rows.clone(), steps))
 
     engine = engine_of("llava_onevision", dtype)
-    monkeypatch.setattr(Turner, "_move", in_place)
+    monkeypatch.setattr(Turner, "move_layer", in_place)
     memory = engine.memory(plan_cache(f"sink:{SINK}+window:{50 * N}"), slack=0)
     last = endless(memory, engine.turner, dtype, 60)
     held, once, _ = drift(memory, engine.turner, last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import methods
 from mmfast.core.spec import parse, run
 from mmfast.core.tokens import Tokens
-from mmfast.streams.intake import ReducerState, StreamReducer, joined
+from mmfast.streams import snapshots
+from mmfast.streams.frontend import ReducerState, StreamReducer, joined
 
 ROWS, COLUMNS, WIDTH, FRAMES = 3, 4, 6, 7
 N = ROWS * COLUMNS
@@ -122,11 +124,13 @@ def test_the_state_does_not_grow(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["dtd:0.25", "evs", "stc_pruner:0.25"])
-def test_a_restored_snapshot_goes_on_alike(spec: str) -> None:
+def test_a_restored_snapshot_goes_on_alike(tmp_path: Path, spec: str) -> None:
     x, reducer = video(), StreamReducer(spec)
     state, _ = pieces(x[: 3 * N], [], reducer)
     rest = Tokens(x[3 * N :], grid=(FRAMES - 3, ROWS, COLUMNS))
-    again = ReducerState.restore(state.snapshot())
+    snapshots.save(tmp_path, state)
+    again = snapshots.load(tmp_path)
+    assert isinstance(again, ReducerState)
     first, second = reducer.step(state, rest)[1], reducer.step(again, rest)[1]
     assert torch.equal(first.keep, second.keep)
 

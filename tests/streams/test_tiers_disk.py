@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from stream_blocks import HEADS, LAYERS, WIDTH, archive, block, same
 
 from mmfast.ops.quantisation import Quantiser
-from mmfast.streams import saving
-from mmfast.streams.archive import disk
+from mmfast.streams import snapshots
+from mmfast.streams.archive import files, tiers
 from mmfast.streams.archive.archive import Archive, Found
 from mmfast.streams.archive.blocks import Stored
-from mmfast.streams.archive.disk import TornBlockError, encode, read_header, read_section, write
+from mmfast.streams.archive.files import TornFileError, TreeFile, encode, write
 
-FILE = encode(0, Stored.of(block(0)).sections()).nbytes
+FILE = sum(map(len, encode(Stored.of(block(0)).tree())))
 
 
 def _query() -> torch.Tensor:
@@ -73,9 +73,9 @@ def test_a_layer_is_read_without_the_others(tmp_path: Path) -> None:
     held = _filled(tmp_path)
     held.read(1, [Found(0, None)])  # the table of contents is in memory now
     path = _files(tmp_path)[0]
-    section = read_header(path, 0)[1 + 0]
+    (place,) = TreeFile(path).skeleton["list"][2]["value"][1][0][1].values()  # keys of layer 0
     data = bytearray(path.read_bytes())
-    data[section.start] ^= 1
+    data[TreeFile(path).rows[place][3]] ^= 1
     path.write_bytes(data)
     assert same(held.read(1, [Found(0, None)])[0], block(0), 1)
     assert held.read(0, [Found(0, None)]) == [] and held.stats()["corrupt"] == 1
@@ -96,8 +96,7 @@ def test_any_damage_is_noticed(
 ) -> None:
     """One flipped bit anywhere, a cut anywhere, bytes added: torn, or nothing has changed."""
     path = tmp_path_factory.getbasetemp() / "damaged.block"
-    trees = Stored.of(block(3)).sections()
-    raw = bytearray(b"".join(encode(3, trees).buffers))
+    raw = bytearray(b"".join(encode(Stored.of(block(3)).tree())))
     match data.draw(st.sampled_from(["flip", "cut", "grow", "zero"])):
         case "flip":
             bit = data.draw(st.integers(0, 8 * len(raw) - 1))
@@ -110,9 +109,8 @@ def test_any_damage_is_noticed(
             at = data.draw(st.integers(0, len(raw) - 64))
             raw[at : at + 64] = bytes(64) if any(raw[at : at + 64]) else b"\1" * 64
     path.write_bytes(raw)
-    with pytest.raises(TornBlockError):
-        for section in read_header(path, 3):
-            read_section(path, 3, section)
+    with pytest.raises(TornFileError):
+        TreeFile(path).read()
 
 
 def test_swapped_blocks_are_noticed(tmp_path: Path) -> None:
@@ -146,7 +144,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, code: int, fails: Callable[[], boo
             raise OSError(code, os.strerror(code))
         real(held)
 
-    monkeypatch.setattr(disk.os, "fsync", fsync)
+    monkeypatch.setattr(tiers.os, "fsync", fsync)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -225,7 +223,7 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; sys.path[:0] = sys.argv[2:]\n"
         "from pathlib import Path\n"
-        "from mmfast.streams.archive.disk import BlockFolder\n"
+        "from mmfast.streams.archive.tiers import BlockFolder\n"
         "folder = BlockFolder(Path(sys.argv[1])); folder.file(0).write_text('left')\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -244,13 +242,13 @@ def test_saved_and_restored_bit_for_bit(tmp_path: Path, keep_archive: bool) -> N
     for n in range(20):
         held.put(block(n, tokens=9))
     held.forget(11)
-    saving.save(tmp_path / "saved", held.snapshot())
+    snapshots.save(tmp_path / "saved", held.snapshot())
     want = [[f.number for f in held.choose(layer, _query())] for layer in range(LAYERS)]
     stats = held.stats()
     if not keep_archive:
         held.close()
     again = archive("resv", 0.3, **options)
-    again.restore(saving.load(tmp_path / "saved"))
+    again.restore(snapshots.load(tmp_path / "saved"))
     ours = again.stats()
     assert {k: v for k, v in ours.items() if k != "index_bytes"} == {
         k: v for k, v in stats.items() if k != "index_bytes"
@@ -262,30 +260,30 @@ def test_saved_and_restored_bit_for_bit(tmp_path: Path, keep_archive: bool) -> N
             part = again.read(layer, [Found(number, None)])[0]
             assert same(part, block(number, tokens=9), layer)
     again.put(block(20, tokens=9))
-    assert len(saving.load(tmp_path / "saved")["tiers"]["disk"]) == stats["blocks"]["disk"]
+    assert len(snapshots.load(tmp_path / "saved")["tiers"]["disk"]) == stats["blocks"]["disk"]
 
 
 def test_restored_with_smaller_quotas(tmp_path: Path) -> None:
     held = _filled(tmp_path / "disk", 6)
-    saving.save(tmp_path / "saved", held.snapshot())
+    snapshots.save(tmp_path / "saved", held.snapshot())
     small = archive(host=0, disk=2 * FILE, folder=tmp_path / "disk")
-    small.restore(saving.load(tmp_path / "saved"))
+    small.restore(snapshots.load(tmp_path / "saved"))
     assert small.numbers() == [4, 5] and _read(small, 4) and small.stats()["dropped"] == 4
     none = archive(host=0)
-    none.restore(saving.load(tmp_path / "saved"))
+    none.restore(snapshots.load(tmp_path / "saved"))
     assert none.numbers() == [] and none.choose(0, _query()) == []
 
 
 def test_a_saved_block_that_got_damaged_is_dropped(tmp_path: Path) -> None:
     held = _filled(tmp_path / "disk", 4)
-    saving.save(tmp_path / "saved", held.snapshot())
+    snapshots.save(tmp_path / "saved", held.snapshot())
     held.close()
     path = next((tmp_path / "saved").glob("gen-*/file-000002"))
     data = bytearray(path.read_bytes())
     data[-100] ^= 16
     path.write_bytes(data)
     again = archive(host=0, disk="1GB", folder=tmp_path / "disk")
-    again.restore(saving.load(tmp_path / "saved"))
+    again.restore(snapshots.load(tmp_path / "saved"))
     assert [n for n in range(4) if _read(again, n)] == [0, 1, 3]
     assert again.stats()["corrupt"] == 1
 
@@ -294,7 +292,7 @@ def test_planted_fault_an_unchecked_section_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = _filled(tmp_path)
-    monkeypatch.setattr(disk.zlib, "crc32", lambda data, crc=0: 0)
+    monkeypatch.setattr(files.zlib, "crc32", lambda data, crc=0: 0)
     held2 = _filled(tmp_path)  # written and read without checksums
     path = held2._tiers.disk._folder.file(2)
     data = bytearray(path.read_bytes())
@@ -308,7 +306,7 @@ def test_planted_fault_an_unchecked_section_is_used(
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_block_is_either_absent_or_whole(tmp_path: Path) -> None:
     """Killed at every step of a write: no half a block under its name."""
-    encoded = encode(0, Stored.of(block(0)).sections())
+    encoded = encode(Stored.of(block(0)).tree())
     for step in ("write", "fsync", "replace"):
         child = os.fork()
         if not child:
@@ -324,7 +322,6 @@ def _die_at(step: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if step == "write":
-        disk.Encoded = None  # type: ignore[misc]
         Path.open = die  # type: ignore[method-assign,assignment]
     elif step == "fsync":
         os.fsync = die

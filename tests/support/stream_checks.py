@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -138,6 +138,10 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if is_dataclass(a):
+        return type(a) is type(b) and all(
+            same(getattr(a, each.name), getattr(b, each.name)) for each in fields(a)
+        )
     return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 

@@ -30,7 +30,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache
-from mmfast.streams.intake import FrameEncoder, StreamReducer
+from mmfast.streams.frontend import FrameEncoder, StreamReducer
 
 FRAMES, EARLY, PART = 20_000, 2_000, 1_000
 MEMORY = "sink:64+window:512+retrieve:4"
@@ -81,7 +81,7 @@ def bounded_row(
     memory = figures["memory"]
     return {
         "memory": MEMORY,
-        "reduce": pipe.viewer.reduce,
+        "reduce": pipe.stream_model.reduce,
         "n": frames,
         "early": early,
         "held_early_mb": max(seen.held[:samples]) / 1e6,

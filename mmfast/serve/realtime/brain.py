@@ -241,7 +241,7 @@ class OmniBrain:
 
     def count(self, text: str) -> int:
         """Tokens of the model that answers."""
-        return len(self._opened.video.viewer.tokenizer(text)["input_ids"])
+        return len(self._opened.video.model.tokenizer(text)["input_ids"])
 
     def figures(self) -> dict[str, Any]:
         """Of the stream."""

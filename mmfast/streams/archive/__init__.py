@@ -1,1 +1,1 @@
-"""What has left the window of a stream: tiers, blocks and recall."""
+"""Blocks that have left the window of a stream: tiers, files and search."""

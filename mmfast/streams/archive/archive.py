@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.kv import Block, Clusters, Retriever
 from mmfast.ops.quantisation import Quantiser
 from mmfast.streams.archive.blocks import Stored, TierQuotas
-from mmfast.streams.archive.disk import Reports
-from mmfast.streams.archive.tiers import Tiers
-from mmfast.streams.buffers import Buffer, LiveBlock, Start, Turner, highest, walk
+from mmfast.streams.archive.tiers import Reports, Tiers
 
 _LEAST = 64
 
@@ -159,7 +157,7 @@ class LayerIndex:
         self._tokens.drop(number)
 
     def choose(self, query: Tensor, retriever: Retriever) -> list[Found]:
-        """What a retriever reads for the query `[Hq, T, d]`, in time order."""
+        """Return the tokens that a retriever reads for the query `[Hq, T, d]`, in time order."""
         if not len(self._clusters):
             return []
         owner, columns = self._clusters.view()
@@ -234,7 +232,7 @@ class Archive:
             retriever: Chooses what is read.
             layers: Of the language model.
             device: Where parts are wanted and the index lies.
-            tiers: Byte quotas; None is `Quotas()`, main memory alone.
+            tiers: Byte quotas; None is `TierQuotas()`, main memory alone.
             store: Packs blocks that leave the device.
         """
         self.reports = Reports()
@@ -266,7 +264,7 @@ class Archive:
         self._unindex()
 
     def choose(self, layer: int, query: Tensor) -> list[Found]:
-        """What to read in a layer for the queries `[Hq, T, d]` (before RoPE) of a question."""
+        """Choose tokens of a layer for the queries `[Hq, T, d]` (before RoPE) of a question."""
         return self._index[layer].choose(query, self._retriever)
 
     def read(self, layer: int, found: Sequence[Found]) -> list[LayerPart]:
@@ -334,7 +332,7 @@ class Archive:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """All state; blocks on disk as files, which `saving.save` links or copies."""
+        """All state; blocks on disk as files, which `snapshots.save` links or copies."""
         return {
             "newest": self._newest,
             "tiers": self._tiers.snapshot(),
@@ -352,84 +350,7 @@ class Archive:
         self._unindex()
 
     def close(self) -> None:
-        """Let go of everything, files of the disk tier included."""
+        """Release everything, files of the disk tier included."""
         self._gone += self.numbers()
         self._unindex()
         self._tiers.close()
-
-
-def recall(
-    turner: Turner,
-    layer: int,
-    buffer: Buffer,
-    blocks: Sequence[LiveBlock],
-    parts: Sequence[LayerPart],
-    question: LiveBlock,
-) -> None:
-    """Put stored tokens into the buffer of one layer, and what is older to its new place.
-
-    Places are those of a prompt of sinks, stored blocks, window and question. All layers share
-    the places of the question, and layers may read different amounts, so the prompt is laid out
-    from its end: sinks move away from the window, and the window stays where it is. Attention
-    only sees distances.
-
-    Args:
-        turner: Rotates the layer's keys.
-        layer: Which layer.
-        buffer: Of the layer, at the moment all of `blocks`.
-        blocks: Live blocks.
-        parts: Stored ones, in the order of time.
-        question: What asks; where it stands is fixed.
-    """
-    at = _opening(blocks)
-    stored = _as_blocks(parts)
-    starts = walk([*_sinks(blocks[:at], parts), *stored, *blocks[at:], question], turner.axes)
-    shift = tuple(a - b for a, b in zip(question.start, starts[-1], strict=True))
-    starts = [tuple(a + b for a, b in zip(start, shift, strict=True)) for start in starts]
-    turner.move_layer(layer, buffer, blocks, [*starts[:at], *starts[at + len(parts) : -1]])
-    places = zip(stored, starts[at : at + len(parts)], strict=True)
-    where = torch.cat([block.positions(layer, start) for block, start in places], 1)
-    keys = _side_by_side([part.keys for part in parts], buffer)
-    values = _side_by_side([part.values for part in parts], buffer)
-    buffer.write(keys, turner.rotate(layer, keys, where), values)
-    buffer.length += keys.shape[1]
-
-
-def _opening(blocks: Sequence[LiveBlock]) -> int:
-    """How many blocks stand before everything that has left: the sinks."""
-    for i, block in enumerate(blocks):
-        if block.number != i:
-            return i
-        if not block.whole:
-            return i + 1
-    return len(blocks)
-
-
-def _sinks(blocks: Sequence[LiveBlock], parts: Sequence[LayerPart]) -> list[LiveBlock]:
-    """Sinks for the walk: the rest of one that was cut stands where it stood, not behind it."""
-    sinks = list(blocks)
-    if sinks and not sinks[-1].whole and sinks[-1].number == parts[0].number:
-        sinks[-1] = replace(sinks[-1], advance=(0,) * len(sinks[-1].advance))
-    return sinks
-
-
-def _as_blocks(parts: Sequence[LayerPart]) -> list[LiveBlock]:
-    """Stored parts as blocks, to see where they belong."""
-    sizes = [part.relative.shape[1] for part in parts]
-    relatives = torch.cat([part.relative for part in parts], 1).cpu().split(sizes, 1)
-    advances = torch.stack([part.advance for part in parts]).tolist()  # one wait for the device
-    rows = zip(parts, relatives, advances, strict=True)
-    return [_as_block(part.number, relative, tuple(advance)) for part, relative, advance in rows]
-
-
-def _as_block(number: int, relative: Tensor, advance: Start) -> LiveBlock:
-    axes, n = relative.shape
-    # Text counts on all axes alike, so it starts on all of them at the same position.
-    level = axes > 1 and len(set(advance)) == 1 and bool((relative == relative[:1]).all())
-    top, kinds = highest(relative, advance), torch.zeros(n, dtype=torch.int64)
-    return LiveBlock(number, "text", None, relative, advance, False, level, top, kinds, (0,) * axes)
-
-
-def _side_by_side(rows: Sequence[Tensor], buffer: Buffer) -> Tensor:
-    assert buffer.data is not None
-    return torch.cat([row.to(buffer.data.device, buffer.data.dtype) for row in rows], 1)

@@ -1,10 +1,9 @@
-"""How many bytes of stored blocks, and how many of them, may lie where."""
+"""Stored blocks, and quotas of bytes and blocks per tier."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,11 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.kv import Block
+from mmfast.core.size import parse_bytes
 from mmfast.ops.quantisation import PackedTensor, Quantiser, dequantise
-from mmfast.streams.saving import compact
+from mmfast.streams.archive.files import compact, value
 
 TIERS = ("device", "host", "disk")
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
-
-
-def parse_bytes(size: str | int | None) -> int | None:
-    """Read a size such as `"2GB"`, `"500 MB"`, `"1.5GiB"`, 4096; None is no limit.
-
-    Raises:
-        MmfastError: It is no size, or negative.
-    """
-    if size is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    unit = None if match is None else _UNITS.get(match[2].upper())
-    if match is None or unit is None or isinstance(size, bool):
-        raise MmfastError(f"{size!r} is no size; write bytes, '500MB', '2GB' or '1.5GiB'")
-    whole = match[1].isdecimal()
-    return int(match[1]) * unit if whole else round(float(match[1]) * unit)
 
 
 @dataclass(frozen=True)
@@ -84,14 +65,16 @@ class TierQuotas:
         return float("inf") if size is None else size
 
     def full(self, tier: str, blocks: int, used: int) -> bool:
-        """Whether so many blocks of together `used` bytes are too much for a tier."""
+        """Tell whether a number of blocks of `used` bytes in all exceeds a tier."""
         most = self.blocks if tier == "host" else None
         return used > self.limit(tier) or (most is not None and blocks > most)
 
 
 State = Tensor | PackedTensor
+value(PackedTensor)
 
 
+@value
 @dataclass(frozen=True, eq=False)
 class StoredLayer:
     """Keys and values of one layer of a block.
@@ -119,19 +102,11 @@ class StoredLayer:
         )
         return keys, values
 
-    def snapshot(self) -> dict[str, Any]:
-        """Plain data, for a file."""
-        return {"keys": _plain(self.keys), "values": _plain(self.values), "kept": self.kept}
 
-    @classmethod
-    def restore(cls, tree: dict[str, Any]) -> StoredLayer:
-        """The inverse of `snapshot`."""
-        return cls(_state(tree["keys"]), _state(tree["values"]), tree["kept"])
-
-
+@value
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """What all layers of a block share; see `Block`."""
+    """Properties that all layers of a block share; see `Block`."""
 
     kind: str
     time: float | None
@@ -185,15 +160,14 @@ class Stored:
     def _each(self, change: Callable[[StoredLayer], StoredLayer]) -> Stored:
         return Stored(self.number, self.shared, tuple(change(layer) for layer in self.layers))
 
-    def sections(self) -> list[dict[str, Any]]:
-        """Plain data: what is shared, then layer by layer."""
-        return [dict(vars(self.shared)), *(layer.snapshot() for layer in self.layers)]
+    def tree(self) -> list[Any]:
+        """Return the parts that a file keeps apart: number, shared part, layers."""
+        return [self.number, self.shared, *self.layers]
 
     @classmethod
-    def restore(cls, number: int, sections: list[dict[str, Any]]) -> Stored:
-        """The inverse of `sections`."""
-        layers = tuple(StoredLayer.restore(tree) for tree in sections[1:])
-        return cls(number, Shared(**sections[0]), layers)
+    def from_tree(cls, tree: list[Any]) -> Stored:
+        """Return the block of a `tree`."""
+        return cls(tree[0], tree[1], tuple(tree[2:]))
 
 
 def _nbytes(part: State | None) -> int:
@@ -212,15 +186,5 @@ def _pack(part: State, store: Quantiser, *, keys: bool = False) -> State:
 def _to(part: State, device: torch.device) -> State:
     if isinstance(part, Tensor):
         return part.to(device)
-    tree = part.snapshot()
-    return PackedTensor.restore(
-        {k: v.to(device) if isinstance(v, Tensor) else v for k, v in tree.items()}
-    )
-
-
-def _plain(part: State) -> Any:
-    return part if isinstance(part, Tensor) else part.snapshot()
-
-
-def _state(tree: Any) -> State:
-    return tree if isinstance(tree, Tensor) else PackedTensor.restore(tree)
+    codes, low, step = (x.to(device) for x in (part.codes, part.low, part.step))
+    return replace(part, codes=codes, low=low, step=step)

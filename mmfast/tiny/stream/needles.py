@@ -21,8 +21,8 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.models.loading import embedded_path, load
 from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.model import StreamModel
 from mmfast.streams.session import Session
-from mmfast.streams.viewer import Viewer
 from mmfast.tiny.evaluate import interval
 from mmfast.tiny.stream.world import (
     CLOSEST,
@@ -207,8 +207,8 @@ def run_needles(
     for spec in specs:
         plan_cache(spec)
     source = embedded_path(MODEL) if model is None else model
-    viewer = Viewer(*load(str(source), device, "auto"), fps=setting.fps, reduce=reduce)
-    marks, spent, streams = _ask(viewer, specs, n, seed, setting, progress)
+    watcher = StreamModel(*load(str(source), device, "auto"), fps=setting.fps, reduce=reduce)
+    marks, spent, streams = _ask(watcher, specs, n, seed, setting, progress)
     rows = [row_of(spec, reduce, marks[spec], spent[spec]) for spec in specs]
     for row in rows:
         row["relative"] = relative(row, rows[0]) if unbounded else None
@@ -219,7 +219,7 @@ def run_needles(
 
 
 def _ask(
-    viewer: Viewer,
+    model: StreamModel,
     specs: Sequence[str | None],
     n: int,
     seed: int,
@@ -233,7 +233,7 @@ def _ask(
     while (asked := len(marks[specs[0]])) < n:
         world = setting.world(1000 * seed + streams)
         for spec in specs:
-            for needle, answer, ms in watch(viewer, spec, world, setting, n - asked):
+            for needle, answer, ms in watch(model, spec, world, setting, n - asked):
                 question = needle.question
                 marks[spec].append((needle.band, question.kind, answer == question.answer))
                 spent[spec].append(ms)
@@ -244,12 +244,12 @@ def _ask(
 
 
 def watch(
-    viewer: Viewer, memory: str | None, world: World, setting: Setting, most: int
+    model: StreamModel, memory: str | None, world: World, setting: Setting, most: int
 ) -> Iterator[tuple[Needle, str, float]]:
     """Answers of a session that watches a world, with the milliseconds to the first delta."""
     todo = needles(world, setting)[:most]
     # Hours fit: what retrieval may read again is bounded by its own quota, here by none.
-    with Session(viewer, memory, quotas=TierQuotas.of(0, None, 0, None)) as session:
+    with Session(model, memory, quotas=TierQuotas.of(0, None, 0, None)) as session:
         for number in range(todo[-1].frame + 1):
             at = number / setting.fps
             session.push(world.frame(at), at)

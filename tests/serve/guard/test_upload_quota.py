@@ -13,7 +13,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from mmfast.demos.quota import UploadQuota
+pytest.importorskip("gradio")
+
+from mmfast.demos.app import UploadQuota
 
 
 def page(folder: Path, **options: int) -> tuple[Any, Any]:
@@ -82,7 +84,6 @@ def test_one_upload_is_bounded_before_it_is_read(tmp_path: Path) -> None:
 
 
 def test_the_demo_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gradio")
     from fastapi import FastAPI
 
     from mmfast.demos import app as demo

@@ -1,4 +1,4 @@
-"""What the sessions of one model share: engine, script, encoder; no state of a stream."""
+"""A model that watches streams: engine, script and front end, shared by all its sessions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mmfast.core.errors import MmfastError
 from mmfast.frontends.changes import FrameGate
 from mmfast.streams.engine import Engine
 from mmfast.streams.families import prove, script_for
-from mmfast.streams.intake import FrameEncoder, Intake, StreamReducer
+from mmfast.streams.frontend import FrameEncoder, FrontEnd, StreamReducer
 from mmfast.streams.reply import placeholders, stop_ids
 from mmfast.streams.script import Script
 
 
 @dataclass(eq=False)
-class Viewer:
+class StreamModel:
     """A model that watches streams; made once, used by any number of sessions.
 
     Attributes:
@@ -27,8 +27,8 @@ class Viewer:
         frame_cache: A `FrameCache` that encodes only what changed; None encodes everything.
         gate: Skips frames that look like the last one let through; None lets all through.
         system: Text of a system message; None leaves it to the chat template.
-        sized_for: See `Encoder`.
-        batch: Units in one call of the encoder; see `Intake`.
+        sized_for: See `FrameEncoder`.
+        batch: Units in one call of the encoder; see `FrontEnd`.
     """
 
     model: Any
@@ -42,7 +42,7 @@ class Viewer:
     batch: int = 1
     engine: Engine = field(init=False)
     script: Script = field(init=False)
-    intake: Intake = field(init=False)
+    frontend: FrontEnd = field(init=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.fps, int | float) or not 0 < self.fps < float("inf"):
@@ -56,7 +56,7 @@ class Viewer:
         self.script = script_for(model, processor, float(self.fps), self.system)
         prove(self.script)
         encoder = FrameEncoder(model, processor, sized_for=self.sized_for, cache=self.frame_cache)
-        self.intake = Intake(
+        self.frontend = FrontEnd(
             encoder, self.script.frames, gate=self.gate, reducer=reducer, batch=self.batch
         )
         self.engine = Engine(model)
@@ -70,7 +70,7 @@ class Viewer:
         return self.processor.tokenizer
 
     def signature(self) -> dict[str, Any]:
-        """What a saved session must agree with: elsewhere its keys and values mean nothing."""
+        """Properties that a saved session must share: with other weights its keys mean nothing."""
         config = self.model.config.get_text_config()
         weight = self.script.embed.weight
         probe = weight[:8].detach().float().cpu().contiguous()

@@ -14,10 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from mmfast.core.errors import MmfastError
-from mmfast.streams import saving
-from mmfast.streams.saving import File, generations, load, save
+from mmfast.streams import snapshots
+from mmfast.streams.snapshots import File, generations, load, save
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
@@ -60,7 +61,7 @@ TREES = st.recursive(
 @given(TREES)
 def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> None:
     folder = tmp_path_factory.getbasetemp() / "any"
-    with patch.object(saving.os, "fsync"):  # seconds of waiting for the disk
+    with patch.object(snapshots.os, "fsync"):  # seconds of waiting for the disk
         save(folder, tree)
     assert equal(load(folder), tree)
     assert len(generations(folder)) <= 2
@@ -82,7 +83,7 @@ def test_a_view_does_not_save_its_base(tmp_path: Path) -> None:
 
 
 def test_large_state_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "_SHARD", 1_000)
+    monkeypatch.setattr(snapshots, "_SHARD", 1_000)
     tree = [torch.full((n,), n) for n in range(0, 300, 7)]
     save(tmp_path, tree)
     assert equal(load(tmp_path), tree)
@@ -203,7 +204,7 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
 def test_disk_full_at_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    monkeypatch.setattr(saving, "_SHARD", 100)
+    monkeypatch.setattr(snapshots, "_SHARD", 100)
     save(tmp_path, "before")
     real, left = os.fsync, [0]
 
@@ -213,7 +214,7 @@ def test_disk_full_at_every_step(
             raise OSError(code, os.strerror(code))
         real(held)
 
-    monkeypatch.setattr(saving.os, "fsync", fsync)
+    monkeypatch.setattr(snapshots.os, "fsync", fsync)
     for step in range(4):
         left[0] = step
         with pytest.raises(MmfastError, match=r"cannot save to .*untouched") as caught:
@@ -234,7 +235,7 @@ def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with saving._alone(tmp_path):
+    with snapshots._alone(tmp_path):
         with pytest.raises(MmfastError, match="another process is saving"):
             save(tmp_path, 2)
         assert load(tmp_path) == 1
@@ -246,6 +247,35 @@ def test_no_pickle_no_paths_outside(tmp_path: Path) -> None:
     save(tmp_path / "s", {"file": File(Path(__file__))})
     manifest = tmp_path / "s" / "gen-00000001" / "manifest.json"
     text = manifest.read_bytes()[9:].replace(b"file-000000", b"../../../../etc/passwd")
-    manifest.write_bytes(b"%08x\n" % saving.zlib.crc32(text) + text)
+    manifest.write_bytes(b"%08x\n" % snapshots.zlib.crc32(text) + text)
     with pytest.raises(MmfastError, match="outside"):
         load(tmp_path / "s")
+
+
+def test_another_format_is_refused_with_one_line(tmp_path: Path) -> None:
+    """Sessions of the first format, whose manifest names none."""
+    save(tmp_path, {"n": 1})
+    manifest = tmp_path / "gen-00000001" / "manifest.json"
+    text = manifest.read_bytes()[9:].replace(b'"format":2,', b"")
+    manifest.write_bytes(b"%08x\n" % snapshots.zlib.crc32(text) + text)
+    with pytest.raises(MmfastError, match=r"saved in format 1, .* reads format 2") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_shards_of_another_generation_are_damage(tmp_path: Path) -> None:
+    for n in range(2):
+        save(tmp_path, torch.full((5,), n))
+    name = "tensors-00000.safetensors"
+    shutil.copy(tmp_path / "gen-00000001" / name, tmp_path / "gen-00000002" / name)
+    reports: list[str] = []
+    assert torch.equal(load(tmp_path, reports), torch.zeros(5, dtype=torch.int64))
+    assert "another generation" in reports[0]
+
+
+def test_tensors_are_plain_safetensors(tmp_path: Path) -> None:
+    """Any tool opens them."""
+    x = torch.randn(3, 4, dtype=torch.bfloat16)
+    save(tmp_path, {"x": x})
+    with safe_open(tmp_path / "gen-00000001" / "tensors-00000.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("000000"), x)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mmfast.streams import saving
-from mmfast.streams.saving import File, generations, load, save
+from mmfast.streams import snapshots
+from mmfast.streams.snapshots import File, generations, load, save
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL"),
@@ -43,7 +43,7 @@ def _child(folder: Path, file: Path, start: int, acknowledge: int) -> None:
 
 
 def test_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "_SHARD", 20_000)  # several files
+    monkeypatch.setattr(snapshots, "_SHARD", 20_000)  # several files
     folder, file = tmp_path / "s", tmp_path / "block"
     file.write_bytes(b"block")
     rng, done, left_over = random.Random(0), -1, 0
@@ -78,7 +78,7 @@ STEPS = ("fsync", "rename", "rmtree", "mkdtemp", "link")
 @pytest.mark.parametrize("step", STEPS)
 def test_killed_at_every_step(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Just before and just after each call that changes the disk."""
-    monkeypatch.setattr(saving, "_SHARD", 20_000)
+    monkeypatch.setattr(snapshots, "_SHARD", 20_000)
     folder, file = tmp_path / "s", tmp_path / "block"
     file.write_bytes(b"block")
     for n in range(3):
@@ -109,8 +109,8 @@ def _arm(step: str, call: int) -> None:
         "fsync": os,
         "link": os,
         "rename": Path,
-        "rmtree": saving.shutil,
-        "mkdtemp": saving.tempfile,
+        "rmtree": snapshots.shutil,
+        "mkdtemp": snapshots.tempfile,
     }[step]
     real = getattr(owner, step)
     left = [call // 2]
@@ -133,11 +133,11 @@ def test_planted_fault_writing_in_place(tmp_path: Path, monkeypatch: pytest.Monk
     def in_place(folder: Path, tree: Any, keep: int) -> int:
         number = (generations(folder) or [0])[-1] + 1
         for old in generations(folder):
-            saving.shutil.rmtree(saving._path(folder, old))
-        saving._path(folder, number).mkdir()
-        saving._write(saving._path(folder, number), tree)
+            snapshots.shutil.rmtree(snapshots._path(folder, old))
+        snapshots._path(folder, number).mkdir()
+        snapshots._write(snapshots._path(folder, number), tree)
         return number
 
-    monkeypatch.setattr(saving, "_save", in_place)
+    monkeypatch.setattr(snapshots, "_save", in_place)
     with pytest.raises((AssertionError, ValueError)):
         test_killed_at_every_step(tmp_path, "fsync", monkeypatch)

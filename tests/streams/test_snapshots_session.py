@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from saving_steps import FAMILY, MEMORY, feed, opened, options
+from snapshot_steps import FAMILY, MEMORY, feed, opened, options
 from stream_tools import answer_logits, shared_pipe
 
-from mmfast.streams.archive import disk
+from mmfast.streams.archive import tiers
 
 QUESTION = "what moves?"
 CHILD = """
 import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
-from saving_steps import feed, opened
+from snapshot_steps import feed, opened
 with opened(Path(sys.argv[1])) as session:
     feed(session, 0, 11)
     for n in range(12, 1000):
@@ -91,7 +91,7 @@ def test_the_stream_goes_on_when_the_disk_fails(
         def fails(_: int) -> None:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(disk.os, "fsync", fails)
+        monkeypatch.setattr(tiers.os, "fsync", fails)
         feed(session, 12, 16)
         stored = session.stats()["memory"]["archive"]
         assert session.stats()["frames"] == 16 and stored["disk_errors"] and stored["reports"]

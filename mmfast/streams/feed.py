@@ -1,21 +1,17 @@
-"""A source that a session watches, at once or in a thread of its own."""
+"""Frames of a live source, read ahead by a thread with bounded waiting and a bounded delay."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.errors import SpecError
 from mmfast.frontends.clip import Frame
-from mmfast.frontends.live.source import live_frames
 from mmfast.frontends.video.threads import Ahead
 from mmfast.streams.stream import Clock, SystemClock
-
-if TYPE_CHECKING:
-    from mmfast.streams.session import Session
 
 AHEAD = Ahead(frames=8, bytes=128 << 20)
 _JOIN = 5.0  # seconds that `close` waits for a source that blocks and cannot be interrupted
@@ -98,30 +94,17 @@ class Feed(Iterator[tuple[Frame, float]]):
         with self._changed:
             while not self._queue and not self._ended and not self._closed:
                 self._clock.wait(self._changed)
-            return self._take()
-
-    def poll(self) -> tuple[Frame, float] | None:
-        """Take a frame if one waits; None where the next one has not arrived.
-
-        Raises:
-            StopIteration: The source has ended.
-        """
-        with self._changed:
-            waiting = self._queue or self._ended or self._closed
-            return self._take() if waiting else None
-
-    def _take(self) -> tuple[Frame, float]:
-        if not self._queue:
-            error, self._error = self._error, None
-            raise error if error is not None else StopIteration
-        if self._latency is not None:
-            oldest = self._clock.now() - self._latency
-            while len(self._queue) > 1 and self._queue[0].arrived < oldest:
-                self._drop()
-        first = self._pop()
-        self.delivered += 1
-        self._changed.notify_all()
-        return first.frame, first.time
+            if not self._queue:
+                error, self._error = self._error, None
+                raise error if error is not None else StopIteration
+            if self._latency is not None:
+                oldest = self._clock.now() - self._latency
+                while len(self._queue) > 1 and self._queue[0].arrived < oldest:
+                    self._drop()
+            first = self._pop()
+            self.delivered += 1
+            self._changed.notify_all()
+            return first.frame, first.time
 
     def _pop(self) -> _Waiting:
         first = self._queue.popleft()
@@ -156,7 +139,7 @@ class Feed(Iterator[tuple[Frame, float]]):
                 getattr(pairs, "close", lambda: None)()
 
     def _add(self, frame: Frame, time: float, due: float | None) -> bool:
-        """Queue a frame when it is due and there is room; False when nobody wants more."""
+        """Queue a frame when it is due and there is room; False once the feed is closed."""
         with self._changed:
             while not self._closed and due is not None and self._clock.now() < due:
                 self._clock.wait(self._changed, due)
@@ -194,118 +177,3 @@ class Feed(Iterator[tuple[Frame, float]]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Watch:
-    """Frames of one source on their way into a session.
-
-    Args:
-        session: Where they go.
-        source: See `mmfast.frontends.live.source.live_frames`.
-        fps: Frames to take per second; None takes all.
-        latency: Longest wait of a frame in seconds: older ones are dropped, and counted, while
-            the model is busy. None drops nothing, and the source waits.
-        realtime: Let a file's frames arrive at their times, as a camera's do.
-        clock: Tells the time; the machine's if not given.
-        each: Called after every frame with its seconds, in the thread that watches.
-        **options: `allow_network`, `rate`, `timeout`; see `live_frames`.
-
-    Attributes:
-        feed: Reads ahead; knows `lag` and `dropped`.
-        error: What ended it, if it did not end by itself.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        source: Any,
-        *,
-        fps: float | None,
-        latency: float | None = None,
-        realtime: bool = False,
-        clock: Clock | None = None,
-        each: Callable[[float], Any] | None = None,
-        **options: Any,
-    ) -> None:
-        self._session, self._each = session, each
-        self.live = live_frames(source, fps=fps, limits=session.limits, **options)
-        self.feed = Feed(self.live, latency=latency, clock=clock, realtime=realtime)
-        self.error: Exception | None = None
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-
-    def start(self) -> None:
-        """Watch in a thread."""
-        self._thread = threading.Thread(target=self._quietly, name="mmfast-watch", daemon=True)
-        self._thread.start()
-
-    def _quietly(self) -> None:
-        try:
-            self.run()
-        except Exception as error:  # told by `join` and in the session's figures
-            self.error = error
-
-    def run(self) -> None:
-        """Push frame after frame until the source ends, the session is closed or `stop`.
-
-        Raises:
-            MediaError: The source stalls or dies.
-        """
-        self._session.new_source()
-        try:
-            for frame, seconds in self.feed:
-                if self._stopped or self._session.closed:
-                    return
-                self._session.push(frame, seconds)
-                if self._each is not None:
-                    self._each(self._session.stream.timeline.last or 0.0)
-        except MmfastError as error:
-            if self._stopped or self._session.closed:
-                return  # it was woken to end
-            self.error = error
-            raise
-        finally:
-            self.feed.close()
-
-    @property
-    def running(self) -> bool:
-        """Whether its thread still watches."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the source; says whether it has ended.
-
-        Raises:
-            MediaError: The source stalled or died.
-        """
-        if self._thread is not None:
-            self._thread.join(timeout)
-        if self.error is not None:
-            raise self.error
-        return not self.running
-
-    def stop(self) -> None:
-        """End it; frames that wait are not read."""
-        self._stopped = True
-        self.feed.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def stats(self) -> dict[str, Any]:
-        """Figures of the feed, and what the source did wrong."""
-        events = {name: count for name, count in self.live.events.items() if count}
-        error = None if self.error is None else str(self.error)
-        return {"source": self.live.name, **self.feed.stats(), "events": events, "error": error}
-
-
-def together(watches: Sequence[Watch], odd: Counter[str]) -> dict[str, Any]:
-    """Figures of all sources of a session; `odd` is what the session itself has put right."""
-    feeds = [watch.stats() for watch in watches]
-    for feed in feeds:
-        odd.update(feed["events"])
-    return {
-        "dropped": sum(feed["dropped"] for feed in feeds),
-        "lag": max((feed["lag"] for feed in feeds), default=0.0),
-        "source_events": dict(odd),
-        "errors": [feed["error"] for feed in feeds if feed["error"]],
-    }

@@ -1,9 +1,7 @@
-"""From frames to units: gate, pairs of frames, encoder, reducer; a stream's state is a value.
-
-Frames to features through the stock processor and the stock encoder, a few at a time.
+"""The front end of a stream: gate, temporal patches, stock encoder and reducer, frame by frame.
 
 A frame comes out as it would in a whole clip: towers look at one frame, or one temporal patch, at
-a time, so the split does not matter.
+a time, so the split of a stream does not matter. The state of a stream is a value.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from mmfast.core.spec import Spec, count, parse, run
 from mmfast.core.tokens import Tokens
 from mmfast.frontends.changes import FrameGate, GateState
 from mmfast.models.families.adapter import adapter_for
+from mmfast.streams.archive.files import value
 from mmfast.streams.script import EncodedUnit
 
 Frame = NDArray[np.uint8]  # [H, W, 3]
@@ -60,9 +59,6 @@ class FrameEncoder:
         Args:
             groups: Of each unit its frames with their times; all of one size.
             state: What the frame cache remembers of the stream; None encodes without it.
-
-        Returns:
-            A unit per group, nothing dropped.
         """
         clips = [np.stack([frame for frame, _ in group]) for group in groups]
         inputs = self.processor(
@@ -113,19 +109,20 @@ def _shared(processor: Any, family: str, frames: int) -> dict[str, Any]:
     return {"size": sides, "cap_pixels_per_frame": False}
 
 
-Memory = Mapping[str, Tensor]
+ReducerMemory = dict[str, Tensor]
 
 
+@value
 @dataclass(frozen=True)
 class ReducerState:
-    """What a stream's reducers remember; a value, as large after a day as after two frames.
+    """State of a stream's reducers; a value, as large after a day as after two frames.
 
     Attributes:
         memories: Of each stage, what its method keeps; None where it keeps nothing.
         frames: Frames reduced so far.
     """
 
-    memories: tuple[Memory | None, ...]
+    memories: tuple[ReducerMemory | None, ...]
     frames: int = 0
 
     @property
@@ -133,16 +130,6 @@ class ReducerState:
         """Bytes of the tensors held."""
         tensors = [t for memory in self.memories for t in (memory or {}).values()]
         return sum(t.numel() * t.element_size() for t in tensors)
-
-    def snapshot(self) -> dict[str, Any]:
-        """The state as plain containers and tensors."""
-        memories = [None if m is None else dict(m) for m in self.memories]
-        return {"memories": memories, "frames": self.frames}
-
-    @classmethod
-    def restore(cls, tree: Mapping[str, Any]) -> ReducerState:
-        """The state of a snapshot."""
-        return cls(tuple(tree["memories"]), tree["frames"])
 
 
 class StreamReducer:
@@ -186,13 +173,6 @@ class StreamReducer:
     def step(self, state: ReducerState, tokens: Tokens) -> tuple[ReducerState, Reduction]:
         """Reduce the next frames of the stream.
 
-        Args:
-            state: Of the frames before.
-            tokens: `x` `[N, D]` of one or more frames, with their `grid`.
-
-        Returns:
-            The state behind them, and the Reduction of their N tokens.
-
         Raises:
             MmfastError: The tokens have no grid, or leading dims.
             SpecError: The budget is more than a frame has.
@@ -209,8 +189,8 @@ class StreamReducer:
         return ReducerState(memories, state.frames + len(found)), joined(found)
 
     def _frame(
-        self, memories: tuple[Memory | None, ...], frame: Tokens
-    ) -> tuple[tuple[Memory | None, ...], Reduction]:
+        self, memories: tuple[ReducerMemory | None, ...], frame: Tokens
+    ) -> tuple[tuple[ReducerMemory | None, ...], Reduction]:
         total = Reduction.identity(frame.n, device=frame.x.device)
         after = []
         for spec, memory in zip(self.specs, memories, strict=True):
@@ -227,7 +207,9 @@ class StreamReducer:
         return (*after, *memories[len(after) :]), total
 
 
-def _stage(spec: Spec, memory: Memory | None, frame: Tokens) -> tuple[Memory | None, Reduction]:
+def _stage(
+    spec: Spec, memory: ReducerMemory | None, frame: Tokens
+) -> tuple[ReducerMemory | None, Reduction]:
     if spec.method.stream is None or spec.whole:
         found = run(spec, frame)
         if isinstance(found, list):
@@ -257,7 +239,7 @@ def _frames(tokens: Tokens) -> Iterator[Tokens]:
 
 
 def _reduced(frame: Tokens, step: Reduction) -> Tokens:
-    """What the next stage looks at: kept features, and signals of the kept sources."""
+    """Input of the next stage: kept features, and signals of the kept sources."""
     signals = {k: v[step.keep] if v.shape[:1] == (step.n,) else v for k, v in frame.signals.items()}
     attn = None if frame.attn is None else frame.attn[step.keep]
     return replace(frame, x=step.apply(frame.x), attn=attn, grid=None, signals=signals)
@@ -304,7 +286,7 @@ def _check(spec: Spec, signals: Collection[str]) -> None:
 
 
 def _works(method: Method, signals: Collection[str]) -> bool:
-    """Whether a method can do with one frame, or carries what it needs of the others."""
+    """Tell whether a method needs one frame only, or carries a state from frame to frame."""
     alone = method.stream is not None or not method.temporal
     given = {"x", "grid", *signals}
     return alone and method.scope == "item" and "pre" in method.sites and given >= {*method.needs}
@@ -315,8 +297,8 @@ def _choices(signals: Collection[str]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
-    """What an intake remembers of a stream.
+class FrontEndState:
+    """State of the front end of one stream.
 
     Attributes:
         waiting: Frames of a temporal patch that is not full yet.
@@ -337,7 +319,7 @@ class Taken:
     resized: int = 0
 
 
-class Intake:
+class FrontEnd:
     """Gate, encoder and reducer of one model; holds no state of a stream.
 
     Args:
@@ -362,56 +344,51 @@ class Intake:
         # a frame cache compares each frame with the one before
         self.batch = 1 if encoder.cache is not None else batch
 
-    def start(self) -> Taken:
+    def start(self) -> FrontEndState:
         """The state before the first frame."""
-        return Taken(
+        return FrontEndState(
             gate=None if self.gate is None else self.gate.start(),
             cache=None if self.encoder.cache is None else self.encoder.cache.start(),
             reducer=None if self.reducer is None else self.reducer.start(),
         )
 
-    def step(self, state: Taken, shots: Sequence[Shot]) -> tuple[Taken, list[EncodedUnit]]:
-        """Take the next frames.
-
-        Args:
-            state: Of the frames before.
-            shots: Frames `[H, W, 3]` uint8 with their times.
-
-        Returns:
-            The state behind them, and the units that are full.
-        """
+    def step(
+        self, state: FrontEndState, shots: Sequence[Shot]
+    ) -> tuple[FrontEndState, list[EncodedUnit]]:
+        """Take the next frames."""
         groups: list[tuple[Shot, ...]] = []
         units: list[EncodedUnit] = []
         for shot in shots:
             size = shot[0].shape[0], shot[0].shape[1]
             if state.size not in (None, size):  # units of two sizes do not go together
-                rest = [self._doubled(state.waiting)] if state.waiting else []
-                state, units = self._flush(state, [*groups, *rest], units)
-                groups, state = [], self._resized(state)
+                state, more = self._encode(state, [*groups, *self._rest(state)])
+                groups, units, state = [], [*units, *more], self._resized(state)
             state, passes = self._gated(replace(state, size=size), shot)
             if passes:
                 waiting = (*state.waiting, shot)
                 full = len(waiting) == self.frames
                 groups += [waiting] if full else []
                 state = replace(state, waiting=() if full else waiting)
-        return self._flush(state, groups, units)
+        state, more = self._encode(state, groups)
+        return state, [*units, *more]
 
-    def rest(self, state: Taken) -> list[EncodedUnit]:
-        """The unit of frames that still wait, the last one doubled as stock processors do."""
-        if not state.waiting:
-            return []
-        (unit,) = self.encoder([self._doubled(state.waiting)])
-        return [self._reduced(state.reducer, unit)[1]]
+    def rest(self, state: FrontEndState) -> list[EncodedUnit]:
+        """Encode frames that still wait, the last one doubled as stock processors do.
 
-    def flush(self, state: Taken) -> tuple[Taken, list[EncodedUnit]]:
-        """The same, and nothing waits any more."""
-        groups = [self._doubled(state.waiting)] if state.waiting else []
-        return self._flush(replace(state, waiting=()), groups, [])
+        The frame cache is left out, since its state changes in place.
+        """
+        return self._encode(replace(state, cache=None), self._rest(state))[1]
 
-    def _doubled(self, waiting: Sequence[Shot]) -> tuple[Shot, ...]:
-        return (*waiting, *[waiting[-1]] * (self.frames - len(waiting)))
+    def flush(self, state: FrontEndState) -> tuple[FrontEndState, list[EncodedUnit]]:
+        """Encode frames that still wait; none waits afterwards."""
+        return self._encode(replace(state, waiting=()), self._rest(state))
 
-    def _resized(self, state: Taken) -> Taken:
+    def _rest(self, state: FrontEndState) -> list[tuple[Shot, ...]]:
+        """The unit of frames that still wait, filled up with the last one."""
+        waiting = state.waiting
+        return [(*waiting, *[waiting[-1]] * (self.frames - len(waiting)))] if waiting else []
+
+    def _resized(self, state: FrontEndState) -> FrontEndState:
         """The gate sees a new size by itself; caches and reducers compare place by place."""
         fresh = self.start()
         return replace(
@@ -422,59 +399,42 @@ class Intake:
             resized=state.resized + 1,
         )
 
-    def _gated(self, state: Taken, shot: Shot) -> tuple[Taken, bool]:
+    def _gated(self, state: FrontEndState, shot: Shot) -> tuple[FrontEndState, bool]:
         if self.gate is None or state.gate is None:
             return state, True
         gate, passes = self.gate.step(state.gate, shot[0])
         return replace(state, gate=gate, gated=state.gated + (not passes)), passes
 
-    def _flush(
-        self, state: Taken, groups: Sequence[Sequence[Shot]], units: list[EncodedUnit]
-    ) -> tuple[Taken, list[EncodedUnit]]:
+    def _encode(
+        self, state: FrontEndState, groups: Sequence[Sequence[Shot]]
+    ) -> tuple[FrontEndState, list[EncodedUnit]]:
+        units = []
         for at in range(0, len(groups), self.batch):
             for unit in self.encoder(groups[at : at + self.batch], state.cache):
-                reducer, unit = self._reduced(state.reducer, unit)
-                state, units = replace(state, reducer=reducer), [*units, unit]
+                if self.reducer is not None and state.reducer is not None:
+                    tokens = Tokens(unit.features, grid=(1, *unit.grid))
+                    reducer, found = self.reducer.step(state.reducer, tokens)
+                    state, unit = replace(state, reducer=reducer), unit.reduced(found)
+                units.append(unit)
         return state, units
 
-    def _reduced(
-        self, state: ReducerState | None, unit: EncodedUnit
-    ) -> tuple[ReducerState | None, EncodedUnit]:
-        if self.reducer is None or state is None:
-            return state, unit
-        state, found = self.reducer.step(state, Tokens(unit.features, grid=(1, *unit.grid)))
-        features, *planes = (found.apply(x) for x in (unit.features, *unit.planes))
-        return state, replace(unit, features=features, planes=tuple(planes), keep=found.keep)
-
-    def snapshot(self, state: Taken) -> dict[str, Any]:
-        """A state as plain containers and tensors."""
-        waiting = [(torch.from_numpy(frame.copy()), time) for frame, time in state.waiting]
+    def snapshot(self, state: FrontEndState) -> dict[str, Any]:
+        """Return a state as a tree for saving."""
         parts = {
             name: None if part is None else part.snapshot()
             for name, part in (("gate", state.gate), ("cache", state.cache))
         }
-        reducer = None if state.reducer is None else state.reducer.snapshot()
-        rest = {"size": state.size, "gated": state.gated, "resized": state.resized}
-        return {"waiting": waiting, "reducer": reducer, **parts, **rest}
+        waiting = [(torch.from_numpy(frame.copy()), time) for frame, time in state.waiting]
+        return {**vars(state), **parts, "waiting": waiting}
 
-    def restore(self, tree: Mapping[str, Any]) -> Taken:
-        """The state of a snapshot; a part that this intake lacks, or has anew, starts afresh."""
-        fresh = self.start()
-        gate, cache, reducer = fresh.gate, fresh.cache, fresh.reducer
-        if gate is not None and tree["gate"] is not None:
-            gate = GateState.restore(tree["gate"])
-        if cache is not None and tree["cache"] is not None:
-            cache = type(cache).restore(tree["cache"])
-        if reducer is not None and tree["reducer"] is not None:
-            reducer = ReducerState.restore(tree["reducer"])
-        waiting = tuple((frame.numpy(), time) for frame, time in tree["waiting"])
-        size = tree["size"]
-        return Taken(
-            waiting,
-            None if size is None else (size[0], size[1]),
-            gate,
-            cache,
-            reducer,
-            tree["gated"],
-            tree["resized"],
-        )
+    def restore(self, tree: Mapping[str, Any]) -> FrontEndState:
+        """Return the state of a snapshot; a part that this front end lacks or has anew is fresh."""
+        fresh, found = self.start(), dict(tree)
+        for name in ("gate", "cache"):
+            part, saved = getattr(fresh, name), tree[name]
+            renewed = part is None or saved is None
+            found[name] = part if renewed else type(part).restore(saved)
+        if fresh.reducer is None or tree["reducer"] is None:
+            found["reducer"] = fresh.reducer
+        found["waiting"] = tuple((frame.numpy(), time) for frame, time in tree["waiting"])
+        return FrontEndState(**found)

@@ -1,13 +1,79 @@
-"""Accuracy against the share of tokens kept: an SVG that is read with mouse, finger or keyboard."""
+"""The tab "Compare": the measured accuracy of every method against the share of tokens it keeps."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mmfast.demos.evidence import Measurement, SuiteCurves
+import gradio as gr
+
+import mmfast
+from mmfast.demos import views
+from mmfast.demos.examples import RESULTS
+
+SUITES = {
+    "clips": "video",
+    "pictures": "image",
+    "three pictures": "multi-image",
+    "pages": "document",
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measurement: `accuracy` (0 to 1, with its 95 % interval) at a `share` of the tokens."""
+
+    share: float
+    accuracy: float
+    low: float
+    high: float
+    tokens: float
+
+
+@dataclass(frozen=True)
+class SuiteCurves:
+    """Measurements on one kind of media; `full` is with all tokens, `curves` is by method."""
+
+    full: Measurement
+    curves: dict[str, tuple[Measurement, ...]]
+    source: str
+
+
+@cache
+def suite_curves(name: str) -> SuiteCurves:
+    """The newest rows of a suite: every method's budgets, ascending."""
+    path = RESULTS / f"eval-{SUITES[name]}.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    full, curves = None, dict[str, dict[float, Measurement]]()
+    for row in rows:
+        point = _point(row)
+        if row["reduce"] is None:
+            full = point
+            source = (
+                f"{row['n']} questions, model {row['model']}, seed {row['seed']}, {row['date']}"
+            )
+        elif point.share < 1 and "+" not in row["reduce"]:
+            curves.setdefault(row["reduce"].rpartition(":")[0], {})[point.share] = point
+    if full is None:
+        raise ValueError(f"{path.name} has no row with all tokens")
+    ordered = {
+        method: tuple(points[share] for share in sorted(points))
+        for method, points in sorted(curves.items())
+    }
+    return SuiteCurves(full, ordered, source)
+
+
+def _point(row: dict[str, Any]) -> Measurement:
+    name, _, budget = str(row["reduce"] or "all:1.0").rpartition(":")
+    low, high = row["interval"]
+    share = float(budget) if name and "." in budget else 1.0
+    return Measurement(share, float(row["accuracy"]), low, high, float(row["kept"]))
+
 
 COLOURS = ("#0f766e", "#c2410c", "#4338ca", "#a21caf", "#a16207", "#0369a1", "#be123c", "#4d7c0f")
 TICKS = (0.05, 0.1, 0.25, 0.5, 1.0)
@@ -24,7 +90,6 @@ class Canvas(NamedTuple):
     bottom: int = 44
 
     def x(self, share: float) -> float:
-        """A share of the tokens, on a logarithmic axis."""
         part = math.log(max(share, TICKS[0]) / TICKS[0]) / math.log(TICKS[-1] / TICKS[0])
         return self.left + (self.width - self.left - self.right) * part
 
@@ -37,7 +102,6 @@ WIDE, NARROW = Canvas(1040, 430), Canvas(340, 330)
 
 
 def chart(suite: SuiteCurves, chosen: Sequence[str]) -> str:
-    """The curves of all methods, those chosen in colour, for wide and for narrow screens."""
     picked = [name for name in chosen if name in suite.curves]
     drawings = "".join(
         f'<div class="mm-{name}">{_drawing(canvas, suite, picked)}</div>'
@@ -120,4 +184,61 @@ def _dot(canvas: Canvas, name: str, point: Measurement, chosen: bool) -> str:
         f'<circle class="mm-near" {at} r="9"/><circle {at} r="3.5"/>'
         f'<text class="mm-says" x="{middle}" y="{14 if canvas.width > 600 else 26}" '
         f'text-anchor="middle">{escape(says if canvas.width > 600 else short)}</text></g>'
+    )
+
+
+START, FIRST = "clips", ("dtd", "divprune", "script", "visionzip", "fastv", "random")
+MOST = 8  # in colour at once
+SHARES = (0.5, 0.25, 0.1, 0.05)
+
+
+def compare_tab() -> None:
+    with gr.Row():
+        suite = gr.Radio(list(SUITES), value=START, label="Questions about", scale=2)
+        methods = gr.Dropdown(
+            list(suite_curves(START).curves),
+            value=list(FIRST),
+            multiselect=True,
+            max_choices=MOST,
+            label=f"Methods in colour, up to {MOST}",
+            scale=3,
+        )
+    picture = gr.HTML(chart(suite_curves(START), FIRST), elem_id="chart")
+    listing = gr.HTML(table(START), elem_id="methods")
+    suite.change(choose, [suite, methods], [methods, picture, listing], **views.QUICK)
+    methods.change(draw, [suite, methods], picture, **views.QUICK)
+
+
+def choose(suite: str, methods: Sequence[str]) -> tuple[Any, str, str]:
+    curves = suite_curves(suite).curves
+    known = [name for name in methods if name in curves]
+    return gr.update(choices=list(curves), value=known), draw(suite, known), table(suite)
+
+
+def draw(suite: str, methods: Sequence[str]) -> str:
+    return chart(suite_curves(suite), methods)
+
+
+def table(suite: str) -> str:
+    found, known = suite_curves(suite), {m.name: m for m in mmfast.methods("reducer")}
+    shares = [s for s in SHARES if any(p.share == s for c in found.curves.values() for p in c)]
+    rows = "".join(_row(name, points, known, shares) for name, points in found.curves.items())
+    heads = ("method", *(f"{share:.0%}" for share in shares), "paper", "what it does")
+    return views.table(heads, rows, "Methods, papers and right answers by budget", "mm-table")
+
+
+def _row(
+    name: str, points: Sequence[Measurement], known: dict[str, Any], shares: Sequence[float]
+) -> str:
+    at = {point.share: point.accuracy for point in points}
+    cells = "".join(
+        f'<td class="mm-number">{f"{at[share]:.1%}" if share in at else ""}</td>'
+        for share in shares
+    )
+    method = known.get(name.partition("@")[0])
+    paper = "" if method is None else views.link(method.paper) or "baseline"
+    what = "" if method is None else escape(method.summary)
+    return (
+        f"<tr><th scope=row><code>{escape(name)}</code></th>{cells}<td class=mm-number>{paper}</td>"
+        f"<td class=mm-what>{what}</td></tr>"
     )

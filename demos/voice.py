@@ -1,0 +1,299 @@
+"""The tab "Voice": speak and be answered by voice, interrupt, or type and hear.
+
+The conversation runs over a WebSocket. Messages are JSON texts; sound is 16-bit PCM in binary
+messages: from the browser at the rate that its first message named, to the browser behind the
+event `audio` that it belongs to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from html import escape
+from typing import Any
+from urllib.parse import urlsplit
+
+import gradio as gr
+import numpy as np
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+import mmfast
+from mmfast.demos import examples, views
+from mmfast.demos.seats import Seats
+from mmfast.demos.shelf import Shelf
+from mmfast.demos.views import one_line, polite
+
+CHAT = "small talk"
+RATES = (8_000, 192_000)
+Tell = Callable[[tuple[dict[str, Any], bytes | None]], Any]
+
+
+class Talk:
+    """A conversation that a browser drives.
+
+    Args:
+        shelf: The models.
+        wish: `rate` of the microphone, `about` (an example, or small talk), `voice`.
+        tell: Takes `(event, sound or None)`, in a thread of the conversation.
+
+    Raises:
+        MmfastError: A wish that cannot be met.
+    """
+
+    def __init__(self, shelf: Shelf, wish: dict[str, Any], tell: Tell) -> None:
+        rate, about = wish.get("rate"), wish.get("about") or CHAT
+        if not isinstance(rate, int) or not RATES[0] <= rate <= RATES[1]:
+            raise mmfast.MmfastError(f"rate={rate!r} is none of a microphone; give samples/s")
+        if about != CHAT and about not in dict(examples.names()).values():
+            raise mmfast.MmfastError("there is nothing of that name to talk about")
+        chat = None if about == CHAT else _about(shelf, about)
+        options = {"mode": "boost", "verify": "exact"}
+        if wish.get("voice"):
+            options["voice"] = str(wish["voice"])
+        self.rate, self._tell = rate, tell
+        self.session = shelf.talk(chat, **options).open()
+        self._telling = threading.Thread(target=self._events, name="mmfast-demo-voice", daemon=True)
+
+    def start(self) -> None:
+        self.session.start()
+        self._telling.start()
+
+    def take(self, message: Any) -> None:
+        """Sound, or a JSON message: `cancel`, or `truncate` with `item` and `ms`.
+
+        Raises:
+            MmfastError: It is neither.
+        """
+        if isinstance(message, bytes):
+            if len(message) % 2:
+                raise mmfast.MmfastError("sound of half a sample; send 16-bit PCM")
+            pcm = np.frombuffer(message, "<i2").astype(np.float32) / 32768
+            self.session.push(pcm, self.rate)
+            return
+        kind = message.get("type") if isinstance(message, dict) else None
+        if kind == "cancel":
+            self.session.cancel()
+        elif kind == "truncate":
+            self._truncate(message)
+        else:
+            raise mmfast.MmfastError("an unknown message; send sound, cancel or truncate")
+
+    def _truncate(self, message: dict[str, Any]) -> None:
+        """So much was heard, says the browser, which alone knows what it played."""
+        with contextlib.suppress(mmfast.MmfastError):  # an item that was forgotten meanwhile
+            self.session.truncate(str(message.get("item")), message.get("ms"))
+
+    def _events(self) -> None:
+        for event in self.session.events():
+            pcm = None
+            if event.pcm is not None:
+                whole = event.pcm.detach().float().cpu().clamp(-1, 1).numpy() * 32767
+                pcm = whole.astype("<i2").tobytes()
+            told = event.to_dict()
+            told["text"] = event.text
+            self._tell((told, pcm))
+
+    def close(self) -> None:
+        """End it, and wait until nothing of it runs any more."""
+        self.session.close()
+        if self._telling.is_alive() and self._telling is not threading.current_thread():
+            self._telling.join()
+
+
+def _about(shelf: Shelf, name: str) -> Callable[[Sequence[Any]], Iterator[str]]:
+    path = str(examples.CLIPS / name)
+    pipe = shelf.visual(mmfast.kind_of(path))
+
+    def chat(turns: Sequence[Any]) -> Iterator[str]:
+        deltas: Iterator[str] = pipe.stream(path, shelf.wording(turns[-1].text))
+        return deltas
+
+    return chat
+
+
+MOST = 4  # conversations at once
+LONGEST = 900.0  # seconds of a conversation
+SILENCE = 120.0  # seconds in which the browser says nothing at all
+BIGGEST = 1 << 20  # bytes of a message
+POLICY, LATER = 1008, 1013  # codes of WebSocket: not allowed; try again later
+
+
+class VoiceSocket:
+    """Serves conversations, each on a connection of its own.
+
+    Args:
+        shelf: The models.
+        who: Says who a request comes from, or None where nobody may; as `auth_dependency` of
+            `gradio.mount_gradio_app`.
+    """
+
+    def __init__(self, shelf: Shelf, who: Callable[[Any], Any] | None = None) -> None:
+        self.shelf, self.who = shelf, who
+        self.seats: Seats[Talk] = Seats(MOST)
+
+    async def serve(self, socket: WebSocket) -> None:
+        await socket.accept()
+        if not await self._welcome(socket):
+            await socket.close(POLICY)
+            return
+        name, code = uuid.uuid4().hex, 1000
+        try:
+            async with asyncio.timeout(LONGEST):
+                await self._converse(socket, name)
+        except mmfast.MmfastError as error:
+            await _tell(socket, one_line(error))
+            code = LATER
+        except TimeoutError:
+            await _tell(socket, "the conversation is over: it had been idle, or grown too long")
+        except (WebSocketDisconnect, RuntimeError):
+            return  # the visitor left
+        finally:
+            await asyncio.to_thread(self.seats.leave, name)
+        with contextlib.suppress(RuntimeError):
+            await socket.close(code)
+
+    async def _welcome(self, socket: WebSocket) -> bool:
+        """Tell whether the page came from this server: others may not use a visitor's browser."""
+        origin, host = socket.headers.get("origin"), socket.headers.get("host")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return False
+        if self.who is None:
+            return True
+        found = self.who(socket)
+        return (await found if asyncio.iscoroutine(found) else found) is not None
+
+    async def _converse(self, socket: WebSocket, name: str) -> None:
+        wish = await _message(socket)
+        if not isinstance(wish, dict):
+            raise mmfast.MmfastError("a conversation begins with a JSON message")
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Any]()
+
+        def tell(event: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the server is closing: nobody listens
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        def made() -> Talk:
+            return Talk(self.shelf, wish, tell)
+
+        talk = await asyncio.to_thread(self.seats.take, name, made)
+        await socket.send_text(json.dumps({"kind": "ready"}))
+        talk.start()
+        telling = asyncio.create_task(_send(socket, events))
+        try:
+            while True:
+                message = await _message(socket)
+                self.seats.get(name)
+                await asyncio.to_thread(talk.take, message)
+        finally:
+            telling.cancel()
+            with contextlib.suppress(asyncio.CancelledError, RuntimeError, WebSocketDisconnect):
+                await telling
+
+
+async def _message(socket: WebSocket) -> Any:
+    """The next message: sound as bytes, or what a JSON text says."""
+    async with asyncio.timeout(SILENCE):
+        message = await socket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", 1000))
+    data = message.get("bytes") or message.get("text") or ""
+    if len(data) > BIGGEST:
+        raise mmfast.MmfastError(f"a message of {len(data):,} bytes; at most {BIGGEST:,}")
+    if isinstance(data, bytes):
+        return data
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise mmfast.MmfastError("a message that is no JSON") from None
+
+
+async def _send(socket: WebSocket, events: asyncio.Queue[Any]) -> None:
+    while True:
+        event, pcm = await events.get()
+        await socket.send_text(json.dumps(event))
+        if pcm is not None:
+            await socket.send_bytes(pcm)
+
+
+async def _tell(socket: WebSocket, message: str) -> None:
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+        await socket.send_text(json.dumps({"kind": "error", "text": message}))
+
+
+VOICES = {
+    "en-us": "low",
+    "en-us+m3": "low, another",
+    "en-us+f2": "high",
+    "en-us+f3": "high, another",
+}
+MODES = {
+    "exact: as one token per pass": ("boost", "exact"),
+    "typical: fewer passes": ("boost", "typical:0.3"),
+    "one token per pass": ("vanilla", "exact"),
+}
+CAN_SAY = (
+    "What is three plus four?",
+    "What comes after nine?",
+    "What is the opposite of left?",
+    "and often mishears: it is small",
+)
+LONGEST_TEXT = 300  # letters that are read out at once
+
+
+def voice_tab(shelf: Shelf) -> None:
+    gr.HTML(talking(), elem_id="talk")
+    with gr.Accordion("Type and hear", open=True), gr.Row(equal_height=False):
+        with gr.Column(scale=5, min_width=280):
+            text = gr.Textbox(
+                "The red circle moves to the left.", label="Text", max_length=LONGEST_TEXT,
+                lines=2, elem_id="say-text",
+            )  # fmt: skip
+            with gr.Row():
+                voice = gr.Dropdown(
+                    [(f"{name} ({how})", name) for name, how in VOICES.items()],
+                    value="en-us", label="Voice", min_width=140,
+                )  # fmt: skip
+                mode = gr.Dropdown(
+                    list(MODES), value=next(iter(MODES)), label="Drafting", min_width=200
+                )
+            button = gr.Button("Say it", variant="primary", elem_id="say")
+        with gr.Column(scale=5, min_width=280):
+            sound = gr.Audio(label="Speech", autoplay=True, interactive=False, buttons=["download"])
+            figures = gr.HTML(views.note("Its figures come here."), elem_id="say-figures")
+    how: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
+    spoken = polite(partial(say, shelf))
+    gr.on(
+        [button.click, text.submit], spoken, [text, voice, mode], [sound, figures],
+        api_visibility="private", **how,
+    )  # fmt: skip
+
+
+def say(shelf: Shelf, text: str, voice: str, mode: str) -> tuple[tuple[int, Any], str]:
+    schedule, rule = MODES[mode]
+    spoken = shelf.speaker()(text, voice=voice, mode=schedule, verify=rule)
+    pcm = (spoken.pcm.detach().float().clamp(-1, 1).cpu().numpy() * 32767).astype(np.int16)
+    stats = spoken.stats
+    rows = [
+        ("seconds of speech", f"{spoken.seconds:.2f}"),
+        ("first sound after", f"{stats['first_audio_ms']:.0f} ms"),
+        ("time per second of speech", f"{stats['rtf']:.2f} s"),
+        ("audio tokens a pass", f"{stats['tokens_per_pass']:.2f}"),
+    ]
+    return (spoken.rate, pcm), views.facts(rows, "Figures of the speech")
+
+
+def talking() -> str:
+    """The conversation's element; voice.js brings it to life."""
+    about = [*([name, f"about: {label}"] for label, name in examples.names()), [CHAT, CHAT]]
+    data = {"about": about, "voices": [[n, f"{n} ({how})"] for n, how in VOICES.items()]}
+    asks = {CHAT: list(CAN_SAY)}
+    asks |= {name: examples.questions(name, 4) for _, name in examples.names()}
+    return (
+        f"<mm-voice data-choices='{escape(json.dumps(data), quote=True)}' "
+        f"data-asks='{escape(json.dumps(asks), quote=True)}'></mm-voice>"
+    )
