@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any
 
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.engine.choose import Echo
+from mmfast.serve.engine.base import Echo
 from mmfast.serve.guard import fetch
 from mmfast.serve.guard.media import decoders
 from mmfast.serve.http.app import create_app

@@ -75,7 +75,7 @@ class TimeSpent:
 
 def gap_and_chunk(scheduler: Scheduler, share: float = 0.75) -> tuple[TimeSpent, TimeSpent]:
     """The longest gap between two decoding steps, and the median of whole chunks; of late."""
-    batch = scheduler._lanes.batch
+    batch = scheduler._runner.batch
     assert batch is not None
     gaps = [TimeSpent(*gap) for gap in tuple(batch.gaps)]
     least = share * batch.prefiller.chunk
@@ -85,12 +85,12 @@ def gap_and_chunk(scheduler: Scheduler, share: float = 0.75) -> tuple[TimeSpent,
 
 def forget(scheduler: Scheduler) -> None:
     """Start counting anew, and let no result be used again."""
-    batch = scheduler._lanes.batch
+    batch = scheduler._runner.batch
     assert batch is not None
     batch.gaps.clear()
     batch.passes.clear()
     batch.prefixes.shrink(0)
-    scheduler._lanes.encoder.kept.shrink(0)
+    scheduler._runner.encoder.kept.shrink(0)
 
 
 def _by(how: Any, values: Sequence[TimeSpent]) -> TimeSpent:

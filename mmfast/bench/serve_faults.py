@@ -39,11 +39,11 @@ _NUMBERS = itertools.count()
 
 def rows(progress: Tick) -> list[Row]:
     """A row per engine and role, with the embedded model on the CPU."""
-    from mmfast.serve.engine.processes.crowd import Processes
+    from mmfast.serve.engine.processes.engine import process_engine
     from mmfast.serve.ray.engine import RayEngine
 
     engines: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "processes": (Processes, ("encode", "decode")),
+        "processes": (process_engine, ("encode", "decode")),
         "ray": (RayEngine, ("encode", "prefill", "decode")),
     }
     found, done = [], 0
@@ -113,8 +113,8 @@ def trial(
     """Kill one worker of a role while answers run, and look what becomes of all of them.
 
     Args:
-        engine: `Processes` or `RayEngine`, whose encoding (and prefill) lingers, so that there is
-            always something in it.
+        engine: `process_engine` or `RayEngine`, whose encoding and prefill
+            linger, so that there is always a request in them.
         role: Of the worker.
         later: Answers that are asked for after the kill.
         bystanders: Long answers that are being written meanwhile.

@@ -80,7 +80,7 @@ def _say(text: str) -> None:
 
 
 def _welcome(url: str, config: ServerConfig) -> str:
-    from mmfast.serve.engine.choose import name_of
+    from mmfast.serve.http.service import name_of
 
     key = ' -H "Authorization: Bearer $MMFAST_API_KEY"' if config.api_keys else ""
     body = (
@@ -187,7 +187,7 @@ def _application(model: str | None, device: str | None, dtype: str) -> Any:
 
         from mmfast.demos.app import mount
         from mmfast.demos.shelf import Shelf
-        from mmfast.serve.uploads import read_upload
+        from mmfast.serve.guard.media import read_upload
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "gradio", "starlette"):
             raise

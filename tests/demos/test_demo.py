@@ -121,7 +121,7 @@ def test_wrong_uploads_are_one_line_without_folders(shelf: Shelf, tmp_path: Path
     import gradio as gr
 
     from mmfast.demos.polite import polite
-    from mmfast.serve.uploads import read_upload
+    from mmfast.serve.guard.media import read_upload
 
     bad = tmp_path / "film.mp4"
     bad.write_bytes(b"this is no film\n" * 99)
@@ -139,7 +139,7 @@ def test_wrong_uploads_are_one_line_without_folders(shelf: Shelf, tmp_path: Path
 
 
 def test_an_upload_is_decoded_apart_and_answered(shelf: Shelf) -> None:
-    from mmfast.serve.uploads import read_upload
+    from mmfast.serve.guard.media import read_upload
 
     path = str(examples.CLIPS / CLIP)
     pixels = read_upload(path)

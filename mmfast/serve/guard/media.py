@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import hashlib
 import threading
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends.audio.reader import load_audio, sniff_sound
+from mmfast.frontends.image import kind_of
 from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, magic_kind
 from mmfast.models.prompt import Shot
 from mmfast.serve.config import ServerConfig
@@ -206,6 +208,27 @@ def decoders(config: ServerConfig) -> Decoders:
         if key not in _shared:
             _shared[key] = Decoders(*key)
         return _shared[key]
+
+
+def read_upload(path: str, config: ServerConfig | None = None) -> Any:
+    """Decode an uploaded file in a process with limits, as the server decodes those of clients.
+
+    Args:
+        path: The file.
+        config: Limits; those of `mmfast serve` if absent.
+
+    Returns:
+        Pixels of a clip `[T, H, W, 3]` or an image `[H, W, 3]`.
+
+    Raises:
+        MediaError: The file is not such a medium, too large, or broken.
+    """
+    given = ServerConfig() if config is None else config
+    try:
+        media = asyncio.run(load_media(Path(path).read_bytes(), kind_of(path), given))
+    except ApiError as error:
+        raise MediaError(str(error)) from None
+    return media.shot.pixels
 
 
 @atexit.register

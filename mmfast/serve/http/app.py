@@ -23,6 +23,7 @@ from mmfast.core.errors import MmfastError, unknown
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Executor
 from mmfast.serve.guard.errors import ApiError, api_error, body
+from mmfast.serve.guard.media import read_upload
 from mmfast.serve.guard.shield import Shield
 from mmfast.serve.http import chat, schema, speech
 from mmfast.serve.http import status as listing
@@ -30,7 +31,6 @@ from mmfast.serve.http.events import ClientGoneError
 from mmfast.serve.http.metrics import Metrics
 from mmfast.serve.http.schema import SpeechRequest
 from mmfast.serve.http.service import Service
-from mmfast.serve.uploads import read_upload
 
 
 class Counting:

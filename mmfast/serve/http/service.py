@@ -22,7 +22,7 @@ from mmfast.serve.guard.errors import ApiError, busy
 from mmfast.serve.http.metrics import Metrics
 
 T = TypeVar("T")
-SPEECH = "mmfast-tiny-speech"
+EMBEDDED, SPEECH = "mmfast-tiny-video", "mmfast-tiny-speech"
 VOICES = 2  # speeches and recordings that are worked on at once
 HEARD = 32  # recordings that wait to be written down; one more is refused
 _log = logging.getLogger("mmfast.serve")
@@ -161,7 +161,7 @@ class Service:
     def model(self) -> str:
         """The name of the model, also while it is loaded."""
         engine = self._engine.now()
-        return self.config.name or (engine.model if engine is not None else _name(self.config))
+        return self.config.name or (engine.model if engine is not None else name_of(self.config))
 
     @property
     def speech_model(self) -> str:
@@ -182,21 +182,52 @@ class Service:
 
 
 def _engine(config: ServerConfig) -> Executor:
-    from mmfast.serve.engine.choose import choose
-
     start = time.monotonic()
-    engine = choose(config)
+    engine = load_engine(config)
     _log.info("engine %s ready after %.1f s", config.engine, time.monotonic() - start)
     return engine
+
+
+def load_engine(config: ServerConfig) -> Executor:
+    """Load the engine that `config.engine` names.
+
+    Raises:
+        MmfastError: The engine needs a package that is not installed.
+        ModelError: The checkpoint cannot be loaded.
+    """
+    names = ("reduce", "cache", "device", "dtype", "slots", "context", "chunk", "queue", "memory")
+    options = {name: getattr(config, name) for name in names} | {"name": name_of(config)}
+    if config.engine == "inproc":
+        from mmfast.serve.engine.scheduler import Scheduler
+
+        return Scheduler(config.model, **options)
+    for role in ("encode", "prefill", "decode"):
+        options[role] = getattr(config, f"{role}_replicas")
+    if config.engine == "processes":
+        from mmfast.serve.engine.processes.engine import process_engine
+
+        return process_engine(config.model, **options)
+    try:
+        from mmfast.serve.ray.engine import RayEngine
+    except ModuleNotFoundError as error:
+        raise MmfastError(
+            f"--engine ray needs {error.name}, which is not installed; "
+            'pip install "mmfast[ray]", or choose inproc or processes'
+        ) from error
+    return RayEngine(config.model, **options, address=config.ray_address)
+
+
+def name_of(config: ServerConfig) -> str:
+    """Return the name of the model: the one given, else its directory or hub id."""
+    if config.name:
+        return config.name
+    if config.model is None:
+        return EMBEDDED
+    local = config.model.startswith((".", "/", "~")) or config.model.count("/") != 1
+    return PurePath(config.model).name if local else config.model
 
 
 def _voice(config: ServerConfig) -> Any:
     from mmfast.voice.models import can, load_voice
 
     return can(can(load_voice(config.speech, config.device, "auto"), "speak"), "transcribe")
-
-
-def _name(config: ServerConfig) -> str:
-    from mmfast.serve.engine.choose import name_of
-
-    return name_of(config)
