@@ -194,9 +194,7 @@ def start(ray: Any, address: str, **local: Any) -> None:
     """
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
-        os.environ.setdefault(
-            "RAY_AUTH_MODE", "disabled"
-        )  # a local node listens on this machine alone
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of this machine alone
         os.environ.setdefault("RAY_agent_register_timeout_ms", "100000")  # of a busy machine
         options |= {"include_dashboard": False, **local}
     for left in range(TRIES - 1, -1, -1):
