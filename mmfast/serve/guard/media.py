@@ -1,4 +1,4 @@
-"""Media of a request: from a URL or bytes to pixels and samples, under the server's limits."""
+"""Media of requests: from a URL or bytes to pixels and samples, within the limits of the server."""
 
 from __future__ import annotations
 
@@ -44,29 +44,30 @@ async def load_media(
 
     Args:
         source: A `data:` URL, an http(s) URL of an allowed host, or the encoded bytes.
-        kind: What the field is for.
-        config: Its limits hold.
-        frames: Of a clip, spread over it; the server's number when neither is given.
-        fps: Of a clip, a second; as many frames as allowed at most.
+        kind: Kind that the field takes.
+        config: Limits.
+        frames: Frames of a clip; the number of the server if neither is given.
+        fps: Frames of a clip per second.
         param: The part of the request, for messages.
 
     Returns:
-        Pixels, and a key that is the same for the same content sampled the same way.
+        Pixels, and a key of the content and its sampling.
 
     Raises:
-        ApiError: 4xx: it is no such media, too large, broken, or from elsewhere; 429: too busy.
+        ApiError: 4xx: another kind of media, too large, broken, or of a host that is not allowed;
+            429: too busy.
     """
     data, claimed = await _bytes(source, config, param)
     found = magic_kind(data[:_HEAD])
     data_url.check_claim(claimed, found, kind, param)
     _check_kind(found, kind, param)
     job = _job(kind, config)
-    how = ""
+    sampling = ""
     if kind == "video":
         frames = _frames(frames, fps, config, param)
         job |= {"frames": frames, "fps": fps}
         job |= {"frame_pixels": config.max_video_pixels, "clip_pixels": config.max_clip_pixels}
-        how = f":{frames}:{fps}"
+        sampling = f":{frames}:{fps}"
     pixels, facts = await _decode(data, job, config, param)
     if kind == "video" and len(pixels) > config.max_frames:
         raise ApiError(
@@ -76,7 +77,7 @@ async def load_media(
             code="too_many_frames",
             param=param,
         )
-    key = hashlib.sha256(data).hexdigest() + f":{kind}{how}"
+    key = hashlib.sha256(data).hexdigest() + f":{kind}{sampling}"
     return Media(Shot(kind, pixels, facts.get("metadata")), key)
 
 
@@ -92,16 +93,16 @@ async def load_sound(
 
     Args:
         source: Base64, a `data:` URL, an http(s) URL of an allowed host, or the encoded bytes.
-        config: Its limits hold.
-        format: What it claims to be, `wav` or `mp3`.
-        rate: Samples per second wanted.
+        config: Limits.
+        format: Declared format, such as `wav` or `mp3`.
+        rate: Requested samples per second.
         param: The part of the request, for messages.
 
     Returns:
         Samples [n] float32 in -1..1, and `rate`.
 
     Raises:
-        ApiError: 4xx: it is no sound, too long, broken, or from elsewhere; 429: too busy.
+        ApiError: 4xx: no sound, too long, broken, or of a host that is not allowed; 429: too busy.
     """
     if isinstance(source, str) and ":" not in source[:16]:
         source = await asyncio.to_thread(data_url.decode, source, config.max_body_bytes, param)
@@ -126,7 +127,7 @@ def _resampled(samples: Any, runs: list[list[int]], rate: int) -> Tensor:
 
 
 async def _bytes(source: str | bytes, config: ServerConfig, param: str | None) -> tuple[bytes, str]:
-    """The encoded bytes and what they claim to be."""
+    """Return the encoded bytes and their media type."""
     if isinstance(source, bytes):
         if len(source) > config.max_body_bytes:
             raise data_url.too_large(len(source), config.max_body_bytes, param)
@@ -202,7 +203,7 @@ async def _decode(
 
 
 def decoders(config: ServerConfig) -> Decoders:
-    """The decoding processes of this process; servers of the same limits share them."""
+    """Return the decoding processes; servers of the same limits share them."""
     key = (config.decode_workers, config.queue, config.held_bytes)
     with _lock:
         if key not in _shared:
@@ -233,7 +234,7 @@ def read_upload(path: str, config: ServerConfig | None = None) -> Any:
 
 @atexit.register
 def close() -> None:
-    """End all decoding processes; they start again when they are needed."""
+    """End all decoding processes; the next input starts them again."""
     with _lock:
         for each in _shared.values():
             each.close()

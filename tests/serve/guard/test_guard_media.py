@@ -307,8 +307,8 @@ def test_what_a_decoding_process_may_not_do(tmp_path: Path) -> None:
     """Whatever runs in it: no network, no program, no file to write, little memory."""
     script = textwrap.dedent("""
         import os, socket, subprocess, sys
-        from mmfast.serve.guard.child import limit
-        from mmfast.serve.guard.confine import confine
+        from mmfast.serve.guard.sandbox.child import limit
+        from mmfast.serve.guard.sandbox.child import confine
         limit(64 << 20, 20.0, 1 << 20)
         out = os.dup(3)
         took = confine()

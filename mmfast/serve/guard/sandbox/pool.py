@@ -1,8 +1,7 @@
-"""Decode in processes of their own: bounded in number, memory and time, killed when they hang.
+"""A pool of decoding processes with limits of number, memory and time, and their messages.
 
-Messages between the server and the processes that decode: JSON with its length before it.
-
-Never pickles: what a decoder says must not run in the server.
+Messages are JSON with a length in front, never pickles: the output of a decoder that an input has
+taken over must not run in the server.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ import numpy as np
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.serve.guard.errors import ApiError, busy
 
-_START = 30.0  # seconds for the first process to import what it needs
+_START = 30.0  # seconds for the parent of decoders to import its modules
 _CHILD = "mmfast.serve.guard.sandbox.child"
 
 
-class Parent:
-    """The process that is forked; started when it is first needed and when it has died."""
+class ForkServer:
+    """The parent of decoding processes; started on first use and after its death."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,18 +43,18 @@ class Parent:
         self._control: socket.socket | None = None
 
     def start(self) -> None:
-        """Start it, unless it runs."""
+        """Start the server, unless it runs."""
         with self._lock:
             self._ready()
 
     def fork(self, theirs: socket.socket, media: int) -> None:
-        """Have it fork a process for this connection and this input.
+        """Fork a process for a connection and an input.
 
         Raises:
-            ApiError: It does not start.
+            ApiError: The server does not start.
         """
         with self._lock:
-            for _ in range(2):  # it may have died since the last input
+            for _ in range(2):  # a second try if it has died since the last input
                 control = self._ready()
                 with suppress(OSError):
                     socket.send_fds(control, [b"j"], [theirs.fileno(), media])
@@ -98,26 +97,26 @@ class Parent:
         self._control = self._process = None
 
     def close(self) -> None:
-        """End it; what it forked ends by its own clock."""
+        """End the server; running decoders end by their own time limit."""
         with self._lock:
             self._end()
 
 
-class Pid:
-    """A process that may be killed at any time, and never another one of its number."""
+class ProcessHandle:
+    """A process that can be killed safely, also after its process id was reused."""
 
     def __init__(self) -> None:
         self._pid, self._fd, self._lock = 0, -1, threading.Lock()
 
     def open(self, pid: int) -> None:
-        """It runs, and is ours."""
+        """Take a running process."""
         with self._lock, suppress(OSError):
             self._pid = pid
             if hasattr(os, "pidfd_open"):
                 self._fd = os.pidfd_open(pid)
 
     def kill(self) -> None:
-        """End it, if it still runs."""
+        """Kill the process if it still runs."""
         with self._lock, suppress(OSError):
             if self._fd >= 0:
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
@@ -125,7 +124,7 @@ class Pid:
                 os.kill(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Forget it."""
+        """Release the process."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -133,11 +132,11 @@ class Pid:
 
 
 _LENGTH = struct.Struct("<I")
-_LONGEST = 16 << 20  # metadata of a clip of a million frames would be less
+_LONGEST = 16 << 20  # more than the metadata of a million frames
 
 
 def put(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send a message, and files with it."""
+    """Send a message with file descriptors."""
     data = json.dumps(message).encode()
     head = _LENGTH.pack(len(data))
     if fds:
@@ -148,7 +147,7 @@ def put(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ())
 
 
 def get(sock: socket.socket, files: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """Receive a message, and at most `files` files with it.
+    """Receive a message with at most `files` file descriptors.
 
     Raises:
         ConnectionError: The other side is gone.
@@ -179,7 +178,7 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def anonymous() -> int:
-    """A file in memory that has no name; on disk where the system has no such files."""
+    """Create a file in memory without a name; on disk where the system has no such files."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("mmfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:
@@ -187,12 +186,12 @@ def anonymous() -> int:
 
 
 def path_of(fd: int) -> str:
-    """A name under which this process can open a file that has none."""
+    """Return a path under which this process can open a file without a name."""
     return f"/proc/self/fd/{fd}" if Path("/proc/self/fd").is_dir() else f"/dev/fd/{fd}"
 
 
 def fill(fd: int, data: Any) -> None:
-    """Write all of a buffer."""
+    """Write a whole buffer to a file."""
     view = memoryview(data).cast("B")
     done = 0
     while done < len(view):
@@ -200,7 +199,7 @@ def fill(fd: int, data: Any) -> None:
 
 
 _ADD_SEALS, _KEEP_SIZE = 1033, 0x2 | 0x4  # fcntl: neither shrink nor grow
-_FORK = 10.0  # seconds for a process to begin
+_FORK = 10.0  # seconds for a fork to begin
 _TYPES: dict[str, np.dtype[Any]] = {"|u1": np.dtype(np.uint8), "<f4": np.dtype(np.float32)}
 Array = np.ndarray[Any, Any]
 
@@ -209,31 +208,31 @@ class Decoders:
     """Forks one process for every input.
 
     Args:
-        workers: Inputs that are decoded at once.
-        waiting: Inputs that may wait for that; one more is refused.
-        held: Bytes of decoded media that may be in use; what is no longer needed does not count.
+        workers: Most inputs decoded at once.
+        waiting: Most inputs that wait; another one is refused.
+        held: Most bytes of decoded media in use.
     """
 
     def __init__(self, workers: int, waiting: int = 64, held: int = 2 << 30) -> None:
         self._threads = ThreadPoolExecutor(workers, "decoders")
         self._most, self._pending = workers + waiting, 0
         self._held, self._room = _Held(held), threading.Lock()
-        self._parent = Parent()
+        self._parent = ForkServer()
 
     def warm(self) -> None:
-        """Start the process that the others are forked from."""
+        """Start the fork server."""
         self._parent.start()
 
     async def decode(self, data: bytes, job: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
-        """Decode one input; leaving early kills its process.
+        """Decode one input; cancellation kills its process.
 
         Args:
-            data: Encoded.
+            data: The encoded input.
             job: See `mmfast.serve.guard.sandbox.child`, with `seconds` and `memory`.
 
         Raises:
-            MediaError: It cannot be decoded, or not within its limits.
-            ApiError: 429, too many wait.
+            MediaError: The input cannot be decoded within its limits.
+            ApiError: 429: too many inputs wait.
         """
         with self._room:
             if self._pending >= self._most:
@@ -263,14 +262,14 @@ class Decoders:
 
 
 class _Held:
-    """Counts the bytes of decoded media that somebody still uses."""
+    """Counts the bytes of decoded media in use."""
 
     def __init__(self, most: int) -> None:
         self._most, self._now, self._lock = most, 0, threading.Lock()
-        self._dropped: deque[int] = deque()  # what a finalizer may do at any time: append
+        self._dropped: deque[int] = deque()  # a finalizer may append at any time
 
     def keep(self, owner: Any, size: int) -> None:
-        """Count `size` bytes until `owner` is gone."""
+        """Count `size` bytes until `owner` is freed."""
         with self._lock:
             while self._dropped:
                 self._now -= self._dropped.popleft()
@@ -281,19 +280,19 @@ class _Held:
 
 
 class _Task:
-    """One input, from the thread that waits for it."""
+    """The decoding of one input, in a thread that waits for its process."""
 
-    def __init__(self, parent: Parent, held: _Held, data: bytes, job: dict[str, Any]) -> None:
+    def __init__(self, parent: ForkServer, held: _Held, data: bytes, job: dict[str, Any]) -> None:
         self._parent, self._held, self._data, self._job = parent, held, data, job
-        self._stopped, self._pid = False, Pid()
+        self._stopped, self._pid = False, ProcessHandle()
 
     def stop(self) -> None:
-        """Nobody waits any more."""
+        """Kill the process, for the caller has gone."""
         self._stopped = True
         self._pid.kill()
 
     def run(self) -> tuple[Array, dict[str, Any]]:
-        """Decode it."""
+        """Decode the input."""
         what, seconds = self._job["kind"], self._job["seconds"]
         if self._stopped:
             raise MediaError(f"nobody waits for the {what}")
@@ -324,7 +323,7 @@ class _Task:
         try:
             said, _ = get(sock)
         except OSError:
-            self._parent.close()  # it does not fork: the next input gets another one
+            self._parent.close()  # it does not fork: the next input starts another one
             raise
         self._pid.open(int(said["pid"]))
         if self._stopped:
@@ -341,7 +340,7 @@ class _Task:
                 os.close(fd)
 
     def _mapped(self, fd: int, reply: dict[str, Any]) -> Array:
-        """The result where the process left it; a change of ours is ours alone."""
+        """Map the result of the process, copy-on-write."""
         _keep_size(fd)
         dtype: np.dtype[Any] = _TYPES[reply["dtype"]]
         shape = tuple(int(n) for n in reply["shape"])
@@ -356,7 +355,7 @@ class _Task:
 
 
 def _keep_size(fd: int) -> None:
-    """Nobody can cut the file while it is mapped here."""
+    """Seal the size of the file, since a cut would crash the reader of the mapping."""
     if sys.platform.startswith("linux"):
         import fcntl
 
