@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,43 +116,49 @@ class PromptPiece:
     trace: dict[str, Any] = field(default_factory=dict)
 
 
-class _StageThread:
-    """A thread that works in rounds while there is work, until it is closed."""
+class StageThread:
+    """A thread that works in rounds while there is work, until it is closed.
 
-    def __init__(self, name: str) -> None:
-        self._changed, self._closed = threading.Condition(), False
+    Args:
+        name: Name of the thread.
+        busy: Returns True while there is work.
+        work: Does one round.
+        failed: Called with an exception of `work`, which ends all requests of the stage.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        busy: Callable[[], bool],
+        work: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.changed, self._closed = threading.Condition(), False
+        self._busy, self._work, self._failed = busy, work, failed
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._busy())
+            with self.changed:
+                self.changed.wait_for(lambda: self._closed or self._busy())
                 if self._closed:
                     return
             try:
-                self._round()
-            except Exception as error:  # an error of no single request ends all of them
+                self._work()
+            except Exception as error:
                 LOG.exception("%s failed", self._thread.name)
-                self._fail_all(error)
+                self._failed(error)
 
-    def _join(self) -> None:
-        with self._changed:
+    def close(self) -> None:
+        """Stop after the running round."""
+        with self.changed:
             self._closed = True
-            self._changed.notify()
+            self.changed.notify()
         self._thread.join()
 
-    def _busy(self) -> bool:
-        raise NotImplementedError
 
-    def _round(self) -> None:
-        raise NotImplementedError
-
-    def _fail_all(self, error: Exception) -> None:
-        raise NotImplementedError
-
-
-class PrefillStage(_StageThread):
+class PrefillStage:
     """Runs a `Prefiller`; prompts that arrive meanwhile share its passes.
 
     Args:
@@ -163,7 +170,7 @@ class PrefillStage(_StageThread):
         self._prefiller, self._context = prefiller, context
         self._new: list[tuple[Embedded, Future[PromptPiece], float]] = []
         self._jobs: dict[PrefillJob, tuple[Future[PromptPiece], float]] = {}
-        super().__init__("mmfast-prefill")
+        self._thread = StageThread("mmfast-prefill", self._busy, self._round, self._fail_all)
 
     def fill(self, prompt: Embedded, answer: int) -> Future[PromptPiece]:
         """Read a prompt; cancelling the future stops that.
@@ -181,14 +188,14 @@ class PrefillStage(_StageThread):
                 f"{self._context} that fit; shorten one, or reduce the media"
             )
         future: Future[PromptPiece] = Future()
-        with self._changed:
+        with self._thread.changed:
             self._new.append((prompt, future, time.perf_counter()))
-            self._changed.notify()
+            self._thread.changed.notify()
         return future
 
     def close(self) -> None:
         """Stop; running prompts are cancelled."""
-        self._join()
+        self._thread.close()
         for future in [*(each[1] for each in self._new), *(f for f, _ in self._jobs.values())]:
             future.cancel()
 
@@ -196,7 +203,7 @@ class PrefillStage(_StageThread):
         return bool(self._new or self._jobs)
 
     def _round(self) -> None:
-        with self._changed:
+        with self._thread.changed:
             new, self._new = self._new, []
         self._jobs |= {PrefillJob(prompt): (future, at) for prompt, future, at in new}
         self._jobs = {job: each for job, each in self._jobs.items() if not each[0].cancelled()}
@@ -237,7 +244,7 @@ class PrefillStage(_StageThread):
             self._fail(job, error)
 
 
-class DecodeStage(_StageThread):
+class DecodeStage:
     """Runs a `DecodeBatch`; answers join and leave between two of its steps.
 
     Args:
@@ -251,7 +258,7 @@ class DecodeStage(_StageThread):
         self._waiting: dict[str, tuple[ActiveRequest, PromptPiece]] = {}
         self._running: dict[str, ActiveRequest] = {}
         self._cancelled: set[str] = set()
-        super().__init__("mmfast-decode")
+        self._thread = StageThread("mmfast-decode", self._busy, self._round, self._fail_all)
 
     def add(self, request: Request, piece: PromptPiece, emit: Emit) -> None:
         """Answer; exactly one `Finish` or `Failure` comes last.
@@ -265,19 +272,19 @@ class DecodeStage(_StageThread):
         answer.writer = Writer(self._tokenizer, request.sampling, self._decoder.chooser.ends)
         answer.prefill_ms, answer.cached = piece.ms, piece.cached_tokens
         answer.read = piece.trace, piece.prompt_tokens
-        with self._changed:
+        with self._thread.changed:
             self._waiting[request.id] = answer, piece
-            self._changed.notify()
+            self._thread.changed.notify()
 
     def cancel(self, name: str) -> None:
         """Stop an answer after the running step."""
-        with self._changed:
+        with self._thread.changed:
             self._cancelled.add(name)
-            self._changed.notify()
+            self._thread.changed.notify()
 
     def close(self) -> None:
         """Stop; running answers fail."""
-        self._join()
+        self._thread.close()
         for name in [*self._waiting, *self._running]:
             self._remove(name).end(STOPPED)
 
@@ -285,7 +292,7 @@ class DecodeStage(_StageThread):
         return bool(self._waiting or self._running or self._cancelled)
 
     def _round(self) -> None:
-        with self._changed:
+        with self._thread.changed:
             cancelled, self._cancelled = self._cancelled, set()
         for name in cancelled:
             if name in self._waiting or name in self._running:
@@ -305,7 +312,7 @@ class DecodeStage(_StageThread):
         return not self._running or slots.needed([reserve]) * token <= self._limit
 
     def _begin(self, name: str) -> None:
-        with self._changed:
+        with self._thread.changed:
             answer, piece = self._waiting.pop(name)
             # Keys and values are copied to a row: no second copy of the prompt is kept.
             self._running[name] = answer
@@ -343,7 +350,7 @@ class DecodeStage(_StageThread):
         return False
 
     def _remove(self, name: str) -> ActiveRequest:
-        with self._changed:
+        with self._thread.changed:
             answer = self._running.pop(name, None) or self._waiting.pop(name)[0]
         self._decoder.release(name)
         return answer

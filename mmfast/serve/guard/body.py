@@ -15,7 +15,7 @@ import numpy as np
 
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard.caller import Headers, values
-from mmfast.serve.guard.errors import ApiError, busy
+from mmfast.serve.guard.errors import ApiError, bad_request, busy
 
 MOST_VALUES = 200_000
 _PIECE = 1 << 16
@@ -70,17 +70,15 @@ class JsonDepth:
         marks = np.frombuffer(outside.translate(None, _OTHERS), np.uint8)
         self._left -= len(marks)
         if self._left < 0:
-            raise ApiError(
-                400,
-                f"what was sent has over {self._values:,} values: send less",
-                code="too_many_values",
+            raise bad_request(
+                f"what was sent has over {self._values:,} values: send less", "too_many_values"
             )
         if len(marks):
             depths = self._depth + np.cumsum(_STEPS[marks])
             self._depth = int(depths[-1])
             if depths.max() > self._most:
                 text = f"what was sent is nested deeper than {self._most}: send less"
-                raise ApiError(400, text, code="too_deep")
+                raise bad_request(text, "too_deep")
 
 
 def loads(text: str | bytes, most: int) -> Any:
@@ -93,7 +91,7 @@ def loads(text: str | bytes, most: int) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        raise ApiError(400, "this is no JSON: send one JSON object", code="invalid_json") from None
+        raise bad_request("this is no JSON: send one JSON object", "invalid_json") from None
 
 
 def _refuse(name: str) -> None:
@@ -246,7 +244,7 @@ def check_head(headers: Headers, config: ServerConfig) -> None:
         )
     for length in values(headers, b"content-length"):
         if not length.isdigit() or len(length) > 18:
-            raise ApiError(400, "Content-Length is no number", code="invalid_header")
+            raise bad_request("Content-Length is no number", "invalid_header")
         if int(length) > config.max_body_bytes:
             raise too_large(config.max_body_bytes)
 

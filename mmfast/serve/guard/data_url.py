@@ -6,7 +6,7 @@ import base64
 import binascii
 import re
 
-from mmfast.serve.guard.errors import ApiError
+from mmfast.serve.guard.errors import ApiError, bad_request
 
 # Type and subtype, parameters, and base64; no other form is accepted.
 _HEAD = re.compile(r"data:([a-z]+/[a-z0-9.+-]+)?((?:;[a-z0-9.+-]+=[^;,]*)*);base64,", re.IGNORECASE)
@@ -43,11 +43,10 @@ def parse(url: str, most: int, param: str | None = None) -> tuple[str, bytes]:
     """
     head = _HEAD.match(url[:_LONGEST_HEAD])
     if head is None:
-        raise ApiError(
-            400,
+        raise bad_request(
             "a data: URL has the form data:image/png;base64,...: give a media type and base64",
-            code="invalid_data_url",
-            param=param,
+            "invalid_data_url",
+            param,
         )
     return (head[1] or "").lower(), decode(url, most, param, head.end())
 
@@ -64,11 +63,11 @@ def decode(text: str, most: int, param: str | None = None, start: int = 0) -> by
     try:
         data = binascii.a2b_base64(text[start:].encode("ascii"), strict_mode=True)
     except (binascii.Error, UnicodeEncodeError):
-        raise ApiError(
-            400, "the base64 is broken: send it whole, without spaces", "", "invalid_base64", param
+        raise bad_request(
+            "the base64 is broken: send it whole, without spaces", "invalid_base64", param
         ) from None
     if not data:
-        raise ApiError(400, "the media are empty: send them whole", "", "invalid_media", param)
+        raise bad_request("the media are empty: send them whole", "invalid_media", param)
     return data
 
 
@@ -96,12 +95,11 @@ def check_claim(claimed: str, kind: str, wanted: str, param: str | None = None) 
     right = generic or top in allowed[wanted]
     claims = _CLAIMS.get(claimed)
     if not right or (claims is not None and kind not in claims):
-        raise ApiError(
-            400,
+        raise bad_request(
             f"the {wanted} claims to be {claimed!r} but is {kind or 'something else'!s}: "
             f"give {wanted} data and its true media type",
-            code="media_type_mismatch",
-            param=param,
+            "media_type_mismatch",
+            param,
         )
 
 

@@ -70,18 +70,21 @@ def busy(message: str, retry_after: float = 1.0, code: str = "busy") -> ApiError
     return ApiError(429, message, code=code, headers={"Retry-After": wait})
 
 
+def bad_request(message: str, code: str = "invalid_value", param: str | None = None) -> ApiError:
+    """Return the error 400 for a part of the request."""
+    return ApiError(400, message, code=code, param=param)
+
+
 def api_error(error: BaseException, param: str | None = None) -> ApiError:
     """Turn any exception into an error reply; one of another package reveals nothing."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BusyError):
         return busy(str(error), error.retry_after)
-    if isinstance(error, MediaError):
-        return ApiError(400, str(error), code="invalid_media", param=param)
-    if isinstance(error, ModelError):
-        return ApiError(400, str(error), code="model_cannot", param=param)
-    if isinstance(error, MmfastError):
-        return ApiError(400, str(error), code="invalid_value", param=param)
+    codes = {MediaError: "invalid_media", ModelError: "model_cannot", MmfastError: "invalid_value"}
+    for kind, code in codes.items():  # the base class last
+        if isinstance(error, kind):
+            return bad_request(str(error), code, param)
     return ApiError(500, "the server made an error; its log has it under this request's id")
 
 

@@ -23,7 +23,7 @@ import h11
 
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard.data_url import too_large
-from mmfast.serve.guard.errors import ApiError, busy
+from mmfast.serve.guard.errors import ApiError, bad_request, busy
 
 PORTS = {"http": 80, "https": 443}
 _LONGEST = 2048
@@ -212,11 +212,8 @@ async def fetch(
     """
     global _running
     if not config.remote_hosts:
-        raise ApiError(
-            400,
-            "media from other hosts are off here: send a data: URL",
-            code="remote_media_off",
-            param=param,
+        raise bad_request(
+            "media from other hosts are off here: send a data: URL", "remote_media_off", param
         )
     if _running >= _AT_ONCE:
         raise busy(f"{_AT_ONCE} media are being fetched already", code="fetching")
@@ -226,10 +223,10 @@ async def fetch(
             return await _follow(url, config, param, network or NETWORK)
     except TimeoutError:
         text = f"fetching took over {config.remote_seconds:g} s: send a data: URL"
-        raise ApiError(400, text, code="fetch_timeout", param=param) from None
+        raise bad_request(text, "fetch_timeout", param) from None
     except (OSError, h11.RemoteProtocolError, h11.LocalProtocolError, UnicodeError):
         text = "the media's host does not answer as it should: check the URL"
-        raise ApiError(400, text, code="fetch_failed", param=param) from None
+        raise bad_request(text, "fetch_failed", param) from None
     finally:
         _running -= 1
 
@@ -258,7 +255,7 @@ async def _follow(
 
 
 def _astray(where: str, param: str | None) -> ApiError:
-    return ApiError(400, f"{_LEADS} {where}", code="url_not_allowed", param=param)
+    return bad_request(f"{_LEADS} {where}", "url_not_allowed", param)
 
 
 async def _get(
@@ -320,10 +317,10 @@ async def _answer(
 def _check_reply(status: int, headers: dict[str, str], most: int, param: str | None) -> None:
     if status != 200:
         text = f"the media's host answers {status}: check the URL"
-        raise ApiError(400, text, code="fetch_failed", param=param)
+        raise bad_request(text, "fetch_failed", param)
     if headers.get("content-encoding", "identity") != "identity":
         text = "the media's host sends them compressed, which nobody asked for"
-        raise ApiError(400, text, code="fetch_failed", param=param)
+        raise bad_request(text, "fetch_failed", param)
     length = headers.get("content-length", "")
     if length.isdigit() and len(length) < 19 and int(length) > most:
         raise too_large(int(length), most, param)

@@ -21,7 +21,7 @@ from mmfast.models.prompt import Shot
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Media
 from mmfast.serve.guard import data_url
-from mmfast.serve.guard.errors import ApiError, scrub
+from mmfast.serve.guard.errors import ApiError, bad_request, scrub
 from mmfast.serve.guard.fetch import fetch
 from mmfast.serve.guard.sandbox.pool import Decoders
 
@@ -70,12 +70,11 @@ async def load_media(
         sampling = f":{frames}:{fps}"
     pixels, facts = await _decode(data, job, config, param)
     if kind == "video" and len(pixels) > config.max_frames:
-        raise ApiError(
-            400,
+        raise bad_request(
             f"fps={fps} gives {len(pixels)} frames, the limit is {config.max_frames}: ask for "
             f"fewer a second, or for a number of frames",
-            code="too_many_frames",
-            param=param,
+            "too_many_frames",
+            param,
         )
     key = hashlib.sha256(data).hexdigest() + f":{kind}{sampling}"
     return Media(Shot(kind, pixels, facts.get("metadata")), key)
@@ -141,12 +140,11 @@ async def _bytes(source: str | bytes, config: ServerConfig, param: str | None) -
     if scheme in ("http", "https"):
         claimed, data = await fetch(source, config, param)
         return data, claimed
-    raise ApiError(
-        400,
+    raise bad_request(
         "media are given as data: URLs (data:image/png;base64,...); paths and other schemes "
         "are refused",
-        code="invalid_url",
-        param=param,
+        "invalid_url",
+        param,
     )
 
 
@@ -154,12 +152,11 @@ def _check_kind(found: str, wanted: Kind, param: str | None) -> None:
     known = found in IMAGE_KINDS or (wanted == "video" and found in VIDEO_KINDS)
     if not known:
         kinds = IMAGE_KINDS if wanted == "image" else (*VIDEO_KINDS, "gif", "webp")
-        raise ApiError(
-            400,
+        raise bad_request(
             f"the {wanted} is {found or 'of no kind that is known'}: give one of "
             f"{', '.join(kinds)}",
-            code="invalid_media",
-            param=param,
+            "invalid_media",
+            param,
         )
 
 
@@ -167,16 +164,13 @@ def _frames(
     frames: int | None, fps: float | None, config: ServerConfig, param: str | None
 ) -> int | None:
     if fps is not None and frames is not None:
-        raise ApiError(400, "give frames or fps, not both", code="invalid_value", param=param)
+        raise bad_request("give frames or fps, not both", "invalid_value", param)
     if fps is not None:
         return None
     wanted = config.frames if frames is None else frames
     if not 0 < wanted <= config.max_frames:
-        raise ApiError(
-            400,
-            f"frames={wanted} is not allowed: give 1 to {config.max_frames}",
-            code="invalid_value",
-            param=param,
+        raise bad_request(
+            f"frames={wanted} is not allowed: give 1 to {config.max_frames}", "invalid_value", param
         )
     return wanted
 

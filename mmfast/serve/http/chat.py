@@ -30,7 +30,7 @@ from mmfast.serve.engine.base import (
 )
 from mmfast.serve.guard import logs
 from mmfast.serve.guard.caller import Caller, caller_of
-from mmfast.serve.guard.errors import ApiError, api_error, body
+from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body
 from mmfast.serve.guard.media import load_media, load_sound
 from mmfast.serve.http import schema as asked
 from mmfast.serve.http.events import (
@@ -181,27 +181,24 @@ class Reader:
             raise _too_much(f"{media} images, clips and sounds are too many; send at most {most}")
         frames = self._options.frames or 0
         if frames > self._config.max_frames:
-            raise ApiError(
-                400,
+            raise bad_request(
                 f"mmfast.frames={frames} is too many; ask for at most {self._config.max_frames}",
-                code="invalid_value",
-                param="mmfast.frames",
+                "invalid_value",
+                "mmfast.frames",
             )
         last = given[-1]
         if last.role != "user":
-            raise ApiError(
-                400,
+            raise bad_request(
                 f"the last message is the {last.role}'s; end with one whose role is 'user'",
-                code="invalid_value",
-                param="messages",
+                "invalid_value",
+                "messages",
             )
         own = [last.content] if isinstance(last.content, str) else last.content
         if not any(_asks(part) for part in own):
-            raise ApiError(
-                400,
+            raise bad_request(
                 "the last message asks nothing; add a text",
-                code="invalid_value",
-                param=f"messages[{len(given) - 1}].content",
+                "invalid_value",
+                f"messages[{len(given) - 1}].content",
             )
 
     async def _message(self, given: Any, number: int) -> Message:
@@ -268,7 +265,7 @@ def _asks(part: Any) -> bool:
 
 
 def _too_much(text: str) -> ApiError:
-    return ApiError(400, text, code="too_much", param="messages")
+    return bad_request(text, "too_much", "messages")
 
 
 PATIENCE = 2.0  # seconds to wait with the status of a stream, so that early errors get their own
@@ -410,18 +407,14 @@ def _check(asked: ChatRequest, service: Service) -> None:
     most, longest = service.config.max_tokens, asked.longest
     if longest is not None and longest > most:
         param = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
-        raise ApiError(
-            400,
-            f"{param}={longest} is too many; ask for at most {most}",
-            code="invalid_value",
-            param=param,
+        raise bad_request(
+            f"{param}={longest} is too many; ask for at most {most}", "invalid_value", param
         )
     if asked.stream_options is not None and not asked.stream:
-        raise ApiError(
-            400,
+        raise bad_request(
             "stream_options go with stream=true; set it, or leave them out",
-            code="invalid_value",
-            param="stream_options",
+            "invalid_value",
+            "stream_options",
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.frontends.audio.wav import WavWriter
 from mmfast.ops.audio import Resampler
-from mmfast.serve.guard.errors import ApiError, api_error, body, busy
+from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, busy
 from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event, unless_gone
 from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest
 from mmfast.serve.http.service import VOICES, Service
@@ -200,7 +200,7 @@ def voice_of(name: str, voices: tuple[str, ...]) -> str:
     if name.lower() in VOICE_NAMES:
         return voices[VOICE_NAMES[name.lower()] % len(voices)]
     text = unknown("voice", name[:80], [*voices, *VOICE_NAMES])
-    raise ApiError(400, text, code="invalid_value", param="voice")
+    raise bad_request(text, "invalid_value", "voice")
 
 
 class SpeechRun:
