@@ -50,7 +50,7 @@ def main() -> None:
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     config = ServerConfig(port=0, voice=False, demo=False, **options)
     decoders(config).warm()
-    listening = bind(config)
+    listening = bind(config.host, config.port)
     server = Server(create_app(config, executor=Echo()), config)
     print(listening.getsockname()[1], flush=True)
     server.run(sockets=[listening])

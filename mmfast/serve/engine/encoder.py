@@ -25,8 +25,8 @@ from mmfast.models.reduction.record import features_given, flat
 from mmfast.serve.engine.base import Media, Request
 from mmfast.serve.engine.media import (
     ByteCache,
-    EncodedUnit,
     MediaUnit,
+    UnitFeatures,
     encode,
     grouped,
     joined,
@@ -88,7 +88,7 @@ def axes(model: Any, positions: Tensor, length: int) -> Tensor:
 
 
 def identities(
-    mine: Sequence[MediaUnit], parts: Mapping[str, Sequence[EncodedUnit]], reduce: str | None
+    mine: Sequence[MediaUnit], parts: Mapping[str, Sequence[UnitFeatures]], reduce: str | None
 ) -> dict[str, Tensor]:
     """Return the identity `[n]` of each feature by kind; nothing where features are reduced."""
     found: dict[str, Tensor] = {}
@@ -137,7 +137,7 @@ def finished(
     model: Any,
     prepared: Prepared,
     mine: Sequence[MediaUnit],
-    known: Mapping[Key, EncodedUnit | Exception],
+    known: Mapping[Key, UnitFeatures | Exception],
     reused: AbstractSet[Key],
 ) -> Result:
     """Return the prompt as the language model reads it, or the error where there is none.
@@ -165,7 +165,7 @@ def finished(
 def _joined(
     model: Any,
     prepared: Prepared,
-    parts: Sequence[tuple[MediaUnit, EncodedUnit]],
+    parts: Sequence[tuple[MediaUnit, UnitFeatures]],
     reused: AbstractSet[Key],
 ) -> Embedded:
     kinds = dict.fromkeys(unit.kind for unit, _ in parts)
@@ -348,7 +348,7 @@ class MediaEncoder:
         self.model, self.processor, self.most = model, processor, _START
         self.slicer = Slicer()
         self.base, self.adapter = model.base_model, adapter_for(model)
-        self.kept: ByteCache[EncodedUnit] = ByteCache(memory, lambda known: known.nbytes)
+        self.kept: ByteCache[UnitFeatures] = ByteCache(memory, lambda known: known.nbytes)
         self._lock = threading.Lock()  # a tokenizer serves one thread at a time
 
     def prepare(self, request: Request, reduce: str | None = None) -> Prepared:
@@ -390,7 +390,7 @@ class MediaEncoder:
     def steps(self, batch: Sequence[Prepared]) -> Steps:
         """Encode in small steps: yield number and result of a request, or None in between."""
         plans = {i: self._units(each) for i, each in enumerate(batch)}
-        known: dict[Key, EncodedUnit | Exception] = {}
+        known: dict[Key, UnitFeatures | Exception] = {}
         fresh: dict[Key, MediaUnit] = {}
         for unit in (unit for mine in plans.values() for unit in mine):
             held = None if unit.key in fresh or unit.key in known else self.kept.get(unit.key)
@@ -414,7 +414,7 @@ class MediaEncoder:
         self,
         batch: Sequence[Prepared],
         plans: dict[int, list[MediaUnit]],
-        known: dict[Key, EncodedUnit | Exception],
+        known: dict[Key, UnitFeatures | Exception],
         owed: set[Key],
     ) -> Iterator[tuple[int, Result]]:
         """Yield the requests whose media are all encoded."""
@@ -440,7 +440,7 @@ class MediaEncoder:
 
     def _run(
         self, needs: tuple[str, ...], group: list[MediaUnit]
-    ) -> Generator[None, None, dict[Key, EncodedUnit | Exception]]:
+    ) -> Generator[None, None, dict[Key, UnitFeatures | Exception]]:
         """Encode a group; after an error one by one, so that only the broken units fail."""
         blocks = self.adapter.tower_of(self.base, group[0].kind).blocks
         try:
@@ -450,7 +450,7 @@ class MediaEncoder:
         except Exception as error:
             if len(group) == 1:
                 return {group[0].key: error}
-            apart: dict[Key, EncodedUnit | Exception] = {}
+            apart: dict[Key, UnitFeatures | Exception] = {}
             for unit in group:
                 apart |= yield from self._run(needs, [unit])
             return apart

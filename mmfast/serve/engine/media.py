@@ -52,7 +52,7 @@ class MediaUnit:
 
 
 @dataclass(frozen=True, eq=False)
-class EncodedUnit:
+class UnitFeatures:
     """The result of encoding a unit.
 
     Attributes:
@@ -143,7 +143,7 @@ def grouped(waiting: Sequence[MediaUnit], most: int) -> Iterator[list[MediaUnit]
 def encode(
     base: Any, adapter: Adapter, needs: Collection[str], group: Sequence[MediaUnit]
 ) -> list[Any]:
-    """Run the tower once for all units of a group; return an `EncodedUnit` each."""
+    """Run the tower once for all units of a group; return an `UnitFeatures` each."""
     kind, first = group[0].kind, group[0].call
     call = dict(first)
     if len(group) > 1:
@@ -166,7 +166,7 @@ def _shares(record: Record, group: Sequence[MediaUnit]) -> list[int]:
     return [1] * len(group)
 
 
-def _split_output(output: Any, record: Record, shares: Sequence[int]) -> list[EncodedUnit]:
+def _split_output(output: Any, record: Record, shares: Sequence[int]) -> list[UnitFeatures]:
     features = flat(output.pooler_output)
     planes = [flat(plane) for plane in getattr(output, "deepstack_features", None) or ()]
     found, item, start = [], 0, 0
@@ -174,7 +174,7 @@ def _split_output(output: Any, record: Record, shares: Sequence[int]) -> list[En
         layouts = tuple(record.layouts[item : item + share])
         stop = start + sum(each.length for each in layouts)
         found.append(
-            EncodedUnit(
+            UnitFeatures(
                 type(output),
                 features[start:stop].clone(),
                 tuple(plane[start:stop].clone() for plane in planes),
@@ -188,7 +188,7 @@ def _split_output(output: Any, record: Record, shares: Sequence[int]) -> list[En
     return found
 
 
-def joined(kind: str, parts: Sequence[EncodedUnit]) -> Any:
+def joined(kind: str, parts: Sequence[UnitFeatures]) -> Any:
     """Return an encoder output of the stock class for all media of one kind of one prompt."""
     cls = parts[0].output
     features = [part.features for part in parts]

@@ -21,9 +21,9 @@ from mmfast.models.prompt import Shot
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Media
 from mmfast.serve.guard import data_url
+from mmfast.serve.guard.decoders import Decoders
 from mmfast.serve.guard.errors import ApiError, bad_request, scrub
 from mmfast.serve.guard.fetch import fetch
-from mmfast.serve.guard.sandbox.pool import Decoders
 
 Kind = Literal["image", "video"]
 _HEAD = 512

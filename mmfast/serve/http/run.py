@@ -19,23 +19,23 @@ from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard.shield import uvicorn_options
 
 
-def bind(config: ServerConfig) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Open the socket to listen on, before anything is loaded.
 
     Raises:
         MmfastError: The port is taken, or the address is not of this machine.
     """
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((config.host, config.port))
+        found.bind((host, port))
         found.listen(2048)  # early clients wait; fails here if the port is taken
     except (OSError, UnicodeError) as error:
         found.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise MmfastError(
-            f"cannot listen on {config.host}:{config.port} ({reason}); "
+            f"cannot listen on {host}:{port} ({reason}); "
             "give another --port (0 takes a free one) or --host"
         ) from None
     return found

@@ -243,7 +243,7 @@ def test_a_decoding_process_signals_nobody_else(tmp_path: Path) -> None:
     """By no call: neither a thread of another process, nor its limits; itself it may."""
     script = textwrap.dedent("""
         import ctypes, os, platform, resource, sys
-        from mmfast.serve.guard.sandbox.child import confine
+        from mmfast.serve.guard.sandbox import confine
         numbers = {"x86_64": (200, 234, 129, 297), "aarch64": (130, 131, 138, 240)}
         tkill, tgkill, queue, tqueue = numbers[platform.machine()]
         libc, other = ctypes.CDLL(None, use_errno=True), os.getppid()

@@ -34,7 +34,7 @@ from mmfast.frontends.source import IMAGE_KINDS, Budget, Limits, MediaSource, op
 from mmfast.frontends.video.container import open_video
 from mmfast.frontends.video.headers import check_header
 from mmfast.frontends.video.reader import read_video
-from mmfast.serve.guard.sandbox.pool import anonymous, fill, get, path_of, put
+from mmfast.serve.guard.decoders import anonymous, fill, get, path_of, put
 
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM

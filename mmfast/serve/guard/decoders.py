@@ -31,7 +31,7 @@ from mmfast.core.errors import MediaError, MmfastError
 from mmfast.serve.guard.errors import ApiError, busy
 
 _START = 30.0  # seconds for the parent of decoders to import its modules
-_CHILD = "mmfast.serve.guard.sandbox.child"
+_CHILD = "mmfast.serve.guard.sandbox"
 
 
 class ForkServer:
@@ -67,7 +67,7 @@ class ForkServer:
             return self._control
         self._end()
         ours, theirs = socket.socketpair()
-        root = str(Path(__file__).resolve().parents[4])
+        root = str(Path(__file__).resolve().parents[3])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -228,7 +228,7 @@ class Decoders:
 
         Args:
             data: The encoded input.
-            job: See `mmfast.serve.guard.sandbox.child`, with `seconds` and `memory`.
+            job: See `mmfast.serve.guard.sandbox`, with `seconds` and `memory`.
 
         Raises:
             MediaError: The input cannot be decoded within its limits.
