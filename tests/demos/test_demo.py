@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import io
 import json
 import re
@@ -416,13 +417,11 @@ def test_all_that_the_page_needs_is_packaged() -> None:
 
 
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.cli import serve
+    from mmfast.serve.http.run import bind
 
-    with (
-        serve._listen("127.0.0.1", 0) as taken,
-        pytest.raises(MmfastError, match="--port 0"),
-    ):
-        serve._listen("127.0.0.1", taken.getsockname()[1])
+    serve = importlib.import_module("mmfast.cli.serve")
+    with bind("127.0.0.1", 0) as taken, pytest.raises(MmfastError, match="0 takes a free one"):
+        bind("127.0.0.1", taken.getsockname()[1])
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(MmfastError, match=r'pip install "mmfast\[demo\]"'):
         serve._application(None, None, "auto")
