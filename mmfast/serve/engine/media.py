@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from cachetools import LRUCache
@@ -205,7 +205,7 @@ def joined(kind: str, parts: Sequence[UnitFeatures]) -> Any:
 T = TypeVar("T")
 
 
-class ByteCache(LRUCache, Generic[T]):  # type: ignore[misc, type-arg]
+class ByteCache(LRUCache[Hashable, T]):
     """A cache of bounded bytes that drops the least recently used values.
 
     Args:
@@ -232,7 +232,9 @@ class ByteCache(LRUCache, Generic[T]):  # type: ignore[misc, type-arg]
         """Bytes of all values."""
         return int(self.currsize)
 
-    def get(self, key: Hashable, default: T | None = None) -> T | None:
+    def get(  # type: ignore[override]
+        self, key: Hashable, default: T | None = None
+    ) -> T | None:
         """Return the value, now the most recently used; `default` where there is none."""
         if key not in self:
             self.misses += 1

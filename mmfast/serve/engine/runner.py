@@ -25,6 +25,7 @@ from mmfast.planner.target import make_target
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
 from mmfast.serve.engine.encoder import MediaEncoder, early, kept_tokens
+from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.request import ActiveRequest
 from mmfast.serve.engine.slots import CacheSlots, Draw
@@ -263,7 +264,7 @@ class ModelRunner:
     def gauges(self) -> dict[str, float]:
         """Return the figures for `Health`."""
         kept, prefixes = self.encoder.kept, self.batch.prefixes.held if self.batch else None
-        caches = [kept, *([] if prefixes is None else [prefixes])]
+        caches: list[ByteCache[Any]] = [kept, *([] if prefixes is None else [prefixes])]
         gaps = [gap for gap, _ in tuple(self.batch.gaps)] if self.batch else []
         return {
             "decode_gap_ms": 1e3 * max(gaps, default=0.0),

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -42,7 +42,7 @@ from mmfast.serve.http.events import (
     StreamedReply,
     event,
     failed,
-    unless_gone,
+    while_connected,
 )
 from mmfast.serve.http.schema import (
     ERRORS,
@@ -57,6 +57,8 @@ from mmfast.serve.http.schema import (
     Usage,
 )
 from mmfast.serve.http.service import Service
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -161,12 +163,7 @@ class Reader:
             ApiError: A limit is exceeded, nothing is asked, or a medium cannot be read.
         """
         self._check(given)
-        reading = [asyncio.ensure_future(self._message(each, i)) for i, each in enumerate(given)]
-        try:
-            return tuple(await asyncio.gather(*reading))
-        finally:
-            for task in reading:
-                task.cancel()
+        return await _gathered(self._message(each, i) for i, each in enumerate(given))
 
     def _check(self, given: list[Any]) -> None:
         parts = [
@@ -205,15 +202,8 @@ class Reader:
         role: Role = "system" if given.role == "developer" else given.role
         if isinstance(given.content, str):
             return Message(role, (given.content,))
-        parts = [
-            asyncio.ensure_future(self._part(part, (number, i)))
-            for i, part in enumerate(given.content)
-        ]
-        try:
-            return Message(role, tuple(await asyncio.gather(*parts)))
-        finally:  # if one fails, the others are cancelled
-            for part in parts:
-                part.cancel()
+        parts = (self._part(part, (number, i)) for i, part in enumerate(given.content))
+        return Message(role, await _gathered(parts))
 
     async def _part(self, part: Any, place: tuple[int, int]) -> str | Media:
         if isinstance(part, asked.TextPart):
@@ -240,6 +230,16 @@ class Reader:
         self.seconds += len(pcm) / rate
         self._heard[place] = heard
         return heard
+
+
+async def _gathered(work: Iterable[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
+    """Run coroutines at the same time; if one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return tuple(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _transcriber(voice: Any, pcm: Any, rate: int) -> Callable[[], str]:
@@ -290,9 +290,7 @@ async def chat(asked: ChatRequest, http: HttpRequest) -> Response:
     """Answer a conversation."""
     service: Service = http.app.state.service
     answer = ChatExchange(service, asked, caller_of(http.scope))
-    if asked.stream:
-        return await unless_gone(http, answer.stream())
-    return await unless_gone(http, answer.whole())
+    return await while_connected(http.receive, answer.stream() if asked.stream else answer.whole())
 
 
 class ChatExchange:

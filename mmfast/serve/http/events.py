@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -90,13 +89,13 @@ def failed(failure: Failure) -> ApiError:
     return ApiError(failure.status, failure.message, kind, failure.kind)
 
 
-async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine while the client is connected.
 
     Raises:
         ClientGoneError: The client left, and the coroutine was cancelled.
     """
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(http.receive))
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
@@ -108,7 +107,7 @@ async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
-async def disconnected(receive: Any) -> None:
+async def disconnected(receive: Receive) -> None:
     """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -153,17 +152,12 @@ class StreamedReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the end, or until the client disconnects."""
-        writing = asyncio.ensure_future(self._write(send))
-        leaving = asyncio.ensure_future(disconnected(receive))
         try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
+            await while_connected(receive, self._write(send))
+        except ClientGoneError:
+            return
         finally:
             self._close()
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
 
     async def _write(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}

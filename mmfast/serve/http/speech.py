@@ -18,7 +18,7 @@ from mmfast.core.errors import MmfastError, unknown
 from mmfast.frontends.audio.wav import WavWriter
 from mmfast.ops.audio import Resampler
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, busy
-from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event, unless_gone
+from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event, while_connected
 from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest
 from mmfast.serve.http.service import VOICES, Service
 
@@ -166,7 +166,7 @@ router = APIRouter(route_class=JsonRoute)
 )
 async def speech(asked: SpeechRequest, http: HttpRequest) -> Response:
     """Speak a text."""
-    return await unless_gone(http, _say(asked, http.app.state.service))
+    return await while_connected(http.receive, _say(asked, http.app.state.service))
 
 
 async def _say(asked: SpeechRequest, service: Service) -> Response:
