@@ -34,7 +34,7 @@ class BatchOptions:
         address: Address of a Ray cluster; `local` starts one on this machine.
         pattern: Pattern of the files; see `find_media`.
         limit: Most files.
-        resume: Go on from the rows that exist; False begins anew.
+        resume: Go on from the rows that exist; False starts over.
         retry_errors: Ask again where the answer is an error.
     """
 

@@ -133,7 +133,7 @@ class RowStore:
     Args:
         out: The result; the database lies beside it as `<out>.parts`.
         identity: Identity of the job.
-        resume: Go on from the rows that exist; False begins anew.
+        resume: Go on from the rows that exist; False starts over.
         warn: Called with one line if the database cannot be read.
 
     Attributes:
@@ -192,7 +192,7 @@ class RowStore:
         """Return True if there is no answer yet about this content.
 
         Args:
-            medium: The file; one that was changed since is answered anew.
+            medium: The file; one that was changed since is answered again.
             question: The question.
             again: Count an answer that is an error as none.
         """

@@ -265,16 +265,16 @@ class Echo:
             for part in parts
             for word in ([f"<{part.shot.kind}>"] if isinstance(part, Media) else part.split())
         ]
-        said = words[: request.sampling.max_tokens]
-        for i, word in enumerate(said):
+        words_out = words[: request.sampling.max_tokens]
+        for i, word in enumerate(words_out):
             if cancelled.is_set():
                 break
             emit(Delta(" " * (i > 0) + word))
             time.sleep(self._pause)
         with self._lock:
             self._running.pop(request.id, None)
-        reason: Reason = "stop" if len(said) == len(words) else "length"
-        emit(CANCELLED if cancelled.is_set() else Finish(reason, len(words), len(said)))
+        reason: Reason = "stop" if len(words_out) == len(words) else "length"
+        emit(CANCELLED if cancelled.is_set() else Finish(reason, len(words), len(words_out)))
 
     def cancel(self, request_id: str) -> None:
         """See `Executor.cancel`."""

@@ -283,7 +283,7 @@ class Prefixes:
         return None
 
     def put(self, tenant: str, blocks: Sequence[bytes], kv: Sequence[Tensor]) -> None:
-        """Keep the keys and values of a prompt; nobody may change them afterwards."""
+        """Keep the keys and values of a prompt; they must not change afterwards."""
         names = tuple((tenant, block) for block in blocks)
         entry = _Entry(tuple(kv), names)
         if not names or names[-1] in self._where or entry.nbytes > self.held.maxsize:

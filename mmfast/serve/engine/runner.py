@@ -322,10 +322,10 @@ class ModelRunner:
 
     def clear(self) -> list[ActiveRequest]:
         """Drop all requests and return them."""
-        gone = self.answers
-        for answer in gone:
+        dropped = self.answers
+        for answer in dropped:
             self.cancel(answer.id)
-        return gone
+        return dropped
 
     # --- work ---------------------------------------------------------------------------------
 

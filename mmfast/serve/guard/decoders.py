@@ -295,7 +295,7 @@ class _Task:
         """Decode the input."""
         what, seconds = self._job["kind"], self._job["seconds"]
         if self._stopped:
-            raise MediaError(f"nobody waits for the {what}")
+            raise MediaError(f"decoding of the {what} was cancelled")
         ours, theirs = socket.socketpair()
         media = anonymous()
         try:
@@ -321,13 +321,13 @@ class _Task:
     def _talk(self, sock: socket.socket, deadline: float) -> tuple[Array, dict[str, Any]]:
         sock.settimeout(_FORK)
         try:
-            said, _ = get(sock)
+            hello, _ = get(sock)
         except OSError:
             self._parent.close()  # it does not fork: the next input starts another one
             raise
-        self._pid.open(int(said["pid"]))
+        self._pid.open(int(hello["pid"]))
         if self._stopped:
-            raise ConnectionError("nobody waits")
+            raise ConnectionError("cancelled")
         put(sock, self._job)
         sock.settimeout(max(0.01, deadline - time.monotonic()))
         reply, fds = get(sock, 1)

@@ -319,7 +319,7 @@ def _check_reply(status: int, headers: dict[str, str], most: int, param: str | N
         text = f"the media's host answers {status}: check the URL"
         raise bad_request(text, "fetch_failed", param)
     if headers.get("content-encoding", "identity") != "identity":
-        text = "the media's host sends them compressed, which nobody asked for"
+        text = "the media's host sends them compressed, but no encoding was requested"
         raise bad_request(text, "fetch_failed", param)
     length = headers.get("content-length", "")
     if length.isdigit() and len(length) < 19 and int(length) > most:

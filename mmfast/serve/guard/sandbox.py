@@ -282,8 +282,8 @@ def main(control: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     control.sendall(b"r")
     while True:
-        said, fds, _, _ = socket.recv_fds(control, 1, 2)
-        if not said:
+        message, fds, _, _ = socket.recv_fds(control, 1, 2)
+        if not message:
             return
         pid = os.fork() if len(fds) == 2 else -1
         if pid == 0:

@@ -209,7 +209,7 @@ class SpeechRun:
     def __init__(self, service: Service, speaker: Any, asked: SpeechRequest) -> None:
         waiting: set[SpeechRun] = service.parts.setdefault("speech", set())
         if len(waiting) >= VOICES + WAITING:
-            raise busy(f"{len(waiting)} texts are being said or wait; try again in a second")
+            raise busy(f"{len(waiting)} texts are being spoken or wait; try again in a second")
         self._service, self._start, self._gone = service, time.perf_counter(), False
         self._queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         self._loop, self._waiting = asyncio.get_running_loop(), waiting
