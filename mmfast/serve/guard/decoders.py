@@ -1,21 +1,14 @@
-"""A pool of decoding processes with limits of number, memory and time, and their messages.
-
-Messages are JSON with a length in front, never pickles: the output of a decoder that an input has
-taken over must not run in the server.
-"""
+"""A pool of decoding processes with limits of number, memory and time."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import mmap
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -29,6 +22,7 @@ import numpy as np
 
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.serve.guard.errors import ApiError, busy
+from mmfast.serve.guard.sandbox import anonymous, fill, get, put
 
 _START = 30.0  # seconds for the parent of decoders to import its modules
 _CHILD = "mmfast.serve.guard.sandbox"
@@ -129,73 +123,6 @@ class ProcessHandle:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd, self._pid = -1, 0
-
-
-_LENGTH = struct.Struct("<I")
-_LONGEST = 16 << 20  # more than the metadata of a million frames
-
-
-def put(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send a message with file descriptors."""
-    data = json.dumps(message).encode()
-    head = _LENGTH.pack(len(data))
-    if fds:
-        socket.send_fds(sock, [head], list(fds))
-    else:
-        sock.sendall(head)
-    sock.sendall(data)
-
-
-def get(sock: socket.socket, files: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """Receive a message with at most `files` file descriptors.
-
-    Raises:
-        ConnectionError: The other side is gone.
-    """
-    fds: list[int] = []
-    if files:
-        head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, files)
-        head += _exactly(sock, _LENGTH.size - len(head)) if head else b""
-    else:
-        head = _exactly(sock, _LENGTH.size)
-    if not head:
-        raise ConnectionError("the other side is gone")
-    (length,) = _LENGTH.unpack(head)
-    if length > _LONGEST:
-        raise ConnectionError(f"a message of {length} bytes")
-    found = json.loads(_exactly(sock, length))
-    return (found if isinstance(found, dict) else {}), fds
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = sock.recv(min(count - len(parts), 1 << 20))
-        if not part:
-            raise ConnectionError("the other side is gone")
-        parts += part
-    return bytes(parts)
-
-
-def anonymous() -> int:
-    """Create a file in memory without a name; on disk where the system has no such files."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("mmfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def path_of(fd: int) -> str:
-    """Return a path under which this process can open a file without a name."""
-    return f"/proc/self/fd/{fd}" if Path("/proc/self/fd").is_dir() else f"/dev/fd/{fd}"
-
-
-def fill(fd: int, data: Any) -> None:
-    """Write a whole buffer to a file."""
-    view = memoryview(data).cast("B")
-    done = 0
-    while done < len(view):
-        done += os.write(fd, view[done : done + (1 << 26)])
 
 
 _ADD_SEALS, _KEEP_SIZE = 1033, 0x2 | 0x4  # fcntl: neither shrink nor grow

@@ -4,6 +4,9 @@ A fork takes milliseconds and decodes one input under limits of memory and time.
 seccomp filter keeps it from the network, from starting programs and from writing files; elsewhere
 only the limits and the checks of the front-ends apply. It ends after its input, whatever happened.
 
+Messages between server and process are JSON with a length in front, never pickles: the output of a
+decoder that an input has taken over must not run in the server.
+
 Imports no torch, so that a process starts fast and takes little memory.
 """
 
@@ -11,13 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import io
+import json
 import os
 import platform
-import resource
 import signal
 import socket
 import struct
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -28,13 +32,12 @@ import av
 import numpy as np
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio.reader import OTHER, demuxer, not_sound, sniff_sound
+from mmfast.frontends.audio.kinds import OTHER, demuxer, not_sound, sniff_sound
 from mmfast.frontends.image import open_image, read_image
 from mmfast.frontends.source import IMAGE_KINDS, Budget, Limits, MediaSource, open_source, refusing
 from mmfast.frontends.video.container import open_video
 from mmfast.frontends.video.headers import check_header
 from mmfast.frontends.video.reader import read_video
-from mmfast.serve.guard.decoders import anonymous, fill, get, path_of, put
 
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
@@ -226,6 +229,73 @@ def _other(source: MediaSource) -> Iterator[tuple[Samples, int]]:
                 yield _scaled(block.T, source.name).mean(axis=0), int(sound.samplerate)
 
 
+_LENGTH = struct.Struct("<I")
+_LONGEST = 16 << 20  # more than the metadata of a million frames
+
+
+def put(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Send a message with file descriptors."""
+    data = json.dumps(message).encode()
+    head = _LENGTH.pack(len(data))
+    if fds:
+        socket.send_fds(sock, [head], list(fds))
+    else:
+        sock.sendall(head)
+    sock.sendall(data)
+
+
+def get(sock: socket.socket, files: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """Receive a message with at most `files` file descriptors.
+
+    Raises:
+        ConnectionError: The other side is gone.
+    """
+    fds: list[int] = []
+    if files:
+        head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, files)
+        head += _exactly(sock, _LENGTH.size - len(head)) if head else b""
+    else:
+        head = _exactly(sock, _LENGTH.size)
+    if not head:
+        raise ConnectionError("the other side is gone")
+    (length,) = _LENGTH.unpack(head)
+    if length > _LONGEST:
+        raise ConnectionError(f"a message of {length} bytes")
+    found = json.loads(_exactly(sock, length))
+    return (found if isinstance(found, dict) else {}), fds
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = sock.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise ConnectionError("the other side is gone")
+        parts += part
+    return bytes(parts)
+
+
+def anonymous() -> int:
+    """Create a file in memory without a name; on disk where the system has no such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("mmfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def path_of(fd: int) -> str:
+    """Return a path under which this process can open a file without a name."""
+    return f"/proc/self/fd/{fd}" if Path("/proc/self/fd").is_dir() else f"/dev/fd/{fd}"
+
+
+def fill(fd: int, data: Any) -> None:
+    """Write a whole buffer to a file."""
+    view = memoryview(data).cast("B")
+    done = 0
+    while done < len(view):
+        done += os.write(fd, view[done : done + (1 << 26)])
+
+
 Array = np.ndarray[Any, Any]
 ANIMATED = ("gif", "webp", "png", "avif")
 _PILLOW = 40  # time of Pillow for a frame, relative to a video decoder
@@ -347,20 +417,22 @@ def limit(memory: int, seconds: float, result: int) -> None:
         seconds: Seconds by the clock; the limit of processor time on all cores is four times that.
         result: Bytes of the largest file.
     """
+    import resource  # not on Windows, where the server imports this module
+
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds + 0.5)
-    _set(resource.RLIMIT_CORE, 0)
-    _set(resource.RLIMIT_CPU, int(4 * seconds) + 1)
-    _set(resource.RLIMIT_FSIZE, result + 4096)
-    _set(resource.RLIMIT_DATA, _data() + memory)
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: int(4 * seconds) + 1,
+        resource.RLIMIT_FSIZE: result + 4096,
+        resource.RLIMIT_DATA: _data() + memory,
+    }
+    for limit_of, value in limits.items():
+        with suppress(ValueError, OSError):  # the limit is lower already
+            resource.setrlimit(limit_of, (value, value))
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # messages of FFmpeg
         os.dup2(quiet, stream)
-
-
-def _set(what: int, value: int) -> None:
-    with suppress(ValueError, OSError):  # the limit is lower already
-        resource.setrlimit(what, (value, value))
 
 
 def _data() -> int:
