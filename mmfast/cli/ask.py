@@ -121,7 +121,7 @@ def batch(
     how: dict[str, Any] = {"model": model, "reduce": reduce, "cache": cache, "dtype": dtype}
     how |= {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens, "device": device}
     job = BatchJob(folder.resolve(), asked, **how, batch_size=batch_size)
-    way = runner.Way(engine, workers, address, pattern, limit, resume, retry_errors)
+    way = runner.BatchOptions(engine, workers, address, pattern, limit, resume, retry_errors)
     target = out.parent.resolve() / out.name
     with progress("answers") as tick:
         done = runner.run_batch(job, target, way, tick=tick, warn=_warn)

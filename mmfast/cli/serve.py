@@ -1,4 +1,4 @@
-"""`mmfast serve`: every field of `ServerConfig` is an option."""
+"""`mmfast serve`, whose options are the fields of `ServerConfig`, and `mmfast demo`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from mmfast.cli.options import Device, Dtype, Model
 from mmfast.core.errors import MmfastError
-from mmfast.serve.config import ServerConfig
+from mmfast.serve.config import ServerConfig, helps, resolve, types_of
 
 _EXTRAS = {"fastapi", "uvicorn", "pydantic", "starlette", "websockets", "prometheus_client"}
 _NAMES = {"api_keys": "--api-key", "remote_hosts": "--remote-host"}  # given several times
@@ -25,7 +25,6 @@ def serve(config: str | None = None, dry_run: bool = False, **flags: Any) -> Non
     """
     from mmfast.cli.output import print_json
     from mmfast.models.quiet import quiet
-    from mmfast.serve.config import resolve
 
     lists = {name: tuple(flags[name]) if flags[name] else None for name in _NAMES}
     resolved = resolve({**flags, **lists}, config)
@@ -35,6 +34,7 @@ def serve(config: str | None = None, dry_run: bool = False, **flags: Any) -> Non
     quiet()
     try:
         from mmfast.serve.guard.caller import loopback
+        from mmfast.serve.guard.logs import set_up
         from mmfast.serve.http.run import bind, url_of
         from mmfast.serve.http.run import serve as run
     except ModuleNotFoundError as error:
@@ -43,11 +43,11 @@ def serve(config: str | None = None, dry_run: bool = False, **flags: Any) -> Non
         raise MmfastError(
             f'mmfast serve needs {error.name}, which is not installed; pip install "mmfast[serve]"'
         ) from error
-    listening = bind(resolved)
-    _logs(resolved)
+    listening = bind(resolved.host, resolved.port)
+    set_up(resolved)
     url = url_of(listening)
     if not (resolved.api_keys or loopback(resolved.host)):
-        _say("warning: whoever reaches this port may ask, without a key; give --api-key")
+        _say("warning: everyone who reaches this port may ask without a key; give --api-key")
     _say(f"listening on {url} · loading the model …")
     run(resolved, listening, lambda: _say(_welcome(url, resolved)))
     _say("stopped")
@@ -69,18 +69,12 @@ def _check_specs(config: ServerConfig) -> None:
         call_plan(config.cache)
 
 
-def _logs(config: ServerConfig) -> None:
-    from mmfast.serve.guard.logs import set_up
-
-    set_up(config)
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def _welcome(url: str, config: ServerConfig) -> str:
-    from mmfast.serve.engine.choose import name_of
+    from mmfast.serve.http.service import name_of
 
     key = ' -H "Authorization: Bearer $MMFAST_API_KEY"' if config.api_keys else ""
     body = (
@@ -95,9 +89,7 @@ def _welcome(url: str, config: ServerConfig) -> str:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """An option per field, its help from the docstring; what is not given stays None."""
-    from mmfast.serve.config import helps, types_of
-
+    """Return an option per field, with help from its docstring; its default is None."""
     texts, types = helps(), types_of()
     keyword = inspect.Parameter.KEYWORD_ONLY
     found = [
@@ -162,7 +154,9 @@ def demo(
 
     quiet()
     app = _application(model, device, dtype)
-    socket = _listen(host, port)
+    from mmfast.serve.http.run import bind
+
+    socket = bind(host, port)
     number = socket.getsockname()[1]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     where = f"http://{f'[{shown}]' if ':' in shown else shown}:{number}/"
@@ -177,7 +171,7 @@ def demo(
 
 
 def _application(model: str | None, device: str | None, dtype: str) -> Any:
-    """The page at the root of an application of its own.
+    """Return an application with the page at its root.
 
     Raises:
         MmfastError: The extra is not installed, or the model cannot be loaded.
@@ -187,7 +181,7 @@ def _application(model: str | None, device: str | None, dtype: str) -> Any:
 
         from mmfast.demos.app import mount
         from mmfast.demos.shelf import Shelf
-        from mmfast.serve.uploads import read_upload
+        from mmfast.serve.guard.media import read_upload
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "gradio", "starlette"):
             raise
@@ -196,34 +190,16 @@ def _application(model: str | None, device: str | None, dtype: str) -> Any:
         ) from None
     shelf = Shelf(model, device, dtype, read_upload)
     if model is not None:
-        shelf.visual("image")  # a wrong name is told now, not to the first visitor
+        shelf.visual("image")  # a wrong name fails now, not at the first visit
     shelf.warm_soon()
     return mount(FastAPI(openapi_url=None), "/", shelf=shelf)
 
 
-def _listen(host: str, port: int) -> Any:
-    """A socket that listens, so that its port is known.
-
-    Raises:
-        MmfastError: The address is taken, or not of this machine.
-    """
-    import socket
-
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        raise MmfastError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; give another --port or "
-            "--host (--port 0 picks a free one)"
-        ) from None
-
-
 def _tunnel(host: str, port: int) -> str:
-    """An address of Gradio's servers that leads here.
+    """Open a public address at Gradio's servers.
 
     Raises:
-        MmfastError: There is no way to them.
+        MmfastError: They cannot be reached.
     """
     import secrets
 
@@ -231,12 +207,11 @@ def _tunnel(host: str, port: int) -> str:
 
     try:
         return str(setup_tunnel(host, port, secrets.token_urlsafe(32), None, None))
-    except Exception as error:  # of many kinds: no network, no program for the tunnel, refused
+    except Exception as error:  # many kinds: no network, no program for the tunnel, refused
         raise MmfastError(f"cannot share: {error}; leave --share out") from None
 
 
 def _serve(app: Any, socket: Any) -> None:
-    """Serve until Ctrl-C; the first visitor finds the models loaded."""
     import uvicorn
 
     config = uvicorn.Config(

@@ -1,4 +1,8 @@
-"""What a server is told: one value, from flags, environment and a file (`config_sources`)."""
+"""Options of the server, from flags, the environment and a TOML file.
+
+A plain dataclass, so that `mmfast --help` imports no pydantic. Values of the environment are
+parsed, values of the file must have the type of the option, and every error names the source.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 from mmfast.core.errors import MmfastError, unknown
 
 ENGINES = ("inproc", "processes", "ray")
-HASHED = "sha256:"  # how a key is given by its hash
+HASHED = "sha256:"  # prefix of a key that is given by its hash
 _HASH = re.compile(HASHED + r"[0-9a-fA-F]{64}")
 HIDDEN = ("api_keys",)  # never printed, logged or part of a repr
 _QUOTAS = ("requests_per_minute", "bytes_per_minute", "tokens_per_minute", "requests_at_once")
-_FROM_ZERO = ("port", *_QUOTAS)  # every other number is above it
+_FROM_ZERO = ("port", *_QUOTAS)  # every other number must be above 0
 
 
 @dataclass(frozen=True)
@@ -34,66 +38,66 @@ class ServerConfig:
         cache: Spec string of cache policies for requests that name none.
         device: `cpu`, `cuda`, `cuda:1`; None takes CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        name: What the model is called in `/v1/models`; None takes its own name.
-        host: Address to listen on; others than this machine only when it is told so.
-        port: 0 takes a free one.
-        api_keys: Who may call; empty lets everyone who reaches the port.
+        name: Name of the model in `/v1/models`; None takes its own name.
+        host: Address to listen on; the default admits this machine only.
+        port: Port to listen on; 0 takes a free one.
+        api_keys: Keys of clients; without one, everyone who reaches the port may ask.
         engine: `inproc`, `processes` or `ray`.
-        slots: Requests that are answered at once.
+        slots: Most requests answered at once.
         context: Longest prompt and answer in tokens; None takes the model's.
-        chunk: Tokens of a prompt that are worked on between two steps of the running answers.
-        queue: Requests that may wait; one more is refused with 429.
-        memory: Bytes of keys and values: `2GB`; None measures what there is.
-        encode_replicas: Of engines with several workers.
-        prefill_replicas: Of engines with several workers.
-        decode_replicas: Of engines with several workers.
-        ray_address: Of a cluster, for the engine `ray`; `local` starts one on this machine.
+        chunk: Tokens of a prompt between two steps of the running answers.
+        queue: Most requests that wait; another one is refused with 429.
+        memory: Bytes of keys and values, such as `2GB`; None takes a share of the free memory.
+        encode_replicas: Workers that encode, of engines with several workers.
+        prefill_replicas: Workers that read prompts, of engines with several workers.
+        decode_replicas: Workers that decode answers, of engines with several workers.
+        ray_address: Address of a cluster for the engine `ray`; `local` starts one here.
         max_tokens: Longest answer in tokens that a request may ask for.
-        default_tokens: Longest answer of a request that does not say.
-        frames: Frames sampled from a clip where the request does not say.
+        default_tokens: Longest answer in tokens of a request without `max_tokens`.
+        frames: Frames sampled from a clip of a request without `frames`.
         max_frames: Most frames that a request may ask for.
-        max_media: Images, clips and sounds of one request.
-        max_text: Letters of one request.
-        max_pixels: Of one picture or frame.
-        max_video_pixels: Of one frame of a clip.
-        max_clip_pixels: Of all frames of a clip, also those between the sampled ones.
-        max_media_bytes: Of one input when decoded.
-        max_media_seconds: Of a clip or a sound.
-        held_bytes: Of all decoded media that are in use.
-        decode_workers: Inputs that are decoded at once, each in a process of its own.
-        decode_seconds: That decoding one input may take.
-        decode_bytes: Memory that decoding one input may take.
-        max_body_bytes: Of a request.
-        bodies_bytes: Of all requests that are being read or answered.
-        max_header_bytes: Of all headers of a request.
-        max_headers: Of a request.
-        header_seconds: In which the headers must have come.
-        body_seconds: In which the body must have come.
-        max_json_depth: Nesting of a body.
-        requests_per_minute: Of one key or address; 0 does not limit.
-        bytes_per_minute: Of bodies and messages of one key or address; 0 does not limit.
-        tokens_per_minute: Of prompts and answers of one key or address; 0 does not limit.
-        requests_at_once: Of one key or address, open sessions with them; 0 does not limit.
-        send_seconds: That a client may take nothing of its reply.
+        max_media: Most images, clips and sounds of one request.
+        max_text: Most letters of one request.
+        max_pixels: Most pixels of one picture or frame.
+        max_video_pixels: Most pixels of one frame of a clip.
+        max_clip_pixels: Most pixels of all frames of a clip, also of those not sampled.
+        max_media_bytes: Most bytes of one input after decoding.
+        max_media_seconds: Longest clip or sound in seconds.
+        held_bytes: Most bytes of all decoded media in use.
+        decode_workers: Inputs decoded at once, each in a process of its own.
+        decode_seconds: Longest decoding of one input in seconds.
+        decode_bytes: Most memory for decoding one input.
+        max_body_bytes: Most bytes of a request.
+        bodies_bytes: Most bytes of all requests that are being read or answered.
+        max_header_bytes: Most bytes of all headers of a request.
+        max_headers: Most headers of a request.
+        header_seconds: Longest time for the headers to arrive.
+        body_seconds: Longest time for the body to arrive.
+        max_json_depth: Deepest nesting of a body.
+        requests_per_minute: Requests of one key or address; 0 does not limit.
+        bytes_per_minute: Bytes of bodies and messages of one key or address; 0 does not limit.
+        tokens_per_minute: Tokens of prompts and answers of one key or address; 0 does not limit.
+        requests_at_once: Requests and sessions of one key or address; 0 does not limit.
+        send_seconds: Longest time that a client may read nothing of its reply.
         origins: Sites whose pages may call this server from a browser: `https://example.com`.
-        metrics_need_key: Whether `/metrics` asks for a key where the rest does.
+        metrics_need_key: Ask for a key for `/metrics`, too.
         remote_hosts: Hosts that media may be fetched from; empty allows `data:` URLs only.
-        remote_seconds: That fetching may take.
-        remote_bytes: Of one fetched file.
-        voice: Whether speech is offered (`/v1/audio/speech`, `/v1/realtime`, `input_audio`).
+        remote_seconds: Longest fetch in seconds.
+        remote_bytes: Most bytes of one fetched file.
+        voice: Offer speech (`/v1/audio/speech`, `/v1/realtime`, `input_audio`).
         speech: Speech model: directory or hub id; None is the embedded one.
-        realtime_sessions: Open at once; one more is refused.
+        realtime_sessions: Most open sessions; another one is refused.
         session_seconds: Longest session.
-        idle_seconds: Without an event from the client, then the session is closed.
-        realtime_message_bytes: Of one event.
-        demo: Whether the demo is mounted at `/demo`, where gradio is installed.
-        metrics: Whether `/metrics` is offered, to everybody who reaches the port.
-        json_logs: One JSON object a line.
-        log_text: Whether what is asked and answered is logged; media and keys never are.
+        idle_seconds: Time without an event of the client after which a session is closed.
+        realtime_message_bytes: Most bytes of one event.
+        demo: Mount the demo at `/demo` where gradio is installed.
+        metrics: Offer `/metrics` to everyone who reaches the port.
+        json_logs: Log one JSON object a line.
+        log_text: Log questions and answers; media and keys are never logged.
         log_level: `debug`, `info`, `warning` or `error`.
-        connections: Open at once; one more gets 503.
-        keep_alive_seconds: That an idle connection is kept.
-        shutdown_seconds: That running requests get to end.
+        connections: Most open connections; another one gets 503.
+        keep_alive_seconds: Time that an idle connection is kept.
+        shutdown_seconds: Time for running requests to end.
     """
 
     model: str | None = None
@@ -163,7 +167,7 @@ class ServerConfig:
     shutdown_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Refuse impossible values.
 
         Raises:
             MmfastError: One line that names the option, the value and the fix.
@@ -194,7 +198,7 @@ class ServerConfig:
             raise MmfastError(f"frames={self.frames} is more than max_frames={self.max_frames}")
 
     def public(self) -> dict[str, Any]:
-        """All options by name, for `--dry-run` and logs; secrets as how many there are."""
+        """Return all options by name, for `--dry-run` and logs; of secrets only their number."""
         shown = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in HIDDEN:
             shown[name] = f"<{len(shown[name])} hidden>" if shown[name] else []
@@ -210,15 +214,15 @@ def resolve(
     file: str | Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ServerConfig:
-    """All options.
+    """Collect all options; flags override the environment, which overrides the file.
 
     Args:
-        flags: Fields of `ServerConfig` that were given on the command line; None was not.
+        flags: Fields of `ServerConfig` by name; None for options that were not given.
         file: A TOML file of fields; `MMFAST_CONFIG` where None.
         environ: The environment.
 
     Raises:
-        MmfastError: A value that is none, an option that does not exist, a file that is no TOML.
+        MmfastError: A value of the wrong type, an unknown option, or a file that is not TOML.
     """
     types, found = types_of(), dict[str, Any]()
     file = file or environ.get(f"{PREFIX}CONFIG") or None
@@ -233,13 +237,13 @@ def resolve(
 
 
 def types_of() -> dict[str, Any]:
-    """The type of every option; `X | None` is `X`."""
+    """Return the type of every option; of `X | None`, `X`."""
     hints = get_type_hints(ServerConfig)
     return {each.name: _plain(hints[each.name]) for each in fields(ServerConfig)}
 
 
 def helps() -> dict[str, str]:
-    """What every option is about, from the docstring of `ServerConfig`."""
+    """Return the description of every option from the docstring of `ServerConfig`."""
     text = (ServerConfig.__doc__ or "").partition("Attributes:")[2]
     found = re.findall(r"^ {8}(\w+): (.*(?:\n {10,}.*)*)", text, re.MULTILINE)
     return {name: " ".join(line.replace("`", "").split()) for name, line in found}
@@ -272,7 +276,7 @@ def _read(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(value: Any, kind: Any, where: str) -> Any:
-    """A value of TOML, if it is of the type."""
+    """Return a value of TOML that has the type of the option."""
     if kind is tuple and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return tuple(value)
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -284,7 +288,7 @@ def _checked(value: Any, kind: Any, where: str) -> Any:
 
 
 def _parsed(text: str, kind: Any, where: str) -> Any:
-    """A value of the environment."""
+    """Parse a value of the environment."""
     if kind is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if kind is bool and text.lower() in (*_YES, *_NO):

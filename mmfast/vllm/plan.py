@@ -1,4 +1,4 @@
-"""Which method keeps how many tokens of a video: known before there is any token."""
+"""Plans of reduction for vLLM: methods and budgets, known before there is any token."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mmfast.core.tokens import Tokens, follow
 
 KEY = "mmfast_reduce"  # in hf_overrides and mm_processor_kwargs
 VARIABLE = "MMFAST_VLLM_REDUCE"
-_OWN = frozenset({"x", "grid"})  # what the encoder's output alone tells
+_OWN = frozenset({"x", "grid"})  # inputs that come from the encoder's output alone
 
 
 @dataclass(frozen=True)
 class ReducerPlan:
-    """Reducers with fixed budgets, one after the other.
+    """Reducers with fixed budgets, applied one after the other.
 
     Attributes:
         stages: Stages of a spec, each with a budget.
@@ -35,16 +35,16 @@ class ReducerPlan:
         return "+".join(map(str, self.stages))
 
     def count(self, n: int) -> int:
-        """Tokens kept of `n`; a budget of more tokens than there are keeps them all."""
+        """Return the tokens kept of `n`; a budget above `n` keeps all."""
         for stage in self.stages:
             n = _kept(stage, n)
         return n
 
     def reduce(self, x: Tensor, grid: tuple[int, int, int]) -> Reduction:
-        """The choice; what `mmfast.reduce` chooses of the same tokens.
+        """Reduce the tokens of a video as `mmfast.reduce` does.
 
         Args:
-            x: The encoder's output for one video, `[N, D]`; values that are not finite count as 0.
+            x: Output of the encoder for one video, `[N, D]`; values that are not finite count as 0.
             grid: Frames, rows and columns, whose product is N.
 
         Returns:
@@ -68,12 +68,12 @@ def _kept(stage: Spec, n: int) -> int:
 
 
 def choices() -> list[str]:
-    """Names of the reducers that can choose here."""
+    """Return the names of the reducers that work in vLLM."""
     return [method.name for method in methods("reducer") if not _reason(method)]
 
 
 def _reason(method: Method) -> str:
-    """Why a method cannot choose here, "" if it can."""
+    """Return the reason why a method cannot work in vLLM, "" if it can."""
     if "pre" not in method.sites:
         return "works inside the model, where vLLM gives all layers one length"
     if method.scope != "item" or {"query", "image"} & {*method.needs}:
@@ -85,15 +85,14 @@ def _reason(method: Method) -> str:
 
 
 def parse_plan(text: str, rate: float | None = None) -> ReducerPlan:
-    """Read a spec for vLLM.
+    """Parse a spec for vLLM.
 
     Args:
-        text: As anywhere in mmfast, `evs:0.25` or `evs:0.5+divprune:0.5`; one stage may go without
-            its budget.
+        text: A spec such as `evs:0.25` or `evs:0.5+divprune:0.5`; one stage may omit its budget.
         rate: vLLM's pruning rate, which is then the budget.
 
     Raises:
-        SpecError: A method that cannot choose here, or no fixed budget; names the choices.
+        SpecError: A method that cannot work here, or no fixed budget; names the choices.
     """
     share = None if rate is None else round(1.0 - rate, 9)
     stages = parse(_with_budget(text, share))
@@ -118,7 +117,7 @@ def parse_plan(text: str, rate: float | None = None) -> ReducerPlan:
 
 
 def _with_budget(text: str, share: float | None) -> str:
-    """A lone name stands for that method with vLLM's rate."""
+    """Complete a method without a budget by vLLM's rate."""
     name = text.strip()
     return f"{name}:{share}" if share is not None and name.isidentifier() else name
 
@@ -126,15 +125,15 @@ def _with_budget(text: str, share: float | None) -> str:
 def read_plan(
     mm_config: Any, hf_config: Any, environ: Mapping[str, str] | None = None
 ) -> ReducerPlan | None:
-    """The plan of a server; None where nobody asked for one.
+    """Return the plan of a server; None where no spec is given.
 
     Args:
-        mm_config: vLLM's `MultiModalConfig`: its `mm_processor_kwargs` come first.
-        hf_config: The model's config, which `--hf-overrides` writes to: second.
-        environ: Of the process: `MMFAST_VLLM_REDUCE`, third.
+        mm_config: vLLM's `MultiModalConfig`, whose `mm_processor_kwargs` come first.
+        hf_config: The model's config with the `--hf-overrides`, second.
+        environ: The environment with `MMFAST_VLLM_REDUCE`, third.
 
     Raises:
-        SpecError: See `parse_plan`; or vLLM's pruning is off.
+        SpecError: The spec is wrong (see `parse_plan`), or vLLM's pruning is off.
     """
     given = (getattr(mm_config, "mm_processor_kwargs", None) or {}).get(KEY)
     text = given or getattr(hf_config, KEY, None)

@@ -1,4 +1,4 @@
-"""What the processors of both models share: the prompt reserves what the plan keeps."""
+"""Shared parts of both models: prompts with a place for each kept token, and the reduction."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mmfast.vllm.plan import KEY, ReducerPlan, read_plan
 def recount(
     ids: Sequence[int], counts: Sequence[int], *, video: int, start: int, end: int
 ) -> list[int]:
-    """A prompt with other numbers of places per frame.
+    """Return a prompt with other numbers of places per frame.
 
-    A frame is a run of video tokens, of any length, between a start and an end token; what lies
-    between these tokens for an image, and the text around all of them, stays.
+    A frame is a run of video tokens, of any length, between a start and an end token; images and
+    text stay unchanged.
 
     Args:
         ids: Tokens of the prompt.
         counts: New number of places of each frame, in order.
-        video: The token that stands for a place.
+        video: The token of a place.
         start: The token before a frame.
         end: The token after it.
 
@@ -56,15 +56,15 @@ def recount(
 
 
 def lumped(count: int, frames: int) -> list[int]:
-    """Places per frame of a pruned video: vLLM puts all of them into the first frame.
+    """Return the places per frame of a pruned video, all in the first frame, as in vLLM.
 
-    They only reserve room; where each frame's tokens end up is settled with the embeddings.
+    They only reserve room; the embeddings decide the frame of each token.
     """
     return [count] + [0] * (frames - 1)
 
 
 class PrunedPrompt:
-    """To stand before one of vLLM's processors of Qwen models among the bases of a class."""
+    """Mixin for vLLM's processors of Qwen models: prompts with places for the kept tokens."""
 
     info: Any  # vLLM's ProcessingInfo
 
@@ -87,11 +87,11 @@ class PrunedPrompt:
         return [counted(u) if u.modality == "video" else u for u in updates]
 
     def _shorter(self, stock: Any, plan: ReducerPlan, grid: torch.Tensor) -> Any:
-        """A video's part of the prompt, with places for what is kept.
+        """Return a video's part of the prompt, with places for the kept tokens.
 
         Args:
-            stock: vLLM's: token ids, or its `PromptUpdateDetails` around them.
-            plan: What is kept.
+            stock: Part of vLLM: token ids, or its `PromptUpdateDetails` around them.
+            plan: The plan of reduction.
             grid: Patches of the video: frames, rows, columns `[3]`.
         """
         kept = self._kept(plan, grid)
@@ -108,7 +108,7 @@ class PrunedPrompt:
         return parent._call_hf_processor(prompt, mm_data, kwargs, tok_kwargs)
 
     def _plan(self, kwargs: Mapping[str, Any]) -> tuple[ReducerPlan | None, dict[str, Any]]:
-        """The server's plan, and the processor's arguments without our own."""
+        """Return the server's plan, and the processor's arguments without our own."""
         mm_config, rest = self.info.ctx.get_mm_config(), dict(kwargs)
         asked = rest.pop(KEY, None)
         theirs = (getattr(mm_config, "mm_processor_kwargs", None) or {}).get(KEY)
@@ -130,7 +130,7 @@ class PrunedPrompt:
 
 
 class PrunedText(PrunedPrompt):
-    """For a processor that writes the places into the prompt's text itself, as Qwen3-VL's does."""
+    """Mixin for a processor that writes the places into the text of the prompt, as for Qwen3-VL."""
 
     def _call_hf_processor(
         self, prompt: str, mm_data: Any, mm_kwargs: Mapping[str, Any], tok_kwargs: Any
@@ -148,12 +148,12 @@ class PrunedText(PrunedPrompt):
 
 
 class PrunedVideos:
-    """To stand before one of vLLM's Qwen models among the bases of a class."""
+    """Mixin for vLLM's Qwen models: reduction of videos by the plan."""
 
     mmfast_plan: ReducerPlan | None
     visual: Any
 
-    # Of the parent; a release without one of them is one that this plugin does not know.
+    # Methods of the parent class; the plugin does not know a release without one of them.
     mmfast_needs: tuple[str, ...] = ("_postprocess_video_embeds_evs", "recompute_mrope_positions")
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -167,18 +167,18 @@ class PrunedVideos:
                 "use the version that mmfast.vllm names, or leave its spec out"
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        self.mmfast_plan = plan  # after: a torch module takes attributes from then on
+        self.mmfast_plan = plan  # a torch module takes attributes only now
 
     def mmfast_choose(self, embeds: Tensor, size: Any, width: int) -> tuple[Reduction, Tensor]:
-        """What is kept of one video.
+        """Choose the kept tokens of one video.
 
         Args:
-            embeds: The tower's output `[N, D]`, further channels behind the first `width`.
+            embeds: Output of the tower `[N, D]`, with further channels after the first `width`.
             size: Patches: frames, rows, columns.
-            width: Channels that the choice looks at, DeepStack's left out.
+            width: Number of channels for the choice, without those of DeepStack.
 
         Returns:
-            The choice, and its mask `[N]`: as many are set as the prompt has places.
+            The choice, and its mask `[N]` with one set entry per place of the prompt.
         """
         assert self.mmfast_plan is not None
         merge = int(self.visual.spatial_merge_size)
@@ -191,6 +191,6 @@ class PrunedVideos:
 
 
 def field(inputs: Any, name: str) -> Any:
-    """A field of vLLM's inputs, which are mappings in some releases and objects in others."""
+    """Return a field of vLLM's inputs, mappings in some releases and objects in others."""
     value = getattr(inputs, name, None)
     return inputs[name] if value is None else value

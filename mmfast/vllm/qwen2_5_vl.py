@@ -1,4 +1,4 @@
-"""Qwen2.5-VL for vLLM; imports vLLM, so nobody but vLLM imports this."""
+"""Qwen2.5-VL for vLLM; imports vLLM, and is imported by vLLM alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Qwen2_5_VLMultiModalProcessor(  # noqa: N801 - vLLM's name
     PrunedPrompt,
     stock.Qwen2_5_VLMultiModalProcessor,  # type: ignore[misc]
 ):
-    """Reserves places for what is kept."""
+    """The processor with places for the kept tokens."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -28,7 +28,7 @@ class Qwen2_5_VLForConditionalGeneration(  # noqa: N801 - vLLM's name
     PrunedVideos,
     stock.Qwen2_5_VLForConditionalGeneration,  # type: ignore[misc]
 ):
-    """Keeps what the plan chooses, each token with the position that it had."""
+    """The model with the reduction of the plan; each kept token has its original position."""
 
     def _postprocess_video_embeds_evs(
         self, video_embeds_split: tuple[Tensor, ...], video_input: Any

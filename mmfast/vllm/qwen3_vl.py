@@ -1,4 +1,4 @@
-"""Qwen3-VL for vLLM; imports vLLM, so nobody but vLLM imports this."""
+"""Qwen3-VL for vLLM; imports vLLM, and is imported by vLLM alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Qwen3VLMultiModalProcessor(
     PrunedText,
     stock.Qwen3VLMultiModalProcessor,  # type: ignore[misc]
 ):
-    """Reserves places for what is kept."""
+    """The processor with places for the kept tokens."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -27,7 +27,7 @@ class Qwen3VLForConditionalGeneration(
     PrunedVideos,
     stock.Qwen3VLForConditionalGeneration,  # type: ignore[misc]
 ):
-    """Keeps what the plan chooses; vLLM adds timestamps and positions as for its own methods."""
+    """The model with the reduction of the plan; vLLM adds timestamps and positions."""
 
     mmfast_needs = (*PrunedVideos.mmfast_needs, "_create_final_video_embeddings")
 

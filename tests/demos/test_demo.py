@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import io
 import json
 import re
@@ -120,7 +121,7 @@ def test_wrong_uploads_are_one_line_without_folders(shelf: Shelf, tmp_path: Path
     import gradio as gr
 
     from mmfast.demos.views import polite
-    from mmfast.serve.uploads import read_upload
+    from mmfast.serve.guard.media import read_upload
 
     bad = tmp_path / "film.mp4"
     bad.write_bytes(b"this is no film\n" * 99)
@@ -138,7 +139,7 @@ def test_wrong_uploads_are_one_line_without_folders(shelf: Shelf, tmp_path: Path
 
 
 def test_an_upload_is_decoded_apart_and_answered(shelf: Shelf) -> None:
-    from mmfast.serve.uploads import read_upload
+    from mmfast.serve.guard.media import read_upload
 
     path = str(examples.CLIPS / CLIP)
     pixels = read_upload(path)
@@ -417,13 +418,11 @@ def test_all_that_the_page_needs_is_packaged() -> None:
 
 
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.cli import serve
+    from mmfast.serve.http.run import bind
 
-    with (
-        serve._listen("127.0.0.1", 0) as taken,
-        pytest.raises(MmfastError, match="--port 0"),
-    ):
-        serve._listen("127.0.0.1", taken.getsockname()[1])
+    serve = importlib.import_module("mmfast.cli.serve")
+    with bind("127.0.0.1", 0) as taken, pytest.raises(MmfastError, match="0 takes a free one"):
+        bind("127.0.0.1", taken.getsockname()[1])
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(MmfastError, match=r'pip install "mmfast\[demo\]"'):
         serve._application(None, None, "auto")

@@ -17,7 +17,7 @@ KILL_WORKER, KILL_DRIVER = 40, 100
 
 
 def main(folder: str, out: str, question: str) -> None:
-    store.ROWS = 16  # several shards, and rows that wait for theirs
+    store.ROWS = 16  # several commits, and rows that wait for theirs
     killed = []
 
     def tick(done: int, total: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from mmfast.models.prompt import Shot
 from mmfast.serve.engine.base import (
     Delta,
+    Echo,
     Event,
     Executor,
     Media,
@@ -22,7 +23,6 @@ from mmfast.serve.engine.base import (
     Request,
     SamplingOptions,
 )
-from mmfast.serve.engine.choose import Echo
 
 QUESTIONS = (
     "Which way does the shape move?",

@@ -107,7 +107,7 @@ def running(app: Any, config: ServerConfig | None = None) -> Iterator[str]:
     from mmfast.serve.http.run import Server, bind, url_of
 
     config = config or app.state.service.config
-    listening = bind(ServerConfig(port=0))
+    listening = bind("127.0.0.1", 0)
     listening.listen(256)
     server = Server(app, config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -28,8 +28,7 @@ from vllm_stubs import (
 import mmfast
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.registry import methods
-from mmfast.vllm import choices, parse_plan, read_plan, register
-from mmfast.vllm.plugin import MODELS
+from mmfast.vllm import MODELS, choices, parse_plan, read_plan, register
 from mmfast.vllm.processor import recount
 
 __all__ = ["vllm"]

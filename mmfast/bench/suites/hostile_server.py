@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any
 
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.engine.choose import Echo
+from mmfast.serve.engine.base import Echo
 from mmfast.serve.guard import fetch
 from mmfast.serve.guard.media import decoders
 from mmfast.serve.http.app import create_app
@@ -52,7 +52,7 @@ def main() -> None:
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     config = ServerConfig(port=0, voice=False, demo=False, **options)
     decoders(config).warm()
-    listening = bind(config)
+    listening = bind(config.host, config.port)
     server = Server(create_app(config, executor=Echo()), config)
     print(listening.getsockname()[1], flush=True)
     server.run(sockets=[listening])

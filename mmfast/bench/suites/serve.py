@@ -101,7 +101,7 @@ def spent(job: Callable[[], object]) -> TimeSpent:
 
 def gap_and_chunk(scheduler: Scheduler, share: float = 0.75) -> tuple[TimeSpent, TimeSpent]:
     """Return the longest gap between two decoding steps, and the median of whole chunks."""
-    batch = scheduler._lanes.batch
+    batch = scheduler._runner.batch
     assert batch is not None
     gaps = [TimeSpent(*gap) for gap in tuple(batch.gaps)]
     least = share * batch.prefiller.chunk
@@ -117,12 +117,12 @@ def _by(summary: Any, values: Sequence[TimeSpent]) -> TimeSpent:
 
 def reset(scheduler: Scheduler) -> None:
     """Clear the recorded times and all cached results."""
-    batch = scheduler._lanes.batch
+    batch = scheduler._runner.batch
     assert batch is not None
     batch.gaps.clear()
     batch.passes.clear()
     batch.prefixes.shrink(0)
-    scheduler._lanes.encoder.kept.shrink(0)
+    scheduler._runner.encoder.kept.shrink(0)
 
 
 def _gap_row(gaps: Sequence[TimeSpent], chunks: Sequence[TimeSpent]) -> Row:

@@ -26,11 +26,11 @@ REPLICAS, LATER, BYSTANDERS, LINGER, EVERY = 2, 8, 4, 1.0, 0.2
 @benchmark("serve", "faults")
 def faults(tick: Tick) -> list[Row]:
     """Kill a worker of every engine and role, with the embedded model on the CPU."""
-    from mmfast.serve.engine.processes.crowd import Processes
+    from mmfast.serve.engine.processes.engine import process_engine
     from mmfast.serve.ray.engine import RayEngine
 
     engines: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "processes": (Processes, ("encode", "decode")),
+        "processes": (process_engine, ("encode", "decode")),
         "ray": (RayEngine, ("encode", "prefill", "decode")),
     }
     found, done = [], 0
@@ -92,8 +92,8 @@ def trial(
     """Kill one worker of a role while answers run, and count the outcomes.
 
     Args:
-        engine: `Processes` or `RayEngine` with a delay in encoding (and prefill), so that there
-            is always a request in it.
+        engine: `process_engine` or `RayEngine`, whose encoding and prefill
+            linger, so that there is always a request in them.
         role: Of the worker.
         later: Requests submitted after the kill.
         bystanders: Long answers that run meanwhile.

@@ -1,4 +1,4 @@
-"""What a run over a folder answers: the questions, the model, and what is reduced how far."""
+"""The job of a batch run: its media, questions, model and reducers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mmfast.frontends.source import quote
 from mmfast.models.loading import embedded_path, pick_device, pick_dtype
 from mmfast.models.prompt import check_question
 
-_EDGE = 1 << 20  # bytes of a weight file's start and end that tell it from another one
+_EDGE = 1 << 20  # bytes at the start and end of a weight file that identify it
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """One job; two jobs that differ in `identity()` never share a file of answers.
+    """One job; jobs that differ in `identity()` never share a file of answers.
 
     Attributes:
-        folder: Of the media.
-        questions: Asked about each of them.
+        folder: Folder of the media.
+        questions: Questions about each medium.
         model: Directory or hub id; None is the embedded model.
         reduce: Spec string of reducers.
         cache: Spec string of cache policies.
@@ -34,8 +34,8 @@ class BatchJob:
         frames: Frames sampled uniformly from a clip.
         fps: Sample at this rate instead.
         max_new_tokens: Longest answer in tokens.
-        device: Where it runs; no part of the identity, and neither is the next.
-        batch_size: Questions answered in one forward pass.
+        device: Device of the model; not part of the identity.
+        batch_size: Questions answered in one forward pass; not part of the identity.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class BatchJob:
     batch_size: int = 1
 
     def check(self) -> None:
-        """Refuse what can never run, before anything is read or started.
+        """Refuse a job that can never run, before anything is read or started.
 
         Raises:
             MmfastError: One line; see `mmfast.core.errors`.
@@ -75,26 +75,28 @@ class BatchJob:
                 )
 
     def identity(self) -> dict[str, Any]:
-        """What the answers depend on, as JSON can say it."""
+        """Return everything that the answers depend on, as JSON."""
         known = asdict(self) | {"folder": str(self.folder), "questions": list(self.questions)}
         del known["device"], known["batch_size"]
         return known | {"weights": weights(self.model)}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Which parts of two identities differ, for a message; "" where none does."""
+    """Describe how two identities differ, for a message; "" where they do not."""
     parts = []
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)
         if before == after:
             continue
-        told = name == "weights"
-        parts.append("other weights" if told else f"{name} was {quote(before)}, is {quote(after)}")
+        hidden = name == "weights"
+        parts.append(
+            "other weights" if hidden else f"{name} was {quote(before)}, is {quote(after)}"
+        )
     return "; ".join(parts)
 
 
 def weights(model: str | None) -> str:
-    """Tells checkpoints apart: of a directory its config and its weight files, else the name."""
+    """Identify a checkpoint: a directory by its config and weight files, else by its name."""
     folder = embedded_path() if model is None else Path(model)
     if not folder.is_dir():
         return str(model)
@@ -111,7 +113,7 @@ def weights(model: str | None) -> str:
 
 
 def read_questions(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """The questions given one by one, then those of a file with one a line.
+    """Return the questions given one by one, then those of a file with one a line.
 
     Raises:
         MmfastError: The file cannot be read as text.
@@ -138,10 +140,10 @@ class Medium:
     """One file to answer questions about.
 
     Attributes:
-        file: Where it lies.
-        path: Its name below the folder, as text that any reader of Parquet takes.
-        bytes: Its size.
-        mtime_ns: When it was last written.
+        file: Path of the file.
+        path: Name below the folder, as text that any reader of Parquet takes.
+        bytes: Size.
+        mtime_ns: Time of the last change.
     """
 
     file: str
@@ -151,19 +153,18 @@ class Medium:
 
 
 def find_media(folder: Path, pattern: str | None, limit: int | None, out: Path) -> list[Medium]:
-    """All media below a folder, by name.
+    """Find all media below a folder, sorted by name.
 
     Args:
-        folder: Searched to any depth; hidden files and folders are passed over, and so are links
-            to folders.
-        pattern: A glob that the name below the folder ends with, such as `*.mp4` or `day1/*`;
-            None takes files with the suffix of a video or an image. What a file is tells its
-            content, later.
-        limit: Stop after so many.
-        out: The result, which is none of them, and neither is what lies in its `.parts`.
+        folder: Searched to any depth, except hidden files and folders, and links to folders.
+        pattern: A glob for the end of the name below the folder, such as `*.mp4` or `day1/*`;
+            None takes files with the suffix of a video or an image. The content decides the
+            kind, later.
+        limit: Most files.
+        out: The result, which is left out with its database.
 
     Raises:
-        MmfastError: No such folder, or nothing in it to ask about.
+        MmfastError: There is no such folder, or no medium in it.
     """
     if not folder.is_dir():
         reason = "is not a directory" if folder.exists() else "does not exist"
@@ -173,7 +174,7 @@ def find_media(folder: Path, pattern: str | None, limit: int | None, out: Path) 
     others, found = 0, []
     for file in _files(folder):
         name = file.relative_to(folder)
-        if file == out or file.parent == out.with_name(out.name + ".parts"):
+        if file == out or (file.parent == out.parent and file.name.startswith(f"{out.name}.parts")):
             continue
         if not _wanted(name, pattern):
             others += 1
@@ -213,15 +214,15 @@ def _medium(file: Path, name: PurePath) -> Medium:
     try:
         facts = file.stat()
         size, written = facts.st_size, facts.st_mtime_ns
-    except OSError:  # a dangling link: a row with an error, in its turn
+    except OSError:  # a dangling link becomes a row with an error
         size = written = 0
-    # A name is bytes; those that are no text are escaped.
+    # The name of a file is bytes; those that are not text are escaped.
     text = os.fsencode(name.as_posix()).decode("utf-8", "backslashreplace")
     return Medium(str(file), text, size, written)
 
 
 def file_hash(file: str) -> str | None:
-    """SHA-256 of a file's content; None where it cannot be read."""
+    """Return the SHA-256 of a file's content; None where it cannot be read."""
     try:
         with Path(file).open("rb") as data:
             return hashlib.file_digest(data, "sha256").hexdigest()

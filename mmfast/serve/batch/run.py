@@ -1,42 +1,41 @@
-"""Questions about every clip and image of a folder, each answered once, whatever happens."""
+"""Batch runs: questions about every clip and image of a folder, each answered once."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.serve.batch.job import BatchJob, find_media
 from mmfast.serve.batch.store import Row, RowStore
-from mmfast.serve.batch.workers import Answerer, Task
+from mmfast.serve.batch.workers import Answerer, Task, answered
 
 ENGINES = ("ray", "inproc")
 
 
 class BatchTick(Protocol):
-    """Moves a progress bar."""
+    """A callback for a progress bar."""
 
     def __call__(self, done: int, total: int, /) -> None:
-        """Say that `done` of `total` answers are there."""
+        """Report that `done` of `total` answers exist."""
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How a job is run; none of it changes an answer.
+    """Options of a run that change no answer.
 
     Attributes:
         engine: `ray`, or `inproc`: in this process, one after the other.
         workers: Models on Ray; None takes one per GPU, or one per two cores.
-        address: Of a Ray cluster; `local` starts one on this machine.
-        pattern: Which files; see `find_media`.
-        limit: So many files at most.
-        resume: Go on from what is there; False begins anew.
-        retry_errors: Answer those anew whose answer is an error.
+        address: Address of a Ray cluster; `local` starts one on this machine.
+        pattern: Pattern of the files; see `find_media`.
+        limit: Most files.
+        resume: Go on from the rows that exist; False starts over.
+        retry_errors: Ask again where the answer is an error.
     """
 
     engine: str = "ray"
@@ -50,15 +49,15 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class BatchOutcome:
-    """What a run did.
+    """Counts of a run.
 
     Attributes:
         out: The result.
-        files: Clips and images that fit.
-        answers: Questions about them, answered in this run or an earlier one.
-        before: Those of an earlier run.
-        failed: Those whose answer is an error.
-        seconds: That this run took.
+        files: Clips and images.
+        answers: Answers about them, of this run and earlier ones.
+        before: Answers of earlier runs.
+        failed: Answers that are errors.
+        seconds: Duration of this run.
     """
 
     out: Path
@@ -69,7 +68,7 @@ class BatchOutcome:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `mmfast batch --json` prints."""
+        """Return the document that `mmfast batch --json` prints."""
         now = self.answers - self.before
         rate = round(now / self.seconds, 3) if self.seconds else 0.0
         counts = {"files": self.files, "answers": self.answers, "before": self.before}
@@ -85,22 +84,22 @@ def run_batch(
     tick: BatchTick = lambda done, total: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> BatchOutcome:
-    """Answer what is not answered yet, and put the result together.
+    """Answer the questions without an answer, and write the result.
 
     Args:
-        job: What is answered, and how.
-        out: The result, a Parquet file with one row per file and question; what is answered on the
-            way stays in `<out>.parts` beside it until then.
-        way: How it is run.
+        job: The job.
+        out: The result, a Parquet file with one row per file and question; until the end, answers
+            are kept in the SQLite database `<out>.parts` beside it.
+        way: Options of the run.
         tick: Called as answers come.
-        warn: Called with one line where something on disk was damaged.
+        warn: Called with one line where a file on disk was damaged, or a worker died.
 
     Returns:
-        What was done; the rows are in `out`.
+        The counts of the run; the rows are in `out`.
 
     Raises:
-        MmfastError: Nothing can be answered, or the result not be written. Whatever was answered
-            by then is kept, and the next run goes on from there.
+        MmfastError: Nothing can be answered, or the result cannot be written. The answers so far
+            are kept, and the next run goes on from them.
     """
     way, start = way or BatchOptions(), time.perf_counter()
     job.check()
@@ -129,19 +128,9 @@ def run_batch(
 def _answers(
     job: BatchJob, way: BatchOptions, todo: list[Task], warn: Callable[[str], None]
 ) -> Generator[list[Row], None, None]:
-    chunks = _chunks(todo, job.batch_size)
+    size = job.batch_size
+    chunks = (todo[i : i + size] for i in range(0, len(todo), size))
     if way.engine == "ray":
-        from mmfast.serve.batch.workers import answered
-
-        return answered(job, chunks, way.workers, way.address, warn)
-    return _one_by_one(job, chunks)
-
-
-def _one_by_one(job: BatchJob, chunks: Iterator[list[Task]]) -> Generator[list[Row], None, None]:
-    yield from map(Answerer(job), chunks)
-
-
-def _chunks(tasks: list[Task], size: int) -> Iterator[list[Task]]:
-    rest = iter(tasks)
-    while chunk := list(islice(rest, size)):
-        yield chunk
+        yield from answered(job, chunks, way.workers, way.address, warn)
+    else:
+        yield from map(Answerer(job), chunks)

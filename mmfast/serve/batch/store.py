@@ -1,19 +1,20 @@
-"""What is answered already, on disk, such that a kill at any moment loses or doubles no row.
+"""The answers of a run: SQLite while it lasts, one Parquet file in the end.
 
-One process alone writes (a lock sees to that): finished rows gather for two seconds at most, then
-become a shard beside the result, which is there in full or not at all. A row counts as answered
-once its shard has its name. The result is put together from the shards at the end and replaces an
-older one in one step; shards go after that. Where a kill leaves both, the rows are the same ones
-under the same path and question, and the newest of them counts.
+A kill at any moment loses or doubles no row. One process alone writes, for it holds the lock of
+the database; finished rows gather for two seconds at most and are committed together. At the end
+the Parquet file is written beside its place and replaces an older one in one step, then the rows
+of the database go. A kill between the two leaves the same rows in both, where those of the
+database count.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -27,8 +28,8 @@ from mmfast.serve.batch.job import Medium, differences, file_hash
 
 Row = dict[str, Any]
 Key = tuple[str, str]  # path, question
-
-_MARK = b"mmfast.batch"  # metadata that says whose answers a file holds
+ROWS, SECONDS = 256, 2.0  # most rows, and longest time, before a commit
+_MARK = b"mmfast.batch"  # metadata of the Parquet file with the identity of its job
 SCHEMA = pa.schema(
     [
         ("path", pa.string()),
@@ -50,22 +51,28 @@ SCHEMA = pa.schema(
         ("mtime_ns", pa.int64()),
     ]
 )
+_CREATE = f"""
+    CREATE TABLE IF NOT EXISTS job (identity TEXT);
+    CREATE TABLE IF NOT EXISTS answers ({", ".join(SCHEMA.names)}, PRIMARY KEY (path, question))
+    WITHOUT ROWID
+"""
+_INSERT = f"INSERT OR REPLACE INTO answers VALUES ({', '.join('?' * len(SCHEMA.names))})"
 
 
 class DamagedError(Exception):
-    """A file that holds no rows of ours; its text says why."""
+    """A file that holds no rows of a run; the text names the reason."""
 
 
 def table_of(rows: Sequence[Row]) -> Any:
-    """Rows as an Arrow table."""
+    """Return rows as an Arrow table."""
     return pa.Table.from_pylist(list(rows), schema=SCHEMA)
 
 
 def write(file: Path, table: Any, identity: Mapping[str, Any]) -> None:
-    """Write a file that is there in full or not at all, also after a power cut.
+    """Write a file that exists as a whole or not at all, also after a power cut.
 
     Raises:
-        MmfastError: The place cannot be written.
+        MmfastError: The file cannot be written.
     """
     half = file.with_name(f".{file.name}.half")
     marked = table.replace_schema_metadata({_MARK: json.dumps(identity)})
@@ -75,7 +82,11 @@ def write(file: Path, table: Any, identity: Mapping[str, Any]) -> None:
             data.flush()
             os.fsync(data.fileno())
         half.replace(file)
-        sync_folder(file.parent)
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise MmfastError(
             f"{quote(file)} cannot be written ({first_line(error)}); what was answered before is "
@@ -83,20 +94,11 @@ def write(file: Path, table: Any, identity: Mapping[str, Any]) -> None:
         ) from None
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def read(file: Path) -> tuple[Any, dict[str, Any]]:
-    """The rows of a file, and the identity of the job whose answers they are.
+    """Return the rows of a file, and the identity of the job that they answer.
 
     Raises:
-        DamagedError: It is cut, overwritten, or none of ours.
+        DamagedError: The file is cut, overwritten, or of another program.
     """
     try:
         table = pq.read_table(file, partitioning=None)
@@ -110,65 +112,8 @@ def read(file: Path) -> tuple[Any, dict[str, Any]]:
     return table, identity
 
 
-def keys(table: Any) -> list[Key]:
-    """(path, question) of each row."""
-    columns = (table.column(name).to_pylist() for name in ("path", "question"))
-    return list(zip(*columns, strict=True))
-
-
-def newest(tables: Sequence[Any], questions: Sequence[str]) -> Any:
-    """One row per path and question, of the last table that has it, by path and question.
-
-    Args:
-        tables: Oldest first; at least one.
-        questions: In the order in which the rows of a path come.
-    """
-    table = pa.concat_tables([t.replace_schema_metadata(None) for t in tables])
-    last = {key: i for i, key in enumerate(keys(table))}
-    place = {question: i for i, question in enumerate(questions)}
-    order = sorted(last, key=lambda key: (key[0], place.get(key[1], len(place))))
-    return table.take([last[key] for key in order]).combine_chunks()
-
-
-def lock(file: Path) -> int:
-    """Hold a file for this process alone; the system lets go of it when the process dies.
-
-    Its folder is made where there is none.
-
-    Returns:
-        A handle; closing it lets go.
-
-    Raises:
-        BlockingIOError: Another process holds it.
-        OSError: It cannot be made.
-    """
-    try:
-        from fcntl import LOCK_EX, LOCK_NB, flock
-    except ImportError:  # a system without such locks: two runs at once are the user's to avoid
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(file, os.O_CREAT | os.O_RDWR)
-    while True:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            handle = os.open(file, os.O_CREAT | os.O_RDWR, 0o644)
-        except FileNotFoundError:
-            continue  # another run has just removed the folder
-        try:
-            flock(handle, LOCK_EX | LOCK_NB)
-            if file.exists() and file.stat().st_ino == os.fstat(handle).st_ino:
-                return handle  # and not one that another run has just removed
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
-
-
-ROWS, SECONDS = 256, 2.0  # what waits for its shard at most
-SHARDS = 128  # then they become one
-
-
 class StoredRow(NamedTuple):
-    """What is remembered of a row."""
+    """The part of a row that decides whether a file is answered again."""
 
     bytes: int
     mtime_ns: int
@@ -177,7 +122,7 @@ class StoredRow(NamedTuple):
 
     @staticmethod
     def of(row: Row) -> StoredRow:
-        """Of one row."""
+        """Return that part of a row."""
         facts = (row["bytes"], row["mtime_ns"], row["content_hash"])
         return StoredRow(*facts, row["error"] is not None)
 
@@ -186,14 +131,17 @@ class RowStore:
     """The rows of one job.
 
     Args:
-        out: The result.
-        identity: Of the job.
-        resume: Go on from what is there; False begins anew.
-        warn: Told in one line of each shard that cannot be read.
+        out: The result; the database lies beside it as `<out>.parts`.
+        identity: Identity of the job.
+        resume: Go on from the rows that exist; False starts over.
+        warn: Called with one line if the database cannot be read.
+
+    Attributes:
+        done: The rows so far by path and question.
 
     Raises:
         MmfastError: Another run writes there, the place cannot be written, or it holds the
-            answers of another job or something else altogether.
+            answers of another job or another kind of file.
     """
 
     def __init__(
@@ -203,17 +151,21 @@ class RowStore:
         resume: bool = True,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.out, self.parts = out, out.with_name(out.name + ".parts")
+        self.out, self.state = out, out.with_name(out.name + ".parts")
         self._identity, self._warn = identity, warn
         self._rows: list[Row] = []
         self._since = time.monotonic()
-        self._check_target(resume)
-        self._lock = self._locked()
+        if self.out.is_dir():
+            raise MmfastError(f"{quote(self.out)} is a directory; give --out a file name")
+        if self.out.exists():  # before anything is made or removed
+            self._finished_rows(resume)
+        self._db = self._open()
         try:
-            self.done = self._begin(resume)
+            known = self._begin(resume)
         except BaseException:
             self.close()
             raise
+        self.done = {key: StoredRow.of(row) for key, row in known.items()}
 
     def __enter__(self) -> RowStore:
         return self
@@ -230,22 +182,19 @@ class RowStore:
             self.close()
 
     def close(self) -> None:
-        """Let another run have it."""
-        try:
-            if [p.name for p in self.parts.iterdir()] == ["_lock"]:  # else there are shards
-                shutil.rmtree(self.parts)  # while nobody else can have it
-        except OSError:
-            pass
-        finally:
-            os.close(self._lock)
+        """Release the lock; a database without rows is removed."""
+        with suppress(sqlite3.Error, OSError):
+            if not self._saved_rows():
+                self.state.unlink()  # under the lock, so no other run can have it
+        self._db.close()
 
     def lacks(self, medium: Medium, question: str, again: bool = False) -> bool:
-        """Whether there is no answer yet about this content.
+        """Return True if there is no answer yet about this content.
 
         Args:
-            medium: The file; one that was written anew since is answered anew.
-            question: What is asked.
-            again: An answer that is an error is none.
+            medium: The file; one that was changed since is answered again.
+            question: The question.
+            again: Count an answer that is an error as none.
         """
         seen = self.done.get((medium.path, question))
         if seen is None or (again and seen.failed):
@@ -255,7 +204,7 @@ class RowStore:
         return seen.content_hash != file_hash(medium.file)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Take finished rows; call it with none now and then, too."""
+        """Take finished rows; a call without rows commits waiting ones in time."""
         if rows and not self._rows:
             self._since = time.monotonic()
         self._rows += rows
@@ -263,109 +212,115 @@ class RowStore:
             self.flush()
 
     def flush(self) -> None:
-        """Make what was taken last."""
+        """Commit the rows taken so far.
+
+        Raises:
+            MmfastError: The database cannot be written.
+        """
         if not self._rows:
             return
-        shards = self._shards()
-        number = 1 + max((_number(shard) for shard in shards), default=0)
-        write(self._shard(number), table_of(self._rows), self._identity)
+        try:
+            self._db.execute("BEGIN")
+            for row in self._rows:
+                self._db.execute(_INSERT, [row[name] for name in SCHEMA.names])
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise MmfastError(
+                f"{quote(self.state)} cannot be written ({first_line(error)}); what was answered "
+                "before is kept: make room or rights, and run again"
+            ) from None
         self.done |= {(row["path"], row["question"]): StoredRow.of(row) for row in self._rows}
         self._rows = []
-        if len(shards) >= SHARDS:
-            self._fold([*shards, self._shard(number)])
 
     def finish(self) -> None:
-        """Put the result together; the shards go."""
+        """Write the result from all rows; the rows of the database go."""
         self.flush()
-        shards = self._shards()
-        if not shards:
+        saved = self._saved_rows()
+        if not saved:
             return
-        tables = [self._mine(self.out)] if self.out.exists() else []
-        tables += [self._own(shard) for shard in shards]
-        write(self.out, newest(tables, self._identity["questions"]), self._identity)
-        for shard in shards:
-            shard.unlink()
+        rows = (self._finished_rows() if self.out.exists() else {}) | saved
+        place = {question: i for i, question in enumerate(self._identity["questions"])}
+        order = sorted(rows, key=lambda key: (key[0], place.get(key[1], len(place))))
+        write(self.out, table_of([rows[key] for key in order]), self._identity)
+        self._db.execute("DELETE FROM answers")
 
-    def _fold(self, shards: Sequence[Path]) -> None:
-        table = newest([self._own(shard) for shard in shards], self._identity["questions"])
-        write(shards[-1], table, self._identity)  # older ones only repeat it from here on
-        for shard in shards[:-1]:
-            shard.unlink()
+    def _open(self) -> sqlite3.Connection:
+        """Open and lock the database; a damaged one is put aside.
 
-    def _shard(self, number: int) -> Path:
-        return self.parts / f"part-{number:08d}.parquet"
-
-    def _shards(self) -> list[Path]:
-        return sorted(self.parts.glob("part-*.parquet"))
-
-    def _check_target(self, resume: bool) -> None:
-        """Before anything is made or removed: is this place ours?"""
-        if self.out.is_dir():
-            raise MmfastError(f"{quote(self.out)} is a directory; give --out a file name")
-        if self.out.exists():
-            self._mine(self.out, resume)
-
-    def _locked(self) -> int:
+        Raises:
+            MmfastError: Another run holds the lock, or the place cannot be written.
+        """
         try:
-            return lock(self.parts / "_lock")
-        except BlockingIOError:
-            raise MmfastError(
-                f"another run writes {quote(self.out)} now; wait for it, or give another --out"
-            ) from None
-        except OSError as error:
-            raise MmfastError(
-                f"{quote(self.out)} cannot be written ({first_line(error)}); give another --out"
-            ) from None
+            self.state.parent.mkdir(parents=True, exist_ok=True)
+            db = sqlite3.connect(self.state, timeout=0, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise self._refused(error) from None
+        try:
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")  # the system frees it with the process
+            db.execute("BEGIN EXCLUSIVE")
+            for statement in _CREATE.split(";"):
+                db.execute(statement)
+            db.execute("COMMIT")
+            db.execute("SELECT sum(length(answer)) FROM answers").fetchall()  # reads every page
+        except BaseException as error:
+            db.close()
+            if isinstance(error, sqlite3.OperationalError):
+                raise self._refused(error) from None
+            if not isinstance(error, sqlite3.DatabaseError):
+                raise
+            self.state.replace(self.state.with_name(f"{self.state.name}.damaged"))
+            reason = first_line(error)
+            self._warn(f"{self.state.name} cannot be read ({reason}): its answers are given again")
+            return self._open()
+        return db
 
-    def _begin(self, resume: bool) -> dict[Key, StoredRow]:
-        for half in (*self.parts.glob(".*.half"), self.out.with_name(f".{self.out.name}.half")):
-            half.unlink(missing_ok=True)
+    def _refused(self, error: Exception) -> MmfastError:
+        code = getattr(error, "sqlite_errorcode", None)
+        # A database that was moved is one that another run has just finished and removed.
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_READONLY_DBMOVED):
+            text = "another run writes {} now; wait for it, or give another --out"
+            return MmfastError(text.format(quote(self.out)))
+        return MmfastError(
+            f"{quote(self.out)} cannot be written ({first_line(error)}); give another --out"
+        )
+
+    def _begin(self, resume: bool) -> dict[Key, Row]:
+        self.out.with_name(f".{self.out.name}.half").unlink(missing_ok=True)
         if not resume:
-            for shard in self._shards():
-                shard.unlink()
+            self._db.execute("DELETE FROM answers")
+            self._db.execute("DELETE FROM job")
             self.out.unlink(missing_ok=True)
-            sync_folder(self.parts)
-        tables = [self._mine(self.out)] if self.out.exists() else []
-        tables += [t for shard in self._shards() if (t := self._whole(shard)) is not None]
-        if not tables:
-            return {}
-        rows = newest(tables, self._identity["questions"]).to_pylist()
-        return {(row["path"], row["question"]): StoredRow.of(row) for row in rows}
+        saved = self._saved_rows()
+        for (identity,) in self._db.execute("SELECT identity FROM job").fetchall():
+            if saved:
+                self._check_same(json.loads(identity), self.state)
+            else:
+                self._db.execute("DELETE FROM job")
+        if not saved:
+            self._db.execute("INSERT INTO job VALUES (?)", (json.dumps(self._identity),))
+        return (self._finished_rows() if self.out.exists() else {}) | saved
 
-    def _whole(self, shard: Path) -> Any | None:
-        try:
-            return self._same(*read(shard), self.parts)
-        except DamagedError as reason:
-            shard.rename(shard.with_suffix(".damaged"))
-            self._warn(f"{shard.name} cannot be read ({reason}): what it held is answered again")
-            return None
+    def _saved_rows(self) -> dict[Key, Row]:
+        rows = self._db.execute("SELECT * FROM answers").fetchall()
+        named = (dict(zip(SCHEMA.names, row, strict=True)) for row in rows)
+        return {(row["path"], row["question"]): row for row in named}
 
-    def _own(self, shard: Path) -> Any:
+    def _finished_rows(self, resume: bool = True) -> dict[Key, Row]:
         try:
-            return read(shard)[0]
-        except DamagedError as reason:  # written or read well before in this very run
-            raise MmfastError(f"{quote(shard)} broke meanwhile ({reason}); run again") from None
-
-    def _mine(self, file: Path, resume: bool = True) -> Any:
-        try:
-            table, identity = read(file)
+            table, identity = read(self.out)
         except DamagedError as reason:
             raise MmfastError(
-                f"{quote(file)} is there and holds no answers ({reason}); give another --out, or "
-                "remove it"
+                f"{quote(self.out)} is there and holds no answers ({reason}); give another --out, "
+                "or remove it"
             ) from None
-        return self._same(table, identity, file) if resume else table
+        if resume:
+            self._check_same(identity, self.out)
+        return {(row["path"], row["question"]): row for row in table.to_pylist()}
 
-    def _same(self, table: Any, identity: Mapping[str, Any], file: Path) -> Any:
+    def _check_same(self, identity: Mapping[str, Any], file: Path) -> None:
         other = differences(identity, self._identity)
         if other:
             raise MmfastError(
                 f"{quote(file)} holds the answers of another job ({other}); give another --out, "
                 "or --no-resume to begin anew"
             )
-        return table
-
-
-def _number(shard: Path) -> int:
-    digits = shard.stem.removeprefix("part-")
-    return int(digits) if digits.isdigit() else 0

@@ -1,10 +1,9 @@
-"""Workers on Ray: an actor with a model each, one piece of work at a time.
+"""Workers of a batch run: a loaded model each, in this process or as actors on Ray.
 
-Actors and not Ray Data: that restarts an actor and repeats its work without end, so that one clip
-that kills its decoder would keep the run from ever ending, and its own progress is known block by
-block. Here the worker that died says which clip it was: answered alone it gets a second chance,
-then it is a row with an error. Rows come to one process, which alone writes them; hence no row is
-lost or there twice, whatever dies.
+Actors instead of Ray Data: that restarts an actor and repeats its work forever, so a clip that
+kills its decoder would keep the run from ending. Here such a clip is known: answered alone it gets
+a second chance, then it becomes a row with an error. One process alone writes all rows, so none is
+lost or doubled.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Answerer:
     """One loaded model.
 
     Args:
-        job: What is answered, and how.
+        job: The job.
 
     Raises:
         MmfastError: The model cannot be loaded.
@@ -47,7 +46,7 @@ class Answerer:
         self._hash: tuple[str, str | None] = ("", None)
 
     def __call__(self, tasks: Sequence[Task]) -> list[Row]:
-        """A row for each task, in order; never raises for what is wrong with a file."""
+        """Return a row for each task, in order; an error of a file becomes its row."""
         rows = [blank(self._job, medium, question) for medium, question in tasks]
         kinds: dict[str, list[int]] = {}
         for i, (medium, _) in enumerate(tasks):
@@ -60,7 +59,7 @@ class Answerer:
         return rows
 
     def _hashed(self, file: str) -> str | None:
-        if self._hash[0] != file:  # questions about one file come one after the other
+        if self._hash[0] != file:  # the questions about a file are adjacent
             self._hash = file, file_hash(file)
         return self._hash[1]
 
@@ -80,7 +79,7 @@ class Answerer:
             answers = pipe([m.file for m, _ in tasks], [question for _, question in tasks])
             ms = (time.perf_counter() - start) * 1e3
         except Exception as error:
-            if len(tasks) > 1:  # one is at fault: the others get their answers alone
+            if len(tasks) > 1:  # ask one by one, so that only the faulty one fails
                 for task, row in zip(tasks, rows, strict=True):
                     self._fill(kind, [task], [row])
             else:
@@ -103,7 +102,7 @@ class Answerer:
 
 
 def blank(job: BatchJob, medium: Medium, question: str) -> Row:
-    """A row without an answer yet."""
+    """Return a row without an answer."""
     row: Row = dict.fromkeys(SCHEMA.names)
     row |= {"path": medium.path, "bytes": medium.bytes, "mtime_ns": medium.mtime_ns}
     row |= {"question": question, "model": job.model or "embedded"}
@@ -111,25 +110,25 @@ def blank(job: BatchJob, medium: Medium, question: str) -> Row:
 
 
 def why(error: Exception) -> str:
-    """An exception as one line of a row."""
+    """Return an exception as one line of a row."""
     if isinstance(error, MmfastError):
         return " ".join(str(error).split())
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-CHANCES = 2  # so often a clip may be the last thing a worker did
-LOADS = 3  # so many workers in a row may die before they are loaded
+CHANCES = 2  # deaths of workers at one clip before it becomes an error
+LOADS = 3  # workers in a row that may die while they load the model
 
 
 class BatchWorker:
-    """An actor's body: what it raises while loading reaches the user as one line."""
+    """Body of an actor; an error while loading reaches the user as one line."""
 
     def __init__(self, job: BatchJob, threads: int) -> None:
         self._job, self._threads = job, threads
         self._answer: Answerer | None = None
 
     def load(self) -> str:
-        """Load the model; returns what is wrong, "" if nothing."""
+        """Load the model; return the error, "" if there is none."""
         import torch
 
         from mmfast.models.quiet import quiet
@@ -150,7 +149,7 @@ class BatchWorker:
 
 @dataclass
 class _Pool:
-    """Workers, what each of them does now, and what waits."""
+    """Workers, their running tasks, and the waiting ones."""
 
     ray: Any
     job: BatchJob
@@ -160,27 +159,27 @@ class _Pool:
     warn: Callable[[str], None]
     again: deque[list[Task]] = field(default_factory=deque)
     deaths: dict[Task, int] = field(default_factory=dict)
-    busy: dict[Any, tuple[Any, list[Task]]] = field(default_factory=dict)  # future -> who, what
+    busy: dict[Any, tuple[Any, list[Task]]] = field(default_factory=dict)  # future -> worker, tasks
     loaded: int = 0
-    unloaded: int = 0  # deaths in a row of workers that were loading
+    unloaded: int = 0  # deaths in a row while loading
 
     def start(self) -> None:
-        """One more worker; its first work is to load the model."""
+        """Start a worker, which loads the model first."""
         actor = self.ray.remote(**self.options)(BatchWorker).remote(self.job, self.threads)
         self.busy[actor.load.remote()] = (actor, [])
 
     def next(self) -> list[Task]:
-        """What to do next, [] if there is nothing."""
+        """Return the next tasks, [] if there are none."""
         return self.again.popleft() if self.again else next(self.chunks, [])
 
     def give(self, actor: Any) -> None:
-        """Hand an idle worker something to do, if there is any."""
+        """Give the next tasks to an idle worker."""
         tasks = self.next()
         if tasks:
             self.busy[actor.answer.remote(tasks)] = (actor, tasks)
 
     def take(self, future: Any) -> list[Row]:
-        """What a future brought; its worker goes on, or is replaced."""
+        """Return the rows of a future; its worker goes on, or is replaced."""
         actor, tasks = self.busy.pop(future)
         try:
             result = self.ray.get(future)
@@ -204,7 +203,7 @@ class _Pool:
         self.warn(f"a worker died ({first_line(error)}); another one takes over")
         rows = []
         for task in tasks:
-            # Only a clip that was alone is known to be at fault.
+            # Only a clip that was answered alone is known to be at fault.
             self.deaths[task] = self.deaths.get(task, 0) + (len(tasks) == 1)
             if self.deaths[task] < CHANCES:
                 self.again.append([task])
@@ -215,7 +214,7 @@ class _Pool:
         return rows
 
     def _unloaded(self, error: Exception) -> list[Row]:
-        """Another worker could be loaded before, but not this one: a few more tries."""
+        """Retry a few times where an earlier worker could be loaded."""
         self.unloaded += 1
         if self.unloaded < LOADS:
             self.warn(f"a worker died while it loaded the model ({first_line(error)}); once more")
@@ -238,15 +237,15 @@ def answered(
     address: str = "local",
     warn: Callable[[str], None] = lambda line: None,
 ) -> Generator[list[Row], None, None]:
-    """Rows of all chunks as they come, in any order; an empty list now and then.
+    """Yield the rows of all chunks as they come, in any order, and empty lists meanwhile.
 
     Args:
-        job: What is answered, and how.
-        chunks: What one worker does at a time.
-        workers: How many models; None takes one per GPU, or one per two cores.
-        address: `local` starts Ray on this machine and stops it in the end; else a cluster's, of
-            which every node must see the media under the same paths.
-        warn: Told in one line of each worker that died.
+        job: The job.
+        chunks: Tasks for one worker at a time.
+        workers: Number of models; None takes one per GPU, or one per two cores.
+        address: `local` starts Ray on this machine and stops it in the end; else the address of a
+            cluster, whose nodes must all see the media under the same paths.
+        warn: Called with one line for each worker that died.
 
     Raises:
         MmfastError: Ray is not installed or cannot start, or the model cannot be loaded.
@@ -266,7 +265,7 @@ def answered(
 def _shares(
     job: BatchJob, workers: int | None, have: Mapping[str, float]
 ) -> tuple[int, dict[str, Any], int]:
-    """How many workers, the actor options of each, and its threads."""
+    """Return the number of workers, the actor options of each, and its threads."""
     gpus, cores = gpus_of(have, job.device), int(have.get("CPU", 1))
     count = workers or gpus or max(1, cores // 2)
     options = {**share(have, count, job.device), "max_restarts": 0}
@@ -278,22 +277,22 @@ def _cluster(address: str) -> Iterator[Any]:
     (ray,) = imported("mmfast batch", "inproc", "ray")
     start(ray, address)
     try:
-        with redirect_stdout(_MyThread()):
+        with redirect_stdout(_ThreadOutput()):
             yield ray
     finally:
         ray.shutdown()
 
 
-class _MyThread(io.TextIOBase):
-    """Standard output of the thread that makes it: Ray's listener prints there, too."""
+class _ThreadOutput(io.TextIOBase):
+    """Standard output of one thread alone: a listener thread of Ray also prints there."""
 
     def __init__(self) -> None:
         self._out, self._thread = sys.stdout, threading.get_ident()
 
     def write(self, text: str, /) -> int:
-        """Pass it on, or drop it."""
+        """Write text of the own thread; drop that of others."""
         return self._out.write(text) if threading.get_ident() == self._thread else len(text)
 
     def flush(self) -> None:
-        """Pass it on."""
+        """Flush standard output."""
         self._out.flush()

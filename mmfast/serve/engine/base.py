@@ -1,29 +1,33 @@
-"""What every engine takes and gives: requests, events, and the protocol between them.
+"""Requests, events and the protocol of engines, with the failures that an answer can end in.
 
-All of it is data that can be pickled, so that the same request runs in this process, in another
-one, or on a cluster.
+Requests and events are plain data that can be pickled, so that one request runs in this process,
+in another one, or on a cluster.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.prompt import Shot
 
+LOG = logging.getLogger("mmfast.serve")
 Role = Literal["system", "user", "assistant"]
 Reason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class Media:
-    """A decoded image or clip, and the name under which work on it can be used again.
+    """A decoded image or clip.
 
     Attributes:
         shot: The pixels.
-        key: Hash of the content and of how it was sampled.
+        key: Hash of the content and of its sampling, under which results are reused.
     """
 
     shot: Shot
@@ -32,12 +36,7 @@ class Media:
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation.
-
-    Attributes:
-        role: Who says it.
-        content: Texts and media in order.
-    """
+    """One message of a conversation: its role, and its texts and media in order."""
 
     role: Role
     content: tuple[str | Media, ...]
@@ -45,13 +44,13 @@ class Message:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen.
+    """Options of choosing tokens.
 
     Attributes:
         max_tokens: Longest answer in tokens.
         temperature: 0 is greedy.
-        top_p: Share of the probability that is drawn from.
-        seed: Of the draws; None draws a new one.
+        top_p: Share of the probability mass to draw from.
+        seed: Seed of the draws; None draws a new one.
         stop: Texts that end the answer and are not part of it.
     """
 
@@ -69,7 +68,7 @@ class Options:
     Attributes:
         reduce: Spec string of reducers; None takes the server's.
         cache: Spec string of cache policies; None takes the server's.
-        target_ttft_ms: The planner picks the reducers, instead of `reduce`.
+        target_ttft_ms: Time to the first token for which the planner picks the reducers.
     """
 
     reduce: str | None = None
@@ -79,16 +78,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that somebody waits for.
+    """One request for an answer.
 
     Attributes:
-        id: Unique among those that run.
-        messages: The conversation, the last message the user's.
-        sampling: How tokens are chosen.
-        options: What is reduced, and how far.
-        tenant: Whose request it is: results are reused within a tenant only.
-        priority: Higher goes first, among those of its payer.
-        account: Who pays for the work, of whom each has a fair share; None is the tenant.
+        id: Unique among the running requests.
+        messages: The conversation; the last message is the user's.
+        sampling: Options of choosing tokens.
+        options: Reducers, cache policies, latency target.
+        tenant: Owner of the request; results are reused within a tenant only.
+        priority: Higher goes first among the requests of one account.
+        account: Account whose fair share the work counts against; None is the tenant.
     """
 
     id: str
@@ -101,18 +100,13 @@ class Request:
 
     @property
     def payer(self) -> str:
-        """Whose share of the machine it takes."""
+        """The account, or the tenant where no account is given."""
         return self.tenant if self.account is None else self.account
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of the answer.
-
-    Attributes:
-        text: Never half a character.
-        tokens: Tokens it took.
-    """
+    """A piece of the answer: text in whole characters, and the tokens it took."""
 
     text: str
     tokens: int = 1
@@ -120,14 +114,14 @@ class Delta:
 
 @dataclass(frozen=True)
 class Finish:
-    """The answer is over.
+    """The end of a complete answer.
 
     Attributes:
-        reason: Why.
-        prompt_tokens: Of the prompt as the model would have got it, visual tokens included.
-        completion_tokens: Of the answer.
-        cached_tokens: Of the prompt, those whose work was reused.
-        trace: `Trace.to_dict()`, with `visual_tokens`, `kept_tokens`, `ttft_ms` beside its rows.
+        reason: `stop` or `length`.
+        prompt_tokens: Tokens of the prompt before reduction, visual tokens included.
+        completion_tokens: Tokens of the answer.
+        cached_tokens: Tokens of the prompt for which earlier work was reused.
+        trace: `Trace.to_dict()` with `visual_tokens`, `kept_tokens` and `ttft_ms`.
     """
 
     reason: Reason
@@ -139,11 +133,11 @@ class Finish:
 
 @dataclass(frozen=True)
 class Failure:
-    """The answer ended without being over.
+    """The end of an answer that cannot be completed.
 
     Attributes:
         message: One line for the user.
-        status: As in HTTP: 4xx the request's fault, 499 cancelled, 5xx the engine's.
+        status: HTTP status: 4xx for a wrong request, 499 for a cancelled one, 5xx for the engine.
         kind: `invalid_request_error`, `model_error`, `server_error`, `busy`, `cancelled` or
             `replica_lost`.
     """
@@ -155,14 +149,16 @@ class Failure:
 
 Event = Delta | Finish | Failure
 Emit = Callable[[Event], None]  # called from the engine's thread; must not block
+CANCELLED = Failure("cancelled", 499, "cancelled")
+STOPPED = Failure("the server stops", 503)
 
 
 class BusyError(MmfastError):
-    """The engine takes no more requests now.
+    """The engine has no room for another request now.
 
     Args:
         message: One line for the user.
-        retry_after: Seconds after which it is worth trying again.
+        retry_after: Seconds to wait before the next attempt.
     """
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
@@ -170,14 +166,44 @@ class BusyError(MmfastError):
         self.retry_after = retry_after
 
 
+class NoTokenError(ModelError):
+    """The logits of the model are not finite, so no token can be chosen."""
+
+
+def failure(error: BaseException, request: str = "", logged: bool = False) -> Failure:
+    """Turn an exception into the last event of an answer.
+
+    The text of an `MmfastError` is sent to the user. Any other text may hold paths or data of
+    others; it goes to the log alone.
+
+    Args:
+        error: The exception.
+        request: Id of the request.
+        logged: The exception is in the log already.
+    """
+    if isinstance(error, BusyError):
+        return Failure(str(error), 503, "busy")
+    if isinstance(error, MmfastError) and not isinstance(error, ModelError):
+        return Failure(str(error), 400, "invalid_request_error")
+    if not logged:
+        LOG.error("request %s failed", request, exc_info=error)
+    if isinstance(error, NoTokenError):
+        text = "the model gave NaN or infinite logits, so no token can be chosen"
+        return Failure(f"{text}; ask something else", 500, "model_error")
+    if isinstance(error, ModelError):
+        text = "the model failed on this request; the server's log says why"
+        return Failure(text, 500, "model_error")
+    return Failure(f"the engine failed on this request ({type(error).__name__})")
+
+
 @dataclass(frozen=True)
 class Health:
-    """How an engine is.
+    """State of an engine.
 
     Attributes:
-        ready: It takes requests.
-        running: Requests that are being answered.
-        waiting: Requests that wait.
+        ready: The engine takes requests.
+        running: Number of requests being answered.
+        waiting: Number of requests in the queue.
         gauges: Further figures by name, such as `kv_bytes`, `kv_bytes_limit`, `cache_hits`.
     """
 
@@ -189,23 +215,80 @@ class Health:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Answers requests."""
+    """An engine that answers requests."""
 
-    model: str  # the name it goes by
+    model: str  # name of the model in the API
 
     def submit(self, request: Request, emit: Emit) -> None:
         """Answer a request; exactly one `Finish` or `Failure` comes last.
 
         Raises:
-            BusyError: No room now.
+            BusyError: There is no room now.
             MmfastError: The request can never be answered: wrong spec, too long, empty.
         """
 
     def cancel(self, request_id: str) -> None:
-        """Stop answering; what it held is free at once. Unknown ids are none of its business."""
+        """Stop answering and free the memory of the request; an unknown id is ignored."""
 
     def health(self) -> Health:
-        """How it is, at once."""
+        """Report the state without waiting."""
 
     def close(self) -> None:
-        """Stop; what still runs fails."""
+        """Stop; running requests fail."""
+
+
+class Echo:
+    """An engine without a model: repeats the last message, one word a token.
+
+    Args:
+        pause: Seconds between words.
+        limit: Most requests at once; another one is refused.
+    """
+
+    def __init__(self, pause: float = 0.0, limit: int = 64) -> None:
+        self.model, self._pause, self._limit = "echo", pause, limit
+        self._lock = threading.Lock()
+        self._running: dict[str, threading.Event] = {}
+
+    def submit(self, request: Request, emit: Emit) -> None:
+        """See `Executor.submit`."""
+        with self._lock:
+            if len(self._running) >= self._limit:
+                raise BusyError(f"{self._limit} requests run already; try again in a second")
+            cancelled = self._running[request.id] = threading.Event()
+        threading.Thread(target=self._answer, args=(request, emit, cancelled), daemon=True).start()
+
+    def _answer(self, request: Request, emit: Emit, cancelled: threading.Event) -> None:
+        parts = request.messages[-1].content
+        words = [
+            word
+            for part in parts
+            for word in ([f"<{part.shot.kind}>"] if isinstance(part, Media) else part.split())
+        ]
+        words_out = words[: request.sampling.max_tokens]
+        for i, word in enumerate(words_out):
+            if cancelled.is_set():
+                break
+            emit(Delta(" " * (i > 0) + word))
+            time.sleep(self._pause)
+        with self._lock:
+            self._running.pop(request.id, None)
+        reason: Reason = "stop" if len(words_out) == len(words) else "length"
+        emit(CANCELLED if cancelled.is_set() else Finish(reason, len(words), len(words_out)))
+
+    def cancel(self, request_id: str) -> None:
+        """See `Executor.cancel`."""
+        with self._lock:
+            if request_id in self._running:
+                self._running[request_id].set()
+
+    def health(self) -> Health:
+        """See `Executor.health`."""
+        with self._lock:
+            return Health(True, running=len(self._running))
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        with self._lock:
+            for cancelled in self._running.values():
+                cancelled.set()

@@ -1,4 +1,4 @@
-"""The batched lane: encode, prefill and decode of many requests, one unit of work at a time."""
+"""Encoding, prefill and decoding of many requests in one batch, one unit of work at a time."""
 
 from __future__ import annotations
 
@@ -16,66 +16,54 @@ Made = tuple[ActiveRequest, Result]
 
 
 class TowerQueue:
-    """Requests that wait for embeddings, and the call that makes them.
+    """Requests that wait for embeddings, and the running call of the encoder.
 
     Args:
-        encoder: Makes embeddings.
+        encoder: Computes embeddings.
     """
 
     def __init__(self, encoder: MediaEncoder) -> None:
         self.encoder = encoder
-        self._waiting: dict[str, ActiveRequest] = {}
+        self.waiting: dict[str, ActiveRequest] = {}
         self._call: tuple[Steps, list[ActiveRequest | None]] | None = None
 
     @property
     def answers(self) -> list[ActiveRequest]:
-        """All requests that are here."""
+        """All requests that wait or are being encoded."""
         called = [answer for answer in self._call[1] if answer] if self._call else []
-        return [*list(self._waiting.values()), *called]  # health is of any thread
+        return [*list(self.waiting.values()), *called]  # any thread may ask for health
 
     @property
-    def under_way(self) -> bool:
-        """Whether a call is under way."""
+    def running(self) -> bool:
+        """True while a call of the encoder runs."""
         return self._call is not None
 
-    @property
-    def waits(self) -> bool:
-        """Whether somebody waits for the next call."""
-        return bool(self._waiting)
-
-    def add(self, answer: ActiveRequest) -> None:
-        """Take a request in."""
-        self._waiting[answer.id] = answer
-
-    def cancel(self, name: str) -> ActiveRequest | None:
-        """Let a request go; a call that is nobody's any more ends."""
-        answer = self._waiting.pop(name, None)
+    def cancel(self, name: str) -> None:
+        """Drop a request; a call without requests ends."""
+        self.waiting.pop(name, None)
         batch = self._call[1] if self._call else []
-        for i, each in enumerate(batch):
-            if each is not None and each.id == name:
-                answer, batch[i] = each, None
+        batch[:] = [None if each is not None and each.id == name else each for each in batch]
         if self._call is not None and not any(batch):
             self._call[0].close()
             self._call = None
-        return answer
 
     def texts(self) -> Iterator[Made]:
-        """Requests without media: they need no tower, and wait for nobody's call of it."""
-        for answer in list(self._waiting.values()):
+        """Embed the requests without media, which need no call of the tower."""
+        for answer in list(self.waiting.values()):
             prepared = answer.prepared
             if prepared is not None and not prepared.media:
-                del self._waiting[answer.id]
+                del self.waiting[answer.id]
                 yield answer, self.encoder.encode([prepared])[0]
 
     def step(self, budget: float | None) -> Made | None:
-        """A slice of the call, which begins with all that wait; what became of one of them.
+        """Run a slice of the call, which begins with all waiting requests; return a result.
 
         Args:
             budget: Seconds after which the call stops at the next block; None never stops it.
         """
         if self._call is None:
-            fresh = [a for a in self._waiting.values() if a.prepared is not None]
-            self._waiting.clear()
+            fresh = [a for a in self.waiting.values() if a.prepared is not None]
+            self.waiting.clear()
             prepared = [a.prepared for a in fresh if a.prepared is not None]
             self._call = self.encoder.steps(prepared), [*fresh]
         steps, batch = self._call
@@ -90,20 +78,20 @@ class TowerQueue:
 
 
 class RunningBatch:
-    """Requests at work.
+    """Requests that are encoded, prefilled and decoded together.
 
     Args:
-        encoder: Makes embeddings.
-        prefiller: Makes keys and values.
-        decoder: Makes tokens.
-        limit: Bytes of finished prompts that are kept.
-        served: Told the tenant and how many tokens of work it was given.
+        encoder: Computes embeddings.
+        prefiller: Computes keys and values of prompts.
+        decoder: Computes tokens.
+        limit: Bytes of the keys and values of finished prompts to keep.
+        served: Receives the payer and the number of tokens of each piece of work.
 
     Attributes:
-        prefixes: Beginnings of prompts that can be used again.
-        pace: Seconds of a chunk of prefill, as it was lately.
-        gaps: Seconds between decoding steps of late, by the clock and of the engine's threads.
-        passes: Tokens of passes of prefill of late, and their seconds by both clocks.
+        prefixes: Keys and values of prompts whose prefixes can be reused.
+        pace: Seconds of a chunk of prefill, a running mean.
+        gaps: Seconds between recent decoding steps, by the clock and of the engine's threads.
+        passes: Tokens of recent passes of prefill, and their seconds by both clocks.
     """
 
     def __init__(
@@ -122,7 +110,7 @@ class RunningBatch:
         self._jobs: dict[str, tuple[ActiveRequest, PrefillJob]] = {}
         self._running: dict[str, ActiveRequest] = {}
         self._prefill_next = False
-        self.pace = 0.02  # seconds of a chunk
+        self.pace = 0.02
         self.gaps: deque[tuple[float, float]] = deque(maxlen=4096)
         self.passes: deque[tuple[int, float, float]] = deque(maxlen=4096)
         self._stepped: tuple[float, float] | None = None
@@ -130,18 +118,18 @@ class RunningBatch:
     @property
     def answers(self) -> list[ActiveRequest]:
         """All requests at work."""
-        jobs = [answer for answer, _ in list(self._jobs.values())]  # health is of any thread
+        jobs = [answer for answer, _ in list(self._jobs.values())]  # any thread may ask for health
         return [*self._tower.answers, *jobs, *list(self._running.values())]
 
     @property
     def coming(self) -> list[ActiveRequest]:
-        """Requests that have no token yet."""
+        """Requests without a token yet."""
         return [answer for answer in self.answers if answer.id not in self._running]
 
     @property
     def encoding(self) -> bool:
-        """Whether a call of the tower is under way."""
-        return self._tower.under_way
+        """True while a call of the vision tower runs."""
+        return self._tower.running
 
     @property
     def nbytes(self) -> int:
@@ -151,35 +139,32 @@ class RunningBatch:
 
     def start(self, answer: ActiveRequest) -> None:
         """Take a request in."""
-        self._tower.add(answer)
+        self._tower.waiting[answer.id] = answer
 
-    def cancel(self, name: str) -> ActiveRequest | None:
-        """Let a request go, whatever is done with it; its memory is free at once."""
-        answer = self._tower.cancel(name)
-        if name in self._jobs:
-            answer = self._jobs.pop(name)[0]
-        if name in self._running:
-            answer = self._running.pop(name)
+    def cancel(self, name: str) -> None:
+        """Drop a request at any stage; its memory is free at once."""
+        self._tower.cancel(name)
+        self._jobs.pop(name, None)
+        if self._running.pop(name, None) is not None:
             self.decoder.release(name)
-        return answer
 
     # --- one unit of work ---------------------------------------------------------------------
 
     def work(self, new: bool = True) -> bool:
-        """A slice of the tower or a chunk of prefill, in turns, or what ends one.
+        """Do a slice of the tower or a chunk of prefill, in turns, or what ends one of them.
 
         Args:
-            new: The tower may be called anew.
+            new: A new call of the tower may begin.
 
         Returns:
-            Whether another unit may follow without a decoding step: never behind a pass.
+            True if another unit may follow before a decoding step: never after a pass.
         """
         if read := self._read():
             self._begin(*read[0])
             return True
         for answer, found in self._tower.texts():
             self._encoded(answer, found)
-        encodes = (self._tower.waits and new) or self._tower.under_way
+        encodes = (self._tower.waiting and new) or self._tower.running
         if encodes and not (self._jobs and self._prefill_next):
             self._prefill_next = True
             self._encode()
@@ -188,10 +173,10 @@ class RunningBatch:
         self._prefill()
         return False
 
-    def decode(self) -> bool:
-        """One token for every running answer; whether there was any."""
+    def decode(self) -> None:
+        """Decode one token of every running answer."""
         if not self._running:
-            return False
+            return
         found = self.decoder.step()
         now = time.perf_counter(), time.thread_time() + self.encoder.slicer.worked
         if self._stepped is not None:
@@ -207,18 +192,10 @@ class RunningBatch:
                     self._release(answer)
             except Exception as error:  # of this answer alone
                 self._fail(answer, error)
-        return True
-
-    def clear(self) -> list[ActiveRequest]:
-        """Let everything go; the requests it was."""
-        gone = self.answers
-        for answer in gone:
-            self.cancel(answer.id)
-        return gone
 
     def _encode(self) -> None:
-        # With nobody to wait for it, the tower need not stop.
-        # A slice ends at the first block behind its time: with that block it is about a chunk.
+        # A slice ends at the first block after its budget, with that block at about a chunk;
+        # without running answers the tower need not stop.
         made = self._tower.step(0.7 * self.pace if self._running else None)
         if made is not None:
             self._encoded(*made)
@@ -241,7 +218,7 @@ class RunningBatch:
         owners = {job: answer for answer, job in order}
         try:
             self._pass(plan, owners)
-        except Exception:  # one of them is broken: alone, only that one fails
+        except Exception:  # run one by one, only the broken prompts fail
             for job, n in plan:
                 try:
                     self._pass([(job, n)], owners)
@@ -253,33 +230,33 @@ class RunningBatch:
                 self._begin(answer, job)
 
     def _read(self) -> list[tuple[ActiveRequest, PrefillJob]]:
-        """Prompts that are read, and wait to begin."""
+        """Return the prompts whose prefill has ended."""
         return [(answer, job) for answer, job in self._jobs.values() if not job.left]
 
     def _pass(
         self, plan: Sequence[tuple[PrefillJob, int]], owners: dict[PrefillJob, ActiveRequest]
     ) -> None:
-        """One pass of prefill; nothing has happened where it raises."""
+        """Run one pass of prefill; an exception leaves all jobs unchanged."""
         work = sum(self.prefiller.cost(job, n) for job, n in plan)
         start, worked = time.perf_counter(), time.thread_time()
         self.prefiller.run(plan)
         ms = (time.perf_counter() - start) * 1e3
         total = sum(n for _, n in plan)
         self.passes.append((total, ms / 1e3, time.thread_time() - worked))
-        if work > self.prefiller.chunk // 2:  # what a whole chunk takes here and now
+        if work > self.prefiller.chunk // 2:  # scaled to a whole chunk
             self.pace += 0.2 * (ms / 1e3 * self.prefiller.chunk / work - self.pace)
         for job, n in plan:
             owners[job].prefill_ms += ms * n / total
             self._served(owners[job].payer, n)
 
     def _begin(self, answer: ActiveRequest, job: PrefillJob) -> None:
-        """From prefill to decoding."""
+        """Move a request from prefill to decoding."""
         del self._jobs[answer.id]
         prompt, filled = job.prompt, self.prefiller.result(job)
-        answer.read = prompt.told, prompt.whole_length
+        answer.read = prompt.trace, prompt.whole_length
         self.prefixes.put(answer.request.tenant, prompt.blocks, filled.kv)
         if not self._running:
-            self._stepped = None  # nobody waited until now
+            self._stepped = None  # no answer waited for this step
         self._running[answer.id] = answer
         try:
             token = self.decoder.first(filled, answer.sampling)
@@ -293,10 +270,7 @@ class RunningBatch:
     def _release(self, answer: ActiveRequest) -> None:
         self._running.pop(answer.id, None)
         self.decoder.release(answer.id)
-        if answer.broken or answer.read is None:
-            answer.over = True
-            return
-        answer.finish(*answer.read)
+        answer.complete()
 
     def _fail(self, answer: ActiveRequest, error: Exception) -> None:
         self.cancel(answer.id)

@@ -1,4 +1,4 @@
-"""Decoder: one token for every running answer per step, in one pass."""
+"""Decoding of all running answers in one pass per token, sampling, and text of tokens."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from torch import Tensor
 from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
 from mmfast.models.families.tower import KINDS
-from mmfast.serve.engine.base import Reason, SamplingOptions
-from mmfast.serve.engine.failures import NoTokenError
+from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
 from mmfast.serve.engine.prefill import check_batches, logits
 from mmfast.serve.engine.slots import CacheSlots, Draw, Filled, RowCache
 
-_GREEDY = 1e-5  # a temperature under it: logits divided by it are no numbers any more
+_GREEDY = 1e-5  # a temperature below it would overflow the logits
 
 
 class Chooser:
-    """What `generate` of a model does to logits, without its state.
+    """Chooses tokens as `generate` of a model does, without its state.
 
-    A draw depends on the seed and on the number of the token alone, so an answer is the same
-    whatever was decoded beside it.
+    A draw depends on the seed and on the number of the token alone, so an answer does not depend
+    on the other answers of the batch.
 
     Args:
         model: A stock model.
@@ -41,7 +40,7 @@ class Chooser:
         self.ends = frozenset([ends] if isinstance(ends, int) else ends or ())
         self.penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
         named = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
-        blocked = [i for i in named if i is not None]  # an answer has no placeholders
+        blocked = [i for i in named if i is not None]  # an answer has no media
         rows = model.get_output_embeddings().weight.shape[0]
         inside = sorted(i for i in {*blocked, *(config.suppress_tokens or ())} if i < rows)
         self._blocked = torch.tensor(inside, device=model.device, dtype=torch.int64)
@@ -49,12 +48,12 @@ class Chooser:
     def choose(
         self, logits: Tensor, draws: Sequence[Draw], seen: Sequence[Tensor | None]
     ) -> list[int | Exception]:
-        """A token per row; a row that has none gets an error.
+        """Choose a token per row; a row without finite logits gets an error.
 
         Args:
             logits: `[B, V]` float32; changed in place.
-            draws: How.
-            seen: Per row the token ids so far, where there is a penalty.
+            draws: Options of each row.
+            seen: Token ids so far per row, where there is a repetition penalty.
         """
         if len(self._blocked):
             logits[:, self._blocked] = -torch.inf
@@ -76,11 +75,11 @@ class Chooser:
         return found
 
 
-def _drawn(logits: Tensor, how: Draw) -> int:
-    given = how.sampling
+def _drawn(logits: Tensor, options: Draw) -> int:
+    given = options.sampling
     choice = Choice(temperature=given.temperature, top_p=given.top_p)
     chances = process(logits[None], choice, ((),))[0].softmax(-1)
-    number = random.Random(f"{given.seed}/{how.step}").random()
+    number = random.Random(f"{given.seed}/{options.step}").random()
     return int(draw(chances, torch.tensor(number, dtype=torch.float64, device=logits.device)))
 
 
@@ -95,18 +94,18 @@ class _Answer:
 
 
 class DecodeBatch:
-    """Answers that run.
+    """Running answers and their next tokens.
 
     Args:
         model: A stock model of full-attention layers.
-        slots: Answers at once.
+        slots: Most answers at once.
 
     Attributes:
-        slots: Their keys and values.
-        chooser: How tokens are chosen.
+        slots: Keys and values of the answers.
+        chooser: Chooses tokens.
 
     Raises:
-        ModelError: Its rows cannot be at different lengths in one pass.
+        ModelError: The rows of the model cannot have different lengths in one pass.
     """
 
     def __init__(self, model: Any, slots: int = 16) -> None:
@@ -121,10 +120,10 @@ class DecodeBatch:
         return len(self._rows)
 
     def first(self, filled: Filled, sampling: SamplingOptions) -> int:
-        """The first token of an answer.
+        """Choose the first token of an answer.
 
         Raises:
-            ModelError: There is none to choose.
+            ModelError: The logits are not finite.
         """
         found = self.chooser.choose(filled.logits[None].clone(), [Draw(sampling)], [filled.seen])
         if isinstance(found[0], Exception):
@@ -133,13 +132,13 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def admit(self, key: Hashable, filled: Filled, token: int, sampling: SamplingOptions) -> None:
-        """Take an answer in behind its first token.
+        """Add an answer after its first token.
 
         Args:
-            key: Its name.
+            key: Name of the answer.
             filled: Its prompt.
             token: The first token.
-            sampling: How the others are chosen; the seed is set.
+            sampling: Options of the other tokens; the seed is set.
         """
         seen = filled.seen
         if seen is not None:
@@ -150,7 +149,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def release(self, key: Hashable) -> bool:
-        """Let an answer go; its memory is free at once. Whether it was there."""
+        """Remove an answer and free its memory; return True if it was there."""
         for number, row in enumerate(self._rows):
             if row.key == key:
                 self.slots.remove(number)
@@ -161,7 +160,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Hashable, int | Exception]]:
-        """The next token of every answer, or why there is none."""
+        """Return the next token of every answer, or the error where there is none."""
         rows = self._rows
         if not rows:
             return []
@@ -190,32 +189,32 @@ class DecodeBatch:
         return [(row.key, token) for row, token in zip(rows, chosen, strict=True)]
 
 
-_HALF = "\ufffd"  # what a tokenizer writes for half a character
+_HALF = "\ufffd"  # a tokenizer writes this for an incomplete character
 
 
 class Writer:
-    """The text of one answer.
+    """Turns the tokens of one answer into text.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         sampling: Longest answer and stop strings.
         ends: Token ids that end an answer.
 
     Attributes:
-        over: Why the answer is over; None while it is not.
-        count: Tokens so far.
+        over: Reason of the end; None while the answer goes on.
+        count: Number of tokens so far.
     """
 
     def __init__(self, tokenizer: Any, sampling: SamplingOptions, ends: Collection[int]) -> None:
         self._tokenizer, self._sampling, self._ends = tokenizer, sampling, ends
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens before `_start` are written; up to `_read` too
-        self._held = ""  # may become a stop string
+        self._held = ""  # text that may become a stop string
         self.over: Reason | None = None
         self.count = 0
 
     def push(self, token: int) -> str:
-        """Take the next token; returns the text that is certain now, maybe none."""
+        """Take the next token; return the text that is certain now, "" if none is."""
         self.count += 1
         ended = token in self._ends
         if not ended:
@@ -235,12 +234,12 @@ class Writer:
         return text[: len(text) - keep]
 
     def _decoded(self, last: bool) -> str:
-        """What the new tokens add; half a character waits for its other half."""
+        """Return the text of the new tokens; an incomplete character waits for its rest."""
         before = self._text(self._tokens[self._start : self._read])
         now = self._text(self._tokens[self._start :])
         if not last and now.endswith(_HALF):
             return ""
-        # Some tokenizers write a space by what stands before: one written piece stays in sight.
+        # The space before a word may depend on the piece before it, so one written piece is kept.
         self._start, self._read = self._read, len(self._tokens)
         return now[len(before) :]
 
@@ -250,7 +249,7 @@ class Writer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Letters at the end of `text` that may be the beginning of `stop`."""
+    """Return how many letters at the end of `text` may be the beginning of `stop`."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-n:]):
             return n

@@ -1,4 +1,4 @@
-"""Encoder: from media and text to the embeddings that the language model reads."""
+"""Encoding of media and text into the embeddings that the language model reads."""
 
 from __future__ import annotations
 
@@ -23,22 +23,31 @@ from mmfast.models.reduction.decoder_signals import AHEAD
 from mmfast.models.reduction.inputs import compress
 from mmfast.models.reduction.record import features_given, flat
 from mmfast.serve.engine.base import Media, Request
-from mmfast.serve.engine.media import Known, Lru, MediaUnit, encode, grouped, joined, units, whole
+from mmfast.serve.engine.media import (
+    ByteCache,
+    MediaUnit,
+    UnitFeatures,
+    encode,
+    grouped,
+    joined,
+    units,
+    whole,
+)
 from mmfast.serve.engine.slots import Embedded, Prepared
 
-BLOCK = 16  # tokens; beginnings are compared in steps of these
+BLOCK = 16  # tokens; prefixes are compared in steps of these
 
 
 def embedded(
     model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any], named: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The fields of `Embedded` that the language model reads.
+    """Return the fields of `Embedded` that the language model reads.
 
     Args:
         model: The model.
-        rest: Inputs as `compress` returns them, of one prompt.
+        rest: Inputs of one prompt as `compress` returns them.
         whole: Encoder outputs before reduction, by kind.
-        named: Identity `[n]` int64 of each feature by kind; without one, its bytes are hashed.
+        named: Identity `[n]` int64 of each feature by kind; a kind without one is hashed.
     """
     base, ids = model.base_model, rest["input_ids"][0]
     outputs = rest.get("mm_encoder_outputs") or {}
@@ -69,7 +78,7 @@ def embedded(
 
 
 def axes(model: Any, positions: Tensor, length: int) -> Tensor:
-    """Positions `[A, m]` of one prompt, from `[1, m]`, `[3, 1, m]` or `[4, 1, m]`."""
+    """Return positions `[A, m]` of one prompt, from `[1, m]`, `[3, 1, m]` or `[4, 1, m]`."""
     wide = hasattr(getattr(model.get_decoder(), "rotary_emb", None), "mrope_section")
     if positions.ndim == 3:
         positions = positions[-3:, 0]
@@ -79,9 +88,9 @@ def axes(model: Any, positions: Tensor, length: int) -> Tensor:
 
 
 def identities(
-    mine: Sequence[MediaUnit], parts: Mapping[str, Sequence[Known]], reduce: str | None
+    mine: Sequence[MediaUnit], parts: Mapping[str, Sequence[UnitFeatures]], reduce: str | None
 ) -> dict[str, Tensor]:
-    """Identity `[n]` of each feature by kind; nothing where features are reduced."""
+    """Return the identity `[n]` of each feature by kind; nothing where features are reduced."""
     found: dict[str, Tensor] = {}
     for kind, known in () if reduce else parts.items():
         keys = [unit.key for unit in mine if unit.kind == kind]
@@ -94,17 +103,17 @@ def identities(
 
 
 def hashes(rows: Tensor) -> Tensor:
-    """A number per row `[n, D]`, from its bytes; `[n]` int64."""
+    """Hash the bytes of each row of `[n, D]` to a number; `[n]` int64."""
     data = rows.contiguous().view(torch.uint8).cpu().numpy()
     return torch.tensor([_digest(row.tobytes()) for row in data], device=rows.device).long()
 
 
 def chain(marks: Tensor, positions: Tensor) -> tuple[bytes, ...]:
-    """Hash of everything up to the end of each block of a prompt.
+    """Return a hash of the prompt up to the end of each of its blocks.
 
     Args:
-        marks: `[m]` int64 what each token is.
-        positions: `[A, m]` int64 where it stands.
+        marks: Identity of each token, `[m]` int64.
+        positions: Position of each token, `[A, m]` int64.
     """
     data = torch.cat([marks[None], positions]).T.contiguous().cpu().numpy()
     found, before = [], b""
@@ -116,7 +125,7 @@ def chain(marks: Tensor, positions: Tensor) -> tuple[bytes, ...]:
 
 
 def _digest(data: bytes) -> int:
-    # 62 bits: counting on from it stays an int64.
+    # 62 bits: adding the number of a feature stays within int64.
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 2
 
 
@@ -128,36 +137,35 @@ def finished(
     model: Any,
     prepared: Prepared,
     mine: Sequence[MediaUnit],
-    known: Mapping[Key, Known | Exception],
+    known: Mapping[Key, UnitFeatures | Exception],
     reused: AbstractSet[Key],
 ) -> Result:
-    """The prompt as the language model gets it, or why there is none.
+    """Return the prompt as the language model reads it, or the error where there is none.
 
     Args:
         model: The model.
         prepared: The request.
-        mine: Its media.
-        known: What they became.
-        reused: Those that were not encoded for this request.
+        mine: Units of its media.
+        known: Results of the units by key.
+        reused: Keys of the units that were not encoded for this request.
     """
     try:
-        parts = [(unit, _fine(known[unit.key])) for unit in mine]
+        parts = []
+        for unit in mine:
+            found = known[unit.key]
+            if isinstance(found, Exception):
+                return found
+            parts.append((unit, found))
         return _joined(model, prepared, parts, reused)
     except Exception as error:
         return error
-
-
-def _fine(found: Known | Exception) -> Known:
-    if isinstance(found, Exception):
-        raise found
-    return found
 
 
 @torch.no_grad()
 def _joined(
     model: Any,
     prepared: Prepared,
-    parts: Sequence[tuple[MediaUnit, Known]],
+    parts: Sequence[tuple[MediaUnit, UnitFeatures]],
     reused: AbstractSet[Key],
 ) -> Embedded:
     kinds = dict.fromkeys(unit.kind for unit, _ in parts)
@@ -177,23 +185,23 @@ def _joined(
             raise
         raise SpecError(str(error)) from error  # reducers that do not fit this model or prompt
     named = identities([unit for unit, _ in parts], known, prepared.reduce)
-    told = trace.to_dict()
+    document = trace.to_dict()
     return Embedded(
         **embedded(model, rest, outputs, named),
         whole=prepared.inputs["input_ids"][0],
         reused=sum(y.length for each in again for y in each.layouts),
         visual_tokens=visual,
-        kept_tokens=left(visual, trace),
-        rows=told["rows"],
-        reductions=told["reductions"],
+        kept_tokens=kept_tokens(visual, trace),
+        rows=document["rows"],
+        reductions=document["reductions"],
     )
 
 
-def left(visual: int, trace: Trace) -> int:
-    """Visual tokens behind all reductions, of so many before."""
+def kept_tokens(visual: int, trace: Trace) -> int:
+    """Return the number of visual tokens after all reductions, from the number before."""
     ends: dict[int, tuple[int, int]] = {}
     for site, item, reduction in trace.reductions:
-        if site != "vit":  # inside the encoder patches are counted
+        if site != "vit":  # inside the encoder the count is of patches
             ends[item] = (ends.get(item, (reduction.n, 0))[0], reduction.m)
     return visual - sum(before - after for before, after in ends.values())
 
@@ -202,14 +210,14 @@ T = TypeVar("T")
 
 
 class _Abandoned(BaseException):
-    """Nobody wants the result any more."""
+    """The caller has dropped the result."""
 
 
 class Slicer:
-    """Runs calls in a thread that works only while its owner waits for it.
+    """Runs calls of the vision tower in slices, in a thread that its owner waits for.
 
-    So there are never two at work on the model, and a call of any family stops wherever a block
-    of its tower begins.
+    Two threads never use the model at once, and a call of any family can stop before each block
+    of its tower.
 
     Attributes:
         budget: Seconds after which a call stops at the next block; None never stops it.
@@ -229,7 +237,7 @@ class Slicer:
         self._thread: threading.Thread | None = None
 
     def run(self, call: Callable[[], T], blocks: nn.ModuleList) -> Generator[None, None, T]:
-        """Yields where `call` stops at a block; its value is that of the call."""
+        """Yield each time `call` stops at a block; return the value of the call."""
         self._call, self._result = call, None
         self.longest = self.total = 0.0
         if self._thread is None:
@@ -256,7 +264,7 @@ class Slicer:
             self._thread = None
 
     def _value(self) -> Any:
-        """What the call returned; or raises what it raised."""
+        """Return or raise what the call returned or raised."""
         assert self._result is not None
         (fine, value), self._result = self._result, None
         if not fine:
@@ -264,7 +272,7 @@ class Slicer:
         return value
 
     def _resumed(self) -> bool:
-        """Let the call work until it stops; whether it is through."""
+        """Run the call to its next stop; return True if it has ended."""
         self._since = time.perf_counter()
         self._go.release()
         self._back.acquire()
@@ -305,53 +313,50 @@ class Slicer:
 
 
 Steps = Generator[tuple[int, Result] | None, None, None]
-# Numbers of pixels that enter the tower at once; one medium may be more.
+# Values of pixels that enter the tower at once; a single medium may have more.
 _MOST, _START = 8 << 20, 1 << 18
 
 
 def early(reduce: str | Sequence[Spec] | None) -> bool:
-    """Whether a spec acts on inputs alone, between vision tower and language model.
+    """Return True if a spec acts on inputs alone, between vision tower and language model.
 
     Raises:
-        SpecError: It cannot be read.
+        SpecError: The spec is wrong.
     """
-    return all(_is_early(spec) for spec in parse(reduce))
-
-
-def _is_early(spec: Spec) -> bool:
-    return spec.site == "pre" and AHEAD not in spec.method.needs
+    specs = parse(reduce)
+    return all(spec.site == "pre" and AHEAD not in spec.method.needs for spec in specs)
 
 
 class MediaEncoder:
     """Encodes media of several requests in one call of the vision tower.
 
-    What a medium became is kept for the tenant it came from, and for nobody else.
+    Results are cached for the tenant that sent the media, and for no other one.
 
     Args:
         model: A stock model of a known family.
         processor: Its processor.
-        memory: Bytes of encoded media that are kept.
+        memory: Bytes of encoded media to keep.
 
     Attributes:
-        kept: What is kept.
-        slicer: Stops calls of the tower that take long.
-        most: Numbers of pixels that enter the tower at once while others wait for its slices,
-            learnt from how long those take.
+        kept: Cache of encoded media.
+        slicer: Cuts calls of the tower into slices.
+        most: Values of pixels that enter the tower at once while answers wait for its slices,
+            learnt from the duration of slices.
     """
 
     def __init__(self, model: Any, processor: Any, memory: int = 64 << 20) -> None:
         self.model, self.processor, self.most = model, processor, _START
         self.slicer = Slicer()
         self.base, self.adapter = model.base_model, adapter_for(model)
-        self.kept: Lru[Known] = Lru(memory, lambda known: known.nbytes)
-        self._lock = threading.Lock()  # tokenizers are not for two threads at once
+        self.kept: ByteCache[UnitFeatures] = ByteCache(memory, lambda known: known.nbytes)
+        self._lock = threading.Lock()  # a tokenizer serves one thread at a time
 
     def prepare(self, request: Request, reduce: str | None = None) -> Prepared:
-        """Write the prompt; of any thread.
+        """Run the processor on a request; any thread may call this.
 
         Raises:
-            MmfastError: Nothing is asked, or the media do not fit the model.
-            SpecError: `reduce` is wrong, or acts elsewhere than at site `pre`.
+            MmfastError: The last message is empty, or the media do not fit the model.
+            SpecError: `reduce` is wrong, or does not act at site `pre`.
         """
         start = time.perf_counter()
         if not early(reduce):
@@ -378,14 +383,14 @@ class MediaEncoder:
         return Prepared(request, inputs, media, reduce or None, ms)
 
     def encode(self, batch: Sequence[Prepared]) -> list[Result]:
-        """Encode, reduce and embed; a request that cannot gets its error, the others go on."""
+        """Encode, reduce and embed; a request that fails gets its error, the others go on."""
         found = dict(step for step in self.steps(batch) if step is not None)
         return [found[i] for i in range(len(batch))]
 
     def steps(self, batch: Sequence[Prepared]) -> Steps:
-        """As `encode`, in small steps: what became of a request, by number, or None in between."""
+        """Encode in small steps: yield number and result of a request, or None in between."""
         plans = {i: self._units(each) for i, each in enumerate(batch)}
-        known: dict[Key, Known | Exception] = {}
+        known: dict[Key, UnitFeatures | Exception] = {}
         fresh: dict[Key, MediaUnit] = {}
         for unit in (unit for mine in plans.values() for unit in mine):
             held = None if unit.key in fresh or unit.key in known else self.kept.get(unit.key)
@@ -393,7 +398,7 @@ class MediaEncoder:
                 known[unit.key] = held
             elif unit.key not in known:
                 fresh.setdefault(unit.key, unit)
-        owed = set(fresh)  # whose encoding is nobody's yet: the first to use it pays
+        owed = set(fresh)  # the first request that uses a unit is charged with its encoding
         yield from self._ready(batch, plans, known, owed)
         while fresh:
             needs = next(iter(fresh))[1][1]
@@ -409,10 +414,10 @@ class MediaEncoder:
         self,
         batch: Sequence[Prepared],
         plans: dict[int, list[MediaUnit]],
-        known: dict[Key, Known | Exception],
+        known: dict[Key, UnitFeatures | Exception],
         owed: set[Key],
     ) -> Iterator[tuple[int, Result]]:
-        """Requests whose media are all known."""
+        """Yield the requests whose media are all encoded."""
         for i in [i for i, mine in plans.items() if all(unit.key in known for unit in mine)]:
             mine = plans.pop(i)
             reused = {unit.key for unit in mine} - owed
@@ -424,7 +429,7 @@ class MediaEncoder:
         context = (prepared.request.tenant, needs)
         keys = {kind: [m.key for m in media] for kind, media in prepared.media.items()}
         given = list(features_given(prepared.inputs))
-        if set(given) != set(keys):  # a family whose clips go in as images
+        if set(given) != set(keys):  # a family that encodes clips as images
             both = [key for mine in keys.values() for key in mine]
             return [whole(self.base, kind, prepared.inputs, both, context) for kind in given]
         return [
@@ -435,8 +440,8 @@ class MediaEncoder:
 
     def _run(
         self, needs: tuple[str, ...], group: list[MediaUnit]
-    ) -> Generator[None, None, dict[Key, Known | Exception]]:
-        """Encode a group; where that fails, one by one, so that only the broken ones fail."""
+    ) -> Generator[None, None, dict[Key, UnitFeatures | Exception]]:
+        """Encode a group; after an error one by one, so that only the broken units fail."""
         blocks = self.adapter.tower_of(self.base, group[0].kind).blocks
         try:
             found = yield from self.slicer.run(
@@ -445,7 +450,7 @@ class MediaEncoder:
         except Exception as error:
             if len(group) == 1:
                 return {group[0].key: error}
-            apart: dict[Key, Known | Exception] = {}
+            apart: dict[Key, UnitFeatures | Exception] = {}
             for unit in group:
                 apart |= yield from self._run(needs, [unit])
             return apart
@@ -457,7 +462,7 @@ class MediaEncoder:
         return {**known}
 
     def _learn(self, group: Sequence[MediaUnit]) -> None:
-        """So much enters the tower at once that a block takes no longer than a slice may."""
+        """Adjust the size of groups so that a block takes no longer than a slice may."""
         budget, work = self.slicer.budget, sum(unit.work for unit in group)
         if budget is None or not work:
             return
@@ -468,10 +473,10 @@ class MediaEncoder:
 
 
 def _media(request: Request) -> dict[str, tuple[Media, ...]]:
-    """Media of a request by kind.
+    """Return the media of a request by kind.
 
     Raises:
-        MmfastError: Nothing is asked.
+        MmfastError: The last message is not the user's, or empty.
     """
     if not request.messages or request.messages[-1].role != "user":
         raise MmfastError("the last message is not the user's; nothing is asked")

@@ -1,14 +1,14 @@
-"""Encoding media: units that can be encoded together, kept apart again, and used again."""
+"""Units of media for the vision tower: grouped for a call, split again, and cached."""
 
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,13 +21,13 @@ from mmfast.models.reduction.record import Record, flat, record_of, recording, r
 
 @dataclass(frozen=True, eq=False)
 class MediaUnit:
-    """Media of one kind that their family encodes together: one where it can be told apart.
+    """Media of one kind that their family encodes together; a single one where it can be split.
 
     Attributes:
         kind: `image` or `video`.
-        key: Under which what it becomes can be used again.
+        key: Key under which the result is cached.
         call: Arguments of the encoding method.
-        ids: `[L]` of its prompt.
+        ids: Token ids `[L]` of its prompt.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class MediaUnit:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Units of the same shape can be encoded in one call."""
+        """Description of the call; units of one shape can share it."""
         rest = {
             name: (value.shape[1:], value.dtype) if isinstance(value, Tensor) else repr(value)
             for name, value in self.call.items()
@@ -46,14 +46,14 @@ class MediaUnit:
 
     @property
     def work(self) -> int:
-        """Numbers that enter the tower."""
+        """Number of values that enter the tower."""
         pixels = self.call.get(PIXELS[self.kind])
         return int(pixels.numel()) if isinstance(pixels, Tensor) else 0
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
-    """What a unit became.
+class UnitFeatures:
+    """The result of encoding a unit.
 
     Attributes:
         output: Class of the encoder's output.
@@ -81,14 +81,14 @@ class Known:
 def units(
     base: Any, kind: str, inputs: Mapping[str, Any], keys: Sequence[str], context: tuple[Any, ...]
 ) -> list[MediaUnit]:
-    """The media of one kind of one prompt, apart where that is safe.
+    """Return the media of one kind of one prompt, split where that is safe.
 
     Args:
         base: The base model.
         kind: `image` or `video`.
-        inputs: What the processor returned.
-        keys: Of the media, in order.
-        context: What else decides on the result: tenant and signals.
+        inputs: Outputs of the processor.
+        keys: Keys of the media, in order.
+        context: Other parts of the key: tenant and signals.
     """
     together = whole(base, kind, inputs, keys, context)
     parts = _split(kind, together.call, len(keys))
@@ -103,14 +103,14 @@ def units(
 def whole(
     base: Any, kind: str, inputs: Mapping[str, Any], keys: Sequence[str], context: tuple[Any, ...]
 ) -> MediaUnit:
-    """All media of one kind of one prompt as one unit; arguments as of `units`."""
+    """Return all media of one kind of one prompt as one unit; arguments as for `units`."""
     names = inspect.signature(getattr(base, f"get_{kind}_features")).parameters
     call = {name: inputs[name] for name in names if inputs.get(name) is not None}
     return MediaUnit(kind, (kind, context, *keys), call, inputs["input_ids"][0])
 
 
 def _split(kind: str, call: Mapping[str, Any], count: int) -> list[dict[str, Any]] | None:
-    """Arguments of each medium; None where they belong together."""
+    """Return the arguments of each medium; None where the media cannot be split."""
     tensors = {name: value for name, value in call.items() if isinstance(value, Tensor)}
     if len(tensors) < len(call):
         return None
@@ -125,7 +125,7 @@ def _split(kind: str, call: Mapping[str, Any], count: int) -> list[dict[str, Any
 
 
 def grouped(waiting: Sequence[MediaUnit], most: int) -> Iterator[list[MediaUnit]]:
-    """Units that go through the tower together, at most `most` numbers in each group."""
+    """Yield groups of units for one call of the tower, of at most `most` values each."""
     groups: dict[tuple[Any, ...], list[MediaUnit]] = {}
     for unit in waiting:
         if not all(isinstance(value, Tensor) for value in unit.call.values()):
@@ -143,7 +143,7 @@ def grouped(waiting: Sequence[MediaUnit], most: int) -> Iterator[list[MediaUnit]
 def encode(
     base: Any, adapter: Adapter, needs: Collection[str], group: Sequence[MediaUnit]
 ) -> list[Any]:
-    """Run the tower once for all units of a group; a `Known` each."""
+    """Run the tower once for all units of a group; return an `UnitFeatures` each."""
     kind, first = group[0].kind, group[0].call
     call = dict(first)
     if len(group) > 1:
@@ -154,12 +154,11 @@ def encode(
         output = getattr(base, f"get_{kind}_features")(**call, return_dict=True)
     record = record_of(output)
     if record is None:
-        raise ModelError(f"the {kind} encoder of {adapter.family!r} says nothing of its layout")
-    return _apart(output, record, _shares(record, group))
+        raise ModelError(f"the {kind} encoder of {adapter.family!r} gives no layout")
+    return _split_output(output, record, _shares(record, group))
 
 
 def _shares(record: Record, group: Sequence[MediaUnit]) -> list[int]:
-    """How many layouts each unit has."""
     if len(group) == 1:
         return [len(record.layouts)]
     if len(record.layouts) != len(group):
@@ -167,7 +166,7 @@ def _shares(record: Record, group: Sequence[MediaUnit]) -> list[int]:
     return [1] * len(group)
 
 
-def _apart(output: Any, record: Record, shares: Sequence[int]) -> list[Known]:
+def _split_output(output: Any, record: Record, shares: Sequence[int]) -> list[UnitFeatures]:
     features = flat(output.pooler_output)
     planes = [flat(plane) for plane in getattr(output, "deepstack_features", None) or ()]
     found, item, start = [], 0, 0
@@ -175,7 +174,7 @@ def _apart(output: Any, record: Record, shares: Sequence[int]) -> list[Known]:
         layouts = tuple(record.layouts[item : item + share])
         stop = start + sum(each.length for each in layouts)
         found.append(
-            Known(
+            UnitFeatures(
                 type(output),
                 features[start:stop].clone(),
                 tuple(plane[start:stop].clone() for plane in planes),
@@ -189,8 +188,8 @@ def _apart(output: Any, record: Record, shares: Sequence[int]) -> list[Known]:
     return found
 
 
-def joined(kind: str, parts: Sequence[Known]) -> Any:
-    """An encoder output of the stock class for all media of one kind of one prompt."""
+def joined(kind: str, parts: Sequence[UnitFeatures]) -> Any:
+    """Return an encoder output of the stock class for all media of one kind of one prompt."""
     cls = parts[0].output
     features = [part.features for part in parts]
     planes = [list(each) for each in zip(*(part.planes for part in parts), strict=True)]
@@ -206,57 +205,56 @@ def joined(kind: str, parts: Sequence[Known]) -> Any:
 T = TypeVar("T")
 
 
-class Lru(Generic[T]):
-    """A dictionary that forgets.
+class ByteCache(LRUCache[Hashable, T]):
+    """A cache of bounded bytes that drops the least recently used values.
 
     Args:
-        limit: Bytes; 0 keeps nothing.
-        size: Bytes of a value.
+        limit: Most bytes; 0 keeps nothing.
+        size: Returns the bytes of a value.
+        dropped: Called with the key and the value of each entry that goes.
 
     Attributes:
-        nbytes: Bytes of what is held.
-        hits: How often something was found.
-        misses: How often nothing was.
+        hits: Number of look-ups that found a value.
+        misses: Number of look-ups that found none.
     """
 
-    def __init__(self, limit: int, size: Callable[[T], int]) -> None:
-        self.limit, self._size = limit, size
-        self._held: OrderedDict[Hashable, T] = OrderedDict()
-        self.nbytes = self.hits = self.misses = 0
+    def __init__(
+        self,
+        limit: int,
+        size: Callable[[T], int],
+        dropped: Callable[[Hashable, T], None] = lambda key, value: None,
+    ) -> None:
+        super().__init__(limit, getsizeof=size)
+        self._dropped, self.hits, self.misses = dropped, 0, 0
 
-    def __len__(self) -> int:
-        return len(self._held)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return int(self.currsize)
 
-    def get(self, key: Hashable) -> T | None:
-        """The value, now the most recently used; None where there is none."""
-        found = self._held.get(key)
-        if found is None:
+    def get(  # type: ignore[override]
+        self, key: Hashable, default: T | None = None
+    ) -> T | None:
+        """Return the value, now the most recently used; `default` where there is none."""
+        if key not in self:
             self.misses += 1
-            return None
+            return default
         self.hits += 1
-        self._held.move_to_end(key)
+        found: T = self[key]
         return found
 
-    def put(self, key: Hashable, value: T) -> list[tuple[Hashable, T]]:
-        """Keep a value where it fits; returns what had to go."""
-        gone = self.drop(key)
-        if self._size(value) > self.limit:
-            return gone
-        self._held[key] = value
-        self.nbytes += self._size(value)
-        return gone + self.shrink(self.limit)
+    def put(self, key: Hashable, value: T) -> None:
+        """Keep a value where it fits; an older value of the key goes in any case."""
+        self.pop(key, None)
+        if self.getsizeof(value) <= self.maxsize:
+            self[key] = value
 
-    def drop(self, key: Hashable) -> list[tuple[Hashable, T]]:
-        """Forget one."""
-        if key not in self._held:
-            return []
-        value = self._held.pop(key)
-        self.nbytes -= self._size(value)
-        return [(key, value)]
+    def shrink(self, limit: int) -> None:
+        """Drop the oldest values until no more than `limit` bytes are held."""
+        while self.currsize > limit:
+            self.popitem()
 
-    def shrink(self, limit: int) -> list[tuple[Hashable, T]]:
-        """Forget the oldest until no more than `limit` bytes are held; returns what went."""
-        gone = []
-        while self.nbytes > limit:
-            gone += self.drop(next(iter(self._held)))
-        return gone
+    def __delitem__(self, key: Hashable) -> None:
+        value = self[key]
+        super().__delitem__(key)
+        self._dropped(key, value)

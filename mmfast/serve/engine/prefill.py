@@ -1,4 +1,4 @@
-"""Prefiller: from embeddings to keys and values, a chunk of several prompts at a time."""
+"""Prefill of prompts in chunks, and the keys and values of prefixes for later prompts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import Adapter, adapter_for
 from mmfast.models.layers import FULL, kind_of
 from mmfast.serve.engine.encoder import BLOCK
-from mmfast.serve.engine.media import Lru
+from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.slots import Embedded, Filled, PackCache
 
 
 def check_batches(model: Any) -> None:
-    """Refuse a model whose rows cannot be at different lengths in one pass.
+    """Refuse a model whose rows cannot have different lengths in one pass.
 
     Raises:
-        ModelError: Says why.
+        ModelError: Names the reason.
     """
     decoder, name = model.get_decoder(), type(model).__name__
     kinds = {kind_of(decoder.config, i) for i in range(len(decoder.layers))} - {FULL}
@@ -29,20 +29,20 @@ def check_batches(model: Any) -> None:
     if kinds:
         raise ModelError(f"{name} has layers of kind {', '.join(sorted(kinds))}")
     if adapter_for(model).blocks is not Adapter.__dataclass_fields__["blocks"].default:
-        raise ModelError(f"tokens of an image see forward in {name}")
+        raise ModelError(f"tokens of an image attend forward in {name}")
     if attention not in ("sdpa", "eager"):
         raise ModelError(f"{name} runs {attention!r} attention, which takes no masks of rows")
 
 
 class PrefillJob:
-    """A prompt on its way through prefill.
+    """A prompt during prefill.
 
     Attributes:
         prompt: The prompt.
         kv: Keys and values per layer `[2, H, m, d]`, filled up to `done`.
-        done: Tokens that are through.
-        logits: `[V]` float32 behind the last token; None before.
-        reused: Tokens that were there before.
+        done: Tokens read so far.
+        logits: `[V]` float32 at the last token; None until then.
+        reused: Tokens whose keys and values were cached.
     """
 
     def __init__(self, prompt: Embedded, prefix: tuple[tuple[Tensor, ...], int] | None = None):
@@ -60,7 +60,7 @@ class PrefillJob:
 
     @property
     def left(self) -> int:
-        """Tokens still to read."""
+        """Number of tokens still to read."""
         return self.prompt.length - self.done
 
     @property
@@ -70,14 +70,14 @@ class PrefillJob:
 
 
 class Prefiller:
-    """Reads prompts.
+    """Computes the keys and values of prompts.
 
     Args:
         model: A stock model of full-attention layers.
-        chunk: Most tokens of one pass, of prompts that begin with it.
+        chunk: Most tokens of one pass, counted for prompts without earlier tokens.
 
     Raises:
-        ModelError: Its rows cannot be at different lengths in one pass.
+        ModelError: The rows of the model cannot have different lengths in one pass.
     """
 
     def __init__(self, model: Any, chunk: int = 256) -> None:
@@ -88,7 +88,7 @@ class Prefiller:
         width = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
-        # Tokens before it that cost a token's attention as much as the weights of a layer do.
+        # Number of earlier tokens whose attention costs as much as the weights of a layer.
         self._even: int = sum(each.numel() for each in layer.parameters()) // (
             2 * width * config.num_attention_heads
         )
@@ -96,28 +96,28 @@ class Prefiller:
         self._penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
 
     def fill(self, prompts: Sequence[Embedded]) -> list[Filled]:
-        """Read prompts to their ends, as many as fit at a time."""
+        """Read whole prompts, as many as fit at a time."""
         jobs = [PrefillJob(prompt) for prompt in prompts]
         while any(job.left for job in jobs):
             self.step(jobs)
         return [self.result(job) for job in jobs]
 
     def cost(self, job: PrefillJob, tokens: int = 1) -> float:
-        """Work on the next tokens of a job, in tokens that have nothing before them."""
+        """Return the work on the next tokens of a job, in tokens without earlier tokens."""
         return tokens * (self._even + job.done) / self._even
 
     def plan(
         self, jobs: Sequence[PrefillJob], waited: bool = False
     ) -> list[tuple[PrefillJob, int]]:
-        """Which tokens go next.
+        """Choose the tokens of the next pass.
 
-        The first job gets half a chunk at least, short ones that fit as a whole the rest of it;
-        what is left then goes to the first, and behind its end to the next in line.
+        The first job gets at least half a chunk, short jobs that fit as a whole get the rest;
+        what is left goes to the first, and after its end to the next in line.
 
         Args:
-            jobs: In the order of their turns.
-            waited: Somebody waits for the end of the pass: attention to what was read before
-                takes its part of the chunk, so that no pass is longer because its prompt is.
+            jobs: Jobs in the order of their turns.
+            waited: Running answers wait for the pass: attention to earlier tokens counts, so
+                that a pass of a long prompt takes no longer than another.
         """
         price = self.cost if waited else _one
         waiting = [job for job in jobs if job.left]
@@ -140,12 +140,12 @@ class Prefiller:
 
     @torch.inference_mode()
     def step(self, jobs: Sequence[PrefillJob]) -> list[PrefillJob]:
-        """One pass over at most a chunk of tokens; the jobs that it ended."""
+        """Run one pass over at most a chunk of tokens; return the jobs that it ended."""
         return self.run(self.plan(jobs))
 
     @torch.inference_mode()
     def run(self, plan: Sequence[tuple[PrefillJob, int]]) -> list[PrefillJob]:
-        """One pass over the next tokens of some jobs; those that it ended."""
+        """Run one pass over the next tokens of some jobs; return those that it ended."""
         if not plan:
             return []
         spans = [(job.done, job.done + n) for job, n in plan]
@@ -170,7 +170,7 @@ class Prefiller:
         return self._advance(plan, output.last_hidden_state[0])
 
     def result(self, job: PrefillJob) -> Filled:
-        """What became of a job that is through."""
+        """Return the result of a job that has ended."""
         assert job.logits is not None
         prompt = job.prompt
         seen = None
@@ -185,7 +185,7 @@ class Prefiller:
             if job.left == n:
                 ended.append(job)
                 at.append(row - 1)
-        if ended:  # before anything counts as read: it may fail
+        if ended:  # before the tokens count as read, for this may fail
             found = logits(self._output, self.decoder, hidden[at])
             for job, mine in zip(ended, found, strict=True):
                 job.logits = mine
@@ -199,12 +199,12 @@ def _one(job: PrefillJob) -> float:
 
 
 def reusable(length: int) -> int:
-    """How much of a prompt of that length can be there before: its last token must be read."""
+    """Return the tokens of a prompt that a prefix may cover; its last token must be read."""
     return (length - 1) // BLOCK * BLOCK
 
 
 def logits(output: Any, decoder: Any, hidden: Tensor) -> Tensor:
-    """Logits `[B, V]` float32 of last hidden states `[B, D]`."""
+    """Return logits `[B, V]` float32 of last hidden states `[B, D]`."""
     found: Tensor = output(hidden).float()
     cap = getattr(decoder.config, "final_logit_softcapping", None)
     return found if cap is None else cap * torch.tanh(found / cap)
@@ -212,7 +212,7 @@ def logits(output: Any, decoder: Any, hidden: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def token_bytes(prefiller: Prefiller) -> int:
-    """Bytes of keys and values of one token, measured."""
+    """Measure the bytes of keys and values of one token."""
     embed = prefiller.decoder.get_input_embeddings()
     table = embed.weight
     wide = hasattr(getattr(prefiller.decoder, "rotary_emb", None), "mrope_section")
@@ -223,7 +223,7 @@ def token_bytes(prefiller: Prefiller) -> int:
 
 
 def _planes(parts: Sequence[tuple[Embedded, int, int]]) -> dict[str, Any]:
-    """DeepStack features of the tokens of a pass."""
+    """Return the DeepStack arguments for the tokens of a pass."""
     count = max(len(prompt.planes) for prompt, _, _ in parts)
     if not count:
         return {}
@@ -258,23 +258,23 @@ class _Entry:
 
 
 class Prefixes:
-    """Keys and values by what the tokens before and at their end are.
+    """A cache of the keys and values of prompts, found by their prefixes.
 
-    A name holds the tenant and a hash of every token, its content and its position up to there:
-    two prompts share what they begin alike with, and no tenant ever meets another's.
+    A name holds the tenant and a hash of the content and position of every token up to the end of
+    a block: two prompts share their common prefix, and no tenant meets the prompts of another.
 
     Args:
-        limit: Bytes.
+        limit: Most bytes.
     """
 
     def __init__(self, limit: int) -> None:
-        self.held: Lru[_Entry] = Lru(limit, lambda entry: entry.nbytes)
-        self._where: dict[_Name, list[_Name]] = {}  # entries that begin so, the newest last
+        self.held: ByteCache[_Entry] = ByteCache(limit, lambda entry: entry.nbytes, self._forget)
+        self._where: dict[_Name, list[_Name]] = {}  # entries with this prefix, the newest last
 
     def find(
         self, tenant: str, blocks: Sequence[bytes], length: int
     ) -> tuple[tuple[Tensor, ...], int] | None:
-        """The longest known beginning of a prompt: keys and values, and how many tokens count."""
+        """Return the longest known prefix: keys and values, and its number of tokens."""
         for count in range(reusable(length) // BLOCK, 0, -1):
             for place in reversed(self._where.get((tenant, blocks[count - 1]), ())):
                 if (entry := self.held.get(place)) is not None:
@@ -283,24 +283,23 @@ class Prefixes:
         return None
 
     def put(self, tenant: str, blocks: Sequence[bytes], kv: Sequence[Tensor]) -> None:
-        """Keep what a prompt left; it is not changed afterwards."""
+        """Keep the keys and values of a prompt; they must not change afterwards."""
         names = tuple((tenant, block) for block in blocks)
         entry = _Entry(tuple(kv), names)
-        if not names or names[-1] in self._where or entry.nbytes > self.held.limit:
+        if not names or names[-1] in self._where or entry.nbytes > self.held.maxsize:
             return
-        for name in names[:-1]:  # whose whole is a beginning of this one is held twice
-            self._forget(self.held.drop(name))
+        for name in names[:-1]:  # a prompt that is a prefix of this one would be held twice
+            self.held.pop(name, None)
         for name in names:
             self._where.setdefault(name, []).append(names[-1])
-        self._forget(self.held.put(names[-1], entry))
+        self.held.put(names[-1], entry)
 
     def shrink(self, limit: int) -> None:
-        """Keep no more than `limit` bytes."""
-        self._forget(self.held.shrink(max(0, limit)))
+        """Drop the oldest entries until no more than `limit` bytes are held."""
+        self.held.shrink(max(0, limit))
 
-    def _forget(self, gone: Sequence[tuple[object, _Entry]]) -> None:
-        for key, entry in gone:
-            for name in entry.names:
-                self._where[name] = [each for each in self._where[name] if each != key]
-                if not self._where[name]:
-                    del self._where[name]
+    def _forget(self, key: object, entry: _Entry) -> None:
+        for name in entry.names:
+            self._where[name] = [each for each in self._where[name] if each != key]
+            if not self._where[name]:
+                del self._where[name]

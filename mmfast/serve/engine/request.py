@@ -1,31 +1,19 @@
-"""One request on its way: what is known of it, and what its caller hears."""
+"""A request inside an engine: its state, its events, and the checks of its options."""
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
-import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import peak_bytes
-from mmfast.serve.engine.base import (
-    BusyError,
-    Delta,
-    Emit,
-    Event,
-    Failure,
-    Finish,
-    Request,
-    SamplingOptions,
-)
+from mmfast.serve.engine.base import Delta, Emit, Event, Failure, Finish, Request, SamplingOptions
+from mmfast.serve.engine.base import failure as failure_of
 from mmfast.serve.engine.decode import Writer
 from mmfast.serve.engine.encoder import early
-from mmfast.serve.engine.failures import failure
-from mmfast.serve.engine.processes.crew import WorkerPlace
 from mmfast.serve.engine.slots import Prepared
 
 
@@ -34,25 +22,26 @@ class ActiveRequest:
 
     Args:
         request: The request.
-        emit: Hears the events.
-        sampling: Of the request, its seed set.
+        emit: Receives the events.
+        sampling: Sampling options of the request with the seed set.
 
     Attributes:
-        prepared: What the processor wrote, until it is encoded.
-        read: What the trace says of its prompt, and tokens of that; None until it is read.
+        prepared: Inputs of the model's processor, until they are encoded.
+        read: Trace of the prompt and its number of tokens; None until prefill has ended.
         writer: Turns tokens into text.
-        reduce: Spec string of reducers; of the planner where there is a target.
+        reduce: Spec string of reducers; the planner's where there is a latency target.
         cache: Spec string of cache policies.
-        target: Milliseconds to the first token that the planner aims at.
+        target: Latency target of the planner in milliseconds.
         plan_ms: Milliseconds of planning.
-        cached: Tokens whose work was reused.
-        reserve: Tokens it may come to hold.
+        cached: Tokens for which earlier work was reused.
+        reserve: Most tokens whose keys and values the request may hold.
         over: The last event was sent.
-        broken: Its caller cannot hear.
+        broken: The receiver of the events raised an exception.
     """
 
     def __init__(self, request: Request, emit: Emit, sampling: SamplingOptions) -> None:
         self.request, self._emit, self.sampling = request, emit, sampling
+        self.id, self.payer, self.priority = request.id, request.payer, request.priority
         self.prepared: Prepared | None = None
         self.read: tuple[dict[str, Any], int] | None = None
         self.writer: Writer | None = None
@@ -65,22 +54,7 @@ class ActiveRequest:
         self.began = time.perf_counter()
         self.prefill_ms = 0.0
         self._first = 0.0
-        self._unsaid = 0
-
-    @property
-    def id(self) -> str:
-        """Of the request."""
-        return self.request.id
-
-    @property
-    def payer(self) -> str:
-        """Whose share it takes."""
-        return self.request.payer
-
-    @property
-    def priority(self) -> int:
-        """Higher goes first."""
-        return self.request.priority
+        self._unsent = 0
 
     def adopt(self, reduce: str | None) -> None:
         """Take the reducers that the planner chose."""
@@ -89,21 +63,21 @@ class ActiveRequest:
             self.prepared = replace(self.prepared, reduce=reduce)
 
     def push(self, token: int) -> bool:
-        """The next token; whether the answer goes on."""
+        """Send the next token; return True while the answer goes on."""
         assert self.writer is not None
         if not self._first:
             self._first = time.perf_counter()
         text = self.writer.push(token)
-        self._unsaid += 1
+        self._unsent += 1
         if text:
-            self._send(Delta(text, self._unsaid))
-            self._unsaid = 0
+            self._send(Delta(text, self._unsent))
+            self._unsent = 0
         return self.writer.over is None and not self.broken
 
     def fail(self, error: Exception, logged: bool = False) -> None:
-        """The answer ends here; arguments as of `failure`."""
+        """End the answer with an exception; arguments as for `failure`."""
         if not self.over:
-            self.end(failure(error, self.id, logged))
+            self.end(failure_of(error, self.id, logged))
 
     def end(self, event: Finish | Failure) -> None:
         """Send the last event, once."""
@@ -111,11 +85,18 @@ class ActiveRequest:
             self.over = True
             self._send(event)
 
+    def complete(self) -> None:
+        """Finish an answer whose last token was pushed; say nothing to a broken receiver."""
+        if self.broken or self.read is None:
+            self.over = True
+        else:
+            self.finish(*self.read)
+
     def finish(self, trace: dict[str, Any], prompt: int) -> None:
-        """The answer is over.
+        """Send the `Finish` event.
 
         Args:
-            trace: Rows and reductions so far; those of prefill and decoding are added.
+            trace: Rows and reductions so far; the rows of prefill and decoding are added.
             prompt: Tokens of the prompt.
         """
         assert self.writer is not None and self.writer.over is not None
@@ -128,81 +109,25 @@ class ActiveRequest:
             _row("prefill", trace["prompt"], 1, self.prefill_ms),
             _row("decode", 1, self.writer.count, (now - self._first) * 1e3),
         ]
-        told = {
-            "rows": rows,
-            "reductions": trace["reductions"],
-            "visual_tokens": trace["visual_tokens"],
-            "kept_tokens": trace["kept_tokens"],
-            "ttft_ms": (self._first - self.began) * 1e3,
-        }
-        count, reason = self.writer.count, self.writer.over
-        self.end(Finish(reason, prompt, count, self.cached, told))
+        names = ("reductions", "visual_tokens", "kept_tokens")
+        whole = {"rows": rows, **{name: trace[name] for name in names}}
+        whole["ttft_ms"] = (self._first - self.began) * 1e3
+        self.end(Finish(self.writer.over, prompt, self.writer.count, self.cached, whole))
 
-    def _send(self, event: Delta | Finish | Failure) -> None:
+    def _send(self, event: Event) -> None:
         try:
             self._emit(event)
-        except Exception:  # nobody hears it; the others do
+        except Exception:  # a broken receiver must not stop the other requests
             self.broken = True
 
 
 def _row(stage: str, tokens_in: int, tokens_out: int, ms: float) -> dict[str, Any]:
-    return {
-        "stage": stage,
-        "tokens_in": tokens_in,
-        "tokens_out": tokens_out,
-        "ms": ms,
-        "peak_bytes": peak_bytes(),
-    }
-
-
-LOG = logging.getLogger("mmfast.serve")
-
-
-@dataclass(eq=False)
-class Awaited:
-    """A request and where it is.
-
-    Attributes:
-        request: The request.
-        emit: Hears the events.
-        place: Of the worker that answers.
-        verdict: None until the worker took it or not; True, or why not.
-        decided: There is a verdict.
-    """
-
-    request: Request
-    emit: Emit
-    place: WorkerPlace
-    verdict: Exception | bool | None = None
-    decided: threading.Event = field(default_factory=threading.Event)
-
-    def decide(self, verdict: Exception | bool) -> None:
-        """The first verdict counts."""
-        if not self.decided.is_set():
-            self.verdict = verdict
-            self.decided.set()
-
-    def hear(self, event: Event) -> None:
-        """Pass an event on; a worker that sends one has taken the request."""
-        self.decide(True)
-        self._tell(event)
-
-    def end(self, failure: Failure) -> None:
-        """Nobody answers any more: an error, or a refusal where nobody ever began."""
-        if self.decided.is_set():
-            self._tell(failure)
-        else:
-            self.decide(BusyError(f"{failure.message}; try again in a second"))
-
-    def _tell(self, event: Event) -> None:
-        try:
-            self.emit(event)
-        except Exception:  # whoever listened is gone; others still wait for this thread
-            LOG.exception("request %s cannot be told", self.request.id)
+    row = {"stage": stage, "tokens_in": tokens_in, "tokens_out": tokens_out}
+    return {**row, "ms": ms, "peak_bytes": peak_bytes()}
 
 
 def checked(sampling: SamplingOptions) -> SamplingOptions:
-    """The same with a seed.
+    """Return the options with a seed.
 
     Raises:
         MmfastError: A number is outside its range.
@@ -221,10 +146,10 @@ def checked(sampling: SamplingOptions) -> SamplingOptions:
 
 
 def fitting(prompt: int, answer: int, context: int) -> int:
-    """Tokens of a prompt and its answer.
+    """Return the tokens of a prompt and its answer together.
 
     Raises:
-        MmfastError: They are more than fit.
+        MmfastError: They are more than fit into the context.
     """
     if prompt + answer > context:
         raise MmfastError(
@@ -235,6 +160,6 @@ def fitting(prompt: int, answer: int, context: int) -> int:
 
 
 def context_of(model: Any) -> int:
-    """Longest prompt and answer of a model in tokens."""
+    """Return the longest prompt and answer of a model in tokens."""
     config = model.config.get_text_config()
     return int(getattr(config, "max_position_embeddings", None) or 4096)

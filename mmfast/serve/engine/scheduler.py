@@ -1,4 +1,4 @@
-"""The engine of this process: many requests on one stock model, batched as they come."""
+"""The engine in this process: continuous batching of requests on one stock model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED, load
 from mmfast.planner.target import check_alone, make_target
 from mmfast.serve.engine.base import (
+    CANCELLED,
+    LOG,
     BusyError,
     Emit,
     Failure,
@@ -25,22 +27,21 @@ from mmfast.serve.engine.base import (
 )
 from mmfast.serve.engine.decode import Writer
 from mmfast.serve.engine.encoder import MediaEncoder, early
-from mmfast.serve.engine.failures import LOG
-from mmfast.serve.engine.lanes import Lanes
 from mmfast.serve.engine.request import ActiveRequest, checked, context_of, fitting
+from mmfast.serve.engine.runner import ModelRunner
 from mmfast.serve.engine.slots import kv_limit
 
 
 class QueueEntry(Protocol):
-    """What a queue needs to know."""
+    """An entry of the queue."""
 
     @property
     def id(self) -> str:
-        """Its name."""
+        """Name of the entry."""
 
     @property
     def payer(self) -> str:
-        """Whose share it takes."""
+        """Account whose share the work counts against."""
 
     @property
     def priority(self) -> int:
@@ -51,10 +52,10 @@ T = TypeVar("T", bound=QueueEntry)
 
 
 class FairQueue(Generic[T]):
-    """Requests that wait.
+    """A queue in which each account gets a fair share of the work, counted in tokens.
 
-    Work is counted in tokens. A payer that comes anew starts level with the one that had least
-    among those at work, so that nobody saves up turns.
+    An account that comes back starts level with the account that had least among those at work,
+    so turns cannot be saved up.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class FairQueue(Generic[T]):
         return len(self._waiting)
 
     def push(self, item: T, active: Iterable[str] = ()) -> None:
-        """Let one wait; `active` are the payers at work."""
+        """Add an entry; `active` are the accounts at work."""
         present = {*active, *(each.payer for each in self._waiting.values())}
         if item.payer not in present:
             floor = min((self.served.get(name, 0.0) for name in present), default=0.0)
@@ -73,20 +74,20 @@ class FairQueue(Generic[T]):
         self._waiting[item.id] = item
 
     def peek(self) -> T | None:
-        """Who goes next."""
+        """Return the next entry, which stays in the queue."""
         if not self._waiting:
             return None
         order = enumerate(self._waiting.values())
         return min(order, key=lambda p: (self.served.get(p[1].payer, 0.0), -p[1].priority, p[0]))[1]
 
     def remove(self, name: str) -> T | None:
-        """Take one out by name; None where it does not wait."""
+        """Remove an entry by name; return None if it is not here."""
         return self._waiting.pop(name, None)
 
     def count(self, payer: str, tokens: float, active: Callable[[], Iterable[str]] = tuple) -> None:
-        """A payer was given work of so many tokens; `active` tells the payers at work."""
+        """Count work of an account in tokens; `active` returns the accounts at work."""
         self.served[payer] = self.served.get(payer, 0.0) + tokens
-        if len(self.served) > 4096:  # payers that left; those at work stay
+        if len(self.served) > 4096:  # forget accounts that have left
             keep = {*active(), *(each.payer for each in self._waiting.values()), payer}
             self.served = {name: had for name, had in self.served.items() if name in keep}
 
@@ -94,11 +95,11 @@ class FairQueue(Generic[T]):
 class Scheduler:
     """Answers requests; see `mmfast.serve.engine.base.Executor`.
 
-    One thread owns the model. Every round it does one unit of work on prompts, a call of the
-    vision tower or a chunk of prefill, and then one decoding step for all running answers, so no
-    answer waits longer than a unit. Two things are longer: the prompt of a request whose specs act
-    inside the model or on its cache is read in one piece, in a lane of its own, and the first
-    request with a latency target has the device measured.
+    One thread owns the model. In every round it does one unit of work on prompts, a slice of the
+    vision tower or a chunk of prefill, and then one decoding step of all running answers, so no
+    answer waits longer than a unit. Two things take longer: a prompt whose specs act inside the
+    model or on its cache is read in one piece, and the first request with a latency target has
+    the device measured.
 
     Args:
         model: Checkpoint directory, hub id, `(model, processor)` pair, or None (embedded).
@@ -106,14 +107,14 @@ class Scheduler:
         cache: Spec string of cache policies for requests that name none.
         device: `cpu`, `cuda`, `cuda:1`; None takes CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        slots: Requests that are answered at once.
+        slots: Most requests answered at once.
         context: Longest prompt and answer in tokens; None takes the model's.
         chunk: Tokens of prompts between two decoding steps.
-        queue: Requests that may wait; one more raises `BusyError`.
-        memory: Bytes of keys and values: `"2GB"`; None measures what is free.
-        sharing: Engines on the device, among which what is free is shared out.
-        name: What the model is called.
-        encoder: Makes the encoder of a model, a processor and bytes to keep results in.
+        queue: Most requests that wait; another one raises `BusyError`.
+        memory: Bytes of keys and values: `"2GB"`; None takes a share of the free memory.
+        sharing: Engines that share the free memory of the device.
+        name: Name of the model in the API.
+        encoder: Factory of the encoder from a model, a processor and bytes of results to keep.
 
     Raises:
         SpecError: `reduce` or `cache` is wrong.
@@ -145,13 +146,13 @@ class Scheduler:
         self._most, self._slots = slots + queue, slots
         self.context = context or context_of(stock)
         kept = encoder(stock, processor, min(limit // 4, 256 << 20))
-        self._lanes = Lanes(kept, slots, chunk, limit, self._served, model)
+        self._runner = ModelRunner(kept, slots, chunk, limit, self._served, model)
         self._default = Options(reduce, cache)
-        self._lanes.check(self._answer(Request("", ()), print, SamplingOptions()))
+        self._runner.check(self._answer(Request("", ()), print, SamplingOptions()))
         self._wake = threading.Condition()
         self._known: dict[str, ActiveRequest | None] = {}
         self._new: deque[ActiveRequest] = deque()
-        self._gone: set[str] = set()
+        self._cancelled: set[str] = set()
         self._closed = False
         self._pace, self._ended = 0.1, time.perf_counter()  # seconds between two ends
         self._thread = threading.Thread(target=self._run, name="mmfast-engine", daemon=True)
@@ -164,13 +165,13 @@ class Scheduler:
         sampling = checked(request.sampling)
         with self._wake:
             self._open(request)
-            self._known[request.id] = None  # its place, while it is prepared
+            self._known[request.id] = None  # holds its place while it is prepared
         try:
             answer = self._prepared(request, emit, sampling)
         except BaseException:
             with self._wake:
                 self._known.pop(request.id, None)
-                self._gone.discard(request.id)
+                self._cancelled.discard(request.id)
             raise
         with self._wake:
             if self._closed:
@@ -184,16 +185,16 @@ class Scheduler:
         """See `Executor.cancel`."""
         with self._wake:
             if request_id in self._known:
-                self._gone.add(request_id)
+                self._cancelled.add(request_id)
                 self._wake.notify()
 
     def health(self) -> Health:
         """See `Executor.health`."""
         with self._wake:
-            running = len(self._lanes.answers)
+            running = len(self._runner.answers)
             waiting = len(self._known) - running
             ready = not self._closed and self._thread.is_alive()
-        return Health(ready, running, max(0, waiting), self._lanes.gauges())
+        return Health(ready, running, max(0, waiting), self._runner.gauges())
 
     def close(self) -> None:
         """See `Executor.close`."""
@@ -204,7 +205,6 @@ class Scheduler:
             self._thread.join()
 
     def _open(self, request: Request) -> None:
-        """Refuse what cannot come in now."""
         if self._closed:
             raise MmfastError("the engine is closed; start another one")
         known = {name: a for name, a in self._known.items() if a is None or not a.over}
@@ -217,7 +217,7 @@ class Scheduler:
             )
 
     def _answer(self, request: Request, emit: Emit, sampling: SamplingOptions) -> ActiveRequest:
-        """A request with the engine's own options where it has none."""
+        """Return a request with the engine's options where it gives none."""
         answer, mine = ActiveRequest(request, emit, sampling), request.options
         answer.cache = self._default.cache if mine.cache is None else mine.cache
         answer.target = mine.target_ttft_ms
@@ -228,15 +228,15 @@ class Scheduler:
         return answer
 
     def _prepared(self, request: Request, emit: Emit, sampling: SamplingOptions) -> ActiveRequest:
-        answer, lanes = self._answer(request, emit, sampling), self._lanes
-        lanes.check(answer)
-        prepared = lanes.encoder.prepare(request, answer.reduce if early(answer.reduce) else None)
+        answer, runner = self._answer(request, emit, sampling), self._runner
+        runner.check(answer)
+        prepared = runner.encoder.prepare(request, answer.reduce if early(answer.reduce) else None)
         most = fitting(prepared.length, sampling.max_tokens, self.context)
-        # What was shown is in the inputs now; nobody looks at it again.
+        # The inputs hold all that is needed of the messages, which can be large.
         answer.request = replace(request, messages=())
         answer.prepared, answer.reserve = prepared, most
-        lanes.check_fits(answer)
-        answer.writer = Writer(lanes.processor.tokenizer, sampling, lanes.chooser.ends)
+        runner.check_fits(answer)
+        answer.writer = Writer(runner.processor.tokenizer, sampling, runner.chooser.ends)
         return answer
 
     # --- the engine's thread ------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closed or self._new or self._leaving() or self._busy()):
+                while not (self._closed or self._new or self._any_cancelled() or self._busy()):
                     self._wake.wait()
                     self._ended = time.perf_counter()
                 if self._closed:
@@ -252,50 +252,49 @@ class Scheduler:
                 self._take()
             try:
                 self._round()
-            except Exception as error:  # what is not one request's fault ends all that run
+            except Exception as error:  # an error of no single request ends all that run
                 LOG.exception("the engine failed")
-                for answer in self._lanes.clear():
+                for answer in self._runner.clear():
                     answer.fail(error, logged=True)
             self._tidy()
         self._end_all()
 
     def _busy(self) -> bool:
-        return bool(self._lanes.answers) or len(self._queue) > 0
+        return bool(self._runner.answers) or len(self._queue) > 0
 
-    def _leaving(self) -> bool:
-        """Whether a request that is here was cancelled; one that is being prepared comes later."""
-        return any(self._known.get(name, self) is not None for name in self._gone)
+    def _any_cancelled(self) -> bool:
+        """Return True if a request that is prepared was cancelled."""
+        return any(self._known.get(name, self) is not None for name in self._cancelled)
 
     def _take(self) -> None:
-        """What other threads brought; called with the lock."""
+        """Take new and cancelled requests; called with the lock."""
         while self._new:
             answer = self._new.popleft()
             self._queue.push(answer, self._payers())
-        for name in tuple(self._gone):
+        for name in tuple(self._cancelled):
             answer_or_place = self._known.get(name)
             if name not in self._known:
-                self._gone.discard(name)
+                self._cancelled.discard(name)
             if answer_or_place is None:
                 continue  # still being prepared, or over
-            self._gone.discard(name)
+            self._cancelled.discard(name)
             self._queue.remove(name)
-            self._lanes.cancel(name)
-            answer_or_place.end(Failure("cancelled", 499, "cancelled"))
+            self._runner.cancel(name)
+            answer_or_place.end(CANCELLED)
 
     def _payers(self) -> set[str]:
-        return {each.payer for each in self._lanes.answers}
+        return {each.payer for each in self._runner.answers}
 
     def _served(self, payer: str, tokens: float) -> None:
         self._queue.count(payer, tokens, self._payers)
 
     def _round(self) -> None:
-        while (first := self._queue.peek()) is not None and self._lanes.fits(first):
+        while (first := self._queue.peek()) is not None and self._runner.fits(first):
             self._queue.remove(first.id)
-            self._lanes.start(first)
-        self._lanes.round()
+            self._runner.start(first)
+        self._runner.round()
 
     def _tidy(self) -> None:
-        """Forget what is over."""
         with self._wake:
             over = [name for name, a in self._known.items() if a and a.over]
             for name in over:
@@ -306,8 +305,8 @@ class Scheduler:
             self._ended = now
 
     def _end_all(self) -> None:
-        self._lanes.clear()
-        self._lanes.encoder.slicer.close()
+        self._runner.clear()
+        self._runner.encoder.slicer.close()
         with self._wake:
             left = [answer for answer in self._known.values() if answer is not None]
             self._known.clear()

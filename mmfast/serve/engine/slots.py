@@ -1,4 +1,4 @@
-"""Keys and values of running answers: one row each, every row at its own length."""
+"""Memory of running answers: rows of keys and values, and the data between the stages."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ STEP = 64  # tokens; rows grow in steps of these
 class CacheSlots:
     """Keys and values `[2, rows, H, room, d]` per layer; rows `0..count-1` are answers.
 
-    What stands behind the length of a row is finite and never read. Memory is that of the rows
-    in use, each as wide as the widest answer may become: `needed` says it before.
+    Values beyond the length of a row are finite and never read. The rows in use take memory, each
+    as wide as the widest answer may become; `needed` computes it in advance.
 
     Args:
         layers: Decoder layers.
-        most: Rows at most.
+        most: Most rows.
 
     Attributes:
         lengths: Tokens held per row.
-        reserved: Tokens per row that it may come to hold.
+        reserved: Most tokens that each row may hold.
     """
 
     def __init__(self, layers: int, most: int) -> None:
@@ -45,35 +45,35 @@ class CacheSlots:
         return sum(each.nbytes for each in self.data if each is not None)
 
     def shape(self, reserved: Sequence[int]) -> tuple[int, int]:
-        """Rows and tokens per row of the tensors that hold answers of these lengths."""
+        """Return rows, and tokens per row, of tensors that hold answers of these lengths."""
         rows = min(self.most, 1 << (len(reserved) - 1).bit_length()) if reserved else 0
         return rows, -(-max(reserved, default=0) // STEP) * STEP
 
     def needed(self, more: Sequence[int] = ()) -> int:
-        """Tokens of memory with answers of these lengths beside those that run."""
+        """Return the tokens of memory with answers of these lengths beside the running ones."""
         rows, room = self.shape([*self.reserved, *more])
         return rows * room
 
     def add(self, kv: Sequence[Tensor], reserve: int) -> int:
-        """Copy in keys and values `[2, H, m, d]` per layer; the number of the row."""
+        """Copy keys and values `[2, H, m, d]` per layer into a row and return its number."""
         row, length = len(self.lengths), int(kv[0].shape[2])
         self.lengths.append(length)
         self.reserved.append(max(reserve, length + 1))
         try:
             self._fit(kv)
-        except BaseException:  # no memory: nothing has come
+        except BaseException:  # out of memory: nothing was added
             self.lengths.pop()
             self.reserved.pop()
             raise
         for own, new in zip(self.data, kv, strict=True):
             assert own is not None
             own[:, row, :, :length] = new
-            # A row that was here may have left infinities, and 0 * inf is no 0.
+            # An earlier row may have left infinities, and 0 * inf is NaN.
             own[:, row, :, length:] = 0
         return row
 
     def remove(self, row: int) -> int | None:
-        """Let a row go; the row that takes its number is the last one, None where it was that."""
+        """Free a row; the last row takes its number and is returned, None if it was the last."""
         last = len(self.lengths) - 1
         if row != last:
             length = self.lengths[last]
@@ -87,12 +87,11 @@ class CacheSlots:
         return None if row == last else last
 
     def row(self, number: int) -> tuple[Tensor, ...]:
-        """Keys and values `[2, H, m, d]` of a row per layer, copied."""
+        """Return a copy of the keys and values `[2, H, m, d]` of a row per layer."""
         length = self.lengths[number]
         return tuple(own[:, number, :, :length].clone() for own in self.data if own is not None)
 
     def _fit(self, like: Sequence[Tensor]) -> None:
-        """Make room, or give back what is no longer needed."""
         rows, room = self.shape(self.reserved)
         made: list[tuple[int, Tensor]] = []
         for i, own in enumerate(self.data):
@@ -113,7 +112,7 @@ class CacheSlots:
 
 
 class RowCache(Cache):  # type: ignore[misc]  # transformers has no types
-    """The rows as the cache of one decoding step: one new token per row.
+    """Cache of one decoding step over the rows: one new token per row.
 
     Args:
         slots: The rows.
@@ -131,7 +130,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers has no types
         self.mask = None if even else self._seen(first.dtype)
 
     def _seen(self, dtype: torch.dtype) -> Tensor:
-        """`[B, 1, 1, keys]` added to the scores: a row sees its own tokens."""
+        """Return the mask `[B, 1, 1, keys]` by which a row attends to its own tokens."""
         keys = torch.arange(self._stop, device=self._at.device)
         hidden = keys > self._at[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self._at.device)
@@ -140,7 +139,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers has no types
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new token of every row; all keys and values up to the longest row."""
+        """Write the new token of every row; return keys and values up to the longest row."""
         data = self._data[layer_idx]
         assert data is not None
         keys, values = data[0], data[1]
@@ -149,20 +148,20 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers has no types
         return keys[: self._count, :, : self._stop], values[: self._count, :, : self._stop]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest row."""
+        """Return the tokens of the longest row."""
         return self._stop - 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """As `get_seq_length`."""
+        """See `get_seq_length`."""
         return self._stop - 1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Keys that are read, and the first of them."""
+        """Return the number of keys, and the first of them."""
         return self._stop, 0
 
 
 class PackCache(Cache):  # type: ignore[misc]
-    """Parts of several prompts behind each other as one row, each with its own past.
+    """Cache of parts of several prompts in one row, each with its own past.
 
     Args:
         kv: Per prompt the tensors `[2, H, m, d]` per layer; empty lists are filled.
@@ -188,7 +187,7 @@ class PackCache(Cache):  # type: ignore[misc]
         self.mask = None if causal else self._blocks(dtype, device)
 
     def _blocks(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`[1, 1, n, keys]` added to the scores: a token sees what stands before it in its own."""
+        """Return the mask `[1, 1, n, keys]`, causal inside each prompt."""
         mask = torch.full((self._count, self._keys), torch.finfo(dtype).min, dtype=dtype)
         row = column = 0
         for start, stop in self._spans:
@@ -200,7 +199,7 @@ class PackCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new tokens of every prompt; keys and values of all of them."""
+        """Store the new tokens of every prompt; return keys and values of all of them."""
         row, parts = 0, []
         heads, width = key_states.shape[1], key_states.shape[3]
         for own, (start, stop), room in zip(self._kv, self._spans, self._room, strict=True):
@@ -215,32 +214,32 @@ class PackCache(Cache):  # type: ignore[misc]
         return both[0][None], both[1][None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before these."""
+        """Return the number of earlier tokens."""
         return self._keys - self._count
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """As `get_seq_length`."""
+        """See `get_seq_length`."""
         return self._keys - self._count
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Keys that are read, and the first of them."""
+        """Return the number of keys, and the first of them."""
         return self._keys, 0
 
 
-_SHARE = {"cuda": 0.8, "cpu": 0.25}  # of what is free; the CPU's memory is not ours alone
+_SHARE = {"cuda": 0.8, "cpu": 0.25}  # of the free memory; other programs use the CPU's, too
 _FALLBACK = 2 << 30
 
 
 def kv_limit(memory: str | int | None, device: torch.device, sharing: int = 1) -> int:
-    """Bytes for keys and values.
+    """Return the bytes for keys and values.
 
     Args:
-        memory: `"2GB"` or bytes; None takes a share of what is free on the device.
-        device: Where they lie.
-        sharing: Workers that take the same share, this one included.
+        memory: `"2GB"` or bytes; None takes a share of the free memory of the device.
+        device: Device of the keys and values.
+        sharing: Workers that share the device, this one included.
 
     Raises:
-        MmfastError: It is no size.
+        MmfastError: `memory` is not a size.
     """
     given = parse_bytes(memory)
     if given is not None:
@@ -251,7 +250,7 @@ def kv_limit(memory: str | int | None, device: torch.device, sharing: int = 1) -
 
 
 def _free() -> int:
-    """Free bytes of this machine, or of the container it runs in."""
+    """Return the free bytes of this machine, or of the container it runs in."""
     free = _FALLBACK
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -264,7 +263,7 @@ def _free() -> int:
             used = int((group / "memory.current").read_text(encoding="ascii"))
             free = min(free, max(0, int(most) - used))
     except (OSError, ValueError, KeyError):
-        pass  # other systems keep other books
+        pass  # not Linux, or no control group
     return free
 
 
@@ -272,11 +271,11 @@ T = TypeVar("T")
 
 
 def moved(value: T, device: torch.device) -> T:
-    """The same with all its tensors on a device; a value of the CPU stays as it is there.
+    """Return the value with all its tensors on a device; on the CPU, unchanged.
 
     Args:
         value: Tensors in dictionaries, lists, tuples and dataclasses.
-        device: Where they go.
+        device: Target device.
     """
     return value if device.type == "cpu" else _moved(value, device)
 
@@ -296,14 +295,14 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A request as its model's processor writes it.
+    """A request after the processor of the model.
 
     Attributes:
         request: The request.
-        inputs: What the processor returned: ids `[1, L]`, pixels, grids.
+        inputs: Outputs of the processor: ids `[1, L]`, pixels, grids.
         media: Images and clips by kind, in the order of their pixels.
         reduce: Spec string of reducers at site `pre`; None reduces nothing.
-        ms: Milliseconds that it took.
+        ms: Milliseconds of the processor.
     """
 
     request: Request
@@ -314,13 +313,13 @@ class Prepared:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt before anything is reduced."""
+        """Tokens of the prompt before reduction."""
         return int(self.inputs["input_ids"].shape[1])
 
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """A prompt as the language model gets it, m tokens.
+    """A prompt of m tokens as the language model reads it.
 
     Attributes:
         embeds: `[m, D]`.
@@ -331,7 +330,7 @@ class Embedded:
         whole: Token ids `[L]` of the prompt before it was reduced, as `generate` would get it.
         reused: Tokens of `whole` whose encoding was reused.
         visual_tokens: Visual tokens before reduction.
-        kept_tokens: Visual tokens behind it.
+        kept_tokens: Visual tokens after reduction.
         rows: Rows of the trace so far.
         reductions: Of `Trace.to_dict()`.
     """
@@ -359,21 +358,21 @@ class Embedded:
         return self.length if self.whole is None else len(self.whole)
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What the trace says of it; holds no tensor."""
+    def trace(self) -> dict[str, Any]:
+        """Entries of the trace, without tensors."""
         names = ("rows", "reductions", "visual_tokens", "kept_tokens")
         return {**{name: getattr(self, name) for name in names}, "prompt": self.length}
 
 
 @dataclass(frozen=True, eq=False)
 class Filled:
-    """A prompt behind prefill.
+    """A prompt after prefill.
 
     Attributes:
         kv: Keys and values per decoder layer, `[2, H, m, d]`.
         position: `[A]` int64 of the first token of the answer.
         logits: `[V]` float32 at the end of the prompt.
-        reused: Tokens of the prompt whose keys and values were there before.
+        reused: Tokens of the prompt whose keys and values were reused.
         seen: Distinct token ids of prompt, for repetition penalties; None where there is none.
     """
 
@@ -396,10 +395,10 @@ class Filled:
 
 @dataclass(frozen=True)
 class Draw:
-    """How one token of one answer is chosen.
+    """Options of choosing one token of one answer.
 
     Attributes:
-        sampling: Its seed is set.
+        sampling: Sampling options with a seed.
         step: Number of the token in the answer, from 0.
     """
 

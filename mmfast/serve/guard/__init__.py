@@ -1,1 +1,1 @@
-"""What stands between a request and the engine: keys, limits, hostile media, logs."""
+"""The guard of the server: keys, limits, untrusted media, logs."""

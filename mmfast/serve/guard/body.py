@@ -1,8 +1,7 @@
-"""What comes in with a request, counted while it comes: nothing is gathered here.
+"""Limits of headers and bodies: size, time, and depth and number of values of JSON.
 
-Nesting and number of values of a JSON text, counted as it comes and before it is parsed.
-
-A parser that recurses dies of depth, one that does not of a gigabyte of empty lists.
+Bodies are counted as they come and never collected here. JSON is measured before it is parsed,
+since deep nesting exhausts the stack of a parser, and a gigabyte of empty lists its memory.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import numpy as np
 
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard.caller import Headers, values
-from mmfast.serve.guard.errors import ApiError, busy
+from mmfast.serve.guard.errors import ApiError, bad_request, busy
 
 MOST_VALUES = 200_000
 _PIECE = 1 << 16
-# The rest of a text, and what ends it; nothing behind the end of a piece. No step goes back.
+# The rest of a string and its end, within one piece; the patterns do not backtrack.
 _REST = re.compile(rb"""[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)""", re.DOTALL)
 _TEXT = re.compile(rb"""\"[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)""", re.DOTALL)
 _MARKS = b"[]{},"
@@ -30,11 +29,11 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 
 class JsonDepth:
-    """Counts a JSON text that comes in pieces; it need not be JSON.
+    """Measures a JSON text that comes in pieces; the text may be invalid.
 
     Args:
         most: Deepest nesting.
-        values: Most texts, commas and brackets.
+        values: Most strings, commas and brackets.
     """
 
     def __init__(self, most: int, values: int = MOST_VALUES) -> None:
@@ -42,7 +41,7 @@ class JsonDepth:
         self._depth, self._inside, self._skip = 0, False, False
 
     def feed(self, piece: bytes) -> None:
-        """Count on.
+        """Measure the next piece.
 
         Raises:
             ApiError: 400: too deep, or too many values.
@@ -51,7 +50,7 @@ class JsonDepth:
             self._count(self._outside(piece[start : start + _PIECE]))
 
     def _outside(self, piece: bytes) -> bytes:
-        """What of a piece lies outside of texts; notes whether one goes on behind it."""
+        """Return the part of a piece outside of strings; note a string that goes on."""
         at, parts = 0, []
         if self._inside:
             at = 1 if self._skip else 0
@@ -71,30 +70,28 @@ class JsonDepth:
         marks = np.frombuffer(outside.translate(None, _OTHERS), np.uint8)
         self._left -= len(marks)
         if self._left < 0:
-            raise ApiError(
-                400,
-                f"what was sent has over {self._values:,} values: send less",
-                code="too_many_values",
+            raise bad_request(
+                f"what was sent has over {self._values:,} values: send less", "too_many_values"
             )
         if len(marks):
             depths = self._depth + np.cumsum(_STEPS[marks])
             self._depth = int(depths[-1])
             if depths.max() > self._most:
                 text = f"what was sent is nested deeper than {self._most}: send less"
-                raise ApiError(400, text, code="too_deep")
+                raise bad_request(text, "too_deep")
 
 
 def loads(text: str | bytes, most: int) -> Any:
     """Parse a JSON text of a client.
 
     Raises:
-        ApiError: 400: it is too deep, too large, or no JSON.
+        ApiError: 400: the text is too deep, too large, or not JSON.
     """
     JsonDepth(most).feed(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        raise ApiError(400, "this is no JSON: send one JSON object", code="invalid_json") from None
+        raise bad_request("this is no JSON: send one JSON object", "invalid_json") from None
 
 
 def _refuse(name: str) -> None:
@@ -103,21 +100,21 @@ def _refuse(name: str) -> None:
 
 Message = dict[str, Any]
 _BODIES = ("POST", "PUT", "PATCH")
-UNDECLARED = 16 << 20  # bytes of a body that does not say how long it is: it may never end
+UNDECLARED = 16 << 20  # most bytes of a body without a declared length
 
 
 class Bodies:
-    """Bytes of all bodies that are being read or answered.
+    """Counts the bytes of all bodies that are being read or answered.
 
     Args:
-        most: How many there may be.
+        most: Most bytes.
     """
 
     def __init__(self, most: int) -> None:
         self._most, self._now = most, 0
 
     def add(self, size: int) -> None:
-        """So many came.
+        """Count bytes that came.
 
         Raises:
             ApiError: 429: there are too many.
@@ -127,24 +124,24 @@ class Bodies:
         self._now += size
 
     def drop(self, size: int) -> None:
-        """They are no longer needed."""
+        """Count bytes that are no longer held."""
         self._now -= size
 
 
 class BodyReceiver:
-    """`receive` of a request: counted, timed, and its JSON measured.
+    """`receive` of a request with limits of size and time, and of its JSON.
 
     Args:
-        receive: Of the server.
+        receive: `receive` of the server.
         config: Limits.
-        json: Whether the body is JSON.
-        bodies: Those of all requests.
-        endless: Whether its length is not declared.
+        json: The body is JSON.
+        bodies: Bytes of the bodies of all requests.
+        endless: The length of the body is not declared.
 
     Attributes:
         size: Bytes so far.
-        refused: Why the rest is not taken.
-        over: Whether the body has come whole.
+        refused: Error for which the rest is not read.
+        over: The body is complete.
     """
 
     def __init__(
@@ -165,14 +162,14 @@ class BodyReceiver:
         self.refused: ApiError | None = None
 
     async def __call__(self) -> Message:
-        """The next message.
+        """Return the next message.
 
         Raises:
             ApiError: The body is too large, too slow or too deep.
         """
         if self.refused is not None:
             raise self.refused
-        if self.over:  # what comes now is that the client is gone, whenever that is
+        if self.over:  # the next message says that the client has gone
             message: Message = await self._receive()
             return message
         try:
@@ -204,12 +201,12 @@ class BodyReceiver:
         return error
 
     def close(self) -> None:
-        """The request is over."""
+        """Stop counting the body, at the end of the request."""
         self._bodies.drop(self._held)
         self._held = 0
 
     async def drain(self, most: int = 8 << 20, seconds: float = 0.5) -> None:
-        """Read on for a moment: a client that is still sending would not see the reply."""
+        """Read on for a moment, since a client that is still sending would not see the reply."""
         try:
             async with asyncio.timeout(seconds):
                 while not self.over and most > 0:
@@ -221,7 +218,7 @@ class BodyReceiver:
 
 
 def too_large(most: int) -> ApiError:
-    """413."""
+    """Return the error 413 for a body of more than `most` bytes."""
     text = f"the body is larger than {most:,} bytes: send less, and its Content-Length"
     return ApiError(413, text, code="body_too_large")
 
@@ -232,10 +229,10 @@ def _slow(seconds: float) -> ApiError:
 
 
 def check_head(headers: Headers, config: ServerConfig) -> None:
-    """Refuse by the headers alone.
+    """Refuse a request by its headers alone.
 
     Raises:
-        ApiError: 431 too many or too large, 413 a body that says it is too large.
+        ApiError: 431 for too many or too large headers, 413 for a declared length too large.
     """
     size = sum(len(key) + len(value) + 4 for key, value in headers)
     if len(headers) > config.max_headers or size > config.max_header_bytes:
@@ -247,23 +244,27 @@ def check_head(headers: Headers, config: ServerConfig) -> None:
         )
     for length in values(headers, b"content-length"):
         if not length.isdigit() or len(length) > 18:
-            raise ApiError(400, "Content-Length is no number", code="invalid_header")
+            raise bad_request("Content-Length is no number", "invalid_header")
         if int(length) > config.max_body_bytes:
             raise too_large(config.max_body_bytes)
 
 
+def has_body(headers: Headers) -> bool:
+    """Return True if the headers announce a body."""
+    sent = values(headers, b"content-length") not in ([], [b"0"])
+    return sent or bool(values(headers, b"transfer-encoding"))
+
+
 def check_type(method: str, path: str, headers: Headers) -> bool:
-    """Whether the body is JSON; below `/v1/` it must be.
+    """Return True if the body is JSON, as it must be below `/v1/`.
 
     Raises:
-        ApiError: 415.
+        ApiError: 415 for another type.
     """
     given = values(headers, b"content-type")
     kind = given[0].split(b";")[0].strip().lower() if given else b""
     json = kind == b"application/json" or (kind.endswith(b"+json") and b"/" in kind)
-    sent = values(headers, b"content-length") not in ([], [b"0"])
-    sent = sent or bool(values(headers, b"transfer-encoding"))
-    if method in _BODIES and sent and path.startswith("/v1/"):
+    if method in _BODIES and has_body(headers) and path.startswith("/v1/"):
         if not json or len(given) > 1:
             shown = kind.decode("latin-1")[:60] or "missing"
             raise ApiError(

@@ -1,4 +1,4 @@
-"""Who a request is from, for every part of the server that the request reaches."""
+"""The caller of a request: its key, its origin, and its quotas."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mmfast.serve.config import HASHED
 from mmfast.serve.guard.errors import ApiError, busy
 
 Headers = list[tuple[bytes, bytes]]
-_SUBPROTOCOL = "openai-insecure-api-key."  # how a browser's WebSocket sends a key
+_SUBPROTOCOL = "openai-insecure-api-key."  # a WebSocket of a browser sends its key so
 
 
 class Keys:
-    """The keys of a server; only their hashes are kept.
+    """The keys of a server, kept as hashes.
 
     Args:
-        keys: As they are, or as `sha256:` and the hash in hexadecimal.
+        keys: Plain keys, or `sha256:` with the hash in hexadecimal.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -40,22 +40,22 @@ class Keys:
         return bool(self._hashes)
 
     def owner(self, key: bytes | None) -> str | None:
-        """A name for the key that gives nothing away; None where it is not one of ours."""
+        """Return a name of the key that does not reveal it; None for an unknown key."""
         if not key:
             return None
         given, found = hashlib.sha256(key).digest(), False
-        for known in self._hashes:  # all of them: the time tells nothing
+        for known in self._hashes:  # all of them, so that the time reveals nothing
             found |= hmac.compare_digest(given, known)
         return given.hex()[:16] if found else None
 
 
 def values(headers: Headers, name: bytes) -> list[bytes]:
-    """All values of a header."""
+    """Return all values of a header."""
     return [value for key, value in headers if key == name]
 
 
 def given_key(headers: Headers, websocket: bool) -> bytes | None:
-    """The key that a request carries: bearer, password of a browser's prompt, or subprotocol."""
+    """Return the key of a request: bearer token, basic password, or subprotocol."""
     sent = values(headers, b"authorization")
     if len(sent) > 1:
         return None
@@ -79,17 +79,17 @@ def _password(value: bytes) -> bytes | None:
 
 
 def from_elsewhere(headers: Headers, allowed: Iterable[str], local: bool) -> bool:
-    """Whether a browser sends this for the page of another site.
+    """Return True if a browser sends this request for the page of another site.
 
     Args:
-        headers: Of the request.
-        allowed: Origins that may, such as `https://example.com`.
-        local: The server listens to this machine only: a name that leads here, but is not one of
-            this machine's, is another site's trick.
+        headers: Headers of the request.
+        allowed: Allowed origins, such as `https://example.com`.
+        local: The server listens on this machine only, so any other name of it is an attack by
+            DNS rebinding.
     """
     origins = values(headers, b"origin")
     if not origins:
-        return False  # no browser, or nothing that changes anything
+        return False  # no browser, or a request without side effects
     origin = origins[0].decode("latin-1").lower()
     if len(origins) == 1 and origin in {each.lower().rstrip("/") for each in allowed}:
         return False
@@ -108,7 +108,7 @@ def _netloc(origin: str) -> str:
 
 
 def _without_port(origin: str, host: str) -> str:
-    """A host without the port that its scheme has anyway."""
+    """Return a host without the default port of its scheme."""
     return host.removesuffix(":443" if origin.startswith("https:") else ":80")
 
 
@@ -121,25 +121,25 @@ def _is_local(host: str) -> bool:
 
 
 def loopback(name: str) -> bool:
-    """Whether an address is one of this machine alone."""
+    """Return True for an address of this machine alone."""
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return name == "localhost"
 
 
-_CALLERS = 10_000  # remembered; more only where addresses are made up
+_CALLERS = 10_000  # most callers to remember
 
 
 class Bucket:
-    """Fills steadily up to a minute's worth; what is taken later than asked may overdraw it."""
+    """A token bucket of one minute; a late charge may overdraw it."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
         self._rate, self._most = per_minute / 60.0, max(per_minute, 1.0)
         self._level, self._clock, self._then = self._most, clock, clock()
 
     def wait(self, amount: float) -> float:
-        """Seconds until so much is there."""
+        """Return the seconds until the amount is available."""
         now = self._clock()
         self._level = min(self._most, self._level + (now - self._then) * self._rate)
         self._then = now
@@ -147,7 +147,7 @@ class Bucket:
         return max(0.0, missing / self._rate)
 
     def take(self, amount: float) -> None:
-        """Take it, there or not."""
+        """Take an amount, which may overdraw the bucket."""
         self._level -= amount
 
 
@@ -168,11 +168,11 @@ class CallerLimits:
 
 
 class CallerQuotas:
-    """All callers of a server, in its event loop.
+    """Quotas of all callers of a server, used in its event loop.
 
     Args:
-        rates: Of each.
-        clock: Seconds.
+        rates: Limits of each caller.
+        clock: Returns seconds.
     """
 
     def __init__(self, rates: CallerLimits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -180,7 +180,7 @@ class CallerQuotas:
         self._callers: OrderedDict[str, _Caller] = OrderedDict()
 
     def enter(self, who: str) -> None:
-        """One more request; `leave` must follow.
+        """Admit one more request; `leave` must follow.
 
         Raises:
             ApiError: 429 with Retry-After.
@@ -198,19 +198,19 @@ class CallerQuotas:
         caller.running += 1
 
     def leave(self, who: str) -> None:
-        """It is over."""
+        """End a request."""
         caller = self._callers.get(who)
         if caller is not None:
             caller.running -= 1
 
     def spend(self, who: str, kind: str, amount: float) -> None:
-        """So many `bytes` or `tokens` were used; the next request waits for what is overdrawn."""
+        """Charge `bytes` or `tokens`; the next request waits until the bucket is refilled."""
         bucket = self._caller(who).buckets.get(kind)
         if bucket is not None:
             bucket.take(amount)
 
     def check(self, who: str, kind: str) -> ApiError | None:
-        """The error, where a bucket is overdrawn."""
+        """Return an error if a bucket is overdrawn."""
         bucket = self._caller(who).buckets.get(kind)
         wait = bucket.wait(0.0) if bucket is not None else 0.0
         text = f"over {getattr(self._rates, kind):g} {kind} a minute: wait"
@@ -232,22 +232,22 @@ class CallerQuotas:
         return bool(getattr(self._rates, kind))
 
     def _forget(self) -> None:
-        """Drop whoever has been quiet the longest."""
+        """Drop the caller that has been idle longest."""
         idle = next((who for who, each in self._callers.items() if not each.running), None)
         self._callers.pop(idle if idle is not None else next(iter(self._callers)))
 
 
 @dataclass
 class Caller:
-    """One request's caller.
+    """The caller of one request.
 
     Attributes:
-        id: Of the request, in its reply and its log line.
-        quotas: Of the server.
-        who: Whose quotas count: the key's, or the address's where no keys are asked for.
-        tenant: Whose results are reused: a name of the key, "" where no keys are asked for.
-        limited: Whether it counts as running.
-        tokens: Of prompt and answer, as far as they were told here.
+        id: Id of the request, in its reply and its log line.
+        quotas: Quotas of the server.
+        who: Name in the quotas: of the key, or of the address where no key is needed.
+        tenant: Owner of reused results: a name of the key, "" where no key is needed.
+        limited: The request counts as running.
+        tokens: Tokens of prompt and answer so far.
     """
 
     id: str
@@ -258,13 +258,13 @@ class Caller:
     tokens: int = 0
 
     def spend(self, tokens: int) -> None:
-        """So many tokens were read and written; the caller's next request may have to wait."""
+        """Charge tokens of prompt and answer; the next request of the caller may have to wait."""
         self.tokens += tokens
         self.quotas.spend(self.who, "tokens", tokens)
 
 
 def caller_of(scope: Any) -> Caller:
-    """The caller of a request or a connection that came through a `Shield`."""
+    """Return the caller of a request or a connection that came through a `Shield`."""
     found = scope.get("state", {}).get("mmfast")
     if not isinstance(found, Caller):
         raise TypeError("the application is not behind a Shield")
@@ -272,7 +272,7 @@ def caller_of(scope: Any) -> Caller:
 
 
 def client_of(scope: Any) -> str:
-    """The address a request comes from; an IPv6 customer has a whole /64."""
+    """Return the address of a request; of IPv6 the /64, since one customer has all of it."""
     client = scope.get("client")
     host = str(client[0]) if client else ""
     if ":" in host:

@@ -1,4 +1,4 @@
-"""`data:` URLs: base64 without mercy, measured before it is decoded."""
+"""`data:` URLs: strict base64, measured before it is decoded, and claimed media types."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import base64
 import binascii
 import re
 
-from mmfast.serve.guard.errors import ApiError
+from mmfast.serve.guard.errors import ApiError, bad_request
 
-# Type and subtype, parameters, and base64; nothing else is media.
+# Type and subtype, parameters, and base64; no other form is accepted.
 _HEAD = re.compile(r"data:([a-z]+/[a-z0-9.+-]+)?((?:;[a-z0-9.+-]+=[^;,]*)*);base64,", re.IGNORECASE)
 _LONGEST_HEAD = 256
-# What it claims to be -> the kinds that its first bytes may announce; others claim nothing.
+# Media type -> kinds that the first bytes may show; other types are not checked.
 _CLAIMS = {
     "image/png": ("png",),
     "image/jpeg": ("jpeg",),
@@ -36,27 +36,26 @@ _CLAIMS = {
 
 
 def parse(url: str, most: int, param: str | None = None) -> tuple[str, bytes]:
-    """What a `data:` URL claims to be, and its bytes.
+    """Return the media type and the bytes of a `data:` URL.
 
     Raises:
-        ApiError: 400 where it is none, 413 where it is too large.
+        ApiError: 400 where it is malformed, 413 where it is too large.
     """
     head = _HEAD.match(url[:_LONGEST_HEAD])
     if head is None:
-        raise ApiError(
-            400,
+        raise bad_request(
             "a data: URL has the form data:image/png;base64,...: give a media type and base64",
-            code="invalid_data_url",
-            param=param,
+            "invalid_data_url",
+            param,
         )
     return (head[1] or "").lower(), decode(url, most, param, head.end())
 
 
 def decode(text: str, most: int, param: str | None = None, start: int = 0) -> bytes:
-    """Strict base64 from `start` on.
+    """Decode strict base64 from `start` on.
 
     Raises:
-        ApiError: 400 where it is none, 413 where it is too large.
+        ApiError: 400 where it is malformed, 413 where it is too large.
     """
     size = (len(text) - start) // 4 * 3
     if size - 2 > most:
@@ -64,26 +63,26 @@ def decode(text: str, most: int, param: str | None = None, start: int = 0) -> by
     try:
         data = binascii.a2b_base64(text[start:].encode("ascii"), strict_mode=True)
     except (binascii.Error, UnicodeEncodeError):
-        raise ApiError(
-            400, "the base64 is broken: send it whole, without spaces", "", "invalid_base64", param
+        raise bad_request(
+            "the base64 is broken: send it whole, without spaces", "invalid_base64", param
         ) from None
     if not data:
-        raise ApiError(400, "the media are empty: send them whole", "", "invalid_media", param)
+        raise bad_request("the media are empty: send them whole", "invalid_media", param)
     return data
 
 
 def too_large(size: int, most: int, param: str | None) -> ApiError:
-    """413."""
+    """Return the error 413 for media of more than `most` bytes."""
     text = f"media of {size:,} bytes or more, the limit is {most:,}: cut or re-encode them"
     return ApiError(413, text, code="media_too_large", param=param)
 
 
 def check_claim(claimed: str, kind: str, wanted: str, param: str | None = None) -> None:
-    """Refuse media that are not what they claim to be, or not what the field is for.
+    """Refuse media that differ from their media type or from the purpose of the field.
 
     Args:
         claimed: The media type, "" where there is none.
-        kind: From the first bytes, "" where they announce nothing.
+        kind: Kind by the first bytes, "" where they are unknown.
         wanted: `image`, `video` or `sound`.
         param: The part of the request.
 
@@ -96,15 +95,14 @@ def check_claim(claimed: str, kind: str, wanted: str, param: str | None = None) 
     right = generic or top in allowed[wanted]
     claims = _CLAIMS.get(claimed)
     if not right or (claims is not None and kind not in claims):
-        raise ApiError(
-            400,
+        raise bad_request(
             f"the {wanted} claims to be {claimed!r} but is {kind or 'something else'!s}: "
             f"give {wanted} data and its true media type",
-            code="media_type_mismatch",
-            param=param,
+            "media_type_mismatch",
+            param,
         )
 
 
 def encode(data: bytes, claimed: str) -> str:
-    """The URL of some bytes."""
+    """Return the `data:` URL of some bytes."""
     return f"data:{claimed};base64,{base64.b64encode(data).decode()}"

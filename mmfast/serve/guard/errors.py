@@ -1,4 +1,4 @@
-"""Errors as a client sees them: the shape of OpenAI's API, one line, no path of this machine."""
+"""Errors of the API: the format of OpenAI, one line, without paths of this machine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-# Of the library, not the server; bounded, for the text may be a client's.
+# Advice for users of the library; bounded, since the text may come from a client.
 _ADVICE = re.compile(r",? or raise (?:Limits\([^)]{0,200}\)|\w+=)")
-_LONGEST, _READ = 500, 4000  # letters that are told, and that are looked at
+_LONGEST, _READ = 500, 4000  # letters that are sent, and that are read
 _TOP = (
     *("home", "root", "tmp", "usr", "var", "opt", "etc", "proc", "sys", "dev", "srv", "mnt"),
     *("media", "data", "run", "lib", "boot", "workspace", "Users"),
@@ -36,13 +36,13 @@ _PATHS = re.compile(
 
 
 class ApiError(MmfastError):
-    """What a request is answered with instead.
+    """An error reply.
 
     Args:
-        status: Of HTTP, 4xx or 5xx.
+        status: HTTP status, 4xx or 5xx.
         message: One line that names the value and the fix.
-        type: As in OpenAI's API; from the status when empty.
-        code: A word for programs.
+        type: Type in OpenAI's API; derived from the status when empty.
+        code: Code for programs.
         param: The part of the request that is wrong.
         headers: Further headers of the reply.
     """
@@ -58,63 +58,57 @@ class ApiError(MmfastError):
     ) -> None:
         super().__init__(message)
         self.status, self.message = status, message
-        self.type = type or _type(status)
+        other = "server_error" if status >= 500 else "invalid_request_error"
+        self.type = type or _TYPES.get(status, other)
         self.code, self.param = code, param
         self.headers = dict(headers or {})
 
 
-def _type(status: int) -> str:
-    return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-
-
 def busy(message: str, retry_after: float = 1.0, code: str = "busy") -> ApiError:
-    """429: come back after so many seconds."""
+    """Return the error 429 with the seconds to wait."""
     wait = str(max(1, round(retry_after + 0.499)))
     return ApiError(429, message, code=code, headers={"Retry-After": wait})
 
 
+def bad_request(message: str, code: str = "invalid_value", param: str | None = None) -> ApiError:
+    """Return the error 400 for a part of the request."""
+    return ApiError(400, message, code=code, param=param)
+
+
 def api_error(error: BaseException, param: str | None = None) -> ApiError:
-    """Any exception as what the client is told of it; one that is not ours tells nothing."""
+    """Turn any exception into an error reply; one of another package reveals nothing."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BusyError):
         return busy(str(error), error.retry_after)
-    if isinstance(error, MediaError):
-        return ApiError(400, str(error), code="invalid_media", param=param)
-    if isinstance(error, ModelError):
-        return ApiError(400, str(error), code="model_cannot", param=param)
-    if isinstance(error, MmfastError):
-        return ApiError(400, str(error), code="invalid_value", param=param)
+    codes = {MediaError: "invalid_media", ModelError: "model_cannot", MmfastError: "invalid_value"}
+    for kind, code in codes.items():  # the base class last
+        if isinstance(error, kind):
+            return bad_request(str(error), code, param)
     return ApiError(500, "the server made an error; its log has it under this request's id")
 
 
 def body(error: BaseException) -> dict[str, Any]:
-    """The reply to a request that failed, as OpenAI's clients expect it."""
-    told = api_error(error)
-    return {
-        "error": {
-            "message": scrub(told.message),
-            "type": told.type,
-            "code": told.code,
-            "param": told.param,
-        }
-    }
+    """Return the document of an error reply."""
+    shown = api_error(error)
+    fields = {name: getattr(shown, name) for name in ("type", "code", "param")}
+    return {"error": {"message": scrub(shown.message), **fields}}
 
 
 def reply(error: BaseException) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Status, headers and body of the answer to a request that failed."""
-    told = api_error(error)
-    data = json.dumps(body(told)).encode()
+    """Return status, headers and body of an error reply."""
+    shown = api_error(error)
+    data = json.dumps(body(shown)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(data)).encode()),
-        *((k.lower().encode(), v.encode()) for k, v in told.headers.items()),
+        *((k.lower().encode(), v.encode()) for k, v in shown.headers.items()),
     ]
-    return told.status, headers, data
+    return shown.status, headers, data
 
 
 def scrub(message: str) -> str:
-    """One line without the server's paths and without advice that only its owner can follow."""
+    """Return one line without paths of the server and without advice for its owner."""
     line = " ".join(_ADVICE.sub("", message[:_READ]).split())
     line = _PATHS.sub("<path>", line)
     return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."

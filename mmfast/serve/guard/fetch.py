@@ -1,6 +1,7 @@
-"""Fetch media from allowed hosts: names resolved once, connections to the address that was checked.
+"""Fetching of media from allowed hosts, protected against server-side request forgery.
 
-No proxies, no cookies, no compression, nothing from the environment; redirects are new requests.
+A name is resolved once, and the connection goes to the address that was checked. No proxies,
+cookies or compression, nothing from the environment; every redirect is checked like a new request.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import h11
 
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard.data_url import too_large
-from mmfast.serve.guard.errors import ApiError, busy
+from mmfast.serve.guard.errors import ApiError, bad_request, busy
 
 PORTS = {"http": 80, "https": 443}
 _LONGEST = 2048
 _NAME = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*\.?")
-_NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?")  # what inet_aton takes for a part of an address
-# Addresses that stand for others, or for the machine's own cloud, and count as global elsewhere.
+_NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?")  # inet_aton takes it for a part of an address
+# Addresses that stand for others, or for services of a cloud, and that `ipaddress` calls global.
 _NEVER = tuple(
     ipaddress.ip_network(each)
     for each in (
@@ -43,7 +44,7 @@ _NEVER = tuple(
 
 @dataclass(frozen=True)
 class CheckedUrl:
-    """A checked URL, without anything that a parser could read in two ways."""
+    """A checked URL without parts that two parsers could read differently."""
 
     scheme: str
     host: str
@@ -52,13 +53,13 @@ class CheckedUrl:
 
     @property
     def host_header(self) -> str:
-        """The host as the server is told."""
+        """Value of the header `Host`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
     @property
     def url(self) -> str:
-        """The URL, for the next redirect."""
+        """The URL, as the base of a redirect."""
         return f"{self.scheme}://{self.host_header}{self.path}"
 
 
@@ -66,13 +67,13 @@ def check_url(url: str, allowed: Iterable[str], param: str | None = None) -> Che
     """Check a URL by its text alone.
 
     Args:
-        url: As a client or a redirect gives it.
+        url: URL of a client or a redirect.
         allowed: Hosts: `example.com`, `example.com:8443`, `.example.com` for all below it, or `*`
             for every public host.
         param: The part of the request.
 
     Raises:
-        ApiError: 400: it is no plain http or https URL, or of a host that is not allowed.
+        ApiError: 400: not a plain http or https URL, or a host that is not allowed.
     """
     if len(url) > _LONGEST or not url.isascii() or not url.isprintable() or set(url) & set("\\ <>"):
         raise _refused("a URL has up to 2,048 ASCII characters without spaces and \\", param)
@@ -97,7 +98,7 @@ def check_url(url: str, allowed: Iterable[str], param: str | None = None) -> Che
 
 
 def _is_host(host: str) -> bool:
-    """A name or an address in its usual spelling: no octal, hexadecimal or single numbers."""
+    """Return True for a name or an address in its usual spelling, such as no octal numbers."""
     try:
         return str(ipaddress.ip_address(host)) == host
     except ValueError:
@@ -117,10 +118,10 @@ def _listed(host: str, port: int, usual: bool, allowed: Iterable[str]) -> bool:
 
 
 def check_addresses(found: Iterable[str], host: str, param: str | None = None) -> str:
-    """The address to connect to: the first, where every one is public.
+    """Return the address to connect to: the first, if all are public.
 
     Raises:
-        ApiError: 400: a name has none, or one that is not of the open internet.
+        ApiError: 400: the name has no address, or one that is not public.
     """
     addresses = list(found)
     if not addresses:
@@ -131,10 +132,10 @@ def check_addresses(found: Iterable[str], host: str, param: str | None = None) -
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the open internet, and stands for no other one."""
+    """Return True for an IP address of the open internet that stands for no other address."""
     try:
         found = ipaddress.ip_address(address)
-    except ValueError:  # also one with a zone
+    except ValueError:  # also an address with a zone
         return False
     if any(found.version == net.version and found in net for net in _NEVER):
         return False
@@ -157,7 +158,7 @@ _running = 0
 
 @functools.cache
 def _names() -> ThreadPoolExecutor:
-    # Of their own: a name server that does not answer holds a thread for as long as it likes.
+    # Threads of their own, since a name server without answers can block them for long.
     return ThreadPoolExecutor(_AT_ONCE // 2, "mmfast-names")
 
 
@@ -183,11 +184,11 @@ def _tls() -> ssl.SSLContext:
 
 @dataclass(frozen=True)
 class Network:
-    """How names become addresses and addresses connections; tests have their own.
+    """Resolution of names and opening of connections; tests replace both.
 
     Attributes:
         resolve: (host, port) -> all addresses.
-        connect: (address, port, host, whether TLS) -> the two ends; a certificate must be `host`'s.
+        connect: (address, port, host, TLS) -> reader and writer; the certificate must be of `host`.
     """
 
     resolve: Callable[[str, int], Awaitable[list[str]]] = _resolve
@@ -200,22 +201,19 @@ NETWORK = Network()  # of this process
 async def fetch(
     url: str, config: ServerConfig, param: str | None = None, network: Network | None = None
 ) -> tuple[str, bytes]:
-    """Get what is behind a URL.
+    """Fetch a URL.
 
     Returns:
-        What it claims to be, and its bytes.
+        The media type, and the bytes.
 
     Raises:
         ApiError: 400: the URL, or one it leads to, is not allowed, or does not answer in time;
-            413: there is more than allowed; 429: too many are fetched.
+            413: the file is too large; 429: too many are fetched.
     """
     global _running
     if not config.remote_hosts:
-        raise ApiError(
-            400,
-            "media from other hosts are off here: send a data: URL",
-            code="remote_media_off",
-            param=param,
+        raise bad_request(
+            "media from other hosts are off here: send a data: URL", "remote_media_off", param
         )
     if _running >= _AT_ONCE:
         raise busy(f"{_AT_ONCE} media are being fetched already", code="fetching")
@@ -225,10 +223,10 @@ async def fetch(
             return await _follow(url, config, param, network or NETWORK)
     except TimeoutError:
         text = f"fetching took over {config.remote_seconds:g} s: send a data: URL"
-        raise ApiError(400, text, code="fetch_timeout", param=param) from None
+        raise bad_request(text, "fetch_timeout", param) from None
     except (OSError, h11.RemoteProtocolError, h11.LocalProtocolError, UnicodeError):
         text = "the media's host does not answer as it should: check the URL"
-        raise ApiError(400, text, code="fetch_failed", param=param) from None
+        raise bad_request(text, "fetch_failed", param) from None
     finally:
         _running -= 1
 
@@ -245,7 +243,7 @@ async def _follow(
             address = check_addresses(
                 await network.resolve(target.host, target.port), target.host, param
             )
-        except ApiError as error:  # where a host leads to is not for everybody to know
+        except ApiError as error:  # the target of a redirect is not revealed
             if before is None or error.message.startswith(_LEADS):
                 raise
             raise _astray("one that is not allowed", param) from None
@@ -257,13 +255,13 @@ async def _follow(
 
 
 def _astray(where: str, param: str | None) -> ApiError:
-    return ApiError(400, f"{_LEADS} {where}", code="url_not_allowed", param=param)
+    return bad_request(f"{_LEADS} {where}", "url_not_allowed", param)
 
 
 async def _get(
     target: CheckedUrl, address: str, most: int, param: str | None, network: Network
 ) -> str | tuple[str, bytes]:
-    """One request: where it leads, or what is there."""
+    """Send one request; return the target of a redirect, or media type and bytes."""
     async with asyncio.timeout(_CONNECT):
         reader, writer = await network.connect(
             address, target.port, target.host, target.scheme == "https"
@@ -317,13 +315,12 @@ async def _answer(
 
 
 def _check_reply(status: int, headers: dict[str, str], most: int, param: str | None) -> None:
-    """Refuse by status and headers."""
     if status != 200:
         text = f"the media's host answers {status}: check the URL"
-        raise ApiError(400, text, code="fetch_failed", param=param)
+        raise bad_request(text, "fetch_failed", param)
     if headers.get("content-encoding", "identity") != "identity":
-        text = "the media's host sends them compressed, which nobody asked for"
-        raise ApiError(400, text, code="fetch_failed", param=param)
+        text = "the media's host sends them compressed, but no encoding was requested"
+        raise bad_request(text, "fetch_failed", param)
     length = headers.get("content-length", "")
     if length.isdigit() and len(length) < 19 and int(length) > most:
         raise too_large(int(length), most, param)

@@ -1,4 +1,4 @@
-"""Media of a request: from a URL or bytes to pixels and samples, under the server's limits."""
+"""Media of requests: from a URL or bytes to pixels and samples, within the limits of the server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import hashlib
 import threading
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -13,15 +14,17 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio.reader import load_audio, sniff_sound
+from mmfast.frontends.audio.kinds import sniff_sound
+from mmfast.frontends.audio.reader import load_audio
+from mmfast.frontends.image import kind_of
 from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, magic_kind
 from mmfast.models.prompt import Shot
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Media
 from mmfast.serve.guard import data_url
-from mmfast.serve.guard.errors import ApiError, scrub
+from mmfast.serve.guard.decoders import Decoders
+from mmfast.serve.guard.errors import ApiError, bad_request, scrub
 from mmfast.serve.guard.fetch import fetch
-from mmfast.serve.guard.sandbox.pool import Decoders
 
 Kind = Literal["image", "video"]
 _HEAD = 512
@@ -42,39 +45,39 @@ async def load_media(
 
     Args:
         source: A `data:` URL, an http(s) URL of an allowed host, or the encoded bytes.
-        kind: What the field is for.
-        config: Its limits hold.
-        frames: Of a clip, spread over it; the server's number when neither is given.
-        fps: Of a clip, a second; as many frames as allowed at most.
+        kind: Kind that the field takes.
+        config: Limits.
+        frames: Frames of a clip; the number of the server if neither is given.
+        fps: Frames of a clip per second.
         param: The part of the request, for messages.
 
     Returns:
-        Pixels, and a key that is the same for the same content sampled the same way.
+        Pixels, and a key of the content and its sampling.
 
     Raises:
-        ApiError: 4xx: it is no such media, too large, broken, or from elsewhere; 429: too busy.
+        ApiError: 4xx: another kind of media, too large, broken, or of a host that is not allowed;
+            429: too busy.
     """
     data, claimed = await _bytes(source, config, param)
     found = magic_kind(data[:_HEAD])
     data_url.check_claim(claimed, found, kind, param)
     _check_kind(found, kind, param)
     job = _job(kind, config)
-    how = ""
+    sampling = ""
     if kind == "video":
         frames = _frames(frames, fps, config, param)
         job |= {"frames": frames, "fps": fps}
         job |= {"frame_pixels": config.max_video_pixels, "clip_pixels": config.max_clip_pixels}
-        how = f":{frames}:{fps}"
+        sampling = f":{frames}:{fps}"
     pixels, facts = await _decode(data, job, config, param)
     if kind == "video" and len(pixels) > config.max_frames:
-        raise ApiError(
-            400,
+        raise bad_request(
             f"fps={fps} gives {len(pixels)} frames, the limit is {config.max_frames}: ask for "
             f"fewer a second, or for a number of frames",
-            code="too_many_frames",
-            param=param,
+            "too_many_frames",
+            param,
         )
-    key = hashlib.sha256(data).hexdigest() + f":{kind}{how}"
+    key = hashlib.sha256(data).hexdigest() + f":{kind}{sampling}"
     return Media(Shot(kind, pixels, facts.get("metadata")), key)
 
 
@@ -90,16 +93,16 @@ async def load_sound(
 
     Args:
         source: Base64, a `data:` URL, an http(s) URL of an allowed host, or the encoded bytes.
-        config: Its limits hold.
-        format: What it claims to be, `wav` or `mp3`.
-        rate: Samples per second wanted.
+        config: Limits.
+        format: Declared format, such as `wav` or `mp3`.
+        rate: Requested samples per second.
         param: The part of the request, for messages.
 
     Returns:
         Samples [n] float32 in -1..1, and `rate`.
 
     Raises:
-        ApiError: 4xx: it is no sound, too long, broken, or from elsewhere; 429: too busy.
+        ApiError: 4xx: no sound, too long, broken, or of a host that is not allowed; 429: too busy.
     """
     if isinstance(source, str) and ":" not in source[:16]:
         source = await asyncio.to_thread(data_url.decode, source, config.max_body_bytes, param)
@@ -124,7 +127,7 @@ def _resampled(samples: Any, runs: list[list[int]], rate: int) -> Tensor:
 
 
 async def _bytes(source: str | bytes, config: ServerConfig, param: str | None) -> tuple[bytes, str]:
-    """The encoded bytes and what they claim to be."""
+    """Return the encoded bytes and their media type."""
     if isinstance(source, bytes):
         if len(source) > config.max_body_bytes:
             raise data_url.too_large(len(source), config.max_body_bytes, param)
@@ -138,12 +141,11 @@ async def _bytes(source: str | bytes, config: ServerConfig, param: str | None) -
     if scheme in ("http", "https"):
         claimed, data = await fetch(source, config, param)
         return data, claimed
-    raise ApiError(
-        400,
+    raise bad_request(
         "media are given as data: URLs (data:image/png;base64,...); paths and other schemes "
         "are refused",
-        code="invalid_url",
-        param=param,
+        "invalid_url",
+        param,
     )
 
 
@@ -151,12 +153,11 @@ def _check_kind(found: str, wanted: Kind, param: str | None) -> None:
     known = found in IMAGE_KINDS or (wanted == "video" and found in VIDEO_KINDS)
     if not known:
         kinds = IMAGE_KINDS if wanted == "image" else (*VIDEO_KINDS, "gif", "webp")
-        raise ApiError(
-            400,
+        raise bad_request(
             f"the {wanted} is {found or 'of no kind that is known'}: give one of "
             f"{', '.join(kinds)}",
-            code="invalid_media",
-            param=param,
+            "invalid_media",
+            param,
         )
 
 
@@ -164,16 +165,13 @@ def _frames(
     frames: int | None, fps: float | None, config: ServerConfig, param: str | None
 ) -> int | None:
     if fps is not None and frames is not None:
-        raise ApiError(400, "give frames or fps, not both", code="invalid_value", param=param)
+        raise bad_request("give frames or fps, not both", "invalid_value", param)
     if fps is not None:
         return None
     wanted = config.frames if frames is None else frames
     if not 0 < wanted <= config.max_frames:
-        raise ApiError(
-            400,
-            f"frames={wanted} is not allowed: give 1 to {config.max_frames}",
-            code="invalid_value",
-            param=param,
+        raise bad_request(
+            f"frames={wanted} is not allowed: give 1 to {config.max_frames}", "invalid_value", param
         )
     return wanted
 
@@ -200,7 +198,7 @@ async def _decode(
 
 
 def decoders(config: ServerConfig) -> Decoders:
-    """The decoding processes of this process; servers of the same limits share them."""
+    """Return the decoding processes; servers of the same limits share them."""
     key = (config.decode_workers, config.queue, config.held_bytes)
     with _lock:
         if key not in _shared:
@@ -208,9 +206,30 @@ def decoders(config: ServerConfig) -> Decoders:
         return _shared[key]
 
 
+def read_upload(path: str, config: ServerConfig | None = None) -> Any:
+    """Decode an uploaded file in a process with limits, as the server decodes those of clients.
+
+    Args:
+        path: The file.
+        config: Limits; those of `mmfast serve` if absent.
+
+    Returns:
+        Pixels of a clip `[T, H, W, 3]` or an image `[H, W, 3]`.
+
+    Raises:
+        MediaError: The file is not such a medium, too large, or broken.
+    """
+    given = ServerConfig() if config is None else config
+    try:
+        media = asyncio.run(load_media(Path(path).read_bytes(), kind_of(path), given))
+    except ApiError as error:
+        raise MediaError(str(error)) from None
+    return media.shot.pixels
+
+
 @atexit.register
 def close() -> None:
-    """End all decoding processes; they start again when they are needed."""
+    """End all decoding processes; the next input starts them again."""
     with _lock:
         for each in _shared.values():
             each.close()

@@ -1,6 +1,6 @@
-"""What stands between the network and the application, for HTTP and WebSockets.
+"""The guard between network and application: limits, keys, quotas, errors and one log line each.
 
-Nothing is gathered: bodies and streams pass through, counted.
+Bodies and streams of HTTP and WebSockets pass through and are counted, never collected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard import logs
-from mmfast.serve.guard.body import Bodies, BodyReceiver, check_head, check_type
+from mmfast.serve.guard.body import Bodies, BodyReceiver, check_head, check_type, has_body
 from mmfast.serve.guard.caller import (
     Caller,
     CallerLimits,
@@ -37,44 +37,70 @@ _log = logging.getLogger("mmfast.serve")
 _GONE = 499  # the client went, or stopped reading
 
 
-class Exchange:
-    """Passes messages both ways.
+class _Exchange:
+    """Passes the messages of a request or a connection both ways, and logs it at the end.
 
     Args:
-        scope: Of the request.
-        receive: Of the server.
-        send: Of the server.
-        caller: Whose request it is.
+        scope: Scope of the request.
+        receive: `receive` of the server.
+        send: `send` of the server.
+        caller: Caller of the request.
         config: Limits.
-
-    Attributes:
-        receive: Of the server.
-        intake: What the application receives from, once the headers are checked.
     """
 
     def __init__(
         self, scope: Any, receive: Any, send: Any, caller: Caller, config: ServerConfig
     ) -> None:
-        self.receive, self._send, self._scope = receive, send, scope
+        self._receive, self._send, self._scope = receive, send, scope
         self._caller, self._config = caller, config
+        self._in = self._out = self._status = 0
+
+    def _with_id(self, message: Any, headers: list[Any]) -> Any:
+        own = (b"x-request-id", self._caller.id.encode())
+        return {**message, "headers": [*headers, own]}
+
+    async def _pass_on(self, message: Any) -> None:
+        """Send a message within the time that the client has for reading."""
+        self._out += sum(len(message.get(name) or b"") for name in ("body", "text", "bytes"))
+        async with asyncio.timeout(self._config.send_seconds):
+            await self._send(message)
+
+    def _log(self, quiet: bool, method: str, status: int, ms: float) -> None:
+        caller = self._caller
+        fields = {"id": caller.id, "ms": round(ms, 1), "in": self._in, "out": self._out}
+        fields |= {"tokens": caller.tokens or None, "tenant": caller.tenant or None}
+        logs.request(quiet, method, self._scope["path"], status, fields)
+
+
+class HttpExchange(_Exchange):
+    """A request and its reply; arguments as for `_Exchange`.
+
+    Attributes:
+        intake: `receive` of the application, once the headers are checked.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.intake: BodyReceiver | None = None
-        self._status, self._out = 0, 0
         self._started = self._stalled = False
 
-    async def run(self, app: Any) -> None:
+    async def run(self, app: Any, bodies: Bodies) -> None:
         """Let the application answer; answer in its place where it fails."""
+        scope = self._scope
+        is_json = check_type(scope["method"], scope["path"], scope["headers"])
+        endless = bool(values(scope["headers"], b"transfer-encoding"))
+        self.intake = BodyReceiver(self._receive, self._config, is_json, bodies, endless)
         try:
-            await app(self._scope, self.intake, self.send)
+            await app(scope, self.intake, self.send)
         except Exception as error:
-            refused = self.intake.refused if self.intake else None
             if self._stalled:
                 self._status = _GONE
                 return
-            if refused is None and reply(error)[0] >= 500:
+            if self.intake.refused is None and reply(error)[0] >= 500:
                 _log.error("request %s failed", self._caller.id, exc_info=error)
-            await self.refuse(refused or error)
+            await self.refuse(self.intake.refused or error)
             return
-        if self.intake and self.intake.refused and not self._started:
+        if self.intake.refused and not self._started:
             await self.refuse(self.intake.refused)
 
     async def send(self, message: Any) -> None:
@@ -84,78 +110,54 @@ class Exchange:
             ConnectionError: The client has stopped reading.
         """
         if not self._started and self.intake and self.intake.refused:
-            return  # what the application makes of a body that was cut
+            return  # the application's reply to a body that was cut
         if message["type"] == "http.response.start":
             self._started, self._status = True, message["status"]
             headers = [h for h in message.get("headers", []) if h[0].lower() != b"x-request-id"]
-            message = {**message, "headers": [*headers, self._id()]}
-        self._out += len(message.get("body", b""))
+            message = self._with_id(message, headers)
         try:
-            async with asyncio.timeout(self._config.send_seconds):
-                await self._send(message)
+            await self._pass_on(message)
         except TimeoutError:
             self._stalled = True
             raise ConnectionError("the client has stopped reading") from None
 
-    def _id(self) -> tuple[bytes, bytes]:
-        return b"x-request-id", self._caller.id.encode()
-
     async def refuse(self, error: BaseException) -> None:
-        """Answer with an error, unless an answer has begun: that one is cut."""
+        """Answer with an error; a reply that has begun is cut instead."""
         if self._started:
             return
         self._started = True
         self._status, headers, data = reply(error)
         self._out = len(data)
-        unread = self._unread()
+        unread = has_body(self._scope["headers"]) and not (self.intake and self.intake.over)
         close = [(b"connection", b"close")] if unread else []
         start = {"type": "http.response.start", "status": self._status}
-        await self._send({**start, "headers": [*headers, *close, self._id()]})
+        await self._send(self._with_id(start, [*headers, *close]))
         await self._send({"type": "http.response.body", "body": data, "more_body": unread})
         if unread:
-            intake = self.intake or BodyReceiver(self.receive, self._config)
+            intake = self.intake or BodyReceiver(self._receive, self._config)
             await intake.drain()
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _unread(self) -> bool:
-        headers = self._scope["headers"]
-        sent = values(headers, b"content-length") not in ([], [b"0"])
-        sent = sent or bool(values(headers, b"transfer-encoding"))
-        return sent and not (self.intake is not None and self.intake.over)
-
     def log(self, quiet: bool, ms: float) -> None:
-        """One line, when it is over."""
-        size = self.intake.size if self.intake else 0
+        """Write one line at the end."""
         if self.intake:
+            self._in = self.intake.size
             self.intake.close()
-        self._caller.quotas.spend(self._caller.who, "bytes", size)
-        fields = {
-            "id": self._caller.id,
-            "ms": round(ms, 1),
-            "in": size,
-            "out": self._out,
-            "tokens": self._caller.tokens or None,
-            "tenant": self._caller.tenant or None,
-        }
-        scope = self._scope
-        logs.request(quiet, scope["method"], scope["path"], self._status or _GONE, fields)
+        self._caller.quotas.spend(self._caller.who, "bytes", self._in)
+        self._log(quiet, self._scope["method"], self._status or _GONE, ms)
 
 
 _TOO_BIG, _FAILED, _LATER = 1009, 1011, 1013  # RFC 6455, section 7.4
 
 
-class SocketExchange:
-    """Passes messages both ways; the arguments are those of `Exchange`."""
+class SocketExchange(_Exchange):
+    """A WebSocket connection; arguments as for `_Exchange`."""
 
-    def __init__(
-        self, scope: Any, receive: Any, send: Any, caller: Caller, config: ServerConfig
-    ) -> None:
-        self._receive, self._send, self._scope = receive, send, scope
-        self._caller, self._config = caller, config
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._asked = self._open = self._over = False
-        self._in, self._out, self._status = 0, 0, 0
 
-    async def run(self, app: Any) -> None:
+    async def run(self, app: Any, bodies: Bodies) -> None:
         """Let the application talk; close in its place where it fails."""
         try:
             await app(self._scope, self.receive, self.send)
@@ -167,7 +169,7 @@ class SocketExchange:
             await self.refuse(error)
 
     async def receive(self) -> Any:
-        """The next message; one that is too large ends the connection."""
+        """Return the next message; one that is too large ends the connection."""
         message = await self._receive()
         if message["type"] == "websocket.connect":
             self._asked = True
@@ -196,28 +198,21 @@ class SocketExchange:
         kind = message["type"]
         if self._over:
             raise ConnectionError("the connection is closed")
-        if kind == "websocket.accept":
-            self._open, self._status = True, 101
-            message = {**message, "headers": [*message.get("headers", []), self._id()]}
-        elif kind == "websocket.http.response.start":
-            self._status = message["status"]
-            message = {**message, "headers": [*message.get("headers", []), self._id()]}
+        if kind in ("websocket.accept", "websocket.http.response.start"):
+            self._open = kind == "websocket.accept"
+            self._status = 101 if self._open else message["status"]
+            message = self._with_id(message, message.get("headers", []))
         elif kind == "websocket.close":
             self._over = True
             self._status = self._status or 403
-        self._out += len(message.get("text") or "") + len(message.get("bytes") or b"")
         try:
-            async with asyncio.timeout(self._config.send_seconds):
-                await self._send(message)
+            await self._pass_on(message)
         except TimeoutError:
             self._over = True
             raise ConnectionError("the client has stopped reading") from None
 
-    def _id(self) -> tuple[bytes, bytes]:
-        return b"x-request-id", self._caller.id.encode()
-
     async def refuse(self, error: BaseException) -> None:
-        """Refuse the handshake with an HTTP reply, or close what is open."""
+        """Refuse the handshake with an HTTP reply, or close an open connection."""
         if self._open:
             self._over = True
             await self._send({"type": "websocket.close", "code": _FAILED, "reason": "error"})
@@ -229,35 +224,27 @@ class SocketExchange:
             await self._send({"type": "websocket.close", "code": 1008, "reason": "refused"})
             return
         start = {"type": "websocket.http.response.start", "status": self._status}
-        await self._send({**start, "headers": [*headers, self._id()]})
+        await self._send(self._with_id(start, headers))
         await self._send({"type": "websocket.http.response.body", "body": data, "more_body": False})
 
     def log(self, quiet: bool, ms: float) -> None:
-        """One line, when it is over."""
-        fields = {
-            "id": self._caller.id,
-            "ms": round(ms, 1),
-            "in": self._in,
-            "out": self._out,
-            "tokens": self._caller.tokens or None,
-            "tenant": self._caller.tenant or None,
-        }
-        logs.request(quiet, "WEBSOCKET", self._scope["path"], self._status, fields)
+        """Write one line at the end."""
+        self._log(quiet, "WEBSOCKET", self._status, ms)
 
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_ALWAYS = ("/health", "/ready")  # for whoever watches the server, without a key
+_ALWAYS = ("/health", "/ready")  # open without a key
 
 
 class Shield:
     """Pure ASGI middleware: limits, keys, quotas, request ids, errors, one log line each.
 
-    A part of the application finds the `Caller` with `caller_of(scope)`.
+    The application finds the `Caller` with `caller_of(scope)`.
 
     Args:
-        app: What it guards.
+        app: The application.
         config: Limits.
-        rejected: Told why each refused request was.
+        rejected: Called with the reason of each refusal.
     """
 
     def __init__(
@@ -275,7 +262,7 @@ class Shield:
             )
         )
         self._entry: Any = self._guard
-        if config.origins:  # outside of the keys: a browser asks first, without one
+        if config.origins:  # before the keys: the first request of a browser carries none
             self._entry = CORSMiddleware(
                 self._guard,
                 allow_origins=list(config.origins),
@@ -285,59 +272,40 @@ class Shield:
             )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One request, connection or life."""
+        """Handle a request, a connection or the lifespan."""
         if scope["type"] in ("http", "websocket"):
             await self._entry(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     async def _guard(self, scope: Any, receive: Any, send: Any) -> None:
+        """Check and run; answer errors and log in any case."""
         given = values(scope["headers"], b"x-request-id")
-        sane = len(given) == 1 and _ID.fullmatch(given[0]) is not None
-        name = given[0].decode() if sane else f"req_{uuid.uuid4().hex}"
+        valid = len(given) == 1 and _ID.fullmatch(given[0]) is not None
+        name = given[0].decode() if valid else f"req_{uuid.uuid4().hex}"
         caller = Caller(name, self.quotas)
         scope.setdefault("state", {})["mmfast"] = caller
-        if scope["type"] == "websocket":
-            socket = SocketExchange(scope, receive, send, caller, self._config)
-            await self._run(scope, caller, socket, lambda: socket.run(self._app))
-            return
-        exchange = Exchange(scope, receive, send, caller, self._config)
-        await self._run(scope, caller, exchange, lambda: self._http(scope, exchange))
-
-    async def _run(
-        self, scope: Any, caller: Caller, exchange: Any, work: Callable[[], Any]
-    ) -> None:
-        """Check, work, and whatever happens, answer and log."""
+        kind = SocketExchange if scope["type"] == "websocket" else HttpExchange
+        exchange = kind(scope, receive, send, caller, self._config)
         start, entered = time.monotonic(), False
         try:
             self._admit(scope, caller)
             entered = caller.limited
-            await work()
+            await exchange.run(self._app, self._bodies)
         except ApiError as error:
-            await self._refuse(exchange, error)
+            if self._rejected is not None:
+                self._rejected(_reason(error))
+            await exchange.refuse(error)
         finally:
             if entered:
                 self.quotas.leave(caller.who)
             exchange.log(self._quiet(scope), (time.monotonic() - start) * 1e3)
 
-    async def _http(self, scope: Any, exchange: Exchange) -> None:
-        is_json = check_type(scope["method"], scope["path"], scope["headers"])
-        endless = bool(values(scope["headers"], b"transfer-encoding"))
-        exchange.intake = BodyReceiver(
-            exchange.receive, self._config, is_json, self._bodies, endless
-        )
-        await exchange.run(self._app)
-
-    async def _refuse(self, exchange: Any, error: ApiError) -> None:
-        if self._rejected is not None:
-            self._rejected(_reason(error))
-        await exchange.refuse(error)
-
     def _admit(self, scope: Any, caller: Caller) -> None:
-        """Whether this may come in, by its headers.
+        """Admit a request by its headers.
 
         Raises:
-            ApiError: 4xx.
+            ApiError: 4xx, the request is refused.
         """
         headers, path = scope["headers"], scope["path"]
         check_head(headers, self._config)
@@ -378,9 +346,9 @@ _NAMES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Field
 
 
 def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
-    """Keyword arguments for `uvicorn.Config` or `uvicorn.run` that a guarded server needs."""
+    """Return the keyword arguments of `uvicorn.Config` for a guarded server."""
 
-    class Protocol(Timed):
+    class Protocol(TimedProtocol):
         header_seconds = config.header_seconds
         header_bytes = config.max_header_bytes + _LINES
 
@@ -396,18 +364,18 @@ def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
         "timeout_keep_alive": max(1, round(config.keep_alive_seconds)),
         "timeout_graceful_shutdown": max(1, round(config.shutdown_seconds)),
         "server_header": False,
-        "proxy_headers": False,  # whoever asks could choose the address whose quota counts
+        "proxy_headers": False,  # else a client could choose the address of its quota
         "access_log": False,  # the guard writes one line for each request
         "log_config": None,
     }
 
 
-class Timed(H11Protocol):
-    """HTTP/1.1 whose headers must come in time; bodies are timed by `Shield`.
+class TimedProtocol(H11Protocol):
+    """HTTP/1.1 with a time limit for headers; `Shield` limits the time of bodies.
 
     Attributes:
-        header_seconds: From the first byte of a connection, or of a further request on it.
-        header_bytes: Of a request line and its headers.
+        header_seconds: Seconds from the first byte of a connection, or of a later request on it.
+        header_bytes: Bytes of a request line and its headers.
     """
 
     header_seconds = 10.0
@@ -416,19 +384,19 @@ class Timed(H11Protocol):
     _seen = 0  # bytes of headers so far
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there: its clock runs."""
+        """Start the clock of a new connection."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Count the bytes of headers and check the clock."""
         if self._awaiting():
             self._seen += len(data)
         super().data_received(data)
         self._watch()
 
     def on_response_complete(self) -> None:
-        """A reply is out; uvicorn's own clock runs until the next request begins."""
+        """Stop the clock; uvicorn has its own until the next request begins."""
         super().on_response_complete()
         self._seen = 0
         if self.conn.trailing_data[0]:
@@ -437,12 +405,12 @@ class Timed(H11Protocol):
             self._rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """Stop the clock."""
         self._rest()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP, or too much of it."""
+        """Answer data that is not HTTP, or headers that are too large."""
         self._rest()
         if self._seen > self.header_bytes:
             self._close(431, "the headers are too large: send fewer", "headers_too_large")

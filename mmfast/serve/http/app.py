@@ -1,4 +1,4 @@
-"""The application: its routes, what stands in front of them, and what errors look like."""
+"""The application: its routes, middleware and error replies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from fastapi import FastAPI, WebSocket
+from fastapi import APIRouter, FastAPI, WebSocket
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,29 +23,28 @@ from mmfast.core.errors import MmfastError, unknown
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Executor
 from mmfast.serve.guard.errors import ApiError, api_error, body
+from mmfast.serve.guard.media import read_upload
 from mmfast.serve.guard.shield import Shield
 from mmfast.serve.http import chat, schema, speech
-from mmfast.serve.http import status as listing
 from mmfast.serve.http.events import ClientGoneError
-from mmfast.serve.http.metrics import Metrics
-from mmfast.serve.http.schema import SpeechRequest
+from mmfast.serve.http.metrics import CONTENT_TYPE, Metrics
+from mmfast.serve.http.schema import ERRORS, HealthReply, ModelCard, Models
 from mmfast.serve.http.service import Service
-from mmfast.serve.uploads import read_upload
 
 
-class Counting:
-    """Pure ASGI middleware.
+class RequestCounter:
+    """ASGI middleware that counts requests by route and status.
 
     Args:
-        app: What answers.
-        metrics: Counts.
+        app: The application.
+        metrics: The counters.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request; 499 where the client left before its reply began."""
+        """Count one request; with 499 where the client left before the reply."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -59,15 +58,15 @@ class Counting:
 
         try:
             await self._app(scope, receive, noted)
-        except Exception as error:  # whoever stands in front answers it
+        except Exception as error:  # the guard answers it
             status = api_error(error).status
             raise
         finally:
-            route = getattr(scope.get("route"), "path", "none")  # never what the client sent
+            route = getattr(scope.get("route"), "path", "none")  # never the path itself
             self._metrics.request(route, status)
 
 
-_WHY = {
+_ADVICE = {
     "n": "ask once per answer",
     "logprobs": "probabilities are not given; leave it out",
     "top_logprobs": "probabilities are not given; leave it out",
@@ -96,13 +95,12 @@ _ROLES: dict[str, type[schema.Strict]] = {
 }
 
 
-def refusal(errors: Sequence[dict[str, Any]], body: Any, path: str = "") -> ApiError:
-    """The error to answer with.
+def refusal(errors: Sequence[dict[str, Any]], body: Any) -> ApiError:
+    """Return the error reply to an invalid request.
 
     Args:
-        errors: As pydantic lists them.
-        body: What was sent.
-        path: Of the route, whose parameters are then known.
+        errors: Errors as pydantic lists them.
+        body: The body of the request.
     """
     found = max(errors, key=lambda error: len(_walk(error["loc"], body)[0]))
     kind, ctx = str(found["type"]), found.get("ctx", {})
@@ -119,10 +117,15 @@ def refusal(errors: Sequence[dict[str, Any]], body: Any, path: str = "") -> ApiE
         return _error(text, "unknown_parameter", param)
     if kind.startswith("union_tag"):
         return _tag(found, param, value)
-    why = _WHY.get(str(keys[0]))
-    if why is not None:
-        return _error(f"{param}={_short(value)}: {why}", "unsupported_parameter", str(keys[0]))
-    return _error(f"{param}={_short(value)} is wrong: {_said(found)}", "invalid_value", param)
+    advice = _ADVICE.get(str(keys[0]))
+    if advice is not None:
+        return _error(f"{param}={_short(value)}: {advice}", "unsupported_parameter", str(keys[0]))
+    message = str(found["msg"])
+    return _error(
+        f"{param}={_short(value)} is wrong: {message[:1].lower()}{message[1:]}",
+        "invalid_value",
+        param,
+    )
 
 
 def _error(text: str, code: str = "invalid_json", param: str | None = None) -> ApiError:
@@ -130,7 +133,7 @@ def _error(text: str, code: str = "invalid_json", param: str | None = None) -> A
 
 
 def _tag(found: dict[str, Any], param: str, value: Any) -> ApiError:
-    """A role or a kind of part that is not taken."""
+    """Return the error for an unknown role or kind of part."""
     ctx = found.get("ctx", {})
     name = str(ctx.get("discriminator", "type")).strip("'")
     given = value.get(name) if isinstance(value, dict) else None
@@ -142,13 +145,8 @@ def _tag(found: dict[str, Any], param: str, value: Any) -> ApiError:
     return _error(unknown(where, _plain(given), choices), "invalid_value", where)
 
 
-def _said(found: dict[str, Any]) -> str:
-    text = str(found["msg"])
-    return text[:1].lower() + text[1:]
-
-
 def _walk(loc: Sequence[Any], body: Any) -> tuple[list[str | int], Any]:
-    """The keys of `loc` that lead into the body, without pydantic's names of alternatives."""
+    """Return the keys of `loc` inside the body, without pydantic's names of alternatives."""
     keys: list[str | int] = []
     steps = [step for step in loc if step != "body"]
     for i, step in enumerate(steps):
@@ -156,7 +154,7 @@ def _walk(loc: Sequence[Any], body: Any) -> tuple[list[str | int], Any]:
         if inside or (isinstance(body, dict) and step in body):
             keys, body = [*keys, step], body[step]
         elif isinstance(body, dict) and i == len(steps) - 1:
-            return [*keys, step], None  # what is missing
+            return [*keys, step], None  # a missing key
     return keys, body
 
 
@@ -166,11 +164,11 @@ def _dotted(keys: Sequence[str | int]) -> str:
 
 
 def _names(keys: Sequence[str | int], body: Any) -> list[str]:
-    """Parameters that there are beside the last of `keys`."""
+    """Return the parameters that are possible in the place of the last of `keys`."""
     if len(keys) == 1:
         top: type[schema.Strict] = schema.ChatRequest
         if isinstance(body, dict) and "messages" not in body and "input" in body:
-            top = SpeechRequest
+            top = schema.SpeechRequest
         return list(top.model_fields)
     for key in keys[:-1]:
         body = body[key]
@@ -186,19 +184,87 @@ def _short(value: Any) -> str:
 
 
 def _plain(text: object) -> str:
-    """On one line, and fit to be sent."""
+    """Return printable text on one line."""
     return " ".join(str(text)[:400].encode("utf-8", "replace").decode().split())[:200]
+
+
+router = APIRouter()
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: ERRORS[status] for status in (400, 401, 404, 429)
+}
+
+
+def _models(service: Service) -> list[ModelCard]:
+    names = [service.model, *([service.speech_model] if service.config.voice else [])]
+    return [ModelCard(id=name, created=service.created) for name in names]
+
+
+@router.get("/v1/models", responses=_REFUSALS, summary="All models")
+async def models(http: Request) -> Models:
+    """List all models."""
+    return Models(data=_models(http.app.state.service))
+
+
+@router.get("/v1/models/{model:path}", responses=_REFUSALS, summary="One model")
+async def model(model: str, http: Request) -> ModelCard:
+    """Describe one model."""
+    found = _models(http.app.state.service)
+    for each in found:
+        if each.id == model:
+            return each
+    names = ", ".join(each.id for each in found)
+    raise ApiError(
+        404, f"model {model[:80]!r} is not here; choices: {names}", code="model_not_found"
+    )
+
+
+@router.get("/health", summary="Whether the process lives")
+async def health() -> HealthReply:
+    """Report that the process runs."""
+    return HealthReply(status="ok")
+
+
+@router.get(
+    "/ready",
+    response_model=HealthReply,
+    responses={503: {"model": HealthReply, "description": "Not now."}},
+    summary="Whether requests are taken",
+)
+async def ready(http: Request) -> Response:
+    """Report whether requests are taken; 503 while the model is loading, or cannot be loaded."""
+    service = http.app.state.service
+    found = service.health()
+    if found is None:
+        status = "failed" if service.failure() else "loading"
+        return JSONResponse({"status": status, "running": 0, "waiting": 0}, 503)
+    status = "ok" if found.ready else "busy"
+    reply = {"status": status, "running": found.running, "waiting": found.waiting}
+    return JSONResponse(reply, 200 if found.ready else 503)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, 404: ERRORS[404]},
+    summary="Counters for Prometheus",
+)
+async def metrics(http: Request) -> Response:
+    """Return the counters for Prometheus."""
+    service = http.app.state.service
+    if not service.config.metrics:
+        raise ApiError(404, "this server shows no metrics; start it without --no-metrics")
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
 
 PATH = "/demo"
 
 
 class Demo:
-    """Sends what is below `/demo` to the demo, everything else on.
+    """ASGI middleware that serves the demo at `/demo`.
 
     Args:
-        app: What comes behind.
-        service: Whose engine the demo asks.
+        app: The application of all other paths.
+        service: The service, for its options.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -208,7 +274,7 @@ class Demo:
         self._life = contextlib.AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, connection or life."""
+        """Handle a request, a connection or the lifespan."""
         path = str(scope.get("path", ""))
         if path == PATH or path.startswith(f"{PATH}/"):
             inner = await self._built()
@@ -234,7 +300,7 @@ def _build(service: Service) -> FastAPI:
 
     inner, config = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), service.config
     read = partial(read_upload, config=config)
-    # A model of its own: methods of visitors put hooks on it, which the engine's must not hear.
+    # A model of its own: the demo attaches hooks, which must not act on the engine.
     mount(inner, PATH, model=config.model, device=config.device, dtype=config.dtype, read=read)
     return inner
 
@@ -248,13 +314,13 @@ _NAMES = {
 def create_app(
     config: ServerConfig, executor: Executor | None = None, voice: Any = None
 ) -> FastAPI:
-    """The server as an ASGI application.
+    """Create the server as an ASGI application.
 
     Args:
         config: All options.
-        executor: Answers requests; None loads the one that `config` asks for, in the background,
-            from the moment the application starts.
-        voice: Speaks and listens; None loads the one of `config` behind the engine.
+        executor: The engine; None loads the one of `config` in the background once the
+            application starts.
+        voice: The speech model; None loads the one of `config` after the engine.
 
     Returns:
         The application; `app.state.service` is its `Service`.
@@ -272,19 +338,19 @@ def create_app(
     app = FastAPI(
         title="mmfast",
         version=mmfast.__version__,
-        summary="Chat about images, clips and sound as OpenAI's API has it, and what it cost.",
+        summary="Chat about images, clips and sound as in OpenAI's API, with a trace of the cost.",
         lifespan=life,
-        docs_url=None,  # its page would fetch scripts from elsewhere
+        docs_url=None,  # its page would load scripts of other hosts
         redoc_url=None,
     )
     app.state.service = service
-    for module in (chat, listing, speech):
-        app.include_router(module.router)
+    for each in (chat.router, router, speech.router):
+        app.include_router(each)
     _realtime(app, service)
     _errors(app, service)
     if config.demo and find_spec("gradio") is not None:
         app.add_middleware(Demo, service=service)
-    app.add_middleware(Counting, metrics=service.metrics)
+    app.add_middleware(RequestCounter, metrics=service.metrics)
     app.add_middleware(Shield, config=config, rejected=service.metrics.rejected)
     return app
 
@@ -301,7 +367,7 @@ def _realtime(app: FastAPI, service: Service) -> None:
 
 
 def _errors(app: FastAPI, service: Service) -> None:
-    """Every error in OpenAI's shape, and counted."""
+    """Reply to every error in the format of OpenAI, and count it."""
 
     async def wrong(request: Request, error: Exception) -> Response:
         found = error.errors() if isinstance(error, RequestValidationError) else []
@@ -320,18 +386,14 @@ def _errors(app: FastAPI, service: Service) -> None:
         headers = dict(getattr(error, "headers", None) or {})
         return _reply(service, ApiError(status, text, code="no_route", headers=headers))
 
-    async def unforeseen(request: Request, error: Exception) -> Response:
-        # Of the guard itself: raised again, and logged by whoever runs the application.
-        return _reply(service, api_error(error))
-
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it; the log does
+        return Response(status_code=499)  # for the log
 
     app.add_exception_handler(RequestValidationError, wrong)
     app.add_exception_handler(MmfastError, raised)
     app.add_exception_handler(HTTPException, unrouted)
     app.add_exception_handler(ClientGoneError, gone)
-    app.add_exception_handler(Exception, unforeseen)
+    app.add_exception_handler(Exception, raised)  # of the guard itself; also logged
 
 
 def _reply(service: Service, error: ApiError) -> JSONResponse:

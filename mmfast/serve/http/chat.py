@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -30,7 +30,7 @@ from mmfast.serve.engine.base import (
 )
 from mmfast.serve.guard import logs
 from mmfast.serve.guard.caller import Caller, caller_of
-from mmfast.serve.guard.errors import ApiError, api_error, body
+from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body
 from mmfast.serve.guard.media import load_media, load_sound
 from mmfast.serve.http import schema as asked
 from mmfast.serve.http.events import (
@@ -42,15 +42,15 @@ from mmfast.serve.http.events import (
     StreamedReply,
     event,
     failed,
-    unless_gone,
+    while_connected,
 )
-from mmfast.serve.http.json_route import JsonRoute
 from mmfast.serve.http.schema import (
     ERRORS,
     AnswerMessage,
     ChatRequest,
     Choice,
     Completion,
+    JsonRoute,
     MmfastOptions,
     PromptDetails,
     Transcribed,
@@ -58,17 +58,19 @@ from mmfast.serve.http.schema import (
 )
 from mmfast.serve.http.service import Service
 
+T = TypeVar("T")
+
 
 @dataclass
 class ChatReply:
-    """The envelope of one answer.
+    """The documents of one answer.
 
     Attributes:
-        id: Of the completion.
-        model: As it was asked for.
-        heard: What was understood of each sound of the request.
-        seconds: Of those sounds.
-        created: In seconds since 1970.
+        id: Id of the completion.
+        model: Name of the model in the request.
+        heard: Transcript of each sound of the request.
+        seconds: Duration of those sounds.
+        created: Seconds since 1970.
     """
 
     id: str
@@ -78,7 +80,7 @@ class ChatReply:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self, finish: Finish) -> dict[str, Any]:
-        """What was counted."""
+        """Return the numbers of tokens."""
         details = PromptDetails(
             cached_tokens=finish.cached_tokens,
             image_tokens=finish.trace.get("visual_tokens") or 0,
@@ -96,11 +98,11 @@ class ChatReply:
         return found
 
     def trace(self, finish: Finish) -> dict[str, Any]:
-        """What it cost, and what was heard."""
+        """Return the trace with the transcripts."""
         return {**finish.trace, **({"heard": self.heard} if self.heard else {})}
 
     def whole(self, text: str, finish: Finish) -> dict[str, Any]:
-        """The answer in one."""
+        """Return the complete answer."""
         message = AnswerMessage(content=text)
         found = Completion(
             id=self.id,
@@ -114,12 +116,12 @@ class ChatReply:
     def chunk(
         self, delta: Mapping[str, Any], reason: str | None = None, **more: Any
     ) -> dict[str, Any]:
-        """A piece of it."""
+        """Return a chunk of a stream."""
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
         return {**self._head(), "choices": [choice], **more}
 
     def counted(self, finish: Finish) -> dict[str, Any]:
-        """The chunk behind the last, which has no choice."""
+        """Return the chunk after the last, with the usage and without a choice."""
         return {**self._head(), "choices": [], "usage": self.usage(finish)}
 
     def _head(self) -> dict[str, Any]:
@@ -136,12 +138,11 @@ class Reader:
     """Reads the messages of one request.
 
     Args:
-        service: Whose limits and whose ears.
-        options: How clips are sampled.
+        service: The service with its limits and its speech model.
+        options: Options of sampling clips.
 
     Attributes:
-        heard: What was understood of each sound, in their order.
-        seconds: Of all sounds.
+        seconds: Duration of all sounds.
     """
 
     def __init__(self, service: Service, options: asked.MmfastOptions) -> None:
@@ -152,22 +153,17 @@ class Reader:
 
     @property
     def heard(self) -> list[str]:
-        """What was understood."""
+        """Transcripts of the sounds in order."""
         return [self._heard[key] for key in sorted(self._heard)]
 
     async def messages(self, given: list[Any]) -> tuple[Message, ...]:
-        """All messages, their media read side by side.
+        """Read all messages, their media at the same time.
 
         Raises:
-            ApiError: Too much of something, nothing asked, or media that cannot be read.
+            ApiError: A limit is exceeded, nothing is asked, or a medium cannot be read.
         """
         self._check(given)
-        reading = [asyncio.ensure_future(self._message(each, i)) for i, each in enumerate(given)]
-        try:
-            return tuple(await asyncio.gather(*reading))
-        finally:
-            for task in reading:
-                task.cancel()
+        return await _gathered(self._message(each, i) for i, each in enumerate(given))
 
     def _check(self, given: list[Any]) -> None:
         parts = [
@@ -182,42 +178,32 @@ class Reader:
             raise _too_much(f"{media} images, clips and sounds are too many; send at most {most}")
         frames = self._options.frames or 0
         if frames > self._config.max_frames:
-            raise ApiError(
-                400,
+            raise bad_request(
                 f"mmfast.frames={frames} is too many; ask for at most {self._config.max_frames}",
-                code="invalid_value",
-                param="mmfast.frames",
+                "invalid_value",
+                "mmfast.frames",
             )
         last = given[-1]
         if last.role != "user":
-            raise ApiError(
-                400,
+            raise bad_request(
                 f"the last message is the {last.role}'s; end with one whose role is 'user'",
-                code="invalid_value",
-                param="messages",
+                "invalid_value",
+                "messages",
             )
         own = [last.content] if isinstance(last.content, str) else last.content
         if not any(_asks(part) for part in own):
-            raise ApiError(
-                400,
+            raise bad_request(
                 "the last message asks nothing; add a text",
-                code="invalid_value",
-                param=f"messages[{len(given) - 1}].content",
+                "invalid_value",
+                f"messages[{len(given) - 1}].content",
             )
 
     async def _message(self, given: Any, number: int) -> Message:
         role: Role = "system" if given.role == "developer" else given.role
         if isinstance(given.content, str):
             return Message(role, (given.content,))
-        parts = [
-            asyncio.ensure_future(self._part(part, (number, i)))
-            for i, part in enumerate(given.content)
-        ]
-        try:
-            return Message(role, tuple(await asyncio.gather(*parts)))
-        finally:  # where one fails, nobody waits for the others
-            for part in parts:
-                part.cancel()
+        parts = (self._part(part, (number, i)) for i, part in enumerate(given.content))
+        return Message(role, await _gathered(parts))
 
     async def _part(self, part: Any, place: tuple[int, int]) -> str | Media:
         if isinstance(part, asked.TextPart):
@@ -237,13 +223,23 @@ class Reader:
             raise api_error(error, param) from error
 
     async def _words(self, sound: asked.RecordingData, place: tuple[int, int], param: str) -> str:
-        """What was said, as one would write it."""
+        """Transcribe a sound."""
         pcm, rate = await load_sound(sound.data, self._config, format=sound.format, param=param)
         voice = await self._service.voice()
         heard = await self._service.in_voice_thread(_transcriber(voice, pcm, rate))
         self.seconds += len(pcm) / rate
         self._heard[place] = heard
         return heard
+
+
+async def _gathered(work: Iterable[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
+    """Run coroutines at the same time; if one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return tuple(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _transcriber(voice: Any, pcm: Any, rate: int) -> Callable[[], str]:
@@ -269,11 +265,11 @@ def _asks(part: Any) -> bool:
 
 
 def _too_much(text: str) -> ApiError:
-    return ApiError(400, text, code="too_much", param="messages")
+    return bad_request(text, "too_much", "messages")
 
 
-PATIENCE = 2.0  # seconds for which a stream waits with its status: what fails at once gets its own
-HEARTBEAT = 15.0  # seconds between signs of life of a stream that has to wait
+PATIENCE = 2.0  # seconds to wait with the status of a stream, so that early errors get their own
+HEARTBEAT = 15.0  # seconds between comments in a stream that waits
 _log = logging.getLogger("mmfast.serve")
 router = APIRouter(route_class=JsonRoute)
 
@@ -294,13 +290,11 @@ async def chat(asked: ChatRequest, http: HttpRequest) -> Response:
     """Answer a conversation."""
     service: Service = http.app.state.service
     answer = ChatExchange(service, asked, caller_of(http.scope))
-    if asked.stream:
-        return await unless_gone(http, answer.stream())
-    return await unless_gone(http, answer.whole())
+    return await while_connected(http.receive, answer.stream() if asked.stream else answer.whole())
 
 
 class ChatExchange:
-    """One request of a client and its answer."""
+    """One request for a chat completion and its answer."""
 
     def __init__(self, service: Service, asked: ChatRequest, caller: Caller) -> None:
         self._service, self._asked, self._caller = service, asked, caller
@@ -310,7 +304,7 @@ class ChatExchange:
         _check(asked, service)
 
     async def whole(self) -> Response:
-        """The answer in one document."""
+        """Answer with one document."""
         async with await self._run() as run:
             while True:
                 found = self._noted(await run.next())
@@ -320,7 +314,7 @@ class ChatExchange:
                     return JSONResponse(self._reply.whole("".join(self._said), found))
 
     async def stream(self) -> Response:
-        """The answer as it comes; what fails at once is an error with a status of its own."""
+        """Answer with a stream; an early failure gets a status of its own."""
         run = await (await self._run()).__aenter__()
         try:
             first = self._noted(await run.next(PATIENCE))
@@ -343,7 +337,7 @@ class ChatExchange:
             messages,
             _sampling(asked, service.config),
             Options(options.reduce, options.cache, options.target_ttft_ms),
-            # Results are kept apart by user; turns are the key's, however many users it names.
+            # Results are separate for each user; turns are shared by all users of a key.
             f"{self._caller.tenant}/{asked.user or ''}",
             options.priority or 0,
             self._caller.tenant,
@@ -360,7 +354,7 @@ class ChatExchange:
             if isinstance(found, Delta):
                 yield event(reply.chunk({"content": found.text}, **usage))
             elif isinstance(found, Failure):
-                yield event(body(failed(found)))  # and no [DONE]: the answer is not whole
+                yield event(body(failed(found)))  # without [DONE], for the answer is not complete
                 return
             found = self._noted(await run.next(HEARTBEAT))
             if found is None:
@@ -371,11 +365,11 @@ class ChatExchange:
         yield DONE
 
     def _noted(self, found: Event | None) -> Event | None:
-        """Count what came."""
+        """Count an event in metrics, quotas and log."""
         now, metrics = time.perf_counter(), self._service.metrics
         if isinstance(found, Delta):
             self._said.append(found.text)
-            self._caller.spend(found.tokens)  # as it comes: who leaves early pays, too
+            self._caller.spend(found.tokens)  # as they come, also for clients that leave early
             self._spent += found.tokens
             if self._begun:
                 metrics.gap(now - self._last, found.tokens)
@@ -389,7 +383,7 @@ class ChatExchange:
         return found
 
     def _log(self) -> None:
-        """What was asked and answered, where the owner wants that."""
+        """Log question and answer where the options ask for it."""
         config, content = self._service.config, self._asked.messages[-1].content
         if config.log_text:
             parts = [content] if isinstance(content, str) else content
@@ -400,7 +394,7 @@ class ChatExchange:
 
 
 def _check(asked: ChatRequest, service: Service) -> None:
-    """What pydantic cannot know."""
+    """Check the request against the options of the server."""
     if asked.model != service.model:
         raise ApiError(
             404,
@@ -411,18 +405,14 @@ def _check(asked: ChatRequest, service: Service) -> None:
     most, longest = service.config.max_tokens, asked.longest
     if longest is not None and longest > most:
         param = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
-        raise ApiError(
-            400,
-            f"{param}={longest} is too many; ask for at most {most}",
-            code="invalid_value",
-            param=param,
+        raise bad_request(
+            f"{param}={longest} is too many; ask for at most {most}", "invalid_value", param
         )
     if asked.stream_options is not None and not asked.stream:
-        raise ApiError(
-            400,
+        raise bad_request(
             "stream_options go with stream=true; set it, or leave them out",
-            code="invalid_value",
-            param="stream_options",
+            "invalid_value",
+            "stream_options",
         )
 
 

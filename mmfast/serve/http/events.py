@@ -1,4 +1,4 @@
-"""Server-sent events, and other bodies that come in pieces."""
+"""Running requests, and replies that are sent in pieces, such as server-sent events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,13 +18,13 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the reply any more."""
+    """The client has closed the connection."""
 
 
 class RequestRun:
-    """A request that is being answered: `async with Run(executor, request) as run`.
+    """A request at the engine: `async with RequestRun(executor, request) as run`.
 
-    Leaving before its last event cancels it in the engine, at once.
+    Leaving the block before the last event cancels the request in the engine.
     """
 
     def __init__(self, executor: Executor, request: Request) -> None:
@@ -34,44 +33,44 @@ class RequestRun:
         self._over = False
 
     async def __aenter__(self) -> RequestRun:
-        """Hand it over.
+        """Submit the request.
 
         Raises:
-            BusyError: No room now.
-            MmfastError: It can never be answered.
+            BusyError: There is no room now.
+            MmfastError: The request can never be answered.
         """
         loop = asyncio.get_running_loop()
 
         def emit(event: Event) -> None:
-            if not loop.is_closed():  # an engine may still talk while the server stops
+            if not loop.is_closed():  # an engine may send events while the server stops
                 loop.call_soon_threadsafe(self._inbox.put_nowait, event)
 
-        # reading the prompt takes a while: in a thread, which goes on where this task is cancelled
-        handing = asyncio.get_running_loop().run_in_executor(
+        # preparing the prompt is slow: in a thread, which goes on if this task is cancelled
+        submitting = asyncio.get_running_loop().run_in_executor(
             None, self._executor.submit, self._request, emit
         )
         try:
-            await asyncio.shield(handing)
+            await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            handing.add_done_callback(self._cancel_late)
+            submitting.add_done_callback(self._cancel_late)
             raise
         return self
 
-    def _cancel_late(self, handing: asyncio.Future[None]) -> None:
-        if handing.exception() is None:
+    def _cancel_late(self, submitting: asyncio.Future[None]) -> None:
+        if submitting.exception() is None:
             self._executor.cancel(self._request.id)
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel the request if it still runs."""
         if not self._over:
             self._over = True
             self._executor.cancel(self._request.id)
 
     async def next(self, seconds: float | None = None) -> Event | None:
-        """The next event; None when none came in so many seconds."""
+        """Return the next event; None if none came within the seconds."""
         try:
             event = await asyncio.wait_for(self._inbox.get(), seconds)
         except TimeoutError:
@@ -81,8 +80,8 @@ class RequestRun:
 
 
 def failed(failure: Failure) -> ApiError:
-    """A failure as an error of the API."""
-    if failure.status == 499:  # not the client: it would not be there to be told
+    """Turn a failure into an error reply."""
+    if failure.status == 499:  # cancelled by the server, for the client is still here
         return ApiError(503, f"the answer was cut short: {failure.message}", code="cancelled")
     if failure.kind == "busy":
         return busy(failure.message)
@@ -90,13 +89,13 @@ def failed(failure: Failure) -> ApiError:
     return ApiError(failure.status, failure.message, kind, failure.kind)
 
 
-async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Work for as long as the client waits for it.
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine while the client is connected.
 
     Raises:
-        ClientGoneError: It left; the work was cancelled.
+        ClientGoneError: The client left, and the coroutine was cancelled.
     """
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left(http.receive))
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
@@ -108,16 +107,16 @@ async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
-async def left(receive: Any) -> None:
-    """Wait until the client has left."""
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 DONE = b"data: [DONE]\n\n"
-WAITING = b": waiting\n\n"  # a comment: keeps proxies from closing the connection
+WAITING = b": waiting\n\n"  # a comment that keeps proxies from closing the connection
 EVENTS = "text/event-stream"
-# of the OpenAPI document: every event has data, a JSON document or [DONE]
+# for the OpenAPI document: every event has data, a JSON document or [DONE]
 EVENT_SCHEMA = {
     "type": "object",
     "properties": {"data": {"type": "string"}},
@@ -126,19 +125,19 @@ EVENT_SCHEMA = {
 
 
 def event(document: Mapping[str, Any], name: str = "") -> bytes:
-    """One event."""
+    """Encode one server-sent event."""
     data = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
     line = f"event: {name}\n" if name else ""
     return f"{line}data: {data}\n\n".encode("utf-8", "replace")
 
 
 class StreamedReply(Response):
-    """A reply that is sent as it is made, and stops being made when the client leaves.
+    """A reply that is sent in pieces, and that ends when the client disconnects.
 
     Args:
         parts: The pieces.
-        media_type: Of the whole.
-        close: Called in the end, however it ends, also when nothing was ever sent.
+        media_type: Media type of the reply.
+        close: Called at the end in any case, also if nothing was sent.
     """
 
     def __init__(
@@ -152,18 +151,13 @@ class StreamedReply(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the end, or until the client leaves."""
-        writing = asyncio.ensure_future(self._write(send))
-        leaving = asyncio.ensure_future(left(receive))
+        """Send until the end, or until the client disconnects."""
         try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
+            await while_connected(receive, self._write(send))
+        except ClientGoneError:
+            return
         finally:
             self._close()
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
 
     async def _write(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}

@@ -1,4 +1,4 @@
-"""What `/metrics` tells Prometheus; every part of the server counts through here."""
+"""Counters of the server for Prometheus (`/metrics`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Metrics:
     """Counters of one server, in a registry of its own.
 
     Args:
-        health: How the engine is, asked when somebody looks.
+        health: Returns the state of the engine, at each request for the page.
     """
 
     def __init__(self, health: Callable[[], Health | None]) -> None:
@@ -51,15 +51,15 @@ class Metrics:
         own.register(_EngineGauges(health))
 
     def ttft(self, seconds: float) -> None:
-        """A first token came."""
+        """Count a first token."""
         self._ttft.observe(seconds)
 
     def gap(self, seconds: float, tokens: int = 1) -> None:
-        """More tokens came, so long after those before."""
+        """Count further tokens, and the seconds since those before."""
         self._gap.observe(seconds / max(tokens, 1))
 
     def finished(self, finish: Finish) -> None:
-        """An answer is over: its tokens and stages."""
+        """Count the tokens and stages of a complete answer."""
         trace: Mapping[str, Any] = finish.trace
         self._tokens.labels("prompt").inc(finish.prompt_tokens)
         self._tokens.labels("completion").inc(finish.completion_tokens)
@@ -70,48 +70,46 @@ class Metrics:
             self.stage(str(row["stage"]), row["ms"] / 1e3)
 
     def stage(self, name: str, seconds: float) -> None:
-        """A stage of a request was worked on."""
+        """Count the work of a stage."""
         self._stage.labels(name).observe(max(seconds, 0.0))
 
     def request(self, route: str, status: int) -> None:
-        """A request was answered; `route` is the pattern, never what the client sent."""
+        """Count a reply; `route` is the pattern, never the path of the client."""
         self._requests.labels(route, str(status)).inc()
 
     def rejected(self, reason: str) -> None:
-        """A request was refused: `busy`, `auth`, `rate`, `body`, `media`, `invalid`, `session`."""
+        """Count a refusal: `busy`, `auth`, `rate`, `body`, `media`, `invalid`, `session`."""
         self._rejected.labels(reason).inc()
 
     def first_audio(self, seconds: float, source: str) -> None:
-        """The first sound came; `source` is `speech` or `realtime`."""
+        """Count a first piece of sound; `source` is `speech` or `realtime`."""
         self._first_audio.labels(source).observe(seconds)
 
     def session_opened(self) -> None:
-        """A realtime session began."""
+        """Count the start of a realtime session."""
         self._sessions.inc()
 
     def session_closed(self) -> None:
-        """It ended."""
+        """Count the end of a realtime session."""
         self._sessions.dec()
 
     def value(self, name: str, **labels: str) -> float:
-        """One figure, 0 where nothing was counted yet."""
+        """Return one figure, 0 where nothing was counted yet."""
         return self._registry.get_sample_value(name, labels) or 0.0
 
     def text(self) -> bytes:
-        """The page."""
+        """Return the page."""
         return generate_latest(self._registry)
 
 
 class _EngineGauges(Collector):
-    """How the engine is, at the moment somebody looks."""
+    """Gauges of the engine at the time of the request."""
 
     def __init__(self, health: Callable[[], Health | None]) -> None:
         self._health = health
 
     def collect(self) -> Iterator[Metric]:
-        found = self._health()
-        if found is None:
-            found = Health(False)
+        found = self._health() or Health(False)
         yield _gauge("mmfast_ready", "Whether requests are taken.", float(found.ready))
         yield _gauge("mmfast_running", "Requests that are being answered.", found.running)
         yield _gauge("mmfast_waiting", "Requests that wait.", found.waiting)

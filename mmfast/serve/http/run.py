@@ -1,4 +1,4 @@
-"""From options to a listening server and back."""
+"""Start and stop of the server: socket, signals and uvicorn."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard.shield import uvicorn_options
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """The socket to listen on, taken before anything is loaded.
+def bind(host: str, port: int) -> socket.socket:
+    """Open the socket to listen on, before anything is loaded.
 
     Raises:
-        MmfastError: Somebody else has it, or the address is not this machine's.
+        MmfastError: The port is taken, or the address is not of this machine.
     """
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((config.host, config.port))
-        found.listen(2048)  # who comes early waits; where somebody else listens, it fails here
+        found.bind((host, port))
+        found.listen(2048)  # early clients wait; fails here if the port is taken
     except (OSError, UnicodeError) as error:
         found.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise MmfastError(
-            f"cannot listen on {config.host}:{config.port} ({reason}); "
+            f"cannot listen on {host}:{port} ({reason}); "
             "give another --port (0 takes a free one) or --host"
         ) from None
     return found
 
 
 def url_of(listening: socket.socket) -> str:
-    """Where clients find it."""
+    """Return the URL of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """uvicorn, hardened by the options, that ends a process cleanly on SIGINT and SIGTERM.
+    """uvicorn with the limits of the options and a clean end on SIGINT and SIGTERM.
 
     Args:
         app: The application.
-        config: Its options.
+        config: Options of the server.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop on a signal, and do not raise it again behind: that would be a failure."""
+        """Stop on a signal without raising it again, which would be a failure of the process."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -82,8 +82,8 @@ def serve(config: ServerConfig, listening: socket.socket, loaded: Callable[[], A
 
     Args:
         config: All options.
-        listening: From `bind`.
-        loaded: Called when the engine is there.
+        listening: The socket of `bind`.
+        loaded: Called when the engine is loaded.
 
     Raises:
         MmfastError: The engine cannot be loaded.

@@ -1,14 +1,21 @@
-"""What `/v1/chat/completions` takes: OpenAI's request, with clips and the `mmfast` options.
+"""Requests and replies of the API: those of OpenAI, with clips and the `mmfast` options.
 
-Parameters of theirs that this server has no use for are taken where they ask for what happens
-anyway (`n=1`, `logprobs=false`, …); everything else is refused by name (`bad_request`).
+Parameters without an effect here are accepted with the value that matches the behaviour (`n=1`,
+`logprobs=false`, …); every other value or parameter is refused by name (`app.refusal`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal
 
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import Response
 
 Text = Annotated[str, Field(max_length=1_000_000)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -18,27 +25,27 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class Strict(BaseModel):
-    """No parameter that is not here, and no guessing at types."""
+    """A model that refuses unknown parameters and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TextPart(Strict):
-    """Text."""
+    """A text."""
 
     type: Literal["text"]
     text: Text
 
 
 class ImageUrl(Strict):
-    """Where an image is: a `data:` URL, or an address that the server allows."""
+    """A `data:` URL of an image, or a URL of a host that the server allows."""
 
     url: Annotated[str, Field(min_length=1)]
     detail: Literal["auto", "low", "high"] | None = None
 
 
 class VideoUrl(Strict):
-    """Where a clip is: as of `ImageUrl`; how it is sampled, `mmfast` says."""
+    """A URL of a clip, as in `ImageUrl`; `mmfast` has the options of sampling."""
 
     url: Annotated[str, Field(min_length=1)]
 
@@ -65,7 +72,7 @@ class VideoPart(Strict):
 
 
 class SoundPart(Strict):
-    """Something said: it is written down, and asked as text."""
+    """A recording of speech, which is transcribed and asked as text."""
 
     type: Literal["input_audio"]
     input_audio: RecordingData
@@ -78,7 +85,7 @@ Part = Annotated[
 
 
 class UserMessage(Strict):
-    """What the user says and shows."""
+    """A message of the user: texts and media."""
 
     role: Literal["user"]
     content: Text | Annotated[list[Part], Field(min_length=1, max_length=256)]
@@ -86,7 +93,7 @@ class UserMessage(Strict):
 
 
 class SystemMessage(Strict):
-    """What holds for the whole conversation."""
+    """An instruction for the whole conversation."""
 
     role: Literal["system", "developer"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)]
@@ -94,7 +101,7 @@ class SystemMessage(Strict):
 
 
 class AssistantMessage(Strict):
-    """What was answered; a message of a reply can be sent back as it is."""
+    """An earlier answer; the message of a reply can be sent back unchanged."""
 
     role: Literal["assistant"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)]
@@ -113,23 +120,23 @@ Message = Annotated[
 
 
 class StreamOptions(Strict):
-    """Of `stream`."""
+    """Options of `stream`."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class PlainText(Strict):
-    """The one format of answers."""
+    """Plain text, the only format of answers."""
 
     type: Literal["text"]
 
 
 class MmfastOptions(Strict):
-    """What this server adds: how much of the media the model looks at, and how soon.
+    """Options of this server: reduction of media and caches, and sampling of clips.
 
-    `reduce` and `cache` are spec strings; `target_ttft_ms` lets the planner pick; `priority`
-    orders the requests of one key; `frames` or `fps` say how clips are sampled.
+    `reduce` and `cache` are spec strings; for `target_ttft_ms` the planner picks the reducers;
+    `priority` orders the requests of one key; `frames` or `fps` set the sampling of clips.
     """
 
     reduce: Spec | None = None
@@ -141,7 +148,7 @@ class MmfastOptions(Strict):
 
 
 class ChatRequest(Strict):
-    """A conversation to go on with."""
+    """A conversation to continue."""
 
     model: Name
     messages: Annotated[list[Message], Field(min_length=1, max_length=512)]
@@ -162,7 +169,7 @@ class ChatRequest(Strict):
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
     mmfast: MmfastOptions | None = None
-    # what other servers do, too, and happens here in one way only
+    # parameters of OpenAI with one possible value
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -182,7 +189,7 @@ class ChatRequest(Strict):
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the answer that were asked for, by either name."""
+        """Most tokens of the answer, by either name."""
         newer = self.max_completion_tokens
         return self.max_tokens if newer is None else newer
 
@@ -191,7 +198,7 @@ Format = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 
 
 class SpeechRequest(Strict):
-    """A text to say."""
+    """A text to speak."""
 
     model: Name
     input: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -203,7 +210,7 @@ class SpeechRequest(Strict):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, in one line."""
+    """An error in one line."""
 
     message: str
     type: str
@@ -212,13 +219,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """Every error."""
+    """Reply of every error."""
 
     error: ErrorDetail
 
 
 class PromptDetails(BaseModel):
-    """Of the prompt's tokens, those that were not worked on anew, and those of images and clips."""
+    """Cached tokens of the prompt, and tokens of its images and clips."""
 
     cached_tokens: int = 0
     image_tokens: int = 0
@@ -226,14 +233,14 @@ class PromptDetails(BaseModel):
 
 
 class Transcribed(BaseModel):
-    """Sounds that were written down first; their words count as text."""
+    """Transcribed sounds; their words count as text."""
 
     sounds: int
     seconds: float
 
 
 class Usage(BaseModel):
-    """What was counted."""
+    """Numbers of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -243,7 +250,7 @@ class Usage(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """The answer."""
+    """The message of an answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -251,7 +258,7 @@ class AnswerMessage(BaseModel):
 
 
 class Choice(BaseModel):
-    """The one answer."""
+    """The only choice of a completion."""
 
     index: int = 0
     message: AnswerMessage
@@ -260,7 +267,7 @@ class Choice(BaseModel):
 
 
 class Completion(BaseModel):
-    """A whole answer; `mmfast` is its trace."""
+    """A complete answer; `mmfast` is its trace."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -282,14 +289,14 @@ class ModelCard(BaseModel):
 
 
 class Models(BaseModel):
-    """All of them."""
+    """All models."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class HealthReply(BaseModel):
-    """Whether the process lives (`/health`) and takes requests (`/ready`)."""
+    """State of the process (`/health`) and of the engine (`/ready`)."""
 
     status: Literal["ok", "loading", "busy", "failed"]
     running: int = 0
@@ -299,7 +306,7 @@ class HealthReply(BaseModel):
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply, "description": text}
     for status, text in (
-        (400, "The request is wrong; the message says what and how to right it."),
+        (400, "The request is wrong; the message says what and how to correct it."),
         (401, "No key, or a wrong one."),
         (404, "No such model or route."),
         (408, "The request came too slowly."),
@@ -310,3 +317,51 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (503, "Not loaded, or a worker was lost; try again."),
     )
 }
+
+
+LARGE = 1 << 18  # bytes from which parsing would delay other requests
+
+
+class JsonRequest(Request):
+    """A request whose JSON is parsed in a thread if it is large; the guard has measured it."""
+
+    async def json(self) -> Any:
+        """Parse the body.
+
+        Raises:
+            JSONDecodeError: The body is not JSON.
+        """
+        if not hasattr(self, "_json"):
+            body = await self.body()
+            if len(body) < LARGE:
+                self._json = json.loads(body)
+            else:
+                self._json = await asyncio.to_thread(large, body)
+        return self._json
+
+
+def large(body: bytes) -> Any:
+    """Parse a large body from its bytes.
+
+    Decoded as a whole, a single letter beyond Latin-1 would turn each byte of base64 into four.
+
+    Raises:
+        JSONDecodeError: The body is not JSON.
+    """
+    try:
+        return from_json(body)
+    except ValueError as error:
+        raise json.JSONDecodeError(" ".join(str(error).split())[:120], "", 0) from None
+
+
+class JsonRoute(APIRoute):
+    """A route that reads a `JsonRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See `APIRoute`."""
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handled

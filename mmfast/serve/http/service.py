@@ -1,7 +1,7 @@
-"""What all routes of a server share: its engine, its voice, its counters.
+"""The shared state of all routes: engine, speech model and counters.
 
-Engine and voice are loaded in the background: the port answers at once, and a request that comes
-early waits for its engine.
+Engine and speech model are loaded in the background: the port answers at once, and early requests
+wait for the engine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mmfast.serve.guard.errors import ApiError, busy
 from mmfast.serve.http.metrics import Metrics
 
 T = TypeVar("T")
-SPEECH = "mmfast-tiny-speech"
-VOICES = 2  # speeches and recordings that are worked on at once
-HEARD = 32  # recordings that wait to be written down; one more is refused
+EMBEDDED, SPEECH = "mmfast-tiny-video", "mmfast-tiny-speech"
+VOICES = 2  # speeches and recordings processed at once
+HEARD = 32  # most recordings that wait for transcription; another one is refused
 _log = logging.getLogger("mmfast.serve")
 
 
-class Later:
-    """Something that is loaded once, in a thread of its own, when it is first asked for."""
+class LazyLoader:
+    """A value that is loaded once, in a thread of its own, on first use."""
 
     def __init__(self, make: Callable[[], Any], value: Any = None) -> None:
         self._make, self._lock = make, threading.Lock()
@@ -39,7 +39,7 @@ class Later:
             self._future.set_result(value)
 
     def start(self) -> Future[Any]:
-        """Begin, if nobody has."""
+        """Begin to load, unless it was begun."""
         with self._lock:
             if self._future is None:
                 self._future = Future()
@@ -49,24 +49,24 @@ class Later:
     def _load(self, future: Future[Any]) -> None:
         try:
             future.set_result(self._make())
-        except BaseException as error:  # whoever asks gets it
+        except BaseException as error:  # for the callers of `get`
             if not isinstance(error, MmfastError):
                 _log.error("cannot load", exc_info=error)
             future.set_exception(error)
 
     def now(self) -> Any:
-        """What was loaded, or None."""
+        """Return the loaded value, or None."""
         future = self._future
         loaded = future is not None and future.done() and future.exception() is None
         return future.result() if future is not None and loaded else None
 
     def failure(self) -> BaseException | None:
-        """Why it could not be loaded."""
+        """Return the error of loading, or None."""
         future = self._future
         return future.exception() if future is not None and future.done() else None
 
     async def get(self) -> Any:
-        """Wait for it.
+        """Wait for the value.
 
         Raises:
             ApiError: It cannot be loaded.
@@ -84,26 +84,26 @@ class Service:
 
     Args:
         config: Its options.
-        executor: Answers requests; None loads the one that `config` asks for.
-        voice: Speaks and listens (`Speaker` and `Listener`); None loads the one of `config`.
+        executor: The engine; None loads the one of `config`.
+        voice: The speech model (`Speaker` and `Listener`); None loads the one of `config`.
 
     Attributes:
-        config: As given.
+        config: Its options.
         metrics: Counters.
-        created: When it began, in seconds since 1970.
-        parts: What mounted parts keep, by their name.
+        created: Time of the start, in seconds since 1970.
+        parts: State of further routes by name.
     """
 
     def __init__(self, config: ServerConfig, executor: Any = None, voice: Any = None) -> None:
         self.config, self.created = config, int(time.time())
-        self._engine = Later(lambda: _engine(config), executor)
-        self._voice = Later(lambda: _voice(config), voice)
+        self._engine = LazyLoader(lambda: _engine(config), executor)
+        self._voice = LazyLoader(lambda: _voice(config), voice)
         self.metrics = Metrics(self.health)
         self.parts: dict[str, Any] = {}
         self._threads, self._listening = ThreadPoolExecutor(VOICES, "voice"), 0
 
     def start(self) -> Future[Any]:
-        """Begin to load: the engine, then the voice; the future is the engine's."""
+        """Begin to load the engine, then the speech model; return the future of the engine."""
         future = self._engine.start()
         future.add_done_callback(self._then_voice)
         return future
@@ -113,7 +113,7 @@ class Service:
             self._voice.start()
 
     async def executor(self) -> Executor:
-        """The engine, when it is there.
+        """Return the engine when it is loaded.
 
         Raises:
             ApiError: It cannot be loaded.
@@ -122,10 +122,10 @@ class Service:
         return found
 
     async def voice(self) -> Any:
-        """What speaks (`speak`, `voices`, `sample_rate`) and listens (`transcribe`).
+        """Return the speech model (`speak`, `voices`, `sample_rate`, `transcribe`).
 
         Raises:
-            ApiError: The server offers none, or it cannot be loaded.
+            ApiError: The server offers no speech, or the model cannot be loaded.
         """
         if not self.config.voice:
             raise ApiError(
@@ -134,14 +134,14 @@ class Service:
         return await self._voice.get()
 
     def spawn_voice(self, work: Callable[[], None]) -> None:
-        """Begin a speech in one of the same threads."""
+        """Start a speech in one of the threads for speech."""
         self._threads.submit(work)
 
     async def in_voice_thread(self, work: Callable[[], T]) -> T:
-        """Speech is worked on in a few threads of its own, so that it never starves the rest.
+        """Run a transcription in one of the few threads for speech.
 
         Raises:
-            ApiError: 429: too many wait for that.
+            ApiError: 429: too many recordings wait.
         """
         if self._listening >= HEARD:
             text = f"{HEARD} recordings wait to be written down; try again in a few seconds"
@@ -153,28 +153,28 @@ class Service:
             self._listening -= 1
 
     def health(self) -> Health | None:
-        """How the engine is; None while it is loaded."""
+        """Return the state of the engine; None until it is loaded."""
         engine = self._engine.now()
         return None if engine is None else engine.health()
 
     @property
     def model(self) -> str:
-        """The name of the model, also while it is loaded."""
+        """Name of the model, also before it is loaded."""
         engine = self._engine.now()
-        return self.config.name or (engine.model if engine is not None else _name(self.config))
+        return self.config.name or (engine.model if engine is not None else name_of(self.config))
 
     @property
     def speech_model(self) -> str:
-        """The name of the model that speaks."""
+        """Name of the speech model."""
         speech = self.config.speech
         return SPEECH if speech is None else PurePath(speech).name
 
     def failure(self) -> BaseException | None:
-        """Why there is no engine; None where there is one, or will be."""
+        """Return the error of loading the engine, or None."""
         return self._engine.failure()
 
     def close(self) -> None:
-        """Stop the engine and what is still said."""
+        """Stop the engine and running speeches."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         engine = self._engine.now()
         if engine is not None:
@@ -182,21 +182,52 @@ class Service:
 
 
 def _engine(config: ServerConfig) -> Executor:
-    from mmfast.serve.engine.choose import choose
-
     start = time.monotonic()
-    engine = choose(config)
+    engine = load_engine(config)
     _log.info("engine %s ready after %.1f s", config.engine, time.monotonic() - start)
     return engine
+
+
+def load_engine(config: ServerConfig) -> Executor:
+    """Load the engine that `config.engine` names.
+
+    Raises:
+        MmfastError: The engine needs a package that is not installed.
+        ModelError: The checkpoint cannot be loaded.
+    """
+    names = ("reduce", "cache", "device", "dtype", "slots", "context", "chunk", "queue", "memory")
+    options = {name: getattr(config, name) for name in names} | {"name": name_of(config)}
+    if config.engine == "inproc":
+        from mmfast.serve.engine.scheduler import Scheduler
+
+        return Scheduler(config.model, **options)
+    for role in ("encode", "prefill", "decode"):
+        options[role] = getattr(config, f"{role}_replicas")
+    if config.engine == "processes":
+        from mmfast.serve.engine.processes.engine import process_engine
+
+        return process_engine(config.model, **options)
+    try:
+        from mmfast.serve.ray.engine import RayEngine
+    except ModuleNotFoundError as error:
+        raise MmfastError(
+            f"--engine ray needs {error.name}, which is not installed; "
+            'pip install "mmfast[ray]", or choose inproc or processes'
+        ) from error
+    return RayEngine(config.model, **options, address=config.ray_address)
+
+
+def name_of(config: ServerConfig) -> str:
+    """Return the name of the model: the one given, else its directory or hub id."""
+    if config.name:
+        return config.name
+    if config.model is None:
+        return EMBEDDED
+    local = config.model.startswith((".", "/", "~")) or config.model.count("/") != 1
+    return PurePath(config.model).name if local else config.model
 
 
 def _voice(config: ServerConfig) -> Any:
     from mmfast.voice.models import can, load_voice
 
     return can(can(load_voice(config.speech, config.device, "auto"), "speak"), "transcribe")
-
-
-def _name(config: ServerConfig) -> str:
-    from mmfast.serve.engine.choose import name_of
-
-    return name_of(config)

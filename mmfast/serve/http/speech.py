@@ -1,4 +1,4 @@
-"""`POST /v1/audio/speech`."""
+"""Text to speech: `POST /v1/audio/speech`, and the writers of its audio formats."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.frontends.audio.wav import WavWriter
 from mmfast.ops.audio import Resampler
-from mmfast.serve.guard.errors import ApiError, api_error, body, busy
-from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event, unless_gone
-from mmfast.serve.http.json_route import JsonRoute
-from mmfast.serve.http.schema import ERRORS, SpeechRequest
+from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, busy
+from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event, while_connected
+from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest
 from mmfast.serve.http.service import VOICES, Service
 
-PCM_RATE = 24_000  # what OpenAI's clients expect of `pcm`, which does not say
+PCM_RATE = 24_000  # OpenAI's clients expect this rate of `pcm`, which has no header
 TYPES = {
     "mp3": "audio/mpeg",
     "opus": "audio/ogg",
@@ -41,21 +40,21 @@ _CODECS = {  # format -> container and codec of FFmpeg
 
 
 class SoundWriter(Protocol):
-    """Takes samples, gives what is ready of the file."""
+    """An encoder that takes samples and returns the finished bytes of the file."""
 
     def write(self, pcm: Tensor) -> bytes:
-        """Samples `[n]` float in -1..1."""
+        """Encode samples `[n]` float in -1..1."""
 
     def close(self) -> bytes:
-        """The rest."""
+        """Return the last bytes."""
 
 
 def sound_writer(kind: str, rate: int) -> SoundWriter:
-    """What writes one format.
+    """Return the encoder of a format.
 
     Args:
         kind: One of `TYPES`.
-        rate: Samples per second of what will come.
+        rate: Samples per second.
     """
     if kind == "pcm":
         return _Pcm(rate)
@@ -63,7 +62,7 @@ def sound_writer(kind: str, rate: int) -> SoundWriter:
 
 
 class _Sink:
-    """A file that cannot seek, emptied from the other end."""
+    """A file without seeking that collects written bytes."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -139,9 +138,9 @@ def _int16(pcm: Tensor) -> bytes:
     return data.astype("<i2").tobytes()
 
 
-WAITING = 8  # speeches that wait for a thread; one more is refused
+WAITING = 8  # most speeches that wait for a thread; another one is refused
 RATE = 165  # words per minute at speed 1
-# OpenAI's names, low voices to the low one; others take turns
+# names of OpenAI -> number of the voice, modulo the number of voices
 VOICE_NAMES = {
     "alloy": 0, "ash": 1, "ballad": 0, "cedar": 1, "coral": 2, "echo": 1, "fable": 0,
     "marin": 3, "nova": 2, "onyx": 1, "sage": 3, "shimmer": 3, "verse": 0,
@@ -156,18 +155,18 @@ router = APIRouter(route_class=JsonRoute)
     responses={
         **ERRORS,
         200: {
-            "description": "The sound, as it is made.",
+            "description": "The sound, in pieces.",
             "content": {
                 **{kind: {} for kind in TYPES.values()},
                 EVENTS: {"schema": EVENT_SCHEMA},
             },
         },
     },
-    summary="Say a text",
+    summary="Speak a text",
 )
 async def speech(asked: SpeechRequest, http: HttpRequest) -> Response:
-    """Say a text."""
-    return await unless_gone(http, _say(asked, http.app.state.service))
+    """Speak a text."""
+    return await while_connected(http.receive, _say(asked, http.app.state.service))
 
 
 async def _say(asked: SpeechRequest, service: Service) -> Response:
@@ -179,38 +178,38 @@ async def _say(asked: SpeechRequest, service: Service) -> Response:
             param="model",
         )
     speaker = await service.voice()
-    saying = Saying(service, speaker, asked)
+    run = SpeechRun(service, speaker, asked)
     try:
-        first = await saying.next()  # so that what cannot be said has a status of its own
+        first = await run.next()  # so that an early error has a status of its own
     except BaseException:
-        saying.close()
+        run.close()
         raise
     if asked.stream_format == "sse":
-        return StreamedReply(saying.events(first), EVENTS, saying.close)
-    return StreamedReply(saying.parts(first), TYPES[asked.response_format or "mp3"], saying.close)
+        return StreamedReply(run.events(first), EVENTS, run.close)
+    return StreamedReply(run.parts(first), TYPES[asked.response_format or "mp3"], run.close)
 
 
 def voice_of(name: str, voices: tuple[str, ...]) -> str:
-    """The model's name of a voice.
+    """Return the model's name of a voice.
 
     Raises:
-        ApiError: There is none of that name.
+        ApiError: There is no voice of that name.
     """
     if name in voices or not voices:
         return name
     if name.lower() in VOICE_NAMES:
         return voices[VOICE_NAMES[name.lower()] % len(voices)]
     text = unknown("voice", name[:80], [*voices, *VOICE_NAMES])
-    raise ApiError(400, text, code="invalid_value", param="voice")
+    raise bad_request(text, "invalid_value", "voice")
 
 
-class Saying:
-    """A text on its way to sound, in a thread of the service."""
+class SpeechRun:
+    """The synthesis of one text, in a thread of the service."""
 
     def __init__(self, service: Service, speaker: Any, asked: SpeechRequest) -> None:
-        waiting: set[Saying] = service.parts.setdefault("speech", set())
+        waiting: set[SpeechRun] = service.parts.setdefault("speech", set())
         if len(waiting) >= VOICES + WAITING:
-            raise busy(f"{len(waiting)} texts are being said or wait; try again in a second")
+            raise busy(f"{len(waiting)} texts are being spoken or wait; try again in a second")
         self._service, self._start, self._gone = service, time.perf_counter(), False
         self._queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         self._loop, self._waiting = asyncio.get_running_loop(), waiting
@@ -229,7 +228,7 @@ class Saying:
         service.spawn_voice(lambda: self._work(sounds, writer))
 
     def _work(self, sounds: Any, writer: Any) -> None:
-        """Runs in the thread."""
+        """Synthesise in the thread."""
         last: BaseException | None = None
         try:
             while not self._gone:
@@ -239,7 +238,7 @@ class Saying:
                     break
                 if len(sound.pcm):
                     self._put(writer.write(sound.pcm))
-        except BaseException as error:  # the reply tells it
+        except BaseException as error:  # for the reply
             last = error
         finally:
             getattr(sounds, "close", lambda: None)()
@@ -250,10 +249,10 @@ class Saying:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, part)
 
     async def next(self) -> bytes | None:
-        """The next piece; None at the end.
+        """Return the next piece; None at the end.
 
         Raises:
-            ApiError: It cannot be said.
+            ApiError: The text cannot be spoken.
         """
         part = await self._queue.get()
         if isinstance(part, MmfastError):
@@ -266,14 +265,14 @@ class Saying:
         return part
 
     async def parts(self, first: bytes | None) -> AsyncGenerator[bytes, None]:
-        """The file."""
+        """Yield the pieces of the file."""
         part = first
         while part is not None:
             yield part
             part = await self.next()
 
     async def events(self, first: bytes | None) -> AsyncGenerator[bytes, None]:
-        """The file in events."""
+        """Yield the file as events."""
         part = first
         try:
             while part is not None:
@@ -286,6 +285,6 @@ class Saying:
         yield event({"type": "speech.audio.done"})
 
     def close(self) -> None:
-        """Nobody listens any more."""
+        """Stop the synthesis."""
         self._gone = True
         self._waiting.discard(self)

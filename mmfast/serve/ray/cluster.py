@@ -1,9 +1,7 @@
-"""Starting Ray on this machine, or joining a cluster, and leaving again.
+"""Connection to Ray, on this machine or a cluster, and a spare worker process.
 
-A worker process of Ray that waits with everything imported, for the next replica that is lost.
-
-Most of what a new replica takes is a process that imports torch and transformers. Ray hands idle
-processes of a job to its actors, so one of them is started ahead of time.
+A new replica spends most of its start on importing torch and transformers. Ray gives idle worker
+processes of a job to its actors, so one of them is started and imports ahead of time.
 """
 
 from __future__ import annotations
@@ -22,19 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from mmfast.core.errors import MmfastError
+from mmfast.serve.engine.base import LOG
 from mmfast.serve.ray.preload import PLACE
 
-LOG = logging.getLogger("mmfast.serve")
-KEPT = 30 * 24 * 3600  # seconds after which Ray may end one that nobody took
+KEPT = 30 * 24 * 3600  # seconds after which Ray may end an unused spare
 _RAY = "ray.core.generated"
 _PARTS = ("grpc", f"{_RAY}.common_pb2", f"{_RAY}.node_manager_pb2", f"{_RAY}.node_manager_pb2_grpc")
-_SECONDS = 10.0  # for Ray to take the order
-PATIENCE = 120.0  # seconds after which one that was ordered is given up
-_SEEN = Path("/proc/self/cmdline").exists()  # what processes call themselves
+_SECONDS = 10.0  # timeout of an order
+PATIENCE = 120.0  # seconds after which an order is given up
+_SEEN = Path("/proc/self/cmdline").exists()  # the names of processes can be read
 
 
 class Spare:
-    """Keeps a process in waiting on a cluster of our own; must be made before Ray starts."""
+    """Keeps one spare worker process on a local cluster; must be made before Ray starts."""
 
     def __init__(self) -> None:
         self._orders, self._at, self._off = 0, 0.0, False
@@ -44,34 +42,30 @@ class Spare:
 
     @property
     def ready(self) -> list[int]:
-        """Processes that have imported everything, whatever became of them since."""
+        """Ids of all processes that have imported everything, also of used or dead ones."""
         return sorted(int(each.name) for each in self._folder.iterdir() if each.name.isdigit())
 
     def due(self) -> bool:
-        """Whether none waits, and none is on its way."""
+        """Return True if no spare waits, and none is being started."""
         if self._off or any(map(_idle, self.ready)):
             return False
         late = time.monotonic() - self._at > PATIENCE
         return self._orders == 0 or (_SEEN and (len(self.ready) >= self._orders or late))
 
     def keep(self, ray: Any) -> None:
-        """Have one started where it is due.
-
-        Args:
-            ray: The module, connected.
-        """
+        """Order a spare where it is due; `ray` is the connected module."""
         if not self.due():
             return
         (self._folder / "warm").touch()
         self._orders, self._at = self._orders + 1, time.monotonic()
         try:
             self._order(ray)
-        except Exception as error:  # parts of Ray speak so to each other; other versions may not
+        except Exception as error:  # an internal message of Ray, which other versions may lack
             self._off = True
             LOG.info("no spare worker on Ray: %s", type(error).__name__)
 
     def _order(self, ray: Any) -> None:
-        made: list[Any] = [import_module(name) for name in _PARTS]  # of no stated types
+        made: list[Any] = [import_module(name) for name in _PARTS]  # modules without types
         grpc, common, messages, services = made
         order = messages.PrestartWorkersRequest(
             language=common.Language.Value("PYTHON"),
@@ -87,7 +81,7 @@ class Spare:
                 stub.PrestartWorkers(order, timeout=_SECONDS)
 
     def close(self) -> None:
-        """Nobody is waited for any more."""
+        """Remove the folder and the variable of the environment."""
         if os.environ.get(PLACE) == str(self._folder):
             del os.environ[PLACE]
         with contextlib.suppress(OSError):
@@ -95,7 +89,7 @@ class Spare:
 
 
 def _idle(pid: int) -> bool:
-    """Whether a worker waits: Ray names them by what they do."""
+    """Return True if a worker is idle, by the name that Ray gives its process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::IDLE")
     return False
@@ -105,15 +99,15 @@ TRIES = 3  # to start a node
 
 
 class Cluster:
-    """Ray with Serve, without a dashboard and without a proxy: nothing listens beyond Ray itself.
+    """Ray with Serve, without a dashboard and without a proxy, so it opens no further port.
 
-    Where this process is connected to Ray already, that is used, and left as it is.
+    An existing connection of this process is used and left open.
 
     Args:
-        address: `local` starts Ray on this machine and stops it in the end; else that of a
-            cluster.
-        cpus: Cores that a local cluster says it has; None counts them.
-        objects: Bytes of a local cluster's object store; None leaves that to Ray.
+        address: `local` starts Ray on this machine and stops it in the end; else the address of
+            a cluster.
+        cpus: Cores of a local cluster; None counts them.
+        objects: Bytes of a local cluster's object store; None takes the default of Ray.
 
     Raises:
         MmfastError: Ray cannot start, or there is no cluster.
@@ -123,8 +117,8 @@ class Cluster:
         self, address: str = "local", cpus: int | None = None, objects: int | None = None
     ) -> None:
         if address == "local":
-            os.environ.setdefault("RAY_worker_niceness", "0")  # replicas are no background work
-            # A tenth of a second, Ray's own, is short for a replica that computes.
+            os.environ.setdefault("RAY_worker_niceness", "0")  # replicas run at normal priority
+            # The default of 0.1 s is too short for a replica that computes.
             os.environ.setdefault("RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S", "1")
         ray, serve = imported("the engine 'ray'", "inproc or processes", "ray", "ray.serve")
         self._ray: Any = ray
@@ -143,22 +137,22 @@ class Cluster:
             serve.start(proxy_location="Disabled")
 
     def resources(self) -> Mapping[str, float]:
-        """CPUs and GPUs of all machines."""
+        """Return the CPUs and GPUs of all machines."""
         found: Mapping[str, float] = self._ray.cluster_resources()
         return found
 
     def have_spare(self) -> None:
-        """Have a process wait for the next replica, where the cluster is our own."""
+        """Keep a spare worker where the cluster is local."""
         if self.spare is not None:
             self.spare.keep(self._ray)
 
     def machines(self) -> int:
-        """How many there are."""
+        """Return the number of machines."""
         return max(1, sum(bool(node["Alive"]) for node in self._ray.nodes()))
 
     def close(self, apps: list[str]) -> None:
-        """Take applications down, and with a cluster of our own everything."""
-        with calm(), contextlib.suppress(Exception):  # a cluster that is gone needs no goodbye
+        """Stop applications, and a local cluster as a whole."""
+        with calm(), contextlib.suppress(Exception):  # the cluster may be gone
             if self._serves:
                 self._serve.shutdown()
             else:
@@ -170,11 +164,11 @@ class Cluster:
             self.spare.close()
 
 
-def imported(what: str, instead: str, *modules: str) -> list[Any]:
-    """Modules of Ray, which reports nothing to anybody.
+def imported(user: str, instead: str, *modules: str) -> list[Any]:
+    """Import modules of Ray with its usage reports turned off.
 
     Raises:
-        MmfastError: It is not installed.
+        MmfastError: Ray is not installed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -182,25 +176,25 @@ def imported(what: str, instead: str, *modules: str) -> list[Any]:
         return [import_module(name) for name in modules]
     except ImportError as error:
         raise MmfastError(
-            f"{what} needs {error.name}, which is not installed: "
+            f"{user} needs {error.name}, which is not installed: "
             f'pip install "mmfast[ray]", or take the engine {instead}'
         ) from None
 
 
 def start(ray: Any, address: str, **local: Any) -> None:
-    """Connect; on a busy machine a node may need a second try, for Ray gives it 30 s.
+    """Connect to Ray, with retries: on a busy machine a node may not start within 30 s.
 
     Args:
         ray: The module.
-        address: `local` starts a node here; else that of a cluster.
-        **local: Options of `ray.init` for a node of our own.
+        address: `local` starts a node here; else the address of a cluster.
+        **local: Options of `ray.init` for a local node.
 
     Raises:
-        MmfastError: There is none.
+        MmfastError: Ray cannot start, or there is no cluster.
     """
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine alone
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of this machine alone
         os.environ.setdefault("RAY_agent_register_timeout_ms", "100000")  # of a busy machine
         options |= {"include_dashboard": False, **local}
     for left in range(TRIES - 1, -1, -1):
@@ -208,7 +202,7 @@ def start(ray: Any, address: str, **local: Any) -> None:
         try:
             ray.init(address, **options)
             return
-        except Exception as error:  # Ray raises plain ones, too
+        except Exception as error:  # Ray also raises plain exceptions
             for pid in _children() - before:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -218,7 +212,7 @@ def start(ray: Any, address: str, **local: Any) -> None:
 
 
 def _children() -> set[int]:
-    """Processes that this one started, where the system tells."""
+    """Return the child processes of this one, where the system lists them."""
     found: set[int] = set()
     for tasks in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -229,18 +223,18 @@ def _children() -> set[int]:
 def share(
     have: Mapping[str, float], workers: int, device: str | None, spare: float = 0.0
 ) -> dict[str, float]:
-    """Resources of one worker, so that all of them fit.
+    """Return the resources of one worker, so that all of them fit.
 
     Args:
-        have: Of the cluster.
-        workers: How many there are.
-        device: What was asked for; a CPU leaves GPUs alone.
-        spare: Part of all cores that is left to others.
+        have: Resources of the cluster.
+        workers: Number of workers.
+        device: Requested device; `cpu` leaves GPUs alone.
+        spare: Part of all cores to leave free.
     """
     gpus, cpus = gpus_of(have, device), float(have.get("CPU", 1))
 
     def floor(value: float) -> float:
-        # Rounded down: shares that add up to a little too much are waited for without end.
+        # Rounded down: Ray would wait forever for shares that add up to slightly too much.
         return math.floor(1000 * value) / 1000
 
     gpu = floor(1 / math.ceil(workers / gpus)) if gpus else 0.0
@@ -248,19 +242,19 @@ def share(
 
 
 def gpus_of(have: Mapping[str, float], device: str | None) -> int:
-    """GPUs that may be used."""
+    """Return the number of GPUs that may be used."""
     on_cpu = device is not None and not device.startswith("cuda")
     return 0 if on_cpu else int(have.get("GPU", 0))
 
 
 def sharing(some: int, workers: int, places: int) -> int:
-    """How many of `some` workers may come to be on one of the places that all workers share."""
+    """Return how many of `some` workers may share one of the places of all workers."""
     return max(1, min(some, math.ceil(workers / places)))
 
 
 @contextlib.contextmanager
 def calm() -> Iterator[None]:
-    """Serve's own log lines are about itself; what goes wrong is raised."""
+    """Silence the log of Ray Serve, whose errors are raised."""
     log = logging.getLogger("ray.serve")
     log.setLevel(logging.ERROR)
     try:

@@ -1,9 +1,9 @@
-"""Encode, prefill and decode as deployments of their own, each with its number of replicas.
+"""Encode, prefill and decode as deployments of Ray Serve, each with its number of replicas.
 
-A request goes through one replica of each: encode gives embeddings, prefill keys and values with
-the logits of the first token, decode the answer, in one batch with all others of its replica. What
-one gives lies in Ray's object store and goes straight to the next one; if the giver dies, it is
-still there. What goes wrong with a request travels the same way, as a `Failure`.
+A request passes one replica of each: encode computes embeddings, prefill keys and values with the
+logits of the first token, decode the answer, in one batch with the others of its replica. Results
+lie in Ray's object store, go straight to the next replica, and outlive the replica that made them.
+An error of a request travels the same way, as a `Failure`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.loading import load
 from mmfast.models.quiet import quiet
-from mmfast.serve.engine.base import Delta, Event, Failure, Request
-from mmfast.serve.engine.failures import failure
+from mmfast.serve.engine.base import Delta, Event, Failure, Request, failure
 from mmfast.serve.engine.processes.messages import Parcel, unwrap, wrap
 from mmfast.serve.engine.slots import moved
 from mmfast.serve.ray.cluster import Cluster, calm, share, sharing
@@ -29,19 +28,19 @@ ROLES = ("encode", "prefill", "decode")
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """What every replica is told.
+    """Settings of every replica.
 
     Attributes:
-        model: As of `load`.
-        device: As of `load`.
-        dtype: As of `load`.
-        threads: Of torch in each replica; 0 leaves them.
-        slots: Answers at once in one decode replica.
+        model: Argument of `load`.
+        device: Argument of `load`.
+        dtype: Argument of `load`.
+        threads: Threads of torch in each replica; 0 leaves the number unchanged.
+        slots: Most answers at once in one decode replica.
         chunk: Most tokens of one prefill pass.
         context: Longest prompt and answer in tokens; None takes the model's.
-        memory: Of keys and values in one decode replica, as of the `Scheduler`.
-        linger: Seconds by which encode and prefill hold back each result: for trials of faults.
-        sharing: Decode replicas on one device, among which its free memory is shared out.
+        memory: Bytes of keys and values in one decode replica, as for the `Scheduler`.
+        linger: Seconds by which encode and prefill delay each result, to test faults.
+        sharing: Decode replicas that share the free memory of a device.
     """
 
     model: str | None = None
@@ -56,7 +55,7 @@ class ReplicaSettings:
     sharing: int = 1
 
     def load(self) -> tuple[Any, Any]:
-        """Model and processor."""
+        """Load the model and its processor."""
         import torch
 
         quiet()
@@ -66,11 +65,11 @@ class ReplicaSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class Handed:
-    """What one role gives the next.
+class StageResult:
+    """The result of one role for the next.
 
     Attributes:
-        parcel: `Embedded`, or `Piece`.
+        parcel: `Embedded`, or `PromptPiece`.
         workers: Process of each role so far.
     """
 
@@ -78,75 +77,78 @@ class Handed:
     workers: dict[str, int]
 
 
-class Encode:
-    """Replica that encodes media, and reduces and embeds prompts."""
+class EncodeReplica:
+    """Encodes media, and reduces and embeds prompts."""
 
     def __init__(self, plan: ReplicaSettings) -> None:
         from mmfast.serve.engine.encoder import MediaEncoder
-        from mmfast.serve.engine.services import Gathering
+        from mmfast.serve.engine.stages import EncodeStage
 
-        self._gathering, self._linger = Gathering(MediaEncoder(*plan.load())), plan.linger
+        self._stage, self._linger = EncodeStage(MediaEncoder(*plan.load())), plan.linger
 
-    async def __call__(self, request: Request, reduce: str | None) -> Handed | Failure:
-        """Embeddings of a request."""
+    async def __call__(self, request: Request, reduce: str | None) -> StageResult | Failure:
+        """Return the embeddings of a request."""
         try:
-            prepare = self._gathering.encoder.prepare
+            prepare = self._stage.encoder.prepare
             prepared = await asyncio.to_thread(prepare, request, reduce)
-        except ModelError as error:  # it takes no such media
+        except ModelError as error:  # the model takes no such media
             return Failure(str(error), 400, "invalid_request_error")
         except Exception as error:
             return failure(error, request.id)
         try:
-            embedded = await asyncio.wrap_future(self._gathering.encode(prepared))
+            embedded = await asyncio.wrap_future(self._stage.encode(prepared))
         except Exception as error:
             return failure(error, request.id)
         await asyncio.sleep(self._linger)
-        return Handed(wrap(embedded), {"encode": os.getpid()})
+        return StageResult(wrap(embedded), {"encode": os.getpid()})
 
 
-class Prefill:
-    """Replica that reads prompts."""
+class PrefillReplica:
+    """Computes the keys and values of prompts."""
 
     def __init__(self, plan: ReplicaSettings) -> None:
         from mmfast.serve.engine.prefill import Prefiller
         from mmfast.serve.engine.request import context_of
-        from mmfast.serve.engine.services import Filling
+        from mmfast.serve.engine.stages import PrefillStage
 
         model, _ = plan.load()
         self._device = model.device
         context = plan.context or context_of(model)
-        self._filling, self._linger = Filling(Prefiller(model, plan.chunk), context), plan.linger
+        self._stage, self._linger = (
+            PrefillStage(Prefiller(model, plan.chunk), context),
+            plan.linger,
+        )
 
-    async def __call__(self, given: Handed | Failure, answer: int) -> Handed | Failure:
-        """Keys and values of a prompt whose answer may have so many tokens."""
+    async def __call__(self, given: StageResult | Failure, answer: int) -> StageResult | Failure:
+        """Return the keys and values of a prompt; `answer` is the longest answer in tokens."""
         if isinstance(given, Failure):
             return given
         try:
-            future = self._filling.fill(moved(unwrap(given.parcel), self._device), answer)
+            future = self._stage.fill(moved(unwrap(given.parcel), self._device), answer)
             piece = await asyncio.wrap_future(future)
         except Exception as error:
             return failure(error)
         await asyncio.sleep(self._linger)
-        return Handed(wrap(piece), {**given.workers, "prefill": os.getpid()})
+        return StageResult(wrap(piece), {**given.workers, "prefill": os.getpid()})
 
 
-class Decode:
-    """Replica that writes answers."""
+class DecodeReplica:
+    """Decodes answers."""
 
     def __init__(self, plan: ReplicaSettings) -> None:
         from mmfast.serve.engine.decode import DecodeBatch
-        from mmfast.serve.engine.services import Continuing
         from mmfast.serve.engine.slots import kv_limit
+        from mmfast.serve.engine.stages import DecodeStage
 
         model, processor = plan.load()
         self._device = model.device
         limit = kv_limit(plan.memory, self._device, plan.sharing)
-        self._continuing = Continuing(DecodeBatch(model, plan.slots), processor.tokenizer, limit)
+        self._stage = DecodeStage(DecodeBatch(model, plan.slots), processor.tokenizer, limit)
 
     async def __call__(
-        self, request: Request, given: Handed | Failure
+        self, request: Request, given: StageResult | Failure
     ) -> AsyncIterator[dict[str, int] | tuple[Event, ...]]:
-        """First the processes that had to do with it, then events as they come."""
+        """Yield the processes of the request, then its events as they come."""
         if isinstance(given, Failure):
             yield (given,)
             return
@@ -156,7 +158,7 @@ class Decode:
         def emit(event: Event) -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
-        self._continuing.add(request, moved(unwrap(given.parcel), self._device), emit)
+        self._stage.add(request, moved(unwrap(given.parcel), self._device), emit)
         over = False
         try:
             while not over:
@@ -166,34 +168,34 @@ class Decode:
                 over = not isinstance(events[-1], Delta)
                 yield tuple(events)
         finally:
-            if not over:  # whoever listened is gone
-                self._continuing.cancel(request.id)
+            if not over:  # the caller is gone
+                self._stage.cancel(request.id)
 
 
-BODIES = {"encode": Encode, "prefill": Prefill, "decode": Decode}
+BODIES = {"encode": EncodeReplica, "prefill": PrefillReplica, "decode": DecodeReplica}
 
 
 def deploy(
     cluster: Cluster, apps: Sequence[str], plan: ReplicaSettings, replicas: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Start replicas, and wait until they are there.
+    """Start replicas, and wait until they are ready.
 
     Args:
-        cluster: Where.
-        apps: Names of Serve's applications, in the order of `ROLES`.
-        plan: What every replica is told.
-        replicas: How many of each role.
+        cluster: The cluster.
+        apps: Names of the applications of Ray Serve, in the order of `ROLES`.
+        plan: Settings of every replica.
+        replicas: Number of replicas of each role.
 
     Returns:
-        A handle per role; that of `decode` streams.
+        A handle per role; the handle of `decode` streams.
 
     Raises:
-        MmfastError: One does not start.
+        MmfastError: A replica does not start.
     """
     from ray import serve
 
     have, count = cluster.resources(), sum(replicas.values())
-    parts = share(have, count, plan.device, spare=0.1)  # for Serve's controller, and others there
+    parts = share(have, count, plan.device, spare=0.1)  # leaves room for the controller
     places = cluster.machines() if not parts["num_gpus"] else int(have["GPU"])
     plan = replace(plan, sharing=sharing(replicas["decode"], count, places))
     targets = []
@@ -203,10 +205,10 @@ def deploy(
             name=role,
             num_replicas=replicas[role],
             max_ongoing_requests=plan.slots if role == "decode" else 8,
-            max_queued_requests=-1,  # the engine says when it is too much
+            max_queued_requests=-1,  # the engine limits the queue
             ray_actor_options=parts,
             health_check_period_s=1.0,
-            health_check_timeout_s=30.0,  # a busy machine is not a dead one
+            health_check_timeout_s=30.0,  # a busy replica may answer late
             graceful_shutdown_timeout_s=2.0,
             graceful_shutdown_wait_loop_s=0.1,
         )
@@ -222,6 +224,6 @@ def deploy(
 
 
 def _reason(error: Exception) -> str:
-    """The line of a remote traceback that says what was wrong."""
+    """Return the line of a remote traceback that names the error."""
     lines = re.findall(r"^\s*(?:[\w.]+\.)?(\w+Error: .+)$", str(error), re.M)
     return str(lines[-1] if lines else error).strip()[:300]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 import threading
 import time
@@ -15,26 +14,36 @@ from typing import Any
 
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.models.loading import EMBEDDED
-from mmfast.serve.engine.base import BusyError, Delta, Emit, Event, Failure, Finish, Health, Request
+from mmfast.serve.engine.base import (
+    CANCELLED,
+    LOG,
+    STOPPED,
+    BusyError,
+    Delta,
+    Emit,
+    Event,
+    Failure,
+    Finish,
+    Health,
+    Request,
+)
 from mmfast.serve.engine.encoder import early
 from mmfast.serve.engine.request import checked
 from mmfast.serve.ray.cluster import Cluster
 from mmfast.serve.ray.deployments import ROLES, ReplicaSettings, deploy
 
-LOG = logging.getLogger("mmfast.serve")
 LOST = Failure("the replica that worked on this answer was lost; ask again", 503, "replica_lost")
-CANCELLED = Failure("cancelled", 499, "cancelled")
 
 
 @dataclass(eq=False)
 class RemoteStream:
-    """A request that somebody waits for.
+    """A running request.
 
     Attributes:
-        request: The request, its seed set.
-        emit: Hears the events.
+        request: The request with its seed.
+        emit: Receives the events.
         workers: Process of each role, once decoding has begun.
-        task: Drives it.
+        task: Task that drives it.
     """
 
     request: Request
@@ -46,15 +55,15 @@ class RemoteStream:
 
 
 async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | None) -> Event:
-    """Emit the pieces of an answer; returns its last event.
+    """Emit the pieces of an answer and return its last event.
 
     Args:
-        handles: Of the deployments, by role.
+        handles: Handles of the deployments by role.
         stream: The request.
         reduce: Spec string of reducers.
     """
     request = stream.request
-    # Handles take each other's answers: what they hold goes from replica to replica.
+    # Handles take each other's responses: results go from replica to replica.
     embedded = handles["encode"].remote(request, reduce)
     piece = handles["prefill"].remote(embedded, request.sampling.max_tokens)
     chunks = handles["decode"].remote(replace(request, messages=()), piece)
@@ -71,7 +80,7 @@ async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | 
                     stream.first = stream.first or time.perf_counter()
                     stream.emit(event)
     finally:
-        if last is None:  # cancelled, or broken: whoever still works on it need not
+        if last is None:  # cancelled or failed: stop all replicas
             for response in (chunks, piece, embedded):
                 response.cancel()
     if isinstance(last, Finish):
@@ -82,7 +91,7 @@ async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | 
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What a user is told of an error that Ray raised."""
+    """Turn an error of Ray into the last event of an answer."""
     from ray import exceptions
     from ray.serve.exceptions import BackPressureError
 
@@ -101,35 +110,35 @@ def failure_of(error: BaseException) -> Failure:
         if isinstance(cause, exceptions.TaskCancelledError):
             return CANCELLED
         cause = getattr(cause, "cause", None) or cause.__cause__
-    LOG.error("a request failed", exc_info=error)  # its text may hold anything, paths too
+    LOG.error("a request failed", exc_info=error)  # its text may hold paths
     return Failure(f"the engine failed on this request ({type(error).__name__})")
 
 
 class RayEngine:
     """Answers requests on Ray; see `mmfast.serve.engine.base.Executor`.
 
-    Reducers act between vision tower and language model (site `pre`); what acts inside the
-    language model, or on its cache, is for the engines `inproc` and `processes`.
+    Reducers act between vision tower and language model (site `pre`); methods that act inside the
+    language model, or on its cache, need the engine `inproc` or `processes`.
 
     Args:
-        model: Checkpoint directory, hub id, or None (embedded); every machine has it.
+        model: Checkpoint directory, hub id, or None (embedded); every machine must have it.
         reduce: Spec string of reducers for requests that name none.
-        cache: Has to be None.
-        device: As of the `Scheduler`.
-        dtype: As of the `Scheduler`.
-        slots: Requests that one decode replica answers at once.
-        context: As of the `Scheduler`.
-        chunk: As of the `Scheduler`.
-        queue: Requests that may wait; one more raises `BusyError`.
-        memory: Of keys and values of one decode replica.
-        name: What the model is called.
+        cache: Must be None.
+        device: Argument of the `Scheduler`.
+        dtype: Argument of the `Scheduler`.
+        slots: Most requests that one decode replica answers at once.
+        context: Argument of the `Scheduler`.
+        chunk: Argument of the `Scheduler`.
+        queue: Most requests that wait; another one raises `BusyError`.
+        memory: Bytes of keys and values of one decode replica.
+        name: Name of the model in the API.
         encode: Replicas that encode.
         prefill: Replicas that read prompts.
-        decode: Replicas that write answers.
-        address: `local` starts Ray on this machine; else that of a cluster.
-        cpus: Cores that a local cluster says it has.
-        threads: Of torch in each replica.
-        linger: As of `Plan`.
+        decode: Replicas that decode answers.
+        address: `local` starts Ray on this machine; else the address of a cluster.
+        cpus: Cores of a local cluster; None counts them.
+        threads: Threads of torch in each replica.
+        linger: See `ReplicaSettings`.
 
     Raises:
         SpecError: `reduce` or `cache` is not possible here.
@@ -226,7 +235,7 @@ class RayEngine:
         return Health(ready, running, held - running, gauges)
 
     def workers(self, request_id: str) -> Mapping[str, int]:
-        """Processes of the replicas that have to do with a running answer, by role."""
+        """Return the processes of the replicas of a running answer, by role."""
         with self._lock:
             stream = self._streams.get(request_id)
         return {} if stream is None else stream.workers
@@ -249,7 +258,7 @@ class RayEngine:
 
     def _begin(self, stream: RemoteStream, reduce: str | None) -> None:
         stream.task = self._loop.create_task(drive(self._handles, stream, reduce))
-        # Not code of the task: one that is cancelled before it began runs none.
+        # A callback, since a task that is cancelled before its start runs no code.
         stream.task.add_done_callback(partial(self._finish, stream))
 
     def _stop(self, stream: RemoteStream) -> None:
@@ -259,7 +268,7 @@ class RayEngine:
     def _finish(self, stream: RemoteStream, task: asyncio.Task[Event]) -> None:
         last: Event
         if task.cancelled():
-            last = Failure("the server stops", 503) if self._closed else CANCELLED
+            last = STOPPED if self._closed else CANCELLED
         else:
             error = task.exception()
             last = task.result() if error is None else failure_of(error)
@@ -277,7 +286,7 @@ class RayEngine:
 
     def _watch(self) -> None:
         while not self._over.wait(1.0):
-            with contextlib.suppress(Exception):  # the controller is being started again
+            with contextlib.suppress(Exception):  # the controller may be restarting
                 self._count()
                 if self._running == self.replicas:
                     self._cluster.have_spare()
@@ -292,10 +301,10 @@ class RayEngine:
 
 
 def _check(reduce: str | None, cache: str | None) -> None:
-    """Refuse what acts inside the language model.
+    """Refuse methods that act inside the language model.
 
     Raises:
-        SpecError: It does.
+        SpecError: `reduce` or `cache` names one.
     """
     if not early(reduce):
         raise SpecError(

@@ -1,9 +1,8 @@
-"""Imports of a worker process of Ray before it is given anything to do.
+"""Imports of a spare worker process of Ray; see `mmfast.serve.ray.cluster.Spare`.
 
-See `mmfast.serve.ray.cluster.Spare`.
-
-Every worker of a cluster imports this module. Only those that are started to wait go on from here:
-controllers need nothing of it, and the first replicas need it no sooner than they import it.
+Every worker of a cluster imports this module, so it must be light. Only workers that are started
+as spares import the rest ahead of time: controllers do not need it, and the first replicas import
+it themselves.
 """
 
 from __future__ import annotations
@@ -13,16 +12,20 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-_ENGINE = "mmfast.serve.engine"
+from mmfast.serve.engine.processes import PRELOAD
+
+# The last module is the part of Ray Serve in a replica.
 PARTS = (
-    *(f"{_ENGINE}.processes.preload", f"{_ENGINE}.services"),
-    *("mmfast.serve.ray.deployments", "ray.serve._private.replica"),  # the last: Serve's own half
+    *(*PRELOAD, "mmfast.serve.engine.stages"),
+    *("mmfast.serve.ray.deployments", "ray.serve._private.replica"),
 )
 PLACE = "MMFAST_RAY_SPARES"  # environment: a folder; workers warm up once it holds a file `warm`
 
 
 def warm(place: str) -> None:
-    """Import what replicas need, and leave a file of one's number; nothing before it is asked for.
+    """Import what replicas need, and write a file named by the process id.
+
+    Does nothing until the folder holds the file `warm`.
 
     Args:
         place: The folder, "" for none.
@@ -31,7 +34,7 @@ def warm(place: str) -> None:
     if not place or not (folder / "warm").exists():
         return
     for name in PARTS:
-        # Whatever fails here fails again where it is needed, and says so there.
+        # An import that fails here is reported where the module is needed.
         with contextlib.suppress(Exception):
             import_module(name)
     with contextlib.suppress(OSError):

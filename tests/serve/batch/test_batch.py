@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
+import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,7 +185,14 @@ def test_interrupted_again_and_again(many: Path, tmp_path: Path, fake: type[Fake
     assert not list(tmp_path.glob("a.parquet.*")) and not list(tmp_path.glob(".*"))
 
 
-STEPS = ("write_table", "fsync", "replace", "unlink")
+STEPS = ("execute", "write_table", "fsync", "replace", "unlink")
+
+
+class _Database(sqlite3.Connection):
+    """A connection whose `execute` can be replaced."""
+
+    def execute(self, *args: Any) -> sqlite3.Cursor:
+        return super().execute(*args)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -189,12 +200,17 @@ def test_killed_at_every_step_of_writing(
     many: Path, tmp_path: Path, fake: type[Fake], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stop dead before the n-th call of a step, for every n, and go on: no row lost or twice."""
-    monkeypatch.setattr(store, "SHARDS", 3)  # shards are folded on the way
-    few = BatchOptions("inproc", limit=12)
-    holders = {"write_table": (store.pq, "write_table"), "fsync": (store.os, "fsync")}
+    few = BatchOptions("inproc", limit=6)
+    holders = {
+        "execute": (_Database, "execute"),
+        "write_table": (store.pq, "write_table"),
+        "fsync": (store.os, "fsync"),
+    }
     holder, name = holders.get(step, (Path, step))
     real = getattr(holder, name)
     before, kills = SimpleNamespace(left=0), 0
+    connect = functools.partial(sqlite3.connect, factory=_Database)
+    monkeypatch.setattr(store.sqlite3, "connect", connect)
 
     def dying(*args: Any, **options: Any) -> Any:
         before.left -= 1
@@ -208,7 +224,7 @@ def test_killed_at_every_step_of_writing(
         before.left = number
         with monkeypatch.context() as patch:
             patch.setattr(holder, name, dying)
-            patch.setattr(RowStore, "__exit__", lambda self, *_: os.close(self._lock))
+            patch.setattr(RowStore, "__exit__", lambda self, *_: self._db.close())  # rolls back
             try:
                 run_batch(_job(many), out, few)
                 died = False
@@ -216,29 +232,44 @@ def test_killed_at_every_step_of_writing(
                 died = True
         kills += died
         done = run_batch(_job(many), out, few)
-        assert (done.answers, done.failed) == (24, 0)
+        assert (done.answers, done.failed) == (12, 0)
         rows = rows_of(out)
-        assert len(rows) == len({(r["path"], r["question"]) for r in rows}) == 24
+        assert len(rows) == len({(r["path"], r["question"]) for r in rows}) == 12
         assert not list(tmp_path.glob(f"{out.name}.parts"))
         if not died:
             break
-    assert kills >= 3 and not died
+    assert kills >= {"execute": 25, "fsync": 2}.get(step, 1) and not died
 
 
-def test_damaged_shard(many: Path, tmp_path: Path, fake: type[Fake]) -> None:
+@pytest.mark.parametrize("damage", ["cut", "overwritten"])
+def test_damaged_database(many: Path, tmp_path: Path, fake: type[Fake], damage: str) -> None:
     out, said = tmp_path / "a.parquet", []
     fake.stop_at = 30
     with pytest.raises(KeyboardInterrupt):
         run_batch(_job(many), out, WAY)
-    shards = sorted((tmp_path / "a.parquet.parts").glob("part-*"))
-    held = [(r["path"], r["question"]) for r in rows_of(shards[1])]
-    data = shards[1].read_bytes()
-    shards[1].write_bytes(data[: len(data) // 2])  # cut, as no kill of ours leaves one
+    state = tmp_path / "a.parquet.parts"
+    data = state.read_bytes()  # damaged as no kill of ours leaves it
+    state.write_bytes(data[: len(data) // 2] if damage == "cut" else b"no database" * 1000)
     fake.stop_at = -1
     done = run_batch(_job(many), out, WAY, warn=said.append)
-    assert len(said) == 1 and shards[1].name in said[0] and "again" in said[0]
-    assert sorted(k for k in set(fake.asked) if fake.asked.count(k) > 1) == sorted(held)
-    assert done.answers == len(rows_of(out)) == 80 and done.before == 30 - len(held)
+    assert len(said) == 1 and state.name in said[0] and "again" in said[0]
+    assert done.answers == len(rows_of(out)) == 80 and done.before == 0
+    assert [p.name for p in tmp_path.glob("a.parquet.*")] == ["a.parquet.parts.damaged"]
+
+
+def test_killed_by_the_system(many: Path, tmp_path: Path) -> None:
+    """A process that is killed in the middle of a commit; the next run goes on from its rows."""
+    out, before = tmp_path / "a.parquet", 0
+    script = Path(__file__).resolve().parents[2] / "support" / "batch_killed.py"
+    for statement in (12, 13, 14, 15, 30):
+        command = [sys.executable, str(script), str(many), str(out), QUESTION, str(statement)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        assert not out.exists()
+        with RowStore(out, BatchJob(many, (QUESTION,)).identity()) as kept:
+            assert len(kept.done) % 4 == 0 and len(kept.done) >= before
+            before = len(kept.done)
+    assert before > 0
 
 
 def test_changed_files_and_errors(many: Path, tmp_path: Path, fake: type[Fake]) -> None:
@@ -262,7 +293,7 @@ def test_changed_files_and_errors(many: Path, tmp_path: Path, fake: type[Fake]) 
 def test_another_job_is_refused(many: Path, tmp_path: Path, fake: type[Fake]) -> None:
     out = tmp_path / "a.parquet"
     fake.stop_at = 20
-    with pytest.raises(KeyboardInterrupt):  # half done: the shards say whose they are, too
+    with pytest.raises(KeyboardInterrupt):  # half done: the database names its job, too
         run_batch(_job(many), out, WAY)
     fake.stop_at = -1
     for finished in (False, True):
@@ -348,7 +379,7 @@ def test_without_the_extra(
     code, _, error = batch(capsys, folder, "-q", QUESTION, "-o", folder / "x.parquet")
     assert code == 2 and 'pip install "mmfast[ray]"' in error and "inproc" in error
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for name in [n for n in sys.modules if n.startswith("mmfast.serve.batch.run")]:
+    for name in [n for n in sys.modules if n.startswith("mmfast.serve.batch.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("mmfast.serve.batch.run")
     code, _, error = batch(capsys, folder, "-q", QUESTION, *SHORT)

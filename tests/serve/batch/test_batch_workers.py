@@ -19,7 +19,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.serve.batch import workers as batch_cluster
 from mmfast.serve.batch.job import BatchJob, Medium
 from mmfast.serve.batch.store import Row
-from mmfast.serve.batch.workers import Task, _MyThread, _shares, answered, blank
+from mmfast.serve.batch.workers import Task, _shares, _ThreadOutput, answered, blank
 
 JOB = BatchJob(Path("folder"), ("?",))
 
@@ -156,7 +156,7 @@ def test_shares_always_fit(cores: int, gpus: int, workers: int | None) -> None:
 def test_ray_prints_nothing_on_standard_output() -> None:
     """Its listener prints there when a worker dies, in the middle of our JSON."""
     target = io.StringIO()
-    with redirect_stdout(target), redirect_stdout(_MyThread()):
+    with redirect_stdout(target), redirect_stdout(_ThreadOutput()):
         other = threading.Thread(target=lambda: print("(raylet) a worker died", file=sys.stdout))
         other.start()
         other.join()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmfast.serve.ray import cluster
+from mmfast.serve.ray import preload
 from mmfast.serve.ray.cluster import PLACE, Spare
 
 
@@ -24,17 +24,17 @@ def test_workers_warm_up_where_they_are_asked_to(
         if "serve" in name:
             raise ImportError("not installed")
 
-    monkeypatch.setattr(cluster, "import_module", take)
+    monkeypatch.setattr(preload, "import_module", take)
     for place in ("", str(tmp_path), str(tmp_path / "nowhere")):
-        cluster.warm(place)
+        preload.warm(place)
     assert not imported and not list(tmp_path.iterdir())
     (tmp_path / "warm").touch()
-    cluster.warm(str(tmp_path))
-    assert tuple(imported) == cluster.PARTS and (tmp_path / str(os.getpid())).exists()
+    preload.warm(str(tmp_path))
+    assert tuple(imported) == preload.PARTS and (tmp_path / str(os.getpid())).exists()
 
 
 def test_what_is_imported_is_there() -> None:
-    for name in cluster.PARTS:
+    for name in preload.PARTS:
         known = find_spec(name.partition(".")[0])
         if known is not None and "._" not in name:
             assert find_spec(name) is not None, name

@@ -24,13 +24,13 @@ from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, Sampli
 from mmfast.serve.engine.decode import DecodeBatch, Writer
 from mmfast.serve.engine.encoder import MediaEncoder
 from mmfast.serve.engine.prefill import BLOCK, Prefiller, Prefixes
-from mmfast.serve.engine.processes.crew import Maker, Restarts
-from mmfast.serve.engine.processes.crowd import Crowd
+from mmfast.serve.engine.processes.engine import WorkerEngine
 from mmfast.serve.engine.processes.messages import SegmentNames, pack
-from mmfast.serve.engine.processes.roles import RemoteEncoder
+from mmfast.serve.engine.processes.pool import Maker, Restarts
+from mmfast.serve.engine.processes.workers import RemoteEncoder
 from mmfast.serve.engine.scheduler import FairQueue, Scheduler
-from mmfast.serve.engine.services import Continuing, Filling, Gathering
 from mmfast.serve.engine.slots import kv_limit
+from mmfast.serve.engine.stages import DecodeStage, EncodeStage, PrefillStage
 
 FAMILY = "llava_onevision"
 SEGMENTS = Path("/dev/shm")
@@ -80,11 +80,11 @@ def test_a_message_that_cannot_be_read_fails_one_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The thread that hears all workers goes on."""
-    from mmfast.serve.engine.processes import crowd as where
+    from mmfast.serve.engine.processes import engine as where
 
-    echo = Maker("mmfast.serve.engine.choose:Echo", {"pause": 0.02})
-    role = Maker("mmfast.serve.engine.processes.roles:Answering", {"engine": echo}, 1)
-    crowd = Crowd("echo", role, 1, restarts=Restarts(most=1, first=0.05))
+    echo = Maker("mmfast.serve.engine.base:Echo", {"pause": 0.02})
+    role = Maker("mmfast.serve.engine.processes.workers:Answering", {"engine": echo}, 1)
+    executor = WorkerEngine("echo", role, 1, restarts=Restarts(most=1, first=0.05))
     unpack, seen = where.unpack, list[str]()
 
     def broken(packet: Any) -> Any:
@@ -99,7 +99,7 @@ def test_a_message_that_cannot_be_read_fails_one_answer(
         inboxes = [Inbox(), Inbox()]
         with caplog.at_level(logging.ERROR, "mmfast.serve"):
             for i, inbox in enumerate(inboxes):
-                crowd.submit(said(f"r{i}", 20), inbox.append)
+                executor.submit(said(f"r{i}", 20), inbox.append)
             eventually(lambda: all(inbox.over for inbox in inboxes), 30)
         ends = [type(inbox[-1]) for inbox in inboxes]
         assert sorted(end.__name__ for end in ends) == ["Failure", "Finish"]
@@ -107,20 +107,20 @@ def test_a_message_that_cannot_be_read_fails_one_answer(
         assert (failed.status, failed.kind) == (500, "server_error")
         assert len([r for r in caplog.records if r.name == "mmfast.serve"]) == 1
         after = Inbox()
-        crowd.submit(said("after", 2), after.append)
+        executor.submit(said("after", 2), after.append)
         eventually(lambda: after.over, 30)
         assert isinstance(after[-1], Finish)
     finally:
-        crowd.close()
+        executor.close()
 
 
 def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    echo = Maker("mmfast.serve.engine.choose:Echo")
-    role = Maker("mmfast.serve.engine.processes.roles:Answering", {"engine": echo}, 1)
-    crowd = Crowd("echo", role, 1, restarts=Restarts(most=5, first=0.05))
+    echo = Maker("mmfast.serve.engine.base:Echo")
+    role = Maker("mmfast.serve.engine.processes.workers:Answering", {"engine": echo}, 1)
+    executor = WorkerEngine("echo", role, 1, restarts=Restarts(most=5, first=0.05))
     try:
-        crew, (place,) = crowd._crew, crowd._crew.places
-        start, tries = crew._start, list[int]()
+        pool, (place,) = executor._pool, executor._pool.places
+        start, tries = pool._start, list[int]()
 
         def poor(place: Any) -> None:
             tries.append(1)
@@ -128,15 +128,15 @@ def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
                 raise OSError(errno.EAGAIN, "no more processes")
             start(place)
 
-        monkeypatch.setattr(crew, "_start", poor)
+        monkeypatch.setattr(pool, "_start", poor)
         place.process.kill()
         eventually(lambda: len(tries) == 3 and place.ready, 60)
         assert place.total == 3  # the one that was killed, and two that never were
         inbox = Inbox()
-        crowd.submit(said("after", 2), inbox.append)
+        executor.submit(said("after", 2), inbox.append)
         eventually(lambda: inbox.over, 30)
     finally:
-        crowd.close()
+        executor.close()
 
 
 class Choking(Writer):
@@ -159,14 +159,14 @@ def test_an_answer_that_cannot_be_written_fails_alone(
     assert fine == stock(model_of(FAMILY), requests[0]) and isinstance(end, Finish)
     assert isinstance(failed, Failure) and failed.status == 500
     assert "UnicodeError" in failed.message and "/some" not in failed.message
-    assert engine._lanes.nbytes == 0
+    assert engine._runner.nbytes == 0
 
 
 def _filled(request: Request) -> Any:
     model, processor = model_of(FAMILY)
     encoder = MediaEncoder(model, processor)
     prompts = encoder.encode([encoder.prepare(request)])
-    filling = Filling(Prefiller(model), 4096)
+    filling = PrefillStage(Prefiller(model), 4096)
     try:
         return filling.fill(prompts[0], request.sampling.max_tokens).result(60)  # type: ignore[arg-type]
     finally:
@@ -177,16 +177,16 @@ def _filled(request: Request) -> Any:
 def test_decoding_goes_on_behind_a_broken_answer(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    from mmfast.serve.engine import services
+    from mmfast.serve.engine import stages
 
     model, processor = model_of(FAMILY)
     requests = [ask("a", "hello", tokens=20), ask("b", "there", tokens=33)]
     pieces = [_filled(request) for request in requests]
     if where == "push":
-        monkeypatch.setattr(services, "Writer", Choking)
+        monkeypatch.setattr(stages, "Writer", Choking)
     else:
         pieces[1].trace.pop("rows")
-    made = Continuing(DecodeBatch(model, 4), processor.tokenizer, 1 << 30)
+    made = DecodeStage(DecodeBatch(model, 4), processor.tokenizer, 1 << 30)
     try:
         inboxes = [Inbox(), Inbox()]
         for request, piece, inbox in zip(requests, pieces, inboxes, strict=True):
@@ -207,7 +207,7 @@ def test_a_text_passes_a_clip_that_is_being_encoded(
     engine: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first token of a text comes before the tower is through with somebody's clip."""
-    batch, encoded = engine._lanes.batch, threading.Event()
+    batch, encoded = engine._runner.batch, threading.Event()
     assert batch is not None
     steps, ended = batch.encoder.steps, list[str]()
 
@@ -233,7 +233,7 @@ def test_a_text_passes_a_clip_that_is_being_encoded(
 
 def test_a_text_passes_in_an_encoder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = MediaEncoder(*model_of(FAMILY))
-    gathering, encoded = Gathering(encoder), threading.Event()
+    gathering, encoded = EncodeStage(encoder), threading.Event()
     steps = encoder.steps
 
     def slow(prepared: Any) -> Any:
@@ -260,8 +260,8 @@ def test_a_text_passes_in_an_encoder_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 def test_workers_share_the_memory_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast.serve.engine import slots
-    from mmfast.serve.engine.processes import crowd
-    from mmfast.serve.engine.processes import crowd as processes
+    from mmfast.serve.engine.processes import engine as processes
+    from mmfast.serve.engine.processes import engine as worker_engine
 
     monkeypatch.setattr(slots, "_free", lambda: 32 << 30)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
@@ -270,8 +270,10 @@ def test_workers_share_the_memory_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kv_limit(None, cuda, 2) == 4 << 30
     assert kv_limit("1GB", cuda, 4) == 10**9  # what is named is each one's
     made: list[Any] = []
-    monkeypatch.setattr(crowd.Crowd, "__init__", lambda self, *given: made.append(given))
-    processes.Processes(encode=1, decode=3)
+    monkeypatch.setattr(
+        worker_engine.WorkerEngine, "__init__", lambda self, *given: made.append(given)
+    )
+    processes.process_engine(encode=1, decode=3)
     assert made[0][1].given["given"]["sharing"] == 3
 
 
@@ -286,7 +288,7 @@ def test_replicas_on_ray_share_the_memory_out() -> None:
 
 def test_nothing_of_the_prompt_is_kept_for_as_long_as_an_answer(engine: Scheduler) -> None:
     """Pixels, inputs and embeddings go as soon as they are used."""
-    kept = engine._lanes.encoder
+    kept = engine._runner.encoder
     prepare, held = kept.prepare, list[Any]()
 
     def watched(request: Request, reduce: str | None = None) -> Any:
@@ -304,7 +306,7 @@ def test_nothing_of_the_prompt_is_kept_for_as_long_as_an_answer(engine: Schedule
         del shown, request
         gc.collect()
         assert pixels() is None and not any(each() is not None for each in held)
-        (answer,) = engine._lanes.answers
+        (answer,) = engine._runner.answers
         assert not any(isinstance(v, torch.Tensor) for v in vars(answer).values())
         engine.cancel(f"{number}")
         ear.wait()
@@ -316,7 +318,7 @@ def test_decoding_alone_keeps_no_second_copy() -> None:
     piece = _filled(request)
     layer = weakref.ref(piece.filled.kv[0])
     model, processor = model_of(FAMILY)
-    made, inbox = Continuing(DecodeBatch(model, 2), processor.tokenizer, 1 << 30), Inbox()
+    made, inbox = DecodeStage(DecodeBatch(model, 2), processor.tokenizer, 1 << 30), Inbox()
     try:
         made.add(request, piece, inbox.append)
         del piece
@@ -355,8 +357,7 @@ def test_what_is_held_is_found_and_nothing_else(steps: list[str | int]) -> None:
             held.put("t", _names(step), _kv(step))
         else:
             held.shrink(step)
-            held.held.limit = limit
-        entries = [entry.names for entry in held.held._held.values()]
+        entries = [entry.names for entry in [held.held[key] for key in list(held.held)]]
         known = {name for names in entries for name in names}
         assert set(held._where) == known
         ends = {names[-1] for names in entries}
@@ -377,7 +378,7 @@ def test_errors_of_the_model_are_not_the_users(
     engine: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mmfast.serve.engine import encoder as finish
-    from mmfast.serve.engine.failures import NoTokenError, failure
+    from mmfast.serve.engine.base import NoTokenError, failure
 
     joined = finish._joined
 

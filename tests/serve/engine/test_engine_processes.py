@@ -17,20 +17,20 @@ from engine_requests import Inbox, asked, events, eventually, hello, said
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.engine.base import Delta, Failure, Finish
-from mmfast.serve.engine.processes.crew import Maker, Restarts
-from mmfast.serve.engine.processes.crowd import Crowd, Processes
+from mmfast.serve.engine.processes.engine import WorkerEngine, process_engine
 from mmfast.serve.engine.processes.messages import EmbedRef, SegmentNames, free, pack, unpack
+from mmfast.serve.engine.processes.pool import Maker, Restarts
 from mmfast.serve.engine.scheduler import Scheduler
-from mmfast.serve.engine.services import PromptPiece
 from mmfast.serve.engine.slots import Embedded, Filled, moved
+from mmfast.serve.engine.stages import PromptPiece
 
 SEGMENTS = Path("/dev/shm")
 QUICK = Restarts(most=2, first=0.05)
 
 
-def answering(where: str = "mmfast.serve.engine.choose:Echo", **given: object) -> Maker:
+def answering(where: str = "mmfast.serve.engine.base:Echo", **given: object) -> Maker:
     return Maker(
-        "mmfast.serve.engine.processes.roles:Answering", {"engine": Maker(where, given)}, 1
+        "mmfast.serve.engine.processes.workers:Answering", {"engine": Maker(where, given)}, 1
     )
 
 
@@ -95,58 +95,58 @@ def test_refs_are_typed() -> None:
 
 
 @pytest.fixture(scope="module")
-def crowd() -> Iterator[Crowd]:
-    made = Crowd("echo", answering(pause=0.01, limit=8), 2, restarts=QUICK)
+def executor() -> Iterator[WorkerEngine]:
+    made = WorkerEngine("echo", answering(pause=0.01, limit=8), 2, restarts=QUICK)
     yield made
     made.close()
-    assert not segments(made._crew._prefix)
+    assert not segments(made._pool._prefix)
 
 
-def test_answers_and_spreads_requests(crowd: Crowd) -> None:
+def test_answers_and_spreads_requests(executor: WorkerEngine) -> None:
     inboxes = [Inbox() for _ in range(6)]
     for i, inbox in enumerate(inboxes):
-        crowd.submit(said(f"spread-{i}", 20), inbox.append)
-    loads = [len(place.jobs) for place in crowd._crew.places]
+        executor.submit(said(f"spread-{i}", 20), inbox.append)
+    loads = [len(place.jobs) for place in executor._pool.places]
     eventually(lambda: all(inbox.over for inbox in inboxes))
     assert min(loads) >= 2  # both workers had their share
     for inbox in inboxes:
         assert inbox.text == " ".join(f"w{i}" for i in range(20))
         assert inbox[-1] == Finish("stop", 20, 20)
-    eventually(lambda: crowd.health().running == 0)
+    eventually(lambda: executor.health().running == 0)
 
 
-def test_refusals_come_back_as_they_are(crowd: Crowd) -> None:
+def test_refusals_come_back_as_they_are(executor: WorkerEngine) -> None:
     inboxes = [Inbox() for _ in range(40)]
     refused = []
     for i, inbox in enumerate(inboxes):
         try:
-            crowd.submit(said(f"busy-{i}", 100), inbox.append)
+            executor.submit(said(f"busy-{i}", 100), inbox.append)
         except MmfastError as error:
             refused.append(error)
     assert len(refused) == 40 - 16 and refused[0].retry_after == 1.0
     assert "8 requests run already" in str(refused[0])
     for i in range(40):
-        crowd.cancel(f"busy-{i}")
+        executor.cancel(f"busy-{i}")
     eventually(lambda: sum(inbox.over for inbox in inboxes) == 16)
     ends = [inbox[-1] for inbox in inboxes if inbox]
     assert all(isinstance(end, Failure) and end.status == 499 for end in ends)
 
 
-def test_leaving_cancels(crowd: Crowd) -> None:
-    stream = events(crowd, said("left", 10_000))
+def test_leaving_cancels(executor: WorkerEngine) -> None:
+    stream = events(executor, said("left", 10_000))
     assert isinstance(next(stream), Delta)
     stream.close()
-    eventually(lambda: crowd.health().running == 0)
+    eventually(lambda: executor.health().running == 0)
 
 
-def test_a_killed_worker_ends_its_streams_only(crowd: Crowd) -> None:
-    eventually(lambda: crowd.health().gauges["workers_decode"] == 2)
+def test_a_killed_worker_ends_its_streams_only(executor: WorkerEngine) -> None:
+    eventually(lambda: executor.health().gauges["workers_decode"] == 2)
     inboxes = {f"kill-{i}": Inbox() for i in range(8)}
     for name, inbox in inboxes.items():
-        crowd.submit(said(name, 150), inbox.append)
+        executor.submit(said(name, 150), inbox.append)
     eventually(lambda: all(inboxes.values()))
-    victim = crowd._crew.places[0]
-    mine = {s.request.id for s in crowd._streams.values() if s.place is victim}
+    victim = executor._pool.places[0]
+    mine = {s.request.id for s in executor._streams.values() if s.place is victim}
     assert len(mine) == 4
     os.kill(victim.info["pid"], signal.SIGKILL)
     eventually(lambda: all(inbox.over for inbox in inboxes.values()))
@@ -157,12 +157,12 @@ def test_a_killed_worker_ends_its_streams_only(crowd: Crowd) -> None:
         else:
             assert isinstance(inbox[-1], Finish)
             assert inbox.text == " ".join(f"w{i}" for i in range(150))
-    eventually(lambda: crowd.health().gauges["workers_decode"] == 2)
+    eventually(lambda: executor.health().gauges["workers_decode"] == 2)
     after = Inbox()
-    crowd.submit(said("after", 3), after.append)
+    executor.submit(said("after", 3), after.append)
     eventually(lambda: after.over)
     assert isinstance(after[-1], Finish)
-    assert not segments(crowd._crew._prefix)
+    assert not segments(executor._pool._prefix)
 
 
 # ---- starting, and not starting
@@ -170,29 +170,29 @@ def test_a_killed_worker_ends_its_streams_only(crowd: Crowd) -> None:
 
 def test_a_worker_that_fails_at_import_is_not_started_for_ever(tmp_path: Path) -> None:
     with pytest.raises(MmfastError, match="no worker that can decode starts: ModuleNotFoundError"):
-        Crowd("none", answering("mmfast.no_such_module:Nothing"), 1, restarts=QUICK)
+        WorkerEngine("none", answering("mmfast.no_such_module:Nothing"), 1, restarts=QUICK)
     maker = answering("engine_requests:once", marker=str(tmp_path / "made"))
-    crowd = Crowd("once", maker, 1, restarts=Restarts(most=1, first=0.05))
-    (place,) = crowd._crew.places
+    executor = WorkerEngine("once", maker, 1, restarts=Restarts(most=1, first=0.05))
+    (place,) = executor._pool.places
     os.kill(place.info["pid"], signal.SIGKILL)
     eventually(lambda: place.given_up)
     assert place.total == 2 and place.wire is None and "it was here before" in place.reason
-    assert not crowd.health().ready
+    assert not executor.health().ready
     with pytest.raises(MmfastError, match="no worker"):
-        crowd.submit(said("nobody", 1), Inbox().append)
-    crowd.close()
+        executor.submit(said("nobody", 1), Inbox().append)
+    executor.close()
 
 
 PARENT = """
 from pathlib import Path
-from mmfast.serve.engine.crowd import Crowd
-from mmfast.serve.engine.worker import Maker
+from mmfast.serve.engine.processes.engine import WorkerEngine
+from mmfast.serve.engine.processes.pool import Maker
 
 if __name__ == "__main__":
-    engine = Maker("mmfast.serve.engine.choose:Echo")
-    answering = "mmfast.serve.engine.processes.roles:Answering"
-    crowd = Crowd("echo", Maker(answering, {"engine": engine}), 1)
-    print(crowd._crew.places[0].info["pid"], crowd._crew._prefix, flush=True)
+    engine = Maker("mmfast.serve.engine.base:Echo")
+    answering = "mmfast.serve.engine.processes.workers:Answering"
+    executor = WorkerEngine("echo", Maker(answering, {"engine": engine}), 1)
+    print(executor._pool.places[0].info["pid"], executor._pool._prefix, flush=True)
     input()
 """
 
@@ -223,14 +223,14 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def split() -> Iterator[Processes]:
-    made = Processes(encode=2, decode=1, slots=8, threads=1, restarts=QUICK)
+def split() -> Iterator[WorkerEngine]:
+    made = process_engine(encode=2, decode=1, slots=8, threads=1, restarts=QUICK)
     yield made
     made.close()
-    assert not segments(made._crew._prefix)
+    assert not segments(made._pool._prefix)
 
 
-def test_answers_are_those_of_one_process(split: Processes) -> None:
+def test_answers_are_those_of_one_process(split: WorkerEngine) -> None:
     requests = [asked(f"same-{i}", i, reduce=(None, "evs:0.5")[i % 2]) for i in range(6)]
     inboxes = [Inbox() for _ in requests]
     for request, inbox in zip(requests, inboxes, strict=True):
@@ -248,7 +248,7 @@ def test_answers_are_those_of_one_process(split: Processes) -> None:
     here.close()
 
 
-def test_wrong_requests_are_refused(split: Processes) -> None:
+def test_wrong_requests_are_refused(split: WorkerEngine) -> None:
     with pytest.raises(MmfastError, match="unknown"):
         split.submit(asked("wrong", reduce="divprun:0.5"), Inbox().append)
     with pytest.raises(MmfastError, match="that fit"):
@@ -256,12 +256,12 @@ def test_wrong_requests_are_refused(split: Processes) -> None:
     assert "".join(e.text for e in events(split, hello("text")) if isinstance(e, Delta))
 
 
-def test_a_killed_encoder_ends_the_streams_that_it_encodes(split: Processes) -> None:
+def test_a_killed_encoder_ends_the_streams_that_it_encodes(split: WorkerEngine) -> None:
     running = [Inbox() for _ in range(2)]
     for i, inbox in enumerate(running):
         split.submit(asked(f"runs-{i}", i, 600), inbox.append)
     eventually(lambda: all(running))  # they decode: no encoder has to do with them
-    encoders = split._crew.of("encode")
+    encoders = split._pool.of("encode")
     for place in encoders:  # whoever is asked sleeps over it
         os.kill(place.info["pid"], signal.SIGSTOP)
     caught = Inbox()
@@ -279,7 +279,7 @@ def test_a_killed_encoder_ends_the_streams_that_it_encodes(split: Processes) -> 
     assert all(isinstance(inbox[-1], Finish) for inbox in running)
     assert isinstance(Inbox(events(split, asked("next", 78)))[-1], Finish)
     eventually(lambda: split.health().gauges["workers_encode"] == 2)
-    assert not segments(split._crew._prefix)
+    assert not segments(split._pool._prefix)
 
 
 def test_options_that_make_no_sense() -> None:
@@ -289,4 +289,4 @@ def test_options_that_make_no_sense() -> None:
         ({"model": (None, None)}, "directory"),
     ):
         with pytest.raises(MmfastError, match=said_of):
-            Processes(**given)  # type: ignore[arg-type]
+            process_engine(**given)  # type: ignore[arg-type]

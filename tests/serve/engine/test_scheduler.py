@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,13 +287,13 @@ def _patient(engine: Scheduler) -> Request:
 
 def test_memory_is_counted_and_never_passed() -> None:
     with scheduler("llava_onevision", memory=120_000, slots=8) as engine:
-        lanes, seen = engine._lanes, list[int]()
-        batch = lanes.batch
+        runner, seen = engine._runner, list[int]()
+        batch = runner.batch
         assert batch is not None
         decode = batch.decode
 
         def watched() -> bool:
-            seen.append(lanes.nbytes + batch.prefixes.held.nbytes)
+            seen.append(runner.nbytes + batch.prefixes.held.nbytes)
             return decode()
 
         batch.decode = watched  # type: ignore[method-assign]
@@ -304,7 +305,7 @@ def test_memory_is_counted_and_never_passed() -> None:
             stock(model_of("llava_onevision"), request) for request in requests
         ]
         assert 0 < max(seen) <= 120_000
-        assert lanes.nbytes == 0
+        assert runner.nbytes == 0
 
 
 @pytest.mark.parametrize("spec", [None, "fastv@llm2:0.5"])
@@ -320,12 +321,12 @@ def test_cancelling_frees_memory_at_once(spec: str | None) -> None:
         assert isinstance(end, Failure) and (end.status, end.kind) == (499, "cancelled")
         other.wait()
         assert other.text == stock(model_of("llava_onevision"), ask("b", "hello", tokens=9))
-        assert engine._lanes.nbytes == 0
+        assert engine._runner.nbytes == 0
 
 
 def test_cancelling_during_encode_and_prefill() -> None:
     with scheduler("llava_onevision", chunk=16) as engine:
-        batch = engine._lanes.batch
+        batch = engine._runner.batch
         assert batch is not None
         seen: list[str] = []
         prefill, encode = batch._prefill, batch._encode
@@ -350,7 +351,7 @@ def test_cancelling_during_encode_and_prefill() -> None:
         assert isinstance(a.wait(), Failure) and isinstance(b.wait(), Failure)
         assert not a.text and not b.text
         assert set(seen) == {"encode", "prefill"}
-        assert engine._lanes.nbytes == 0 and not engine._lanes.answers
+        assert engine._runner.nbytes == 0 and not engine._runner.answers
 
 
 def test_a_broken_request_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +396,7 @@ def test_a_prompt_that_breaks_a_pass_fails_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Prefiller, "run", breaking)
     requests = [ask(name, "x" * n, tokens=6) for name, n in (("a", 6), ("b", 27), ("c", 9))]
     with scheduler("llava_onevision", chunk=256) as engine:
-        assert [engine._lanes.encoder.prepare(r).length for r in requests] == [25, 46, 28]
+        assert [engine._runner.encoder.prepare(r).length for r in requests] == [25, 46, 28]
         found = answers(engine, requests)
     assert [isinstance(end, Finish) for _, end in found] == [True, False, True]
     pair = model_of("llava_onevision")
@@ -469,7 +470,7 @@ def test_priority_and_tenants_share_turns() -> None:
 def test_a_long_prompt_does_not_hold_up_a_running_answer() -> None:
     """Between two decoding steps there is never more than a chunk of prefill."""
     with scheduler("llava_onevision", chunk=64, context=4096) as engine:
-        batch, log = engine._lanes.batch, list[int]()
+        batch, log = engine._runner.batch, list[int]()
         assert batch is not None
         decode, run = batch.decoder.step, batch.prefiller.run
 
@@ -523,6 +524,18 @@ def test_a_target_is_planned() -> None:
     assert text == stock(model_of(EMBEDDED), plain)  # a minute is enough for all tokens
 
 
+def test_a_target_is_planned_on_a_device_that_was_never_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring runs the stock call of the engine; an earlier measurement would hide errors."""
+    monkeypatch.setenv("MMFAST_CACHE_DIR", str(tmp_path))
+    request = ask("a", clip(1, 8, (96, 96)), "which way does it move?", target_ttft_ms=60_000)
+    with scheduler(EMBEDDED) as engine:
+        ((_, end),) = answers(engine, [request])
+    assert isinstance(end, Finish), end
+    assert list(tmp_path.glob("rates-*.json"))
+
+
 def test_media_of_several_requests_are_encoded_in_one_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -553,5 +566,5 @@ def test_media_and_messages_of_helpers() -> None:
     ]
     inputs = chat_inputs(processor, [chat], model.device)
     with scheduler("llava_onevision") as engine:
-        prepared = engine._lanes.encoder.prepare(request)
+        prepared = engine._runner.encoder.prepare(request)
     assert torch.equal(prepared.inputs["input_ids"], inputs["input_ids"])

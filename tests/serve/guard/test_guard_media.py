@@ -32,9 +32,9 @@ from mmfast.frontends.video.reader import read_video
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Media
 from mmfast.serve.guard import data_url
+from mmfast.serve.guard.decoders import Decoders
 from mmfast.serve.guard.errors import ApiError
 from mmfast.serve.guard.media import decoders, load_media, load_sound
-from mmfast.serve.guard.sandbox.pool import Decoders
 
 CONFIG = ServerConfig()
 
@@ -307,8 +307,8 @@ def test_what_a_decoding_process_may_not_do(tmp_path: Path) -> None:
     """Whatever runs in it: no network, no program, no file to write, little memory."""
     script = textwrap.dedent("""
         import os, socket, subprocess, sys
-        from mmfast.serve.guard.child import limit
-        from mmfast.serve.guard.confine import confine
+        from mmfast.serve.guard.sandbox import limit
+        from mmfast.serve.guard.sandbox import confine
         limit(64 << 20, 20.0, 1 << 20)
         out = os.dup(3)
         took = confine()
@@ -354,7 +354,7 @@ def test_what_a_decoding_process_may_not_do(tmp_path: Path) -> None:
 
 def test_the_decoding_process_is_light() -> None:
     """It imports no torch: it starts at once and its forks are cheap."""
-    child = "mmfast.serve.guard.sandbox.child"
+    child = "mmfast.serve.guard.sandbox"
     code = f"import sys, {child} as c; c._warm(); print('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(

@@ -29,7 +29,7 @@ from mmfast.serve.engine.base import Delta, Failure, Finish
 from mmfast.serve.guard import fetch as fetching
 from mmfast.serve.guard.errors import ApiError
 from mmfast.serve.guard.fetch import fetch
-from mmfast.serve.http import json_route, service
+from mmfast.serve.http import schema, service
 from mmfast.serve.http.events import failed
 
 ANSWER = (Delta("left"), Finish("stop", 3, 1))
@@ -51,21 +51,21 @@ async def posted(app: Any, *bodies: Any, **headers: str) -> list[Any]:
 
 def test_a_large_body_is_parsed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    large = json_route.large
+    large = schema.large
 
     def watched(body: bytes) -> Any:
         threads.append(threading.current_thread().name)
         return large(body)
 
-    monkeypatch.setattr(json_route, "large", watched)
+    monkeypatch.setattr(schema, "large", watched)
     app = app_of(saying(*ANSWER), max_text=10**6)
-    long = asked(messages=user("x" * json_route.LARGE))
-    broken = b'{"model": "' + b"x" * json_route.LARGE
+    long = asked(messages=user("x" * schema.LARGE))
+    broken = b'{"model": "' + b"x" * schema.LARGE
     small, big, wrong = asyncio.run(posted(app, asked(), long, broken))
     assert (small.status_code, big.status_code, wrong.status_code) == (200, 200, 400)
     assert "no JSON" in wrong.json()["error"]["message"]
     assert len(threads) == 2 and threading.main_thread().name not in threads
-    deep = b'{"model": ' + b"[" * 40 + b" " * json_route.LARGE
+    deep = b'{"model": ' + b"[" * 40 + b" " * schema.LARGE
     (reply,) = asyncio.run(posted(app, deep))
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "too_deep"
 
@@ -75,7 +75,7 @@ def test_a_large_body_does_not_grow() -> None:
     body = ('{"a": "😀", "data": "' + "A" * (8 << 20) + '"}').encode()
     tracemalloc.start()
     try:
-        found = json_route.large(body)
+        found = schema.large(body)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -243,7 +243,7 @@ def test_a_decoding_process_signals_nobody_else(tmp_path: Path) -> None:
     """By no call: neither a thread of another process, nor its limits; itself it may."""
     script = textwrap.dedent("""
         import ctypes, os, platform, resource, sys
-        from mmfast.serve.guard.confine import confine
+        from mmfast.serve.guard.sandbox import confine
         numbers = {"x86_64": (200, 234, 129, 297), "aarch64": (130, 131, 138, 240)}
         tkill, tgkill, queue, tqueue = numbers[platform.machine()]
         libc, other = ctypes.CDLL(None, use_errno=True), os.getppid()

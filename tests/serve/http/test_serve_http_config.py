@@ -173,14 +173,14 @@ def test_a_missing_extra_is_named(
     ("engine", "module", "name"),
     [
         ("inproc", "mmfast.serve.engine.scheduler", "Scheduler"),
-        ("processes", "mmfast.serve.engine.processes.crowd", "Processes"),
+        ("processes", "mmfast.serve.engine.processes.engine", "process_engine"),
         ("ray", "mmfast.serve.ray.engine", "RayEngine"),
     ],
 )
 def test_every_engine_gets_its_options(
     engine: str, module: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmfast.serve.engine.choose import choose
+    from mmfast.serve.http.service import load_engine
 
     if engine == "ray":
         pytest.importorskip("ray")
@@ -190,7 +190,7 @@ def test_every_engine_gets_its_options(
     config = ServerConfig(
         engine=engine, model="org/some", reduce="evs:0.5", slots=3, queue=4, decode_replicas=2
     )
-    found: Any = choose(config)
+    found: Any = load_engine(config)
     given = {**found.arguments, **found.arguments.get("given", {})}
     assert given["model"] == "org/some" and given["name"] == "org/some"
     assert (given["reduce"], given["slots"], given["queue"]) == ("evs:0.5", 3, 4)

@@ -21,7 +21,7 @@ import mmfast
 from mmfast.frontends.video.reader import read_video
 from mmfast.pipelines.omni_chat import written
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.engine.choose import Echo
+from mmfast.serve.engine.base import Echo
 from mmfast.serve.guard.shield import uvicorn_options
 from mmfast.serve.http.app import create_app
 from mmfast.tiny.speech.recordings import say

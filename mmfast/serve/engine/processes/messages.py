@@ -1,9 +1,8 @@
-"""Tensors between processes of one machine: in shared memory, the rest of a message beside them.
+"""Messages between processes: values pickled without their tensors, which travel as bytes.
 
-A message is pickled without its tensors; those lie in one segment of shared memory, each named by
-an `EmbedRef`. Who takes a message copies them out and frees the segment. A segment whose taker
-died first is freed by whoever sent it the name (`free`), and by Python's resource tracker should
-the whole family of processes be killed.
+The tensors of a message lie in one segment of shared memory, each named by an `EmbedRef`. The
+receiver copies them and frees the segment. If the receiver died first, the sender frees it
+(`free`); if all processes are killed, Python's resource tracker does.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class EmbedRef:
 
     Attributes:
         name: The segment; "" where the bytes travel with the message.
-        offset: Where it starts, in bytes.
-        shape: As of the tensor.
-        dtype: Name in torch, such as `bfloat16`; of an array its numpy code, such as `<f4`.
-        array: It is a numpy array.
+        offset: Start in bytes.
+        shape: Shape of the tensor.
+        dtype: Name in torch, such as `bfloat16`; of an array the numpy code, such as `<f4`.
+        array: True for a numpy array.
     """
 
     name: str
@@ -46,14 +45,14 @@ class EmbedRef:
 
 
 class Packer(pickle.Pickler):
-    """Takes tensors out of what it pickles; one that occurs twice travels once.
+    """Pickles a value without its tensors; a tensor that occurs twice travels once.
 
     Args:
-        file: Gets everything but tensors, with an `EmbedRef` for each.
+        file: Receives the pickle, with an `EmbedRef` for each tensor.
 
     Attributes:
-        found: Per tensor its ref, its bytes, and itself.
-        size: Bytes of all of them.
+        found: Reference, bytes and object of each tensor.
+        size: Bytes of all tensors.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -87,10 +86,10 @@ def _of_tensor(value: Tensor, offset: int) -> tuple[Any, EmbedRef]:
 
 
 class Unpacker(pickle.Unpickler):
-    """The opposite of `Packer`; its tensors are copies.
+    """Restores a value that `Packer` has pickled; its tensors are copies.
 
     Args:
-        body: What was pickled.
+        body: The pickle.
         data: Bytes of all tensors.
     """
 
@@ -108,7 +107,7 @@ class Unpacker(pickle.Unpickler):
 def _made(ref: EmbedRef, data: memoryview | bytes) -> Any:
     kind: Any = np.dtype(ref.dtype) if ref.array else getattr(torch, ref.dtype)
     count = int(np.prod(ref.shape, dtype=np.int64)) * kind.itemsize
-    own = bytearray(data[ref.offset : ref.offset + count])  # the segment is freed behind it
+    own = bytearray(data[ref.offset : ref.offset + count])  # the segment will be freed
     if ref.array:
         return np.frombuffer(own, kind).reshape(ref.shape)
     if not count:
@@ -123,12 +122,12 @@ def fill(target: memoryview | bytearray, packer: Packer) -> None:
 
 
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG)
-SMALL = 1 << 15  # bytes that travel with the message: a pipe is quicker than a new segment
+SMALL = 1 << 15  # bytes up to which a pipe is faster than a new segment
 
 
 @dataclass(frozen=True)
 class SharedMessage:
-    """A message on its way.
+    """A message between two processes.
 
     Attributes:
         body: Pickle of everything but tensors, with an `EmbedRef` for each.
@@ -142,19 +141,10 @@ class SharedMessage:
     size: int = 0
     inline: bytes = b""
 
-    def to_bytes(self) -> bytes:
-        """For a pipe."""
-        return pickle.dumps((self.body, self.name, self.size, self.inline), protocol=5)
-
-    @staticmethod
-    def from_bytes(data: bytes) -> SharedMessage:
-        """The opposite of `to_bytes`."""
-        return SharedMessage(*pickle.loads(data))
-
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """A message for those who carry arrays without copying them, such as Ray.
+    """A message without shared memory, for Ray, which carries arrays without copying.
 
     Attributes:
         body: Pickle of everything but tensors, with an `EmbedRef` for each.
@@ -166,10 +156,10 @@ class Parcel:
 
 
 class SegmentNames:
-    """Names of the segments that one process makes, in an order that its parent knows, too.
+    """Names of the segments of one process, numbered so that its parent can list them.
 
     Args:
-        prefix: Of all its names.
+        prefix: Prefix of all names.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -186,11 +176,11 @@ class SegmentNames:
 def pack(value: Any, names: SegmentNames) -> SharedMessage:
     """Pickle a value, its tensors and arrays in shared memory.
 
-    Tensors of a device come to the CPU; the taker moves them where it wants them.
+    Tensors of a device are copied to the CPU; the receiver moves them (`moved`).
 
     Args:
-        value: Anything that can be pickled.
-        names: Where the next segment gets its name.
+        value: Any value that can be pickled.
+        names: Names of the segments.
 
     Raises:
         BusyError: There is no room in shared memory.
@@ -214,7 +204,7 @@ def pack(value: Any, names: SegmentNames) -> SharedMessage:
 
 
 def _reserved(name: str, size: int) -> SharedMemory:
-    """A segment whose bytes are there: a page that is not kills whoever writes to it."""
+    """Create a segment with all its pages: writing to a missing page would kill the process."""
     try:
         segment = SharedMemory(name, create=True, size=size)
     except OSError as error:
@@ -223,7 +213,7 @@ def _reserved(name: str, size: int) -> SharedMemory:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(segment._fd, 0, size)  # type: ignore[attr-defined]
     except OSError as error:
-        if error.errno in _FULL:  # else this system cannot say beforehand
+        if error.errno in _FULL:  # else this system cannot reserve pages
             segment.unlink()
             segment.close()
             raise _full(size, error) from None
@@ -240,7 +230,7 @@ def _full(size: int, error: OSError) -> Exception:
 
 
 def wrap(value: Any) -> Parcel:
-    """As `pack`, without shared memory."""
+    """Pickle a value and its tensors without shared memory."""
     file = io.BytesIO()
     packer = Packer(file)
     packer.dump(value)
@@ -250,15 +240,15 @@ def wrap(value: Any) -> Parcel:
 
 
 def unwrap(parcel: Parcel) -> Any:
-    """The value of a parcel; its tensors are copies."""
+    """Return the value of a parcel; its tensors are copies."""
     return Unpacker(parcel.body, parcel.data.data).load()
 
 
 def unpack(packet: SharedMessage) -> Any:
-    """The value of a packet; its segment is freed, so a packet can be taken once.
+    """Return the value of a message and free its segment; works once.
 
     Raises:
-        FileNotFoundError: Its segment is gone.
+        FileNotFoundError: The segment is gone.
     """
     if not packet.name:
         return Unpacker(packet.body, packet.inline).load()
@@ -276,11 +266,7 @@ def _bytes(segment: SharedMemory) -> memoryview:
 
 
 def free(name: str) -> bool:
-    """Free a segment that nobody took.
-
-    Returns:
-        Whether it was there.
-    """
+    """Free a segment that was not taken; return True if it was there."""
     if not name:
         return False
     try:

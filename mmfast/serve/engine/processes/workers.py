@@ -1,4 +1,4 @@
-"""What worker processes do: answer with an engine, or encode for those that answer."""
+"""Roles of worker processes: answer with an engine, or encode media for those that answer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mmfast.core.errors import MmfastError
 from mmfast.models.prompt import Shot
 from mmfast.serve.engine.base import Delta, Event, Executor, Failure, Media, Request
 from mmfast.serve.engine.encoder import MediaEncoder, Result, Steps
-from mmfast.serve.engine.processes.crew import Maker, Say
+from mmfast.serve.engine.processes.pool import Maker, Send
 from mmfast.serve.engine.slots import Prepared, moved
 
-BEAT = 0.25  # seconds between two words on how an engine is
+BEAT = 0.25  # seconds between two messages on the health of an engine
 LOST = Failure("the worker that encoded the media was lost", 503, "replica_lost")
 
 
@@ -29,7 +29,7 @@ class Answering:
     """Answers requests with an `Executor`.
 
     Args:
-        engine: Makes it.
+        engine: Maker of the executor.
     """
 
     def __init__(self, engine: Maker) -> None:
@@ -40,9 +40,9 @@ class Answering:
         self._requests: dict[str, str] = {}  # job -> id of its request
         self._over = threading.Event()
 
-    def start(self, say: Say) -> dict[str, Any]:
+    def start(self, send: Send) -> dict[str, Any]:
         """See `Role.start`."""
-        self._say = say
+        self._send = send
         threading.Thread(target=self._beat, daemon=True).start()
         return {"model": self._engine.model}
 
@@ -58,32 +58,32 @@ class Answering:
         self._over.set()
         self._engine.close()
 
-    def said(self, job: str, event: Event) -> None:
-        """An event of a request, in the engine's thread."""
-        self._say("event", job, event)
+    def report(self, job: str, event: Event) -> None:
+        """Send an event of a request; called from the engine's thread."""
+        self._send("event", job, event)
 
     def _submit(self, job: str, request: Request) -> None:
         def emit(event: Event) -> None:
-            self.said(job, event)
+            self.report(job, event)
             if not isinstance(event, Delta):
                 self._requests.pop(job, None)
 
         self._requests[job] = request.id
         try:
             self._engine.submit(request, emit)
-        except MmfastError as error:  # BusyError is one, too
+        except MmfastError as error:  # also a BusyError
             self._requests.pop(job, None)
-            self._say("refused", job, error)
+            self._send("refused", job, error)
         else:
-            self._say("accepted", job, True)
+            self._send("accepted", job, True)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
-            self._say("health", value=self._engine.health())
+            self._send("health", value=self._engine.health())
 
 
 class Scheduling(Answering):
-    """Answers requests with a `Scheduler` whose media are encoded by other workers.
+    """Answers requests with a `Scheduler` whose media other workers encode.
 
     Args:
         given: Arguments of the `Scheduler`.
@@ -101,34 +101,34 @@ class Scheduling(Answering):
     def take(self, kind: str, job: str, value: Any) -> None:
         """See `Role.take`."""
         if kind == "lost":
-            self._encoder.told(job, LostError(value))
+            self._encoder.resolve(job, LostError(value))
         elif kind in ("encoded", "failed"):
             result = RuntimeError(value) if isinstance(value, str) else value
-            self._encoder.told(job, result)
+            self._encoder.resolve(job, result)
         else:
             super().take(kind, job, value)
 
-    def said(self, job: str, event: Event) -> None:
-        """As of `Answering`; an answer whose encoder died says so."""
+    def report(self, job: str, event: Event) -> None:
+        """Send an event; the failure of an answer whose encoder died is `replica_lost`."""
         name = self._requests.get(job)
         if isinstance(event, Failure) and name in self._encoder.lost:
             self._encoder.lost.discard(name)
             event = LOST
-        super().said(job, event)
+        super().report(job, event)
 
     def _ask(self, call: str, prepared: Any) -> None:
-        self._say("encode", call, prepared)
+        self._send("encode", call, prepared)
 
 
 class Encoding:
-    """Encodes media for those that answer.
+    """Encodes media for the workers that answer.
 
     Args:
-        model: As of `load`.
-        device: As of `load`.
-        dtype: As of `load`.
-        linger: Seconds by which each result is held back: for trials of faults.
-        memory: As of `Encoder`.
+        model: Argument of `load`.
+        device: Argument of `load`.
+        dtype: Argument of `load`.
+        linger: Seconds by which each result is delayed, to test faults.
+        memory: Argument of `MediaEncoder`.
     """
 
     def __init__(
@@ -140,69 +140,66 @@ class Encoding:
         memory: int = 64 << 20,
     ) -> None:
         from mmfast.models.loading import load
-        from mmfast.serve.engine.encoder import MediaEncoder
-        from mmfast.serve.engine.services import Gathering
+        from mmfast.serve.engine.stages import EncodeStage
 
         stock, processor = load(model, device, dtype)
-        self._gathering, self._linger = Gathering(MediaEncoder(stock, processor, memory)), linger
+        self._stage, self._linger = EncodeStage(MediaEncoder(stock, processor, memory)), linger
 
-    def start(self, say: Say) -> dict[str, Any]:
+    def start(self, send: Send) -> dict[str, Any]:
         """See `Role.start`."""
-        self._say = say
+        self._send = send
         return {}
 
     def take(self, kind: str, job: str, value: Any) -> None:
         """See `Role.take`."""
-        from mmfast.serve.engine.slots import moved
-
-        prepared = moved(value, self._gathering.encoder.model.device)
-        self._gathering.encode(prepared).add_done_callback(partial(self._done, job))
+        prepared = moved(value, self._stage.encoder.model.device)
+        self._stage.encode(prepared).add_done_callback(partial(self._done, job))
 
     def close(self) -> None:
         """See `Role.close`."""
-        self._gathering.close()
+        self._stage.close()
 
     def _done(self, job: str, future: Future[Any]) -> None:
         if self._linger:
-            threading.Timer(self._linger, self._told, (job, future)).start()
+            threading.Timer(self._linger, self._report, (job, future)).start()
         else:
-            self._told(job, future)
+            self._report(job, future)
 
-    def _told(self, job: str, future: Future[Any]) -> None:
+    def _report(self, job: str, future: Future[Any]) -> None:
         error = future.exception()
         if error is None:
             try:
-                self._say("encoded", job, future.result())
+                self._send("encoded", job, future.result())
                 return
-            except MmfastError as full:  # no room for it on the way
+            except MmfastError as full:  # no room in shared memory
                 error = full
-        self._say("failed", job, _sendable(error))
+        self._send("failed", job, _sendable(error))
 
 
 def _sendable(error: BaseException) -> Any:
-    """Errors of other packages may not survive being pickled; their text does."""
+    """Return an error as a value that can be pickled; of other packages, its text."""
     if isinstance(error, MmfastError):
         return error
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-PAUSE = 0.0005  # seconds that an engine with nothing else to do waits for an encoder at a time
+PAUSE = 0.0005  # seconds of one wait for an encoder by an engine without other work
 
 
 class LostError(RuntimeError):
-    """The worker that encoded is gone."""
+    """The worker that encoded has died."""
 
 
 class RemoteEncoder(MediaEncoder):
-    """An `Encoder` that writes prompts here and has media encoded elsewhere.
+    """A `MediaEncoder` that prepares prompts here and has media encoded by other workers.
 
-    While it waits, the engine goes on decoding. Prompts without media are embedded here.
+    The engine goes on decoding while it waits. Prompts without media are embedded here.
 
     Args:
-        model: As of `Encoder`.
-        processor: As of `Encoder`.
-        memory: As of `Encoder`.
-        ask: `ask(call, prepared)` sends a request off; its result comes to `told`.
+        model: Argument of `MediaEncoder`.
+        processor: Argument of `MediaEncoder`.
+        memory: Argument of `MediaEncoder`.
+        ask: `ask(call, prepared)` sends a request; its result comes to `resolve`.
 
     Attributes:
         lost: Ids of requests whose encoder died.
@@ -218,7 +215,7 @@ class RemoteEncoder(MediaEncoder):
         self.lost: set[str] = set()
 
     def steps(self, batch: Sequence[Prepared]) -> Steps:
-        """See `Encoder.steps`; it pauses while others encode."""
+        """See `MediaEncoder.steps`; yields None while other workers encode."""
         calls = {self._send(each): i for i, each in enumerate(batch) if each.media}
         here = [i for i, each in enumerate(batch) if not each.media]
         for step in super().steps([batch[i] for i in here]):
@@ -233,13 +230,13 @@ class RemoteEncoder(MediaEncoder):
                     yield number, result
                 if not found:
                     yield None
-        finally:  # nobody waits any more: what still comes is not kept
+        finally:  # cancelled: late results are not kept
             with self._some:
                 for call in calls:
                     self._results.pop(call, None)
 
-    def told(self, call: str, result: Result) -> None:
-        """A result, or why there is none; of any thread."""
+    def resolve(self, call: str, result: Result) -> None:
+        """Take a result or an error; any thread may call this."""
         with self._some:
             if call in self._results:
                 known = isinstance(result, Exception)
@@ -248,18 +245,18 @@ class RemoteEncoder(MediaEncoder):
 
     def _send(self, prepared: Prepared) -> str:
         key = "/".join(each.key for mine in prepared.media.values() for each in mine)
-        # The process is part of the name: what another one of the same place asked for is not ours.
+        # The name holds the process: results for an earlier worker of this place are not ours.
         call = f"{os.getpid()}-{next(self._numbers)}:{zlib.crc32(key.encode())}"
         with self._some:
             self._results[call] = None
         try:
             self._ask(call, slim(prepared))
-        except MmfastError as error:  # no room for it on the way
-            self.told(call, error)
+        except MmfastError as error:  # no room in shared memory
+            self.resolve(call, error)
         return call
 
     def _found(self, calls: Collection[str]) -> dict[str, Result]:
-        """Results that are here, if need be after a short wait."""
+        """Return the results that have come, after a short wait if there are none."""
 
         def here() -> dict[str, Result]:
             known = {call: self._results[call] for call in calls}
@@ -273,13 +270,10 @@ class RemoteEncoder(MediaEncoder):
 
 
 def slim(prepared: Prepared) -> Prepared:
-    """The same without the pictures as they came: encoders read the processor's pixels."""
+    """Drop the original pictures: encoders read the pixels of the processor."""
+    empty = np.zeros((0, 0, 3), np.uint8)
     media = {
-        kind: tuple(Media(_hollow(each.shot), each.key) for each in mine)
+        kind: tuple(Media(Shot(kind, empty), each.key) for each in mine)
         for kind, mine in prepared.media.items()
     }
     return replace(prepared, request=replace(prepared.request, messages=()), media=media)
-
-
-def _hollow(shot: Shot) -> Shot:
-    return Shot(shot.kind, np.zeros((0, 0, 3), np.uint8))

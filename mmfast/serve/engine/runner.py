@@ -1,4 +1,4 @@
-"""Who goes which way: the batched lane, or a lane of its own; and whether there is room."""
+"""Requests at work on one model: in one batch, or one after the other under `attach`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from mmfast.planner.planner import PlanWarning
 from mmfast.planner.target import make_target
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
-from mmfast.serve.engine.encoder import MediaEncoder, early, left
+from mmfast.serve.engine.encoder import MediaEncoder, early, kept_tokens
+from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.request import ActiveRequest
 from mmfast.serve.engine.slots import CacheSlots, Draw
 
 
-class _Own:
+class _AttachedAnswer:
     """One answer with a cache of its own."""
 
     def __init__(self, answer: ActiveRequest) -> None:
@@ -42,63 +43,58 @@ class _Own:
         self.count = 0
         self.seen: Tensor | None = None
         self.trace = Trace()
-        self.visual = 0  # tokens before anything was reduced
-        self.read = 0.0, 0  # milliseconds of writing the prompt, and its tokens
+        self.visual = 0  # tokens before reduction
+        self.read = 0.0, 0  # milliseconds of the processor, and tokens of the prompt
 
 
-class Solo:
-    """Steps of answers under `attach`, one after the other.
+class SequentialRunner:
+    """Runs answers under `attach`, one step of one answer at a time.
 
-    The hooks are in only while a step runs, so that nothing else feels them; all that lasts from
-    one step to the next is in the answer's cache.
+    The hooks are attached during a step only, so no other request meets them; the state between
+    two steps is in the answer's cache.
 
     Args:
         model: A stock model of a known family.
-        chooser: How tokens are chosen.
-        served: Told the tenant and how many tokens of work it was given.
+        chooser: Chooses tokens.
+        served: Receives the payer and the number of tokens of each piece of work.
     """
 
     def __init__(self, model: Any, chooser: Chooser, served: Callable[[str, float], None]) -> None:
         self._model, self._chooser, self._served = model, chooser, served
-        self._own: dict[str, _Own] = {}
+        self._own: dict[str, _AttachedAnswer] = {}
 
     @property
     def answers(self) -> list[ActiveRequest]:
         """All requests at work."""
-        return [own.answer for own in list(self._own.values())]  # health is of any thread
+        return [own.answer for own in list(self._own.values())]  # any thread may ask for health
 
     def start(self, answer: ActiveRequest) -> None:
         """Take a request in."""
-        self._own[answer.id] = _Own(answer)
+        self._own[answer.id] = _AttachedAnswer(answer)
 
-    def cancel(self, name: str) -> ActiveRequest | None:
-        """Let a request go; its memory is free at once."""
-        own = self._own.pop(name, None)
-        return None if own is None else own.answer
+    def cancel(self, name: str) -> None:
+        """Drop a request; its memory is free at once."""
+        self._own.pop(name, None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         mine = list(self._own.values())
         layers = (x for own in mine if own.cache for x in list(own.cache.layers))
-        return sum(_nbytes(layer) for layer in layers)
+        return sum(_layer_bytes(layer) for layer in layers)
 
     @property
     def waits(self) -> bool:
-        """Whether a prompt is still to be read."""
+        """True while a prompt is still to be read."""
         return any(own.cache is None for own in list(self._own.values()))
 
-    def step(self, prompts: bool) -> bool:
-        """A prompt, or a token, of the answer whose turn it is; whether there was one.
-
-        Args:
-            prompts: Read a prompt; else say a token.
-        """
+    def step(self, prompts: bool) -> None:
+        """Read a prompt, or decode a token, of the next answer in turn; see `prompts`."""
         own = next((o for o in self._own.values() if (o.cache is None) == prompts), None)
         if own is None:
-            return False
+            return
         name = own.answer.id
-        self._own[name] = self._own.pop(name)  # the others' turns first
+        self._own[name] = self._own.pop(name)  # to the end of the queue
         try:
             with torch.inference_mode():
                 token = self._next(own)
@@ -108,9 +104,8 @@ class Solo:
         except Exception as error:
             self._own.pop(name, None)
             own.answer.fail(error)
-        return True
 
-    def _next(self, own: _Own) -> int:
+    def _next(self, own: _AttachedAnswer) -> int:
         answer = own.answer
         start = time.perf_counter()
         try:
@@ -132,7 +127,7 @@ class Solo:
             own.seen = torch.cat([own.seen, own.seen.new_tensor([token])]).unique()
         return token
 
-    def _prompt(self, own: _Own) -> Tensor:
+    def _prompt(self, own: _AttachedAnswer) -> Tensor:
         prepared = own.answer.prepared
         assert prepared is not None
         inputs, model = dict(prepared.inputs), self._model
@@ -146,45 +141,35 @@ class Solo:
         found: Tensor = model(
             **inputs, position_ids=positions, past_key_values=own.cache, use_cache=True
         ).logits
-        own.read, own.visual = (prepared.ms, prepared.length), self._visual(inputs)
-        own.answer.prepared = None  # pixels are not kept for as long as an answer takes
+        counts = (token_counts(model, k, inputs, Trace()) for k in features_given(inputs))
+        own.visual = sum(n for pairs in counts for n, _ in pairs)
+        own.read = prepared.ms, prepared.length
+        own.answer.prepared = None  # pixels are not kept for the time of an answer
         return found
 
-    def _visual(self, inputs: dict[str, Any]) -> int:
-        counts = (token_counts(self._model, k, inputs, Trace()) for k in features_given(inputs))
-        return sum(n for pairs in counts for n, _ in pairs)
-
-    def _token(self, own: _Own) -> Tensor:
+    def _token(self, own: _AttachedAnswer) -> Tensor:
         assert own.position is not None
         own.position = own.position + 1
         self._served(own.answer.payer, 1)
-        device = own.position.device
         found: Tensor = self._model(
-            input_ids=torch.tensor([[own.token]], device=device),
+            input_ids=torch.tensor([[own.token]], device=own.position.device),
             position_ids=own.position,
             past_key_values=own.cache,
             use_cache=True,
         ).logits
         return found
 
-    def _finish(self, own: _Own) -> None:
-        answer, length = own.answer, own.read[1]
-        if answer.broken:
-            answer.over = True
-            return
-        own.trace.rows.insert(0, _read(*own.read))
-        told = own.trace.to_dict()
-        facts = {"visual_tokens": own.visual, "kept_tokens": left(own.visual, own.trace)}
-        answer.finish({**told, **facts, "prompt": length}, length)
+    def _finish(self, own: _AttachedAnswer) -> None:
+        answer, (ms, length) = own.answer, own.read
+        trace = Trace()
+        trace.add("read", 0, length, ms)
+        own.trace.rows.insert(0, trace.rows[0])
+        facts = {"visual_tokens": own.visual, "kept_tokens": kept_tokens(own.visual, own.trace)}
+        answer.read = {**own.trace.to_dict(), **facts, "prompt": length}, length
+        answer.complete()
 
 
-def _read(ms: float, length: int) -> Any:
-    trace = Trace()
-    trace.add("read", 0, length, ms)
-    return trace.rows[0]
-
-
-def _nbytes(layer: Any) -> int:
+def _layer_bytes(layer: Any) -> int:
     known = getattr(layer, "nbytes", None)
     if isinstance(known, int):
         return known
@@ -192,19 +177,19 @@ def _nbytes(layer: Any) -> int:
     return sum(each.nbytes for each in both if isinstance(each, Tensor))
 
 
-class Lanes:
-    """All that is at work on one model.
+class ModelRunner:
+    """All requests at work on one model, and the memory they take.
 
     Args:
-        encoder: Of the model and its processor.
-        slots: Requests at once.
+        encoder: Encoder of the model and its processor.
+        slots: Most requests at once.
         chunk: Tokens of prompts in one pass.
         limit: Bytes of keys and values, those of finished prompts included.
-        served: Told the tenant and how many tokens of work it was given.
+        served: Receives the payer and the number of tokens of each piece of work.
         name: The model as the caller named it; None is the embedded one.
 
     Attributes:
-        batch: None where the model's rows cannot be at different lengths in one pass.
+        batch: None where the model's rows cannot have different lengths in one pass.
         per_token: Bytes of keys and values of one token.
     """
 
@@ -220,38 +205,38 @@ class Lanes:
         self.encoder, self.model, self.processor = encoder, encoder.model, encoder.processor
         self._slots, self.limit, self._name = slots, limit, name
         self.chooser = Chooser(self.model)
-        self.solo = Solo(self.model, self.chooser, served)
+        self.sequential = SequentialRunner(self.model, self.chooser, served)
         self.batch: RunningBatch | None = None
         try:
             parts = Prefiller(self.model, chunk), DecodeBatch(self.model, slots)
             self.batch = RunningBatch(self.encoder, *parts, limit // 4, served)
             self.per_token = self.batch.per_token
-        except ModelError:  # windows, convolutions, images that see forward: one by one
+        except ModelError:  # sliding windows, convolutions, images that attend forward
             self.per_token = _stated_bytes(self.model)
         self._planner: PipelinePlanner | None = None
         self._prompt_turn = False
 
-    # --- room ---------------------------------------------------------------------------------
+    # --- memory -------------------------------------------------------------------------------
 
     @property
     def answers(self) -> list[ActiveRequest]:
         """All requests at work."""
-        return [*(self.batch.answers if self.batch else ()), *self.solo.answers]
+        return [*(self.batch.answers if self.batch else ()), *self.sequential.answers]
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values of requests at work."""
-        return (self.batch.nbytes if self.batch else 0) + self.solo.nbytes
+        return (self.batch.nbytes if self.batch else 0) + self.sequential.nbytes
 
     def worst(self, more: Sequence[ActiveRequest] = ()) -> int:
-        """Tokens of memory that all at work may come to hold, with more requests beside them."""
+        """Return the most tokens that the requests at work, and `more`, may come to hold."""
         mine = [answer for answer in more if self.batched(answer)]
-        own = [*self.solo.answers, *(answer for answer in more if not self.batched(answer))]
+        own = [*self.sequential.answers, *(answer for answer in more if not self.batched(answer))]
         rows = pieces = 0
         if self.batch is not None:
             waiting = [*self.batch.coming, *mine]
             rows = self.batch.decoder.slots.needed([answer.reserve for answer in waiting])
-            # Until it is copied to its row, a prompt lies in a piece of its own.
+            # Until it is copied to its row, a prompt lies in a tensor of its own.
             pieces = sum(answer.reserve - answer.sampling.max_tokens for answer in waiting)
         return rows + pieces + sum(answer.reserve for answer in own)
 
@@ -259,7 +244,7 @@ class Lanes:
         """Refuse a request that is too large even alone.
 
         Raises:
-            MmfastError: Says by how much.
+            MmfastError: Names the bytes needed and the bytes there are.
         """
         tokens = answer.reserve
         if self.batched(answer):
@@ -272,17 +257,15 @@ class Lanes:
             )
 
     def fits(self, answer: ActiveRequest) -> bool:
-        """Whether a request can start now; finished prompts make room."""
+        """Return True if a request can start now; finished prompts make room."""
         if len(self.answers) >= self._slots:
             return False
         return self.worst([answer]) * self.per_token <= self.limit
 
     def gauges(self) -> dict[str, float]:
-        """Figures for `Health`."""
+        """Return the figures for `Health`."""
         kept, prefixes = self.encoder.kept, self.batch.prefixes.held if self.batch else None
-        hits, misses = kept.hits, kept.misses
-        if prefixes is not None:
-            hits, misses = hits + prefixes.hits, misses + prefixes.misses
+        caches: list[ByteCache[Any]] = [kept, *([] if prefixes is None else [prefixes])]
         gaps = [gap for gap, _ in tuple(self.batch.gaps)] if self.batch else []
         return {
             "decode_gap_ms": 1e3 * max(gaps, default=0.0),
@@ -292,18 +275,18 @@ class Lanes:
             "kv_bytes_per_token": float(self.per_token),
             "prefix_bytes": float(prefixes.nbytes if prefixes is not None else 0),
             "encoder_bytes": float(kept.nbytes),
-            "cache_hits": float(hits),
-            "cache_misses": float(misses),
+            "cache_hits": float(sum(each.hits for each in caches)),
+            "cache_misses": float(sum(each.misses for each in caches)),
         }
 
-    # --- in and out ---------------------------------------------------------------------------
+    # --- start and end of requests ------------------------------------------------------------
 
     def check(self, answer: ActiveRequest) -> None:
-        """Read the specs of a request.
+        """Check the specs of a request.
 
         Raises:
             SpecError: One is wrong.
-            MmfastError: A target beside a spec, or a target that cannot be.
+            MmfastError: The latency target is impossible.
         """
         plan, specs = call_plan(answer.cache), parse(answer.reduce)
         if not early(specs):
@@ -312,75 +295,75 @@ class Lanes:
             make_target(target_ttft_ms=answer.target)
 
     def batched(self, answer: ActiveRequest) -> bool:
-        """Whether a request goes the batched way."""
+        """Return True if a request runs in the batch."""
         return self.batch is not None and not answer.cache and early(answer.reduce)
 
     def start(self, answer: ActiveRequest) -> None:
-        """Take a request in; one with a target is planned now."""
+        """Take a request in; one with a latency target is planned now."""
         if answer.target is not None:
             try:
                 self._plan(answer)
             except Exception as error:
                 answer.fail(error)
                 return
-        if self.batched(answer):
-            assert self.batch is not None
+        if self.batch is not None and self.batched(answer):
             self.batch.start(answer)
         else:
-            self.solo.start(answer)
+            self.sequential.start(answer)
         if self.batch is not None:
             self.batch.prefixes.shrink(self.limit - self.worst() * self.per_token)
 
     def cancel(self, name: str) -> None:
-        """Let a request go; its memory is free at once."""
+        """Drop a request; its memory is free at once."""
         if self.batch is not None:
             self.batch.cancel(name)
-        self.solo.cancel(name)
+        self.sequential.cancel(name)
 
     def clear(self) -> list[ActiveRequest]:
-        """Let everything go; the requests it was."""
-        gone = self.answers
-        for answer in gone:
+        """Drop all requests and return them."""
+        dropped = self.answers
+        for answer in dropped:
             self.cancel(answer.id)
-        return gone
+        return dropped
 
     # --- work ---------------------------------------------------------------------------------
 
     def round(self) -> None:
-        """One unit of work on prompts, then a token for every answer of the batch."""
+        """Do one unit of work on prompts, then decode one token of every answer in the batch."""
         batch = self.batch
-        # A prompt under hooks would be heard by a call of the tower that is under way.
-        free = self.solo.waits and not (batch and batch.encoding)
+        # The hooks of a prompt would act on a call of the tower that is under way.
+        free = self.sequential.waits and not (batch and batch.encoding)
         if free and (self._prompt_turn or not (batch and batch.coming)):
-            self.solo.step(prompts=True)
+            self.sequential.step(prompts=True)
             self._prompt_turn = False
         elif batch is not None:
             start = time.perf_counter()
             # Small units share a step: each step costs as much as a few of them.
-            while batch.work(new=not self.solo.waits):
+            while batch.work(new=not self.sequential.waits):
                 if time.perf_counter() - start > batch.pace / 3:
                     break
             self._prompt_turn = True
         if batch is not None:
             batch.decode()
-        self.solo.step(prompts=False)
+        self.sequential.step(prompts=False)
 
     def _plan(self, answer: ActiveRequest) -> None:
         assert answer.prepared is not None
-        if self._planner is None:
-            pipe = SimpleNamespace(model=self.model, cache=None, run=self._generate)
-            self._planner = PipelinePlanner(pipe, self._name)
         start, inputs = time.perf_counter(), answer.prepared.inputs
         items = sum(len(media) for media in answer.prepared.media.values())
         target = make_target(target_ttft_ms=answer.target)
         if not items:
             answer.reduce = None
             return
+        if self._planner is None:
+            # The stock call that the planner measures: no cache policy, no encoder of a pipeline.
+            pipe = SimpleNamespace(model=self.model, cache=None, encoder=None, run=self._generate)
+            self._planner = PipelinePlanner(pipe, self._name)
         with warnings.catch_warnings():  # out of reach: the fastest plan, as documented
             warnings.simplefilter("ignore", PlanWarning)
             plan, measuring = self._planner.plan(inputs, [items], target, answer.began)
         answer.plan_ms = (time.perf_counter() - start) * 1e3 - measuring
-        answer.began += measuring / 1e3  # the device, once and for all: no part of answering
+        answer.began += measuring / 1e3  # measuring the device happens once, for no request
         answer.adopt(plan.spec)
 
     def _generate(self, inputs: dict[str, Any], **extra: Any) -> Any:
@@ -389,7 +372,7 @@ class Lanes:
 
 
 def _stated_bytes(model: Any) -> int:
-    """Bytes of keys and values of one token, by the configuration."""
+    """Return the bytes of keys and values of one token from the configuration."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,22 +1,14 @@
-"""Decode in processes of their own: bounded in number, memory and time, killed when they hang.
-
-Messages between the server and the processes that decode: JSON with its length before it.
-
-Never pickles: what a decoder says must not run in the server.
-"""
+"""A pool of decoding processes with limits of number, memory and time."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import mmap
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -30,13 +22,14 @@ import numpy as np
 
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.serve.guard.errors import ApiError, busy
+from mmfast.serve.guard.sandbox import anonymous, fill, get, put
 
-_START = 30.0  # seconds for the first process to import what it needs
-_CHILD = "mmfast.serve.guard.sandbox.child"
+_START = 30.0  # seconds for the parent of decoders to import its modules
+_CHILD = "mmfast.serve.guard.sandbox"
 
 
-class Parent:
-    """The process that is forked; started when it is first needed and when it has died."""
+class ForkServer:
+    """The parent of decoding processes; started on first use and after its death."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,18 +37,18 @@ class Parent:
         self._control: socket.socket | None = None
 
     def start(self) -> None:
-        """Start it, unless it runs."""
+        """Start the server, unless it runs."""
         with self._lock:
             self._ready()
 
     def fork(self, theirs: socket.socket, media: int) -> None:
-        """Have it fork a process for this connection and this input.
+        """Fork a process for a connection and an input.
 
         Raises:
-            ApiError: It does not start.
+            ApiError: The server does not start.
         """
         with self._lock:
-            for _ in range(2):  # it may have died since the last input
+            for _ in range(2):  # a second try if it has died since the last input
                 control = self._ready()
                 with suppress(OSError):
                     socket.send_fds(control, [b"j"], [theirs.fileno(), media])
@@ -68,7 +61,7 @@ class Parent:
             return self._control
         self._end()
         ours, theirs = socket.socketpair()
-        root = str(Path(__file__).resolve().parents[4])
+        root = str(Path(__file__).resolve().parents[3])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -98,26 +91,26 @@ class Parent:
         self._control = self._process = None
 
     def close(self) -> None:
-        """End it; what it forked ends by its own clock."""
+        """End the server; running decoders end by their own time limit."""
         with self._lock:
             self._end()
 
 
-class Pid:
-    """A process that may be killed at any time, and never another one of its number."""
+class ProcessHandle:
+    """A process that can be killed safely, also after its process id was reused."""
 
     def __init__(self) -> None:
         self._pid, self._fd, self._lock = 0, -1, threading.Lock()
 
     def open(self, pid: int) -> None:
-        """It runs, and is ours."""
+        """Take a running process."""
         with self._lock, suppress(OSError):
             self._pid = pid
             if hasattr(os, "pidfd_open"):
                 self._fd = os.pidfd_open(pid)
 
     def kill(self) -> None:
-        """End it, if it still runs."""
+        """Kill the process if it still runs."""
         with self._lock, suppress(OSError):
             if self._fd >= 0:
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
@@ -125,82 +118,15 @@ class Pid:
                 os.kill(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Forget it."""
+        """Release the process."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd, self._pid = -1, 0
 
 
-_LENGTH = struct.Struct("<I")
-_LONGEST = 16 << 20  # metadata of a clip of a million frames would be less
-
-
-def put(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send a message, and files with it."""
-    data = json.dumps(message).encode()
-    head = _LENGTH.pack(len(data))
-    if fds:
-        socket.send_fds(sock, [head], list(fds))
-    else:
-        sock.sendall(head)
-    sock.sendall(data)
-
-
-def get(sock: socket.socket, files: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """Receive a message, and at most `files` files with it.
-
-    Raises:
-        ConnectionError: The other side is gone.
-    """
-    fds: list[int] = []
-    if files:
-        head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, files)
-        head += _exactly(sock, _LENGTH.size - len(head)) if head else b""
-    else:
-        head = _exactly(sock, _LENGTH.size)
-    if not head:
-        raise ConnectionError("the other side is gone")
-    (length,) = _LENGTH.unpack(head)
-    if length > _LONGEST:
-        raise ConnectionError(f"a message of {length} bytes")
-    found = json.loads(_exactly(sock, length))
-    return (found if isinstance(found, dict) else {}), fds
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = sock.recv(min(count - len(parts), 1 << 20))
-        if not part:
-            raise ConnectionError("the other side is gone")
-        parts += part
-    return bytes(parts)
-
-
-def anonymous() -> int:
-    """A file in memory that has no name; on disk where the system has no such files."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("mmfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def path_of(fd: int) -> str:
-    """A name under which this process can open a file that has none."""
-    return f"/proc/self/fd/{fd}" if Path("/proc/self/fd").is_dir() else f"/dev/fd/{fd}"
-
-
-def fill(fd: int, data: Any) -> None:
-    """Write all of a buffer."""
-    view = memoryview(data).cast("B")
-    done = 0
-    while done < len(view):
-        done += os.write(fd, view[done : done + (1 << 26)])
-
-
 _ADD_SEALS, _KEEP_SIZE = 1033, 0x2 | 0x4  # fcntl: neither shrink nor grow
-_FORK = 10.0  # seconds for a process to begin
+_FORK = 10.0  # seconds for a fork to begin
 _TYPES: dict[str, np.dtype[Any]] = {"|u1": np.dtype(np.uint8), "<f4": np.dtype(np.float32)}
 Array = np.ndarray[Any, Any]
 
@@ -209,31 +135,31 @@ class Decoders:
     """Forks one process for every input.
 
     Args:
-        workers: Inputs that are decoded at once.
-        waiting: Inputs that may wait for that; one more is refused.
-        held: Bytes of decoded media that may be in use; what is no longer needed does not count.
+        workers: Most inputs decoded at once.
+        waiting: Most inputs that wait; another one is refused.
+        held: Most bytes of decoded media in use.
     """
 
     def __init__(self, workers: int, waiting: int = 64, held: int = 2 << 30) -> None:
         self._threads = ThreadPoolExecutor(workers, "decoders")
         self._most, self._pending = workers + waiting, 0
         self._held, self._room = _Held(held), threading.Lock()
-        self._parent = Parent()
+        self._parent = ForkServer()
 
     def warm(self) -> None:
-        """Start the process that the others are forked from."""
+        """Start the fork server."""
         self._parent.start()
 
     async def decode(self, data: bytes, job: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
-        """Decode one input; leaving early kills its process.
+        """Decode one input; cancellation kills its process.
 
         Args:
-            data: Encoded.
-            job: See `mmfast.serve.guard.sandbox.child`, with `seconds` and `memory`.
+            data: The encoded input.
+            job: See `mmfast.serve.guard.sandbox`, with `seconds` and `memory`.
 
         Raises:
-            MediaError: It cannot be decoded, or not within its limits.
-            ApiError: 429, too many wait.
+            MediaError: The input cannot be decoded within its limits.
+            ApiError: 429: too many inputs wait.
         """
         with self._room:
             if self._pending >= self._most:
@@ -263,14 +189,14 @@ class Decoders:
 
 
 class _Held:
-    """Counts the bytes of decoded media that somebody still uses."""
+    """Counts the bytes of decoded media in use."""
 
     def __init__(self, most: int) -> None:
         self._most, self._now, self._lock = most, 0, threading.Lock()
-        self._dropped: deque[int] = deque()  # what a finalizer may do at any time: append
+        self._dropped: deque[int] = deque()  # a finalizer may append at any time
 
     def keep(self, owner: Any, size: int) -> None:
-        """Count `size` bytes until `owner` is gone."""
+        """Count `size` bytes until `owner` is freed."""
         with self._lock:
             while self._dropped:
                 self._now -= self._dropped.popleft()
@@ -281,22 +207,22 @@ class _Held:
 
 
 class _Task:
-    """One input, from the thread that waits for it."""
+    """The decoding of one input, in a thread that waits for its process."""
 
-    def __init__(self, parent: Parent, held: _Held, data: bytes, job: dict[str, Any]) -> None:
+    def __init__(self, parent: ForkServer, held: _Held, data: bytes, job: dict[str, Any]) -> None:
         self._parent, self._held, self._data, self._job = parent, held, data, job
-        self._stopped, self._pid = False, Pid()
+        self._stopped, self._pid = False, ProcessHandle()
 
     def stop(self) -> None:
-        """Nobody waits any more."""
+        """Kill the process, for the caller has gone."""
         self._stopped = True
         self._pid.kill()
 
     def run(self) -> tuple[Array, dict[str, Any]]:
-        """Decode it."""
+        """Decode the input."""
         what, seconds = self._job["kind"], self._job["seconds"]
         if self._stopped:
-            raise MediaError(f"nobody waits for the {what}")
+            raise MediaError(f"decoding of the {what} was cancelled")
         ours, theirs = socket.socketpair()
         media = anonymous()
         try:
@@ -322,13 +248,13 @@ class _Task:
     def _talk(self, sock: socket.socket, deadline: float) -> tuple[Array, dict[str, Any]]:
         sock.settimeout(_FORK)
         try:
-            said, _ = get(sock)
+            hello, _ = get(sock)
         except OSError:
-            self._parent.close()  # it does not fork: the next input gets another one
+            self._parent.close()  # it does not fork: the next input starts another one
             raise
-        self._pid.open(int(said["pid"]))
+        self._pid.open(int(hello["pid"]))
         if self._stopped:
-            raise ConnectionError("nobody waits")
+            raise ConnectionError("cancelled")
         put(sock, self._job)
         sock.settimeout(max(0.01, deadline - time.monotonic()))
         reply, fds = get(sock, 1)
@@ -341,7 +267,7 @@ class _Task:
                 os.close(fd)
 
     def _mapped(self, fd: int, reply: dict[str, Any]) -> Array:
-        """The result where the process left it; a change of ours is ours alone."""
+        """Map the result of the process, copy-on-write."""
         _keep_size(fd)
         dtype: np.dtype[Any] = _TYPES[reply["dtype"]]
         shape = tuple(int(n) for n in reply["shape"])
@@ -356,7 +282,7 @@ class _Task:
 
 
 def _keep_size(fd: int) -> None:
-    """Nobody can cut the file while it is mapped here."""
+    """Seal the size of the file, since a cut would crash the reader of the mapping."""
     if sys.platform.startswith("linux"):
         import fcntl
 

@@ -1,28 +1,27 @@
-"""The processes that decode: one that waits with everything imported, and a fork of it an input.
+"""Decoding processes: a parent with everything imported, and a fork of it for each input.
 
-A fork costs milliseconds, sees one input, has little memory and time, cannot reach the network,
-start programs or write files, and is gone afterwards, whatever the input did to it.
+A fork takes milliseconds and decodes one input under limits of memory and time. On Linux, a
+seccomp filter keeps it from the network, from starting programs and from writing files; elsewhere
+only the limits and the checks of the front-ends apply. It ends after its input, whatever happened.
 
-Take from a process what decoding does not need: network, programs, files to write.
+Messages between server and process are JSON with a length in front, never pickles: the output of a
+decoder that an input has taken over must not run in the server.
 
-A seccomp filter (Linux); where the system has none, limits and front-ends stand alone.
-
-What runs in a decoding process: the front-ends under the server's limits.
-
-Imports no torch, so that a process that decodes starts at once and weighs little.
+Imports no torch, so that a process starts fast and takes little memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import io
+import json
 import os
 import platform
-import resource
 import signal
 import socket
 import struct
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -33,19 +32,18 @@ import av
 import numpy as np
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio.reader import OTHER, demuxer, not_sound
+from mmfast.frontends.audio.kinds import OTHER, demuxer, not_sound, sniff_sound
 from mmfast.frontends.container import open_video
 from mmfast.frontends.headers import check_header
 from mmfast.frontends.image import open_image, read_image
 from mmfast.frontends.source import IMAGE_KINDS, Budget, Limits, MediaSource, open_source, refusing
 from mmfast.frontends.video.reader import read_video
-from mmfast.serve.guard.sandbox.pool import anonymous, fill, get, path_of, put
 
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _WRITES = 0o3 | 0o100  # O_WRONLY, O_RDWR, O_CREAT
-# Machine -> (its number, refused calls by number, `open` calls -> argument that holds the flags,
+# Machine -> (its number, numbers of refused calls, `open` calls -> argument of the flags,
 # calls whose first argument must be this process, or 0).
 _CALLS: dict[str, tuple[int, tuple[int, ...], dict[int, int], tuple[int, ...]]] = {
     "x86_64": (
@@ -77,7 +75,7 @@ _CALLS: dict[str, tuple[int, tuple[int, ...], dict[int, int], tuple[int, ...]]] 
 
 
 def confine() -> bool:
-    """Refuse these calls to this process from here on, for good; say whether that took hold."""
+    """Install the filter in this process for good; return True if it is active."""
     known = _CALLS.get(platform.machine())
     if not sys.platform.startswith("linux") or known is None:
         return False
@@ -92,13 +90,13 @@ def confine() -> bool:
 def _program(
     machine: int, refused: tuple[int, ...], opens: dict[int, int], own: tuple[int, ...], me: int
 ) -> bytes:
-    """The filter: struct seccomp_data has nr at 0, arch at 4, arguments from 16 on."""
+    """Assemble the filter: seccomp_data has nr at 0, arch at 4, arguments from 16 on."""
     code = [
         _step(_LOAD, 4),
         _step(_EQUAL, machine, 1, 0),
         _step(_RETURN, _REFUSE),
         _step(_LOAD, 0),
-        _step(_AT_LEAST, 0x40000000, 0, 1),  # the x32 names of the same calls
+        _step(_AT_LEAST, 0x40000000, 0, 1),  # the same calls of the x32 ABI
         _step(_RETURN, _REFUSE),
     ]
     for number in refused:
@@ -106,7 +104,7 @@ def _program(
     for number in own:
         code += [
             _step(_EQUAL, number, 0, 5),
-            _step(_LOAD, 16),  # the lower half: these are numbers of 32 bits
+            _step(_LOAD, 16),  # the lower half, for the numbers have 32 bits
             _step(_EQUAL, me, 2, 0),
             _step(_EQUAL, 0, 1, 0),
             _step(_RETURN, _REFUSE),
@@ -129,17 +127,17 @@ def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
 
 Samples = np.ndarray[Any, np.dtype[np.float32]]
 _RATES = (1_000, 400_000)
-_DAMAGED = 100  # packets in a row that do not decode: nothing more will
+_DAMAGED = 100  # undecodable packets in a row after which decoding stops
 
 
 def read_sound(source: MediaSource, limits: Limits) -> tuple[Samples, dict[str, Any]]:
-    """Decode a file to mono.
+    """Decode a sound to mono.
 
     Returns:
-        Samples [n] float32, and `runs`: rates and how many samples each holds for, in order.
+        Samples [n] float32, and `runs`: pairs of a rate and its number of samples, in order.
 
     Raises:
-        MediaError: Nothing can be decoded, or it is too long.
+        MediaError: Nothing can be decoded, or the sound is too long.
     """
     budget, seconds, count = Budget(limits, source.name), 0.0, 0
     parts: list[Samples] = []
@@ -162,7 +160,7 @@ def read_sound(source: MediaSource, limits: Limits) -> tuple[Samples, dict[str, 
 
 
 def _decoded(source: MediaSource, limits: Limits) -> Iterator[tuple[Samples, int]]:
-    options = {"protocol_whitelist": "file"}  # nothing but the file, whatever it refers to
+    options = {"protocol_whitelist": "file"}  # a file must not refer to other resources
     with refusing(source.name, "opened"):
         container = av.open(
             str(source.data), format=demuxer(source), options=options, metadata_errors="ignore"
@@ -179,7 +177,7 @@ def _decoded(source: MediaSource, limits: Limits) -> Iterator[tuple[Samples, int
 
 
 def _frames(container: Any, stream: Any) -> Iterator[Any]:
-    """Frames; a packet that does not decode is left out, and so is a truncated end."""
+    """Yield frames, without undecodable packets and a truncated end."""
     packets, failed = container.demux(stream), 0
     while failed < _DAMAGED:
         try:
@@ -190,7 +188,7 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
             return
         try:
             found = packet.decode()
-        except Exception:  # garbage makes decoders raise nearly anything
+        except Exception:  # decoders raise many exceptions on damaged data
             failed += 1
             continue
         failed = 0
@@ -206,7 +204,7 @@ def _mono(frame: Any, name: str) -> Samples:
 
 
 def _scaled(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Integers to -1..1."""
+    """Scale integers to -1..1."""
     if array.dtype == np.uint8:
         return (array.astype(np.float32) - 128.0) / 128.0
     if array.dtype.kind == "i":
@@ -218,7 +216,7 @@ def _scaled(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, np.dtype[
 
 
 def _other(source: MediaSource) -> Iterator[tuple[Samples, int]]:
-    """What libsndfile knows and our table does not."""
+    """Decode with libsndfile the formats that PyAV is not used for."""
     import soundfile
 
     with source.open() as file:
@@ -231,9 +229,76 @@ def _other(source: MediaSource) -> Iterator[tuple[Samples, int]]:
                 yield _scaled(block.T, source.name).mean(axis=0), int(sound.samplerate)
 
 
+_LENGTH = struct.Struct("<I")
+_LONGEST = 16 << 20  # more than the metadata of a million frames
+
+
+def put(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Send a message with file descriptors."""
+    data = json.dumps(message).encode()
+    head = _LENGTH.pack(len(data))
+    if fds:
+        socket.send_fds(sock, [head], list(fds))
+    else:
+        sock.sendall(head)
+    sock.sendall(data)
+
+
+def get(sock: socket.socket, files: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """Receive a message with at most `files` file descriptors.
+
+    Raises:
+        ConnectionError: The other side is gone.
+    """
+    fds: list[int] = []
+    if files:
+        head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, files)
+        head += _exactly(sock, _LENGTH.size - len(head)) if head else b""
+    else:
+        head = _exactly(sock, _LENGTH.size)
+    if not head:
+        raise ConnectionError("the other side is gone")
+    (length,) = _LENGTH.unpack(head)
+    if length > _LONGEST:
+        raise ConnectionError(f"a message of {length} bytes")
+    found = json.loads(_exactly(sock, length))
+    return (found if isinstance(found, dict) else {}), fds
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = sock.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise ConnectionError("the other side is gone")
+        parts += part
+    return bytes(parts)
+
+
+def anonymous() -> int:
+    """Create a file in memory without a name; on disk where the system has no such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("mmfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def path_of(fd: int) -> str:
+    """Return a path under which this process can open a file without a name."""
+    return f"/proc/self/fd/{fd}" if Path("/proc/self/fd").is_dir() else f"/dev/fd/{fd}"
+
+
+def fill(fd: int, data: Any) -> None:
+    """Write a whole buffer to a file."""
+    view = memoryview(data).cast("B")
+    done = 0
+    while done < len(view):
+        done += os.write(fd, view[done : done + (1 << 26)])
+
+
 Array = np.ndarray[Any, Any]
 ANIMATED = ("gif", "webp", "png", "avif")
-_PILLOW = 40  # times that Pillow takes for a frame what a video decoder takes
+_PILLOW = 40  # time of Pillow for a frame, relative to a video decoder
 
 
 def decode(job: dict[str, Any], path: str) -> tuple[Array, dict[str, Any]]:
@@ -245,33 +310,26 @@ def decode(job: dict[str, Any], path: str) -> tuple[Array, dict[str, Any]]:
         path: The encoded input.
 
     Returns:
-        Samples or pixels, and what else there is to know of them.
+        Samples or pixels, and further facts.
 
     Raises:
-        MediaError: It is broken, too large, or not of that kind.
+        MediaError: The input is broken, too large, or of another kind.
     """
     limits = Limits(**job["limits"])
     if job["kind"] == "image":
         return read_image(path, limits=limits), {}
     if job["kind"] == "sound":
-        return read_sound(open_source(path, limits, job_kind), limits)
+        return read_sound(open_source(path, limits, sniff_sound), limits)
     source = open_source(path, limits)
     tight = _tightened(source, limits, job["frame_pixels"], job["clip_pixels"])
     sampling = {k: job[k] for k in ("frames", "fps") if job.get(k) is not None}
-    # PyAV reads every kind; decord's own threads would outgrow the limits of this process.
+    # PyAV reads every kind; the threads of decord would exceed the limits of this process.
     clip = read_video(path, limits=tight, backend="pyav", **sampling)
     return np.ascontiguousarray(clip.frames), {"metadata": clip.metadata()}
 
 
-def job_kind(name: str, head: bytes) -> str:
-    """See `sniff_sound`."""
-    from mmfast.frontends.audio.reader import sniff_sound
-
-    return sniff_sound(name, head)
-
-
 def _tightened(source: MediaSource, limits: Limits, frame: int, clip: int) -> Limits:
-    """Limits on the frames of a source, from the size of one: before any is decoded."""
+    """Limit the number of frames by the size of one, before any is decoded."""
     if source.kind in IMAGE_KINDS:
         if source.kind not in ANIMATED:
             raise MediaError(f"{source.name} is a still image ({source.kind}): give it as an image")
@@ -288,14 +346,14 @@ def _tightened(source: MediaSource, limits: Limits, frame: int, clip: int) -> Li
 
 
 def main(control: socket.socket) -> None:
-    """Fork a process for every pair of files that comes: its connection and its input."""
+    """Fork a process for every input that arrives with its connection."""
     _warm()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks leave nothing behind
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's business
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     control.sendall(b"r")
     while True:
-        said, fds, _, _ = socket.recv_fds(control, 1, 2)
-        if not said:
+        message, fds, _, _ = socket.recv_fds(control, 1, 2)
+        if not message:
             return
         pid = os.fork() if len(fds) == 2 else -1
         if pid == 0:
@@ -306,9 +364,9 @@ def main(control: socket.socket) -> None:
 
 
 def _warm() -> None:
-    """Import what decoders import when they are first used.
+    """Import the modules that decoders import on first use.
 
-    Pictures are also decoded once; clips not, whose threads no fork would have.
+    Pictures are also decoded once, but not clips, whose threads a fork would lack.
     """
     import av.subtitles.stream  # noqa: F401
     import numpy.ma  # noqa: F401
@@ -329,7 +387,7 @@ def _one(sock: socket.socket, media: int) -> None:
         limit(job["memory"], job["seconds"], job["limits"]["decoded_bytes"])
         confine()
         _answer(sock, job, media)
-    except BaseException:  # nobody is there to hear it
+    except BaseException:  # the server is gone
         os._exit(1)
     os._exit(0)
 
@@ -341,11 +399,10 @@ def _answer(sock: socket.socket, job: dict[str, Any], media: int) -> None:
         result = anonymous()
         fill(result, array)
     except MediaError as error:
-        told = str(error).replace(repr(path), f"the {job['kind']}")
-        put(sock, {"error": told})
+        put(sock, {"error": str(error).replace(repr(path), f"the {job['kind']}")})
     except MemoryError:
         put(sock, {"error": f"the {job['kind']} needs more memory to decode than is allowed"})
-    except Exception as error:  # garbage makes decoders raise nearly anything
+    except Exception as error:  # decoders raise many exceptions on damaged data
         kind = type(error).__name__
         put(sock, {"error": f"the {job['kind']} cannot be decoded ({kind}): it is damaged"})
     else:
@@ -353,31 +410,33 @@ def _answer(sock: socket.socket, job: dict[str, Any], media: int) -> None:
 
 
 def limit(memory: int, seconds: float, result: int) -> None:
-    """Bound what this process may use from here on.
+    """Set the resource limits of this process.
 
     Args:
-        memory: Bytes beyond what it has.
-        seconds: Of the clock; processor time on all cores is bounded by four times that.
+        memory: Bytes beyond those in use.
+        seconds: Seconds by the clock; the limit of processor time on all cores is four times that.
         result: Bytes of the largest file.
     """
+    import resource  # not on Windows, where the server imports this module
+
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds + 0.5)
-    _set(resource.RLIMIT_CORE, 0)
-    _set(resource.RLIMIT_CPU, int(4 * seconds) + 1)
-    _set(resource.RLIMIT_FSIZE, result + 4096)
-    _set(resource.RLIMIT_DATA, _data() + memory)
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: int(4 * seconds) + 1,
+        resource.RLIMIT_FSIZE: result + 4096,
+        resource.RLIMIT_DATA: _data() + memory,
+    }
+    for limit_of, value in limits.items():
+        with suppress(ValueError, OSError):  # the limit is lower already
+            resource.setrlimit(limit_of, (value, value))
     quiet = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # what FFmpeg has to say about a stranger's file
+    for stream in (1, 2):  # messages of FFmpeg
         os.dup2(quiet, stream)
 
 
-def _set(what: int, value: int) -> None:
-    with suppress(ValueError, OSError):  # lower already
-        resource.setrlimit(what, (value, value))
-
-
 def _data() -> int:
-    """Bytes of private memory that this process has."""
+    """Return the bytes of private memory of this process."""
     with suppress(OSError), Path("/proc/self/status").open(encoding="ascii") as file:
         for line in file:
             if line.startswith("VmData:"):

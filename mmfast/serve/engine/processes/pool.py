@@ -1,9 +1,8 @@
-"""Worker processes as their parent sees them: started, listened to, missed, started again."""
+"""Worker processes and their parent: start, messages, deaths and restarts."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import pickle
 import secrets
@@ -19,19 +18,21 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from mmfast.models.quiet import quiet
+from mmfast.serve.engine.base import LOG
+from mmfast.serve.engine.processes import PRELOAD
 from mmfast.serve.engine.processes.messages import SegmentNames, SharedMessage, free, pack, unpack
 
-Say = Callable[..., None]  # say(kind, job, value): to the parent, from any thread
+Send = Callable[..., None]  # send(kind, job, value): to the parent, from any thread
 
 
 class Role(Protocol):
-    """What a worker does; made in the worker, called from its reading thread."""
+    """The work of a worker process; made in the worker, called from its main thread."""
 
-    def start(self, say: Say) -> dict[str, Any]:
-        """Begin; what is returned the parent gets to know once."""
+    def start(self, send: Send) -> dict[str, Any]:
+        """Begin; the parent receives the return value once."""
 
     def take(self, kind: str, job: str, value: Any) -> None:
-        """A message of the parent; must not block for long."""
+        """Handle a message of the parent; must not block for long."""
 
     def close(self) -> None:
         """Stop."""
@@ -39,12 +40,12 @@ class Role(Protocol):
 
 @dataclass(frozen=True)
 class Maker:
-    """How a worker makes its role: a callable by its name, so that it can be sent.
+    """A callable by its name and arguments, so that a worker can make its role.
 
     Attributes:
         where: `module:callable`.
-        given: Its keyword arguments.
-        threads: Threads of torch in the worker; 0 leaves them.
+        given: Keyword arguments.
+        threads: Threads of torch in the worker; 0 leaves the number unchanged.
     """
 
     where: str
@@ -52,7 +53,7 @@ class Maker:
     threads: int = 0
 
     def make(self) -> Any:
-        """Import and call."""
+        """Import the callable and call it."""
         module, _, name = self.where.partition(":")
         if self.threads:
             import torch
@@ -62,23 +63,23 @@ class Maker:
 
 
 class Wire:
-    """One end of a pipe, written to from any thread and read by one.
+    """One end of a pipe, written by any thread and read by one.
 
-    Each message tells how many messages its sender has taken, so that the other end knows whose
-    shared memory is still its own to free.
+    Each message carries the number of messages that its sender has taken, so that the other end
+    knows the segments of shared memory that it must still free.
 
     Attributes:
-        taken: Messages that this end has taken; whoever opens or frees them counts them.
+        taken: Messages that this end has opened or freed; the caller counts them.
     """
 
     def __init__(self, pipe: Connection, names: SegmentNames) -> None:
         self.pipe, self.taken = pipe, 0
         self._names, self._lock = names, threading.Lock()
-        self._open: deque[str] = deque()  # segments of messages that the other end has not taken
-        self._told = 0
+        self._open: deque[str] = deque()  # segments that the other end has not taken
+        self._acknowledged = 0
 
-    def say(self, kind: str, job: str = "", value: Any = None) -> None:
-        """Send a value; what it holds in tensors goes through shared memory.
+    def send(self, kind: str, job: str = "", value: Any = None) -> None:
+        """Send a value; its tensors go through shared memory.
 
         Raises:
             OSError: The other end is gone.
@@ -87,7 +88,7 @@ class Wire:
             self._send(kind, job, pack(value, self._names))
 
     def forward(self, kind: str, job: str, packet: SharedMessage) -> None:
-        """Send on what came from another process, unopened.
+        """Send a message of another process on, unopened.
 
         Raises:
             OSError: The other end is gone; the packet is freed.
@@ -103,46 +104,46 @@ class Wire:
             free(self._open.pop())
             raise
 
-    def hear(self) -> tuple[str, str, SharedMessage]:
+    def receive(self) -> tuple[str, str, SharedMessage]:
         """Wait for a message.
 
         Raises:
             EOFError: The other end is gone.
         """
-        told, kind, job, packet = pickle.loads(self.pipe.recv_bytes())
-        # Without the lock: who reads must never wait for who writes, or two full pipes stay full.
-        for _ in range(told - self._told):
+        taken, kind, job, packet = pickle.loads(self.pipe.recv_bytes())
+        # Without the lock: a reader that waits for a writer would leave two full pipes full.
+        for _ in range(taken - self._acknowledged):
             self._open.popleft()
-        self._told = told
+        self._acknowledged = taken
         return kind, job, packet
 
     def free(self) -> None:
-        """Free what the other end, which is gone, did not take, and what it was about to send."""
+        """Free the segments that the other end, which is gone, did not take."""
         with self._lock:
             while self._open:
                 free(self._open.popleft())
 
 
 def work(pipe: Connection, prefix: str, maker: Maker) -> None:
-    """Main function of a worker; returns when told to stop, exits when the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which says stop
-    wire, box = Wire(pipe, SegmentNames(prefix)), _Box()
-    # Reads from the beginning: a parent that dies while the model is loading is noticed, too.
-    threading.Thread(target=_read, args=(wire, box), daemon=True).start()
+    """Run a worker until the parent sends `stop`; exit when the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which sends stop
+    wire, inbox = Wire(pipe, SegmentNames(prefix)), _Inbox()
+    # Reads from the start, to notice a parent that dies while the model is loading.
+    threading.Thread(target=_read, args=(wire, inbox), daemon=True).start()
     try:
         quiet()
         role: Role = maker.make()
-        said = role.start(wire.say)
+        info = role.start(wire.send)
     except BaseException as error:
-        wire.say("broken", value=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        wire.send("broken", value=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         raise SystemExit(3) from None
-    wire.say("ready", value={**said, "pid": os.getpid()})
-    box.serve(role, wire)
+    wire.send("ready", value={**info, "pid": os.getpid()})
+    inbox.serve(role, wire)
     role.close()
 
 
-class _Box:
-    """Messages that came before the role was there, then the role itself."""
+class _Inbox:
+    """Inbox of a worker; also holds the messages that came before the role was made."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[str, str, SharedMessage]] = []
@@ -164,38 +165,38 @@ class _Box:
 
 
 def _take(role: Role, wire: Wire, kind: str, job: str, packet: SharedMessage) -> None:
-    """One request that fails harms no other one."""
+    """Handle a message; an error fails one request and no other one."""
     try:
         value = unpack(packet)
         wire.taken += 1
         role.take(kind, job, value)
     except Exception as error:
-        LOG.error("a request failed", exc_info=error)  # its text may hold anything, paths too
-        wire.say("failed", job, type(error).__name__)
+        LOG.error("a request failed", exc_info=error)  # its text may hold paths
+        wire.send("failed", job, type(error).__name__)
 
 
-def _read(wire: Wire, box: _Box) -> None:
+def _read(wire: Wire, inbox: _Inbox) -> None:
     try:
         while True:
-            box.put(wire.hear())
+            inbox.put(wire.receive())
     except (EOFError, OSError):
-        os._exit(0)  # nobody is left to work for
+        os._exit(0)  # the parent is gone
 
 
 @dataclass(eq=False)
-class WorkerPlace:
-    """The place of a worker; who works there may change.
+class WorkerSlot:
+    """The place of a worker process, which may be replaced.
 
     Attributes:
-        role: What is done there.
-        number: Counts the places of a role.
-        ready: Whether the worker takes jobs.
-        info: What the worker said of itself.
-        jobs: What it works on.
-        deaths: In a row.
+        role: Name of the work.
+        number: Number of the place within its role.
+        ready: The worker takes jobs.
+        info: Return value of `Role.start`.
+        jobs: Names of the running jobs.
+        deaths: Deaths in a row.
         total: Deaths in all.
-        reason: Why the last one did not start.
-        given_up: Nobody is started here any more.
+        reason: Error of the last start.
+        given_up: No further worker is started here.
     """
 
     role: str
@@ -210,17 +211,15 @@ class WorkerPlace:
     given_up: bool = False
     process: Any = None
     wire: Wire | None = None
-    names: SegmentNames = field(
-        default_factory=lambda: SegmentNames("")
-    )  # of what the worker makes
-    since: float = 0.0  # ready, or when to start again
+    names: SegmentNames = field(default_factory=lambda: SegmentNames(""))  # of the worker
+    since: float = 0.0  # time of being ready, or of the next start
 
-    def say(self, kind: str, job: str = "", value: Any = None) -> bool:
-        """Send a value to the worker; False where it is gone."""
-        return self._sent(lambda wire: wire.say(kind, job, value))
+    def send(self, kind: str, job: str = "", value: Any = None) -> bool:
+        """Send a value to the worker; return False where it is gone."""
+        return self._sent(lambda wire: wire.send(kind, job, value))
 
     def forward(self, kind: str, job: str, packet: SharedMessage) -> bool:
-        """Send a packet on to the worker; False where it is gone."""
+        """Send a packet on to the worker; return False where it is gone."""
         done = self._sent(lambda wire: wire.forward(kind, job, packet))
         if not done:
             free(packet.name)
@@ -237,30 +236,29 @@ class WorkerPlace:
         return True
 
 
-def near(ready: Sequence[WorkerPlace], call: str) -> WorkerPlace:
-    """The encoder that had the same media before, unless others have less to do.
+def preferred(ready: Sequence[WorkerSlot], call: str) -> WorkerSlot:
+    """Return the encoder that had the same media before, unless others are less busy.
 
     Args:
-        ready: Encoders.
-        call: Ends in a number that stands for the media.
+        ready: Encoders that are ready.
+        call: Name of a call, which ends in a hash of its media.
     """
     home = ready[int(call.rpartition(":")[2]) % len(ready)]
     idle = min(ready, key=lambda each: len(each.jobs))
     return home if len(home.jobs) <= len(idle.jobs) + 1 else idle
 
 
-LOG = logging.getLogger("mmfast.serve")
-AHEAD = 16  # segments that a worker can have made since it last sent one
+AHEAD = 16  # segments that a worker may have made since its last message
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often a worker is started again.
+    """Limits of restarting a worker.
 
     Attributes:
         most: Deaths in a row after which its place stays empty.
-        first: Seconds before the first new start, doubled each time.
-        longest: Seconds between two starts, at most.
+        first: Seconds before the first restart, doubled each time.
+        longest: Most seconds between two starts.
         steady: Seconds of work after which earlier deaths are forgotten.
     """
 
@@ -270,64 +268,64 @@ class Restarts:
     steady: float = 30.0
 
     def pause(self, deaths: int) -> float:
-        """Seconds to wait after so many deaths in a row."""
+        """Return the seconds to wait after a number of deaths in a row."""
         return float(min(self.longest, self.first * 2 ** (deaths - 1)))
 
 
 def _context() -> Any:
-    """Clean processes: forked off one that has done nothing but import, or spawned."""
+    """Return a context whose processes are forked from a server that only imports, or spawned."""
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload(["mmfast.serve.engine.processes.preload"])
+    context.set_forkserver_preload(list(PRELOAD))
     return context
 
 
-Hear = Callable[[WorkerPlace, str, str, SharedMessage], None]
-Lost = Callable[[WorkerPlace, set[str]], None]
+Receive = Callable[[WorkerSlot, str, str, SharedMessage], None]
+Lost = Callable[[WorkerSlot, set[str]], None]
 
 
-class WorkerCrew:
-    """Starts workers, hears them, and starts those again that die.
+class WorkerPool:
+    """Starts workers, receives their messages, and restarts those that die.
 
-    `hear` and `lost` are called from one thread, in order: whatever a worker sent before it died
-    is heard before it is lost.
+    `receive` and `lost` are called from one thread, in order: all messages that a worker sent
+    before it died come before the call of `lost`.
 
     Args:
         roles: Maker and number of workers of each role.
-        hear: Gets what workers say.
-        lost: Gets a place whose worker died, and the jobs it had.
-        restarts: How often they are started again.
+        receive: Takes the messages of workers.
+        lost: Takes a place whose worker died, and the jobs it had.
+        restarts: Limits of restarting workers.
     """
 
     def __init__(
         self,
         roles: Mapping[str, tuple[Maker, int]],
-        hear: Hear,
+        receive: Receive,
         lost: Lost,
         restarts: Restarts | None = None,
     ) -> None:
-        self._hear, self._lost, self.restarts = hear, lost, restarts or Restarts()
+        self._handle, self._lost, self.restarts = receive, lost, restarts or Restarts()
         self._prefix = f"mmfast-{os.getpid()}-{secrets.token_hex(3)}"
         self._counter = itertools.count()
         self._context = _context()
         self.places = [
-            WorkerPlace(role, i, maker) for role, (maker, n) in roles.items() for i in range(n)
+            WorkerSlot(role, i, maker) for role, (maker, n) in roles.items() for i in range(n)
         ]
         self.changed = threading.Condition()
         self._closed = False
         self._woken, self._wake = self._context.Pipe(duplex=False)
         for place in self.places:
             self._start(place)
-        self._thread = threading.Thread(target=self._run, name="mmfast-crew", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mmfast-workers", daemon=True)
         self._thread.start()
 
-    def of(self, role: str) -> list[WorkerPlace]:
-        """Places of a role."""
+    def of(self, role: str) -> list[WorkerSlot]:
+        """Return the places of a role."""
         return [place for place in self.places if place.role == role]
 
     def wait(self, seconds: float) -> bool:
-        """Wait until everybody is ready or did not start; False when the time is over."""
+        """Wait until all workers are ready or failed to start; return False after the time."""
 
         def settled() -> bool:
             return all(place.ready or place.reason for place in self.places)
@@ -341,7 +339,7 @@ class WorkerCrew:
         self._wake.send_bytes(b"x")
         self._thread.join()
         for place in self.places:
-            place.say("stop")
+            place.send("stop")
         until = time.monotonic() + seconds
         for place in self.places:
             if place.process is not None:
@@ -352,7 +350,7 @@ class WorkerCrew:
         self._woken.close()
         self._wake.close()
 
-    def _start(self, place: WorkerPlace) -> None:
+    def _start(self, place: WorkerSlot) -> None:
         mine, its = self._context.Pipe()
         number = next(self._counter)
         place.names = SegmentNames(f"{self._prefix}-{number}w")
@@ -365,7 +363,7 @@ class WorkerCrew:
         )
         process.start()
         place.process = process
-        its.close()  # the worker's end lives in the worker only, so its death ends the pipe
+        its.close()  # only the worker holds its end, so its death closes the pipe
 
     def _run(self) -> None:
         while not self._closed:
@@ -379,8 +377,8 @@ class WorkerCrew:
                 if place.wire is None and not place.given_up and place.since <= time.monotonic():
                     self._restart(place)
 
-    def _restart(self, place: WorkerPlace) -> None:
-        """Start a worker; where that fails, as on a machine without room, it counts as a death."""
+    def _restart(self, place: WorkerSlot) -> None:
+        """Start a worker; a failure, such as no free memory, counts as a death."""
         try:
             self._start(place)
         except Exception as error:
@@ -389,42 +387,44 @@ class WorkerCrew:
                 self._count(place, f"{type(error).__name__}: {error}")
                 self._clean(place)
 
-    def _read(self, place: WorkerPlace) -> None:
+    def _read(self, place: WorkerSlot) -> None:
         wire = place.wire
         assert wire is not None
         try:
-            kind, job, packet = wire.hear()
+            kind, job, packet = wire.receive()
         except Exception as error:
-            if not isinstance(error, EOFError | OSError):  # what comes next cannot be told apart
-                LOG.error("a worker cannot be understood and is ended", exc_info=error)
-            self._miss(place)
+            if not isinstance(error, EOFError | OSError):  # the stream of messages is broken
+                LOG.error(
+                    "the message of a worker cannot be read, and the worker is ended",
+                    exc_info=error,
+                )
+            self._bury(place)
             return
-        wire.taken += 1  # from here on the packet is ours: to open, to send on, or to free
+        wire.taken += 1  # from here on this process must open, forward or free the packet
         if packet.name:
             place.names.count = max(place.names.count, int(packet.name.rpartition("-")[2]))
         try:
             if kind in ("ready", "broken"):
                 self._settle(place, kind == "ready", unpack(packet))
             else:
-                self._hear(place, kind, job, packet)
-        except Exception:  # of one message: all others still wait for this thread
-            LOG.exception("what a worker said is lost")
+                self._handle(place, kind, job, packet)
+        except Exception:  # of one message: the others still need this thread
+            LOG.exception("the message of a worker is lost")
             free(packet.name)
 
-    def _settle(self, place: WorkerPlace, ready: bool, told: Any) -> None:
-        """A worker is ready, or says why it never will be."""
+    def _settle(self, place: WorkerSlot, ready: bool, info: Any) -> None:
         with self.changed:
             place.ready = ready
-            place.info, place.reason = (told, "") if ready else ({}, told)
+            place.info, place.reason = (info, "") if ready else ({}, info)
             place.since = time.monotonic()
             self.changed.notify_all()
 
-    def _miss(self, place: WorkerPlace) -> None:
-        """A worker is gone: clean up behind it, say so, and plan the next one."""
+    def _bury(self, place: WorkerSlot) -> None:
+        """Clean up after a worker that is gone, report its jobs, and plan the next worker."""
         process = place.process
         assert process is not None
         process.join(1.0)
-        process.kill()  # it closed its pipe; whatever it still does is lost
+        process.kill()  # it has closed its pipe and is of no use
         process.join()
         with self.changed:
             self._count(place, f"exit code {process.exitcode}")
@@ -435,8 +435,8 @@ class WorkerCrew:
         except Exception:
             LOG.exception("the answers of a worker that is lost cannot be ended")
 
-    def _count(self, place: WorkerPlace, reason: str) -> None:
-        """One more death; with the lock."""
+    def _count(self, place: WorkerSlot, reason: str) -> None:
+        """Count one more death; called with the lock."""
         now = time.monotonic()
         place.total += 1
         steady = place.ready and now - place.since > self.restarts.steady
@@ -447,7 +447,7 @@ class WorkerCrew:
         place.ready = False
         self.changed.notify_all()
 
-    def _clean(self, place: WorkerPlace) -> None:
+    def _clean(self, place: WorkerSlot) -> None:
         if place.wire is not None:
             place.wire.pipe.close()
             place.wire.free()

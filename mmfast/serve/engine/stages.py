@@ -1,0 +1,360 @@
+"""The stages of an engine as services, each with a thread: encode, prefill and decode.
+
+Engines with several workers give each stage a process or a replica of its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmfast.core.errors import MmfastError
+from mmfast.serve.engine.base import CANCELLED, LOG, STOPPED, Emit, Request
+from mmfast.serve.engine.decode import DecodeBatch, Writer
+from mmfast.serve.engine.encoder import MediaEncoder, Result
+from mmfast.serve.engine.prefill import Prefiller, PrefillJob
+from mmfast.serve.engine.request import ActiveRequest
+from mmfast.serve.engine.slots import Embedded, Filled, Prepared
+
+SLICE = 0.1  # seconds of the vision tower between two looks at the queue
+_Call = tuple[Prepared, "Future[Embedded]"]
+
+
+class EncodeStage:
+    """Runs a `MediaEncoder`; requests that arrive during a call are encoded together.
+
+    Requests without media are embedded between two slices of a call of the tower.
+
+    Args:
+        encoder: The encoder; other threads may call its `prepare` meanwhile.
+    """
+
+    def __init__(self, encoder: MediaEncoder) -> None:
+        self.encoder = encoder
+        encoder.slicer.budget = SLICE
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._held: list[_Call | None] = []  # taken from the queue, not started yet
+        self._thread = threading.Thread(target=self._run, name="mmfast-encode", daemon=True)
+        self._thread.start()
+
+    def encode(self, prepared: Prepared) -> Future[Embedded]:
+        """Encode, reduce and embed; cancelling the future drops work that has not begun."""
+        future: Future[Embedded] = Future()
+        self._calls.put((prepared, future))
+        return future
+
+    def close(self) -> None:
+        """Stop after the calls that are queued."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            if not self._held:
+                self._held.append(self._calls.get())
+            self._take()
+            calls = [call for call in self._held if call is not None]
+            over = len(calls) < len(self._held)
+            self._held.clear()
+            self._encode([each for each in calls if each[1].set_running_or_notify_cancel()])
+            if over:
+                return
+
+    def _take(self) -> None:
+        while not self._calls.empty():
+            self._held.append(self._calls.get())
+
+    def _encode(self, calls: list[_Call]) -> None:
+        try:
+            for step in self.encoder.steps([prepared for prepared, _ in calls]):
+                if step is not None:
+                    _resolve(calls[step[0]][1], step[1])
+                self._embed_texts()
+        except Exception as error:
+            for _, future in calls:
+                if not future.done():
+                    future.set_exception(error)
+
+    def _embed_texts(self) -> None:
+        """Embed requests without media; they need no call of the tower."""
+        self._take()
+        texts = [call for call in self._held if call is not None and not call[0].media]
+        for prepared, future in texts:
+            self._held.remove((prepared, future))
+            if future.set_running_or_notify_cancel():
+                _resolve(future, self.encoder.encode([prepared])[0])
+
+
+def _resolve(future: Future[Embedded], result: Result) -> None:
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPiece:
+    """A prompt after prefill, as the decode stage takes it.
+
+    Attributes:
+        filled: Keys and values, and logits of the first token.
+        prompt_tokens: Tokens of the prompt before it was reduced.
+        cached_tokens: Tokens for which earlier work was reused.
+        ms: Milliseconds of prefill, waiting for other prompts included.
+        trace: Trace of encoding, and the number of tokens of prefill.
+    """
+
+    filled: Filled
+    prompt_tokens: int
+    cached_tokens: int = 0
+    ms: float = 0.0
+    trace: dict[str, Any] = field(default_factory=dict)
+
+
+class StageThread:
+    """A thread that works in rounds while there is work, until it is closed.
+
+    Args:
+        name: Name of the thread.
+        busy: Returns True while there is work.
+        work: Does one round.
+        failed: Called with an exception of `work`, which ends all requests of the stage.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        busy: Callable[[], bool],
+        work: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.changed, self._closed = threading.Condition(), False
+        self._busy, self._work, self._failed = busy, work, failed
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self._closed or self._busy())
+                if self._closed:
+                    return
+            try:
+                self._work()
+            except Exception as error:
+                LOG.exception("%s failed", self._thread.name)
+                self._failed(error)
+
+    def close(self) -> None:
+        """Stop after the running round."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify()
+        self._thread.join()
+
+
+class PrefillStage:
+    """Runs a `Prefiller`; prompts that arrive meanwhile share its passes.
+
+    Args:
+        prefiller: The prefiller; no other thread may use it.
+        context: Longest prompt and answer in tokens.
+    """
+
+    def __init__(self, prefiller: Prefiller, context: int) -> None:
+        self._prefiller, self._context = prefiller, context
+        self._new: list[tuple[Embedded, Future[PromptPiece], float]] = []
+        self._jobs: dict[PrefillJob, tuple[Future[PromptPiece], float]] = {}
+        self._thread = StageThread("mmfast-prefill", self._busy, self._round, self._fail_all)
+
+    def fill(self, prompt: Embedded, answer: int) -> Future[PromptPiece]:
+        """Read a prompt; cancelling the future stops that.
+
+        Args:
+            prompt: The prompt.
+            answer: Longest answer in tokens.
+
+        Raises:
+            MmfastError: The prompt is too long.
+        """
+        if prompt.length + answer > self._context:
+            raise MmfastError(
+                f"a prompt of {prompt.length} tokens and an answer of {answer} are more than the "
+                f"{self._context} that fit; shorten one, or reduce the media"
+            )
+        future: Future[PromptPiece] = Future()
+        with self._thread.changed:
+            self._new.append((prompt, future, time.perf_counter()))
+            self._thread.changed.notify()
+        return future
+
+    def close(self) -> None:
+        """Stop; running prompts are cancelled."""
+        self._thread.close()
+        for future in [*(each[1] for each in self._new), *(f for f, _ in self._jobs.values())]:
+            future.cancel()
+
+    def _busy(self) -> bool:
+        return bool(self._new or self._jobs)
+
+    def _round(self) -> None:
+        with self._thread.changed:
+            new, self._new = self._new, []
+        self._jobs |= {PrefillJob(prompt): (future, at) for prompt, future, at in new}
+        self._jobs = {job: each for job, each in self._jobs.items() if not each[0].cancelled()}
+        plan = self._prefiller.plan(list(self._jobs))
+        try:
+            ended = self._prefiller.run(plan)
+        except Exception:  # run one by one, only the broken prompts fail
+            ended = [job for part in plan for job in self._run_alone(part)]
+        for job in ended:
+            self._end(job)
+
+    def _end(self, job: PrefillJob) -> None:
+        future, at = self._jobs.pop(job)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            prompt, filled = job.prompt, self._prefiller.result(job)
+            ms = (time.perf_counter() - at) * 1e3
+            piece = PromptPiece(filled, prompt.whole_length, prompt.reused, ms, prompt.trace)
+            future.set_result(piece)
+        except Exception as error:  # of this prompt alone
+            future.set_exception(error)
+
+    def _run_alone(self, part: tuple[PrefillJob, int]) -> list[PrefillJob]:
+        try:
+            return self._prefiller.run([part])
+        except Exception as error:
+            self._fail(part[0], error)
+            return []
+
+    def _fail(self, job: PrefillJob, error: Exception) -> None:
+        future, _ = self._jobs.pop(job)
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        for job in list(self._jobs):
+            self._fail(job, error)
+
+
+class DecodeStage:
+    """Runs a `DecodeBatch`; answers join and leave between two of its steps.
+
+    Args:
+        decoder: The batch; no other thread may use it.
+        tokenizer: Tokenizer of the model.
+        limit: Bytes of keys and values; an answer that does not fit waits for others to end.
+    """
+
+    def __init__(self, decoder: DecodeBatch, tokenizer: Any, limit: int) -> None:
+        self._decoder, self._tokenizer, self._limit = decoder, tokenizer, limit
+        self._waiting: dict[str, tuple[ActiveRequest, PromptPiece]] = {}
+        self._running: dict[str, ActiveRequest] = {}
+        self._cancelled: set[str] = set()
+        self._thread = StageThread("mmfast-decode", self._busy, self._round, self._fail_all)
+
+    def add(self, request: Request, piece: PromptPiece, emit: Emit) -> None:
+        """Answer; exactly one `Finish` or `Failure` comes last.
+
+        Args:
+            request: The request; the seed of its sampling is set.
+            piece: Its prompt.
+            emit: Receives the events, in the thread that decodes.
+        """
+        answer = ActiveRequest(request, emit, request.sampling)
+        answer.writer = Writer(self._tokenizer, request.sampling, self._decoder.chooser.ends)
+        answer.prefill_ms, answer.cached = piece.ms, piece.cached_tokens
+        answer.read = piece.trace, piece.prompt_tokens
+        with self._thread.changed:
+            self._waiting[request.id] = answer, piece
+            self._thread.changed.notify()
+
+    def cancel(self, name: str) -> None:
+        """Stop an answer after the running step."""
+        with self._thread.changed:
+            self._cancelled.add(name)
+            self._thread.changed.notify()
+
+    def close(self) -> None:
+        """Stop; running answers fail."""
+        self._thread.close()
+        for name in [*self._waiting, *self._running]:
+            self._remove(name).end(STOPPED)
+
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._running or self._cancelled)
+
+    def _round(self) -> None:
+        with self._thread.changed:
+            cancelled, self._cancelled = self._cancelled, set()
+        for name in cancelled:
+            if name in self._waiting or name in self._running:
+                self._remove(name).end(CANCELLED)
+        while self._waiting and self._fits(next(iter(self._waiting))):
+            self._begin(next(iter(self._waiting)))
+        self._step()
+
+    def _fits(self, name: str) -> bool:
+        """Return True if there is room; an answer alone always has room."""
+        slots = self._decoder.slots
+        if len(self._running) >= slots.most:
+            return False
+        answer, piece = self._waiting[name]
+        reserve = piece.filled.length + answer.sampling.max_tokens
+        token = piece.filled.nbytes / piece.filled.length
+        return not self._running or slots.needed([reserve]) * token <= self._limit
+
+    def _begin(self, name: str) -> None:
+        with self._thread.changed:
+            answer, piece = self._waiting.pop(name)
+            # Keys and values are copied to a row: no second copy of the prompt is kept.
+            self._running[name] = answer
+        try:
+            token = self._decoder.first(piece.filled, answer.sampling)
+            if self._push(name, token):
+                self._decoder.admit(name, piece.filled, token, answer.sampling)
+        except Exception as error:
+            self._remove(name).fail(error)
+
+    def _step(self) -> None:
+        try:
+            found = self._decoder.step()
+        except Exception as error:  # one pass serves all running answers
+            LOG.exception("a step of decoding failed")
+            for name in list(self._running):
+                self._remove(name).fail(error, logged=True)
+            return
+        for key, token in found:
+            name = str(key)
+            try:
+                if isinstance(token, Exception):
+                    raise token
+                self._push(name, token)
+            except Exception as error:  # of this answer alone
+                self._remove(name).fail(error)
+
+    def _push(self, name: str, token: int) -> bool:
+        """Send the next token; return True while the answer goes on."""
+        answer = self._running[name]
+        if answer.push(token):
+            return True
+        answer.complete()
+        self._remove(name)
+        return False
+
+    def _remove(self, name: str) -> ActiveRequest:
+        with self._thread.changed:
+            answer = self._running.pop(name, None) or self._waiting.pop(name)[0]
+        self._decoder.release(name)
+        return answer
+
+    def _fail_all(self, error: Exception) -> None:
+        for name in [*self._waiting, *self._running]:
+            self._remove(name).fail(error, logged=True)

@@ -1,1 +1,0 @@
-"""Decoding of untrusted media in confined processes."""
