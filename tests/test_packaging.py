@@ -74,6 +74,7 @@ def test_wheel_holds_everything(wheel: Path) -> None:
             assert (inside if top == "mmfast" else f"mmfast/{inside}") in names
 
 
+@pytest.mark.slow
 def test_wheel_works_from_another_directory(wheel: Path, tmp_path: Path) -> None:
     import json
 

@@ -51,6 +51,7 @@ def test_warm_up_stops_early_where_runs_are_long(seconds: float, runs: int) -> N
     assert warm_up(job, clock) == runs
 
 
+@pytest.mark.slow
 def test_drift_cancels_in_paired_ratios() -> None:
     """A machine that gets slower and slower: medians are off, paired ratios are not."""
     clock, speed = FakeClock(), [1.0]

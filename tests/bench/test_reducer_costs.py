@@ -93,6 +93,7 @@ def test_a_loop_over_tokens_and_a_square_table_show() -> None:
     assert seen.largest == 300 * 300 * 4 and "mm" in seen.name
 
 
+@pytest.mark.slow
 def test_bench_of_reducers(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [method for method in METHODS if method.name in ("evs", "tome", "fastv")]
     monkeypatch.setattr(reducers, "SHAPES", (((2, 6, 7), 16), ((1, 5, 5), 16)))

@@ -428,6 +428,7 @@ def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
         serve._application(None, None, "auto")
 
 
+@pytest.mark.slow
 def test_the_client_of_gradio_asks(demo_url: str) -> None:
     from gradio_client import Client
 

@@ -119,6 +119,7 @@ def visit(browser: Any, demo_url: str, pictures: Path) -> Iterator[Visit]:
     found.close()
 
 
+@pytest.mark.slow
 def test_asking_shows_both_answers_and_the_slider_changes_the_picture(visit: Visit) -> None:
     page = visit.page
     page.locator("#ask").click()

@@ -103,6 +103,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 def test_interpreter_agrees_with_the_formula_and_planted_bugs_do_not() -> None:
     planted(KERNEL, GATE, *BUGS.values())
 
@@ -129,6 +130,7 @@ def _job(fn: str, capability: int, kind: str, width: int, causal: bool) -> dict[
     }
 
 
+@pytest.mark.slow
 def test_compiles_without_spills() -> None:
     jobs = [_job("_column_sums", chip, "bf16", 128, True) for chip in CAPABILITIES]
     jobs += [_job("_column_sums", chip, "bf16", 72, False) for chip in (80, 90, 100)]

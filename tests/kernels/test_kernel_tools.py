@@ -61,6 +61,7 @@ def test_code_that_fails_in_the_interpreter_fails_the_test() -> None:
         interpreted("1 / 0")
 
 
+@pytest.mark.slow
 def test_only_bugs_that_are_caught_for_the_right_reason_count() -> None:
     caught = ("frame[:, None] - latest", "latest - frame[:, None]")
     planted(KERNEL, GATE, caught)

@@ -178,12 +178,14 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", [SELECT, NEAREST, BLOCK], ids=["select", "nearest", "block"])
 def test_every_planted_bug_fails_its_gate(gate: str) -> None:
     """The kernel as it is passes the same gate in the same process."""
     planted("max_min_select", gate, *BUGS[gate])
 
 
+@pytest.mark.slow
 def test_the_way_of_a_gpu_picks_what_the_host_picks() -> None:
     assert "same picks" in interpreted(WHOLE)
 
@@ -249,6 +251,7 @@ def jobs() -> list[dict[str, object]]:
     return [*largest, *others, sized(256, 90), sized(8192, 90)]
 
 
+@pytest.mark.slow
 def test_compiles_for_real_chips_without_spills() -> None:
     for binary in compiled("max_min_select", jobs()):
         assert_clean(binary)
@@ -280,6 +283,7 @@ def test_formula_picks_the_farthest_row_each_time() -> None:
             assert order[step] == max(left, key=lambda i: float(apart[i]))
 
 
+@pytest.mark.slow
 def test_bench_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast import MmfastError
     from mmfast.bench.suites import kernels as bench

@@ -275,6 +275,7 @@ def test_kernel_refuses_what_it_cannot_do() -> None:
             kernel.temporal_difference(wrong, lengths)
 
 
+@pytest.mark.slow
 def test_interpreter_agrees_and_planted_bugs_do_not() -> None:
     planted("temporal_difference", GATE, *BUGS)
 
@@ -290,6 +291,7 @@ temporal_difference(torch.ones(2, 1, 4, dtype=torch.bfloat16), [2], False)
     planted("temporal_difference", code, bug, because="bfloat16 reached arithmetic")
 
 
+@pytest.mark.slow
 def test_machine_code_reads_wide_and_spills_nothing() -> None:
     jobs = [job(capability, 3584) for capability in CAPABILITIES]
     jobs += [job(capability, 3584, l1=True) for capability in (90, 100)]

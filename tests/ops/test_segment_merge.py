@@ -257,6 +257,7 @@ def _job(kind: str, capability: int, average: int, weighted: bool, width: int) -
     }
 
 
+@pytest.mark.slow
 def test_interpreter_agrees_with_the_reference() -> None:
     assert "same sums" in interpreted(GATE)
 
@@ -278,6 +279,7 @@ def test_planted_bugs_are_caught() -> None:
     )
 
 
+@pytest.mark.slow
 def test_compiles_for_every_chip() -> None:
     # Short and long segments, weights and means, hidden states and the keys of one head.
     wanted = [("bf16", 4, True, 3584), ("fp32", 40, False, 3584), ("fp16", 4, True, 128)]

@@ -17,6 +17,7 @@ MEMORY = "sink:16+window:160+retrieve:2"
 FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_grows(family: str) -> None:
     """What Python and the session hold, while frames, questions and answers come and go."""

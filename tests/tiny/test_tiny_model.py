@@ -65,6 +65,7 @@ def test_card_shows_the_figures_of_its_log(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text() == (HOME / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_clips_have_true_answers_and_the_model_knows_them(subject: Subject) -> None:
     listing = json.loads((CLIPS / "clips.json").read_text())
     assert {p.name for p in CLIPS.glob("*.mp4")} == set(listing)
@@ -106,6 +107,7 @@ def test_batch_equals_one_by_one(subject: Subject) -> None:
     assert together == [subject.answers(subject.inputs([case]))[0] for case in cases]
 
 
+@pytest.mark.slow
 def test_a_few_steps_lower_the_losses(bank: Bank) -> None:
     torch.manual_seed(0)
     model = make_model(len(make_tokenizer()), 0)

@@ -156,6 +156,7 @@ def test_needles_are_asked_when_the_answer_was_seen() -> None:
             assert any(world.event_at(float(frame)) == event for frame in frames)
 
 
+@pytest.mark.slow
 def test_answers_through_sessions() -> None:
     document = run_needles(n=30, seed=21, setting=Setting(180.0))
     free, window, found = document["rows"]

@@ -269,6 +269,7 @@ def test_registered_again_and_again(vllm: Registry) -> None:
     assert not [name for name in sys.modules if name.startswith("mmfast.vllm.qwen")]
 
 
+@pytest.mark.slow
 def test_importing_needs_no_vllm() -> None:
     code = "import sys, mmfast.vllm; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

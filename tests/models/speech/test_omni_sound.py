@@ -77,6 +77,7 @@ def test_what_lies_back_is_needed() -> None:
     assert deviation(whole, in_pieces(this, codes[:, None], 1))[1] > -60
 
 
+@pytest.mark.slow
 def test_the_vocoder_may_wait_less() -> None:
     codes = some(40)
     exact = in_pieces(stage(num_steps=2), codes[:, None], 1)

@@ -49,6 +49,7 @@ def _environment() -> dict[str, str]:
     return os.environ | nice | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+@pytest.mark.slow
 def test_killed_half_way_and_resumed(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.parquet"
     script = [str(ROOT / "tests" / "support" / "batch_driver.py"), str(folder), str(out), QUESTION]

@@ -45,6 +45,7 @@ def engine(checkpoint: Path) -> Iterator[Any]:
     made.close()
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_one_process(engine: Any, checkpoint: Path) -> None:
     requests = [asked(f"same-{i}", i, 12, (None, "evs:0.5")[i % 2]) for i in range(4)]
     requests.append(asked("drawn", 9, 12, heat=0.8))  # with a seed
@@ -98,6 +99,7 @@ def test_too_many_and_cancelled(engine: Any) -> None:
     assert all(isinstance(inbox[-1], Finish) for inbox in again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
 def test_a_killed_replica_ends_its_streams_only(engine: Any, role: str) -> None:
     eventually(lambda: engine.health().gauges["workers_decode"] == 2, 600)
@@ -107,6 +109,7 @@ def test_a_killed_replica_ends_its_streams_only(engine: Any, role: str) -> None:
     assert row["seconds_to_answer"] is not None and row["seconds_to_recover"] is not None, row
 
 
+@pytest.mark.slow
 def test_a_replacement_takes_the_process_that_waits(engine: Any) -> None:
     """It has imported everything by then; another one waits afterwards."""
     eventually(lambda: engine.health().gauges["workers_decode"] == 2, 600)

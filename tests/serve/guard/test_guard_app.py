@@ -40,6 +40,7 @@ def bombs() -> list[HostileRequest]:
     return hostile_requests()
 
 
+@pytest.mark.slow
 def test_every_bomb_is_refused(server: ServerUnderTest, bombs: list[HostileRequest]) -> None:
     assert len(bombs) >= 30
     rows = [hostile_row(server, bomb) for bomb in bombs]

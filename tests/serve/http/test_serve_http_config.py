@@ -135,6 +135,7 @@ def test_both_signals_stop_a_server_and_are_not_raised_again() -> None:
     assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 
 
+@pytest.mark.slow
 def test_it_starts_answers_and_stops() -> None:
     pytest.importorskip("fastapi")
     import httpx
