@@ -86,7 +86,7 @@ Kind = Literal[
     "deleted",  # an item is forgotten
     "error",  # `text`: what went wrong; the conversation goes on
 ]
-Status = Literal["", "completed", "interrupted", "cancelled", "failed"]
+Status = Literal["", "completed", "interrupted", "cancelled", "failed", "incomplete"]
 
 
 @dataclass(frozen=True)

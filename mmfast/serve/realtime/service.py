@@ -14,7 +14,7 @@ from mmfast.serve.guard.errors import ApiError, busy
 from mmfast.serve.guard.media import load_media
 from mmfast.serve.realtime.brain import ChatterVoices, Voices
 from mmfast.serve.realtime.formats import unpack
-from mmfast.serve.realtime.input import ear_of
+from mmfast.serve.realtime.settings import ear_of
 from mmfast.streams.stream import SystemClock
 from mmfast.voice.ear import Ear
 
