@@ -1,4 +1,4 @@
-"""`speech-chat`: sound in, text and sound out, and who interrupts is listened to."""
+"""`speech-chat`: sound in, text and sound out, interruptions included."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ KEYS = ("seconds", "first_audio_ms", "rtf", "tokens_per_pass")
 
 @dataclass(frozen=True)
 class Spoken:
-    """What a pipeline said.
+    """Speech that a pipeline made.
 
     Attributes:
         pcm: Samples `[n]`, float32 in -1..1.
         rate: Samples per second.
         text: What it says.
         stats: `seconds`, `first_audio_ms`, `rtf`, `tokens`, `passes`, `tokens_per_pass`,
-            `tokens_per_second`, `acceptance` a codebook; see `Meter.stats`.
+            `tokens_per_second`, `acceptance` a codebook; see `ReplyMeter.stats`.
         heard: What was understood, of an answer to speech.
     """
 
@@ -212,7 +212,7 @@ class SpeechChat:
             ear: `voice` finds turns by voice activity; `manual` waits for `commit`; or an `Ear`,
                 such as `VoiceEar(silence_ms=300)`.
             **options: `clock`, `ahead`, `delay`, `interrupt`, `answer`, `history`; see
-                `mmfast.voice.dialogue.Dialogue`.
+                `mmfast.voice.session.VoiceSession`.
         """
         if isinstance(ear, str):
             ear = ear_of(ear)

@@ -1,4 +1,4 @@
-"""What `mmfast say` and `mmfast talk` share: options, where sound goes, what is printed."""
+"""`mmfast say` and `mmfast talk`: their options, their output, and the commands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Verify = Annotated[
 
 
 def check_output(path: str, as_json: bool) -> Any:
-    """Where sound is written: a path, or standard output; asked before a model is loaded.
+    """Return where sound is written, a path or standard output; checked before a model is loaded.
 
     Raises:
         MmfastError: It is no `.wav` file in a folder that exists, or two things want the output.
@@ -83,7 +83,7 @@ class GrowingWav:
 
 
 def print_spoken(document: dict[str, Any], as_json: bool, target: Any) -> None:
-    """What was said on standard output, what it cost on standard error; or the JSON document."""
+    """Print the text on standard output and its figures on standard error, or the JSON document."""
     from mmfast.cli.output import _err, print_json
 
     if as_json:

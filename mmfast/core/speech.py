@@ -1,4 +1,4 @@
-"""What the parts of a voice pipeline hand each other: turns, sound, and who speaks and listens.
+"""Types of a voice pipeline: turns, sound, codecs, speakers, listeners and chatters.
 
 Sound is float32 mono in -1..1, `[n]` for one stream and `[B, n]` for several; codes of a codec
 are int64 `[B, Q, T]`.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Turn:
-    """What was said by one side, as text; of a reply that was cut short, what was heard of it."""
+    """Text that one side said; of a reply that was cut short, what was heard of it."""
 
     role: Literal["user", "assistant"]
     text: str
@@ -63,7 +63,7 @@ class Stage(Protocol):
         """One chunk in, what it makes certain out."""
 
     def finish(self, state: Any) -> Tensor:
-        """What is left when the stream ends."""
+        """Return what is left when the stream ends."""
 
     def reset(self, state: Any, rows: Tensor) -> Any:
         """The state with some streams (`[B]` bool) started anew."""
@@ -115,4 +115,4 @@ class Chatter(Protocol):
     def reply(
         self, pcm: Tensor, rate: int = 16000, history: Sequence[Turn] = (), **options: Any
     ) -> Iterator[Sound]:
-        """What was said `[n]`, behind what was said before, to the answer as it comes."""
+        """Answer speech `[n]`, behind what was said before, as it comes."""

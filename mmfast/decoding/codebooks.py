@@ -43,7 +43,7 @@ class DepthModel(Protocol):
 
 
 class ChoiceRule(Protocol):
-    """How a code is chosen from logits."""
+    """Choice of a code from logits."""
 
     @property
     def greedy(self) -> bool:
@@ -82,7 +82,7 @@ def parallel(guess: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Drafter:
 
     Args:
         guess: (hidden `[B, D]`, first `[B]`, codes of the frame before `[B, K]`) to logits, as
-            `heads.code_mlp.CodeMlp.guess` or `heads.groups.GroupsHead.guess`.
+            `heads.code_base.CodeMlp.guess` or `heads.groups.GroupsHead.guess`.
     """
 
     def draft(hidden: Tensor, first: Tensor, before: Tensor, choice: ChoiceRule) -> FrameDrafts:
@@ -147,7 +147,7 @@ _FORGET = 0.98  # of what was seen, per pass: about the last fifty frames count
 
 @dataclass(eq=False)
 class FrameCount:
-    """What was spent and what was accepted, per codebook.
+    """Counts of passes, and of accepted drafts per codebook.
 
     Attributes:
         codes: Codebooks K that depth passes predict.
@@ -206,7 +206,7 @@ class BlockPlan:
         self._right = [[1.0] * codes, [1.0] * codes]
 
     def length(self, at: int, batch: int, again: bool) -> int:
-        """How many codes from `at` on the next pass takes, 1 at least.
+        """Return the number of codes from `at` on that the next pass takes, 1 at least.
 
         Args:
             at: The first code that is not settled.
@@ -240,7 +240,7 @@ def measure_share(
     n: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """What a further code of a pass costs here, in passes over one code.
+    """Measure the cost of a further code of a pass, in passes over one code.
 
     Args:
         one: Runs a pass over one code.
@@ -373,7 +373,7 @@ class _Line:
         if count is not None:
             count.ran(n)
         elif plan.share <= 0:
-            return  # nobody asks
+            return  # neither is counted
         checked = ~held & (self.place[:n] <= lead[:, None])
         right = self.place[:n] < lead[:, None]
         original = self.original[:, self.at : self.at + n]

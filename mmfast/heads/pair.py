@@ -19,7 +19,7 @@ class PairHead(nn.Module):
 
     The channels are interleaved, a1 b1 a2 b2 …; the tokens of a step share a position and do not
     see each other; a channel embedding tells them apart. The backbone runs the same way
-    (`models.frame_lm.PairSteps`).
+    (`mmfast.models.decoder.stream.StreamDecoder` of width 2).
 
     Args:
         hidden: Width of the backbone's hidden state, or the backbone.
@@ -52,7 +52,7 @@ class PairHead(nn.Module):
         self.out = nn.Linear(hidden, size, bias=False)
 
     def embed(self, codes: Tensor) -> Tensor:
-        """What the backbone reads: `[B, 2, T]` to `[B, 2 T, D]`, interleaved."""
+        """Embed codes for the backbone: `[B, 2, T]` to `[B, 2 T, D]`, interleaved."""
         x = self.table(codes) + self.channel[:, None]  # [B, 2, T, D]
         mixed: Tensor = x.transpose(1, 2).flatten(1, 2)
         return mixed

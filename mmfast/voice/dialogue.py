@@ -36,7 +36,7 @@ class Dialogue:
     Attributes:
         ear: Finds turns; None where there is none yet.
         offset: Samples of the input before this ear.
-        open: Name of the item that is being said, "" where nobody speaks.
+        open: Name of the item that is being said, "" during silence.
         reply: The reply that is being made or played.
     """
 

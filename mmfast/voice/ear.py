@@ -1,4 +1,4 @@
-"""Where a turn of speech begins and ends."""
+"""Detectors of turns: the places where speech begins and ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST = 60.0  # seconds of a turn; then it is taken as it is
 
 @dataclass(frozen=True)
 class EarEvent:
-    """A turn of speech begins, or is over; or nobody has spoken for long.
+    """Beginning or end of a turn of speech, or a long silence.
 
     Args:
         kind: Which of them.
@@ -43,7 +43,7 @@ class Ear(Protocol):
 
 
 class ManualEar:
-    """Takes all sound for speech, until it is told that a turn is over: push to talk.
+    """Take all sound for speech until `flush` ends the turn: push to talk.
 
     Args:
         longest: Seconds after which a turn ends by itself.

@@ -1,4 +1,4 @@
-"""What was said in a conversation, as far as it was heard, and no longer than it may be."""
+"""Turns of a conversation: the words that were heard, bounded in number and length."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Alignment:
         self.samples += len(sound.pcm)
 
     def _goes_on(self, word: str) -> bool:
-        """Whether it is a part of the word before: a mark behind it, a piece of a long one."""
+        """Tell a part of the word before, such as a mark behind it, from a new word."""
         if not self._words or word[0].isspace() or re.match(f"[{_WIDE}]", word):
             return False
         return not self._words[-1][-1:].isspace()
@@ -143,7 +143,7 @@ class HistoryTurn:
 
     @property
     def text(self) -> str:
-        """What was heard of it so far; it grows while it is played."""
+        """Text that was heard so far; it grows while it is played."""
         if self.words is None:
             return self.said
         if self.words.finished and not self.words.samples:

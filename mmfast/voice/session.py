@@ -99,7 +99,7 @@ class VoiceSession(Dialogue):
         return f"{kind}_{self._next[kind]}"
 
     def take_turn(self, item: str, pcm: Tensor) -> None:
-        """Put what was said into the conversation, behind a turn that nobody has understood."""
+        """Add what was said, joined to a turn before that has not been understood."""
         pcm = torch.cat([*self._unheard(), pcm])
         turn = HistoryTurn(item, "user", seconds=len(pcm) / RATE)
         self.emit("committed", item=item)

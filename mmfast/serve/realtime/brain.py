@@ -1,10 +1,9 @@
-"""What listens, sees and answers in one session, on models that all sessions share."""
+"""Models of one session that listen, see and answer; all sessions share their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -14,17 +13,17 @@ from mmfast.core.errors import ModelError
 from mmfast.core.speech import Sound, Turn
 from mmfast.pipelines.omni_chat import OmniChat, OmniSession
 from mmfast.voice.ear import RATE
-from mmfast.voice.models import speaking
+from mmfast.voice.models import voiced
 
 
 @dataclass(frozen=True)
 class BrainQuestion:
-    """What is to be answered.
+    """Question to a model.
 
     Attributes:
         turns: What was said so far, oldest first; the last one is the user's, unless it is `pcm`.
         pcm: What was said last `[n]` at 16 kHz, for a model that answers speech itself.
-        instructions: What the model is told to be; the embedded ones cannot be told.
+        instructions: For the model; the embedded ones do not follow any.
         aloud: Whether the answer is spoken.
         options: Of the speaker: `voice`, `speed`.
         limit: Most tokens of the answer's text.
@@ -57,14 +56,14 @@ class Brain(Protocol):
         """Tokens of a text, as near as the model tells."""
 
     def figures(self) -> dict[str, Any]:
-        """What it has seen, and what that takes."""
+        """Return figures of what it has seen."""
 
     def close(self) -> None:
         """Free what the session holds."""
 
 
 class Voices(Protocol):
-    """What all sessions share."""
+    """Models that all sessions share."""
 
     voices: tuple[str, ...]
     pace: tuple[int, int, int] | None  # words per minute: least, usual, most
@@ -106,7 +105,7 @@ class ChatterBrain:
         """See `Brain`."""
         if self.native:
             return self._reply(question)
-        return voiced(self._chat(told_turns(question)), self._mouth, question)
+        return spoken(self._chat(instructed(question)), self._mouth, question)
 
     def _reply(self, question: BrainQuestion) -> Iterator[Sound]:
         if question.pcm is None:
@@ -149,24 +148,16 @@ class ChatterVoices:
         return ChatterBrain(self._chatter)
 
 
-def told_turns(question: BrainQuestion) -> Sequence[Turn]:
+def instructed(question: BrainQuestion) -> Sequence[Turn]:
     """The turns; instructions, for a function of text, are said by the user first."""
     if not question.instructions:
         return question.turns
     return (Turn("user", question.instructions), *question.turns)
 
 
-def voiced(text: str | Iterable[str], speaker: Any, question: BrainQuestion) -> Iterator[Sound]:
-    """A written answer as it is spoken, or as it is; nothing where nothing is written."""
-    parts = iter([text] if isinstance(text, str) else text)
-    first = next((part for part in parts if part.strip()), "")
-    if not first:
-        return
-    if question.aloud and speaker is not None:
-        yield from speaker.speak(chain([first], parts), **speaking(question.options))
-        return
-    for each in chain([first], parts):
-        yield Sound(torch.zeros(0), RATE, text=each)
+def spoken(text: str | Iterable[str], speaker: Any, question: BrainQuestion) -> Iterator[Sound]:
+    """Say a written answer, or leave it text, as the question asks."""
+    return voiced(text, speaker if question.aloud else None, RATE, question.options)
 
 
 def silent(sound: Sound) -> Sound:
@@ -219,7 +210,7 @@ class OmniBrain:
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
         """About what was seen so far; the video goes on while the answer is written."""
-        return voiced(self._written(question), self._speaker, question)
+        return spoken(self._written(question), self._speaker, question)
 
     def _written(self, question: BrainQuestion) -> Iterator[str]:
         longest = min(question.limit or 64, 256)

@@ -76,7 +76,7 @@ class ConversationItem(HistoryTurn):
 
     @property
     def cut_off(self) -> bool:
-        """Whether it is a spoken reply that was cut off."""
+        """True for a spoken reply that was cut off."""
         return self.words is not None and self.limit is not None
 
     @property
@@ -88,12 +88,12 @@ class ConversationItem(HistoryTurn):
 
     @property
     def spoken(self) -> bool:
-        """Whether all of it was said by the user."""
+        """True where all of it was said by the user."""
         return self.role == "user" and all(part.kind == "input_audio" for part in self.parts)
 
     @property
     def watched(self) -> bool:
-        """Whether it is a frame: shown, and nothing beside it."""
+        """True for a frame: a picture and nothing beside it."""
         return self.role == "user" and all(part.kind == "input_image" for part in self.parts)
 
     @property

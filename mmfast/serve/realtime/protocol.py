@@ -79,13 +79,13 @@ class VoiceShape(StrictShape):
 
 
 class NoiseReduction(StrictShape):
-    """What it is called by clients; sound is taken as it comes here, and `session` says so."""
+    """Setting of clients without an effect here; `session` reports that."""
 
     type: Literal["near_field", "far_field"]
 
 
 class AudioInput(StrictShape):
-    """What comes in."""
+    """Sound of the client."""
 
     format: Format | None = None
     transcription: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ class AudioInput(StrictShape):
 
 
 class AudioOutput(StrictShape):
-    """What goes out."""
+    """Sound of the server."""
 
     format: Format | None = None
     voice: Name | VoiceShape | None = None
@@ -161,7 +161,7 @@ class ReferenceShape(StrictShape):
 
 
 class ResponseOutput(StrictShape):
-    """How one response sounds."""
+    """Sound of one response."""
 
     output: AudioOutput | None = None
 
@@ -222,7 +222,7 @@ class AudioAppend(RealtimeEvent):
 
 
 class AudioCommit(RealtimeEvent):
-    """What was said is over."""
+    """End the turn that is being said."""
 
     type: Literal["input_audio_buffer.commit"]
 
@@ -262,7 +262,7 @@ class ItemRetrieve(RealtimeEvent):
 
 
 class ItemTruncate(RealtimeEvent):
-    """So much of a reply was heard."""
+    """Cut a reply down to what was heard."""
 
     type: Literal["conversation.item.truncate"]
     item_id: Name

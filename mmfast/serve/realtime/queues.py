@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from mmfast.serve.realtime.conversation import ConversationItem
+from mmfast.serve.realtime.errors import EventError, error_fields
 
 T = TypeVar("T")
 
@@ -160,6 +165,88 @@ class Backlog(Generic[T]):
             finally:
                 del self._jobs[key]
                 _resolve(future)
+
+
+@dataclass
+class _SeenFrame:
+    picture: Any  # decoded, or an address in base64
+    time: float
+    event_id: str | None
+
+
+class FrameQueue(Backlog[_SeenFrame]):
+    """Frames that wait to be seen.
+
+    Args:
+        most: Frames that wait; one more drops the oldest.
+        see: Reads a picture of so many seconds.
+        fail: Reports an error of the event of that name.
+
+    Attributes:
+        counts: `came`, `seen`, `dropped` (too many waited), `failed` (were no pictures).
+    """
+
+    def __init__(
+        self,
+        most: int,
+        see: Callable[[Any, float], Awaitable[None]],
+        fail: Callable[[BaseException, str | None], None],
+    ) -> None:
+        super().__init__(most, self._watch, lambda _: self.counts.update(dropped=1))
+        self.counts: Counter[str] = Counter(came=0, seen=0, dropped=0, failed=0)
+        self._see, self._fail = see, fail
+
+    def add(self, picture: Any, time: float, event_id: str | None) -> None:
+        """Append a frame, decoded or as its data URI."""
+        self.counts["came"] += 1
+        self.put(str(self.counts["came"]), _SeenFrame(picture, time, event_id))
+
+    async def _watch(self, frame: _SeenFrame) -> None:
+        try:
+            await self._see(frame.picture, frame.time)
+            self.counts["seen"] += 1
+        except Exception as error:
+            self.counts["failed"] += 1
+            self._fail(error, frame.event_id)
+
+
+class RecordingQueue(Backlog[ConversationItem]):
+    """Recordings that wait to become text.
+
+    Args:
+        most: Recordings that wait; one more gives up the oldest.
+        hear: Turns sound `[n]` into text.
+        show: Reports the text of a part of an item, or the error instead.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        hear: Callable[[Tensor], Awaitable[str]],
+        show: Callable[[ConversationItem, int, dict[str, Any] | None], None],
+    ) -> None:
+        super().__init__(most, self._understand, self._lose)
+        self._hear, self._show = hear, show
+
+    async def _understand(self, item: ConversationItem) -> None:
+        for number, part in item.unheard:
+            if part.pcm is None or not part.unheard:
+                continue
+            text, error = "", None
+            try:
+                text = await self._hear(part.pcm)
+            except Exception as raised:
+                error = error_fields(raised)
+            if part.unheard:  # it has not been understood meanwhile
+                part.text, part.unheard = text, False
+                self._show(item, number, error)
+
+    def _lose(self, item: ConversationItem) -> None:
+        text = f"over {self._most} recordings wait to be written down; this one was the oldest"
+        error = error_fields(EventError(text, "too_many_recordings", type="server_error"))
+        for number, part in item.unheard:
+            part.unheard = False
+            self._show(item, number, error)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +23,7 @@ from mmfast.serve.realtime.conversation import (
 from mmfast.serve.realtime.errors import EventError, error_fields
 from mmfast.serve.realtime.formats import Incoming, Outgoing, unpack
 from mmfast.serve.realtime.prompt import question_of
-from mmfast.serve.realtime.queues import Backlog, Outbox
+from mmfast.serve.realtime.queues import FrameQueue, Outbox, RecordingQueue
 from mmfast.serve.realtime.response import Response
 from mmfast.serve.realtime.service import RealtimeService
 from mmfast.serve.realtime.settings import Settings
@@ -43,13 +41,6 @@ _log = logging.getLogger("mmfast.serve")
 _TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
 
-@dataclass
-class _SeenFrame:
-    time: float
-    picture: Any  # decoded, or an address in base64
-    event_id: str | None
-
-
 class RealtimeSession(Dialogue):
     """A dialogue with one client over a socket; all of it happens in the event loop.
 
@@ -64,7 +55,8 @@ class RealtimeSession(Dialogue):
     Attributes:
         running: Responses by name, until the model has let go of them, with their tasks.
         taken: Samples at 16 kHz that came in so far.
-        frames: Counts `came`, `seen`, `dropped` (too many waited), `failed` (no pictures).
+        frames: Wait to be seen.
+        recordings: Wait to become text.
         spend: Counts tokens where there are quotas.
     """
 
@@ -82,11 +74,8 @@ class RealtimeSession(Dialogue):
         self._incoming = Incoming(self.settings.input_format)
         self._detection = self.settings.detection
         self.running: dict[str, tuple[Response, asyncio.Task[None]]] = {}
-        self.frames: Counter[str] = Counter(came=0, seen=0, dropped=0, failed=0)
-        self._frames = Backlog[_SeenFrame](limits.frames, self._see, self._drop)
-        self._recordings = Backlog[ConversationItem](
-            limits.recordings, self._understand, self._give_up
-        )
+        self.frames = FrameQueue(limits.frames, self._see, self.fail)
+        self.recordings = RecordingQueue(limits.recordings, self._transcribe, self._show_transcript)
         self.spend: Callable[[int], None] = lambda tokens: None
         self._configure()
         self._handlers: dict[type[e.RealtimeEvent], Callable[[Any], Awaitable[None] | None]] = {
@@ -232,13 +221,14 @@ class RealtimeSession(Dialogue):
                 part.picture = ""
         self._add(item, event.previous_item_id)
         for picture in pictures:
-            self._watch(picture, None, event.event_id)
+            self.frames.add(picture, self.clock.now() - self.began, event.event_id)
         if self.settings.transcribes and item.unheard:
-            self._recordings.put(item.id, item)
+            self.recordings.put(item.id, item)
 
     def _image(self, event: e.ImageAppend) -> None:
         self._check_sight("image")
-        self._watch(event.image, event.time, event.event_id)
+        time = self.clock.now() - self.began if event.time is None else event.time
+        self.frames.add(event.image, time, event.event_id)
 
     def _check_sight(self, param: str) -> None:
         if not self.brain.sees:
@@ -350,7 +340,7 @@ class RealtimeSession(Dialogue):
         )
         self._committed(turn)
         if self.settings.transcribes:
-            self._recordings.put(item, turn)
+            self.recordings.put(item, turn)
 
     def _committed(self, turn: ConversationItem) -> None:
         self.quiet_since = self.clock.now()
@@ -411,7 +401,7 @@ class RealtimeSession(Dialogue):
 
     @property
     def busy(self) -> bool:
-        """Whether a response is being made."""
+        """True while a response is being made."""
         return any(not response.over for response, _ in self.running.values())
 
     def _check_free(self) -> None:
@@ -431,7 +421,7 @@ class RealtimeSession(Dialogue):
             self.reply = response
         self.emit("reply_started", response)
         response.busy = True  # the task closes the model, in a thread
-        frames = self._frames.pending()
+        frames = self.frames.pending()
         task = asyncio.get_running_loop().create_task(self._make(response, items, frames))
         self.running[response.id] = response, task
 
@@ -470,7 +460,7 @@ class RealtimeSession(Dialogue):
             before.pop()
         for item in before:
             if item.unheard and not response.over:
-                await self._recordings.put(item.id, item)
+                await self.recordings.put(item.id, item)
 
     async def _ready(self, response: Response) -> bool:
         """Wait while the client has enough to read, or to play; returns whether more is wanted."""
@@ -494,7 +484,7 @@ class RealtimeSession(Dialogue):
 
     def _show_progress(self, kind: Kind, response: Response, fields: dict[str, Any]) -> None:
         if kind == "reply_started":
-            self.send(type="response.created", response=response.resource(dict(self.frames)))
+            self.send(type="response.created", response=response.resource(dict(self.frames.counts)))
             self.send(type="rate_limits.updated", rate_limits=[])
         elif kind == "text":
             self._show_text(response, fields["text"])
@@ -555,53 +545,19 @@ class RealtimeSession(Dialogue):
             which = {"response_id": response.id, "output_index": 0}
             kind = "response.output_item.done"
             self.send(type=kind, **which, item=response.sent_item())
-        self.send(type="response.done", response=response.resource(dict(self.frames)))
+        self.send(type="response.done", response=response.resource(dict(self.frames.counts)))
         self.spend(response.spent.total - response.spent.image_in)
 
     # --- frames and recordings ---
 
-    def _watch(self, picture: Any, time: float | None, event_id: str | None) -> None:
-        """Put a frame, decoded or as its data URI, behind those that wait."""
-        time = self.clock.now() - self.began if time is None else time
-        self.frames["came"] += 1
-        self._frames.put(str(self.frames["came"]), _SeenFrame(time, picture, event_id))
+    async def _see(self, picture: Any, time: float) -> None:
+        if isinstance(picture, str):
+            picture = await self.service.picture(picture, "image")
+        if not self.closed:
+            await self.service.work(partial(self.brain.see, picture, time))
 
-    async def _see(self, frame: _SeenFrame) -> None:
-        try:
-            picture = frame.picture
-            if isinstance(picture, str):
-                picture = await self.service.picture(picture, "image")
-            if not self.closed:
-                await self.service.work(partial(self.brain.see, picture, frame.time))
-            self.frames["seen"] += 1
-        except Exception as error:
-            self.frames["failed"] += 1
-            self.fail(error, frame.event_id)
-
-    def _drop(self, frame: _SeenFrame) -> None:
-        self.frames["dropped"] += 1
-
-    async def _understand(self, item: ConversationItem) -> None:
-        for number, part in item.unheard:
-            if part.pcm is None or not part.unheard:
-                continue
-            try:
-                text = await self.service.work(partial(self.brain.hear, part.pcm))
-            except Exception as error:
-                part.unheard = False
-                self._show_transcript(item, number, error_fields(error))
-                continue
-            if part.unheard:  # it has not been understood meanwhile
-                part.text, part.unheard = text, False
-                self._show_transcript(item, number)
-
-    def _give_up(self, item: ConversationItem) -> None:
-        most = self.service.limits.recordings
-        text = f"over {most} recordings wait to be written down; this one was the oldest"
-        error = error_fields(EventError(text, "too_many_recordings", type="server_error"))
-        for number, part in item.unheard:
-            part.unheard = False
-            self._show_transcript(item, number, error)
+    async def _transcribe(self, pcm: Tensor) -> str:
+        return await self.service.work(partial(self.brain.hear, pcm))
 
     def _show_transcript(
         self, item: ConversationItem, number: int, error: dict[str, Any] | None = None
@@ -624,7 +580,7 @@ class RealtimeSession(Dialogue):
         """End: the models let go of it, and nothing of it is left."""
         self.closed = True
         self.outbox.close()
-        for backlog in (self._recordings, self._frames):
+        for backlog in (self.recordings, self.frames):
             backlog.clear()
         tasks = []
         for response, task in list(self.running.values()):
@@ -632,5 +588,5 @@ class RealtimeSession(Dialogue):
             if not response.over:
                 self.stop(response, "cancelled")
         await asyncio.gather(*tasks)
-        await asyncio.gather(self._frames.finished(), self._recordings.finished())
+        await asyncio.gather(self.frames.finished(), self.recordings.finished())
         await self.service.listen(self.brain.close)

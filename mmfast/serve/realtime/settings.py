@@ -37,7 +37,7 @@ _DEFAULTS = {"server_vad": _SERVER_VAD, "semantic_vad": _SEMANTIC_VAD}
 
 
 class Settings:
-    """What is in effect.
+    """Settings of one session that are in effect.
 
     Args:
         id: Of the session.
@@ -162,7 +162,7 @@ class Settings:
 
     @property
     def turn_detection(self) -> dict[str, Any] | None:
-        """How turns are found; None leaves it to the client."""
+        """Settings of the turn detection; None leaves turns to the client."""
         found: dict[str, Any] | None = self.values["audio"]["input"]["turn_detection"]
         return found
 
@@ -175,7 +175,7 @@ class Settings:
 
     @property
     def transcribes(self) -> bool:
-        """Whether the client wants to read what it said."""
+        """The client wants to read what it said."""
         return self.values["audio"]["input"]["transcription"] is not None
 
     @property
@@ -184,7 +184,7 @@ class Settings:
         return str(self.values["audio"]["input"]["format"]["type"])
 
     def of_response(self, wish: Wish) -> dict[str, Any]:
-        """What is in effect for one response.
+        """Return what is in effect for one response.
 
         Raises:
             EventError: Something of it cannot be had here.
