@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from mmfast.core.registry import register
@@ -54,8 +55,7 @@ class PairHead(nn.Module):
     def embed(self, codes: Tensor) -> Tensor:
         """Embed codes for the backbone: `[B, 2, T]` to `[B, 2 T, D]`, interleaved."""
         x = self.table(codes) + self.channel[:, None]  # [B, 2, T, D]
-        mixed: Tensor = x.transpose(1, 2).flatten(1, 2)
-        return mixed
+        return rearrange(x, "b c t d -> b (t c) d")
 
     def init_state(self, batch: int = 1) -> StreamKV:
         """Before the first step."""
@@ -77,7 +77,7 @@ class PairHead(nn.Module):
         """Hidden `[B, 2 n, D]`, interleaved, to logits `[B, 2, n, V]` of the steps behind."""
         lift = self.lift.repeat(hidden.shape[1] // 2, 1)
         state, x = self.stack(state, hidden, lift)
-        return state, self.out(self.norm(x)).unflatten(1, (-1, 2)).transpose(1, 2)
+        return state, rearrange(self.out(self.norm(x)), "b (n c) v -> b c n v", c=2)
 
     def loss(self, hidden: Tensor, codes: Tensor) -> CodeLoss:
         """Each channel's next token from its own place.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.serve.realtime import protocol as e
+from mmfast.serve.realtime import protocol
 from mmfast.serve.realtime.brain import Brain, Voices
 from mmfast.serve.realtime.conversation import (
     Conversation,
@@ -78,19 +78,19 @@ class RealtimeSession(Dialogue):
         self.recordings = RecordingQueue(limits.recordings, self._transcribe, self._show_transcript)
         self.spend: Callable[[int], None] = lambda tokens: None
         self._configure()
-        self._handlers: dict[type[e.RealtimeEvent], Callable[[Any], Awaitable[None] | None]] = {
-            e.SessionUpdate: self._update,
-            e.AudioAppend: self._append,
-            e.AudioCommit: lambda _: self._commit(),
-            e.AudioClear: lambda _: self.clear(),
-            e.OutputClear: self._silence,
-            e.ItemCreate: self._create,
-            e.ItemDelete: lambda event: self.delete(event.item_id),
-            e.ItemRetrieve: self._retrieve,
-            e.ItemTruncate: self._truncate,
-            e.ResponseCreate: self._respond,
-            e.ResponseCancel: self._cancel,
-            e.ImageAppend: self._image,
+        self._handlers: dict[str, Callable[[Any], Awaitable[None] | None]] = {
+            "session.update": self._update,
+            "input_audio_buffer.append": self._append,
+            "input_audio_buffer.commit": self._commit,
+            "input_audio_buffer.clear": lambda _: self.clear(),
+            "output_audio_buffer.clear": self._silence,
+            "conversation.item.create": self._create,
+            "conversation.item.delete": lambda event: self.delete(event.item_id),
+            "conversation.item.retrieve": self._retrieve,
+            "conversation.item.truncate": self._truncate,
+            "response.create": self._respond,
+            "response.cancel": self._cancel,
+            "mmfast.input_image_buffer.append": self._image,
         }
         self.send(type="session.created", session=self.settings.values)
 
@@ -106,11 +106,11 @@ class RealtimeSession(Dialogue):
                     "most, sound in smaller pieces",
                     "message_too_large",
                 )
-            found = e.read(text, self.service.config.max_json_depth)
+            found = protocol.read(text, self.service.config.max_json_depth)
             given = found.get("event_id")
             event_id = given[:512] if isinstance(given, str) else None
-            event = e.checked(found)
-            waits = self._handlers[type(event)](event)
+            event = protocol.checked(found)
+            waits = self._handlers[event.type](event)
             if waits is not None:
                 await waits
         except Exception as error:
@@ -138,7 +138,7 @@ class RealtimeSession(Dialogue):
             text = f"{letters:,} letters of text; {most:,} are allowed: say less"
             raise EventError(text, "string_above_max_length", param)
 
-    def _update(self, event: e.SessionUpdate) -> None:
+    def _update(self, event: Any) -> None:
         self._check_text(event.session.instructions, "session.instructions")
         self.settings.update(event.session)
         self._configure()
@@ -154,7 +154,7 @@ class RealtimeSession(Dialogue):
         self.interrupting = bool(turns.get("interrupt_response"))
         self.answering = bool(turns.get("create_response"))
 
-    async def _append(self, event: e.AudioAppend) -> None:
+    async def _append(self, event: Any) -> None:
         """Listen to more sound.
 
         Raises:
@@ -185,7 +185,7 @@ class RealtimeSession(Dialogue):
             for heard in await service.listen(partial(ear.hear, block)):
                 self.hear(heard)
 
-    def _commit(self) -> None:
+    def _commit(self, _: Any) -> None:
         """End the turn that is being said.
 
         Raises:
@@ -206,10 +206,10 @@ class RealtimeSession(Dialogue):
         item, self.open = self.open or new_id("item"), ""
         self.take_turn(item, pcm)
 
-    def _silence(self, _: e.OutputClear) -> None:
+    def _silence(self, _: Any) -> None:
         self.interrupt("interrupted")
 
-    async def _create(self, event: e.ItemCreate) -> None:
+    async def _create(self, event: Any) -> None:
         item = written(event.item, self.settings.input_format, self.service.limits.message)
         self._check_text(item.text, "item.content")
         pictures = []
@@ -225,7 +225,7 @@ class RealtimeSession(Dialogue):
         if self.settings.transcribes and item.unheard:
             self.recordings.put(item.id, item)
 
-    def _image(self, event: e.ImageAppend) -> None:
+    def _image(self, event: Any) -> None:
         self._check_sight("image")
         time = self.clock.now() - self.began if event.time is None else event.time
         self.frames.add(event.image, time, event.event_id)
@@ -236,12 +236,12 @@ class RealtimeSession(Dialogue):
                 "this model sees nothing; start the server with one that does", param=param
             )
 
-    def _retrieve(self, event: e.ItemRetrieve) -> None:
+    def _retrieve(self, event: Any) -> None:
         item = self.conversation.get(event.item_id)
         shown = item.shown(self.settings.input_format)
         self.send(type="conversation.item.retrieved", item=shown)
 
-    def _truncate(self, event: e.ItemTruncate) -> None:
+    def _truncate(self, event: Any) -> None:
         """Keep what was heard; more than there is means all there is, and is no error.
 
         Clients ask for more than there is when they count what they have not played yet, and
@@ -256,13 +256,13 @@ class RealtimeSession(Dialogue):
             raise EventError("a reply has one part; give 0", param="content_index")
         self.cut(item.id, event.audio_end_ms)
 
-    def _respond(self, event: e.ResponseCreate) -> None:
+    def _respond(self, event: Any) -> None:
         """Answer what was said, or what the event brings along.
 
         Raises:
             EventError: A response is being made already, or something cannot be had.
         """
-        wish = event.response or e.Wish()
+        wish = event.response or protocol.Wish()
         settings = self.settings.of_response(wish)
         self._check_text(wish.instructions, "response.instructions")
         items = self._brought(wish)
@@ -272,13 +272,13 @@ class RealtimeSession(Dialogue):
         conversation = None if outside else self.conversation.id
         self._start(Response(settings, conversation, wish.metadata, self.clock.now()), items)
 
-    def _brought(self, wish: e.Wish) -> list[ConversationItem]:
+    def _brought(self, wish: protocol.Wish) -> list[ConversationItem]:
         """Return the items that are to be answered."""
         if wish.input is None:
             return list(self.conversation.items.values())
         found = []
         for number, each in enumerate(wish.input):
-            if isinstance(each, e.ReferenceShape):
+            if isinstance(each, protocol.ReferenceShape):
                 found.append(self.conversation.get(each.id))
                 continue
             format, most = self.settings.input_format, self.service.limits.message
@@ -291,7 +291,7 @@ class RealtimeSession(Dialogue):
             found.append(item)
         return found
 
-    def _cancel(self, event: e.ResponseCancel) -> None:
+    def _cancel(self, event: Any) -> None:
         """Stop a response.
 
         Raises:
@@ -351,7 +351,7 @@ class RealtimeSession(Dialogue):
 
     def answer_turn(self) -> None:
         """Answer what was just said, unless a reply must not be interrupted."""
-        settings, now = self.settings.of_response(e.Wish()), self.clock.now()
+        settings, now = self.settings.of_response(protocol.Wish()), self.clock.now()
         try:
             self._check_free()
             response = Response(settings, self.conversation.id, None, now)
