@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.speech import Chatter, Sound
 from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import iter_audio, load_audio
@@ -240,8 +240,6 @@ def ear_of(name: str) -> Ear:
     Raises:
         MmfastError: There is none of that name.
     """
-    from mmfast.core.errors import MmfastError, unknown
-
     if name not in ("voice", "manual"):
         raise MmfastError(unknown("ear", name, ["voice", "manual"]))
     return ManualEar() if name == "manual" else VoiceEar()

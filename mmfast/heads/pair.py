@@ -55,7 +55,8 @@ class PairHead(nn.Module):
     def embed(self, codes: Tensor) -> Tensor:
         """Embed codes for the backbone: `[B, 2, T]` to `[B, 2 T, D]`, interleaved."""
         x = self.table(codes) + self.channel[:, None]  # [B, 2, T, D]
-        return rearrange(x, "b c t d -> b (t c) d")
+        mixed: Tensor = rearrange(x, "b c t d -> b (t c) d")
+        return mixed
 
     def init_state(self, batch: int = 1) -> StreamKV:
         """Before the first step."""

@@ -231,14 +231,16 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "time": (Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None, None),
     },
 }
-EVENTS: dict[str, type[RealtimeEvent]] = {
-    kind: create_model(
-        kind,
-        __base__=RealtimeEvent,
-        **{name: each if isinstance(each, tuple) else (each, ...) for name, each in given.items()},
-    )
-    for kind, given in _FIELDS.items()
-}
+
+
+def _event(kind: str, given: dict[str, Any]) -> type[RealtimeEvent]:
+    fields: dict[str, Any] = {
+        name: each if isinstance(each, tuple) else (each, ...) for name, each in given.items()
+    }
+    return create_model(kind, __base__=RealtimeEvent, **fields)
+
+
+EVENTS = {kind: _event(kind, given) for kind, given in _FIELDS.items()}
 
 
 def read(text: str, depth: int = 32) -> dict[str, Any]:
