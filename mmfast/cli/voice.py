@@ -170,7 +170,13 @@ def talk(
     target = check_output(output, as_json)
 
     source = read_recording(recording)
-    how = {"voice": voice, "speed": rate, "pitch": pitch, "mode": mode, "verify": verify}
+    how: dict[str, Any] = {
+        "voice": voice,
+        "speed": rate,
+        "pitch": pitch,
+        "mode": mode,
+        "verify": verify,
+    }
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     from mmfast.pipelines.speech import SpeechChat
 
