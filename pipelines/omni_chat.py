@@ -161,7 +161,7 @@ class OmniChat:
 
     @property
     def parts(self) -> tuple[Any, Any]:
-        """What listens and what speaks, loaded when first needed."""
+        """Listener and speaker, loaded when first needed."""
         if self._parts is None:
             speech, listener, speaker, device = self._voice
             whole = cascade(lambda turns: "", speech, listener, speaker, device, "auto")

@@ -1,4 +1,4 @@
-"""`speech-chat`: sound in, text and sound out, and who interrupts is listened to."""
+"""`speech-chat`: sound in, text and sound out, interruptions included."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.speech import Chatter, Sound
 from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import iter_audio, load_audio
@@ -28,14 +28,14 @@ KEYS = ("seconds", "first_audio_ms", "rtf", "tokens_per_pass")
 
 @dataclass(frozen=True)
 class Spoken:
-    """What a pipeline said.
+    """Speech that a pipeline made.
 
     Attributes:
         pcm: Samples `[n]`, float32 in -1..1.
         rate: Samples per second.
         text: What it says.
         stats: `seconds`, `first_audio_ms`, `rtf`, `tokens`, `passes`, `tokens_per_pass`,
-            `tokens_per_second`, `acceptance` a codebook; see `Meter.stats`.
+            `tokens_per_second`, `acceptance` a codebook; see `ReplyMeter.stats`.
         heard: What was understood, of an answer to speech.
     """
 
@@ -212,7 +212,7 @@ class SpeechChat:
             ear: `voice` finds turns by voice activity; `manual` waits for `commit`; or an `Ear`,
                 such as `VoiceEar(silence_ms=300)`.
             **options: `clock`, `ahead`, `delay`, `interrupt`, `answer`, `history`; see
-                `mmfast.voice.dialogue.Dialogue`.
+                `mmfast.voice.session.VoiceSession`.
         """
         if isinstance(ear, str):
             ear = ear_of(ear)
@@ -240,8 +240,6 @@ def ear_of(name: str) -> Ear:
     Raises:
         MmfastError: There is none of that name.
     """
-    from mmfast.core.errors import MmfastError, unknown
-
     if name not in ("voice", "manual"):
         raise MmfastError(unknown("ear", name, ["voice", "manual"]))
     return ManualEar() if name == "manual" else VoiceEar()

@@ -1,26 +1,23 @@
-"""What `mmfast say` and `mmfast talk` share: options, where sound goes, what is printed."""
+"""`mmfast say` and `mmfast talk`: their options, their output, and the commands."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import Tensor
 
 from mmfast.cli.options import Device, Dtype, Json, Model
 from mmfast.core.errors import MediaError, MmfastError
-from mmfast.core.speech import Turn
-from mmfast.frontends.audio.reader import load_audio
-from mmfast.frontends.audio.wav import WavWriter
-from mmfast.pipelines.omni_chat import written
-from mmfast.pipelines.speech import KEYS, SpeechChat
-from mmfast.voice.channel import VoiceEvent
-from mmfast.voice.ear import RATE, Ear, ManualEar, VoiceEar
-from mmfast.voice.models import given_options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmfast.core.speech import Turn
+    from mmfast.pipelines.speech import SpeechChat
+    from mmfast.voice.channel import VoiceEvent
 
 Output = Annotated[
     str, typer.Option("--output", "-o", help="WAV file to write; - is standard output.")
@@ -39,7 +36,7 @@ Verify = Annotated[
 
 
 def check_output(path: str, as_json: bool) -> Any:
-    """Where sound is written: a path, or standard output; asked before a model is loaded.
+    """Return where sound is written, a path or standard output; checked before a model is loaded.
 
     Raises:
         MmfastError: It is no `.wav` file in a folder that exists, or two things want the output.
@@ -83,7 +80,7 @@ class GrowingWav:
 
 
 def print_spoken(document: dict[str, Any], as_json: bool, target: Any) -> None:
-    """What was said on standard output, what it cost on standard error; or the JSON document."""
+    """Print the text on standard output and its figures on standard error, or the JSON document."""
     from mmfast.cli.output import _err, print_json
 
     if as_json:
@@ -141,8 +138,6 @@ def say(
 
 
 def _standard_input() -> str:
-    from mmfast.core.errors import MmfastError
-
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -175,12 +170,18 @@ def talk(
     target = check_output(output, as_json)
 
     source = read_recording(recording)
-    how = {"voice": voice, "speed": rate, "pitch": pitch, "mode": mode, "verify": verify}
+    how: dict[str, Any] = {
+        "voice": voice,
+        "speed": rate,
+        "pitch": pitch,
+        "mode": mode,
+        "verify": verify,
+    }
     place: dict[str, Any] = {"device": device, "dtype": dtype}
-    pipe = video_pipe(clip, model, how, place) if clip else voice_pipe(model, how, place)
-    talking = Talking(pipe, whole)
-    document = talking.run(source, target)
-    print_spoken(document, as_json, target)
+    from mmfast.pipelines.speech import SpeechChat
+
+    pipe = video_pipe(clip, model, how, place) if clip else SpeechChat(model, **how, **place)
+    print_spoken(Talking(pipe, whole).run(source, target), as_json, target)
 
 
 def read_recording(path: str) -> Tensor:
@@ -189,19 +190,20 @@ def read_recording(path: str) -> Tensor:
     Raises:
         MediaError: It is no sound.
     """
+    from mmfast.frontends.audio.reader import load_audio
+    from mmfast.voice.ear import RATE
+
     return load_audio(sys.stdin.buffer.read() if path == "-" else path, RATE)
-
-
-def voice_pipe(model: str | None, how: dict[str, Any], place: dict[str, Any]) -> SpeechChat:
-    """A speech model answers."""
-    return SpeechChat(model, **how, **place)
 
 
 def video_pipe(
     clip: str, model: str | None, how: dict[str, Any], place: dict[str, Any]
 ) -> SpeechChat:
-    """A video model answers about a clip; the embedded speech model listens and speaks."""
+    """Let a video model answer about a clip; the embedded speech model listens and speaks."""
+    from mmfast.pipelines.omni_chat import written
+    from mmfast.pipelines.speech import SpeechChat
     from mmfast.pipelines.visual_qa import VideoQA
+    from mmfast.voice.models import given_options
 
     pipe = VideoQA(model, **place)
 
@@ -220,8 +222,9 @@ class Talking:
     """
 
     def __init__(self, pipe: SpeechChat, whole: bool) -> None:
-        ear: Ear = ManualEar(longest=600.0) if whole else VoiceEar()
-        self.session = pipe.open(ear)
+        from mmfast.voice.ear import ManualEar, VoiceEar
+
+        self.session = pipe.open(ManualEar(longest=600.0) if whole else VoiceEar())
         self.rate = pipe.chatter.sample_rate
         self.turns: dict[str, dict[str, Any]] = {}
 
@@ -243,6 +246,10 @@ class Talking:
             raise MediaError(
                 "nobody speaks in the recording; give one with speech, or take it as it is: --whole"
             )
+        import torch
+
+        from mmfast.frontends.audio.wav import WavWriter
+
         with WavWriter(target, self.rate) as wav:
             for reply, turn in self.turns.items():
                 limit = turn.pop("_samples", None)
@@ -274,5 +281,7 @@ class Talking:
         figures = {**stats, "seconds": round(seconds, 4), "turns": turns}
         first = next((t["first_audio_ms"] for t in turns if t.get("first_audio_ms")), None)
         figures["first_audio_ms"] = first
+        from mmfast.pipelines.speech import KEYS
+
         head = {key: figures[key] for key in KEYS}
         return {"text": said["text"], **head, "heard": said["heard"], **figures}

@@ -1,4 +1,4 @@
-"""Which drafts stand, and what is said where the first one falls.
+"""Acceptance of drafts, and the token at the first one that is refused.
 
 The rule of exact sampling is that of speculative sampling (arXiv 2211.17192, 2302.01318): a draft
 d stands with probability min(1, p(d) / q(d)); behind the first that falls a token of
@@ -19,7 +19,7 @@ from mmfast.decoding.sampling import draw
 
 @dataclass(frozen=True)
 class AcceptRule:
-    """How drafts are verified.
+    """Rule that verifies drafts.
 
     Attributes:
         kind: `none`, `exact` or `typical`.
@@ -120,6 +120,6 @@ def accept_typical(drafts: Tensor, p: Tensor, counts: Tensor, epsilon: float) ->
 
 
 def _leading(stand: Tensor, counts: Tensor) -> Tensor:
-    """How many stand before the first that does not, among the first `counts`."""
+    """Number that stand before the first that does not, among the first `counts`."""
     places = torch.arange(stand.shape[1], device=stand.device)
     return (stand & (places < counts[:, None])).long().cumprod(1).sum(1)

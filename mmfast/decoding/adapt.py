@@ -1,4 +1,4 @@
-"""How many drafts are worth their time: from what was accepted and what passes cost."""
+"""Number of drafts that is worth its time, by what was accepted and what passes cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Costs:
     Args:
         draft: Of one draft module.
         wide: Of one more token in a main pass.
-        live: Follow what `time` is told.
+        live: Follow the times that `time` gets.
 
     Attributes:
         mains: Seconds of a main pass over one token, smoothed; 0 is not known.
@@ -94,7 +94,7 @@ class DraftLength:
         return 0
 
     def more(self, confidence: float) -> bool:
-        """Whether another draft is worth it behind one of this confidence."""
+        """Test if another draft is worth it behind one of this confidence."""
         self._chance *= self.expected(confidence)
         return self._worth(self._chance * self.mean)
 

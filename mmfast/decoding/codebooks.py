@@ -42,59 +42,6 @@ class DepthModel(Protocol):
         """Tokens `[B, n]` in front of the codes at, at + 1, … to their logits `[B, n, V]`."""
 
 
-class ChoiceRule(Protocol):
-    """How a code is chosen from logits."""
-
-    @property
-    def greedy(self) -> bool:
-        """The likeliest is taken."""
-
-    def probs(self, logits: Tensor) -> Tensor:
-        """Logits `[..., V]` to the probabilities that codes are drawn from."""
-
-    def draw(self, probs: Tensor) -> Tensor:
-        """Probabilities `[..., V]` to codes `[...]`."""
-
-    def uniform(self, like: Tensor) -> Tensor:
-        """Numbers in [0, 1) of that shape."""
-
-
-@dataclass(frozen=True, eq=False)
-class FrameDrafts:
-    """Proposed codes of one frame.
-
-    Attributes:
-        codes: `[B, K]`.
-        probs: `[B, K, V]` what they were drawn from, independently of each other; None where
-            they are certain (a copy).
-    """
-
-    codes: Tensor
-    probs: Tensor | None = None
-
-
-# (hidden [B, D], first [B], codes of the frame before [B, K], how codes are chosen) -> drafts
-Drafter = Callable[[Tensor, Tensor, Tensor, ChoiceRule], FrameDrafts]
-
-
-def parallel(guess: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Drafter:
-    """A drafter out of a network that gives logits `[B, K, V]` of all codes at once.
-
-    Args:
-        guess: (hidden `[B, D]`, first `[B]`, codes of the frame before `[B, K]`) to logits, as
-            `heads.code_mlp.CodeMlp.guess` or `heads.groups.GroupsHead.guess`.
-    """
-
-    def draft(hidden: Tensor, first: Tensor, before: Tensor, choice: ChoiceRule) -> FrameDrafts:
-        logits = guess(hidden, first, before)
-        if choice.greedy:
-            return FrameDrafts(logits.argmax(-1))
-        probs = choice.probs(logits)
-        return FrameDrafts(choice.draw(probs), probs)
-
-    return draft
-
-
 class CodeChoice:
     """Greedy, or drawn after temperature, top-k and top-p.
 
@@ -142,12 +89,48 @@ class CodeChoice:
         return torch.rand(like.shape, generator=self._sources[like.device], device=like.device)
 
 
+@dataclass(frozen=True, eq=False)
+class FrameDrafts:
+    """Proposed codes of one frame.
+
+    Attributes:
+        codes: `[B, K]`.
+        probs: `[B, K, V]` what they were drawn from, independently of each other; None where
+            they are certain (a copy).
+    """
+
+    codes: Tensor
+    probs: Tensor | None = None
+
+
+# (hidden [B, D], first [B], codes of the frame before [B, K], how codes are chosen) -> drafts
+Drafter = Callable[[Tensor, Tensor, Tensor, CodeChoice], FrameDrafts]
+
+
+def parallel(guess: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Drafter:
+    """A drafter out of a network that gives logits `[B, K, V]` of all codes at once.
+
+    Args:
+        guess: (hidden `[B, D]`, first `[B]`, codes of the frame before `[B, K]`) to logits, as
+            `heads.code_base.CodeMlp.guess` or `heads.groups.GroupsHead.guess`.
+    """
+
+    def draft(hidden: Tensor, first: Tensor, before: Tensor, choice: CodeChoice) -> FrameDrafts:
+        logits = guess(hidden, first, before)
+        if choice.greedy:
+            return FrameDrafts(logits.argmax(-1))
+        probs = choice.probs(logits)
+        return FrameDrafts(choice.draw(probs), probs)
+
+    return draft
+
+
 _FORGET = 0.98  # of what was seen, per pass: about the last fifty frames count
 
 
 @dataclass(eq=False)
 class FrameCount:
-    """What was spent and what was accepted, per codebook.
+    """Counts of passes, and of accepted drafts per codebook.
 
     Attributes:
         codes: Codebooks K that depth passes predict.
@@ -206,7 +189,7 @@ class BlockPlan:
         self._right = [[1.0] * codes, [1.0] * codes]
 
     def length(self, at: int, batch: int, again: bool) -> int:
-        """How many codes from `at` on the next pass takes, 1 at least.
+        """Return the number of codes from `at` on that the next pass takes, 1 at least.
 
         Args:
             at: The first code that is not settled.
@@ -240,7 +223,7 @@ def measure_share(
     n: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """What a further code of a pass costs here, in passes over one code.
+    """Measure the cost of a further code of a pass, in passes over one code.
 
     Args:
         one: Runs a pass over one code.
@@ -261,12 +244,12 @@ def measure_share(
     return min(max((ratio - 1) / (n - 1), 0.0), 1.0)
 
 
-def copy_frame(_hidden: Tensor, _first: Tensor, before: Tensor, _choice: ChoiceRule) -> FrameDrafts:
+def copy_frame(_hidden: Tensor, _first: Tensor, before: Tensor, _choice: CodeChoice) -> FrameDrafts:
     """The codes of the frame before, again: costs nothing."""
     return FrameDrafts(before)
 
 
-def pick(logits: Tensor, choice: ChoiceRule) -> Tensor:
+def pick(logits: Tensor, choice: CodeChoice) -> Tensor:
     """Logits `[..., V]` to codes `[...]`."""
     return logits.argmax(-1) if choice.greedy else choice.draw(choice.probs(logits))
 
@@ -276,7 +259,7 @@ def one_by_one(
     depth: DepthModel,
     hidden: Tensor,
     first: Tensor,
-    choice: ChoiceRule,
+    choice: CodeChoice,
     count: FrameCount | None = None,
 ) -> Tensor:
     """The codes `[B, K]` of a frame, a pass each: what every faster way must agree with."""
@@ -298,7 +281,7 @@ def draft_and_check(
     hidden: Tensor,
     first: Tensor,
     drafts: FrameDrafts,
-    choice: ChoiceRule,
+    choice: CodeChoice,
     plan: BlockPlan | None = None,
     count: FrameCount | None = None,
 ) -> Tensor:
@@ -335,7 +318,7 @@ class _Line:
     """The codes of one frame on their way from drafted to settled, several streams abreast."""
 
     def __init__(
-        self, depth: DepthModel, first: Tensor, drafts: FrameDrafts, choice: ChoiceRule
+        self, depth: DepthModel, first: Tensor, drafts: FrameDrafts, choice: CodeChoice
     ) -> None:
         self.choice = choice
         self.tokens = torch.cat([first[:, None], drafts.codes], dim=1)  # [B, K + 1]
@@ -373,7 +356,7 @@ class _Line:
         if count is not None:
             count.ran(n)
         elif plan.share <= 0:
-            return  # nobody asks
+            return  # neither is counted
         checked = ~held & (self.place[:n] <= lead[:, None])
         right = self.place[:n] < lead[:, None]
         original = self.original[:, self.at : self.at + n]
@@ -394,7 +377,7 @@ def _greedy(drafted: Tensor, says: Tensor, held: Tensor) -> tuple[Tensor, Tensor
 
 
 def _sampled(
-    drafted: Tensor, probs: Tensor, odds: Tensor, held: Tensor, choice: ChoiceRule
+    drafted: Tensor, probs: Tensor, odds: Tensor, held: Tensor, choice: CodeChoice
 ) -> tuple[Tensor, Tensor]:
     """As `_greedy`; codes that are settled already are certain on both sides."""
     sure = F.one_hot(drafted, probs.shape[-1]).to(probs.dtype)
@@ -431,7 +414,7 @@ class FrameDecoder:
         self.plan = plan or BlockPlan(depth.codes)
         self.count = FrameCount(depth.codes)
 
-    def frame(self, hidden: Tensor, first: Tensor, before: Tensor, choice: ChoiceRule) -> Tensor:
+    def frame(self, hidden: Tensor, first: Tensor, before: Tensor, choice: CodeChoice) -> Tensor:
         """Codes `[B, K]` of a frame.
 
         Args:

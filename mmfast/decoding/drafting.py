@@ -45,7 +45,7 @@ def draft_rows(decoder: Any, tokens: list[int | None], most: int) -> tuple[int, 
 
 
 def _limit(row: DecodeRow, token: int | None, most: int, none: bool) -> int:
-    """How many drafts a stream wants behind its token."""
+    """Number of drafts that a stream wants behind its token."""
     guide = row.guide
     if token is None or guide.done or guide.rows() != guide.draft_rows:
         return 0

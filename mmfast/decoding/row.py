@@ -19,7 +19,7 @@ from mmfast.decoding.stats import Stats
 
 
 class Guide(Protocol):
-    """Leads one stream. It is told every token that stands, once, in order.
+    """Leads one stream. `push` gets every token that stands, once, in order.
 
     Attributes:
         done: Nothing more is to be said.
@@ -30,10 +30,10 @@ class Guide(Protocol):
     draft_rows: slice
 
     def forced(self) -> Sequence[int]:
-        """Tokens that must come now, handed over once; they are not told to `push`."""
+        """Tokens that must come now, handed over once; `push` does not get them."""
 
     def ahead(self, drafts: Sequence[int]) -> Sequence[int]:
-        """What `forced` would say if these drafts stood; changes nothing. () where not known."""
+        """Return what `forced` would if these drafts stood; () where not known. Changes nothing."""
 
     def rows(self) -> slice:
         """Rows of the vocabulary that the next token is of, behind what is forced.
@@ -43,7 +43,7 @@ class Guide(Protocol):
         """
 
     def stops(self, token: int) -> bool:
-        """Whether a draft run that is to be exact must end at this token."""
+        """Test if a draft run that is to be exact must end at this token."""
 
     def push(self, tokens: Sequence[int]) -> None:
         """Tokens that stand."""
@@ -142,7 +142,7 @@ class DecodeRow:
         return self.guide.draft_rows if self.drafts else self.guide.rows()
 
     def owed(self) -> list[int]:
-        """What is forced now: it stands."""
+        """Take the tokens that are forced now: they stand."""
         tokens = list(self.guide.forced())
         self.history += tokens
         self.forced += len(tokens)
@@ -155,7 +155,7 @@ class DecodeRow:
             self.sure = len(self.unseen)
 
     def say(self, token: int) -> bool:
-        """Tell the guide of a token that stands; False where it was the last one."""
+        """Push a token that stands to the guide; False where it was the last one."""
         self.guide.push((token,))
         self.said.append(token)
         self.history.append(token)

@@ -1,4 +1,4 @@
-"""How a token is chosen from logits: the same processors for backbone and drafts."""
+"""Choice of a token from logits: the same processors for backbone and drafts."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """True where the likeliest token is taken."""
         return self.temperature == 0
 
     def prefix(self, history: Sequence[int]) -> Sequence[int]:
-        """What the penalty looks at."""
+        """Return the tokens that the penalty looks at."""
         if self.penalty == 1:
             return ()
         return history[-self.penalty_window :] if self.penalty_window else history
@@ -101,7 +101,7 @@ def process(
 
 
 def not_finite() -> str:
-    """What to say of logits that are NaN, infinite, or -inf throughout."""
+    """Return the error text for logits that are NaN, infinite, or -inf throughout."""
     return (
         "the logits of the model are NaN or infinite, so no token can be chosen; "
         "check its weights, or run it in float32 or bfloat16 instead of float16"

@@ -1,4 +1,4 @@
-"""What a decoder hands over, and what it counts."""
+"""Results and counts of a decoder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class PassStats:
-    """What one pass of the backbone, and the drafts behind it, made certain for one stream.
+    """Tokens that one pass of the backbone, and the drafts behind it, made certain.
 
     Attributes:
         tokens: Tokens that now stand, in order, without forced ones.

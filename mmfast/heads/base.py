@@ -1,4 +1,4 @@
-"""What every audio head does: draft tokens ahead of the backbone, take them back, learn to.
+"""Base of the audio heads: drafts ahead of the backbone, taken back or learned from.
 
 A head is a chain of light modules on the last hidden states of a causal language model. Module k
 stands at position t, has read the hidden state of t and guesses token t + k + 2; token t + 1 is
@@ -24,7 +24,7 @@ from mmfast.ops.stream_cache import LayerSlot, Placer, TokenPlaces
 
 @dataclass(eq=False)
 class HeadState:
-    """What a head keeps of B streams.
+    """State of a head for B streams.
 
     Attributes:
         embeds: `[B, capacity, D]` embeddings of the tokens, drafts included.
@@ -83,7 +83,7 @@ Rows = slice
 
 
 class Trunk(Protocol):
-    """What a head needs of its language model; `mmfast.models.decoder.backbone.Backbone` is one."""
+    """Language model as a head needs it; `mmfast.models.decoder.backbone.Backbone` is one."""
 
     width: int
     placer: Placer
@@ -265,7 +265,7 @@ class AudioHead(nn.Module):
         return limit
 
     def _starts(self, state: HeadState, limit: int) -> list[int]:
-        """Where the modules that are to run must start, so that none lags."""
+        """First places of the modules that are to run, so that none lags."""
         starts = []
         for row, end in enumerate(state.length):
             start = min(state.filled[module][row] for module in range(limit))
@@ -309,7 +309,7 @@ class AudioHead(nn.Module):
         raise NotImplementedError
 
     def _leave(self, module: int, raw: Tensor) -> tuple[Tensor, Tensor]:
-        """What the next module is fed, and what the output head is."""
+        """Inputs of the next module and of the output head."""
         raise NotImplementedError
 
     def output(self, module: int, states: Tensor, rows: Rows) -> Tensor:

@@ -1,4 +1,4 @@
-"""What heads over the codebooks of a frame have in common: inputs of the backbone, and state."""
+"""Shared parts of heads over the codebooks of a frame: inputs of the backbone, and state."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CodeEmbed(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class CodeState:
-    """What a head remembers of B streams; a value.
+    """State of a head for B streams; a value.
 
     Attributes:
         codes: `[B, t, K]` its last frames.

@@ -189,7 +189,7 @@ class DepthShape:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Working memory of one frame: written in place, worthless when the frame is done.
+    """Working memory of one frame: written in place, of no use when the frame is done.
 
     Attributes:
         z: `[B, D]` hidden state of the backbone.
@@ -333,7 +333,7 @@ class DepthHead(DepthCore):
         layers: Depth.
         heads: Attention heads.
         ffn: Inner width of the feed-forward.
-        kind: Of the rest, as `heads.depth_core.DepthShape`: `per_step`, `prepend`, ….
+        kind: Of the rest, as `DepthShape`: `per_step`, `prepend`, ….
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from mmfast.core.errors import SpecError
@@ -94,14 +95,14 @@ class GroupsHead(nn.Module):
 
     def logits(self, state: CodeState, hidden: Tensor) -> tuple[CodeState, Tensor]:
         """The next steps: hidden `[B, n, D]` to logits `[B, n, K, V]`."""
-        batch, n = hidden.shape[:2]
+        batch = len(hidden)
         assert state.kv is not None
-        wide = hidden[:, :, None].expand(-1, -1, self.groups, -1).flatten(0, 1)  # [B n, G, D]
-        x = self.project(wide, 0).unflatten(0, (batch, n)).transpose(1, 2).flatten(0, 1)
-        kv, x = self.stack(state.kv, x)  # [B G, n, D]
-        x = self.norm(x).unflatten(0, (batch, self.groups)).transpose(1, 2).flatten(0, 1)
-        x = x.repeat_interleave(self.codes // self.groups, dim=1)  # [B n, K, D]
-        return CodeState(state.codes, kv), self.out(x, 0).unflatten(0, (batch, n))
+        x = self.project(repeat(hidden, "b n d -> (b n) g d", g=self.groups), 0)
+        kv, x = self.stack(state.kv, rearrange(x, "(b n) g d -> (b g) n d", b=batch))
+        x = rearrange(self.norm(x), "(b g) n d -> (b n) g d", b=batch)
+        x = repeat(x, "m g d -> m (g k) d", k=self.codes // self.groups)  # an output a codebook
+        logits = rearrange(self.out(x, 0), "(b n) k v -> b n k v", b=batch)
+        return CodeState(state.codes, kv), logits
 
     def guess(self, hidden: Tensor, _first: Tensor, _before: Tensor) -> Tensor:
         """As a drafter of a depth transformer, without history: `[B, D]` to `[B, K, V]`."""

@@ -104,7 +104,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class HeadLoss:
-    """What training a head says.
+    """Result of a training step of a head.
 
     Attributes:
         loss: The weighted sum, to be differentiated.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from mmfast.core.registry import register
@@ -19,7 +20,7 @@ class PairHead(nn.Module):
 
     The channels are interleaved, a1 b1 a2 b2 …; the tokens of a step share a position and do not
     see each other; a channel embedding tells them apart. The backbone runs the same way
-    (`models.frame_lm.PairSteps`).
+    (`mmfast.models.decoder.stream.StreamDecoder` of width 2).
 
     Args:
         hidden: Width of the backbone's hidden state, or the backbone.
@@ -52,9 +53,9 @@ class PairHead(nn.Module):
         self.out = nn.Linear(hidden, size, bias=False)
 
     def embed(self, codes: Tensor) -> Tensor:
-        """What the backbone reads: `[B, 2, T]` to `[B, 2 T, D]`, interleaved."""
+        """Embed codes for the backbone: `[B, 2, T]` to `[B, 2 T, D]`, interleaved."""
         x = self.table(codes) + self.channel[:, None]  # [B, 2, T, D]
-        mixed: Tensor = x.transpose(1, 2).flatten(1, 2)
+        mixed: Tensor = rearrange(x, "b c t d -> b (t c) d")
         return mixed
 
     def init_state(self, batch: int = 1) -> StreamKV:
@@ -77,7 +78,7 @@ class PairHead(nn.Module):
         """Hidden `[B, 2 n, D]`, interleaved, to logits `[B, 2, n, V]` of the steps behind."""
         lift = self.lift.repeat(hidden.shape[1] // 2, 1)
         state, x = self.stack(state, hidden, lift)
-        return state, self.out(self.norm(x)).unflatten(1, (-1, 2)).transpose(1, 2)
+        return state, rearrange(self.out(self.norm(x)), "b (n c) v -> b c n v", c=2)
 
     def loss(self, hidden: Tensor, codes: Tensor) -> CodeLoss:
         """Each channel's next token from its own place.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -48,15 +49,15 @@ class TimeLayer(nn.Module):
         Returns:
             `[B, n, D]`, and all keys and values `[B, H, N, d]`.
         """
-        mixed = self.qkv(self.norm_in(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = mixed.permute(2, 0, 3, 1, 4)  # [B, H, n, d] each
+        mixed = self.qkv(self.norm_in(x))
+        q, k, v = rearrange(mixed, "b n (part h d) -> part b h n d", part=3, h=self.heads)
         if lift is not None:
             q, k = q + lift, k + lift
         q, k = rotate(q, turn), rotate(k, turn)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
+        x = x + self.o(rearrange(y, "b h n d -> b n (h d)"))
         gate, up = self.up(self.norm_out(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up), k, v
 

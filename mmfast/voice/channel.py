@@ -71,7 +71,7 @@ class Inlet:
 
 
 Kind = Literal[
-    "speech_started",  # somebody speaks; `audio_ms` of the input, the padding before it included
+    "speech_started",  # the user speaks; `audio_ms` of the input, the padding before it included
     "speech_stopped",  # the turn is over; `audio_ms` of the input
     "committed",  # what was said is an item of the conversation
     "reply_started",  # a reply is being made; `item` will hold it
@@ -81,12 +81,12 @@ Kind = Literal[
     "interrupted",  # the sound stops here: `audio_ms` of the reply were played, `text` was heard
     "truncated",  # as asked for: the context keeps `text`, of `audio_ms`
     "done",  # no more deltas of this reply; `status` says why, `stats` what it cost
-    "timeout",  # nobody has said anything for as long as the ear was told; `audio_ms` of the input
+    "timeout",  # a silence as long as the ear's `idle_timeout_ms`; `audio_ms` of the input
     "cleared",  # what was being said is forgotten
     "deleted",  # an item is forgotten
     "error",  # `text`: what went wrong; the conversation goes on
 ]
-Status = Literal["", "completed", "interrupted", "cancelled", "failed"]
+Status = Literal["", "completed", "interrupted", "cancelled", "failed", "incomplete"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class VoiceEvent:
         pcm: Samples `[n]` of `audio`.
         rate: Samples per second of `pcm`.
         status: Of `done`.
-        stats: Figures of `done`; see `mmfast.voice.playback.Meter.stats`.
+        stats: Figures of `done`; see `mmfast.voice.playback.ReplyMeter.stats`.
     """
 
     kind: Kind
@@ -134,11 +134,10 @@ MOST = 10_000  # events
 
 
 class Outlet:
-    """Numbers events and keeps them until somebody fetches them.
+    """Numbers events and keeps them until they are fetched.
 
-    It locks nothing: its owner does. Sound is bounded by who makes it, which waits while too much
-    of it is here; other events are a few a turn, and the oldest are dropped where nobody fetches
-    them for hours.
+    It locks nothing: its owner does. Sound is bounded by its maker, which waits while too much of
+    it is here; other events are a few a turn, and the oldest are dropped beyond `MOST`.
 
     Args:
         clock: Tells the time of an event.
@@ -158,12 +157,12 @@ class Outlet:
         self._number += 1
 
     def purge(self, reply: str) -> None:
-        """Forget the deltas of a reply that nobody has fetched."""
+        """Forget the deltas of a reply that have not been fetched."""
         left = [e for e in self._waiting if e.reply != reply or e.kind not in ("text", "audio")]
         self._waiting = deque(left, MOST)
 
     def fetch(self) -> list[VoiceEvent]:
-        """All that wait, oldest first."""
+        """Return all that wait, oldest first."""
         found = list(self._waiting)
         self._waiting.clear()
         return found

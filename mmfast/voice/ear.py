@@ -1,4 +1,4 @@
-"""Where a turn of speech begins and ends."""
+"""Detectors of turns: the places where speech begins and ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST = 60.0  # seconds of a turn; then it is taken as it is
 
 @dataclass(frozen=True)
 class EarEvent:
-    """A turn of speech begins, or is over; or nobody has spoken for long.
+    """Beginning or end of a turn of speech, or a long silence.
 
     Args:
         kind: Which of them.
@@ -43,32 +43,35 @@ class Ear(Protocol):
 
 
 class ManualEar:
-    """Takes all sound for speech, until it is told that a turn is over: push to talk.
+    """Take all sound for speech until `flush` ends the turn: push to talk.
 
     Args:
         longest: Seconds after which a turn ends by itself.
+
+    Attributes:
+        held: Samples of the turn so far.
     """
 
     def __init__(self, longest: float = LONGEST) -> None:
         self._limit = round(longest * RATE)
         self._parts: list[Tensor] = []
-        self._held = self._at = 0
+        self.held = self._at = 0
 
     def hear(self, pcm: Tensor) -> list[EarEvent]:
         """The next samples `[n]`."""
         found: list[EarEvent] = []
         for part in pcm.split(RATE) if len(pcm) else ():
-            if not self._held:
+            if not self.held:
                 found.append(EarEvent("started", self._at))
             self._parts.append(part)
-            self._held, self._at = self._held + len(part), self._at + len(part)
-            if self._held >= self._limit:
+            self.held, self._at = self.held + len(part), self._at + len(part)
+            if self.held >= self._limit:
                 found += self.flush()
         return found
 
     def flush(self) -> list[EarEvent]:
         """End the turn."""
-        if not self._held:
+        if not self.held:
             return []
         pcm = torch.cat(self._parts)
         self.clear()
@@ -76,7 +79,7 @@ class ManualEar:
 
     def clear(self) -> None:
         """Forget it."""
-        self._parts, self._held = [], 0
+        self._parts, self.held = [], 0
 
 
 class VoiceEar:

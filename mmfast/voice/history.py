@@ -1,4 +1,4 @@
-"""What was said in a conversation, as far as it was heard, and no longer than it may be."""
+"""Turns of a conversation: the words that were heard, bounded in number and length."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Alignment:
         self.samples += len(sound.pcm)
 
     def _goes_on(self, word: str) -> bool:
-        """Whether it is a part of the word before: a mark behind it, a piece of a long one."""
+        """Tell a part of the word before, such as a mark behind it, from a new word."""
         if not self._words or word[0].isspace() or re.match(f"[{_WIDE}]", word):
             return False
         return not self._words[-1][-1:].isspace()
@@ -132,7 +132,7 @@ class HistoryTurn:
     """
 
     id: str
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     said: str = ""
     words: Alignment | None = None
     playback: Playback | None = None
@@ -143,7 +143,7 @@ class HistoryTurn:
 
     @property
     def text(self) -> str:
-        """What was heard of it so far; it grows while it is played."""
+        """Text that was heard so far; it grows while it is played."""
         if self.words is None:
             return self.said
         if self.words.finished and not self.words.samples:
@@ -163,9 +163,19 @@ class HistoryTurn:
             self.arrived, self.playback = self.playback.arrived, None
         self.limit = played
 
-    def cut(self, samples: int) -> None:
-        """So many samples of it were heard, says who listens: no more than arrived."""
+    def truncate(self, ms: float) -> float:
+        """Keep so much of its sound as its listener heard, no more than arrived.
+
+        Returns:
+            The milliseconds that are kept; 0 of a turn without sound.
+        """
+        if self.words is None:
+            return 0.0
+        if self.playback is not None:
+            self.settle(self.playback.stop())
+        samples = round(min(max(ms, 0.0), 1e9) * self.words.rate / 1e3)
         self.limit = max(0, min(samples, self.arrived))
+        return 1e3 * self.limit / self.words.rate
 
 
 class History:
@@ -216,8 +226,12 @@ class History:
         return self.items.pop(id)
 
     def turns(self) -> tuple[Turn, ...]:
-        """What was heard, oldest first; who was not heard has said nothing."""
-        found = (Turn(item.role, item.text.strip()) for item in self.items.values())
+        """Return what was heard, oldest first, without turns of which nothing was heard."""
+        found = (
+            Turn(item.role, item.text.strip())
+            for item in self.items.values()
+            if item.role != "system"
+        )
         return tuple(turn for turn in found if turn.text)
 
     def save(self) -> list[dict[str, Any]]:

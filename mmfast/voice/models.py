@@ -1,10 +1,10 @@
-"""Which class speaks, listens or chats for a checkpoint."""
+"""Models that speak, listen or chat: loaded from a checkpoint, or a text model with a voice."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,8 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError, ModelError, unknown
 from mmfast.core.speech import Listener, Sound, Speaker, Turn
 from mmfast.models.loading import pick_device, pick_dtype
+from mmfast.models.speech.families import SpeechFamily, speech_families
 
-# model_type -> transformers class, and what gives it a voice: module, class, and its argument for
-# what turns text into ids and back
-FAMILIES = {
-    "csm": ("CsmForConditionalGeneration", "mmfast.models.speech.csm", "CsmVoice", "tokenizer"),
-    "qwen2_5_omni": (
-        "Qwen2_5OmniForConditionalGeneration",
-        "mmfast.models.speech.omni",
-        "OmniSpeech",
-        "processor",
-    ),
-    "moshi": ("MoshiForConditionalGeneration", "mmfast.models.speech.moshi", "MoshiVoice", "words"),
-}
-_READERS = {"processor": "AutoProcessor"}
 _PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
 
 
@@ -51,31 +39,28 @@ def load_voice(
     kind = _kind_of(model)
     if kind == "llama" and (Path(model) / "speech.json").is_file():
         return _embedded(model, device)
-    if kind not in FAMILIES:
-        raise ModelError(unknown("speech model type", kind, ["tiny-speech", *FAMILIES]))
-    return _of_family(str(model), kind, device, dtype)
+    families = speech_families()
+    if kind not in families:
+        raise ModelError(unknown("speech model type", kind, ["tiny-speech", *families]))
+    return _of_family(str(model), families[kind], device, dtype)
 
 
 def _of_family(
-    model: str, kind: str, device: str | torch.device | None, dtype: str | torch.dtype
+    model: str, family: SpeechFamily, device: str | torch.device | None, dtype: str | torch.dtype
 ) -> Any:
     """A stock checkpoint with its tokenizer, and the class here that gives it a voice."""
     import transformers
 
-    stock, module, name, argument = FAMILIES[kind]
     place, how = pick_device(device), pick_dtype(dtype)
     try:
-        loaded = getattr(transformers, stock).from_pretrained(
+        loaded = getattr(transformers, family.stock).from_pretrained(
             model, dtype=how, use_safetensors=True, trust_remote_code=False
         )
-        reader = getattr(transformers, _READERS.get(argument, "AutoTokenizer"))
-        words = reader.from_pretrained(model, trust_remote_code=False)
+        words = getattr(transformers, family.reader).from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"cannot load model {model!r}: {reason}") from error
-    cls = getattr(importlib.import_module(module), name)
-    given = words.decode if argument == "words" else words
-    return cls(loaded.to(place).eval(), **{argument: given})
+    return family.voice(loaded.to(place).eval(), words)
 
 
 def _embedded(path: str | Path | None, device: str | torch.device | None) -> Any:
@@ -108,7 +93,7 @@ def _kind_of(model: str | Path) -> str:
 def load_speaker(
     model: Any, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
 ) -> Any:
-    """What says text; arguments and errors as for `load_voice`."""
+    """Load a model that says text; arguments and errors as for `load_voice`."""
     return can(load_voice(model, device, dtype), "speak")
 
 
@@ -176,7 +161,7 @@ class Cascade:
     def reply(
         self, pcm: Tensor, rate: int = 16000, history: Sequence[Turn] = (), **options: Any
     ) -> Iterator[Sound]:
-        """What was said `[n]` to the answer as it comes; nothing where no word was said.
+        """Answer speech `[n]` as it comes; no answer where no word was said.
 
         Options are those of the speaker, its `rate` as `speed`.
         """
@@ -187,9 +172,25 @@ class Cascade:
 
     def answer_turns(self, turns: Sequence[Turn], **options: Any) -> Iterator[Sound]:
         """A written conversation to the answer as it comes."""
-        answer = self.chat(turns)
-        if self.speaker is not None:
-            yield from self.speaker.speak(answer, **speaking(options))
-            return
-        for text in [answer] if isinstance(answer, str) else answer:
-            yield Sound(torch.zeros(0), self.sample_rate, text=text)
+        return voiced(self.chat(turns), self.speaker, self.sample_rate, options)
+
+
+def voiced(
+    answer: str | Iterable[str], speaker: Speaker | None, rate: int, options: Mapping[str, Any]
+) -> Iterator[Sound]:
+    """Say an answer as it is written; without a speaker it stays text.
+
+    Args:
+        answer: Text, or pieces of it as they come; nothing is said where nothing is written.
+        speaker: Says it.
+        rate: Of text without sound.
+        options: Of a reply.
+    """
+    pieces = iter([answer] if isinstance(answer, str) else answer)
+    first = next((piece for piece in pieces if piece.strip()), "")
+    if first and speaker is not None:
+        text = answer if isinstance(answer, str) else chain([first], pieces)
+        yield from speaker.speak(text, **speaking(options))
+    elif first:
+        for piece in chain([first], pieces):
+            yield Sound(torch.zeros(0), rate, text=piece)

@@ -40,7 +40,7 @@ class Playback:
         self._ended: int | None = None
 
     def add(self, samples: int) -> None:
-        """So many samples arrive now."""
+        """Take samples that arrive now."""
         if samples <= 0 or self._ended is not None:
             return
         now = self._clock.now()
@@ -63,7 +63,7 @@ class Playback:
         return min(self._base + max(due, 0), self.arrived)
 
     def dry_at(self) -> float:
-        """When all that has arrived will have sounded; now where nothing has."""
+        """Return the time at which all that has arrived will have sounded; now without any."""
         if self._from is None:
             return self._clock.now()
         return self._from + (self.arrived - self._base) / self.rate
@@ -72,33 +72,6 @@ class Playback:
         """Be silent from now on; returns the samples that have sounded."""
         self._ended = self.played()
         return self._ended
-
-
-def playback_gaps(pieces: Iterable[tuple[float, float]], delay: float = 0.0) -> dict[str, float]:
-    """Gaps in playback of pieces of sound.
-
-    Args:
-        pieces: When each arrived and how long it is, in seconds.
-        delay: Seconds from the first arrival to the start.
-
-    Returns:
-        `gaps`, their number; `gap_ms` and `longest_gap_ms`, together and of the longest; and
-        `safe_delay_ms`, the least delay with which there would have been none.
-    """
-    found: dict[str, float] = {"gaps": 0, "gap_ms": 0.0, "longest_gap_ms": 0.0}
-    first: float | None = None
-    until = whole = safe = 0.0
-    for at, seconds in pieces:
-        if first is None:
-            first, until = at, at + delay
-        safe = max(safe, at - first - whole)
-        if at - until > 1e-9:
-            found["gaps"] += 1
-            found["gap_ms"] += 1e3 * (at - until)
-            found["longest_gap_ms"] = max(found["longest_gap_ms"], 1e3 * (at - until))
-            until = at
-        until, whole = until + seconds, whole + seconds
-    return {**found, "safe_delay_ms": 1e3 * safe}
 
 
 KEPT = 512  # latencies of so many replies are kept for the quantiles
@@ -154,7 +127,7 @@ class ReplyMeter:
                 yield sound
         finally:
             close = getattr(source, "close", None)
-            if close is not None:  # whoever stops listening stops the model
+            if close is not None:  # a listener that stops, stops the model
                 close()
 
     @property
@@ -207,7 +180,7 @@ class Totals:
         _add_each(self._accepted, meter.accepted)
 
     def stats(self) -> dict[str, Any]:
-        """As `Meter.stats`, of all replies; first sound as quantiles of the last 512."""
+        """As `ReplyMeter.stats`, of all replies; first sound as quantiles of the last 512."""
         both = ReplyMeter()
         both.counts, both.work = self.counts, self.work
         both.samples, both.rate = round(1e6 * self.seconds), 1_000_000

@@ -11,13 +11,13 @@ from mmfast.voice.history import Alignment, HistoryTurn
 from mmfast.voice.playback import Playback, ReplyMeter
 
 
-class ReplyRun:
+class SpokenReply:
     """A reply on its way.
 
     Args:
-        id: Its name.
+        id: Name of the reply.
         item: The item of the conversation that it fills.
-        make: Begins to make it; called when the first piece is wanted, outside of all locks.
+        make: Begins to make it; called for the first piece, outside of all locks.
         question: The item that it answers; it gets the text that was understood.
 
     Attributes:
@@ -25,36 +25,44 @@ class ReplyRun:
         busy: A thread makes a piece just now.
     """
 
+    playback: Playback | None
+
     def __init__(
         self,
         id: str,
         item: HistoryTurn,
-        make: Callable[[], Iterator[Sound]],
+        make: Callable[[], Iterator[Sound]] | None = None,
         question: HistoryTurn | None = None,
     ) -> None:
-        self.id, self.item, self.question = id, item, question
+        self.id, self.item, self.make, self.question = id, item, make, question
         self.words, self.playback = Alignment(), None
         item.words = self.words
         self.meter = ReplyMeter()
         self.over = self.busy = False
-        self._sounds = _begun(make)
+        self._sounds = self._begin()
 
-    playback: Playback | None
+    def _begin(self) -> Iterator[Sound]:
+        # beginning may cost as much as a piece, so it waits for the first `next`
+        if self.make is not None:
+            yield from self.make()
 
     def pull(self) -> Sound | None:
-        """The next piece, or None at the end; takes as long as the model does."""
+        """Return the next piece, or None at the end; takes as long as the model does."""
         return self.meter.pull(self._sounds)
 
     def take(self, sound: Sound, clock: Clock, delay: float) -> None:
         """Note a piece that came."""
-        if sound.heard is not None and self.question is not None:
-            self.question.said, self.question.understood = sound.heard.strip(), True
         if self.playback is None:
             self.playback = self.item.playback = Playback(clock, sound.rate, delay)
         self.words.add(sound)
 
+    def settle(self) -> None:
+        """Stop the sound: the context keeps the words that were heard."""
+        if self.item.words is not None:
+            self.item.settle(0 if self.playback is None else self.playback.stop())
+
     def end(self) -> None:
-        """Nothing more is wanted of it; a thread that makes a piece just now closes it after."""
+        """Want no more pieces; a thread that makes one just now closes the model after it."""
         self.over = True
         if not self.busy:
             self.close()
@@ -73,19 +81,23 @@ class ReplyRun:
         """Seconds that are made and not played."""
         return self.waiting / self.words.rate
 
+    def due_at(self, ahead: float) -> float | None:
+        """Return when its next piece is due, `ahead` seconds before the sound runs dry.
+
+        None: only an event changes that, because nothing has been made or fetched yet.
+        """
+        if self.over or self.busy or self.playback is None:
+            return None
+        pending = self.words.samples - self.playback.arrived
+        return None if pending > 0 else self.playback.dry_at() - ahead + 1e-3
+
     def stats(self) -> dict[str, Any]:
-        """What it cost so far, and how it was played."""
-        found, playback = self.meter.stats(), self.playback
-        if playback is None:
-            return {**found, "gaps": 0, "gap_ms": 0.0, "longest_gap_ms": 0.0}
-        gaps = {"gap_ms": 1e3 * playback.silent, "longest_gap_ms": 1e3 * playback.longest}
+        """Return what it cost so far, and how it was played."""
+        played = self.playback
+        gaps = (0, 0.0, 0.0) if played is None else (played.gaps, played.silent, played.longest)
+        found = {**self.meter.stats(), "gaps": gaps[0]}
         return {
             **found,
-            "gaps": playback.gaps,
-            **{name: round(value, 3) for name, value in gaps.items()},
+            "gap_ms": round(1e3 * gaps[1], 3),
+            "longest_gap_ms": round(1e3 * gaps[2], 3),
         }
-
-
-def _begun(make: Callable[[], Iterator[Sound]]) -> Iterator[Sound]:
-    """Beginning may cost as much as a piece, so it waits for the first `next`."""
-    yield from make()

@@ -4,105 +4,286 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from mmfast.core.errors import MmfastError
-from mmfast.core.speech import Turn
-from mmfast.voice.channel import VoiceEvent
+from mmfast.core.speech import Chatter, Sound, Turn
+from mmfast.streams.stream import Clock, FakeClock
+from mmfast.voice.channel import Inlet, Kind, Outlet, VoiceEvent
 from mmfast.voice.dialogue import Dialogue
-from mmfast.voice.ear import RATE
-from mmfast.voice.history import HistoryTurn
+from mmfast.voice.ear import LONGEST, RATE, Ear
+from mmfast.voice.history import History, HistoryTurn
+from mmfast.voice.models import speaking
+from mmfast.voice.reply import SpokenReply
 
 BLOCK = 512  # samples at 16 kHz: what speech is looked for in
 
 
-class ReplyWorker(threading.Thread):
-    """Makes the pieces of replies as they are due."""
-
-    def __init__(self, session: VoiceSession) -> None:
-        super().__init__(name="mmfast-voice", daemon=True)
-        self.session = session
-
-    def run(self) -> None:
-        """Until the session is closed."""
-        session, floor = self.session, self.session.floor
-        while not session.closed:
-            if floor.step():
-                continue
-            with session.lock:
-                # looked at again with the lock held: nothing comes between this and the wait
-                if not floor.due() and not session.closed:
-                    session.clock.wait(session.lock, floor.due_at())
-
-
-def run_inline(session: VoiceSession, chunks: Iterable[Any], rate: int) -> Iterator[VoiceEvent]:
-    """Converse in the caller's thread, in the time of the sound that comes in."""
-    block = max(BLOCK * rate // RATE, 1)
-    for chunk in session.inlet.blocks(chunks, rate, block):
-        session.push(chunk, rate)
-        yield from _work(session)
-    yield from finish(session)
-
-
-def _work(session: VoiceSession) -> Iterator[VoiceEvent]:
-    """Make what is due; each piece is fetched before the next is made."""
-    yield from session.poll()
-    while session.step():
-        yield from session.poll()
-
-
-def finish(session: VoiceSession) -> Iterator[VoiceEvent]:
-    """Answer what is being said, and play the reply to its end."""
-    with session.lock:
-        for heard in session.ear.flush():
-            session.hear(heard)
-    yield from _work(session)
-    while (left := _left(session)) > 0:
-        if session.input_clock is not None:
-            session.input_clock.advance(left)
-        else:
-            with session.lock:
-                session.clock.wait(session.lock, session.clock.now() + left)
-        yield from _work(session)
-
-
-def _left(session: VoiceSession) -> float:
-    """Seconds until there is something to do, or the last sound has been played; 0 at the end."""
-    with session.lock:
-        run, clock = session.floor.run, session.clock
-        if run is None or session.closed:
-            return 0.0
-        at = session.floor.due_at()
-        if at is None and run.playback is not None and run.waiting > 0:
-            at = run.playback.dry_at() + 1e-3
-        if at is not None:
-            return max(at - clock.now(), 1e-3)
-        return 0.02 if not run.over else 0.0  # a thread is at work on it
-
-
-def run_live(session: VoiceSession, chunks: Iterable[Any], rate: int) -> Iterator[VoiceEvent]:
-    """Converse in the time of a clock: replies are made in a thread."""
-    session.start()
-    for chunk in chunks:
-        session.push(chunk, rate)
-        yield from session.poll()
-    yield from finish(session)
-
-
 class VoiceSession(Dialogue):
-    """A conversation: how it is driven, what was said in it, what it cost.
+    """Sound goes in, events come out: what was heard, and a reply as text and sound.
+
+    Any thread may call any method. Speech cuts a reply off: the reply stops with the block of
+    sound in which speech is found, no delta of it is fetched afterwards, and the context keeps the
+    words that had been played. Memory is bounded: of the reply no more than `ahead` seconds are
+    made before they are played, of the past the history keeps its last turns.
 
     Three ways to drive one: `run` over chunks of sound; `push`, `step` and `poll` one after
     another, where no thread is wanted; `start`, then `push` and `events` from different threads.
 
     Args:
-        *args: As for `mmfast.voice.dialogue.Dialogue`, which explains the rest.
+        chatter: Answers speech with speech; see `mmfast.voice.models.Cascade`.
+        ear: Finds the turns.
+        clock: Of the playback. None: time is what has come in, so that a file gives the same
+            conversation on every machine.
+        ahead: Seconds of a reply that are made before they are played.
+        delay: Seconds from the first sound of a reply to its playback.
+        interrupt: Speech cuts a reply off; else only a turn that is over does.
+        answer: Every turn is answered; else `respond` is called.
+        history: Bounds the past.
+        options: Of every reply, such as `voice`, `speed`, `pitch`, `mode`, `verify`.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._worker: ReplyWorker | None = None
+    ear: Ear
+
+    def __init__(
+        self,
+        chatter: Chatter,
+        ear: Ear,
+        *,
+        clock: Clock | None = None,
+        ahead: float = 2.0,
+        delay: float = 0.0,
+        interrupt: bool = True,
+        answer: bool = True,
+        history: History | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        for name, value in (("ahead", ahead), ("delay", delay)):
+            if not 0 <= value < math.inf or (name == "ahead" and not value):
+                raise MmfastError(f"{name}={value!r} is no time; give seconds such as 2.0")
+        self.input_clock = FakeClock() if clock is None else None
+        super().__init__(
+            clock or self.input_clock or FakeClock(),
+            History() if history is None else history,
+            interrupt=interrupt,
+            answer=answer,
+            delay=delay,
+        )
+        self.chatter, self.ear, self.options = chatter, ear, dict(options or {})
+        self.lock = threading.Condition()  # one thread may take it again
+        self.outlet, self.inlet = Outlet(self.clock), Inlet()
+        self.ahead, self.closed = ahead, False
+        self._worker: threading.Thread | None = None
+        self._next: dict[str, int] = {"item": 0, "reply": 0}
+        self._unanswered: tuple[HistoryTurn, Tensor] | None = None
+        self._last: tuple[HistoryTurn, Tensor] | None = None  # the turn that was answered last
+        self._lost: HistoryTurn | None = None  # its reply was cut off before it was understood
+
+    # --- what the dialogue asks for; the lock is held ---
+
+    def emit(self, kind: Kind, reply: SpokenReply | None = None, **fields: Any) -> None:
+        """Append an event; one that cuts a reply off takes back its deltas."""
+        if reply is not None:
+            fields = {"item": reply.item.id, "reply": reply.id, **fields}
+            if kind == "interrupted":
+                self.outlet.purge(reply.id)
+        self.outlet.emit(kind, **fields)
+
+    def name(self, kind: str) -> str:
+        """Return `item_1`, `item_2` and so on."""
+        self._next[kind] += 1
+        return f"{kind}_{self._next[kind]}"
+
+    def take_turn(self, item: str, pcm: Tensor) -> None:
+        """Add what was said, joined to a turn before that has not been understood."""
+        pcm = torch.cat([*self._unheard(), pcm])
+        turn = HistoryTurn(item, "user", seconds=len(pcm) / RATE)
+        self.emit("committed", item=item)
+        self.history.add(turn)
+        self.counts["turns"] += 1
+        self._unanswered = turn, pcm
+
+    def _unheard(self) -> list[Tensor]:
+        """Take back a turn whose reply was cut off before it was understood: it goes on."""
+        lost, self._lost = self._lost, None
+        if lost is None or self._last is None or self._last[0] is not lost:
+            return []
+        pcm = self._last[1]
+        if lost.id not in self.history.items or len(pcm) > LONGEST * RATE:
+            return []
+        self.history.remove(lost.id)
+        self.emit("deleted", item=lost.id)
+        return [pcm]
+
+    def answer_turn(self) -> None:
+        """Answer what was just said."""
+        self.respond()
+
+    def understood(self, reply: SpokenReply, text: str) -> None:
+        """Write down what was understood of the turn that is answered."""
+        if (asked := reply.question) is not None:
+            asked.said, asked.understood = text.strip(), True
+            self.outlet.emit("heard", item=asked.id, reply=reply.id, text=asked.said)
+
+    def interrupt(self, status: Any) -> bool:
+        """Take the floor from the reply that has it; returns whether it was made or sounded."""
+        if (reply := self.reply) is None:
+            return False
+        early = not reply.over and status == "interrupted"
+        asked = reply.question if early else None
+        self._lost = None if asked is None or asked.understood else asked
+        cut = super().interrupt(status)
+        self.lock.notify_all()
+        return cut
+
+    # --- the user ---
+
+    def push(self, pcm: Any, rate: int = RATE) -> None:
+        """Take the next sound of the user.
+
+        Args:
+            pcm: Samples: tensor, array or list, `[n]` or with channels `[n, channels]`, or bytes
+                of 16-bit PCM.
+            rate: Samples per second.
+
+        Raises:
+            MediaError: They cannot be taken for sound; the conversation goes on.
+            MmfastError: The conversation is closed.
+        """
+        with self.lock:
+            self._check_open()
+            samples = self.inlet.take(pcm, rate)
+            if self.input_clock is not None:
+                self.input_clock.advance(len(samples) / RATE)
+            for heard in self.ear.hear(samples):
+                self.hear(heard)
+            self.lock.notify_all()
+
+    def commit(self) -> None:
+        """End the turn that is being said.
+
+        Raises:
+            MmfastError: Nothing is being said.
+        """
+        with self.lock:
+            self._check_open()
+            found = self.ear.flush()
+            if not found:
+                raise MmfastError("there is no speech to commit; push() some first")
+            for heard in found:
+                self.hear(heard)
+
+    def clear(self) -> None:
+        """Forget what is being said."""
+        with self.lock:
+            super().clear()
+
+    def respond(self, **options: Any) -> str:
+        """Answer what was said last, or what `add` wrote; returns the name of the reply.
+
+        Raises:
+            MmfastError: Nothing was said, or it was written and the model answers sound alone.
+        """
+        with self.lock:
+            self._check_open()
+            asked, self._unanswered = self._unanswered, None
+            turns, options = self.history.turns(), {**self.options, **options}
+            if asked is not None:
+                reply = self.chatter.reply
+                self._last = item, pcm = asked
+                return self._start(lambda: iter(reply(pcm, RATE, turns, **options)), item)
+            answer = getattr(self.chatter, "answer_turns", None)
+            if answer is None or not turns:
+                raise MmfastError(
+                    "there is nothing to answer; push() speech, or add() text where the model "
+                    "answers text (chat=)"
+                )
+            return self._start(lambda: iter(answer(turns, **options)))
+
+    def say(self, text: str | Iterable[str], **options: Any) -> str:
+        """Say a text, a greeting for one; returns the name of the reply."""
+        speaker = getattr(self.chatter, "speaker", self.chatter)
+        if not hasattr(speaker, "speak"):
+            raise MmfastError("this model answers, but does not read out; give speaker=")
+        with self.lock:
+            self._check_open()
+            how = speaking({**self.options, **options})
+            return self._start(lambda: iter(speaker.speak(text, **how)))
+
+    def _start(
+        self, make: Callable[[], Iterator[Sound]], question: HistoryTurn | None = None
+    ) -> str:
+        item = HistoryTurn(self.name("item"), "assistant")
+        reply = SpokenReply(self.name("reply"), item, make, question)
+        self.interrupt("interrupted")
+        self.reply = reply
+        self.history.add(item)
+        self.counts["replies"] += 1
+        self.emit("reply_started", reply)
+        self.lock.notify_all()
+        return reply.id
+
+    def cancel(self) -> bool:
+        """Stop the reply and its sound; returns whether there was one."""
+        with self.lock:
+            return self.interrupt("cancelled")
+
+    # --- the model ---
+
+    def due(self) -> bool:
+        """Return whether a piece of the reply is to be made now; wants the lock held."""
+        reply = self.reply
+        return reply is not None and not (reply.over or reply.busy) and reply.lead < self.ahead
+
+    def due_at(self) -> float | None:
+        """Return when one will be, if nothing happens before; wants the lock held."""
+        return None if self.reply is None else self.reply.due_at(self.ahead)
+
+    def step(self) -> bool:
+        """Make the next piece of the reply, if one is due; returns whether it did.
+
+        The lock is free while the model works, so that what a user says is heard at once.
+        """
+        with self.lock:
+            reply = self.reply
+            if reply is None or not self.due():
+                return False
+            reply.busy = True
+        sound, failure = None, None
+        try:
+            sound = reply.pull()
+        except Exception as error:
+            failure = error
+        except BaseException:
+            reply.over = True
+            raise
+        finally:
+            with self.lock:
+                reply.busy = False
+                if failure is None:
+                    self.take(reply, sound)
+                elif not reply.over:
+                    text = " ".join(f"{failure}".split()) or type(failure).__name__
+                    self.emit("error", reply, text=text)
+                    self.end(reply, "failed")
+                if reply.over:  # also where it was cancelled meanwhile: then the piece is lost
+                    reply.close()
+                self.lock.notify_all()
+        return True
+
+    def poll(self) -> list[VoiceEvent]:
+        """Fetch the events so far; sound counts as arrived, and plays, from this moment on."""
+        with self.lock:
+            found, reply = self.outlet.fetch(), self.reply
+            for event in found:
+                if event.pcm is not None and reply is not None and reply.playback is not None:
+                    reply.playback.add(len(event.pcm))
+            self.lock.notify_all()  # what was fetched makes room
+            return found
 
     def run(self, chunks: Iterable[Any], rate: int = RATE) -> Iterator[VoiceEvent]:
         """Converse until the sound ends and the last reply has been played.
@@ -115,19 +296,70 @@ class VoiceSession(Dialogue):
             Events as they happen. Without a clock of its own the conversation goes as fast as
             the model; with one, replies are made in a thread while chunks are waited for.
         """
-        live = self.input_clock is None
-        yield from run_live(self, chunks, rate) if live else run_inline(self, chunks, rate)
+        if self.input_clock is None:
+            self.start()
+            for chunk in chunks:
+                self.push(chunk, rate)
+                yield from self.poll()
+        else:
+            for chunk in self.inlet.blocks(chunks, rate, max(BLOCK * rate // RATE, 1)):
+                self.push(chunk, rate)
+                yield from self._work()
+        yield from self.finish()
+
+    def _work(self) -> Iterator[VoiceEvent]:
+        """Make what is due; each piece is fetched before the next is made."""
+        yield from self.poll()
+        while self.step():
+            yield from self.poll()
+
+    def finish(self) -> Iterator[VoiceEvent]:
+        """End the sound: answer what is being said, and play the reply to its end."""
+        with self.lock:
+            for heard in self.ear.flush():
+                self.hear(heard)
+        yield from self._work()
+        while (left := self._left()) > 0:
+            if self.input_clock is not None:
+                self.input_clock.advance(left)
+            else:
+                with self.lock:
+                    self.clock.wait(self.lock, self.clock.now() + left)
+            yield from self._work()
+
+    def _left(self) -> float:
+        """Seconds until there is something to do, or the sound has been played; 0: the end."""
+        with self.lock:
+            reply, clock = self.reply, self.clock
+            if reply is None or self.closed:
+                return 0.0
+            at = self.due_at()
+            if at is None and reply.playback is not None and reply.waiting > 0:
+                at = reply.playback.dry_at() + 1e-3
+            if at is not None:
+                return max(at - clock.now(), 1e-3)
+            return 0.02 if not reply.over else 0.0  # a thread is at work on it
 
     def start(self) -> None:
         """Make replies in a thread from now on, until `close`."""
         with self.lock:
             self._check_open()
             if self._worker is None:
-                self._worker = ReplyWorker(self)
+                make = self._make_replies
+                self._worker = threading.Thread(target=make, name="mmfast-voice", daemon=True)
                 self._worker.start()
 
+    def _make_replies(self) -> None:
+        while not self.closed:
+            if self.step():
+                continue
+            with self.lock:
+                # looked at again with the lock held: nothing comes between this and the wait
+                if not self.due() and not self.closed:
+                    self.clock.wait(self.lock, self.due_at())
+
     def events(self, timeout: float | None = None) -> Iterator[VoiceEvent]:
-        """Events as they come, until `close`, or until none has come for `timeout` seconds."""
+        """Yield events until `close`, or until none has come for `timeout` seconds."""
         while True:
             with self.lock:
                 if not len(self.outlet) and not self.closed:
@@ -137,12 +369,10 @@ class VoiceSession(Dialogue):
                 return
             yield from found
 
-    def finish(self) -> Iterator[VoiceEvent]:
-        """The sound is over: answer what is being said, and play it to the end."""
-        return finish(self)
+    # --- the conversation ---
 
     def truncate(self, item: str, audio_end_ms: float) -> str:
-        """So much of a reply was heard, says who plays it; returns the text that stays.
+        """Keep so much of a reply as its listener says was heard; returns the text that stays.
 
         Args:
             item: Name of the reply's item.
@@ -152,19 +382,13 @@ class VoiceSession(Dialogue):
             MmfastError: There is no such item, it is no reply, or that is no time.
         """
         with self.lock:
-            found = self.history.get(item)
-            if found.words is None:
+            if self.history.get(item).words is None:
                 raise MmfastError(f"item {item!r} is no reply with sound; truncate one of those")
             if not isinstance(audio_end_ms, int | float) or math.isnan(audio_end_ms):
                 raise MmfastError(f"audio_end_ms={audio_end_ms!r} is no time; give milliseconds")
-            if self.floor.run is not None and self.floor.run.item is found:
-                self.floor.interrupt("cancelled")
-            rate = found.words.rate
-            found.cut(round(min(max(audio_end_ms, 0.0), 1e9) * rate / 1e3))
-            ms = 1e3 * found.played / rate
-            self.outlet.emit("truncated", item=item, audio_ms=ms, text=found.text)
+            text = self.cut(item, audio_end_ms)
             self.lock.notify_all()
-            return found.text
+            return text
 
     def add(self, text: str, role: Literal["user", "assistant"] = "user") -> str:
         """Write a turn into the conversation; returns the name of its item."""
@@ -172,27 +396,24 @@ class VoiceSession(Dialogue):
             raise MmfastError(f"{role!r}: {text!r} is no turn; give text of user or assistant")
         with self.lock:
             self._check_open()
-            item = HistoryTurn(self._name("item"), role, text.strip())
+            item = HistoryTurn(self.name("item"), role, text.strip())
             self.history.add(item)
             self._unanswered = None
-            self.outlet.emit("committed", item=item.id, text=item.text)
+            self.emit("committed", item=item.id, text=item.text)
             return item.id
 
     def delete(self, item: str) -> None:
-        """Forget an item; one that is being said falls silent."""
+        """Forget an item; a reply that is being said falls silent."""
         with self.lock:
-            if self.floor.run is not None and self.floor.run.item.id == item:
-                self.floor.interrupt("cancelled")
-            self.history.remove(item)
-            self.outlet.emit("deleted", item=item)
+            super().delete(item)
 
     def turns(self) -> tuple[Turn, ...]:
-        """The context: what was heard so far, oldest first."""
+        """Return the context: what was heard so far, oldest first."""
         with self.lock:
             return self.history.turns()
 
     def save(self) -> dict[str, Any]:
-        """What was heard so far, as plain values; `restore` goes on with it."""
+        """Return what was heard so far, as plain values; `restore` goes on with it."""
         with self.lock:
             return {"items": self.history.save(), "next": dict(self._next)}
 
@@ -207,26 +428,24 @@ class VoiceSession(Dialogue):
             if not isinstance(saved, dict) or not isinstance(saved.get("next"), dict):
                 raise MmfastError("this is no saved conversation; give what save() returned")
             self.history.restore(saved.get("items", ()))
-            self.floor.interrupt("cancelled")
+            self.interrupt("cancelled")
             for kind in self._next:
                 self._next[kind] = max(self._next[kind], int(saved["next"].get(kind, 0)))
 
     def stats(self) -> dict[str, Any]:
-        """Figures so far, as plain numbers: turns, replies, latencies, tokens, gaps."""
+        """Return figures so far, as plain numbers: turns, replies, latencies, tokens, gaps."""
         with self.lock:
-            floor, counts = self.floor, self.floor.counts
-            run = floor.run
-            playing = None if run is None else run.playback
-            now = 0.0 if run is None else run.item.played / run.words.rate
-            gaps = floor.gaps + (playing.gaps if playing else 0)
-            silent = floor.silent + (playing.silent if playing else 0.0)
+            reply = self.reply
+            playing = None if reply is None else reply.playback
+            now = 0.0 if reply is None else reply.item.played / reply.words.rate
+            silent = self.silent + (playing.silent if playing else 0.0)
             names = ("turns", "replies", "completed", "interrupted", "cancelled", "failed")
             return {
-                **{name: counts[name] for name in (*names, "cut_off")},
-                **floor.totals.stats(),
+                **{name: self.counts[name] for name in (*names, "cut_off")},
+                **self.totals.stats(),
                 "input_seconds": round(self.inlet.samples / RATE, 4),
-                "played_seconds": round(floor.played + now, 4),
-                "gaps": gaps,
+                "played_seconds": round(self.played + now, 4),
+                "gaps": self.gaps + (playing.gaps if playing else 0),
                 "gap_ms": round(1e3 * silent, 3),
                 "items": len(self.history.items),
                 "forgotten": self.history.forgotten,
@@ -237,12 +456,16 @@ class VoiceSession(Dialogue):
         """End the conversation and stop the model; events that wait can still be fetched."""
         with self.lock:
             if not self.closed:
-                self.floor.interrupt("cancelled")
+                self.interrupt("cancelled")
             self.closed = True
             worker, self._worker = self._worker, None
             self.lock.notify_all()
         if worker is not None:
             worker.join()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise MmfastError("this conversation is closed; open another one")
 
     def __enter__(self) -> VoiceSession:
         return self

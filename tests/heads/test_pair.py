@@ -1,4 +1,4 @@
-"""Two channels per step: the mask hides the partner, places are shared, duplex runs ahead."""
+"""Two channels per step: the mask hides the partner, places are shared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from codebook_models import llama
 from torch import Tensor
 
 from mmfast.heads.pair import PairHead
-from mmfast.models.decoder.frames import Duplex, PairSteps
+from mmfast.models.decoder.stream import StreamDecoder
 from mmfast.ops.stream_cache import advance, empty
 
 
@@ -89,40 +89,30 @@ def test_it_learns() -> None:
 
 def test_a_thousand_dialogues_step_by_step_are_those_from_everything_anew() -> None:
     model, head = llama(), _head()
-    steps = PairSteps(model, head)
+    decoder = StreamDecoder(model.get_decoder(), width=2)
     source = torch.Generator().manual_seed(0)
-    codes = torch.randint(16, (1000, 2, 3), generator=source)
-    state = steps.start(codes)
+    codes = read = torch.randint(16, (1000, 2, 3), generator=source)
+    kv, state = decoder.start(1000), head.init_state(1000)
     for _ in range(4):
+        with torch.no_grad():
+            kv, hidden = decoder.step(kv, head.embed(read))
+            state, logits = head.logits(state, hidden)
+        said = logits[:, :, -1].argmax(-1)
+        assert torch.equal(said, _oracle(model, head, codes))
         user = torch.randint(16, (1000,), generator=source)
-        assert torch.equal(state.next, _oracle(model, head, codes))
-        state, said = steps.step(state, user)
-        codes = torch.cat([codes, torch.stack([user, said], dim=1)[:, :, None]], dim=2)
+        read = torch.stack([user, said[:, 1]], dim=1)[:, :, None]
+        codes = torch.cat([codes, read], dim=2)
     assert len(torch.unique(codes[:, 1, 3:], dim=0)) > 100
 
 
 def test_without_the_mask_or_the_shared_place_it_is_another_dialogue() -> None:
     model, head = llama(), _head()
     codes = torch.randint(16, (200, 2, 6))
-    right = _oracle(model, head, codes)
-    steps = PairSteps(model, head)
-    steps.decoder.width = 1  # causal, places of their own
-    assert not torch.equal(steps.start(codes).next, right)
-
-
-def test_running_ahead_changes_nothing() -> None:
-    steps = PairSteps(llama(), _head(), window=16)
-    state = steps.start(torch.randint(16, (1, 2, 4)))
-    duplex, plain = Duplex(steps, state), state
-    source = torch.Generator().manual_seed(1)
-    for step in range(40):
-        forecast = plain.next[:, 0]
-        user = forecast if step % 4 else torch.randint(16, (1,), generator=source)
-        plain, want = steps.step(plain, user)
-        duplex.run_ahead(3)
-        assert torch.equal(duplex.hear(user), want)
-    assert duplex.right >= 30 and duplex.forecast > duplex.right
-    assert duplex.state.kv.place.shape[1] == 30  # 15 steps of two: the window bounds it
+    decoder = StreamDecoder(model.get_decoder())  # causal, places of their own
+    with torch.no_grad():
+        _, hidden = decoder.step(decoder.start(200), head.embed(codes))
+        _, logits = head.logits(head.init_state(200), hidden)
+    assert not torch.equal(logits[:, :, -1].argmax(-1), _oracle(model, head, codes))
 
 
 def test_crop_takes_steps_back() -> None:

@@ -31,7 +31,7 @@ KEYS = ["text", "seconds", "first_audio_ms", "rtf", "tokens_per_pass"]
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line with a humming model and an ear for hums."""
     monkeypatch.setattr(models, "_embedded", lambda path, device: HumModel())
-    monkeypatch.setattr("mmfast.cli.voice.VoiceEar", HumEar)
+    monkeypatch.setattr("mmfast.voice.ear.VoiceEar", HumEar)
 
     def call(*args: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as left:

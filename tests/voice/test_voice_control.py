@@ -178,7 +178,7 @@ class Eager(History):
 
 def test_the_soak_finds_a_context_that_keeps_what_nobody_heard() -> None:
     run = Soak(3)
-    run.session.history = run.session.floor.history = Eager()
+    run.session.history = Eager()
     assert [*run.run(40.0)] and run.faults
 
 

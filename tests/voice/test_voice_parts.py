@@ -14,7 +14,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Sound, Turn
 from mmfast.streams.stream import FakeClock
 from mmfast.voice.history import Alignment, History, HistoryTurn
-from mmfast.voice.playback import Playback, ReplyMeter, Totals, playback_gaps
+from mmfast.voice.playback import Playback, ReplyMeter, Totals
 
 RATE = 1000  # a sample is a millisecond
 STEPS = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 60)), max_size=30)
@@ -47,20 +47,6 @@ def test_playback_is_a_loudspeaker_that_plays_a_sample_a_tick(steps: list[tuple[
     played, gaps, silent = loudspeaker(steps)
     assert (playback.played(), playback.gaps) == (played, gaps)
     assert round(playback.silent * RATE) == silent
-
-
-@settings(max_examples=100, deadline=None)
-@given(STEPS)
-def test_gaps_of_a_list_are_those_of_a_playback(steps: list[tuple[int, int]]) -> None:
-    at, pieces = 0, []
-    for wait, samples in steps:
-        at += wait
-        if samples:
-            pieces.append((at / RATE, samples / RATE))
-    found = playback_gaps(pieces)
-    _, gaps, silent = loudspeaker(steps)
-    assert (found["gaps"], round(found["gap_ms"])) == (gaps, silent)
-    assert playback_gaps(pieces, found["safe_delay_ms"] / 1e3 + 1e-9)["gaps"] == 0
 
 
 def test_a_playback_that_was_stopped_stays_where_it_is() -> None:

@@ -81,7 +81,7 @@ _LEAN_NUMBERS = 4_000_000  # of a layer; larger ones spend their time in the pro
 
 
 def lean_fits(layer: nn.Module) -> bool:
-    """Whether `Lean` does what the layer does, and gains by it."""
+    """Test if `Lean` does what the layer does, and gains by it."""
     weight = next(layer.parameters())
     return (
         type(layer).__name__ in _LEAN
@@ -132,7 +132,7 @@ class Lean:
     def _mixed(
         self, flat: Tensor, batch: int, n: int, slot: LayerSlot, place: TokenPlaces
     ) -> Tensor:
-        """What the attention reads, `[B * n, D]`."""
+        """Output of the attention, `[B * n, D]`."""
         qkv = _product(self.before(flat), self.qkv, self.qkv_bias).view(batch, n, -1, self.head)
         turned = qkv[:, :, : self.turned]
         normed = turned if self.head_norm is None else self.head_norm(turned)

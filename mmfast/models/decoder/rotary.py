@@ -31,7 +31,7 @@ _FUSED = "qkv_proj"  # queries, keys and values side by side
 
 @dataclass(eq=False)
 class Raw:
-    """What the forward passes of one thread left, the last one of each layer.
+    """Keys and queries of the last forward pass of a thread, by layer.
 
     Attributes:
         keys: Decoder layer to `[B, H, n, d]` before RoPE.
@@ -67,7 +67,7 @@ class RawCapture:
 
     @contextmanager
     def recording(self) -> Iterator[Raw]:
-        """What this thread runs goes into the `Raw` that is given; recordings may be nested."""
+        """Record what this thread runs into the `Raw` that is given; recordings may be nested."""
         raw = Raw()
         stack: list[Raw] = self._local.__dict__.setdefault("stack", [])
         stack.append(raw)
@@ -134,7 +134,7 @@ _Site = tuple[nn.Module, str, int, Callable[[Tensor], Tensor]]
 
 
 def _sites(layer: int, attention: Any) -> Iterator[_Site]:
-    """Where the keys and the queries of one layer appear, and how to read them."""
+    """Places in a layer where its keys and queries appear, and their readers."""
     if not hasattr(attention, "head_dim"):
         raise _unreadable(layer, attention, "head_dim")
     fused = getattr(attention, _FUSED, None)

@@ -99,7 +99,7 @@ class StreamDecoder:
         return StreamKV(tuple(call.new[0]), tuple(call.new[1]), known, step.seen), out
 
     def mask(self, sees: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a token sees `[B, 1, n, N]` bool as its attention takes it."""
+        """Turn what a token sees, `[B, 1, n, N]` bool, into the mask its attention takes."""
         if self.attention == "sdpa":
             return sees
         return torch.zeros_like(sees, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)

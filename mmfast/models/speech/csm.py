@@ -23,12 +23,13 @@ from mmfast.decoding.sampling import Sampling
 from mmfast.models.decoder.stream import StreamDecoder
 from mmfast.models.loading import load_codec
 from mmfast.models.speech.depth_weights import csm_depth
+from mmfast.models.speech.families import speech_family
 from mmfast.ops.stream_cache import StreamKV
 
 
 @dataclass(frozen=True, eq=False)
 class CsmState:
-    """Where B streams stand.
+    """State of B streams.
 
     Attributes:
         kv: Of the backbone.
@@ -146,6 +147,7 @@ AUDIO = Sampling(temperature=0.9, top_k=50)  # Sesame's own setting
 _END = re.compile(r"(?<=[.!?…;:])\s+")
 
 
+@speech_family("csm", "CsmForConditionalGeneration", "tokenizer")
 class CsmVoice:
     """Sesame's CSM as a `core.speech.Speaker`.
 

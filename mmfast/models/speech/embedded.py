@@ -43,7 +43,7 @@ def decoding(
     head: str,
     sampling: Sampling | None,
 ) -> Make:
-    """What makes a decoder for a guide.
+    """Return a function that makes a decoder for a guide.
 
     Raises:
         SpecError: An unknown mode, rule or head.
@@ -253,7 +253,7 @@ class SpeechModel:
         yield from voice.finish()
 
     def transcribe(self, pcm: Tensor, rate: int = 16000) -> str:
-        """What was said, in lower-case words without marks; nothing where nobody spoke.
+        """Return what was said in lower-case words without marks, "" for silence.
 
         Args:
             pcm: `[n]` float.
@@ -355,7 +355,7 @@ class SpeechModel:
     def _decoding(
         self, mode: str | Sequence[int], verify: str, head: str, sampling: Sampling | None
     ) -> Make:
-        """What makes a decoder for a guide; all options are checked now."""
+        """Check the options and return a maker of decoders."""
         return decoding(self.backbone, self.heads, mode, verify, head, sampling)
 
 

@@ -49,7 +49,7 @@ def vocabulary(words: tuple[str, ...], marks: tuple[str, ...]) -> tuple[str, ...
 
 @dataclass(frozen=True)
 class SpeechLayout:
-    """What the rows of a speech model stand for.
+    """Meaning of the rows of a speech model.
 
     Args:
         rows: Names of the text rows.
@@ -131,7 +131,7 @@ class SpeechLayout:
         return re.sub(r" ([,.?])", r"\1", words).strip()
 
     def ends_group(self, row: int) -> bool:
-        """Whether a text id is the last of its group."""
+        """Test if a text id is the last of its group."""
         name = self.rows[row]
         return name.endswith("_") or name in MARKS
 
@@ -263,7 +263,7 @@ class SpeechGuide:
         return found
 
     def ahead(self, drafts: Sequence[int]) -> Sequence[int]:
-        """What would be owed behind these drafts."""
+        """Return what would be owed behind these drafts."""
         if self._source is None or self._length + len(drafts) >= self._longest:
             return ()
         found, depth, ended = list(self._owed), 0, self._ended

@@ -1,21 +1,17 @@
-"""Moshi's step on buffers whose shape and place never change: recorded once, replayed per frame.
+"""Moshi on buffers whose shape and place never change: recorded once, replayed per frame.
 
-`models.moshi` makes a new state at every step, which is right for branching and for batches that
-come and go. A conversation that only goes on pays for about a thousand launches a frame there;
-here it is two graphs, one of the temporal transformer and one of all steps of the depth
-transformer. Keys lie in a ring of the window's length, at the places they were rotated to.
-
-Sound in and sound out with Moshi, a frame at a time, in four graphs.
-
-Mimi's encoder, the temporal transformer, all steps of the depth transformer and Mimi's decoder
-are recorded once each (`ops.graphs`) and replayed for every frame of 80 ms.
+`MoshiSteps` makes a new state at every step, which is right for branching and for batches that
+come and go, but costs about a thousand launches a frame. Here Mimi's encoder, the temporal
+transformer, all steps of the depth transformer and Mimi's decoder are one graph each, replayed
+for every frame of 80 ms. Keys lie in a ring of the window's length, at the places they were
+rotated to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +23,7 @@ from mmfast.decoding.sampling import draw, not_finite
 from mmfast.frontends.codecs.base import check_pcm
 from mmfast.frontends.codecs.stages import FrameStage, tree_map, where_rows
 from mmfast.heads.depth import Frame
-from mmfast.models.speech.moshi import MoshiFrame, MoshiSteps, MoshiVoice, UserSound
+from mmfast.models.speech.moshi_steps import MoshiFrame, MoshiSteps, UserSound
 from mmfast.ops.cuda_graphs import GraphRecorder, graphs_for
 
 
@@ -58,7 +54,7 @@ class Ring(Cache):  # type: ignore[misc]  # transformers has no types
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Masks and positions are given, so nobody needs it."""
+        """Zero: masks and positions are given."""
         return 0
 
     @property
@@ -177,7 +173,7 @@ class MoshiStatic:
         self._say()
 
     def _temporal(self) -> None:
-        """What was said and heard, through the temporal transformer, to its last hidden state."""
+        """Run what was said and heard through the temporal transformer."""
         early = self.frames[:, None] < self.steps.lags
         said = self.codes.masked_fill(early | self.opening[:, None], self.steps.no_code)
         speaking = self.active & ~self.opening
@@ -299,6 +295,13 @@ def _same_shape(old: Tensor, new: Any) -> Tensor:
     return old
 
 
+class MoshiParts(Protocol):
+    """Steps and codec of a Moshi, as `MoshiVoice` has them."""
+
+    steps: MoshiSteps
+    codec: Any
+
+
 class MoshiFrames:
     """B conversations with Moshi in step.
 
@@ -315,10 +318,10 @@ class MoshiFrames:
     """
 
     def __init__(
-        self, voice: MoshiVoice, batch: int = 1, graphs: GraphRecorder | None = None
+        self, voice: MoshiParts, batch: int = 1, graphs: GraphRecorder | None = None
     ) -> None:
         steps = voice.steps
-        codec: Any = voice.codec
+        codec = voice.codec
         device = steps.model.device
         graphs = graphs or graphs_for(device)
         self.hop, self.sample_rate = codec.hop, codec.sample_rate
@@ -374,7 +377,7 @@ class MoshiFrames:
 
 
 def frame_bytes(model: Any, batch: int = 1, window: int | None = None) -> Mapping[str, int]:
-    """What a frame must read at least: every weight once, and all keys and values of a window.
+    """Least bytes that a frame reads: every weight once, all keys and values of a window.
 
     Args:
         model: `MoshiForConditionalGeneration`.

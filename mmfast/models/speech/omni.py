@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError, unknown
 from mmfast.core.speech import Sound, Turn
 from mmfast.frontends.audio.reader import load_audio
-from mmfast.models.loading import pick_device, pick_dtype
+from mmfast.models.speech.families import speech_family
 from mmfast.models.speech.omni_sound import SoundStage
 from mmfast.models.speech.omni_talker import TALKER, Picker, Picking, Talker, Thought, think
 
@@ -49,7 +48,7 @@ class PromptWriter:
     def hear(
         self, pcm: Tensor, rate: int, history: Sequence[Turn], text: str = ""
     ) -> dict[str, Any]:
-        """What was said `[n]` behind turns that were written down, with words beside it."""
+        """Speech `[n]` behind turns that were written down, with words beside it."""
         sound = load_audio(pcm, 16_000, media_rate=rate)
         content = [{"type": "audio", "audio": "speech"}, *([_words(text)] if text else [])]
         turns = [_turn(each.role, each.text) for each in history]
@@ -95,7 +94,7 @@ class WrittenText:
 
     @property
     def fresh(self) -> bool:
-        """Whether there is text that `take` has not given."""
+        """True where there is text that `take` has not given."""
         return len(self.text) > self.told
 
     def add(self, token: int) -> None:
@@ -106,7 +105,7 @@ class WrittenText:
             self.text = text
 
     def take(self) -> str:
-        """What has been written since the last time."""
+        """Return what has been written since the last time."""
         new, self.told = self.text[self.told :], len(self.text)
         return new
 
@@ -134,7 +133,7 @@ WRITE = "Transcribe the speech."
 
 @dataclass(frozen=True)
 class OmniOptions:
-    """How a reply is made.
+    """Options of a reply.
 
     Args:
         voice: A name in the model's `speaker_map`.
@@ -163,6 +162,9 @@ class OmniOptions:
     seed: int = 0
 
 
+@speech_family(
+    "qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration", "processor", reader="AutoProcessor"
+)
 class OmniSpeech:
     """Speaker, listener and chatter (`core.speech`) over one stock model; streams may share it.
 
@@ -198,7 +200,7 @@ class OmniSpeech:
     def reply(
         self, pcm: Tensor, rate: int = 16_000, history: Sequence[Turn] = (), **options: Any
     ) -> Iterator[Sound]:
-        """What was said `[n]` to the answer as it comes."""
+        """Answer speech `[n]` as it comes."""
         inputs = self.prompts.hear(pcm, rate, history)
         return self._reply(inputs, _changed(self.options, options), None)
 
@@ -312,51 +314,7 @@ def _ends(tokens: int | list[int] | None) -> set[int]:
 
 
 def _own(config: Any, seed: int) -> Picking:
-    """How the checkpoint says its words are to be picked."""
+    """Sampling of words as the checkpoint has it."""
     names = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
     given = {name: getattr(config, name, None) for name in names}
     return Picking(seed=seed, **{k: v for k, v in given.items() if v is not None})
-
-
-def load_omni(
-    source: Any,
-    *,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype = "auto",
-    **options: Any,
-) -> OmniSpeech:
-    """A speaker, listener and chatter.
-
-    Args:
-        source: A directory or hub id such as "Qwen/Qwen2.5-Omni-7B", or `(model, processor)`.
-        device: Where to put a loaded one; None: CUDA where there is one.
-        dtype: Of a loaded one.
-        **options: Of `OmniOptions`.
-
-    Raises:
-        ModelError: It cannot be loaded, or cannot speak.
-    """
-    if isinstance(source, tuple):
-        if len(source) != 2:
-            raise ModelError(f"model is a tuple of {len(source)}; give (model, processor)")
-        return OmniSpeech(*source, **options)
-    if not isinstance(source, (str, Path)):
-        raise ModelError(
-            f"model is a {type(source).__name__}; give a directory, a hub id or (model, processor)"
-        )
-    place, kind = pick_device(device), pick_dtype(dtype)
-    return OmniSpeech(*_from_pretrained(str(source), place, kind), **options)
-
-
-def _from_pretrained(where: str, place: torch.device, kind: torch.dtype | str) -> tuple[Any, Any]:
-    from transformers import AutoProcessor, Qwen2_5OmniForConditionalGeneration
-
-    try:
-        processor = AutoProcessor.from_pretrained(where, trust_remote_code=False)
-        model: Any = Qwen2_5OmniForConditionalGeneration.from_pretrained(
-            where, dtype=kind, use_safetensors=True
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"cannot load Qwen2.5-Omni {where!r}: {reason}") from error
-    return model.to(place), processor

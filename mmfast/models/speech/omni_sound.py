@@ -38,7 +38,7 @@ Slope = Callable[[Tensor, Tensor], Tensor]  # of time and place
 
 
 class FlowCondition(NamedTuple):
-    """What holds for all of a stream: `[B, 1, ·]`, the unguided row second."""
+    """Conditions that hold for all of a stream: `[B, 1, ·]`, the unguided row second."""
 
     speaker: Tensor
     timbre: Tensor
@@ -241,7 +241,7 @@ def _filter(taps: Tensor, channels: int, stride: int) -> SimpleNamespace:
 
 
 class Blocks(NamedTuple):
-    """What the stage holds between codes."""
+    """State of the stage between codes."""
 
     codes: Tensor  # [1, t] not yet sound
     noise: Tensor  # [1, t * repeats, mel] for them, as far as drawn
@@ -336,7 +336,7 @@ class SoundStage:
         return self.start() if bool(rows.all()) else state
 
     def _sound(self, state: Blocks, mel: Tensor) -> tuple[Blocks, Tensor]:
-        """What the vocoder is sure of; with less look-ahead also what it would end with now."""
+        """Sound that the vocoder is sure of; with less look-ahead also its end as of now."""
         vocoder, out = self.layers.step(state.vocoder, mel)
         out = out[:, 0]
         frames, certain = state.frames + mel.shape[-1], state.certain + out.shape[-1]

@@ -97,7 +97,7 @@ SPANS = ("image_grid_thw", "video_grid_thw", "video_second_per_grid", "use_audio
 
 @dataclass
 class Thought:
-    """What one pass of the thinker gave.
+    """Result of one pass of the thinker.
 
     Args:
         state: What it tells the talker of the tokens that went in `[1, n, D]`.

@@ -26,7 +26,7 @@ FILE = "tower.safetensors"
 
 @dataclass(frozen=True)
 class TowerState:
-    """What each convolution still needs of its past `[B, channels, n]`, first to last."""
+    """Past that each convolution still needs `[B, channels, n]`, first to last."""
 
     tails: tuple[Tensor, ...]
 

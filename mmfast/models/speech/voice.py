@@ -15,7 +15,7 @@ from mmfast.models.speech.layout import MARKS, SpeechGuide, SpeechLayout
 class UtteranceFrames:
     """Collects one utterance.
 
-    A code of the wrong book (drafts that nobody verified) does not shift those behind it: frames
+    A code of the wrong book (unverified drafts) does not shift those behind it: frames
     begin at codes of book 0, and what a frame lacks is taken from the one before.
 
     Attributes:
@@ -93,7 +93,7 @@ class SpeakerVoice:
         self._noted = 0  # groups whose start has been noted
 
     def step(self, step: PassStats) -> Iterator[Sound]:
-        """What a pass made certain."""
+        """Yield what a pass made certain."""
         self._passes += step.passes
         self._drafts += step.draft_passes
         for token in step.tokens:

@@ -1,10 +1,9 @@
-"""What listens, sees and answers in one session, on models that all sessions share."""
+"""Models of one session that listen, see and answer; all sessions share their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -14,17 +13,17 @@ from mmfast.core.errors import ModelError
 from mmfast.core.speech import Sound, Turn
 from mmfast.pipelines.omni_chat import OmniChat, OmniSession
 from mmfast.voice.ear import RATE
-from mmfast.voice.models import speaking
+from mmfast.voice.models import voiced
 
 
 @dataclass(frozen=True)
 class BrainQuestion:
-    """What is to be answered.
+    """Question to a model.
 
     Attributes:
         turns: What was said so far, oldest first; the last one is the user's, unless it is `pcm`.
         pcm: What was said last `[n]` at 16 kHz, for a model that answers speech itself.
-        instructions: What the model is told to be; the embedded ones cannot be told.
+        instructions: For the model; the embedded ones do not follow any.
         aloud: Whether the answer is spoken.
         options: Of the speaker: `voice`, `speed`.
         limit: Most tokens of the answer's text.
@@ -57,26 +56,20 @@ class Brain(Protocol):
         """Tokens of a text, as near as the model tells."""
 
     def figures(self) -> dict[str, Any]:
-        """What it has seen, and what that takes."""
+        """Return figures of what it has seen."""
 
     def close(self) -> None:
         """Free what the session holds."""
 
 
 class Voices(Protocol):
-    """What all sessions share."""
+    """Models that all sessions share."""
 
     voices: tuple[str, ...]
     pace: tuple[int, int, int] | None  # words per minute: least, usual, most
 
     def open(self) -> Brain:
         """A session's own."""
-
-
-def pace_of(speaker: Any) -> tuple[int, int, int] | None:
-    """Words per minute that a speaker has learned."""
-    speeds = sorted(getattr(getattr(speaker, "layout", None), "speeds", ()))
-    return (speeds[0], speeds[len(speeds) // 2], speeds[-1]) if speeds else None
 
 
 class ChatterBrain:
@@ -93,20 +86,21 @@ class ChatterBrain:
         self._chat: Any = getattr(chatter, "chat", None)
         self.native = self._chat is None
         own = hasattr(chatter, "transcribe")
-        self._ears = chatter if own else getattr(chatter, "listener", None)
-        self._mouth = chatter if self.native else chatter.speaker
+        self._listener = chatter if own else getattr(chatter, "listener", None)
+        self._speaker = chatter if self.native else chatter.speaker
 
     def hear(self, pcm: Tensor) -> str:
-        """See `Brain`."""
-        if self._ears is None:
-            return ""
-        return str(self._ears.transcribe(pcm, RATE)).strip()
+        """Speech to text; "" where the model cannot."""
+        return "" if self._listener is None else str(self._listener.transcribe(pcm, RATE)).strip()
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
-        """See `Brain`."""
+        """Answer turns, or speech where the model is native."""
         if self.native:
             return self._reply(question)
-        return voiced(self._chat(told_turns(question)), self._mouth, question)
+        return self._spoken(self._chat(instructed(question)), question)
+
+    def _spoken(self, text: str | Iterable[str], question: BrainQuestion) -> Iterator[Sound]:
+        return voiced(text, self._speaker if question.aloud else None, RATE, question.options)
 
     def _reply(self, question: BrainQuestion) -> Iterator[Sound]:
         if question.pcm is None:
@@ -116,19 +110,19 @@ class ChatterBrain:
             yield sound if question.aloud else silent(sound)
 
     def see(self, frame: Any, time: float) -> None:
-        """See `Brain`."""
+        """Refuse: it sees nothing."""
         raise ModelError("this model sees nothing; start the server with one that does")
 
     def count(self, text: str) -> int:
-        """Words: the tokens of a model of speech are another matter."""
+        """Count words: the tokens of a model of speech are those of its own vocabulary."""
         return len(text.split())
 
     def figures(self) -> dict[str, Any]:
-        """Nothing is kept."""
+        """Return {}: nothing is kept."""
         return {}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Free nothing: nothing is held."""
 
 
 class ChatterVoices:
@@ -136,51 +130,38 @@ class ChatterVoices:
 
     Args:
         chatter: See `ChatterBrain`.
+        speaker: Says its answers; None takes the chatter's.
     """
 
-    def __init__(self, chatter: Any) -> None:
+    def __init__(self, chatter: Any, speaker: Any = None) -> None:
         self._chatter = chatter
-        mouth = getattr(chatter, "speaker", None) or chatter
-        self.voices: tuple[str, ...] = tuple(getattr(mouth, "voices", ()))
-        self.pace = pace_of(mouth)
+        speaker = speaker or getattr(chatter, "speaker", None) or chatter
+        self.voices: tuple[str, ...] = tuple(getattr(speaker, "voices", ()))
+        speeds = sorted(getattr(getattr(speaker, "layout", None), "speeds", ()))
+        middle = len(speeds) // 2
+        self.pace = (speeds[0], speeds[middle], speeds[-1]) if speeds else None
 
-    def open(self) -> ChatterBrain:
-        """See `Voices`."""
+    def open(self) -> Brain:
+        """Return the brain of a session."""
         return ChatterBrain(self._chatter)
 
 
-def told_turns(question: BrainQuestion) -> Sequence[Turn]:
-    """The turns; instructions, for a function of text, are said by the user first."""
+def instructed(question: BrainQuestion) -> Sequence[Turn]:
+    """Return the turns; instructions, for a function of text, are said by the user first."""
     if not question.instructions:
         return question.turns
     return (Turn("user", question.instructions), *question.turns)
 
 
-def voiced(text: str | Iterable[str], speaker: Any, question: BrainQuestion) -> Iterator[Sound]:
-    """A written answer as it is spoken, or as it is; nothing where nothing is written."""
-    parts = iter([text] if isinstance(text, str) else text)
-    first = next((part for part in parts if part.strip()), "")
-    if not first:
-        return
-    if question.aloud and speaker is not None:
-        yield from speaker.speak(chain([first], parts), **speaking(question.options))
-        return
-    for each in chain([first], parts):
-        yield Sound(torch.zeros(0), RATE, text=each)
-
-
 def silent(sound: Sound) -> Sound:
-    """Its text."""
+    """Return its text without the sound."""
     return Sound(torch.zeros(0), sound.rate, sound.text, heard=sound.heard)
-
-
-Load = Callable[[], Voices]
 
 
 HOST_BYTES = "256MB"  # of one session's memory of what it has seen, beside the window on the model
 
 
-class OmniVoices:
+class OmniVoices(ChatterVoices):
     """Shares an `omni-chat` pipeline.
 
     Args:
@@ -191,35 +172,35 @@ class OmniVoices:
     """
 
     def __init__(self, omni: OmniChat, follows: bool = True, **options: Any) -> None:
+        super().__init__(omni, omni.parts[1])
         self._omni, self._follows = omni, follows
         self._options = {"host_bytes": HOST_BYTES, **options}
-        _, speaker = omni.parts
-        self.voices: tuple[str, ...] = tuple(getattr(speaker, "voices", ()))
-        self.pace = pace_of(speaker)
         self.open().close()  # loads the model, which may be one that cannot watch
 
-    def open(self) -> OmniBrain:
-        """See `mmfast.serve.realtime.brain.Voices`."""
+    def open(self) -> Brain:
+        """Return the brain of a session, with a stream of its own."""
         opened = self._omni.open(ear="manual", **self._options)
-        return OmniBrain(opened, self._omni, self._follows)
+        return OmniBrain(opened, self._omni.wording, self._follows)
 
 
-class OmniBrain:
-    """See `mmfast.serve.realtime.brain.Brain`."""
+class OmniBrain(ChatterBrain):
+    """Answers about what it sees.
 
-    native, sees = False, True
+    Args:
+        opened: A session of `omni-chat`, whose listener and speaker it takes.
+        wording: Makes a written question of what was heard.
+        follows: See `OmniVoices`.
+    """
 
-    def __init__(self, opened: OmniSession, omni: OmniChat, follows: bool) -> None:
-        self._opened, self._omni, self._follows = opened, omni, follows
-        self._listener, self._speaker = omni.parts
+    sees = True
 
-    def hear(self, pcm: Tensor) -> str:
-        """See `Brain`."""
-        return str(self._listener.transcribe(pcm, RATE)).strip()
+    def __init__(self, opened: OmniSession, wording: Callable[[str], str], follows: bool) -> None:
+        super().__init__(opened.voice.chatter)
+        self._opened, self._wording, self._follows = opened, wording, follows
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
-        """About what was seen so far; the video goes on while the answer is written."""
-        return voiced(self._written(question), self._speaker, question)
+        """Answer about what was seen so far; the video goes on while the answer is written."""
+        return self._spoken(self._written(question), question)
 
     def _written(self, question: BrainQuestion) -> Iterator[str]:
         longest = min(question.limit or 64, 256)
@@ -228,25 +209,25 @@ class OmniBrain:
             yield from reply
 
     def _prompt(self, question: BrainQuestion) -> str:
-        """The question; before it what was told and said, for a model that can follow that."""
-        last = self._omni.wording(question.turns[-1].text)
+        """Write the question; before it instructions and turns, for a model that follows them."""
+        last = self._wording(question.turns[-1].text)
         if not self._follows:
             return last
         said = [f"{turn.role}: {turn.text}" for turn in question.turns[:-1]]
         return "\n".join(part for part in (question.instructions, *said, last) if part)
 
     def see(self, frame: Any, time: float) -> None:
-        """See `Brain`."""
+        """Watch a frame of so many seconds."""
         self._opened.video.push(frame, time)
 
     def count(self, text: str) -> int:
-        """Tokens of the model that answers."""
+        """Count tokens of the model that answers."""
         return len(self._opened.video.model.tokenizer(text)["input_ids"])
 
     def figures(self) -> dict[str, Any]:
-        """Of the stream."""
+        """Return figures of the stream."""
         return dict(self._opened.video.stats())
 
     def close(self) -> None:
-        """See `Brain`."""
+        """End the stream."""
         self._opened.close()

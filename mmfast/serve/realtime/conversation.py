@@ -1,20 +1,18 @@
-"""The conversation of a session: its items in order, and the context that answers are made of."""
+"""Items of a conversation as the protocol has them: parts of text, sound and pictures."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
-from mmfast.core.speech import Turn
 from mmfast.serve.realtime.errors import EventError
 from mmfast.serve.realtime.formats import shown, unpack, whole
 from mmfast.serve.realtime.protocol import Content, MessageShape
 from mmfast.voice.ear import RATE
-from mmfast.voice.history import HistoryTurn as Reply
+from mmfast.voice.history import History, HistoryTurn
 
 _KINDS = {
     "user": ("input_text", "input_audio", "input_image"),
@@ -65,56 +63,55 @@ class ItemPart:
 
 
 @dataclass
-class ConversationItem:
-    """An item.
+class ConversationItem(HistoryTurn):
+    """An item of the protocol: a turn of the dialogue, in parts.
 
     Attributes:
-        id: Its name.
-        role: Who it is of.
-        parts: What is in it.
+        parts: Its content.
         status: Of a reply, how far it is.
-        reply: Of a spoken reply, its text beside its sound, and how far it was played.
     """
 
-    id: str
-    role: Literal["user", "assistant", "system"]
     parts: list[ItemPart] = field(default_factory=list)
     status: Literal["completed", "incomplete", "in_progress"] = "completed"
-    reply: Reply | None = None
+
+    @property
+    def cut_off(self) -> bool:
+        """True for a spoken reply that was cut off."""
+        return self.words is not None and self.limit is not None
 
     @property
     def text(self) -> str:
-        """What the context holds of it: of a reply that was cut off, what was heard."""
-        if self.reply is not None and self.reply.limit is not None:
-            return self.reply.text.strip()
+        """Text that the context holds of it: of a reply that was cut off, what was heard."""
+        if self.cut_off:
+            return super().text.strip()
         return " ".join(part.text.strip() for part in self.parts if part.text.strip())
 
     @property
     def spoken(self) -> bool:
-        """Whether all of it was said by the user."""
+        """True where all of it was said by the user."""
         return self.role == "user" and all(part.kind == "input_audio" for part in self.parts)
 
     @property
     def watched(self) -> bool:
-        """Whether it is a frame: shown, and nothing beside it."""
+        """True for a frame: a picture and nothing beside it."""
         return self.role == "user" and all(part.kind == "input_image" for part in self.parts)
 
     @property
-    def unheard(self) -> list[ItemPart]:
-        """Parts that are not understood yet."""
-        return [part for part in self.parts if part.unheard]
+    def unheard(self) -> list[tuple[int, ItemPart]]:
+        """Number and value of the parts that are not understood yet."""
+        return [(number, part) for number, part in enumerate(self.parts) if part.unheard]
 
     def shown(self, format: str | None = None) -> dict[str, Any]:
-        """As the client sees it; with sound, in a format, where it is kept."""
+        """Return it as the client sees it; with sound, in a format, where it is kept."""
         parts = [part.shown(format) for part in self.parts]
-        if self.reply is not None and self.reply.limit is not None:
+        if self.cut_off:
             parts = [{**part, "transcript": self.text} for part in parts]
         found = {"id": self.id, "object": "realtime.item", "type": "message"}
         return {**found, "status": self.status, "role": self.role, "content": parts}
 
     @property
-    def seconds(self) -> float:
-        """Of sound that is kept."""
+    def kept_seconds(self) -> float:
+        """Seconds of sound that are kept."""
         return sum(len(part.pcm) / RATE for part in self.parts if part.pcm is not None)
 
 
@@ -140,7 +137,7 @@ def written(message: MessageShape, format: str, most: int, where: str = "item") 
                 param=f"{place}.type",
             )
         parts.append(_part(content, format, most, place))
-    return ConversationItem(message.id or new_id("item"), message.role, parts)
+    return ConversationItem(message.id or new_id("item"), message.role, parts=parts)
 
 
 def _part(content: Content, format: str, most: int, place: str) -> ItemPart:
@@ -163,32 +160,34 @@ def _missing(place: str) -> EventError:
     return EventError(f"{place} is missing", "missing_required_parameter", place)
 
 
-UNHEARD = 4  # times as long is sound kept that nobody has understood yet
+UNHEARD = 4  # times as long is sound kept that has not been understood yet
 
 
-class Conversation:
-    """Items in order; the oldest are forgotten.
+class Conversation(History):
+    """Items in order, bounded by number, letters, frames and seconds; the oldest are forgotten.
 
     Args:
         items: Most of them.
-        frames: Most of those that are frames: what they showed is in the stream's own memory.
+        frames: Most of those that are frames: the stream's own memory keeps what they showed.
         letters: Of all texts together.
         seconds: Of sound that is kept, for `conversation.item.retrieve`.
     """
 
+    items: dict[str, ConversationItem]  # type: ignore[assignment]
+
     def __init__(
         self, items: int = 256, frames: int = 16, letters: int = 400_000, seconds: float = 120.0
     ) -> None:
+        super().__init__(items, letters)
         self.id = new_id("conv")
-        self._most, self._frames, self._letters, self._seconds = items, frames, letters, seconds
-        self.items: dict[str, ConversationItem] = {}
+        self._frames, self._seconds = frames, seconds
 
     @property
     def last(self) -> str | None:
         """The name of the last item."""
         return next(reversed(self.items), None)
 
-    def add(self, item: ConversationItem, after: str | None = None) -> str | None:
+    def insert(self, item: ConversationItem, after: str | None = None) -> str | None:
         """Append an item, or put it behind another one (`root`: in front of all).
 
         Returns:
@@ -199,27 +198,18 @@ class Conversation:
         """
         if item.id in self.items:
             raise EventError(f"item {item.id!r} is there already", "item_already_exists", "item.id")
-        if after is None or after == self.last:
-            before = self.last
-            self.items[item.id] = item
-        elif after != "root" and after not in self.items:
+        if after not in (None, "root") and after not in self.items:
             raise EventError(f"there is no item {after!r}", "item_not_found", "previous_item_id")
-        else:
-            before = None if after == "root" else after
-            self._insert(item, before)
+        before = {None: self.last, "root": None}.get(after, after)
+        names = list(self.items)
+        names.insert(0 if before is None else names.index(before) + 1, item.id)
+        found = {**self.items, item.id: item}
+        self.items = {name: found[name] for name in names}
         self.trim(item)
         return before
 
-    def _insert(self, item: ConversationItem, before: str | None) -> None:
-        found = {} if before is not None else {item.id: item}
-        for id, each in self.items.items():
-            found[id] = each
-            if id == before:
-                found[item.id] = item
-        self.items = found
-
     def get(self, id: str) -> ConversationItem:
-        """An item.
+        """Return an item.
 
         Raises:
             EventError: There is none of that name, or it is forgotten.
@@ -228,57 +218,28 @@ class Conversation:
             raise EventError(f"there is no item {id!r}", "item_not_found", "item_id")
         return self.items[id]
 
-    def remove(self, id: str) -> ConversationItem:
-        """Forget an item; errors as for `get`."""
-        self.get(id)
-        return self.items.pop(id)
-
-    def trim(self, new: ConversationItem) -> None:
-        """Forget what is oldest, of whatever there is too much of; never what just came."""
+    def trim(self, new: HistoryTurn | None = None) -> None:
+        """Forget the oldest of whatever there is too much of, but not `new`."""
+        most, letters = self.limits
         watched = [item for item in self.items.values() if item.watched]
         for item in watched[: max(0, len(watched) - self._frames)]:
             self._forget(item, new)
-        letters = sum(len(item.text) for item in self.items.values())
+        left = sum(len(item.text) for item in self.items.values())
         for item in list(self.items.values()):
-            if len(self.items) <= self._most and letters <= self._letters:
+            if len(self.items) <= most and left <= letters:
                 break
-            letters -= len(item.text)
+            left -= len(item.text)
             self._forget(item, new)
         kept = 0.0
         for item in reversed(self.items.values()):
-            kept += item.seconds
+            kept += item.kept_seconds
             over = kept > self._seconds * (UNHEARD if item.unheard else 1)
             if over and item is not new:
-                kept -= item.seconds
+                kept -= item.kept_seconds
                 for part in item.parts:
                     part.pcm, part.unheard = None, False
 
-    def _forget(self, item: ConversationItem, new: ConversationItem) -> None:
+    def _forget(self, item: ConversationItem, new: HistoryTurn | None) -> None:
         # a reply in the making stays: its events name it
         if item is not new and item.status != "in_progress":
             del self.items[item.id]
-
-
-def turns(items: Iterable[ConversationItem]) -> tuple[Turn, ...]:
-    """What was said, oldest first; who was not heard has said nothing.
-
-    Speech that was taken for two turns, because of a pause in it, is one.
-    """
-    found: list[Turn] = []
-    spoken = False  # whether the last turn was said by the user
-    for item in items:
-        text = item.text
-        if item.role == "system" or not text:
-            continue
-        if item.spoken and spoken:
-            found[-1] = Turn("user", f"{found[-1].text} {text}")
-        else:
-            found.append(Turn("assistant" if item.role == "assistant" else "user", text))
-        spoken = item.spoken
-    return tuple(found)
-
-
-def joined_instructions(items: Iterable[ConversationItem], instructions: str) -> str:
-    """What the model is told to be: the session's instructions, and those in the conversation."""
-    texts = (instructions, *(item.text for item in items if item.role == "system"))
-    return "\n\n".join(text for text in texts if text.strip())

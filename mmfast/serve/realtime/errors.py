@@ -1,4 +1,4 @@
-"""What goes wrong with one event: the client is told, and the socket stays open."""
+"""Errors of one event: they are reported to the client, and the socket stays open."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class EventError(MmfastError):
         self.code, self.param, self.type = code, param, type
 
 
-def told(error: BaseException) -> dict[str, Any]:
-    """Any exception as the `error` of an event; one that is not ours tells nothing."""
+def error_fields(error: BaseException) -> dict[str, Any]:
+    """Return an exception as the `error` of an event; one that is not ours reveals nothing."""
     if isinstance(error, EventError):
         found = {"type": error.type, "code": error.code, "param": error.param}
         return {"message": scrub(str(error)), **found}

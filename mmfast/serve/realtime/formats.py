@@ -84,7 +84,7 @@ class Outgoing:
         return self._packed(out[0])
 
     def finish(self) -> str:
-        """What was held back for samples that did not come."""
+        """Return what was held back for samples that did not come."""
         return self._packed(self._stage.finish(self._state)[0])
 
     def _packed(self, pcm: Tensor) -> str:

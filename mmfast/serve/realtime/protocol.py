@@ -6,7 +6,7 @@ import re
 import reprlib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from mmfast.core.errors import unknown
 from mmfast.serve.guard.body import loads
@@ -79,13 +79,13 @@ class VoiceShape(StrictShape):
 
 
 class NoiseReduction(StrictShape):
-    """What it is called by clients; sound is taken as it comes here, and `session` says so."""
+    """Setting of clients without an effect here; `session` reports that."""
 
     type: Literal["near_field", "far_field"]
 
 
 class AudioInput(StrictShape):
-    """What comes in."""
+    """Sound of the client."""
 
     format: Format | None = None
     transcription: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ class AudioInput(StrictShape):
 
 
 class AudioOutput(StrictShape):
-    """What goes out."""
+    """Sound of the server."""
 
     format: Format | None = None
     voice: Name | VoiceShape | None = None
@@ -161,7 +161,7 @@ class ReferenceShape(StrictShape):
 
 
 class ResponseOutput(StrictShape):
-    """How one response sounds."""
+    """Sound of one response."""
 
     output: AudioOutput | None = None
 
@@ -202,100 +202,45 @@ _LONE = re.compile("[\ud800-\udfff]")  # half a character: JSON may write it, no
 
 
 class RealtimeEvent(StrictShape):
-    """One event."""
+    """One event of a client; `EVENTS` has the fields of each kind."""
 
+    type: str
     event_id: str | None = Field(None, max_length=512)
 
 
-class SessionUpdate(RealtimeEvent):
-    """Change settings."""
-
-    type: Literal["session.update"]
-    session: SessionShape
-
-
-class AudioAppend(RealtimeEvent):
-    """More sound."""
-
-    type: Literal["input_audio_buffer.append"]
-    audio: str
-
-
-class AudioCommit(RealtimeEvent):
-    """What was said is over."""
-
-    type: Literal["input_audio_buffer.commit"]
-
-
-class AudioClear(RealtimeEvent):
-    """Forget what is being said."""
-
-    type: Literal["input_audio_buffer.clear"]
-
-
-class OutputClear(RealtimeEvent):
-    """Be silent; of connections whose sound the server plays."""
-
-    type: Literal["output_audio_buffer.clear"]
-
-
-class ItemCreate(RealtimeEvent):
-    """Write an item."""
-
-    type: Literal["conversation.item.create"]
-    item: MessageShape
-    previous_item_id: Name | None = None
-
-
-class ItemDelete(RealtimeEvent):
-    """Forget an item."""
-
-    type: Literal["conversation.item.delete"]
-    item_id: Name
-
-
-class ItemRetrieve(RealtimeEvent):
-    """Show an item."""
-
-    type: Literal["conversation.item.retrieve"]
-    item_id: Name
-
-
-class ItemTruncate(RealtimeEvent):
-    """So much of a reply was heard."""
-
-    type: Literal["conversation.item.truncate"]
-    item_id: Name
-    content_index: int
-    audio_end_ms: float = Field(allow_inf_nan=False)
-
-
-class ResponseCreate(RealtimeEvent):
-    """Answer."""
-
-    type: Literal["response.create"]
-    response: Wish | None = None
-
-
-class ResponseCancel(RealtimeEvent):
-    """Stop answering."""
-
-    type: Literal["response.cancel"]
-    response_id: Name | None = None
-
-
-class ImageAppend(RealtimeEvent):
-    """A frame of live video, of an own namespace: no item, and the oldest that wait are dropped."""
-
-    type: Literal["mmfast.input_image_buffer.append"]
-    image: str
-    time: float | None = Field(None, ge=0, le=1e9, allow_inf_nan=False)
-
-
-EVENTS: dict[str, type[RealtimeEvent]] = {
-    str(cls.model_fields["type"].annotation.__args__[0]): cls  # type: ignore[union-attr]
-    for cls in RealtimeEvent.__subclasses__()
+_FIELDS: dict[str, dict[str, Any]] = {
+    "session.update": {"session": SessionShape},
+    "input_audio_buffer.append": {"audio": str},
+    "input_audio_buffer.commit": {},
+    "input_audio_buffer.clear": {},
+    "output_audio_buffer.clear": {},  # of connections whose sound the server plays
+    "conversation.item.create": {"item": MessageShape, "previous_item_id": (Name | None, None)},
+    "conversation.item.delete": {"item_id": Name},
+    "conversation.item.retrieve": {"item_id": Name},
+    "conversation.item.truncate": {
+        "item_id": Name,
+        "content_index": int,
+        "audio_end_ms": Annotated[float, Field(allow_inf_nan=False)],
+    },
+    "response.create": {"response": (Wish | None, None)},
+    "response.cancel": {"response_id": (Name | None, None)},
+    # a frame of live video, of a namespace of its own: no item, and the oldest that wait are
+    # dropped
+    "mmfast.input_image_buffer.append": {
+        "image": str,
+        "time": (Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None, None),
+    },
 }
+
+
+def _event(kind: str, given: dict[str, Any]) -> type[RealtimeEvent]:
+    fields: dict[str, Any] = {
+        name: each if isinstance(each, tuple) else (each, ...) for name, each in given.items()
+    }
+    return create_model(kind, __base__=RealtimeEvent, **fields)
+
+
+EVENTS = {kind: _event(kind, given) for kind, given in _FIELDS.items()}
 
 
 def read(text: str, depth: int = 32) -> dict[str, Any]:
@@ -320,7 +265,7 @@ def read(text: str, depth: int = 32) -> dict[str, Any]:
     return found
 
 
-def checked(found: dict[str, Any]) -> RealtimeEvent:
+def checked(found: dict[str, Any]) -> Any:
     """An object as an event.
 
     Raises:

@@ -1,29 +1,28 @@
-"""One response: its pieces as they are made, and how it ends."""
+"""One response as the protocol shows it: a spoken reply, its settings, its events and its cost."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from mmfast.core.speech import Sound, Turn
-from mmfast.serve.realtime.brain import BrainQuestion
+from mmfast.core.speech import Sound
 from mmfast.serve.realtime.conversation import ConversationItem, ItemPart, new_id
-from mmfast.serve.realtime.errors import EventError, told
 from mmfast.serve.realtime.formats import Outgoing
-from mmfast.voice.history import HistoryTurn as Reply
-from mmfast.voice.reply import ReplyRun
+from mmfast.streams.stream import Clock
+from mmfast.voice.channel import Status
+from mmfast.voice.reply import SpokenReply
 
-if TYPE_CHECKING:
-    from mmfast.serve.realtime.service import SessionLimits
-    from mmfast.serve.realtime.session import RealtimeSession
+# status of a reply -> status of a response, reason
+_STATUS = {
+    "interrupted": ("cancelled", "turn_detected"),
+    "cancelled": ("cancelled", "client_cancelled"),
+    "incomplete": ("incomplete", "max_output_tokens"),
+}
 
 
 @dataclass
 class TokenUsage:
-    """What went in and out.
+    """Tokens that went in and out.
 
     Attributes:
         text_in: Of the turns.
@@ -42,17 +41,16 @@ class TokenUsage:
     @property
     def total(self) -> int:
         """All of them."""
-        return self.text_in + self.audio_in + self.image_in + self.text_out + self.audio_out
+        return sum(asdict(self).values())
 
     def usage(self) -> dict[str, Any]:
-        """As the client sees it."""
-        came = self.text_in + self.audio_in + self.image_in
-        went = self.text_out + self.audio_out
+        """Return them as the client sees them."""
+        out = self.text_out + self.audio_out
         cached = {"text_tokens": 0, "audio_tokens": 0, "image_tokens": self.image_in}
         return {
             "total_tokens": self.total,
-            "input_tokens": came,
-            "output_tokens": went,
+            "input_tokens": self.total - out,
+            "output_tokens": out,
             "input_token_details": {
                 "text_tokens": self.text_in,
                 "audio_tokens": self.audio_in,
@@ -60,67 +58,136 @@ class TokenUsage:
                 "cached_tokens": self.image_in,
                 "cached_tokens_details": cached,
             },
-            "output_token_details": {
-                "text_tokens": self.text_out,
-                "audio_tokens": self.audio_out,
-            },
+            "output_token_details": {"text_tokens": self.text_out, "audio_tokens": self.audio_out},
         }
 
 
-Status = Literal["in_progress", "completed", "cancelled", "incomplete", "failed"]
-PIECE = 0.4  # seconds of one delta: what a cancel overtakes is forgotten by whole deltas
+class Response(SpokenReply):
+    """A reply with what its client asked for and has been sent.
 
+    Args:
+        settings: In effect for it; see `Settings.of_response`.
+        conversation: Name of the conversation; None where it stands outside of it.
+        metadata: Given back as it came.
+        asked: Seconds at which it was asked for.
 
-class Telling:
-    """A response as its client is told of it; see `Response`, whose arguments these are."""
+    Attributes:
+        shown: Its item has been announced.
+        asks: Items that a model which answers speech itself is answering.
+        sent: Text that has left.
+        out: Packs its sound; None before the first.
+        held: Samples whose sound waits for those behind them.
+    """
+
+    item: ConversationItem
 
     def __init__(
         self,
-        session: RealtimeSession,
         settings: dict[str, Any],
-        own: bool = False,
-        metadata: dict[str, str] | None = None,
+        conversation: str | None,
+        metadata: dict[str, str] | None,
+        asked: float,
     ) -> None:
-        self.id, self.session, self.settings = new_id("resp"), session, settings
-        self.own, self.metadata = own, metadata
+        item = ConversationItem(new_id("item"), "assistant", status="in_progress")
+        super().__init__(new_id("resp"), item)
+        self.settings, self.conversation, self.metadata = settings, conversation, metadata
         self.aloud = settings["output_modalities"] == ["audio"]
-        self.item = ConversationItem(new_id("item"), "assistant", status="in_progress")
-        self.reply = Reply(self.item.id, "assistant")
-        self.status: Status = "in_progress"
-        self.reason, self.error = "", dict[str, Any]()
-        self.shown = self.over = False
-        self.asks: list[
-            ConversationItem
-        ] = []  # what a model that answers speech itself is answering
+        if not self.aloud:
+            item.words = None  # it is read: all that has been sent counts as heard
+        self.status, self.reason, self.error = "in_progress", "", dict[str, Any]()
+        self.shown = False
+        self.asks: list[ConversationItem] = []
         self.spent = TokenUsage()
-        self.asked = session.now()
+        self.asked = asked
         self.first_audio: float | None = None
-        self._sent = ""  # text that has left
-        self._out: Outgoing | None = None
-        self._held = 0  # samples whose sound waits for those behind them
+        self.sent, self.held = "", 0
+        self.out: Outgoing | None = None
 
-    def begin(self) -> None:
-        """Say that it is being made."""
-        self._events("response.created", response=self.resource())
-        self._events("rate_limits.updated", rate_limits=[])
+    def take(self, sound: Sound, clock: Clock, delay: float) -> None:
+        """Note a piece that came; only a spoken one is played."""
+        if self.aloud:
+            super().take(sound, clock, delay)
 
-    def resource(self) -> dict[str, Any]:
-        """The response as the client sees it."""
+    def spend(self, words: int, sound: Sound) -> bool:
+        """Count the tokens of a piece; False, and not counted, where they are too many."""
+        limit, spent = self.settings["max_output_tokens"], self.spent
+        if limit != "inf" and spent.text_out + spent.audio_out + words + sound.tokens > limit:
+            return False
+        spent.text_out += words
+        spent.audio_out += sound.tokens
+        return True
+
+    def show(self) -> dict[str, Any]:
+        """Return the event that announces the item, before any of its deltas."""
+        item = {**self.item.shown(), "content": []}
+        self.shown = True
+        self.item.parts.append(ItemPart("output_audio" if self.aloud else "output_text"))
+        which = {"response_id": self.id, "output_index": 0}
+        return {"type": "response.output_item.added", **which, "item": item}
+
+    def conclude(self, status: Status) -> bool:
+        """Set how it ended; returns whether it was cut off."""
+        self.status, self.reason = _STATUS.get(status, (status, ""))
+        self.item.status = "completed" if status == "completed" else "incomplete"
+        cut = status not in ("completed", "incomplete")
+        if self.shown:
+            text = self.item.parts[0].text
+            self.sent = self.sent if cut else text
+            if not self.aloud:
+                self.item.parts[0].text = self.sent
+        return cut
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Return the events that end its content."""
+        place, text = self.place(), self.sent
+        kinds: list[dict[str, Any]] = [{"type": "response.output_text.done", "text": text}]
+        if self.aloud:
+            spoken = {"type": "response.output_audio_transcript.done", "transcript": text}
+            kinds = [{"type": "response.output_audio.done"}, spoken]
+        kinds.append({"type": "response.content_part.done", "part": self.part(text)})
+        return [{**kind, **place} for kind in kinds]
+
+    def place(self) -> dict[str, Any]:
+        """Return the names of its content."""
+        names = {"response_id": self.id, "item_id": self.item.id}
+        return {**names, "output_index": 0, "content_index": 0}
+
+    def part(self, text: str) -> dict[str, Any]:
+        """Return its content with a text."""
+        if self.aloud:
+            return {"type": "audio", "transcript": text}
+        return {"type": "text", "text": text}
+
+    def sent_item(self) -> dict[str, Any]:
+        """Return the item as it was sent, whatever of it was heard."""
+        content = self.item.parts[0].shown(None)
+        content["transcript" if self.aloud else "text"] = self.sent
+        return {**self.item.shown(), "content": [content]}
+
+    def resource(self, frames: dict[str, int]) -> dict[str, Any]:
+        """Return the response as the client sees it.
+
+        Args:
+            frames: Counts of the frames that the session has seen.
+        """
         output = {name: self.settings["output"][name] for name in ("format", "voice")}
         found = {
             "object": "realtime.response",
             "id": self.id,
             "status": self.status,
             "status_details": self._details(),
-            "output": [self._item()] if self.shown and self.over else [],
-            "conversation_id": None if self.own else self.session.conversation.id,
+            "output": [self.sent_item()] if self.shown and self.over else [],
+            "conversation_id": self.conversation,
             "output_modalities": self.settings["output_modalities"],
             "max_output_tokens": self.settings["max_output_tokens"],
             "audio": {"output": output},
             "usage": self.spent.usage() if self.over else None,
             "metadata": self.metadata,
         }
-        return {**found, "mmfast": self._figures()} if self.over else found
+        if not self.over:
+            return found
+        first = None if self.first_audio is None else round(1e3 * self.first_audio, 3)
+        return {**found, "mmfast": {"first_audio_ms": first, "frames": frames}}
 
     def _details(self) -> dict[str, Any] | None:
         if self.status in ("in_progress", "completed"):
@@ -129,239 +196,3 @@ class Telling:
         if self.reason:
             found["reason"] = self.reason
         return {**found, "error": self.error} if self.error else found
-
-    def _figures(self) -> dict[str, Any]:
-        first = None if self.first_audio is None else round(1e3 * self.first_audio, 3)
-        return {"first_audio_ms": first, "frames": dict(self.session.seeing.counts)}
-
-    def _text(self, text: str) -> None:
-        self._show()
-        part = self.item.parts[0]
-        part.text += text
-
-        def sent() -> None:
-            if not self.over:
-                self._sent += text
-
-        kind = "output_audio_transcript" if self.aloud else "output_text"
-        self._delta(f"response.{kind}.delta", text, sent)
-
-    def _audio(self, sound: Sound) -> None:
-        self._show()
-        if self._out is None:
-            format = self.settings["output"]["format"]["type"]
-            self._out = Outgoing(format, sound.rate)
-            self.first_audio = self.session.now() - self.asked
-            self.session.service.count("first_audio", self.first_audio, "realtime")
-        for piece in sound.pcm.split(round(PIECE * sound.rate)):
-            self._sound(self._out.step(piece), len(piece))
-
-    def _sound(self, packed: str, samples: int) -> None:
-        playback, count = self.reply.playback, self._held + samples
-        self._held = 0 if packed else count
-        if packed and playback is not None:
-            self._delta("response.output_audio.delta", packed, lambda: playback.add(count))
-
-    def _delta(self, kind: str, delta: str, sent: Any) -> None:
-        place = self._place()
-        self.session.outbox.put({"type": kind, **place, "delta": delta}, self.id, sent)
-
-    def _place(self) -> dict[str, Any]:
-        names = {"response_id": self.id, "item_id": self.item.id}
-        return {**names, "output_index": 0, "content_index": 0}
-
-    def _events(self, kind: str, **fields: Any) -> None:
-        self.session.send(type=kind, **fields)
-
-    def _show(self) -> None:
-        """Announce the item, before anything of it is told."""
-        if self.shown:
-            return
-        self.shown = True
-        item = {**self.item.shown(), "content": []}
-        which = {"response_id": self.id, "output_index": 0}
-        self._events("response.output_item.added", **which, item=item)
-        self.item.parts.append(ItemPart("output_audio" if self.aloud else "output_text"))
-        if self.aloud:
-            self.item.reply = self.reply
-        if not self.own:
-            self.session.add(self.item, content=False)
-        self._events("response.content_part.added", **self._place(), part=self._part(""))
-
-    def _part(self, text: str) -> dict[str, Any]:
-        if self.aloud:
-            return {"type": "audio", "transcript": text}
-        return {"type": "text", "text": text}
-
-    def _item(self) -> dict[str, Any]:
-        """As it was sent, whatever of it was heard."""
-        content = self.item.parts[0].shown(None)
-        content["transcript" if self.aloud else "text"] = self._sent
-        return {**self.item.shown(), "content": [content]}
-
-    def _close(self, cut: bool) -> None:
-        """The events that end the item."""
-        self.item.status = "incomplete" if self.status != "completed" else "completed"
-        text = self._sent if cut else self.item.parts[0].text
-        self._sent, place = text, self._place()
-        if self.aloud:
-            self._events("response.output_audio.done", **place)
-            self._events("response.output_audio_transcript.done", **place, transcript=text)
-        else:
-            self.item.parts[0].text = text
-            self._events("response.output_text.done", **place, text=text)
-        self._events("response.content_part.done", **place, part=self._part(text))
-        if not self.own:
-            self.session.done(self.item)
-        which = {"response_id": self.id, "output_index": 0}
-        self._events("response.output_item.done", **which, item=self._item())
-
-
-_log = logging.getLogger("mmfast.serve")
-
-
-class Response(Telling):
-    """One answer.
-
-    A single-threaded value of the event loop: only the model works elsewhere, a piece at a time.
-    What is cancelled says so at once, whatever the model is doing; a piece that comes later is
-    nobody's.
-
-    Args:
-        session: Whose.
-        settings: In effect for it; see `Settings.of_response`.
-        own: It stands outside of the conversation.
-        metadata: Given back as it came.
-
-    Attributes:
-        id: Its name.
-        item: What it says.
-        over: It has said that it is done.
-    """
-
-    async def make(self, question: BrainQuestion) -> None:
-        """Answer, unless it is cancelled; every exception ends it as failed."""
-        session = self.session
-        brain, limits = session.brain, session.service.limits
-        run = ReplyRun(self.id, self.reply, lambda: brain.answer(question))
-        try:
-            while await self._ready(limits.ahead):
-                self._take(run, await session.service.work(run.pull))
-        finally:
-            await session.service.work(run.close)
-
-    async def _ready(self, ahead: float) -> bool:
-        """Wait while the client has enough to read, or to play; whether more is wanted."""
-        session, playback = self.session, self.reply.playback
-        await session.outbox.room()
-        while playback is not None and not self.over:
-            lead = playback.dry_at() - session.now() - ahead
-            if lead <= 0:
-                break
-            await asyncio.sleep(min(lead, 0.25))
-        return not self.over
-
-    def _take(self, run: ReplyRun, sound: Sound | None) -> None:
-        """A piece has come, or the end; too late, it is nobody's."""
-        if self.over or sound is None:
-            self.end("completed")
-            return
-        if sound.heard is not None:
-            self.session.understanding.heard(self, sound.heard)
-        more = self.session.brain.count(sound.text) if sound.text else 0
-        limit = self.settings["max_output_tokens"]
-        tokens = self.spent.text_out + self.spent.audio_out + more + sound.tokens
-        if limit != "inf" and tokens > limit:
-            self.end("incomplete", "max_output_tokens")
-            return
-        self.spent.text_out += more
-        self.spent.audio_out += sound.tokens
-        if self.aloud:
-            run.take(sound, self.session.service.clock, 0.0)
-        if sound.text:
-            self._text(sound.text)
-        if self.aloud and len(sound.pcm):
-            self._audio(sound)
-
-    def end(self, status: Status, reason: str = "") -> None:
-        """Say that it is done; nothing of it comes afterwards."""
-        if self.over:
-            return
-        cut = status in ("cancelled", "failed")
-        if cut:
-            self.session.outbox.purge(self.id)
-        elif self._out is not None:
-            self._sound(self._out.finish(), 0)
-        self.over, self.status, self.reason = True, status, reason
-        if self.reply.words is not None:
-            self.reply.words.finished = not cut
-        if cut:
-            self.settle()
-        if self.shown:
-            self._close(cut)
-        self._events("response.done", response=self.resource())
-        self.session.responder.ended(self)
-
-    @property
-    def sounding(self) -> bool:
-        """Whether some of it has not been played yet."""
-        playback = self.reply.playback
-        return playback is not None and playback.played() < playback.arrived
-
-    def settle(self) -> None:
-        """It sounds no more: the context keeps what was heard."""
-        if self.reply.playback is not None:
-            self.reply.settle(self.reply.playback.stop())
-        elif self.aloud and self.reply.limit is None and self.over:
-            self.reply.limit = 0
-
-    def fail(self, error: BaseException) -> None:
-        """The model could not."""
-        if self.over:
-            return
-        known = told(error)
-        if known["type"] == "server_error":
-            _log.error("a response failed", exc_info=error)
-        self.error = {name: known[name] for name in ("type", "code", "message")}
-        self.end("failed")
-
-
-def fitting(
-    found: tuple[Turn, ...],
-    instructions: str,
-    count: Callable[[str], int],
-    limits: SessionLimits,
-    answer: int,
-) -> tuple[Turn, ...]:
-    """The newest turns that fit beside the instructions and an answer.
-
-    Args:
-        found: All turns, oldest first.
-        instructions: What the model is told to be.
-        count: Tokens of a text.
-        limits: Of letters, and of tokens where the server names any.
-        answer: Tokens that the answer may have.
-
-    Raises:
-        EventError: Not even the last turn fits.
-    """
-    found = _newest(found, limits.text, instructions, len, "letters")
-    if limits.context is None:
-        return found
-    unit = f"tokens beside an answer of {answer}"
-    return _newest(found, limits.context - answer, instructions, count, unit)
-
-
-def _newest(
-    found: tuple[Turn, ...], most: int, told: str, size: Callable[[str], int], unit: str
-) -> tuple[Turn, ...]:
-    left, count = most - (size(told) if told else 0), 0
-    for turn in reversed(found):
-        left -= size(turn.text)
-        if left < 0:
-            break
-        count += 1
-    if left < 0 and not count:
-        text = f"what is to be answered has over {most:,} {unit}; say less, or tell less"
-        raise EventError(text, "context_length_exceeded")
-    return found[len(found) - count :]

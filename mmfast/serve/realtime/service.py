@@ -1,4 +1,4 @@
-"""What all sessions of a server share: models, threads, limits, and who is connected."""
+"""Resources that all sessions of a server share: models, threads, limits, places."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmfast.serve.guard.errors import ApiError, busy
 from mmfast.serve.guard.media import load_media
 from mmfast.serve.realtime.brain import ChatterVoices, Voices
 from mmfast.serve.realtime.formats import unpack
-from mmfast.serve.realtime.input import ear_of
+from mmfast.serve.realtime.settings import ear_of
 from mmfast.streams.stream import SystemClock
 from mmfast.voice.ear import Ear
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("mmfast.serve")
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """What one session may take.
+    """Limits of one session.
 
     Attributes:
         seconds: It may last.
@@ -147,7 +147,7 @@ class RealtimeService:
     async def work(self, step: Callable[[], T]) -> T:
         """One step of a model in a thread, when it is this session's turn.
 
-        Whoever waits longest goes first, and a reply asks again for each of its pieces: no
+        The longest wait goes first, and a reply asks again for each of its pieces: no
         session waits for more than a step of every other.
         """
         if self._turn is None:
@@ -210,7 +210,7 @@ def realtime_of(service: Any) -> RealtimeService:
 
 
 def load_voices(config: ServerConfig, speech: Any) -> Voices:
-    """What a server with these options answers with: it sees, where its model can watch streams."""
+    """Load the models of a server; it sees where its model can watch streams."""
     from mmfast.core.errors import ModelError
     from mmfast.pipelines.omni_chat import OmniChat
     from mmfast.serve.realtime.brain import OmniVoices

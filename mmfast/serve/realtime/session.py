@@ -1,106 +1,287 @@
-"""One session: events of a client in, events of the server out."""
+"""One session: events of a client in, events of the server out, a dialogue between them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmfast.core.speech import Turn
-from mmfast.serve.realtime import protocol as e
-from mmfast.serve.realtime.brain import Brain, BrainQuestion, Voices
+from mmfast.serve.realtime import protocol
+from mmfast.serve.realtime.brain import Brain, Voices
 from mmfast.serve.realtime.conversation import (
     Conversation,
     ConversationItem,
-    joined_instructions,
+    ItemPart,
     new_id,
-    turns,
     written,
 )
-from mmfast.serve.realtime.errors import EventError, told
-from mmfast.serve.realtime.input import Hearing, Seeing, Understanding
-from mmfast.serve.realtime.outbox import Outbox
-from mmfast.serve.realtime.protocol import ReferenceShape, ResponseCancel, ResponseCreate, Wish
-from mmfast.serve.realtime.response import Response, fitting
+from mmfast.serve.realtime.errors import EventError, error_fields
+from mmfast.serve.realtime.formats import Incoming, Outgoing, unpack
+from mmfast.serve.realtime.prompt import question_of
+from mmfast.serve.realtime.queues import FrameQueue, Outbox, RecordingQueue
+from mmfast.serve.realtime.response import Response
 from mmfast.serve.realtime.service import RealtimeService
 from mmfast.serve.realtime.settings import Settings
+from mmfast.voice.channel import Kind
+from mmfast.voice.dialogue import Dialogue
+from mmfast.voice.ear import RATE, ManualEar
+from mmfast.voice.reply import SpokenReply
 
-HEARD_TOKENS = 25 / 16000  # of the embedded model's tower, a sample
+BLOCK = RATE // 4  # samples that are listened to before the loop may do something else
+SHORTEST = RATE // 10  # of a turn that a client commits
+LONGEST = 120  # seconds that the buffer holds where the client commits its turns
+PIECE = 0.4  # seconds of one delta: a cancel takes back whole deltas
+
+_log = logging.getLogger("mmfast.serve")
+_TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
 
-class Responder:
-    """Responses of one session: one in the conversation, and a few beside it.
+class RealtimeSession(Dialogue):
+    """A dialogue with one client over a socket; all of it happens in the event loop.
+
+    Events of the client become calls of the dialogue, events of the dialogue become events of the
+    protocol; models work in the service's threads.
+
+    Args:
+        service: Shared by all sessions.
+        voices: Names and pace of the voices.
+        brain: Listens and answers.
 
     Attributes:
-        running: Tasks by the name of their response, until the model has let go of it.
-        current: The response in the conversation, while it is being made.
-        last: The one before, whose sound may still be playing.
+        running: Responses by name, until the model has let go of them, with their tasks.
+        taken: Samples at 16 kHz that came in so far.
+        frames: Wait to be seen.
+        recordings: Wait to become text.
+        spend: Counts tokens where there are quotas.
     """
 
-    def __init__(self, session: RealtimeSession) -> None:
-        self._session = session
+    def __init__(self, service: RealtimeService, voices: Voices, brain: Brain) -> None:
+        limits = service.limits
+        self.conversation = Conversation(letters=limits.text)
+        super().__init__(service.clock, self.conversation)
+        self.id, self.service, self.brain = new_id("sess"), service, brain
+        self.outbox, self.closed = Outbox(), False
+        self.settings = Settings(
+            self.id, service.model(), voices.voices, limits.seconds, voices.pace
+        )
+        self.began = self.last_event = self.clock.now()
+        self.taken, self.quiet_since = 0, 0.0
+        self._incoming = Incoming(self.settings.input_format)
+        self._detection = self.settings.detection
         self.running: dict[str, tuple[Response, asyncio.Task[None]]] = {}
-        self.current: Response | None = None
-        self.last: Response | None = None
+        self.frames = FrameQueue(limits.frames, self._see, self.fail)
+        self.recordings = RecordingQueue(limits.recordings, self._transcribe, self._show_transcript)
+        self.spend: Callable[[int], None] = lambda tokens: None
+        self._configure()
+        self._handlers: dict[str, Callable[[Any], Awaitable[None] | None]] = {
+            "session.update": self._update,
+            "input_audio_buffer.append": self._append,
+            "input_audio_buffer.commit": self._commit,
+            "input_audio_buffer.clear": lambda _: self.clear(),
+            "output_audio_buffer.clear": self._silence,
+            "conversation.item.create": self._create,
+            "conversation.item.delete": lambda event: self.delete(event.item_id),
+            "conversation.item.retrieve": self._retrieve,
+            "conversation.item.truncate": self._truncate,
+            "response.create": self._respond,
+            "response.cancel": self._cancel,
+            "mmfast.input_image_buffer.append": self._image,
+        }
+        self.send(type="session.created", session=self.settings.values)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a response is being made."""
-        return any(not response.over for response, _ in self.running.values())
+    # --- events of the client ---
 
-    def silent_since(self) -> float:
-        """When the last reply will have been played."""
-        playback = None if self.last is None else self.last.reply.playback
-        return 0.0 if playback is None else playback.dry_at()
+    async def handle(self, text: str) -> None:
+        """Do one event of the client; an error is sent back, and the session goes on."""
+        self.last_event, event_id = self.clock.now(), None
+        try:
+            if len(text) > self.service.limits.message:
+                raise EventError(
+                    f"the event has {len(text)} letters; send {self.service.limits.message} at "
+                    "most, sound in smaller pieces",
+                    "message_too_large",
+                )
+            found = protocol.read(text, self.service.config.max_json_depth)
+            given = found.get("event_id")
+            event_id = given[:512] if isinstance(given, str) else None
+            event = protocol.checked(found)
+            waits = self._handlers[event.type](event)
+            if waits is not None:
+                await waits
+        except Exception as error:
+            self.fail(error, event_id)
 
-    def create(self, event: ResponseCreate) -> None:
+    def fail(self, error: BaseException, event_id: str | None) -> None:
+        """Tell the client that an event could not be done."""
+        known = self._known(error, "an event failed")
+        self.send(type="error", error={**known, "event_id": event_id})
+
+    def _known(self, error: BaseException, text: str) -> dict[str, Any]:
+        known = error_fields(error)
+        if known["type"] == "server_error":
+            _log.error(text, exc_info=error)
+        return known
+
+    def send(self, **event: Any) -> None:
+        """Send an event to the client."""
+        self.outbox.put(event)
+
+    def _check_text(self, text: str | None, param: str) -> None:
+        """Refuse more letters than the server takes in one request."""
+        letters, most = len(text or ""), self.service.limits.text
+        if letters > most:
+            text = f"{letters:,} letters of text; {most:,} are allowed: say less"
+            raise EventError(text, "string_above_max_length", param)
+
+    def _update(self, event: Any) -> None:
+        self._check_text(event.session.instructions, "session.instructions")
+        self.settings.update(event.session)
+        self._configure()
+        self.send(type="session.updated", session=self.settings.values)
+
+    def _configure(self) -> None:
+        """Follow the settings: another way to find turns begins anew."""
+        if self.settings.input_format != self._incoming.format:
+            self._incoming = Incoming(self.settings.input_format)
+        if self.settings.detection != self._detection:
+            self._detection, self.ear, self.open = self.settings.detection, None, ""
+        turns = self.settings.turn_detection or {}
+        self.interrupting = bool(turns.get("interrupt_response"))
+        self.answering = bool(turns.get("create_response"))
+
+    async def _append(self, event: Any) -> None:
+        """Listen to more sound.
+
+        Raises:
+            EventError: It is none, or the buffer is full.
+            ModelError: Nothing can find turns here.
+        """
+        service, turns = self.service, self.settings.turn_detection
+        pcm = self._incoming.take(unpack(event.audio, "audio", service.limits.message))
+        if self.ear is None:
+            self.offset = self.taken
+            self.ear = (
+                ManualEar(LONGEST + 1.0)
+                if turns is None
+                else await service.listen(partial(service.ear, turns))
+            )
+        ear = self.ear
+        if isinstance(ear, ManualEar):
+            if ear.held + len(pcm) > LONGEST * RATE:
+                raise EventError(
+                    f"the buffer holds {LONGEST} s and is full; commit or clear it",
+                    "input_audio_buffer_full",
+                )
+            self.taken += len(pcm)
+            ear.hear(pcm)  # the client says when a turn begins and ends
+            return
+        for block in pcm.split(BLOCK) if len(pcm) else ():
+            self.taken += len(block)
+            for heard in await service.listen(partial(ear.hear, block)):
+                self.hear(heard)
+
+    def _commit(self, _: Any) -> None:
+        """End the turn that is being said.
+
+        Raises:
+            EventError: Nothing was said, or next to nothing.
+        """
+        ear, manual = self.ear, self.settings.turn_detection is None
+        if isinstance(ear, ManualEar) and ear.held < SHORTEST:
+            pcm = torch.zeros(ear.held)
+        else:
+            found = [] if ear is None else ear.flush()
+            pcm = torch.cat([torch.zeros(0), *[h.pcm for h in found if h.pcm is not None]])
+        if len(pcm) < SHORTEST:
+            raise EventError(
+                f"the buffer has {1e3 * len(pcm) / RATE:.0f} ms of sound; at least 100 ms make a "
+                "turn" + ("" if manual else " (of speech)"),
+                "input_audio_buffer_commit_empty",
+            )
+        item, self.open = self.open or new_id("item"), ""
+        self.take_turn(item, pcm)
+
+    def _silence(self, _: Any) -> None:
+        self.interrupt("interrupted")
+
+    async def _create(self, event: Any) -> None:
+        item = written(event.item, self.settings.input_format, self.service.limits.message)
+        self._check_text(item.text, "item.content")
+        pictures = []
+        for number, part in enumerate(item.parts):
+            if part.kind == "input_image":
+                place = f"item.content.{number}.image_url"
+                self._check_sight(place)
+                pictures.append(await self.service.picture(part.picture, place))
+                part.picture = ""
+        self._add(item, event.previous_item_id)
+        for picture in pictures:
+            self.frames.add(picture, self.clock.now() - self.began, event.event_id)
+        if self.settings.transcribes and item.unheard:
+            self.recordings.put(item.id, item)
+
+    def _image(self, event: Any) -> None:
+        self._check_sight("image")
+        time = self.clock.now() - self.began if event.time is None else event.time
+        self.frames.add(event.image, time, event.event_id)
+
+    def _check_sight(self, param: str) -> None:
+        if not self.brain.sees:
+            raise EventError(
+                "this model sees nothing; start the server with one that does", param=param
+            )
+
+    def _retrieve(self, event: Any) -> None:
+        item = self.conversation.get(event.item_id)
+        shown = item.shown(self.settings.input_format)
+        self.send(type="conversation.item.retrieved", item=shown)
+
+    def _truncate(self, event: Any) -> None:
+        """Keep what was heard; more than there is means all there is, and is no error.
+
+        Clients ask for more than there is when they count what they have not played yet, and
+        some never speak again after an error here.
+        """
+        item = self.conversation.get(event.item_id)
+        if item.role != "assistant":
+            raise EventError(
+                f"item {item.id!r} is of {item.role}; only replies are truncated", param="item_id"
+            )
+        if event.content_index != 0:
+            raise EventError("a reply has one part; give 0", param="content_index")
+        self.cut(item.id, event.audio_end_ms)
+
+    def _respond(self, event: Any) -> None:
         """Answer what was said, or what the event brings along.
 
         Raises:
             EventError: A response is being made already, or something cannot be had.
         """
-        session, wish = self._session, event.response or Wish()
-        settings = session.settings.of_response(wish)
-        session.check_text([wish.instructions or ""], "response.instructions")
-        own = wish.conversation == "none"
+        wish = event.response or protocol.Wish()
+        settings = self.settings.of_response(wish)
+        self._check_text(wish.instructions, "response.instructions")
         items = self._brought(wish)
-        if not own:
+        if wish.conversation != "none":
             self._check_free()
-        self._start(Response(session, settings, own, wish.metadata), items)
+        outside = wish.conversation == "none"
+        conversation = None if outside else self.conversation.id
+        self._start(Response(settings, conversation, wish.metadata, self.clock.now()), items)
 
-    def answer_turn(self) -> None:
-        """Answer what was just said, unless a reply must not be interrupted."""
-        settings = self._session.settings.of_response(Wish())
-        try:
-            self._check_free()
-            self._start(Response(self._session, settings), self._items())
-        except EventError as error:
-            self._session.fail(error, None)
-
-    def _check_free(self) -> None:
-        if self.current is not None and not self.current.over:
-            raise EventError(
-                f"response {self.current.id!r} is being made; wait for response.done or cancel it",
-                "conversation_already_has_active_response",
-            )
-
-    def _items(self) -> list[ConversationItem]:
-        return list(self._session.conversation.items.values())
-
-    def _brought(self, wish: Wish) -> list[ConversationItem]:
-        """The items that are to be answered."""
+    def _brought(self, wish: protocol.Wish) -> list[ConversationItem]:
+        """Return the items that are to be answered."""
         if wish.input is None:
-            return self._items()
-        session, found = self._session, []
+            return list(self.conversation.items.values())
+        found = []
         for number, each in enumerate(wish.input):
-            if isinstance(each, ReferenceShape):
-                found.append(session.conversation.get(each.id))
+            if isinstance(each, protocol.ReferenceShape):
+                found.append(self.conversation.get(each.id))
                 continue
-            format, most = session.settings.input_format, session.service.limits.message
+            format, most = self.settings.input_format, self.service.limits.message
             item = written(each, format, most, f"response.input.{number}")
             if any(part.kind == "input_image" for part in item.parts):
                 raise EventError(
@@ -110,105 +291,14 @@ class Responder:
             found.append(item)
         return found
 
-    def _start(self, response: Response, items: Sequence[ConversationItem]) -> None:
-        session = self._session
-        if len(self.running) >= session.service.limits.responses:
-            raise EventError(
-                f"{len(self.running)} responses are being made; wait for one to end",
-                "too_many_responses",
-            )
-        if not response.own:
-            self.current = self.last = response
-        response.begin()
-        frames = session.seeing.counts["came"]
-        task = asyncio.get_running_loop().create_task(self._make(response, items, frames))
-        self.running[response.id] = response, task
-
-    async def _make(
-        self, response: Response, items: Sequence[ConversationItem], frames: int
-    ) -> None:
-        try:
-            await self._session.seeing.settled(frames)
-            question = await self._question(response, items)
-            if question is not None and not response.over:
-                await response.make(question)
-            response.end("completed")
-        except Exception as error:
-            response.fail(error)
-        finally:
-            self.running.pop(response.id, None)
-
-    async def _question(
-        self, response: Response, items: Sequence[ConversationItem]
-    ) -> BrainQuestion | None:
-        """What is to be answered; None where nothing was said."""
-        session, settings = self._session, response.settings
-        pcm: Tensor | None = None
-        before = list(items)
-        if session.brain.native:
-            pcm = self._said(before, response)
-        for item in before:
-            if item.unheard and not response.over:
-                await session.understanding.ask(item)
-        found, instructions = turns(before), joined_instructions(before, settings["instructions"])
-        if pcm is None and (not found or found[-1].role != "user"):
-            if items and items[-1].spoken:
-                return None  # a cough, or nothing for long
-            # "greet the user": what nobody asked for is told by the response's own instructions
-            found, instructions = (*found, _asked(settings["asked"])), ""
-        limit = settings["max_output_tokens"]
-        limits, answer = session.service.limits, 1 if limit == "inf" else limit
-        if found or instructions:
-            found = fitting(found, instructions, session.brain.count, limits, answer)
-        self._spend(response, [instructions, *(turn.text for turn in found)], pcm)
-        options = self._options(settings["output"])
-        most = limits.tokens if limit == "inf" else limit
-        if limits.context is not None:
-            most = min(most, limits.context - response.spent.text_in)
-        return BrainQuestion(found, pcm, instructions, response.aloud, options, most)
-
-    def _said(self, items: list[ConversationItem], response: Response) -> Tensor | None:
-        """The sound of the user's last turn, whose items are taken from the list."""
-        parts: list[Tensor] = []
-        while items and items[-1].spoken:
-            item = items.pop()
-            response.asks.insert(0, item)
-            parts = [part.pcm for part in item.parts if part.pcm is not None] + parts
-        return torch.cat(parts) if parts else None
-
-    def _spend(self, response: Response, texts: Sequence[str], pcm: Tensor | None) -> None:
-        brain, spent = self._session.brain, response.spent
-        spent.text_in = sum(brain.count(text) for text in texts if text)
-        spent.audio_in = 0 if pcm is None else round(len(pcm) * HEARD_TOKENS)
-        spent.image_in = int(brain.figures().get("tokens", 0))
-
-    def _options(self, output: dict[str, Any]) -> dict[str, Any]:
-        """Voice and speed as the speaker knows them."""
-        session, found = self._session, dict[str, Any]()
-        voice = session.settings.own_voice(output["voice"])
-        if voice is not None:
-            found["voice"] = voice
-        if session.pace is not None and output["speed"] != 1.0:
-            least, usual, most = session.pace
-            found["speed"] = round(min(max(usual * output["speed"], least), most))
-        return found
-
-    def interrupt(self) -> None:
-        """Somebody speaks: what is being said, or still played, falls silent."""
-        if self.current is not None and not self.current.over:
-            self.current.end("cancelled", "turn_detected")
-        elif self.last is not None and self.last.sounding:
-            self.last.settle()
-
-    def cancel(self, event: ResponseCancel) -> None:
+    def _cancel(self, event: Any) -> None:
         """Stop a response.
 
         Raises:
             EventError: None is being made, or none of that name.
         """
-        if event.response_id is None:
-            found = self.current
-        else:
+        found: SpokenReply | None = self.reply
+        if event.response_id is not None:
             found = self.running.get(event.response_id, (None, None))[0]
         if found is None or found.over:
             raise EventError(
@@ -216,217 +306,287 @@ class Responder:
                 "response_cancel_not_active",
                 "response_id" if event.response_id else None,
             )
-        found.end("cancelled", "client_cancelled")
+        self.stop(found, "cancelled")
 
-    def ended(self, response: Response) -> None:
-        """A response has said that it is done."""
-        self._session.spend(response.spent.total - response.spent.image_in)
-        if response is self.current:
-            self.current = None
+    # --- what the dialogue asks for ---
 
-    async def close(self) -> None:
-        """Stop all of them, and wait until the models have let go."""
-        for response, _ in list(self.running.values()):
-            response.end("cancelled", "client_cancelled")
-        await asyncio.gather(*(task for _, task in self.running.values()))
-
-
-def _asked(instructions: str) -> Turn:
-    """Instructions of a response as a question.
-
-    Raises:
-        EventError: There are none.
-    """
-    if not instructions.strip():
-        raise EventError(
-            "there is nothing to answer; create an item of the user, commit sound, or give "
-            "response.instructions",
-            "nothing_to_answer",
-        )
-    return Turn("user", instructions)
-
-
-_log = logging.getLogger("mmfast.serve")
-
-
-class RealtimeSession:
-    """A conversation with one client; all of it happens in the event loop.
-
-    Args:
-        service: What sessions share.
-        voices: What listens and answers.
-    """
-
-    def __init__(self, service: RealtimeService, voices: Voices, brain: Brain) -> None:
-        self.id, self.service, self.brain, self.pace = new_id("sess"), service, brain, voices.pace
-        limits = service.limits
-        self.outbox, self.closed = Outbox(), False
-        self.settings = Settings(self.id, service.model(), voices.voices, limits.seconds)
-        self.conversation = Conversation(letters=limits.text)
-        self.began = self.last_event = self.now()
-        self.hearing = Hearing(self)
-        self.seeing = Seeing(self, limits.frames)
-        self.responder = Responder(self)
-        self.spend: Callable[[int], None] = lambda tokens: (
-            None
-        )  # counts them where there are quotas
-        self.understanding = Understanding(self, limits.recordings)
-        self._handlers: dict[type[e.RealtimeEvent], Callable[[Any], Awaitable[None] | None]] = {
-            e.SessionUpdate: self._update,
-            e.AudioAppend: self.hearing.append,
-            e.AudioCommit: lambda _: self.hearing.commit(),
-            e.AudioClear: lambda _: self.hearing.clear(),
-            e.OutputClear: lambda _: self.responder.interrupt(),
-            e.ItemCreate: self._create,
-            e.ItemDelete: self._delete,
-            e.ItemRetrieve: self._retrieve,
-            e.ItemTruncate: self._truncate,
-            e.ResponseCreate: self.responder.create,
-            e.ResponseCancel: self.responder.cancel,
-            e.ImageAppend: self._image,
-        }
-        self.send(type="session.created", session=self.settings.values)
-
-    def now(self) -> float:
-        """Seconds of the service's clock."""
-        return float(self.service.clock.now())
-
-    def send(self, **event: Any) -> None:
-        """Tell the client."""
-        self.outbox.put(event)
-
-    def fail(self, error: BaseException, event_id: str | None) -> None:
-        """Tell the client that an event could not be done; the session goes on."""
-        known = told(error)
-        if known["type"] == "server_error":
-            _log.error("an event failed", exc_info=error)
-        self.send(type="error", error={**known, "event_id": event_id})
-
-    async def handle(self, text: str) -> None:
-        """One event of the client; whatever is wrong with it, the client is told."""
-        self.last_event, event_id = self.now(), None
-        try:
-            if len(text) > self.service.limits.message:
-                raise EventError(
-                    f"the event has {len(text)} letters; send {self.service.limits.message} at "
-                    "most, sound in smaller pieces",
-                    "message_too_large",
-                )
-            found = e.read(text, self.service.config.max_json_depth)
-            given = found.get("event_id")
-            event_id = given[:512] if isinstance(given, str) else None
-            event = e.checked(found)
-            waits = self._handlers[type(event)](event)
-            if waits is not None:
-                await waits
-        except Exception as error:
-            self.fail(error, event_id)
-
-    def check_text(self, texts: Sequence[str], param: str) -> None:
-        """Refuse more letters than the server takes in one request.
-
-        Raises:
-            EventError: Says how many.
-        """
-        letters, most = sum(map(len, texts)), self.service.limits.text
-        if letters > most:
-            text = f"{letters:,} letters of text; {most:,} are allowed: say less"
-            raise EventError(text, "string_above_max_length", param)
-
-    def _update(self, event: e.SessionUpdate) -> None:
-        self.check_text([event.session.instructions or ""], "session.instructions")
-        self.settings.update(event.session)
-        self.hearing.configure()
-        self.send(type="session.updated", session=self.settings.values)
-
-    def add(self, item: ConversationItem, after: str | None = None, content: bool = True) -> None:
-        """An item of the conversation, and say so; a reply's content comes later."""
-        before = self.conversation.add(item, after)
-        shown = item.shown() if content else {**item.shown(), "content": []}
-        kind = "conversation.item.added"
-        self.send(type=kind, previous_item_id=before, item=shown)
-        if content:
-            self.done(item, before)
-
-    def done(self, item: ConversationItem, before: str | None = None) -> None:
-        """An item is complete."""
-        if item.id not in self.conversation.items:
+    def emit(self, kind: Kind, reply: SpokenReply | None = None, **fields: Any) -> None:
+        """Send an event of the dialogue as the protocol has it."""
+        if isinstance(reply, Response):
+            self._show_progress(kind, reply, fields)
             return
+        item = {"item_id": fields["item"]}
+        ms = fields.get("audio_ms", 0.0)
+        if kind == "speech_started":
+            self.send(type=f"input_audio_buffer.{kind}", **item, audio_start_ms=round(ms))
+        elif kind == "speech_stopped":
+            self.send(type=f"input_audio_buffer.{kind}", **item, audio_end_ms=round(ms))
+        elif kind == "cleared":
+            self.send(type="input_audio_buffer.cleared")
+        elif kind == "truncated":
+            place = {"content_index": 0, "audio_end_ms": int(ms)}
+            self.send(type="conversation.item.truncated", **item, **place)
+        elif kind == "deleted":
+            self.send(type="conversation.item.deleted", **item)
+
+    def name(self, kind: str) -> str:
+        """Return a name such as `item_3f…`."""
+        return new_id(kind)
+
+    def take_turn(self, item: str, pcm: Tensor) -> None:
+        """Put what was said into the conversation."""
+        turn = ConversationItem(
+            item, "user", parts=[ItemPart("input_audio", pcm=pcm, unheard=True)]
+        )
+        self._committed(turn)
+        if self.settings.transcribes:
+            self.recordings.put(item, turn)
+
+    def _committed(self, turn: ConversationItem) -> None:
+        self.quiet_since = self.clock.now()
+        before = self.conversation.last
+        kind = "input_audio_buffer.committed"
+        self.send(type=kind, previous_item_id=before, item_id=turn.id)
+        self._add(turn)
+
+    def answer_turn(self) -> None:
+        """Answer what was just said, unless a reply must not be interrupted."""
+        settings, now = self.settings.of_response(protocol.Wish()), self.clock.now()
+        try:
+            self._check_free()
+            response = Response(settings, self.conversation.id, None, now)
+            self._start(response, list(self.conversation.items.values()))
+        except EventError as error:
+            self.fail(error, None)
+
+    def understood(self, reply: SpokenReply, text: str) -> None:
+        """Write down what a model that answers speech itself understood, of all it was asked."""
+        for item in reply.asks if isinstance(reply, Response) else ():
+            for number, part in item.unheard:
+                part.text, part.unheard, text = text.strip(), False, ""
+                self._show_transcript(item, number)
+
+    def _add(self, item: ConversationItem, after: str | None = None, content: bool = True) -> None:
+        """Add an item to the conversation; a reply's content comes later."""
+        before = self.conversation.insert(item, after)
+        shown = item.shown() if content else {**item.shown(), "content": []}
+        self.send(type="conversation.item.added", previous_item_id=before, item=shown)
+        if content:
+            self._complete(item)
+
+    def _complete(self, item: ConversationItem) -> None:
         names = list(self.conversation.items)
-        at = names.index(item.id)
-        before = names[at - 1] if at else None
-        kind = "conversation.item.done"
-        self.send(type=kind, previous_item_id=before, item=item.shown())
+        if item.id in names:
+            at = names.index(item.id)
+            before = names[at - 1] if at else None
+            kind = "conversation.item.done"
+            self.send(type=kind, previous_item_id=before, item=item.shown())
 
-    async def _create(self, event: e.ItemCreate) -> None:
-        limit, settings = self.service.limits.message, self.settings
-        item = written(event.item, settings.input_format, limit)
-        self.check_text([item.text], "item.content")
-        frames = []
-        for number, part in enumerate(item.parts):
-            if part.kind == "input_image":
-                place = f"item.content.{number}.image_url"
-                self.seeing.check(place)
-                frames.append(await self.service.picture(part.picture, place))
-                part.picture = ""
-        self.add(item, event.previous_item_id)
-        for frame in frames:
-            self.seeing.add(frame, None, event.event_id)
-        if settings.transcribes and item.unheard:
-            self.understanding.ask(item)
+    def idle(self) -> None:
+        """Take a long silence for a turn, where the settings ask for it."""
+        limit = (self.settings.turn_detection or {}).get("idle_timeout_ms")
+        if limit is None or self.open or self.busy:
+            return
+        playback = None if self.reply is None else self.reply.item.playback
+        since = max(self.quiet_since, 0.0 if playback is None else playback.dry_at())
+        if 1e3 * (self.clock.now() - since) < limit:
+            return
+        item, end = new_id("item"), round(1e3 * self.taken / RATE)
+        place = {"audio_start_ms": max(0, end - limit), "audio_end_ms": end, "item_id": item}
+        self.send(type="input_audio_buffer.timeout_triggered", **place)
+        self._committed(ConversationItem(item, "user", parts=[ItemPart("input_audio")]))
+        self.answer_turn()
 
-    def _image(self, event: e.ImageAppend) -> None:
-        self.seeing.check("image")
-        self.seeing.add(event.image, event.time, event.event_id)
+    # --- responses ---
 
-    def _retrieve(self, event: e.ItemRetrieve) -> None:
-        item = self.conversation.get(event.item_id)
-        shown = item.shown(self.settings.input_format)
-        self.send(type="conversation.item.retrieved", item=shown)
+    @property
+    def busy(self) -> bool:
+        """True while a response is being made."""
+        return any(not response.over for response, _ in self.running.values())
 
-    def _delete(self, event: e.ItemDelete) -> None:
-        item, current = self.conversation.get(event.item_id), self.responder.current
-        if current is not None and current.item is item:
-            current.end("cancelled", "client_cancelled")
-        self.conversation.remove(item.id)
-        self.send(type="conversation.item.deleted", item_id=item.id)
-
-    def _truncate(self, event: e.ItemTruncate) -> None:
-        """So much was heard; more than there is means all there is, and is no error.
-
-        Clients ask for more than there is when they count what they have not played yet, and
-        some never speak again after an error here.
-        """
-        item, current = self.conversation.get(event.item_id), self.responder.current
-        if item.role != "assistant":
+    def _check_free(self) -> None:
+        if self.reply is not None and not self.reply.over:
             raise EventError(
-                f"item {item.id!r} is of {item.role}; only replies are truncated", param="item_id"
+                f"response {self.reply.id!r} is being made; wait for response.done or cancel it",
+                "conversation_already_has_active_response",
             )
-        if event.content_index != 0:
-            raise EventError("a reply has one part; give 0", param="content_index")
-        if current is not None and current.item is item:
-            current.end("cancelled", "client_cancelled")
-        ms = _cut(item, event.audio_end_ms)
-        place = {"item_id": item.id, "content_index": 0, "audio_end_ms": ms}
-        self.send(type="conversation.item.truncated", **place)
+
+    def _start(self, response: Response, items: Sequence[ConversationItem]) -> None:
+        if len(self.running) >= self.service.limits.responses:
+            raise EventError(
+                f"{len(self.running)} responses are being made; wait for one to end",
+                "too_many_responses",
+            )
+        if response.conversation is not None:
+            self.reply = response
+        self.emit("reply_started", response)
+        response.busy = True  # the task closes the model, in a thread
+        frames = self.frames.pending()
+        task = asyncio.get_running_loop().create_task(self._make(response, items, frames))
+        self.running[response.id] = response, task
+
+    async def _make(
+        self,
+        response: Response,
+        items: Sequence[ConversationItem],
+        frames: Sequence[asyncio.Future[None]],
+    ) -> None:
+        """Answer, unless it is cancelled; every exception ends it as failed."""
+        service, brain = self.service, self.brain
+        try:
+            await asyncio.gather(*frames)
+            await self._hear_all(items, response)
+            options = self.settings.speaking(response.settings["output"])
+            question = question_of(response, items, brain, service.limits, options)
+            if question is not None and not response.over:
+                response.make = partial(brain.answer, question)
+                while await self._ready(response):
+                    self._piece(response, await service.work(response.pull))
+            self.take(response, None)
+        except Exception as error:
+            if not response.over:
+                known = self._known(error, "a response failed")
+                response.error = {name: known[name] for name in ("type", "code", "message")}
+                self.stop(response, "failed")
+        finally:
+            if response.make is not None:
+                await service.work(response.close)
+            self.running.pop(response.id, None)
+
+    async def _hear_all(self, items: Sequence[ConversationItem], response: Response) -> None:
+        """Make text of all speech, but for the last turn where the model answers speech itself."""
+        before = list(items)
+        while self.brain.native and before and before[-1].spoken:
+            before.pop()
+        for item in before:
+            if item.unheard and not response.over:
+                await self.recordings.put(item.id, item)
+
+    async def _ready(self, response: Response) -> bool:
+        """Wait while the client has enough to read, or to play; returns whether more is wanted."""
+        await self.outbox.room()
+        playback = response.item.playback
+        while playback is not None and not response.over:
+            lead = playback.dry_at() - self.clock.now() - self.service.limits.ahead
+            if lead <= 0:
+                break
+            await asyncio.sleep(min(lead, 0.25))
+        return not response.over
+
+    def _piece(self, response: Response, sound: Any) -> None:
+        """Take the next piece; one that is more than the client asked for ends the response."""
+        if sound is not None and not response.over:
+            words = self.brain.count(sound.text) if sound.text else 0
+            if not response.spend(words, sound):
+                self.end(response, "incomplete")
+                return
+        self.take(response, sound)
+
+    def _show_progress(self, kind: Kind, response: Response, fields: dict[str, Any]) -> None:
+        if kind == "reply_started":
+            self.send(type="response.created", response=response.resource(dict(self.frames.counts)))
+            self.send(type="rate_limits.updated", rate_limits=[])
+        elif kind == "text":
+            self._show_text(response, fields["text"])
+        elif kind == "audio" and response.aloud:
+            self._show_audio(response, fields["pcm"], fields["rate"])
+        elif kind == "interrupted" and not response.over:
+            self.outbox.purge(response.id)
+        elif kind == "done":
+            self._show_end(response, fields["status"])
+
+    def _show_item(self, response: Response) -> None:
+        if response.shown:
+            return
+        self.send(**response.show())
+        if response.conversation is not None:
+            self._add(response.item, content=False)
+        kind = "response.content_part.added"
+        self.send(type=kind, **response.place(), part=response.part(""))
+
+    def _show_text(self, response: Response, text: str) -> None:
+        self._show_item(response)
+        response.item.parts[0].text += text
+
+        def sent() -> None:
+            if not response.over:
+                response.sent += text
+
+        kind = "output_audio_transcript" if response.aloud else "output_text"
+        self._delta(response, kind, text, sent)
+
+    def _show_audio(self, response: Response, pcm: Tensor, rate: int) -> None:
+        self._show_item(response)
+        if response.out is None:
+            response.out = Outgoing(response.settings["output"]["format"]["type"], rate)
+            response.first_audio = self.clock.now() - response.asked
+            self.service.count("first_audio", response.first_audio, "realtime")
+        for piece in pcm.split(round(PIECE * rate)):
+            self._packed(response, response.out.step(piece), len(piece))
+
+    def _packed(self, response: Response, packed: str, samples: int) -> None:
+        playback, count = response.playback, response.held + samples
+        response.held = 0 if packed else count
+        if packed and playback is not None:
+            self._delta(response, "output_audio", packed, lambda: playback.add(count))
+
+    def _delta(self, response: Response, kind: str, delta: str, sent: Callable[[], None]) -> None:
+        event = {"type": f"response.{kind}.delta", **response.place(), "delta": delta}
+        self.outbox.put(event, response.id, sent)
+
+    def _show_end(self, response: Response, status: Any) -> None:
+        if not response.conclude(status) and response.out is not None:
+            self._packed(response, response.out.finish(), 0)
+        if response.shown:
+            for event in response.closing():
+                self.send(**event)
+            if response.conversation is not None:
+                self._complete(response.item)
+            which = {"response_id": response.id, "output_index": 0}
+            kind = "response.output_item.done"
+            self.send(type=kind, **which, item=response.sent_item())
+        self.send(type="response.done", response=response.resource(dict(self.frames.counts)))
+        self.spend(response.spent.total - response.spent.image_in)
+
+    # --- frames and recordings ---
+
+    async def _see(self, picture: Any, time: float) -> None:
+        if isinstance(picture, str):
+            picture = await self.service.picture(picture, "image")
+        if not self.closed:
+            await self.service.work(partial(self.brain.see, picture, time))
+
+    async def _transcribe(self, pcm: Tensor) -> str:
+        return await self.service.work(partial(self.brain.hear, pcm))
+
+    def _show_transcript(
+        self, item: ConversationItem, number: int, error: dict[str, Any] | None = None
+    ) -> None:
+        """Send what was understood, where the client wants to read it."""
+        if not self.settings.transcribes or item.id not in self.conversation.items:
+            return
+        place, part = {"item_id": item.id, "content_index": number}, item.parts[number]
+        if error is not None:
+            self.send(type=f"{_TRANSCRIPTION}.failed", **place, error=error)
+            return
+        if part.text:
+            self.send(type=f"{_TRANSCRIPTION}.delta", **place, delta=part.text)
+        seconds = 0.0 if part.pcm is None else len(part.pcm) / RATE
+        usage = {"type": "duration", "seconds": round(seconds, 3)}
+        kind = f"{_TRANSCRIPTION}.completed"
+        self.send(type=kind, **place, transcript=part.text, usage=usage)
 
     async def close(self) -> None:
-        """End: models let go of it, nothing of it is left."""
+        """End: the models let go of it, and nothing of it is left."""
         self.closed = True
         self.outbox.close()
-        self.understanding.forget()
-        await self.responder.close()
-        await asyncio.gather(self.seeing.close(), self.understanding.close())
+        for backlog in (self.recordings, self.frames):
+            backlog.clear()
+        tasks = []
+        for response, task in list(self.running.values()):
+            tasks.append(task)
+            if not response.over:
+                self.stop(response, "cancelled")
+        await asyncio.gather(*tasks)
+        await asyncio.gather(self.frames.finished(), self.recordings.finished())
         await self.service.listen(self.brain.close)
-
-
-def _cut(item: ConversationItem, ms: float) -> int:
-    """Keep so much of a reply; returns the milliseconds that are left."""
-    reply = item.reply
-    if reply is None or reply.words is None:
-        return 0
-    if reply.playback is not None:
-        reply.settle(reply.playback.stop())
-    rate = reply.words.rate
-    reply.cut(round(min(max(ms, 0.0), 1e9) * rate / 1e3))
-    return int(1e3 * reply.played / rate)

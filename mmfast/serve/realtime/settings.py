@@ -10,6 +10,7 @@ from typing import Any
 from mmfast.core.errors import unknown
 from mmfast.serve.realtime.errors import EventError
 from mmfast.serve.realtime.protocol import AudioOutput, SessionShape, VoiceShape, Wish
+from mmfast.voice.ear import Ear, VoiceEar
 
 # Names that stock clients ask for; each is one of the model's own voices.
 NAMES = ["alloy", "ash", "ballad", "coral", "echo", "sage", "shimmer", "verse", "marin", "cedar"]
@@ -36,17 +37,26 @@ _DEFAULTS = {"server_vad": _SERVER_VAD, "semantic_vad": _SEMANTIC_VAD}
 
 
 class Settings:
-    """What is in effect.
+    """Settings of one session that are in effect.
 
     Args:
         id: Of the session.
         model: Its name.
         voices: Of the model, the first one the default; none where it has no names for them.
         seconds: That the session may last.
+        pace: Words per minute that the model speaks: least, usual, most; None where it has no
+            choice of them.
     """
 
-    def __init__(self, id: str, model: str, voices: Sequence[str], seconds: float) -> None:
-        self._voices = tuple(voices)
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        voices: Sequence[str],
+        seconds: float,
+        pace: tuple[int, int, int] | None = None,
+    ) -> None:
+        self._voices, self._pace = tuple(voices), pace
         self.values: dict[str, Any] = {
             "type": "realtime",
             "object": "realtime.session",
@@ -138,23 +148,34 @@ class Settings:
             raise EventError(unknown("voice", name, [*self._voices, *NAMES]), param=where)
         return name
 
-    def own_voice(self, name: str) -> str | None:
-        """What the model calls a voice; None lets it choose."""
+    def speaking(self, output: Mapping[str, Any]) -> dict[str, Any]:
+        """Return voice and speed of an output as options of the model's speaker."""
+        found, name = dict[str, Any](), output["voice"]
         if name in self._voices:
-            return name
-        if name in NAMES and self._voices:
-            return self._voices[NAMES.index(name) % len(self._voices)]
-        return None
+            found["voice"] = name
+        elif name in NAMES and self._voices:
+            found["voice"] = self._voices[NAMES.index(name) % len(self._voices)]
+        if self._pace is not None and output["speed"] != 1.0:
+            least, usual, most = self._pace
+            found["speed"] = round(min(max(usual * output["speed"], least), most))
+        return found
 
     @property
     def turn_detection(self) -> dict[str, Any] | None:
-        """How turns are found; None leaves it to the client."""
+        """Settings of the turn detection; None leaves turns to the client."""
         found: dict[str, Any] | None = self.values["audio"]["input"]["turn_detection"]
         return found
 
     @property
+    def detection(self) -> dict[str, Any] | None:
+        """The settings that an ear depends on."""
+        names = ("type", "threshold", "prefix_padding_ms", "silence_duration_ms", "eagerness")
+        turns = self.turn_detection
+        return None if turns is None else {name: turns.get(name) for name in names}
+
+    @property
     def transcribes(self) -> bool:
-        """Whether the client wants to read what it said."""
+        """The client wants to read what it said."""
         return self.values["audio"]["input"]["transcription"] is not None
 
     @property
@@ -163,7 +184,7 @@ class Settings:
         return str(self.values["audio"]["input"]["format"]["type"])
 
     def of_response(self, wish: Wish) -> dict[str, Any]:
-        """What is in effect for one response.
+        """Return what is in effect for one response.
 
         Raises:
             EventError: Something of it cannot be had here.
@@ -177,6 +198,23 @@ class Settings:
         given = self.output(asked.model_dump(exclude_unset=True), "response.audio.output")
         output = {**values["audio"]["output"], **given}
         return {**found, "output": output, "asked": own.get("instructions") or ""}
+
+
+def ear_of(turns: Mapping[str, Any]) -> Ear:
+    """Return an ear that finds turns as the settings ask for.
+
+    Raises:
+        ModelError: silero-vad is not installed.
+    """
+    if turns["type"] == "semantic_vad":
+        return VoiceEar(silence_duration_ms=EAGERNESS[turns["eagerness"]])
+    threshold = min(max(float(turns["threshold"]), 0.01), 0.99)
+    return VoiceEar(
+        threshold=threshold,
+        exit=min(0.35, 0.7 * threshold),
+        silence_duration_ms=turns["silence_duration_ms"],
+        prefix_padding_ms=turns["prefix_padding_ms"],
+    )
 
 
 def no_tools(tools: Sequence[Any] | None, where: str) -> None:

@@ -151,10 +151,10 @@ async def _watch(websocket: WebSocket, session: RealtimeSession) -> int:
     limits = session.service.limits
     while True:
         await asyncio.sleep(0.1)
-        now = session.now()
-        if session.responder.busy:
+        now = session.clock.now()
+        if session.busy:
             session.last_event = now
-        session.hearing.timeout()
+        session.idle()
         for name, limit, since in (
             ("session_expired", limits.seconds, session.began),
             ("session_idle", limits.idle, session.last_event),

@@ -15,7 +15,8 @@ from mmfast.core.speech import Chatter
 from mmfast.decoding.codebooks import CodeChoice, copy_frame
 from mmfast.decoding.sampling import Sampling
 from mmfast.models.speech.depth_weights import moshi_depth
-from mmfast.models.speech.moshi import MoshiState, MoshiSteps, MoshiVoice
+from mmfast.models.speech.moshi import MoshiVoice
+from mmfast.models.speech.moshi_steps import MoshiState, MoshiSteps
 from mmfast.ops.codebooks import delay
 
 GREEDY = Sampling()

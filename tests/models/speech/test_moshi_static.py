@@ -13,10 +13,12 @@ from torch._dynamo.utils import counters
 
 from mmfast.bench.suites import moshi as moshi_bench
 from mmfast.core.errors import MediaError, ModelError
-from mmfast.decoding.codebooks import CodeChoice
+from mmfast.decoding.codebooks import CodeChoice, copy_frame
 from mmfast.decoding.sampling import Sampling
-from mmfast.models.speech.moshi import MoshiSteps, MoshiVoice
+from mmfast.models.speech import moshi as moshi_voice
+from mmfast.models.speech.moshi import MoshiVoice
 from mmfast.models.speech.moshi_graphs import MoshiFrames, MoshiStatic, StaticStage, frame_bytes
+from mmfast.models.speech.moshi_steps import MoshiSteps
 from mmfast.ops.cuda_graphs import Compiled, CudaGraphs, Eager
 
 HOP = 1920
@@ -103,6 +105,41 @@ def test_frames_of_sound_are_those_of_the_voice(model: Any, way: str) -> None:
     if way == "replayed":
         assert len(recorder.cuda.graphs) == 4  # ear, temporal, depth, mouth
         assert all(graph.replays >= 10 for graph in recorder.cuda.graphs)
+
+
+def _said(sounds: Any) -> tuple[Tensor, Tensor]:
+    found = list(sounds)
+    return torch.cat([s.codes for s in found], dim=1), torch.cat([s.pcm for s in found])
+
+
+def test_a_voice_replays_its_graphs_and_says_the_same(model: Any) -> None:
+    plain = MoshiVoice(model, text=Sampling(), audio=Sampling())
+    recorder = CudaGraphs("cpu", FakeCuda())
+    replaying = MoshiVoice(model, text=Sampling(), audio=Sampling(), graphs=recorder)
+    assert plain.graphs is None  # on a CPU
+    asked = torch.randn(3 * HOP + 100, generator=torch.Generator().manual_seed(1)) * 0.3
+    for _ in range(2):  # the second conversation begins anew on the same graphs
+        codes, pcm = _said(plain.reply(asked, 24_000, seconds=0.8))
+        mine = replaying.reply(asked, 24_000, seconds=0.8)
+        first = next(mine)
+        # meanwhile another conversation goes step by step, and neither disturbs the other
+        assert torch.equal(_said(replaying.reply(asked, 24_000, seconds=0.8))[0], codes)
+        found = _said([first, *mine])
+        assert torch.equal(found[0], codes)
+        torch.testing.assert_close(found[1], pcm, rtol=1e-4, atol=1e-5)
+    assert len(recorder.cuda.graphs) == 4
+    chunks = asked.split(700)  # no whole frames
+    assert torch.equal(_said(replaying.run(chunks))[0], _said(plain.run(chunks))[0])
+
+
+def test_a_cuda_device_replays_unless_codes_are_drafted(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Eager()
+    monkeypatch.setattr(moshi_voice, "graphs_for", lambda device: recorder)
+    monkeypatch.setattr(moshi_voice, "device_kind", lambda model: "cuda")
+    assert MoshiVoice(model).graphs is recorder
+    assert MoshiVoice(model, drafter=copy_frame).graphs is None
 
 
 def test_each_part_compiles_as_one_graph_and_only_once(model: Any) -> None:

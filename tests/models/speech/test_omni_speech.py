@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Chatter, Listener, Sound, Speaker, Turn
-from mmfast.models.speech.omni import OmniSpeech, load_omni
+from mmfast.models.speech.omni import OmniSpeech
 from mmfast.models.speech.omni_talker import Picking
 
 GREEDY = Picking(repetition_penalty=1.05)  # the stock penalty, which is on unless turned off
@@ -228,18 +228,6 @@ def test_what_it_is_asked_wrongly() -> None:
         OmniSpeech(omni().thinker)
     with pytest.raises(ModelError, match="sampling of speech: `temperature`"):
         list(this.answer(prompt(), talker=Picking(True, temperature=-1.0)))
-
-
-def test_loading() -> None:
-    assert load_omni((omni(), None), ahead=2).options.ahead == 2
-    for source, says in (
-        ("./nowhere", "cannot load Qwen2.5-Omni './nowhere'"),
-        ((omni(),), "a tuple of 1; give"),
-        (3, "model is a int; give a directory"),
-    ):
-        with pytest.raises(ModelError, match=says) as caught:
-            load_omni(source)
-        assert "\n" not in str(caught.value)
 
 
 def test_the_thinker_may_end_first() -> None:

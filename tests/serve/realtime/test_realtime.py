@@ -27,9 +27,9 @@ from mmfast.frontends.audio.samples import decode_pcm
 from mmfast.ops.audio import resample
 from mmfast.serve.realtime.brain import ChatterVoices
 from mmfast.serve.realtime.formats import encode
-from mmfast.serve.realtime.input import ear_of
 from mmfast.serve.realtime.service import SessionLimits
-from mmfast.serve.realtime.session import Responder
+from mmfast.serve.realtime.session import RealtimeSession
+from mmfast.serve.realtime.settings import ear_of
 
 LONG = "one two three four five six seven eight nine ten " * 20
 VAD = {"type": "server_vad"}
@@ -397,6 +397,6 @@ def test_the_rules_notice_who_talks_on(monkeypatch: pytest.MonkeyPatch) -> None:
             rules.server(event)
 
     fast(main())
-    monkeypatch.setattr(Responder, "interrupt", lambda self: None)
+    monkeypatch.setattr(RealtimeSession, "interrupt", lambda self, status: False)
     with pytest.raises(AssertionError, match="after somebody spoke"):
         fast(main())

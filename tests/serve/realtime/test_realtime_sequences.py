@@ -9,9 +9,10 @@ import pytest
 from realtime_machine import sequences
 from realtime_tools import HumService
 
-from mmfast.serve.realtime.outbox import Outbox
-from mmfast.serve.realtime.response import Response
+from mmfast.serve.realtime.queues import Outbox
 from mmfast.serve.realtime.session import RealtimeSession
+from mmfast.voice.history import HistoryTurn
+from mmfast.voice.reply import SpokenReply
 
 
 def test_random_sequences(request: pytest.FixtureRequest) -> None:
@@ -20,15 +21,15 @@ def test_random_sequences(request: pytest.FixtureRequest) -> None:
 
 def late(patch: pytest.MonkeyPatch) -> None:
     """A piece that comes after the cancel is told."""
-    take = Response._take
+    take = RealtimeSession.take
 
-    def wrong(self: Response, run: Any, sound: Any) -> None:
-        if self.over and sound is not None and sound.text:
-            self._text(sound.text)
+    def wrong(self: RealtimeSession, reply: Any, sound: Any) -> None:
+        if reply.over and sound is not None and sound.text:
+            self.emit("text", reply, text=sound.text)
         else:
-            take(self, run, sound)
+            take(self, reply, sound)
 
-    patch.setattr(Response, "_take", wrong)
+    patch.setattr(RealtimeSession, "take", wrong)
 
 
 def drop(kind: str, times: int = 1) -> Callable[[pytest.MonkeyPatch], None]:
@@ -48,7 +49,7 @@ def drop(kind: str, times: int = 1) -> Callable[[pytest.MonkeyPatch], None]:
 
 def deaf(patch: pytest.MonkeyPatch) -> None:
     """Truncating does nothing."""
-    patch.setattr("mmfast.serve.realtime.session._cut", lambda item, ms: int(max(0, ms)))
+    patch.setattr(HistoryTurn, "truncate", lambda item, ms: max(0, ms))
 
 
 def leak(patch: pytest.MonkeyPatch) -> None:
@@ -58,7 +59,7 @@ def leak(patch: pytest.MonkeyPatch) -> None:
 
 def forget(patch: pytest.MonkeyPatch) -> None:
     """The model's generator is not closed."""
-    patch.setattr("mmfast.voice.reply.Run.close", lambda self: KEPT.append(self))
+    patch.setattr(SpokenReply, "close", lambda self: KEPT.append(self))
 
 
 KEPT: list[Any] = []

@@ -1,0 +1,60 @@
+"""Speech models of transformers by their type; every file of this package registers its own."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+V = TypeVar("V", bound=type)
+
+
+@dataclass(frozen=True)
+class SpeechFamily:
+    """A stock model and its voice here.
+
+    Attributes:
+        stock: Class of transformers that loads the checkpoint.
+        reader: Class of transformers that turns its text into ids and back.
+        voice: Makes the voice of a loaded model and its reader.
+    """
+
+    stock: str
+    reader: str
+    voice: Callable[[Any, Any], Any]
+
+
+_FAMILIES: dict[str, SpeechFamily] = {}
+
+
+def speech_family(
+    model_type: str, stock: str, argument: str, reader: str = "AutoTokenizer", part: str = ""
+) -> Callable[[V], V]:
+    """Register a class as the voice of a model type.
+
+    Args:
+        model_type: As in the checkpoint's `config.json`.
+        stock: Class of transformers that loads it.
+        argument: Of the class: what takes the reader.
+        reader: Class of transformers that turns text into ids and back.
+        part: Attribute of the reader that is given instead of the reader.
+    """
+
+    def register(cls: V) -> V:
+        def voice(model: Any, words: Any) -> Any:
+            return cls(model, **{argument: getattr(words, part) if part else words})
+
+        _FAMILIES[model_type] = SpeechFamily(stock, reader, voice)
+        return cls
+
+    return register
+
+
+def speech_families() -> dict[str, SpeechFamily]:
+    """Return the families by model type."""
+    package = importlib.import_module("mmfast.models.speech")
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+    return dict(sorted(_FAMILIES.items()))
