@@ -7,7 +7,7 @@ import torch
 from speech_fakes import Parrot, fingerprint
 
 from mmfast.bench import speech_eval
-from mmfast.bench.report.sessions import speech_words
+from mmfast.bench.report.tables import write_table
 from mmfast.bench.results import append, environment, load
 from mmfast.bench.speech_eval import run_speech_eval, speech_eval_rows
 from mmfast.bench.speech_listening import unseen_questions
@@ -134,10 +134,10 @@ def test_rows_are_kept_and_make_a_table(tmp_path, asked, spoken):
     rows = load(tmp_path / "rows.jsonl")
     assert {row["suite"] for row in rows} == {"speech"}
     assert all(row["model"] == "parrot" and row["versions"] and "score" in row for row in rows)
-    text = "\n".join(speech_words(rows))
+    text = "\n".join(write_table("speech", rows))
     for part in ("espeak-ng itself", "the codec alone", "`exact`", "100 % as vanilla", "typed"):
         assert part in text
-    assert speech_words([]) == ["not measured"]
+    assert write_table("speech", []) == ["Not measured."]
 
 
 def test_unknown_names_are_one_line():
