@@ -169,7 +169,7 @@ def _ran(rows: Rows) -> str:
     return f"{ran} of {len(rows)} cells (method, site, family, kind of media) run."
 
 
-_SYSTEM = "system: {system} | offered here: {offered} | "
+_SYSTEM = "system: {system} | offered here: {offered} | limit: {limit}"
 _FIGURE = " | its own figure (and where): {claim} ({on}) | here, on the embedded model: {ours}"
 _SOURCES = "eval-video eval-cache"
 TABLES: dict[str, tuple[Table, ...]] = {
@@ -193,10 +193,10 @@ TABLES: dict[str, tuple[Table, ...]] = {
         Table("", "head: {plain} | paper: {paper} | summary: {summary}", lines=_listed("head")),
     ),
     "systems": (
-        Table(_SOURCES, _SYSTEM[:-3] + _FIGURE, lines=_with("works"), before=_count("works")),
+        Table(_SOURCES, _SYSTEM + _FIGURE, lines=_with("works"), before=_count("works")),
         Table(
             _SOURCES,
-            _SYSTEM + "limit: {limit}" + _FIGURE,
+            _SYSTEM + _FIGURE,
             lines=_with("part"),
             before=_count("part"),
         ),
