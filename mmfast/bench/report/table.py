@@ -134,7 +134,7 @@ class Table:
         elif not above:
             parts.append(EMPTY)
         if rows and (below := self.after(rows)):
-            parts.append([below])
+            parts.append(below.splitlines())
         return [line for part in parts for line in (*part, "")]
 
     def _columns(self, rows: Rows) -> Columns:
