@@ -23,7 +23,7 @@ from pathlib import Path
 import click
 import pytest
 import typer
-from tiny_models import tiny
+from scheduling import model_of
 
 from mmfast.cli import app
 
@@ -65,9 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "tests").symlink_to(ROOT / "tests")
     (home / "clip.mp4").symlink_to(ROOT / "assets" / "clips" / "red-circle.mp4")
     (home / "photo.jpg").symlink_to(ROOT / "assets" / "clips" / "picture.jpg")
-    random = tiny("qwen2_5_vl")
-    random.model.save_pretrained(home / CHECKPOINT)
-    random.processor.save_pretrained(home / CHECKPOINT)
+    for part in model_of("qwen2_5_vl"):  # a random model, and its processor with a chat template
+        part.save_pretrained(home / CHECKPOINT)
     return home
 
 
