@@ -65,6 +65,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "tests").symlink_to(ROOT / "tests")
     (home / "clip.mp4").symlink_to(ROOT / "assets" / "clips" / "red-circle.mp4")
     (home / "photo.jpg").symlink_to(ROOT / "assets" / "clips" / "picture.jpg")
+    program = home / "bin" / "mmfast"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mmfast "$@"\n')
+    program.chmod(0o755)
     for part in model_of("qwen2_5_vl"):  # a random model, and its processor with a chat template
         part.save_pretrained(home / CHECKPOINT)
     return home
@@ -73,6 +77,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", **more}
+    programs = [str(folder / "bin"), str(Path(sys.executable).parent), environment["PATH"]]
+    environment["PATH"] = os.pathsep.join(programs)
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, env=environment, timeout=540
     )
@@ -121,10 +127,7 @@ def runs(line: str) -> bool:
 @pytest.mark.parametrize("page", [page for page in PAGES if any(lines(page))], ids=name)
 def test_shell_runs(page: Path, folder: Path) -> None:
     for line in filter(runs, lines(page)):
-        words = re.sub(r"^(mmfast|python) ", rf"{sys.executable} \1 ", line)
-        words = words.replace(" mmfast ", " -m mmfast ", 1).replace(" python ", " ", 1)
-        words = words.replace("--seconds 960", "--seconds 20")
-        done = run(["bash", "-c", words], folder)
+        done = run(["bash", "-c", line], folder)
         assert done.returncode == 0, f"{line}\n{done.stderr[-2000:]}"
 
 
