@@ -20,7 +20,7 @@ for name in json.loads(sys.argv[2]):
     importlib.import_module(name)
 from mmfast.models.loading import embedded_path
 assert embedded_path().is_relative_to(sys.argv[1])
-from mmfast.planner.evidence import shipped_rows
+from mmfast.planner.candidates import shipped_rows
 assert shipped_rows()
 print(mmfast.reduce(mmfast.Tokens(importlib.import_module("torch").eye(8)), "uniform:0.5").m)
 """

@@ -12,7 +12,7 @@ from mmfast.bench.results import Row, share
 
 TICKS = (0.05, 0.1, 0.25, 0.5, 1.0)
 PRESET, DEVICE, STAGE = "llava-onevision-0.5b", "cpu", "llm"
-_STYLE = {
+_STYLE: Any = {
     "svg.hashsalt": "mmfast",
     "svg.fonttype": "none",  # text stays text
     "font.family": "sans-serif",

@@ -32,7 +32,7 @@ _EVEN = ("preset", "processor", "dtype", "threads", "bench")
 
 
 def _where(row: Row) -> str:
-    return row["processor"] + (f", {row['threads']} threads" if row["device"] == "cpu" else "")
+    return str(row["processor"]) + (f", {row['threads']} threads" if row["device"] == "cpu" else "")
 
 
 def _shape(rows: Rows) -> str:
