@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -18,7 +20,7 @@ for name in json.loads(sys.argv[2]):
     importlib.import_module(name)
 from mmfast.models.loading import embedded_path
 assert embedded_path().is_relative_to(sys.argv[1])
-from mmfast.planner.evidence import shipped_rows
+from mmfast.planner.candidates import shipped_rows
 assert shipped_rows()
 print(mmfast.reduce(mmfast.Tokens(importlib.import_module("torch").eye(8)), "uniform:0.5").m)
 """
@@ -76,8 +78,6 @@ def test_wheel_holds_everything(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_wheel_works_from_another_directory(wheel: Path, tmp_path: Path) -> None:
-    import json
-
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     run = subprocess.run(
         [
@@ -93,6 +93,26 @@ def test_wheel_works_from_another_directory(wheel: Path, tmp_path: Path) -> None
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split()[-1] == "4"
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_answers_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """Install the wheel by pip, then ask a question with its console script."""
+    site = tmp_path / "site"
+    options = ["--no-deps", "--no-index", "--quiet", "--target", str(site)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True)
+    clip = tmp_path / "clip.mp4"
+    clip.write_bytes((ROOT / "assets" / "clips" / "red-circle.mp4").read_bytes())
+    command = [sys.executable, str(site / "bin" / "mmfast"), "ask", str(clip)]
+    run = subprocess.run(
+        [*command, "Which way does the red circle move?", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(site)},
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["answer"] == "left"
 
 
 def test_bare_checkout_finds_kernels_and_pipelines() -> None:

@@ -1,14 +1,18 @@
-"""The README: its commands are what CI runs, its snippet runs, its tables are generated."""
+"""The README: its two commands are those of CI, its links lead to files.
+
+Its snippets run in tests/docs, and its tables are compared there.
+"""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def _blocks(language: str) -> list[str]:
@@ -22,21 +26,7 @@ def test_ci_runs_the_two_commands_as_they_stand() -> None:
     assert [line for line in ci if line.startswith("pip install")] == commands
 
 
-def test_snippet_runs() -> None:
-    (code,) = _blocks("python")
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    assert "visual tokens" in run.stdout and "prefill" in run.stdout
-
-
-def test_tables_are_what_the_generator_writes() -> None:
-    command = [sys.executable, "-m", "mmfast.bench.report.readme", "--check"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
-def test_every_linked_file_exists() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert "://" in target or (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_linked_file_exists(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert "://" in target or (page.parent / target).exists(), target

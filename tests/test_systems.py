@@ -1,59 +1,82 @@
-"""The table of published systems is made from the registry and the accuracy rows."""
+"""The table of published systems is made from assets/systems.json, the registry and the rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mmfast.bench.report.systems import systems, table
+from mmfast.bench.report.catalogue import systems
+from mmfast.bench.report.tables import write_table
 from mmfast.core.registry import methods
 from mmfast.models.families.adapter import families
+
+KINDS = {"offers": "reducer", "caches": "cache", "heads": "head"}
 
 
 def _row(reduce: str | None, score: float) -> dict[str, Any]:
     return {"reduce": reduce, "score": score, "kept": 288}
 
 
+def _cached(cache: str | None, score: float) -> dict[str, Any]:
+    return {"reduce": None, "cache": cache, "score": score, "kept": 288}
+
+
+def _line(lines: list[str], system: str) -> str:
+    (line,) = [line for line in lines if line.startswith(f"| {system} |")]
+    return line
+
+
 def test_everything_offered_exists() -> None:
-    known = {kind: {m.name for m in methods(kind)} for kind in ("reducer", "cache")}
     for system in systems():
-        assert set(system.get("offers", ())) <= known["reducer"], system["system"]
-        assert set(system.get("caches", ())) <= known["cache"], system["system"]
+        for field, kind in KINDS.items():
+            known = {method.name for method in methods(kind)}
+            assert set(system.get(field, ())) <= known, system["system"]
         assert set(system.get("families", ())) <= set(families()), system["system"]
-        assert system["claim"] and system["on"]
+        assert system["claim"] and system["on"] and system["kind"]
+
+
+def test_every_system_is_listed_once_with_an_offer_or_a_limit() -> None:
+    names = [system["system"] for system in systems()]
+    assert len(names) == len(set(names)) == 163
+    for system in systems():
+        assert system["status"] in ("works", "part", "none")
+        offers = any(system.get(field) for field in (*KINDS, "families", "also"))
+        assert offers == (system["status"] != "none"), system["system"]
+        assert system["status"] == "works" or system["limit"], system["system"]
 
 
 def test_every_published_method_has_its_system() -> None:
     offered = {name for system in systems() for name in system.get("offers", ())}
     assert {m.name for m in methods("reducer") if m.paper} - offered <= {"audio_prune"}  # a study
     cached = {name for system in systems() for name in system.get("caches", ())}
-    # `retrieve` is ReKV by the name of what it does.
+    # `retrieve` is ReKV by a descriptive name.
     assert {m.name for m in methods("cache") if m.paper} - cached <= {"retrieve"}
-
-
-def _cached(cache: str | None, score: float) -> dict[str, Any]:
-    return {"reduce": None, "cache": cache, "score": score, "kept": 288}
+    heads = {name for system in systems() for name in system.get("heads", ())}
+    assert {m.name for m in methods("head")} <= heads
 
 
 def test_caches_are_compared_with_the_whole_cache_of_their_own_run() -> None:
     rows = [_row(None, 0.98), _row("fastkv:0.1", 0.49), _row("holitom:0.1", 0.882)]
     rows += [_cached(None, 0.9), _cached("lookm:0.1", 0.45), _cached("fastkv:0.1", 0.81)]
-    lines = table(rows)
-    (line,) = [line for line in lines if line.startswith("| LOOK-M |")]
+    lines = write_table("systems", rows)
+    line = _line(lines, "LOOK-M")
     assert "| cache `lookm` |" in line and line.endswith("| 50.0 % of the accuracy at 10 % |")
-    (line,) = [line for line in lines if line.startswith("| FastKV |")]
+    line = _line(lines, "FastKV")
     assert "| `fastkv` cache `fastkv` |" in line and "| 50.0 % / 90.0 % of" in line
-    (line,) = [line for line in lines if line.startswith("| HoliTom |")]
-    assert "90.0 % / not measured" in line
-    (line,) = [line for line in lines if line.startswith("| SnapKV |")]
-    assert line.endswith("| not measured |")
+    assert "90.0 % / not measured" in _line(lines, "HoliTom")
+    assert _line(lines, "SnapKV").endswith("| not measured |")
 
 
 def test_figures_stand_beside_the_claims() -> None:
-    lines = table([_row(None, 0.98), _row("holitom:0.1", 0.882), _row("holitom_inner:0.1", 0.49)])
-    (line,) = [line for line in lines if line.startswith("| HoliTom |")]
+    rows = [_row(None, 0.98), _row("holitom:0.1", 0.882), _row("holitom_inner:0.1", 0.49)]
+    lines = write_table("systems", rows)
+    line = _line(lines, "HoliTom")
     assert "`holitom` `holitom_inner`" in line and "TTFT 2.28x" in line
     assert "90.0 % / 50.0 % of the accuracy at 10 %" in line
-    (line,) = [line for line in lines if line.startswith("| DivPrune |")]
-    assert line.endswith("| not measured |")
-    (line,) = [line for line in lines if line.startswith("| FastVLM |")]
-    assert "adapter `fast_vlm`" in line
+    assert _line(lines, "DivPrune").endswith("| not measured |")
+    assert "adapter `fast_vlm`" in _line(lines, "FastVLM")
+
+
+def test_a_system_that_is_missing_names_the_reason() -> None:
+    lines = write_table("systems", [])
+    assert "needs training" in _line(lines, "LLaVA-Mini")
+    assert "**82 systems not implemented.**" in lines

@@ -17,8 +17,8 @@ import torch
 from mmfast.bench.cases import pick_device, pick_dtype
 from mmfast.bench.presets import get_preset
 from mmfast.bench.registry import named_rows, names
-from mmfast.bench.report.named import markdown
-from mmfast.bench.report.tables import NOT_MEASURED, label
+from mmfast.bench.report.accuracy import label
+from mmfast.bench.report.table import NOT_MEASURED
 from mmfast.bench.results import Row, bench_rows, share
 from mmfast.bench.run import run_bench
 from mmfast.bench.specs import parse_stages
@@ -305,16 +305,10 @@ GOALS = (
 )
 
 
-def goals(rows: Sequence[Row]) -> list[str]:
-    """Every goal with the least and the best of the latest rows that speak about it."""
-    latest = list({_key(row): row for row in rows}.values())
-    lines = [(goal.what, goal.bound, *_found(goal, latest)) for goal in GOALS]
-    return markdown(("what", "at least", "measured", "met"), lines)
-
-
-def _key(row: Row) -> tuple[object, ...]:
-    keys = ("preset", "processor", "dtype", "threads", "frames", "stage", "reduce")
-    return tuple(row[key] for key in keys)
+def judged(rows: Sequence[Row]) -> list[Row]:
+    """Every goal with the least and the best of the rows that speak about it."""
+    found = ((goal, *_found(goal, rows)) for goal in GOALS)
+    return [{"what": g.what, "bound": g.bound, "told": told, "met": met} for g, told, met in found]
 
 
 def _found(goal: Goal, rows: Sequence[Row]) -> tuple[str, str]:

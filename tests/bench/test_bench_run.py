@@ -13,7 +13,7 @@ import torch
 from mmfast.bench import stages, timing
 from mmfast.bench import stages as stage_module
 from mmfast.bench.presets import PRESETS
-from mmfast.bench.report.tables import bench as bench_table
+from mmfast.bench.report.tables import write_table
 from mmfast.bench.results import bench_rows
 from mmfast.bench.run import run_bench
 from mmfast.core.reduction import Reduction
@@ -50,7 +50,7 @@ def test_every_method_end_to_end() -> None:
         assert row["selection_ms"] > 0 and row["of_oracle"] > 0 and row["peak_mb"] > 0
     assert document["preset"] == "tiny" and document["device"] == "cpu"
     assert ticks[-1][0] == ticks[-1][1] == len(ticks)
-    assert len(bench_table(bench_rows(document))) == 4 + len(rows)
+    assert len(write_table("bench", bench_rows(document))) == 4 + len(rows)
 
 
 def test_ideal_depends_on_where_tokens_leave() -> None:

@@ -8,7 +8,7 @@ import torch
 from speech_fakes import RATE, Parrot, PlainCodec, random_speech_model
 
 from mmfast.bench import registry
-from mmfast.bench.report.sessions import speech_cost
+from mmfast.bench.report.tables import write_table
 from mmfast.bench.suites import speech_drafts, speech_speed
 from mmfast.bench.suites.speech_quality import codec_rows, mel_distance, quality, unseen_lines
 from mmfast.bench.suites.speech_speed import sound_figures, sound_rows
@@ -164,10 +164,10 @@ def test_rows_make_tables(model):
         "first-sound": sound_rows(Parrot(), lines, [], nothing),
     }
     rows = [{**shared, **row, "bench": name} for name, part in found.items() for row in part]
-    text = speech_cost(rows)
+    text = write_table("speech_cost", rows)
     for name, part in found.items():
         start = next(i for i, line in enumerate(text) if f"--speech {name}`" in line)
         table = text[start + 2 : start + 4 + len(part)]
         assert {line.count("|") for line in table} == {table[0].count("|")}
         assert len(table) == len(part) + 2
-    assert "not measured" in "\n".join(speech_cost([]))
+    assert "not measured" in "\n".join(write_table("speech_cost", []))

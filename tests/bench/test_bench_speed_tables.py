@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mmfast.bench.report.models import encoder_tables, kernels, reducers
+from mmfast.bench.report.tables import write_table
 
 WHERE = {"processor": "a chip", "date": "2026-01-01", "commit": "abc", "dtype": "bfloat16"}
 SUMS = {
@@ -21,7 +21,7 @@ SUMS = {
 
 def test_goals_of_kernels_take_the_latest_row_of_a_gpu() -> None:
     older = {**SUMS, "median_ms": 9.0}
-    lines = kernels([older, SUMS])
+    lines = write_table("kernels", [older, SUMS])
     assert [line for line in lines if "0.41 ms (a chip)" in line]
     assert not [line for line in lines if "9.00" in line]
     assert sum("not measured" in line for line in lines) == len(lines) - 3
@@ -31,7 +31,7 @@ def test_goals_of_kernels_take_the_latest_row_of_a_gpu() -> None:
     "other", [{"device": "cpu"}, {"way": "eager weights"}, {"case": "tiny"}, {"dtype": "float32"}]
 )
 def test_other_rows_say_nothing_about_a_goal(other: dict[str, Any]) -> None:
-    assert kernels([{**SUMS, **other}]) == kernels([])
+    assert write_table("kernels", [{**SUMS, **other}]) == write_table("kernels", [])
 
 
 def test_reducers_are_listed_by_name_with_a_column_per_size() -> None:
@@ -41,13 +41,13 @@ def test_reducers_are_listed_by_name_with_a_column_per_size() -> None:
         {**cost, "method": "evs", "n": 2880, "median_ms": 2.34},
         {**cost, "method": "divprune", "n": 6272, "median_ms": 50.0},
     ]
-    lines = reducers(rows)
+    lines = write_table("reducers", rows)
     assert lines[0].startswith("A quarter of 6,272 x 1,024 and 2,880 x 1,024 tokens")
     assert lines[-2:] == [
         "| `divprune` | 50 (12, 3) | not measured |",
         "| `evs` | 1,234 (12, 3) | 2.3 (12, 3) |",
     ]
-    assert reducers([SUMS]) == ["not measured"]
+    assert write_table("reducers", [SUMS]) == ["Not measured."]
 
 
 def test_differences_below_the_noise_are_no_gain() -> None:
@@ -64,7 +64,7 @@ def test_differences_below_the_noise_are_no_gain() -> None:
     stock = {**shared, "job": "stock", "median_ms": 100.0, "speedup": 1.0}
     fast = {**shared, "job": "fast", "median_ms": 99.0, "speedup": 1.01, "first_call_s": 0.1}
     slow = {**shared, "job": "compile", "median_ms": 120.0, "speedup": 0.83, "first_call_s": 50.2}
-    text = "\n".join(encoder_tables([stock, fast, slow]))
+    text = "\n".join(write_table("encoder", [stock, fast, slow]))
     part = "| siglip, 2 of 26 blocks, cpu"
     assert f"{part} | stock | 100 | 1 |  |" in text
     assert f"{part} | fast | 99 | = | 0 |" in text

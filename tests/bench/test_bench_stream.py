@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from mmfast.bench import registry, timing
 from mmfast.bench.presets import get_preset
-from mmfast.bench.report.sessions import stream_cost
+from mmfast.bench.report.tables import write_table
 from mmfast.bench.results import environment
 from mmfast.bench.suites import stream
 from mmfast.cli import app
@@ -118,7 +118,7 @@ def test_costs_as_markdown_take_the_latest_row_and_say_what_is_missing() -> None
         {**shared, **job, "method": "frame_cache", "median_ms": ms, "saved": saved}
         for ms, saved in ((90.0, 0.1), (40.0, 0.6))
     ]
-    text = "\n".join(stream_cost(found))
+    text = "\n".join(write_table("stream", found))
     assert "| tower | all of it | `frame cache` | 40 | 60.0 % |" in text
     assert "10.0 %" not in text
     assert "P, clock, noise 2.0 %, d, commit `c`." in text

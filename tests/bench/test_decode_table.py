@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmfast.bench.report.models import decode_tables
+from mmfast.bench.report.tables import write_table
 
 BASIS = {"processor": "CPU", "date": "2026-01-01", "commit": "abc", "clock": "processor time"}
 
 
 def _table(bench: str, *rows: dict[str, Any]) -> list[str]:
-    lines = decode_tables([{**BASIS, "bench": bench, **row} for row in rows])
+    lines = write_table("decode", [{**BASIS, "bench": bench, **row} for row in rows])
     return [line for line in lines if line.startswith("| ")]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from speech_fakes import Parrot, fingerprint
 
-from mmfast.bench.report.sessions import speech_words
+from mmfast.bench.report.tables import write_table
 from mmfast.bench.results import append, environment, load
 from mmfast.bench.suites import speech_quality
 from mmfast.bench.suites.speech_quality import (
@@ -139,10 +139,10 @@ def test_rows_are_kept_and_make_a_table(tmp_path, asked, spoken):
     rows = load(tmp_path / "rows.jsonl")
     assert {row["suite"] for row in rows} == {"speech"}
     assert all(row["model"] == "parrot" and row["versions"] and "score" in row for row in rows)
-    text = "\n".join(speech_words(rows))
+    text = "\n".join(write_table("speech", rows))
     for part in ("espeak-ng itself", "the codec alone", "`exact`", "100 % as vanilla", "typed"):
         assert part in text
-    assert speech_words([]) == ["not measured"]
+    assert write_table("speech", []) == ["Not measured."]
 
 
 def test_unknown_names_are_one_line():

@@ -17,7 +17,7 @@ from reducer_checks import check_contract
 from typer.testing import CliRunner
 
 import mmfast
-from mmfast.bench.report import readme
+from mmfast.bench.report.tables import render, write_table
 from mmfast.caches.plan import plan_cache
 from mmfast.cli import app
 from mmfast.core import registry
@@ -75,10 +75,11 @@ def test_a_file_and_an_entry_point_are_enough(
     listed = CliRunner().invoke(app, ["methods", "--json"])
     rows = {row["name"]: row for row in json.loads(listed.stdout)}
     assert rows["longest"]["summary"] == "Keep the tokens of greatest length."
-    assert any("| `longest` | baseline | pre llm&lt;K&gt; |" in line for line in readme.methods([]))
+    listed = "\n".join(write_table("methods", []))
+    assert "[`longest`](reducers/longest.md) | baseline | pre llm&lt;K&gt; |" in listed
     for name in ("methods", "accuracy"):
         stale = f"<!-- table:{name} -->\n<!-- /table:{name} -->"
-        assert "| `longest` |" in readme.render(stale, tmp_path)
+        assert "`longest`" in render(stale, tmp_path)
     method = registry.get("longest")
     assert method in mmfast.methods("reducer")
     with pytest.raises(KeyError, match="longest"):

@@ -13,8 +13,7 @@ import pytest
 import mmfast
 from mmfast.bench import plan as plan_check
 from mmfast.bench.plan import PlanCheck, check_rows
-from mmfast.bench.report import plan as plan_table
-from mmfast.bench.report.readme import SECTIONS
+from mmfast.bench.report.tables import write_table
 from mmfast.cli import main
 from mmfast.planner.rates import VARIABLE
 
@@ -167,9 +166,9 @@ def test_rows_and_their_table(
         assert row["ratio"] == pytest.approx(row["measured_ms"] / row["predicted_ms"])
         assert row["predicted_ms"] == pytest.approx(sum(row["parts"].values()))
         assert {"suite", "n", "threads", "device", "dtype", "commit", "versions"} <= set(row)
-    lines = plan_table.plan(rows + rows)
+    lines = write_table("plan", rows + rows)
     assert len(lines) == 4 + len(rows) and "over 3 predictions" in lines[0]
-    assert SECTIONS["plan"][1] is plan_table.plan and "not measured" in plan_table.plan([])[0]
+    assert write_table("plan", []) == ["Not measured."]
 
 
 @pytest.mark.slow

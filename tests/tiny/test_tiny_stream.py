@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mmfast
-from mmfast.bench.report.sessions import stream_recall
+from mmfast.bench.report.tables import write_table
 from mmfast.bench.results import load as load_rows
 from mmfast.cli import main as cli
 from mmfast.core.errors import MmfastError
@@ -199,10 +199,10 @@ def test_rows_from_the_command_line_make_a_table(
     ]
     rows = load_rows(out)
     assert [row["score"] for row in rows] == [row["accuracy"] for row in document["rows"]]
-    text = "\n".join(stream_recall(rows))
+    text = "\n".join(write_table("recall", rows))
     assert f"| `{MEMORIES[1]}` |" in text and "16 minutes at 1 frame/s" in text
     assert "not measured" in text  # nothing is older than the window yet
-    assert stream_recall([]) == ["not measured"]
+    assert write_table("recall", []) == ["Not measured."]
 
 
 def test_nothing_asked_is_refused() -> None:

@@ -1,42 +1,270 @@
-"""Markdown tables of what `mmfast bench --stream NAME` and `--speech NAME` measured."""
+"""Tables of `mmfast bench --stream`, `--speech`, `--serve`, `--encoder` and `--decode`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from mmfast.bench.report.tables import NOT_MEASURED
+from mmfast.bench.report.table import DERIVED, NOT_MEASURED, Rows, Table, score, stamp
 from mmfast.bench.results import Row
 
-Cells = Sequence[str]
-Table = tuple[str, Cells, Callable[[Row], Cells]]  # title, head, cells of a row
+
+@dataclass(frozen=True)
+class _Named(Table):
+    """A table that says so where its benchmark has no row."""
+
+    def markdown(self, rows: Rows) -> list[str]:
+        mine = [row for row in rows if row.get("bench") == self.bench]
+        return Table.markdown(self, mine) if mine else [self.before([])]
 
 
-def named_tables(
-    rows: Sequence[Row], flag: str, tables: Mapping[str, Table], keys: Sequence[str]
-) -> list[str]:
-    """A table per benchmark of `mmfast bench --FLAG`; of rows with the same `keys` the latest."""
-    lines: list[str] = []
-    for name, (title, head, cells) in tables.items():
-        mine = [row for row in rows if row["bench"] == name]
-        found = list({str([row.get(key) for key in keys]): row for row in mine}.values())
-        lines += ["", f"**{title}** (`--{flag} {name}`): {_basis(found)}", ""]
-        if found:
-            lines += markdown(head, [cells(row) for row in found])
-    return lines[1:]
+def _named(
+    suite: str, keys: Sequence[str], tables: Mapping[str, tuple[str, str]]
+) -> tuple[Table, ...]:
+    """A table for each benchmark of a suite; of rows that agree in `keys` the latest."""
+
+    def title(name: str, text: str) -> Callable[[Rows], str]:
+        return lambda rows: f"**{text}** (`--{suite} {name}`): {_basis(rows)}"
+
+    return tuple(
+        _Named(suite, columns, bench=name, keys=keys, before=title(name, text))
+        for name, (text, columns) in tables.items()
+    )
 
 
-def markdown(head: Cells, rows: Sequence[Cells]) -> list[str]:
-    """The lines of a table."""
-    lines = [f"| {' | '.join(head)} |", "|---|" + "---|" * (len(head) - 1)]
-    return lines + [f"| {' | '.join(row)} |" for row in rows]
-
-
-def _basis(rows: Sequence[Row]) -> str:
+def _basis(rows: Rows) -> str:
     if not rows:
         return NOT_MEASURED
     row = rows[-1]
     clock = f", {row['clock']}" if "clock" in row else ""
     threads = f", {row['threads']} threads" if row.get("threads", 1) > 1 else ""
     noise = f", noise {100 * row['noise']:.1f} %" if "noise" in row else ""
-    where = f"{row['processor']}{clock}{threads}{noise}"
-    return f"{where}, {row['date']}, commit `{row['commit'] or 'none'}`."
+    return f"{row['processor']}{clock}{threads}{noise}, {stamp(row)}."
+
+
+def _accepted(row: Row) -> str:
+    """Acceptance of each codebook."""
+    found = row["acceptance"]
+    values = found.values() if isinstance(found, Mapping) else found
+    return ", ".join(f"{100 * value:.0f} %" for value in values)
+
+
+def _gain(row: Row) -> str:
+    if row["speedup"] == 1.0:
+        return "1"
+    return "=" if abs(row["speedup"] - 1) <= row["noise"] else f"{row['speedup']:.2f}x"
+
+
+def _overhead(row: Row) -> str:
+    quiet = abs(row["overhead"]) <= row["noise"]
+    return "=" if quiet else f"{100 * row['overhead']:+.1f} %"
+
+
+_BUSY = 2.0  # work a core: beyond it the clock says more of other programs than of the server
+
+
+def _answered(row: Row) -> str:
+    late = " after its time" if row["allowed_ms"] else ""
+    busy = f" (load {row['load']:.0f})" if row["load"] > _BUSY else ""
+    return f"{row['ms']:.0f}{late}{busy}"
+
+
+def _socket(key: str) -> Callable[[Row], str]:
+    names = {"reply": "first_audio"}
+    return lambda row: f"{row[names.get(row['job'], 'barge_in') + key]:.0f}"
+
+
+_SPANS = {"reply": "end of a question to first sound"}
+DERIVED.update(
+    accepted=_accepted,
+    gain=_gain,
+    added=_overhead,
+    answered_ms=_answered,
+    attack=lambda r: " ".join(f"`{word}`" if "/" in word else word for word in r["job"].split()),
+    errors=lambda row: score(row, "wer", 0),
+    frame_ms=lambda row: row["median_ms"] / row["frames"],
+    gigabytes=lambda row: row["mb"] / 1e3,
+    knob_text=lambda row: ", ".join(f"{k}={v}" for k, v in row["knobs"].items()),
+    merged=lambda row: row["merging_ms"] / row["median_ms"],
+    minutes=lambda row: row["seconds"] / 60,
+    order=lambda row: ", ".join(map(str, row["places"])),
+    passes_at_once=lambda row: row["wide_ms"] / row["pass_ms"],
+    same=lambda row: "yes" if row["same_tokens"] else "no",
+    socket_ms=_socket("_ms"),
+    socket_p95=_socket("_p95_ms"),
+    span=lambda row: _SPANS.get(row["job"], "barge-in to silence"),
+    tower_part=lambda r: f"{r['tower']}, {r['layers']} of {r['of_layers']} blocks, {r['device']}",
+    work_text=lambda row: row["work"].replace("none", ""),
+)
+STREAM = {
+    "frame-cache": (
+        "Encoder that recomputes a quarter of the patches",
+        "shape: {preset} | what: {note} | : [method]`{job}` or {job} | ms a call: {median_ms:.0f} "
+        "| saved: [method]{saved:.1%}",
+    ),
+    "frame-cache-quality": (
+        "Its features against the stock tower's, cosine, embedded clips",
+        "knobs: {knob_text} | frames/s: {fps:g} | patches computed: {computed:.0%} | "
+        "mean: {cosine:.4f} | worst frame: {cosine_worst_frame:.4f} | "
+        "worst token: {cosine_worst_token:.4f}",
+    ),
+    "prefill": (
+        "Prefill of frames as they come",
+        "shape: {preset} | what: {note} | : [method]`{job}` or {job} | ms: {median_ms:.0f} | "
+        "saved: [method]{saved:.1%}",
+    ),
+    "reader": (
+        "Reading 60 s of 720p, GOP 250, at 1 frame/s, identical frames",
+        "reader: {job} | ms: {median_ms:.0f} | faster: {speedup:.2f}x | "
+        "processor ms: {cpu_median_ms:.0f} | less work: {cpu_speedup:.2f}x",
+    ),
+    "bounded": (
+        "An endless stream; growth since frame 2,000, time per frame against frames 1,000 to 2,000",
+        "memory: `{memory}`, `{reduce}` | frames: {n:,} | "
+        "session MB: {held_mb:.1f} ({held_growth:+.2%}) | "
+        "process MB: {resident_mb:.0f} ({growth:+.2%}) | ms a frame, then: {early_ms:.1f} | "
+        "ms a frame, last: {late_ms:.1f} ({slowdown:+.1%})",
+    ),
+}
+SPEECH = {
+    "codec": (
+        "The embedded codec; medians, real-time factors of both ways",
+        "sound: {job}, {bits_per_second} bit/s or {job} | word errors, %: {errors} | "
+        "PESQ: {pesq:.2f} | STOI: {stoi:.3f} | log-mel: {mel_db:.1f} dB | "
+        "encode, decode: {encode_rtf:.3f} and {decode_rtf:.3f} | sentences: [pesq]{n}",
+    ),
+    "modes": (
+        "Audio tokens per second; ideal is by the weights read, acceptance per codebook",
+        "mode (head): {job} | tokens/s: {tokens_per_second:.0f} | faster: {speedup:.2f}x | "
+        "ideal: {ideal:.2f}x | tokens per pass: {tokens_per_pass:.2f} | "
+        "drafts per pass: {drafts_per_pass:.2f} | accepted: {accepted} | "
+        "as vanilla: {identical:.0%}",
+    ),
+    "shape": (
+        "Drafting on the shape of a 7-billion model, random weights; ideal by the weights read",
+        "shape: {preset}, {dtype} | mode: `{job}` | ms a token: {ms_per_token:.0f} | "
+        "ms a pass: {main_ms:.0f} | module: [module_cost]{module_cost:.1%} | "
+        "faster: {speedup:.2f}x | ideal: {ideal:.2f}x | of ideal: {of_ideal:.2f} | "
+        "11 tokens at once, in passes: {passes_at_once:.2f} | ideal with that: {ideal_here:.2f}x "
+        "| of that: {of_ideal_here:.2f}",
+    ),
+    "depth-drafts": (
+        "Codes of a frame drafted at once and checked in depth passes; a small trained model",
+        "drafter: {job} | choice: {mode} | codebooks: {codebooks} | "
+        "passes a frame: {passes_per_frame:.2f} | accepted: {accepted} | "
+        "as code by code: {identical:.0%} | frames: {n}",
+    ),
+    "depth-shape": (
+        "The same on the depth decoder of CSM, random weights",
+        "way: {job} | codes: {codebooks} | passes: {passes_per_frame} | "
+        "ms a frame: {median_ms:.0f} | faster than code by code: {score:.2f}x",
+    ),
+    "first-sound": (
+        "From the end of a spoken question, or from a text, to sound; median and 95th percentile",
+        "what: {job} | mode: `{mode}` | first sound, ms: {first_ms:.0f} ({first_p95_ms:.0f}) | "
+        "processor ms: {first_cpu_ms:.0f} | its length, ms: {chunk_ms:.0f} | "
+        "passes: {passes_before:.0f} | real time (processor): {rtf:.2f} ({cpu_rtf:.2f}) | "
+        "gaps, ms: {gap_ms:.0f}",
+    ),
+    "soak": (
+        "Conversation with random interruptions: text heard against sound played",
+        "minutes: {minutes:.0f} | turns: {turns:,} | interrupted: {interrupted:,} | "
+        "checks: {checks:,} | faults: {faults} | MB (growth): {rss_mb:.0f} ({growth_mb:+.1f})",
+    ),
+}
+SERVE = {
+    "load": (
+        "Chats about an image, 32 tokens each; in brackets by processor time",
+        "chats: {job}: {answered} answered, {busy} told to come back, {lost} lost or {job} | "
+        "tokens/s: {tokens_per_s:.0f} | faster: {speedup:.2f}x ({cpu_speedup:.2f}x) | "
+        "longest gap in chunks of prefill: [gap_ms]{gap_chunks:.2f} ({cpu_gap_chunks:.2f})",
+    ),
+    "fairness": (
+        "Longest gap in a running answer when a prompt comes; in brackets by processor time",
+        "beside it: [places]{job}: the last to ask is answered as {order} of {of} or {job} | "
+        "ms: {gap_ms:.0f} | processor ms: {cpu_gap_ms:.0f} | "
+        "in chunks of prefill: {gap_chunks:.2f} ({cpu_gap_chunks:.2f})",
+    ),
+    "start": (
+        "Seconds from `mmfast serve` to the first answer",
+        "question: {job} | median: {answer_s:.1f} | worst: {worst_s:.1f} | "
+        "processor time: {cpu_s:.1f}",
+    ),
+    "realtime": (
+        "Milliseconds on the Realtime socket",
+        "from and to: {span} | sessions: {sessions} | median: {socket_ms} | p95: {socket_p95}",
+    ),
+    "faults": (
+        "A worker of each role killed under load: its streams end, the rest complete",
+        "engine: {engine} | killed: {role} | replicas: {replicas} | streams: {streams} | "
+        "lost on it: {lost} | lost elsewhere: {wrongly_lost} | "
+        "s to an answer: {seconds_to_answer:.1f} | s to all workers: {seconds_to_recover:.1f}",
+    ),
+    "batch": (
+        "Clips a second of `mmfast batch`",
+        "engine: {job} | clips/s: {clips_per_s:.1f} | faster: {speedup:.2f}x | "
+        "s to the first: {start_s:.0f}",
+    ),
+    "bombs": (
+        "Harmful input: answer, time, memory of the server and all its processes",
+        "what: {attack} | bytes sent: [sent_bytes]{sent_bytes:,} or without end | "
+        "status: {status} | ms: {answered_ms} | processor ms: {cpu_ms} | MB more: {mb:.0f}",
+    ),
+}
+ENCODER = {
+    "merge": (
+        "Merging inside the tower; ideal by FLOPs of the blocks",
+        "tower: {tower_part} | stage: [reduce]`{job}` or {job} | ms: {median_ms:.0f} | "
+        "faster: {gain} | ideal: [reduce]{ideal:.2f}x | "
+        "of it to choose and merge: [reduce]{merged:.1%}",
+    ),
+    "compile": (
+        'Whole tower with `encoder="fast"` and `"compile"`',
+        "tower: {tower_part} | mode: {job} | ms: {median_ms:.0f} | faster: {gain} | "
+        "first call, s: {first_call_s:.0f}",
+    ),
+    "patch": (
+        "Patch embedding by a matrix product",
+        "patches: {shape}, {device} | numbers: {dtype} | way: {job} | ms: {median_ms:.1f} | "
+        "faster: {gain}",
+    ),
+    "attention": (
+        "Attention of one block over packed segments",
+        "segments: {shape}, {segments} segments of {tokens:,} tokens, {device} | way: {job} | "
+        "ms: {median_ms:.1f} | faster: {gain}",
+    ),
+    "batch": (
+        "Frames a call",
+        "tower: {tower_part} | way: {job} | ms a frame: {frame_ms:.0f} | faster: {gain} | "
+        "peak MB: {peak_mb:.0f}",
+    ),
+}
+DECODE = {
+    "hooks": (
+        "Work that attach() adds to a decode step, beside a stock cache of the same lengths",
+        "shape: {preset}, {device} | attached: `{job}` | work of its own: {work_text} | "
+        "step, ms: {twin_ms:.1f} | added: {added} | us: {overhead_us:+.0f} | "
+        "A/A noise, us: {noise:.1%}, {noise_us:.0f}",
+    ),
+    "compiled": (
+        "Compiled decoding on a static cache behind a reduced prompt",
+        "shape: {preset}, {device} | attached: `{reduce}` or stock | eager, ms: {eager_ms:.2f} | "
+        "compiled, ms: {compiled_ms:.2f} | gain: {speedup:.2f}x | "
+        "graphs / breaks / compiled again / attached anew: {graphs} / {breaks} / {recompiles} / "
+        "{recompiles_attached_anew} | same tokens: {same} | first step, s: {compile_s:.0f}",
+    ),
+    "moshi-frame": (
+        "A frame of Moshi (80 ms of sound in and out), beside the floor by bytes",
+        "shape: {preset} | device: [median_ms]{device} | batch: {batch} | way: {job} | "
+        "median, ms: {median_ms:.2f} or {not_measured} | p99, ms: {p99_ms:.2f} | "
+        "floor by bytes: {floor_ms:.2f} ms or {gigabytes:.1f} GB | goal, ms: {goal_ms:.1f} | "
+        "same codes: {same_codes:.0%}",
+    ),
+}
+TABLES: dict[str, tuple[Table, ...]] = {
+    "stream": _named("stream", ("job", "preset", "knobs", "fps"), STREAM),
+    "speech_cost": _named("speech", ("job", "mode", "preset", "seed"), SPEECH),
+    "serve": _named("serve", ("job", "sessions", "engine", "role"), SERVE),
+    "encoder": _named("encoder", ("job", "shape", "tower", "device", "dtype"), ENCODER),
+    "decode": _named("decode", ("preset", "device", "job", "reduce", "batch"), DECODE),
+}

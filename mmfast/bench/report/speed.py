@@ -1,97 +1,261 @@
-"""One measured shape as a Markdown table: speed beside the ideal, and what choosing cost."""
+"""Tables of speed: model shapes beside the ideal, break-even, cost of a choice, predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from statistics import median
 
+from mmfast.bench.full import judged
+from mmfast.bench.report.table import (
+    DERIVED,
+    NOT_MEASURED,
+    Columns,
+    Rows,
+    Table,
+    at,
+    fill,
+    pivot,
+    stamp,
+)
 from mmfast.bench.results import Row
 
-STAGE_NAMES = {
+STAGES = {
     "vit": "vision tower",
     "llm": "prefill behind the encoder",
     "decode": "one decoding step",
     "ttft": "time to first token",
     "selection": "choosing and compacting inside the run",
 }
-_HEAD = (
-    *("reduce", "kept", "ms (p20 to p80)", "speed-up", "ideal", "of ideal", "of oracle"),
-    *("selection ms", "peak MB", "of ceiling", "over SDPA"),
-)
-_SELECTION_HEAD = (
-    *("reduce", "kept", "in the run, ms (p20 to p80)", "of it compacting, ms", "alone, ms"),
-    "share of the run",
-)
+_PLANNED = {"llm": "behind the encoder", "ttft": "with the encoder", "generate": "`generate`"}
+_SHAPE = ("preset", "processor", "dtype", "threads", "frames", "stage")
+_EVEN = ("preset", "processor", "dtype", "threads", "bench")
 
 
-def bench_group(rows: Sequence[Row]) -> list[str]:
-    """The lines of one shape, device and stage; columns that no row fills are left out."""
+def _where(row: Row) -> str:
+    return str(row["processor"]) + (f", {row['threads']} threads" if row["device"] == "cpu" else "")
+
+
+def _shape(rows: Rows) -> str:
     one = rows[-1]
-    chosen = one["stage"] == "selection"
-    cells = [_selection_cells(row) if chosen else _cells(row) for row in rows]
-    head = _SELECTION_HEAD if chosen else _HEAD
-    used = [i for i in range(len(head)) if any(row[i] for row in cells)]
-    lines = [_title(one), "", f"| {' | '.join(head[i] for i in used)} |", "|---" * len(used) + "|"]
-    return lines + [f"| {' | '.join(row[i] for i in used)} |" for row in cells]
-
-
-def _title(one: Row) -> str:
-    where = one["processor"] + (f", {one['threads']} threads" if one["device"] == "cpu" else "")
     clock = f", {one['clock']}" if "clock" in one else ""
-    name = STAGE_NAMES[one["stage"]]
-    if one["stage"] == "selection":
-        name += f" ({STAGE_NAMES[one['share_of']]})"
-    return (
-        f"**{one['preset']}, {name}**: {one['frames']} frames, "
-        f"{one['tokens']} visual tokens, {where}{clock}, {one['dtype']}, {one['n']} rounds, "
-        f"noise {100 * one['noise']:.1f} %, torch {one['versions']['torch']}, {one['date']}, "
-        f"commit `{one['commit'] or 'none'}`{ceilings_of(one)}."
+    inside = f" ({STAGES[one['share_of']]})" if one["stage"] == "selection" else ""
+    best = one.get("ceilings")
+    ceilings = best and (
+        f"; ceilings: copy {best['copy_gb_s']:.3g} GB/s, matrix product "
+        f"{best['matmul_tflop_s']:.3g} TFLOP/s"
     )
-
-
-def ceilings_of(row: Row) -> str:
-    """What the machine could do at best, where the row says so."""
-    best = row.get("ceilings")
-    if not best:
-        return ""
     return (
-        f"; ceilings: copy {best['copy_gb_s']:.3g} GB/s, "
-        f"matrix product {best['matmul_tflop_s']:.3g} TFLOP/s"
+        f"**{one['preset']}, {STAGES[one['stage']]}{inside}**: {one['frames']} frames, "
+        f"{one['tokens']} visual tokens, {_where(one)}{clock}, {one['dtype']}, {one['n']} rounds, "
+        f"noise {100 * one['noise']:.1f} %, torch {one['versions']['torch']}, "
+        f"{stamp(one)}{ceilings or ''}."
     )
-
-
-def _cells(row: Row) -> list[str]:
-    reduced = bool(row["reduce"])
-    gain = "=" if row["equal"] else f"{row['speedup']:.2f}x"
-    oracle, over = row["of_oracle"], row.get("scoring_over")
-    ceiling = row.get("of_ceiling")
-    return [
-        f"`{row['reduce']}`" if reduced else "stock",
-        str(row["kept"]),
-        _spread(row),
-        gain if reduced else "1",
-        f"{row['ideal']:.2f}x" if reduced else "1",
-        f"{row['of_ideal']:.2f}" if reduced else "",
-        "" if oracle is None or not reduced else f"{oracle:.2f}",
-        f"{row['selection_ms']:.1f}" if reduced else "",
-        f"{row['peak_mb']:.0f}",
-        "" if ceiling is None else f"{ceiling:.2f}",
-        "" if over is None else f"{100 * over:+.1f} %",
-    ]
-
-
-def _selection_cells(row: Row) -> list[str]:
-    compact = row["compact_ms"]
-    return [
-        f"`{row['reduce']}`",
-        str(row["kept"]),
-        _spread(row),
-        "" if compact is None else f"{compact:.1f}",
-        f"{row['selection_ms']:.1f}",
-        f"{100 * row['share']:.2f} %",
-    ]
 
 
 def _spread(row: Row) -> str:
     digits = 0 if row["median_ms"] >= 100 else 1
     low, middle, high = (f"{row[key]:.{digits}f}" for key in ("p20_ms", "median_ms", "p80_ms"))
     return f"{middle} ({low} to {high})"
+
+
+def _gain(row: Row) -> str:
+    return "=" if row["equal"] else f"{row['speedup']:.2f}x"
+
+
+_RUN = (
+    "reduce: [reduce]`{reduce}` or stock | kept: {kept} | ms (p20 to p80): {spread} | "
+    "speed-up: [reduce]{gain_or_equal} or 1 | ideal: [reduce]{ideal:.2f}x or 1 | "
+    "of ideal: [reduce]{of_ideal:.2f} | of oracle: [reduce]{of_oracle:.2f} | "
+    "selection ms: [reduce]{selection_ms:.1f} | peak MB: {peak_mb:.0f} | "
+    "of ceiling: {of_ceiling:.2f} | over SDPA: {scoring_over:+.1%}"
+)
+_CHOICE = (
+    "reduce: [reduce]`{reduce}` or stock | kept: {kept} | in the run, ms (p20 to p80): {spread} | "
+    "of it compacting, ms: {compact_ms:.1f} | alone, ms: {selection_ms:.1f} | "
+    "share of the run: {share:.2%}"
+)
+DERIVED.update(spread=_spread, gain_or_equal=_gain)
+
+
+def _shape_columns(rows: Rows) -> str:
+    return _CHOICE if rows and rows[-1]["stage"] == "selection" else _RUN
+
+
+def _even_title(rows: Rows) -> str:
+    one, noise = rows[-1], 100 * max(row["noise"] for row in rows)
+    answers = f"answers at once, {one['tokens']:,} visual tokens each"
+    return (
+        f"**{one['preset']}, by {'visual tokens' if one['bench'] == 'tokens' else answers}**: "
+        f"{_where(one)}, {one['clock']}, {one['dtype']}, noise up to {noise:.1f} %, {stamp(one)}."
+    )
+
+
+def _even_lines(rows: Rows) -> list[Row]:
+    """Gains of each stage and spec by what varies, tokens or answers at once."""
+    return pivot(
+        sorted(rows, key=lambda row: bool(row["stage"] != "llm")),
+        lambda row: f"{STAGES[row['stage']]}|`{row['reduce']}`",
+        lambda row: int(row[row["bench"]]),
+    )
+
+
+def _even_columns(rows: Rows) -> Columns:
+    counts = sorted({int(row[row["bench"]]) for row in rows})
+    return {
+        "": lambda line: line["name"].split("|")[0],
+        "reduce": lambda line: line["name"].split("|")[1],
+        **{f"{n:,}": at(n, "{even_gain}") for n in counts},
+        "pays from": _pays_from,
+    }
+
+
+def _pays_from(line: Row) -> str:
+    """The smallest count from which on every measured one pays."""
+    found: Mapping[int, Row] = line["at"]
+    smallest = None
+    for count in sorted(found, reverse=True):
+        if found[count]["pays"] is not True:
+            break
+        smallest = count
+    return "nowhere here" if smallest is None else f"{smallest:,}"
+
+
+def _planned(rows: Rows) -> str:
+    one, off = rows[-1], [abs(row["ratio"] - 1) for row in rows]
+    return (
+        f"Median error {100 * median(off):.0f} %, largest {100 * max(off):.0f} %, over {len(off)} "
+        f"predictions; {one['processor']}, {one['threads']} threads, torch "
+        f"{one['versions']['torch']}, {stamp(one)}."
+    )
+
+
+def _sizes(rows: Rows) -> list[int]:
+    return sorted({int(row["n"]) for row in rows}, reverse=True)
+
+
+def _reducer_title(rows: Rows) -> str:
+    sizes = " and ".join(f"{n:,} x {rows[0]['d']:,}" for n in _sizes(rows))
+    return f"A quarter of {sizes} tokens, one thread of {rows[0]['processor']}, {stamp(rows[0])}."
+
+
+def _reducer_columns(rows: Rows) -> Columns:
+    heads = {f"{n:,}: ms (operations, MB more)": at(n, choice_cost) for n in _sizes(rows)}
+    return {"reducer": "`{name}`", **heads}
+
+
+def choice_cost(row: Row) -> str:
+    """Milliseconds, operations and MB of one choice of tokens."""
+    digits = "{median_ms:.1f}" if row["median_ms"] < 10 else "{median_ms:,.0f}"
+    return fill(digits + " ({operations}, {extra_mb:.0f})", row)
+
+
+_SUMS, _PICK = "attention-column-sums", "max-min-select"
+_ON_GPU = (  # benchmark, way, start of the case, goal, text of a row
+    (_SUMS, "ours", "7B prefill of 6,336", "at most 0.45 ms", "{median_ms:.2f} ms"),
+    (_SUMS, "ours", "32 frames of 729", "at most 0.30 ms", "{median_ms:.2f} ms"),
+    (_PICK, "ours", "627 of 6,272", "at most 2 ms", "{median_ms:.2f} ms"),
+    (_PICK, "ours", "1,568 of 6,272", "at most 4 ms", "{median_ms:.2f} ms"),
+    ("temporal-difference", "ours, cosine", "1,024 frames", "70 % of a copy", "{of_copy:.0%}"),
+    ("segment-merge", "ours", "mean of 6,272 onto 1,568", "at most 25 us", "{us:.0f} us"),
+)
+
+
+def _kernel_lines(rows: Rows) -> list[Row]:
+    """Every goal of a kernel on a GPU, with the latest row that is about it."""
+    on_gpu = [row for row in rows if (row["device"], row["dtype"]) == ("cuda", "bfloat16")]
+    lines = []
+    for bench, way, case, bound, text in _ON_GPU:
+        mine = [r for r in on_gpu if (r["bench"], r.get("way")) == (bench, way)]
+        found = [r for r in mine if r["case"].startswith(case)][-1:]
+        told = [f"{fill(text, row)} ({row['processor']})" for row in found]
+        name = f"`{bench.replace('-', '_')}`"
+        lines.append({"kernel": name, "case": case, "bound": bound, "told": told})
+    return lines
+
+
+DERIVED.update(
+    even_gain=lambda row: "=" if row.get("pays") is None else f"{row['speedup']:.2f}x",
+    measured_on=lambda line: line["told"][0] if line["told"] else NOT_MEASURED,
+    planned=lambda row: _PLANNED[row["stage"]],
+    same_choice=lambda row: "yes" if row["same_indices"] else "no",
+    us=lambda row: 1e3 * row["median_ms"],
+)
+TABLES: dict[str, tuple[Table, ...]] = {
+    "bench": (
+        Table(
+            "bench",
+            _shape_columns,
+            keys=(*_SHAPE, "reduce"),
+            split=_SHAPE,
+            before=_shape,
+            spare=True,
+        ),
+    ),
+    "goals": (
+        Table(
+            "bench",
+            "what: {what} | at least: {bound} | measured: {told} | met: {met}",
+            keys=(*_SHAPE, "reduce"),
+            lines=judged,
+        ),
+    ),
+    "breakeven": (
+        Table(
+            "breakeven",
+            _even_columns,
+            keys=(*_EVEN, "stage", "reduce", "tokens", "batch"),
+            split=_EVEN,
+            lines=_even_lines,
+            before=_even_title,
+        ),
+    ),
+    "plan": (
+        Table(
+            "plan",
+            "model shape: {preset}, {layers} layers, {frames} frames or {preset}, {frames} frames "
+            "| what: {planned} | reduce: [reduce]`{reduce}` or all tokens | kept: {kept} | "
+            "predicted ms: {predicted_ms:.0f} | measured ms: {measured_ms:.0f} | "
+            "ratio: {ratio:.2f}",
+            keys=("preset", "stage", "frames", "reduce"),
+            before=_planned,
+        ),
+    ),
+    "selection": (
+        Table(
+            "selection",
+            "selection: {case} | textbook ms: {textbook_ms:.1f} | mmfast ms: {median_ms:.1f} | "
+            "faster: {speedup:.1f}x | same tokens: {same_choice}",
+            keys=("case",),
+            before=lambda rows: (
+                f"Choosing alone, one thread of {rows[-1]['processor']}, {stamp(rows[-1])}."
+            ),
+        ),
+        Table(
+            "selection",
+            "peak memory above the inputs: {case} | textbook MB: {textbook_extra_mb:.0f} | "
+            "mmfast MB: {extra_mb:.0f}",
+            keys=("case",),
+            lines=lambda rows: [row for row in rows if "extra_mb" in row],
+        ),
+    ),
+    "kernels": (
+        Table(
+            "kernels",
+            "kernel: {kernel} | case, bfloat16: {case} | goal on an H200: {bound} | "
+            "measured: {measured_on}",
+            lines=_kernel_lines,
+        ),
+    ),
+    "reducers": (
+        Table(
+            "kernels",
+            _reducer_columns,
+            bench="reducers",
+            keys=("method", "n"),
+            lines=lambda rows: sorted(
+                pivot(rows, "{method}", lambda row: int(row["n"])), key=lambda line: line["name"]
+            ),
+            before=_reducer_title,
+        ),
+    ),
+}

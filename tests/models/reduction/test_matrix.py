@@ -17,7 +17,7 @@ from tiny_models import ALL_FAMILIES, generate
 import mmfast
 from mmfast import ModelError, SpecError, Trace
 from mmfast.attach import attach
-from mmfast.bench.matrix import matrix
+from mmfast.bench.report.tables import write_table
 from mmfast.core.registry import get
 from mmfast.core.spec import count
 
@@ -96,10 +96,10 @@ def test_the_table_ticks_what_ran_and_counts_reasons() -> None:
         row("pre", "b", "image", ""),
         row("pre", "c", "image", "no luck"),
     ]
-    lines = matrix(rows)
+    lines = write_table("matrix", rows)
     assert lines[0].startswith("2 of 4 cells")
-    assert lines[2] == "| | `a` | `b` | `c` |"
+    assert lines[2] == "| method | `a` | `b` | `c` |"
     assert "| `saint` | ✓<sup>1</sup> | ✓ | <sup>2</sup> |" in lines
     assert "| `tome` | not run | not run | not run |" in lines
     assert lines[-2:] == ["<sup>1</sup> at `vit`: no tower.<br>", "<sup>2</sup> no luck.<br>"]
-    assert matrix([]) == ["Method x family matrix: not run."]
+    assert write_table("matrix", []) == ["Not measured."]

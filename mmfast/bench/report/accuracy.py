@@ -1,0 +1,284 @@
+"""Tables of accuracy: by method and share, by kind of question, by age of a fact, by voice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mmfast.bench.report.table import (
+    DERIVED,
+    NOT_MEASURED,
+    Columns,
+    Rows,
+    Table,
+    at,
+    pivot,
+    score,
+    stamp,
+)
+from mmfast.bench.results import Row, share
+from mmfast.core.errors import SpecError
+from mmfast.core.registry import methods
+from mmfast.core.spec import parse
+
+SHARES = (0.5, 0.25, 0.1, 0.05)
+ALL = "all tokens"
+Points = dict[str, list[tuple[float, float]]]  # method: (kept share, accuracy)
+
+
+def label(reduce: str | None) -> str:
+    """A spec without its budgets: its name across budgets."""
+    if not reduce:
+        return ALL
+    try:
+        stages = parse(reduce)
+    except SpecError:
+        return reduce
+    parts = []
+    for stage in stages:
+        default = stage.method.sites[0]
+        usual = stage.site == default and stage.layer in (None, stage.method.layer)
+        knobs = "&".join(f"{key}={value}" for key, value in stage.knobs.items())
+        name = stage.method.name if usual else f"{stage.method.name}@{stage.where}"
+        parts.append(name + (f"?{knobs}" if knobs else ""))
+    return "+".join(parts)
+
+
+def by_share(rows: Rows) -> dict[str, Mapping[float, Row]]:
+    """Rows without a cache policy by method and kept share, the latest of each."""
+    total = next((row["kept"] for row in rows if not row["reduce"]), 0.0)
+    kept = [(share(r["reduce"], r["kept"], total), r) for r in rows if not r.get("cache")]
+    mine = [{**row, "share": round(part, 4)} for part, row in kept if part is not None]
+    lines = pivot(mine, lambda row: label(row["reduce"]), lambda row: row["share"])
+    return {line["name"]: line["at"] for line in lines}
+
+
+def points(rows: Rows) -> Points:
+    """(kept share, accuracy) by method, ascending."""
+    return {
+        name: sorted((kept, row["score"]) for kept, row in found.items())
+        for name, found in by_share(rows).items()
+    }
+
+
+def by_policy(rows: Rows) -> dict[str, Row]:
+    """Rows of runs with a cache policy and no reduction, by spec; "" is the whole cache."""
+    return {row["cache"] or "": row for row in rows if "cache" in row and not row["reduce"]}
+
+
+def _questions(what: str) -> Callable[[Rows], str]:
+    def text(rows: Rows) -> str:
+        last = rows[-1]
+        return (
+            f"{last['n']} questions about {what.format(**last)}, seed {last['seed']}, "
+            f"model `{last['model']}`, {stamp(last)}."
+        )
+
+    return text
+
+
+def _whole(what: str, row: Row | None) -> str:
+    shown = score(row) if row else NOT_MEASURED
+    return f"{what}: {shown}. Right answers in per cent, in brackets the 95 % interval."
+
+
+def _accuracy(source: str, every: bool = False) -> Table:
+    """Methods by kept share; `every` also lists registered reducers without a row."""
+
+    def lines(rows: Rows) -> list[Row]:
+        found = by_share(rows)
+        listed = [label(f"{method.name}:0.5") for method in methods("reducer")] if every else []
+        names = [name for name in dict.fromkeys([*listed, *found]) if name != ALL]
+        return [{"name": name, "at": found.get(name, {})} for name in names]
+
+    def columns(rows: Rows) -> Columns:
+        measured = {kept for name, row in by_share(rows).items() for kept in row if name != ALL}
+        shares = [kept for kept in SHARES if every or kept in measured]
+        return {"reducer": "`{name}`", **{f"{100 * kept:.0f} %": at(kept) for kept in shares}}
+
+    def before(rows: Rows) -> str:
+        whole = by_share(rows).get(ALL, {}).get(1.0)
+        return _whole("All tokens", whole)
+
+    return Table(source, columns, lines=lines, before=before, after=_questions("unseen media"))
+
+
+def _best(rows: Rows) -> list[Row]:
+    """The best reducers at a tenth of the tokens, one line each, and the random baseline."""
+    found = by_share([row for row in rows if "@llm" not in (row["reduce"] or "")])
+    ranked = sorted(found, key=lambda n: -found[n][0.1]["score"] if 0.1 in found[n] else 0.0)
+    names = [*[name for name in ranked if name != ALL][:9], "random"]
+    return [{"name": name, "at": found[name]} for name in names if name in found]
+
+
+def _best_kept(rows: Rows) -> list[Row]:
+    """The run with all tokens, then the best run at a quarter and at a tenth."""
+    whole = [row for row in rows if not row["reduce"]][-1:]
+    kept = [[r for r in rows if r["reduce"] and share(r["reduce"], 0, 0) == s] for s in (0.25, 0.1)]
+    return whole + [max(part, key=lambda row: float(row["score"])) for part in kept if part]
+
+
+def _kinds(rows: Rows) -> list[Row]:
+    shown = _best_kept(rows)
+    kinds = shown[0]["by_kind"] if shown and not shown[0]["reduce"] else {}
+    return [{"kind": kind.replace("_", " "), "of": kind} for kind in kinds]
+
+
+def _kind_columns(rows: Rows) -> Columns:
+    def cell(row: Row) -> Callable[[Row], str]:
+        return lambda line: f"{100 * row['by_kind'][line['of']]:.1f} %"
+
+    heads = {f"`{row['reduce']}`" if row["reduce"] else ALL: cell(row) for row in _best_kept(rows)}
+    return {"kind of question": "{kind}", **heads}
+
+
+def _policies(rows: Rows) -> list[Row]:
+    found = by_policy(rows)
+    names = [m.name for m in methods("cache") if m.role in ("position", "score")]
+    shares = {name: {s: f"{name}:{s}" for s in SHARES[:3]} for name in names}
+    return [
+        {"name": name, "at": {s: found[spec] for s, spec in specs.items() if spec in found}}
+        for name, specs in shares.items()
+    ]
+
+
+def _other_policies(rows: Rows) -> list[Row]:
+    """Runs whose spec is no share of one policy; policies come and go, rows stay."""
+    table = {f"{line['name']}:{s}" for line in _policies(rows) for s in SHARES[:3]}
+    found = by_policy(rows)
+    return [row for spec, row in found.items() if spec and spec not in table and _known(spec)]
+
+
+def _known(spec: str) -> bool:
+    try:
+        return bool(parse(spec, kind="cache"))
+    except SpecError:
+        return False
+
+
+def _policy_note(rows: Rows) -> str:
+    return (
+        _whole("The whole cache", by_policy(rows).get("")) + " The first token of an answer comes "
+        "from the pass that reads the prompt, before anything leaves the cache; the tokens behind "
+        "it, such as a second digit, read what is left."
+    )
+
+
+def _ages(rows: Rows) -> list[Row]:
+    return list({(row["memory"] or "", row["reduce"] or ""): row for row in rows}.values())
+
+
+def _age_columns(rows: Rows) -> Columns:
+    def cell(band: str) -> Callable[[Row], str]:
+        def text(row: Row) -> str:
+            age = row["past"] if band == "past" else row["by_age"].get(band)
+            shown = score(age, "accuracy", 0) if age else NOT_MEASURED
+            return shown.replace(")", f", n {age['n']})") if age else shown
+
+        return text
+
+    def name(row: Row) -> str:
+        memory = f"`{row['memory']}`" if row["memory"] else "unbounded"
+        return memory + (f", `{row['reduce']}`" if row["reduce"] else "")
+
+    def part(row: Row) -> str:
+        known = row["memory"] and row["relative"] is not None
+        return f"{100 * row['relative']:.1f} %" if known else ""
+
+    bands = dict.fromkeys(band for row in _ages(rows) for band in row["by_age"])
+    ages = {band: cell(band) for band in bands}
+    return {"memory": name, **ages, "all past the window": cell("past"), "of unbounded": part}
+
+
+def _stream(rows: Rows) -> str:
+    last = rows[-1]
+    return (
+        f"Streams of {last['seconds'] / 60:.0f} minutes at {last['fps']:g} frame/s, window "
+        f"{last['window']} frames; age of the fact in windows. Right answers in per cent, in "
+        "brackets the 95 % interval."
+    )
+
+
+def _voice_columns(rows: Rows) -> Columns:
+    voices = list(rows[0]["by_voice"]) if rows else []
+    named = {"recordings": "espeak-ng itself", "codec": "the codec alone"}
+
+    def spoken(voice: str) -> Callable[[Row], str]:
+        return lambda row: f"{100 * row['by_voice'][voice]:.1f}" if voice in row["by_voice"] else ""
+
+    return {
+        "said by": lambda row: named.get(row["mode"], f"`{row['mode']}`"),
+        "word errors, %": lambda row: score(row, "wer", 0),
+        **{f"`{voice}`": spoken(voice) for voice in voices},
+        "tokens per pass": "{tokens_per_pass:.2f}",
+        "codes": "{identical:.0%} as vanilla",
+    }
+
+
+def _task(name: str) -> Callable[[Rows], Rows]:
+    return lambda rows: list({row["mode"]: row for row in rows if row["task"] == name}.values())
+
+
+def _voice_note(rows: Rows) -> str:
+    last = rows[-1]
+    return (
+        f"{last['n']} unseen sentences and {last['n']} unseen questions, seed {last['seed']}, "
+        f"model `{last['model']}`, in brackets 95 % intervals, {stamp(last)}."
+    )
+
+
+DERIVED.update(
+    right_answers=score,
+    right=lambda row: score(row, "accuracy", 0),
+    of_typed=lambda row: 100 * row["relative"],
+    word_errors=lambda row: 100 * row["wer"],
+)
+TABLES: dict[str, tuple[Table, ...]] = {
+    "accuracy": (_accuracy("eval-video", every=True),),
+    "best": (
+        Table(
+            "eval-video",
+            {"reducer": "`{name}`", "25 % kept": at(0.25), "10 % kept": at(0.1)},
+            lines=_best,
+            before=lambda rows: _whole("All tokens", by_share(rows).get(ALL, {}).get(1.0)),
+            after=_questions("unseen clips"),
+        ),
+    ),
+    "kinds": (Table("eval-video", _kind_columns, lines=_kinds),),
+    "image": (_accuracy("eval-image"),),
+    "album": (_accuracy("eval-multi-image"),),
+    "document": (_accuracy("eval-document"),),
+    "cache_accuracy": (
+        Table(
+            "eval-cache",
+            {"policy": "`{name}`", **{f"{100 * s:.0f} %": at(s) for s in SHARES[:3]}},
+            lines=_policies,
+            before=_policy_note,
+        ),
+        Table(
+            "eval-cache",
+            "cache: `{cache}` | right answers: {right_answers}",
+            lines=_other_policies,
+            after=_questions("unseen clips"),
+        ),
+    ),
+    "recall": (
+        Table(
+            "eval-stream",
+            _age_columns,
+            split=("seconds",),
+            lines=_ages,
+            before=_stream,
+            after=_questions("{streams} unseen streams"),
+        ),
+    ),
+    "speech": (
+        Table("eval-speech", _voice_columns, lines=_task("speaking")),
+        Table(
+            "eval-speech",
+            "questions about clips: {mode} | right, %: {right} | of typed, %: {of_typed:.1f} | "
+            "word errors, %: {word_errors:.1f}",
+            lines=_task("listening"),
+            after=_voice_note,
+        ),
+    ),
+}

@@ -1,0 +1,309 @@
+"""Write the README's tables, the charts and the pages of docs/ from the registry and the rows.
+
+python -m mmfast.bench.report.docs            writes what is stale
+python -m mmfast.bench.report.docs --check    exits 1 where a file is stale
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mmfast.bench.report.accuracy import SHARES, Points, by_policy, by_share, points
+from mmfast.bench.report.catalogue import ROOT, acts, paper, sites, vectors
+from mmfast.bench.report.charts import accuracy_svg, speed_svg, speeds
+from mmfast.bench.report.table import NOT_MEASURED, markdown, score, stamp
+from mmfast.bench.report.tables import read_rows, render
+from mmfast.bench.results import share
+from mmfast.core.errors import MmfastError
+from mmfast.core.registry import Method, methods
+
+CHARTS = ("accuracy.svg", "speed.svg")
+BEST, BASELINES = 7, ("random", "uniform", "pool")  # lines of the accuracy chart
+SUITES = {
+    "eval-video": "clips",
+    "eval-image": "single images",
+    "eval-multi-image": "three images a prompt",
+    "eval-document": "pages",
+}
+_PIPELINE = """```python
+import mmfast
+
+pipe = mmfast.pipeline("{task}", {options})
+answer = pipe("{media}", "{question}")
+print(answer.text, answer.kept_tokens, "of", answer.visual_tokens)
+```"""
+_CLIP = ("assets/clips/red-circle.mp4", "Which way does the red circle move?")
+_PAGES = {"reducer": "reducers", "cache": "policies"}
+_SESSION = """```python
+import mmfast
+
+with mmfast.pipeline("video-stream").open(memory="{memory}") as session:
+    session.watch("assets/clips/four-shapes.mp4")
+    print("".join(session.ask("How many objects are there?")))
+```"""
+
+
+@lru_cache
+def notes(root: Path) -> Mapping[str, Mapping[str, Any]]:
+    """What assets/methods.json says of each method: the paper's name, the deviations from it."""
+    found: Mapping[str, Mapping[str, Any]] = json.loads((root / "assets/methods.json").read_text())
+    return found
+
+
+def method_page(method: Method, root: Path = ROOT) -> str:
+    """The page of one reducer or KV policy."""
+    from griffe import Docstring  # of the extra `docs`
+
+    sections = {
+        part.kind.value: part.value
+        for part in Docstring(_doc(method)).parse("google", warnings=False)
+    }
+    _, _, body = str(sections["text"]).partition("\n")
+    known = notes(root).get(f"{method.kind}/{method.name}", {})
+    parts = [f"# `{method.name}`", _origin(method, known), f"**{method.summary}**", body.strip()]
+    parts += ["\n".join(markdown(("property", "value"), _properties(method)))]
+    parts += ["## Knobs", *_knobs(method, sections.get("parameters", ()))]
+    parts += ["## Differences from the paper", *_differences(method, known)]
+    folder = root / "assets" / "results"
+    measured = _reducer_rows if method.kind == "reducer" else _policy_rows
+    parts += ["## Accuracy and cost", *measured(method, folder), "## Example", _example(method)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _doc(method: Method) -> str:
+    import inspect
+
+    return inspect.getdoc(method.fn) or ""
+
+
+def _origin(method: Method, known: Mapping[str, Any]) -> str:
+    name = known.get("title", "")
+    if not method.paper:
+        return name or "A baseline of this project, without a paper."
+    return f"{name + ', ' if name else ''}arXiv {paper(method)}."
+
+
+def _properties(method: Method) -> list[tuple[str, str]]:
+    budget = "share or number of tokens" + ("; without one it decides itself" * method.adaptive)
+    if method.kind == "cache":
+        kinds = {"retrieve": "number of frames", "store": "bits (8, 4 or 2)"}
+        budget = kinds.get(method.role, budget)
+        return [
+            ("role", method.role),
+            ("acts", acts(method)),
+            ("signals", " ".join(f"`{need}`" for need in method.needs) or "none"),
+            ("budget", "share of the attention" if method.name == "resv" else budget),
+        ]
+    depths = ", ".join(f"{100 * depth:g} %" for depth in method.stages)
+    rows = [
+        ("sites, the default first", sites(method)),
+        ("signals", " ".join(f"`{need}`" for need in method.needs)),
+        ("budget", budget),
+    ]
+    if method.stages and "llm" in method.sites:
+        rows.append(("cuts of a spec without a layer", f"at {depths} of the decoder's depth"))
+    if method.stream is not None:
+        rows.append(("streams", "frame by frame, with a state of fixed size"))
+    if method.scope == "prompt":
+        rows.append(("scope", "all images of a prompt at once"))
+    return rows
+
+
+def _knobs(method: Method, parameters: Any) -> list[str]:
+    """Knobs with defaults; the description of a parameter stands in the docstring."""
+    told = {each.name: " ".join(each.description.split()) for each in parameters}
+    cells = [(f"`{k}`", f"`{_shown(v)}`", told.get(k, "")) for k, v in method.knobs.items()]
+    return ["\n".join(markdown(("knob", "default", "meaning"), cells)) if cells else "None."]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _differences(method: Method, known: Mapping[str, Any]) -> list[str]:
+    told = [f"- {text}" for text in known.get("differs", ())]
+    count = vectors(method) if method.kind == "reducer" else 0
+    if count:
+        told.append(
+            f"- Checked against {count} recorded outputs of the authors' code "
+            "(`mmfast verify tests/golden`)."
+        )
+    elif method.paper:
+        told.append(
+            "- Written from the paper and checked against an independent slow version; no recorded "
+            "outputs of the authors' code were available."
+        )
+    return ["\n".join(told) or "There is no paper to differ from."]
+
+
+def _reducer_rows(method: Method, folder: Path) -> list[str]:
+    cells = []
+    for suite, what in SUITES.items():
+        found = by_share(read_rows(folder, suite)).get(method.name, {})
+        whole = by_share(read_rows(folder, suite)).get("all tokens", {}).get(1.0)
+        if found and whole:
+            parts = [score(found[s]) if s in found else NOT_MEASURED for s in SHARES]
+            cells.append((what, score(whole), *parts))
+    head = ("media", "all tokens", *(f"{100 * part:.0f} %" for part in SHARES))
+    told = ["Accuracy: not measured; the embedded models do not have this site."]
+    if cells:
+        told = [
+            "Right answers of the embedded models in per cent by kept share, in brackets the 95 % "
+            "interval:",
+            "\n".join(markdown(head, cells)),
+        ]
+    return [*told, *_reducer_cost(method, folder)]
+
+
+def _reducer_cost(method: Method, folder: Path) -> list[str]:
+    rows = [r for r in read_rows(folder, "kernels") if r["bench"] == "reducers"]
+    found = {row["n"]: row for row in rows if row["method"] == method.name}
+    lines = [
+        f"- Choosing a quarter of {n:,} x {row['d']:,} tokens: {row['median_ms']:.1f} ms, "
+        f"{row['operations']} operations, {row['extra_mb']:.0f} MB more, one thread of "
+        f"{row['processor']}, {stamp(row)}."
+        for n, row in found.items()
+    ]
+    speed = {
+        row["reduce"]: row
+        for row in read_rows(folder, "bench")
+        if row["stage"] == "llm" and (row["reduce"] or "").partition(":")[0] == method.name
+    }
+    lines += [
+        f"- Prefill of {row['preset']} behind the encoder with `{spec}`: {row['speedup']:.2f}x on "
+        f"{row['device'].upper()} (ideal by FLOPs {row['ideal']:.2f}x), {stamp(row)}."
+        for spec, row in speed.items()
+        if share(spec, 0, 0) != 1.0
+    ]
+    return ["\n".join(lines) or "Cost of the choice: not measured."]
+
+
+def _policy_rows(method: Method, folder: Path) -> list[str]:
+    rows = read_rows(folder, "eval-cache")
+    found = by_policy(rows)
+    mine = [row for spec, row in found.items() if spec and _about(method.name, spec)]
+    cells = [(f"`{row['cache']}`", score(row)) for row in mine]
+    told = ["Accuracy on short clips: not measured."]
+    if cells:
+        whole = score(found[""])
+        told = [
+            f"Right answers of the embedded model in per cent, in brackets the 95 % interval "
+            f"({whole} with the whole cache):",
+            "\n".join(markdown(("cache", "right answers"), cells)),
+        ]
+    recall = {row["memory"]: row for row in read_rows(folder, "eval-stream") if row["memory"]}
+    lines = [
+        f"- `{spec}` over {row['seconds'] / 60:.0f} minutes of stream: "
+        f"{100 * row['past']['accuracy']:.1f} % of questions about facts older than the window "
+        f"(n {row['past']['n']}), {stamp(row)}."
+        for spec, row in recall.items()
+        if _about(method.name, spec)
+    ]
+    steps = [r for r in read_rows(folder, "decode") if r["bench"] == "hooks" and r.get("cache")]
+    lines += [
+        f"- `{row['cache']}` adds {row['overhead_us']:+.0f} us ({100 * row['overhead']:+.1f} %, "
+        f"noise {100 * row['noise']:.1f} %) to a decoding step of {row['preset']} on the CPU, "
+        f"{stamp(row)}."
+        for row in steps
+        if _about(method.name, row["cache"]) and not row["reduce"]
+    ]
+    return [*told, "\n".join(lines) or "Cost of a decoding step: not measured."]
+
+
+def _about(name: str, spec: str) -> bool:
+    return any(part.partition(":")[0].partition("?")[0] == name for part in spec.split("+"))
+
+
+def _example(method: Method) -> str:
+    task, (media, question) = "video-qa", _CLIP
+    if method.role == "retrieve":
+        budget = "0.3" if method.name == "resv" else "16"
+        return _SESSION.format(memory=f"sink:64+window:1152+{method.name}:{budget}")
+    if method.kind == "cache":
+        budget = {"store": "4", "position": "64"}.get(method.role, "0.5")
+        options = f'cache="{method.name}:{budget}"'
+    elif method.sites[0] == "pixel":
+        task, media = "image-qa", "photo.jpg"
+        question = "What is in the picture?"
+        options = f'model="Qwen/Qwen2.5-VL-7B-Instruct", reduce="{method.name}"'
+    else:
+        options = f'reduce="{method.name}:0.25"'
+    return _PIPELINE.format(task=task, options=options, media=media, question=question)
+
+
+def drawn(found: Points) -> Points:
+    """Lines that a chart can hold: the best methods at 10 %, and the baselines to beat."""
+    ranked = sorted(found, key=lambda name: -dict(found[name]).get(0.1, 0.0))
+    best = [name for name in ranked if name != "all tokens"][:BEST]
+    return {name: found[name] for name in found if name in {*best, *BASELINES, "all tokens"}}
+
+
+def outputs(root: Path) -> dict[Path, str]:
+    """Every generated file under `root` and the text that it should hold.
+
+    Raises:
+        MmfastError: `root` is no checkout, or a marker names no known table.
+    """
+    readme, folder = root / "README.md", root / "assets" / "results"
+    if not readme.is_file():
+        raise MmfastError(f"no README.md in {root.name!r}: run this from a checkout")
+    charts = (
+        accuracy_svg(drawn(points(read_rows(folder, "eval-video")))),
+        speed_svg(*speeds(read_rows(folder, "bench"))),
+    )
+    files = {}
+    for name, chart in zip(CHARTS, charts, strict=True):
+        if chart:
+            files[root / "assets" / "images" / name] = chart
+            files[root / "docs" / "images" / name] = chart
+    for kind, home in _PAGES.items() if (root / "assets/methods.json").is_file() else ():
+        for method in methods(kind):
+            files[root / "docs" / "methods" / home / f"{method.name}.md"] = method_page(
+                method, root
+            )
+    for path in [readme, *sorted((root / "docs").rglob("*.md"))]:
+        if path not in files:
+            files[path] = render(path.read_text(encoding="utf-8"), folder)
+    return files
+
+
+def leftover(root: Path) -> list[Path]:
+    """Pages of methods that are no longer registered."""
+    pages = (root / "docs" / "methods").glob("*/*.md")
+    known = {(home, m.name) for kind, home in _PAGES.items() for m in methods(kind)}
+    return [page for page in pages if (page.parent.name, page.stem) not in known]
+
+
+def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Write what is stale, or only name it with `--check`; returns the exit code."""
+    asked = list(sys.argv[1:] if args is None else args)
+    if asked not in ([], ["--check"]):
+        print(f"unknown arguments {asked}; the only one is --check", file=sys.stderr)
+        return 2
+    stale = {
+        path: text
+        for path, text in outputs(root).items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    }
+    gone = leftover(root)
+    for path in [*stale, *gone]:
+        name = path.relative_to(root)
+        if asked:
+            print(f"{name} is stale; run python -m mmfast.bench.report.docs", file=sys.stderr)
+        elif path in stale:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(stale[path], encoding="utf-8")
+            print(f"wrote {name}")
+        else:
+            path.unlink()
+            print(f"deleted {name}")
+    return 1 if asked and (stale or gone) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
