@@ -18,7 +18,8 @@ QUESTION = re.compile(r"(What|Who|Whom|Whose|Where|How|Whether|Which|When|Why)\b
 # Riddles that were found once, and what a reader was meant to guess.
 RIDDLES = re.compile(
     r"none of (its|his|her|their|our) business|how manyeth|\bnobody's\b|\bnobody is\b"
-    r"|thrown away|\bwhoever\b|\bwhomever\b|are none[.;,]|is told[.;,]|\bsomebody else's\b",
+    r"|thrown away|\bwhoever\b|\bwhomever\b|(?<!there )are none[.;,]|is told[.;,]"
+    r"|\bsomebody else's\b",
     re.IGNORECASE,
 )
 DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)

@@ -8,8 +8,8 @@ from mmfast.bench.report.table import (
     DERIVED,
     NOT_MEASURED,
     Columns,
+    ReportTable,
     Rows,
-    Table,
     at,
     pivot,
     score,
@@ -81,7 +81,7 @@ def _whole(what: str, row: Row | None) -> str:
     return f"{what}: {shown}. Right answers in per cent, in brackets the 95 % interval."
 
 
-def _accuracy(source: str, every: bool = False) -> Table:
+def _accuracy(source: str, every: bool = False) -> ReportTable:
     """Methods by kept share; `every` also lists registered reducers without a row."""
 
     def lines(rows: Rows) -> list[Row]:
@@ -99,7 +99,9 @@ def _accuracy(source: str, every: bool = False) -> Table:
         whole = by_share(rows).get(ALL, {}).get(1.0)
         return _whole("All tokens", whole)
 
-    return Table(source, columns, lines=lines, before=before, after=_questions("unseen media"))
+    return ReportTable(
+        source, columns, lines=lines, before=before, after=_questions("unseen media")
+    )
 
 
 def _best(rows: Rows) -> list[Row]:
@@ -232,10 +234,10 @@ DERIVED.update(
     of_typed=lambda row: 100 * row["relative"],
     word_errors=lambda row: 100 * row["wer"],
 )
-TABLES: dict[str, tuple[Table, ...]] = {
+TABLES: dict[str, tuple[ReportTable, ...]] = {
     "accuracy": (_accuracy("eval-video", every=True),),
     "best": (
-        Table(
+        ReportTable(
             "eval-video",
             {"reducer": "`{name}`", "25 % kept": at(0.25), "10 % kept": at(0.1)},
             lines=_best,
@@ -243,18 +245,18 @@ TABLES: dict[str, tuple[Table, ...]] = {
             after=_questions("unseen clips"),
         ),
     ),
-    "kinds": (Table("eval-video", _kind_columns, lines=_kinds),),
+    "kinds": (ReportTable("eval-video", _kind_columns, lines=_kinds),),
     "image": (_accuracy("eval-image"),),
     "album": (_accuracy("eval-multi-image"),),
     "document": (_accuracy("eval-document"),),
     "cache_accuracy": (
-        Table(
+        ReportTable(
             "eval-cache",
             {"policy": "`{name}`", **{f"{100 * s:.0f} %": at(s) for s in SHARES[:3]}},
             lines=_policies,
             before=_policy_note,
         ),
-        Table(
+        ReportTable(
             "eval-cache",
             "cache: `{cache}` | right answers: {right_answers}",
             lines=_other_policies,
@@ -262,7 +264,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "recall": (
-        Table(
+        ReportTable(
             "eval-stream",
             _age_columns,
             split=("seconds",),
@@ -272,8 +274,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "speech": (
-        Table("eval-speech", _voice_columns, lines=_task("speaking")),
-        Table(
+        ReportTable("eval-speech", _voice_columns, lines=_task("speaking")),
+        ReportTable(
             "eval-speech",
             "questions about clips: {mode} | right, %: {right} | of typed, %: {of_typed:.1f} | "
             "word errors, %: {word_errors:.1f}",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfast.bench.report.accuracy import by_policy, by_share
-from mmfast.bench.report.table import NOT_MEASURED, Columns, Rows, Table, at
+from mmfast.bench.report.table import NOT_MEASURED, Columns, ReportTable, Rows, at
 from mmfast.bench.results import Row
 from mmfast.core.registry import Method, methods
 
@@ -30,7 +30,7 @@ def sites(method: Method) -> str:
 
 
 def acts(method: Method) -> str:
-    """When a cache policy acts."""
+    """Moment at which a cache policy acts."""
     if method.role == "retrieve":
         return "at a question"
     return {"prefill": "behind the prompt", "always": "always"}[method.moment]
@@ -172,9 +172,9 @@ def _ran(rows: Rows) -> str:
 _SYSTEM = "system: {system} | offered here: {offered} | limit: {limit}"
 _FIGURE = " | its own figure (and where): {claim} ({on}) | here, on the embedded model: {ours}"
 _SOURCES = "eval-video eval-cache"
-TABLES: dict[str, tuple[Table, ...]] = {
+TABLES: dict[str, tuple[ReportTable, ...]] = {
     "methods": (
-        Table(
+        ReportTable(
             "",
             "method: {name} | paper: {paper} | sites: {sites} | signals: {needs} | "
             "parity: {parity} | summary: {summary}",
@@ -182,7 +182,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "caches": (
-        Table(
+        ReportTable(
             "",
             "policy: {name} | paper: {paper} | role: {role} | acts: {acts} | signals: {needs} | "
             "summary: {summary}",
@@ -190,22 +190,24 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "heads": (
-        Table("", "head: {plain} | paper: {paper} | summary: {summary}", lines=_listed("head")),
+        ReportTable(
+            "", "head: {plain} | paper: {paper} | summary: {summary}", lines=_listed("head")
+        ),
     ),
     "systems": (
-        Table(_SOURCES, _SYSTEM + _FIGURE, lines=_with("works"), before=_count("works")),
-        Table(
+        ReportTable(_SOURCES, _SYSTEM + _FIGURE, lines=_with("works"), before=_count("works")),
+        ReportTable(
             _SOURCES,
             _SYSTEM + _FIGURE,
             lines=_with("part"),
             before=_count("part"),
         ),
-        Table(
+        ReportTable(
             _SOURCES,
             "system: {system} | reason: {limit} | its own figure (and where): {claim} ({on})",
             lines=_with("none"),
             before=_count("none"),
         ),
     ),
-    "matrix": (Table("matrix", _families, lines=_cells, before=_ran, after=_footnotes),),
+    "matrix": (ReportTable("matrix", _families, lines=_cells, before=_ran, after=_footnotes),),
 }

@@ -50,7 +50,7 @@ with mmfast.pipeline("video-stream").open(memory="{memory}") as session:
 
 @lru_cache
 def notes(root: Path) -> Mapping[str, Mapping[str, Any]]:
-    """What assets/methods.json says of each method: the paper's name, the deviations from it."""
+    """Facts of assets/methods.json about each method: the paper's name, the deviations from it."""
     found: Mapping[str, Mapping[str, Any]] = json.loads((root / "assets/methods.json").read_text())
     return found
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mmfast.bench.report.table import DERIVED, NOT_MEASURED, Rows, Table, score, stamp
+from mmfast.bench.report.table import DERIVED, NOT_MEASURED, ReportTable, Rows, score, stamp
 from mmfast.bench.results import Row
 
 
 @dataclass(frozen=True)
-class _Named(Table):
+class _Named(ReportTable):
     """A table that says so where its benchmark has no row."""
 
     def markdown(self, rows: Rows) -> list[str]:
         mine = [row for row in rows if row.get("bench") == self.bench]
-        return Table.markdown(self, mine) if mine else [self.before([])]
+        return ReportTable.markdown(self, mine) if mine else [self.before([])]
 
 
 def _named(
     suite: str, keys: Sequence[str], tables: Mapping[str, tuple[str, str]]
-) -> tuple[Table, ...]:
+) -> tuple[ReportTable, ...]:
     """A table for each benchmark of a suite; of rows that agree in `keys` the latest."""
 
     def title(name: str, text: str) -> Callable[[Rows], str]:
@@ -261,7 +261,7 @@ DECODE = {
         "same codes: {same_codes:.0%}",
     ),
 }
-TABLES: dict[str, tuple[Table, ...]] = {
+TABLES: dict[str, tuple[ReportTable, ...]] = {
     "stream": _named("stream", ("job", "preset", "knobs", "fps"), STREAM),
     "speech_cost": _named("speech", ("job", "mode", "preset", "seed"), SPEECH),
     "serve": _named("serve", ("job", "sessions", "engine", "role"), SERVE),

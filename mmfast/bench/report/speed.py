@@ -10,8 +10,8 @@ from mmfast.bench.report.table import (
     DERIVED,
     NOT_MEASURED,
     Columns,
+    ReportTable,
     Rows,
-    Table,
     at,
     fill,
     pivot,
@@ -180,9 +180,9 @@ DERIVED.update(
     same_choice=lambda row: "yes" if row["same_indices"] else "no",
     us=lambda row: 1e3 * row["median_ms"],
 )
-TABLES: dict[str, tuple[Table, ...]] = {
+TABLES: dict[str, tuple[ReportTable, ...]] = {
     "bench": (
-        Table(
+        ReportTable(
             "bench",
             _shape_columns,
             keys=(*_SHAPE, "reduce"),
@@ -192,7 +192,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "goals": (
-        Table(
+        ReportTable(
             "bench",
             "what: {what} | at least: {bound} | measured: {told} | met: {met}",
             keys=(*_SHAPE, "reduce"),
@@ -200,7 +200,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "breakeven": (
-        Table(
+        ReportTable(
             "breakeven",
             _even_columns,
             keys=(*_EVEN, "stage", "reduce", "tokens", "batch"),
@@ -210,7 +210,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "plan": (
-        Table(
+        ReportTable(
             "plan",
             "model shape: {preset}, {layers} layers, {frames} frames or {preset}, {frames} frames "
             "| what: {planned} | reduce: [reduce]`{reduce}` or all tokens | kept: {kept} | "
@@ -221,7 +221,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "selection": (
-        Table(
+        ReportTable(
             "selection",
             "selection: {case} | textbook ms: {textbook_ms:.1f} | mmfast ms: {median_ms:.1f} | "
             "faster: {speedup:.1f}x | same tokens: {same_choice}",
@@ -230,7 +230,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 f"Choosing alone, one thread of {rows[-1]['processor']}, {stamp(rows[-1])}."
             ),
         ),
-        Table(
+        ReportTable(
             "selection",
             "peak memory above the inputs: {case} | textbook MB: {textbook_extra_mb:.0f} | "
             "mmfast MB: {extra_mb:.0f}",
@@ -239,7 +239,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "kernels": (
-        Table(
+        ReportTable(
             "kernels",
             "kernel: {kernel} | case, bfloat16: {case} | goal on an H200: {bound} | "
             "measured: {measured_on}",
@@ -247,7 +247,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "reducers": (
-        Table(
+        ReportTable(
             "kernels",
             _reducer_columns,
             bench="reducers",

@@ -86,7 +86,7 @@ def _nothing(rows: Rows) -> str:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table declared as data.
 
     Attributes:

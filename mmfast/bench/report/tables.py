@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmfast.bench.report import accuracy, catalogue, named, speed
-from mmfast.bench.report.table import EMPTY, Table
+from mmfast.bench.report.table import EMPTY
 from mmfast.bench.results import Row, load
 from mmfast.core.errors import MmfastError, unknown
 
-TABLES: dict[str, tuple[Table, ...]] = {
+TABLES: dict[str, tuple[ReportTable, ...]] = {
     **catalogue.TABLES,
     **accuracy.TABLES,
     **named.TABLES,

@@ -174,7 +174,7 @@ class _SeenFrame:
     event_id: str | None
 
 
-class FrameQueue(Backlog[_SeenFrame]):
+class PictureQueue(Backlog[_SeenFrame]):
     """Frames that wait to be seen.
 
     Args:

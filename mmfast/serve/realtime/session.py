@@ -23,7 +23,7 @@ from mmfast.serve.realtime.conversation import (
 from mmfast.serve.realtime.errors import EventError, error_fields
 from mmfast.serve.realtime.formats import Incoming, Outgoing, unpack
 from mmfast.serve.realtime.prompt import question_of
-from mmfast.serve.realtime.queues import FrameQueue, Outbox, RecordingQueue
+from mmfast.serve.realtime.queues import Outbox, PictureQueue, RecordingQueue
 from mmfast.serve.realtime.response import Response
 from mmfast.serve.realtime.service import RealtimeService
 from mmfast.serve.realtime.settings import Settings
@@ -74,7 +74,7 @@ class RealtimeSession(Dialogue):
         self._incoming = Incoming(self.settings.input_format)
         self._detection = self.settings.detection
         self.running: dict[str, tuple[Response, asyncio.Task[None]]] = {}
-        self.frames = FrameQueue(limits.frames, self._see, self.fail)
+        self.frames = PictureQueue(limits.frames, self._see, self.fail)
         self.recordings = RecordingQueue(limits.recordings, self._transcribe, self._show_transcript)
         self.spend: Callable[[int], None] = lambda tokens: None
         self._configure()
