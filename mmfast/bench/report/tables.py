@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmfast.bench.report import accuracy, catalogue, named, speed
-from mmfast.bench.report.table import EMPTY
+from mmfast.bench.report.table import EMPTY, ReportTable
 from mmfast.bench.results import Row, load
 from mmfast.core.errors import MmfastError, unknown
 
