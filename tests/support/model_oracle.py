@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,21 @@ class Prompt:
     positions: Tensor
     items: list[Tensor]  # places of the tokens a method may reduce, per image or video
     planes: list[Tensor] = field(default_factory=list)  # [L, D], zero at text
+
+
+@contextmanager
+def in_double(tiny: Any) -> Iterator[None]:
+    """Run the model in float64, and leave it as it was: float32 to float64 and back is exact."""
+    tiny.model.double()
+    try:
+        yield
+    finally:
+        tiny.model.float()
+
+
+def doubled(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs with float64 in place of float32."""
+    return {k: v.double() if torch.is_floating_point(v) else v for k, v in inputs.items()}
 
 
 def encode(tiny: Any, inputs: dict[str, Any], kind: str) -> Any:
