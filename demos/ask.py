@@ -24,27 +24,17 @@ _NOT_OFFERED = ("pixel",)  # drops flat patches before the tower and takes no bu
 
 @dataclass(frozen=True)
 class Shown:
-    """One way of answering, and what it cost.
+    """One way of answering, and what it cost."""
 
-    Attributes:
-        spec: What reduced; None is nothing.
-        text: The answer.
-        tokens: Visual tokens left after the last stage.
-        of: Visual tokens without any reduction.
-        ttft_ms: Milliseconds to the first token, reading the media included; a median.
-        rounds: Answers that were timed.
-        rows: `(stage, tokens in, tokens out, ms)` of the last one.
-        frames: `(picture, caption)` of every frame the model saw.
-    """
-
-    spec: str | None
-    text: str
-    tokens: int
-    of: int
-    ttft_ms: float
-    rounds: int
+    spec: str | None  # what reduced; None is nothing
+    text: str  # the answer
+    tokens: int  # visual tokens left after the last stage
+    of: int  # visual tokens without any reduction
+    ttft_ms: float  # milliseconds to the first token, reading the media included; a median
+    rounds: int  # answers that were timed
+    # `(stage, tokens in, tokens out, ms)` of the last one
     rows: tuple[tuple[str, int, int, float], ...]
-    frames: tuple[tuple[Any, str], ...]
+    frames: tuple[tuple[Any, str], ...]  # `(picture, caption)` of every frame the model saw
 
 
 def chosen(example: str | None, upload: str | None) -> str:

@@ -47,23 +47,14 @@ class SuiteCase:
 
 @dataclass(frozen=True)
 class Suite:
-    """A subset of the evaluation.
+    """A subset of the evaluation."""
 
-    Attributes:
-        name: On the command line.
-        model: The embedded model that it is meant for.
-        media: `video` or `image`.
-        kinds: Kinds of question, in the order in which they take turns.
-        cases: `(seed) -> cases`.
-        summary: One line.
-    """
-
-    name: str
-    model: str
-    media: str
-    kinds: tuple[str, ...]
-    cases: Callable[[int], Iterator[SuiteCase]]
-    summary: str
+    name: str  # on the command line
+    model: str  # the embedded model that it is meant for
+    media: str  # `video` or `image`
+    kinds: tuple[str, ...]  # kinds of question, in the order in which they take turns
+    cases: Callable[[int], Iterator[SuiteCase]]  # `(seed) -> cases`
+    summary: str  # one line
 
 
 def suite(n: int, seed: int, name: str = "video") -> list[SuiteCase]:

@@ -76,25 +76,16 @@ class Optimiser:
 
 @dataclass(frozen=True)
 class Course:
-    """Length and pace of a training stage.
+    """Length and pace of a training stage."""
 
-    Attributes:
-        name: Stage in the log.
-        minutes: Length in time; None = `steps`.
-        steps: Length in steps.
-        warm: Share of the stage in which the learning rate rises.
-        hold: Share of the stage after which it falls linearly; None = half a cosine.
-        watch: Minutes between evaluations on held-out data.
-        every: Steps between rows of the log.
-    """
-
-    name: str
-    minutes: float | None = None
-    steps: int = 0
-    warm: float = 0.03
+    name: str  # stage in the log
+    minutes: float | None = None  # length in time; None = `steps`
+    steps: int = 0  # length in steps
+    warm: float = 0.03  # share of the stage in which the learning rate rises
+    # Share of the stage after which it falls linearly; None = half a cosine
     hold: float | None = 0.5
-    watch: float = 4.0
-    every: int = 20
+    watch: float = 4.0  # minutes between evaluations on held-out data
+    every: int = 20  # steps between rows of the log
 
     def done(self, step: int, seconds: float) -> float:
         """Share of the stage that is over."""
@@ -114,11 +105,10 @@ class Task:
     """A model in training: its batches, losses and held-out figures.
 
     Attributes:
-        optimiser: Holds the parameters that are trained.
         parallel: Whether each batch of a step runs on a thread of its own, one core each.
     """
 
-    optimiser: Optimiser
+    optimiser: Optimiser  # holds the parameters that are trained
     parallel = False
 
     def batches(self, step: int, done: float) -> list[Any]:

@@ -102,19 +102,12 @@ def speaking_line(layout: SpeechLayout, said: SpokenText, runs: Iterator[int]) -
 
 @dataclass(frozen=True, eq=False)
 class SoundPlaces:
-    """Places of many sequences, end to end.
+    """Places of many sequences, end to end."""
 
-    Attributes:
-        hidden: Normed states of the backbone. `[N, D]`
-        ids: Tokens read there. `[N]`
-        chosen: Audio row that the backbone chooses next. `[N]`
-        run: Number of places from here on that predict sound. `[N]`
-    """
-
-    hidden: Tensor
-    ids: Tensor
-    chosen: Tensor
-    run: Tensor
+    hidden: Tensor  # normed states of the backbone. `[N, D]`
+    ids: Tensor  # tokens read there. `[N]`
+    chosen: Tensor  # audio row that the backbone chooses next. `[N]`
+    run: Tensor  # number of places from here on that predict sound. `[N]`
 
 
 @torch.no_grad()

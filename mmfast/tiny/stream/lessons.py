@@ -54,15 +54,12 @@ class StreamClip:
     """A short clip of a fact or of an ordinary scene.
 
     Attributes:
-        tokens: Visual tokens, float16. `[F, P, D]`
-        names: Numbers of the names (in NAMES) in it; a fact's own is the first.
-        now: Facts that can be asked while its last frame is on screen.
         number, corner: Those of its fact; -1 and "" in an ordinary scene.
     """
 
-    tokens: Tensor
-    names: list[int]
-    now: list[Fact]
+    tokens: Tensor  # visual tokens, float16. `[F, P, D]`
+    names: list[int]  # numbers of the names (in NAMES) in it; a fact's own is the first
+    now: list[Fact]  # facts that can be asked while its last frame is on screen
     number: int
     corner: str
 
@@ -137,17 +134,11 @@ def _through_file(frames: Sequence[Bytes]) -> list[Bytes]:
 
 @dataclass(frozen=True)
 class StreamSlots:
-    """Layout of the streams of a batch, the same for all of them.
+    """Layout of the streams of a batch, the same for all of them."""
 
-    Attributes:
-        fact: Whether each frame shows a fact. `[T]`
-        clip: Number of the segment that each frame belongs to. `[T]`
-        keep: Tokens kept of each frame. `[T]`
-    """
-
-    fact: list[bool]
-    clip: list[int]
-    keep: list[int]
+    fact: list[bool]  # whether each frame shows a fact. `[T]`
+    clip: list[int]  # number of the segment that each frame belongs to. `[T]`
+    keep: list[int]  # tokens kept of each frame. `[T]`
 
     @classmethod
     def of(cls, order: Sequence[bool], thin: bool) -> StreamSlots:
@@ -161,27 +152,16 @@ class StreamSlots:
 
 @dataclass(frozen=True)
 class StreamLesson:
-    """One batch.
+    """One batch."""
 
-    Attributes:
-        tokens: Kept visual tokens of all frames. `[B, N, D]`
-        spot: Place of each token in its frame. `[B, N]`
-        frame: The frame of each token. `[N]`
-        slots: Layout of the streams.
-        packed: The questions.
-        kinds: Kind of each question.
-        target: For each question 1 + the segment of its fact, 0 for the present. `[B, Q]`
-        facts: Labels of each segment. `[B, S, 4]`
-    """
-
-    tokens: Tensor
-    spot: Tensor
-    frame: Tensor
-    slots: StreamSlots
-    packed: PackedQuestions
-    kinds: list[list[str]]
-    target: Tensor
-    facts: Tensor
+    tokens: Tensor  # kept visual tokens of all frames. `[B, N, D]`
+    spot: Tensor  # place of each token in its frame. `[B, N]`
+    frame: Tensor  # the frame of each token. `[N]`
+    slots: StreamSlots  # layout of the streams
+    packed: PackedQuestions  # the questions
+    kinds: list[list[str]]  # kind of each question
+    target: Tensor  # for each question 1 + the segment of its fact, 0 for the present. `[B, Q]`
+    facts: Tensor  # labels of each segment. `[B, S, 4]`
 
 
 class StreamSampler:

@@ -327,21 +327,13 @@ NOW_WORDINGS = {
 
 @dataclass(frozen=True)
 class WorldQuestion:
-    """A question with one right answer at the moment it is asked.
+    """A question with one right answer at the moment it is asked."""
 
-    Attributes:
-        kind: One of KINDS.
-        text: The question.
-        answer: The right answer.
-        asked: Time of the question, in seconds.
-        shown: Time at which its subject was last on screen; `asked` for the present.
-    """
-
-    kind: str
-    text: str
-    answer: str
-    asked: float
-    shown: float
+    kind: str  # one of KINDS
+    text: str  # the question
+    answer: str  # the right answer
+    asked: float  # time of the question, in seconds
+    shown: float  # time at which its subject was last on screen; `asked` for the present
 
     @property
     def age(self) -> float:

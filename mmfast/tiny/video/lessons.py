@@ -40,21 +40,13 @@ UNMARKED = 0.15  # share of questions without their question mark
 
 @dataclass(frozen=True)
 class PackedQuestions:
-    """Questions and answers of a batch, one row per clip, padded on the right.
+    """Questions and answers of a batch, one row per clip, padded on the right."""
 
-    Attributes:
-        ids: Tokens. `[B, L]`
-        block: Number of the question, -1 = padding. `[B, L]`
-        within: Place in its question. `[B, L]`
-        labels: Next token where it belongs to an answer, else IGNORE. `[B, L]`
-        named: 1 + the thing whose name ends here, 0 = none. `[B, L]`
-    """
-
-    ids: Tensor
-    block: Tensor
-    within: Tensor
-    labels: Tensor
-    named: Tensor
+    ids: Tensor  # tokens. `[B, L]`
+    block: Tensor  # number of the question, -1 = padding. `[B, L]`
+    within: Tensor  # place in its question. `[B, L]`
+    labels: Tensor  # next token where it belongs to an answer, else IGNORE. `[B, L]`
+    named: Tensor  # 1 + the thing whose name ends here, 0 = none. `[B, L]`
 
     def bias(self, prefix: Tensor) -> Tensor:
         """Bias of the questions on prefix `[B, P]` and themselves: `[B, 1, L, P + L]`."""
@@ -105,20 +97,14 @@ def pack(
 
 @dataclass(frozen=True)
 class Lesson:
-    """One batch.
+    """One batch."""
 
-    Attributes:
-        tokens: Visual tokens. `[B, T, P, D]`
-        packed: The questions.
-        kinds: For each clip the kind of each question.
-        motion: See `motion_labels`, and the `count_labels`; none for pictures. `[B, T, P]`
-        things: See `thing_labels`; none for pictures. `[B, 1 + THINGS]`
-    """
-
-    tokens: Tensor
-    packed: PackedQuestions
-    kinds: list[list[str]]
+    tokens: Tensor  # visual tokens. `[B, T, P, D]`
+    packed: PackedQuestions  # the questions
+    kinds: list[list[str]]  # for each clip the kind of each question
+    # See `motion_labels`, and the `count_labels`; none for pictures. `[B, T, P]`
     motion: dict[str, Tensor] = field(default_factory=dict)
+    # See `thing_labels`; none for pictures. `[B, 1 + THINGS]`
     things: dict[str, Tensor] = field(default_factory=dict)
 
     @property

@@ -429,15 +429,10 @@ MOTION = {"way": 4, "fast": 2, "born": 8, "corner": 9}  # of a thing, as far as 
 
 @dataclass(frozen=True)
 class PatchLabels:
-    """Labels of the patches of frames.
+    """Labels of the patches of frames."""
 
-    Attributes:
-        classes: Names and sizes as in SIZES, int64. `[..., P]`
-        offset: From the patch's centre to the thing's, in patches; nan = none. `[..., P, 2]`
-    """
-
-    classes: dict[str, Tensor]
-    offset: Tensor
+    classes: dict[str, Tensor]  # names and sizes as in SIZES, int64. `[..., P]`
+    offset: Tensor  # from the patch's centre to the thing's, in patches; nan = none. `[..., P, 2]`
 
 
 def patch_labels(owners: Tensor, table: Table) -> PatchLabels:

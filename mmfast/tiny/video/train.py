@@ -83,37 +83,21 @@ class MotionReadout(Readout):
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Length and make-up of a stage of the decoder.
+    """Length and make-up of a stage of the decoder."""
 
-    Attributes:
-        name: In the log.
-        steps: Its length.
-        minutes: Its length instead of `steps`.
-        batch: Clips of a step.
-        questions: Questions about each.
-        rate: Peak learning rate.
-        hold: Share of the stage after which the rate falls.
-        dense: Weight of the read-outs inside the decoder.
-        stills: Share of batches that are single pictures.
-        names: Whether names in questions predict how the things named move.
-        whole: Share of batches with all tokens.
-        warm: Steps before tokens are dropped.
-        held: Clips at the end of the bank that are never trained on.
-    """
-
-    name: str = "language"
-    steps: int = 1290
-    minutes: float | None = None
-    batch: int = 24
-    questions: int = 10
-    rate: float = 2e-3
-    hold: float = 0.5
-    dense: float = 0.3
-    stills: float = 0.0
-    names: bool = False
-    whole: float = 0.5
-    warm: int = 150
-    held: int = 256
+    name: str = "language"  # in the log
+    steps: int = 1290  # its length
+    minutes: float | None = None  # its length instead of `steps`
+    batch: int = 24  # clips of a step
+    questions: int = 10  # questions about each
+    rate: float = 2e-3  # peak learning rate
+    hold: float = 0.5  # share of the stage after which the rate falls
+    dense: float = 0.3  # weight of the read-outs inside the decoder
+    stills: float = 0.0  # share of batches that are single pictures
+    names: bool = False  # whether names in questions predict how the things named move
+    whole: float = 0.5  # share of batches with all tokens
+    warm: int = 150  # steps before tokens are dropped
+    held: int = 256  # clips at the end of the bank that are never trained on
 
     @property
     def course(self) -> Course:
