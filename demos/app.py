@@ -68,15 +68,7 @@ AT_ONCE = 64 << 20  # bytes of one upload, and of one that does not say how long
 
 
 class UploadQuota:
-    """ASGI middleware in front of uploads: bounds each of them, and all that lie there.
-
-    Args:
-        app: What it stands before.
-        path: Where the page is mounted.
-        blocks: The page, which knows the files that came through it.
-        most: Bytes of all files.
-        at_once: Bytes of one upload.
-    """
+    """ASGI middleware in front of uploads to a page: bounds each one, and all that lie there."""
 
     def __init__(
         self, app: Any, path: str, blocks: Any, most: int = MOST, at_once: int = AT_ONCE
@@ -246,20 +238,11 @@ def mount(
     shelf: Shelf | None = None,
     **options: Any,
 ) -> Any:
-    """Put the demo on a FastAPI application.
+    """Put the demo on a FastAPI application, and return that.
 
-    Args:
-        app: The application; a WebSocket route for the voice tab is added to it, too.
-        path: Where the page is.
-        model: As for `mmfast.pipeline`; loaded when the first visitor needs it.
-        device: As for `mmfast.pipeline`.
-        dtype: As for `mmfast.pipeline`.
-        read: Decodes an uploaded file to pixels, apart from this process; None decodes here.
-        shelf: Models that are there already, instead of the four above.
-        **options: Further options of `gradio.mount_gradio_app`, such as `auth_dependency`.
-
-    Returns:
-        The application.
+    The voice tab adds a WebSocket route. `model`, `device`, `dtype` are those of `mmfast.pipeline`;
+    `read` is that of `Shelf`; `shelf` holds models that are there already, instead of these four.
+    Further options go to `gradio.mount_gradio_app`, such as `auth_dependency`.
     """
     shelf = Shelf(model, device, dtype, read) if shelf is None else shelf
     where = "/" + path.strip("/")

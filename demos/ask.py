@@ -57,19 +57,10 @@ def offered() -> list[Any]:
 def answers(
     shelf: Shelf, media: Any, question: str, specs: list[str | None], patience: float = PATIENCE
 ) -> list[Shown]:
-    """Answer in each way, turn by turn, and time it.
+    """Answer in each way, turn by turn, and time it; a spec of None keeps all tokens.
 
-    The first answers warm up and count only if there was no time for more.
-
-    Args:
-        shelf: The models.
-        media: File that is asked about, or its frames.
-        question: The question.
-        specs: Ways to answer; None keeps all tokens.
-        patience: Seconds after which no further round is begun.
-
-    Raises:
-        MmfastError: The file, the question or a spec cannot be used.
+    The first answers warm up and count only if there was no time for more; after `patience` seconds
+    no further round is begun.
     """
     kind = mmfast.kind_of(media)
     pipes = [shelf.visual(kind, spec) for spec in specs]

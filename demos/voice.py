@@ -36,13 +36,8 @@ Tell = Callable[[tuple[dict[str, Any], bytes | None]], Any]
 class Talk:
     """A conversation that a browser drives.
 
-    Args:
-        shelf: The models.
-        wish: `rate` of the microphone, `about` (an example, or small talk), `voice`.
-        tell: Takes `(event, sound or None)`, in a thread of the conversation.
-
-    Raises:
-        MmfastError: A wish that cannot be met.
+    Its wish has `rate` of the microphone, `about` (an example, or small talk) and `voice`. `tell`
+    takes `(event, sound or None)`, in a thread of the conversation.
     """
 
     def __init__(self, shelf: Shelf, wish: dict[str, Any], tell: Tell) -> None:
@@ -64,11 +59,7 @@ class Talk:
         self._telling.start()
 
     def take(self, message: Any) -> None:
-        """Sound, or a JSON message: `cancel`, or `truncate` with `item` and `ms`.
-
-        Raises:
-            MmfastError: It is neither.
-        """
+        """Take sound, or a JSON message: `cancel`, or `truncate` with `item` and `ms`."""
         if isinstance(message, bytes):
             if len(message) % 2:
                 raise mmfast.MmfastError("sound of half a sample; send 16-bit PCM")
@@ -126,10 +117,8 @@ POLICY, LATER = 1008, 1013  # codes of WebSocket: not allowed; try again later
 class VoiceSocket:
     """Serves conversations, each on a connection of its own.
 
-    Args:
-        shelf: The models.
-        who: Says who a request comes from, or None where nobody may; as `auth_dependency` of
-            `gradio.mount_gradio_app`.
+    `who` returns the visitor a request comes from, or None where nobody may; it is the
+    `auth_dependency` of `gradio.mount_gradio_app`.
     """
 
     def __init__(self, shelf: Shelf, who: Callable[[Any], Any] | None = None) -> None:

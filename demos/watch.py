@@ -73,11 +73,7 @@ class VisitorStream:
         return self._thread is not None and self._thread.is_alive() and not self._stop.is_set()
 
     def ask(self, question: str) -> Iterator[str]:
-        """The answer as it grows; it is added to the log at its end.
-
-        Raises:
-            MmfastError: No question, or nothing was seen yet.
-        """
+        """The answer as it grows; it is added to the log at its end."""
         if not self.session.stats()["frames"]:
             raise mmfast.MmfastError("nothing was seen yet; start the world or the camera first")
         at, text = self.seconds, ""

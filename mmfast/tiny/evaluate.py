@@ -42,16 +42,7 @@ Inputs = dict[str, Any]
 
 
 class Subject:
-    """A model under test with its processor.
-
-    Args:
-        model: A checkpoint directory or hub id; the suite's embedded model by default.
-        device: Device of the model.
-        asked: Suite of questions.
-
-    Raises:
-        ModelError: It cannot be loaded.
-    """
+    """A model under test with its processor; the suite's embedded model by default."""
 
     def __init__(
         self, model: str | Path | None = None, device: str = "cpu", asked: Suite | None = None
@@ -110,26 +101,15 @@ def run_eval(
 ) -> dict[str, Any]:
     """Accuracy with all tokens (always the first row) and under each reduction.
 
-    Args:
-        specs: Reduction specs such as "divprune:0.25"; None stands for all tokens.
-        n: Number of questions.
-        seed: Seed of the unseen media.
-        model: A checkpoint directory; the suite's embedded model by default.
-        progress: Called with (spec, questions done, n).
-        device: Device of the model.
-        name: The suite: video, image, multi-image or document.
-        caches: KV policy specs such as "snapkv:0.25"; for each, all rows are repeated under it,
-            and every row names its policy under `cache`.
+    A spec is such as "divprune:0.25", None = all tokens. All rows are repeated under each KV policy
+    of `caches` ("snapkv:0.25") and then name theirs under `cache`. Progress is called with (spec,
+    questions done, n). All specs are checked before any media are made.
 
     Returns:
         The document that `mmfast eval --json` prints: accuracy and by_kind are shares of exact
         answers, interval the 95 % interval of the accuracy (Wilson), kept the mean number of
         visual tokens a question, ttft_ms the median time to the first token a question (in
         batches, encoder included).
-
-    Raises:
-        MmfastError: Unknown suite.
-        SpecError: A wrong spec, before any media are made.
     """
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
     stages = {spec: parse(spec) for spec in wanted}

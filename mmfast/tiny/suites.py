@@ -58,20 +58,12 @@ class Suite:
 
 
 def suite(n: int, seed: int, name: str = "video") -> list[SuiteCase]:
-    """First n cases of a suite; the same for the same seed.
-
-    Raises:
-        MmfastError: There is no suite of that name.
-    """
+    """First n cases of a suite; the same for the same seed."""
     return [case for case, _ in zip(suite_of(name).cases(seed), range(n), strict=False)]
 
 
 def suite_of(name: str) -> Suite:
-    """The suite called `name`.
-
-    Raises:
-        MmfastError: There is none; names the choices.
-    """
+    """The suite called `name`; an unknown name is answered with the choices."""
     if name not in SUITES:
         raise MmfastError(unknown("suite", name, (*SUITES, "stream", "speech")))
     return SUITES[name]

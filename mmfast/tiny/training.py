@@ -26,15 +26,9 @@ Report = Callable[[Figures], None]
 
 
 class Optimiser:
-    """Muon for hidden matrices, AdamW for everything else.
+    """Muon for hidden matrices `[a, b]`, AdamW for everything else, Muon at twice the peak rate.
 
     Muon (Jordan 2024; step size matched to AdamW, arXiv 2502.16982) needs about half the steps.
-
-    Args:
-        matrices: Parameters `[a, b]` of hidden layers.
-        rest: Vectors, embeddings and all other parameters.
-        rate: Peak learning rate of AdamW; that of Muon is twice as large.
-        decay: Weight decay.
     """
 
     def __init__(
@@ -164,13 +158,8 @@ def train(
 ) -> int:
     """Train as long as the course says; returns the steps.
 
-    Args:
-        task: Model and data.
-        course: Length and pace.
-        report: Receives the rows of the log.
-        save: Writes the model; called after each evaluation on held-out data.
-        checkpoint: File of the run's state, written after each evaluation on held-out data. A run
-            whose file exists continues from it.
+    After each evaluation on held-out data `save` writes the model, and the run's state goes to the
+    file `checkpoint`; a run whose file exists continues from it.
     """
     step, spent = (0, 0.0) if checkpoint is None else restore(task, checkpoint)
     began = time.monotonic() - spent
@@ -234,12 +223,7 @@ def restore(task: Task, path: Path) -> tuple[int, float]:
 
 
 class Log:
-    """Rows of a run: one JSON line each in `training.jsonl`, and on standard error.
-
-    Args:
-        folder: Folder of the checkpoint, made where it is missing.
-        fresh: Whether an earlier log is deleted.
-    """
+    """Rows of a run: one JSON line each in `training.jsonl`, new if `fresh`, and on stderr."""
 
     def __init__(self, folder: Path, fresh: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -78,17 +78,9 @@ def fit_book(frames: Tensor, entries: int, price: float, seed: int) -> Books:
 
 
 def fit_codec(corpus: Iterable[Tensor], seed: int = 0) -> Books:
-    """Codebooks for recordings.
+    """Codebooks for recordings `[n]` at 16 kHz; an hour of all voices is enough.
 
-    Args:
-        corpus: Recordings `[n]` at 16 kHz; an hour of all voices is enough.
-        seed: The same seed and recordings give the same books.
-
-    Returns:
-        `books [2, V, 100]` rounded to float16 and `bias [2, V]` float32, as they are stored.
-
-    Raises:
-        MediaError: Fewer frames than entries.
+    They come as they are stored: `books [2, V, 100]` rounded to float16, `bias [2, V]` float32.
     """
     frames = torch.cat([recording_features(pcm) for pcm in corpus]).float()
     if len(frames) < ENTRIES:
@@ -165,10 +157,9 @@ class Lessons:
 
 
 def target_pitch(pcm: Tensor) -> tuple[Tensor, Tensor]:
-    """Pitch at the ends of hops of sound `[640 T]`, gaps filled, and how voiced it is.
+    """Pitch at the ends of hops of sound `[640 T]`, and how voiced it is.
 
-    Returns:
-        Log of Hz over 110 `[4 T]`, and 0 to 1 `[4 T]`.
+    The pitch is the log of Hz over 110 `[4 T]`, gaps filled; voicing is 0 to 1 `[4 T]`.
     """
     later = math.ceil(_LATE)
     heard = F.pad(pcm.double(), (PAST, later * FRAME // STEPS))[None]
@@ -249,18 +240,7 @@ def fit_vocoder(
     net: VocoderNet | None = None,
     rate: float = RATE,
 ) -> VocoderNet:
-    """Train the vocoder of a codec.
-
-    Args:
-        corpus: Recordings `[n]` at 16 kHz.
-        books: Entries, as `fit_codec` gives them.
-        bias: Their prices.
-        seed: Of weights and segments.
-        steps: Of the optimiser.
-        report: Receives the rows of the log.
-        net: Vocoder to continue with; None = a new one.
-        rate: Peak learning rate.
-    """
+    """Train the vocoder of a codec on recordings `[n]` at 16 kHz; `net` is one to continue with."""
     lessons = make_lessons(corpus, books, bias)
     torch.manual_seed(seed)
     net = (net or VocoderNet()).float().train().requires_grad_(True)

@@ -37,15 +37,7 @@ def make_backbone(
     inner: int = 448,
     codes: bool = True,
 ) -> LlamaForCausalLM:
-    """A Llama with random weights whose layers are the identity at first.
-
-    Args:
-        layout: Rows of the vocabulary.
-        width: Size of a state.
-        layers: Number of layers.
-        inner: Width of the feed-forward parts.
-        codes: Whether there are rows of codes.
-    """
+    """A Llama with random weights whose layers are the identity at first, with or without codes."""
     config = LlamaConfig(
         vocab_size=layout.total if codes else layout.base,
         hidden_size=width,
@@ -205,12 +197,9 @@ def further_loss(model: TrainingModel, states: Tensor, batch: PaddedBatch) -> Te
 
 @torch.no_grad()
 def add_codes(model: TrainingModel, layout: SpeechLayout, vectors: Tensor) -> TrainingModel:
-    """Add rows for all codes, codes of similar sound near each other.
+    """Add rows for all codes to a model of text rows, codes of similar sound near each other.
 
-    Args:
-        model: With text rows, `<next>` and `<end>`.
-        layout: The layout with the codec.
-        vectors: `[Q, V, n]`, the share of each code in the sound's features.
+    `vectors` is the share of each code in the sound's features. `[Q, V, n]`
     """
     larger = TrainingModel(make_backbone(layout), model.tower, layout, model.middle)
     width, old = larger.embed.shape[1], len(model.embed)

@@ -159,16 +159,7 @@ class _Library:
 
 
 def say(text: str, voice: EspeakVoice | None = None) -> Speech:
-    """Say a text; the same text and voice give the same samples.
-
-    Args:
-        text: Words and punctuation marks.
-        voice: Way of speaking; None = en-us at 165 words per minute.
-
-    Raises:
-        SpecError: An unknown voice, or a rate, pitch, spread or volume out of range.
-        MmfastError: Nothing to say, or espeak-ng is missing.
-    """
+    """Say a text; the same text and voice (None: en-us) give the same samples."""
     voice = voice or EspeakVoice()
     _check(text, voice)
     # A full stop ends a sentence for the library where a capital letter follows it.
@@ -258,12 +249,7 @@ def _cut(words: tuple[WordTime, ...], pcm: Samples) -> tuple[tuple[WordTime, ...
 def worsen(pcm: Samples, rng: np.random.Generator) -> tuple[Samples, int]:
     """Degrade a recording: silence around, gain, band, noise, offset, clipping.
 
-    Args:
-        pcm: `[n]` at 16 kHz.
-        rng: The source of chance; one recording in eight stays clean.
-
-    Returns:
-        The sound, and the number of samples of silence in front of it.
+    One in eight stays clean. The number is that of the samples of silence in front.
     """
     before, after = int(rng.integers(0, 8000)), int(rng.integers(800, 6000))
     sound = np.concatenate([np.zeros(before), pcm, np.zeros(after)])
@@ -349,14 +335,7 @@ def build_corpus(
     workers: int = 2,
     progress: Callable[[int, int], None] | None = None,
 ) -> Corpus:
-    """Say all lines, in several processes, and write them to a folder.
-
-    Args:
-        folder: Made where it is missing; its former recordings are deleted.
-        said: Texts and voices.
-        workers: Processes.
-        progress: Called with lines done and lines in all.
-    """
+    """Say all lines, in several processes, in place of the recordings of a folder."""
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True)
     for old in (*home.glob("*.json"), *home.glob("*.npy")):

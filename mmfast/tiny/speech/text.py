@@ -201,11 +201,7 @@ def groups(text: str) -> list[str]:
 
 
 def number_words(number: int) -> str:
-    """0 to 999 in words, such as "two hundred and five".
-
-    Raises:
-        SpecError: Another number.
-    """
+    """0 to 999 in words, such as "two hundred and five"."""
     from num2words import num2words
 
     if not 0 <= number <= 999:
@@ -292,8 +288,7 @@ END = ""
 def jsgf(dialogue: bool = False) -> str:
     """The domain in the JSpeech Grammar Format.
 
-    Args:
-        dialogue: Whether to add the lines of conversations to sentences and questions; slower.
+    `dialogue` adds the lines of conversations to sentences and questions; slower.
     """
     sentences = [text for name in (*SENTENCES, "short") for text in RULES[name]]
     sentences += [*PHRASES, *(LINES if dialogue else ())]
@@ -500,10 +495,8 @@ def dialogue(
 ) -> list[Turn]:
     """A conversation, user and assistant in turn; the last reply is whole.
 
-    Args:
-        rng: The source of chance.
-        split: Training or evaluation; the two share no conversation, sentence or question.
-        exchanges: Number of questions and replies; random if None, 1 to 4 (2 to 4 in evaluation).
+    The splits share no conversation, sentence or question. Without a number of `exchanges` it is
+    random, 1 to 4 (2 to 4 in evaluation).
     """
     names = list(SKILLS)
     weights = np.array([SKILLS[name][1] for name in names])

@@ -83,12 +83,7 @@ def make_clips(
 ) -> list[StreamClip]:
     """Make clips 0 to count - 1 of a seed; every other one has been through a video file.
 
-    Args:
-        model: Its tower and projector encode the frames.
-        facts: Whether the clips are of facts or of ordinary scenes.
-        count: Number of clips.
-        seed: Of everything drawn.
-        folder: Cache of the encoded frames between runs.
+    Tower and projector of the model encode the frames; `folder` caches them between runs.
     """
     name = "facts" if facts else "scenes"
     kept = None if folder is None else folder / f"{name}-{seed}-{count}.pt"
@@ -263,8 +258,7 @@ class StreamSampler:
 def _thin(shown: Tensor, keep: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens that differ most from the mean of their frame: `[B, T, P, D]` to `[B, N, D]`.
 
-    Returns:
-        The tokens, the place of each in its frame `[B, N]`, and its frame `[N]`.
+    With them come the place of each in its frame `[B, N]`, and its frame `[N]`.
     """
     score = (shown - shown.mean(2, keepdim=True)).norm(dim=-1)  # [B, T, P]
     score = score / score.mean(-1, keepdim=True) + 0.15 * torch.randn_like(score)
@@ -307,10 +301,8 @@ def bounded(
     """Layout of a session's memory: opening, sinks, retrieved frames, window, question.
 
     Frames saw a window only. Each layer reads other retrieved frames, mostly the facts among
-    them, at contiguous positions behind the sinks. Facts that no layer reads are not in memory.
-
-    Returns:
-        The layout, and whether each question can be answered. `[B, Q]`
+    them, at contiguous positions behind the sinks. Facts that no layer reads are not in memory:
+    the second result marks the questions that can be answered. `[B, Q]`
     """
     slots, frame = lesson.slots, lesson.frame
     total, batch = len(slots.clip), len(lesson.tokens)

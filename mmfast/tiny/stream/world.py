@@ -212,11 +212,7 @@ class World:
             )
 
     def event(self, number: int) -> WorldEvent:
-        """Fact number 0 to `facts - 1`.
-
-        Raises:
-            MmfastError: There is no such fact.
-        """
+        """Fact number 0 to `facts - 1`."""
         if not 0 <= number < self.facts:
             raise MmfastError(f"fact {number} is not in 0 to {self.facts - 1} of this world")
         return _event(self, number)

@@ -47,13 +47,7 @@ def encode(frames: Iterable[NDArray[np.uint8]], fps: int = FPS) -> bytes:
 
 
 def write(file: Path | io.BytesIO, frames: Iterable[NDArray[np.uint8]], fps: int = FPS) -> None:
-    """Encode RGB frames as an H.264 mp4, one after the other.
-
-    Args:
-        file: Path or buffer to write to.
-        frames: At least one, of one size with even sides, uint8. `[H, W, 3]` each
-        fps: Frames per second.
-    """
+    """Encode RGB frames `[H, W, 3]`, at least one, of even sides, as an H.264 mp4."""
     pictures = iter(frames)
     first = next(pictures)
     target = file if isinstance(file, io.BytesIO) else str(file)

@@ -70,9 +70,7 @@ def pack(
 ) -> PackedQuestions:
     """Pack rows of (question ids, answer ids).
 
-    Args:
-        rows: Questions and answers of each clip.
-        marks: For each of them, which thing (1 + number) is named up to which question token.
+    `marks` has for each question the thing (1 + number) named up to some of its tokens.
     """
     columns: list[list[list[int]]] = [[], [], [], [], []]
     for line, row in enumerate(rows):
@@ -232,14 +230,7 @@ SUBSETS = ("random", "uniform", "change", "diverse")
 
 @torch.no_grad()
 def choose(tokens: Tensor, keep: int, way: str, rng: torch.Generator) -> Tensor:
-    """Choose tokens to keep; returns their indices, ascending: int64 `[B, keep]`.
-
-    Args:
-        tokens: Visual tokens. `[B, T, P, D]`
-        keep: Number of tokens to keep of each clip.
-        way: One of SUBSETS.
-        rng: Source of randomness.
-    """
+    """Choose tokens `[B, T, P, D]` to keep by a way of SUBSETS: ascending indices `[B, keep]`."""
     batch, frames, patches, _ = tokens.shape
     total = frames * patches
     if way == "uniform":
@@ -298,14 +289,10 @@ def still_facts(table: Table, frame: int) -> Iterator[tuple[Fact, Wordings]]:
 class PictureSampler:
     """Batches of pictures as the image path lays them out: overview, tiles, and newlines.
 
-    Args:
-        model: Its newline embedding ends every row of tiles.
-        tokens: Projected features of the overview and the tiles, float16; a picture of one tile
-            is its own overview. `[n, 1 + tiles, P, H]`
-        facts: For each picture what can be asked, with the wordings for it.
-        tokenizer: The checkpoint's.
-        seed: Of everything drawn.
-        unmarked: Share of questions without their question mark.
+    The model's newline embedding ends every row of tiles. `tokens` are projected features of the
+    overview and the tiles, float16 `[n, 1 + tiles, P, H]`; a picture of one tile is its own
+    overview. `facts` are those of each picture with their wordings; a share of questions is
+    `unmarked`.
     """
 
     def __init__(

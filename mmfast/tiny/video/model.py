@@ -221,12 +221,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Readout(nn.Module):
-    """Linear classifiers on hidden states: extra losses of training, discarded afterwards.
-
-    Args:
-        width: Size of a state.
-        sizes: Classes of each label.
-    """
+    """Linear classifiers on states, `sizes` wide: extra losses of training, then discarded."""
 
     def __init__(self, width: int, sizes: Mapping[str, int]) -> None:
         super().__init__()

@@ -70,10 +70,8 @@ class Fact:
 def facts(table: Table, margin: bool = False) -> list[Fact]:
     """Facts about a clip that can be asked without ambiguity.
 
-    Args:
-        table: Truth of the clip.
-        margin: Whether to leave out close comparisons, as evaluation does: speeds of
-            things that are hardly in sight together, appearances less than 3 samples apart.
+    `margin` leaves out close comparisons, as evaluation does: speeds of things that are hardly in
+    sight together, appearances less than 3 samples apart.
     """
     things = [i for i in range(table.count) if table.clear(i).sum() >= 3]
     found = [*_looks(table, things), *_places(table, things), *_orders(table, things, margin)]
