@@ -20,17 +20,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
-from mmfast.tiny.stream.world import (
-    NAMES,
-    NOW,
-    Moment,
-    fact_place,
-    now_text,
-    ordinary_place,
-    past_text,
-    present_facts,
-    show,
-)
+from mmfast.tiny.stream import world
 from mmfast.tiny.training import progress
 from mmfast.tiny.video.clips import encode
 from mmfast.tiny.video.lessons import PackedQuestions, pack
@@ -46,7 +36,7 @@ NEWLINE = VIDEO  # stands for the model's newline embedding in packed questions
 SEGMENTS = ((8, 5), (5, 3))  # facts and scenes of a stream whose frames are thinned, or whole
 THIN = (18, 10)  # tokens of a thinned frame of a fact, of a scene
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
-FACT_LABELS = {"name": len(NAMES), "tens": 10, "ones": 10, "corner": len(CORNERS)}
+FACT_LABELS = {"name": len(world.NAMES), "tens": 10, "ones": 10, "corner": len(CORNERS)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,7 @@ def make_clips(
             tokens = encode_frames(model, _through_file(frames) if index % 2 else frames)
         else:
             tokens = known[index]
-        made.append(StreamClip(tokens, names, present_facts(moments[-1]), number, corner))
+        made.append(StreamClip(tokens, names, world.present_facts(moments[-1]), number, corner))
         progress(name, index + 1, count)
     if kept is not None and known is None:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -105,21 +95,21 @@ def make_clips(
     return made
 
 
-def _fact(rng: np.random.Generator) -> tuple[list[Moment], list[int], int, str]:
-    names = rng.choice(len(NAMES), 2, replace=False).tolist()
+def _fact(rng: np.random.Generator) -> tuple[list[world.Moment], list[int], int, str]:
+    names = rng.choice(len(world.NAMES), 2, replace=False).tolist()
     names = names if rng.random() < 0.4 else names[:1]
-    other = NAMES[names[1]] if len(names) == 2 else None
+    other = world.NAMES[names[1]] if len(names) == 2 else None
     number = int(rng.integers(10, 100))
-    place, corner = fact_place(rng, NAMES[names[0]], number, other, 0.0)
+    place, corner = world.fact_place(rng, world.NAMES[names[0]], number, other, 0.0)
     start = float(rng.uniform(0, 1))
-    return [show(place, start + i) for i in range(FACT_FRAMES)], names, number, corner
+    return [world.show(place, start + i) for i in range(FACT_FRAMES)], names, number, corner
 
 
-def _scene(rng: np.random.Generator) -> tuple[list[Moment], list[int], int, str]:
-    names = rng.choice(len(NAMES), int(rng.integers(1, 4)), replace=False).tolist()
-    place = ordinary_place(rng, [NAMES[i] for i in names], 0.0)
+def _scene(rng: np.random.Generator) -> tuple[list[world.Moment], list[int], int, str]:
+    names = rng.choice(len(world.NAMES), int(rng.integers(1, 4)), replace=False).tolist()
+    place = world.ordinary_place(rng, [world.NAMES[i] for i in names], 0.0)
     start = float(rng.uniform(0, 40))
-    return [show(place, start + i) for i in range(SCENE_FRAMES)], names, -1, ""
+    return [world.show(place, start + i) for i in range(SCENE_FRAMES)], names, -1, ""
 
 
 def _through_file(frames: Sequence[Bytes]) -> list[Bytes]:
@@ -231,16 +221,16 @@ class StreamSampler:
         asked = []
         for at, clip in enumerate(clips, start=1):
             if clip.number >= 0:
-                name = " ".join(NAMES[clip.names[0]])
+                name = " ".join(world.NAMES[clip.names[0]])
                 for kind, answer in (("entry", str(clip.number)), ("corner", clip.corner)):
-                    asked.append((kind, past_text(kind, name, self._wording()), answer, at))
+                    asked.append((kind, world.past_text(kind, name, self._wording()), answer, at))
         chosen = [asked[i] for i in self.rng.permutation(len(asked))[: questions[0]]]
         now = clips[-1].now
         # One count and one number a moment, but many colours: the former would be rarely asked.
         urge = [self.rng.random() + 0.7 * (fact.kind in ("count", "number")) for fact in now]
         for i in np.argsort(urge)[::-1][: questions[1]]:
-            text = now_text(now[i], self._wording())
-            chosen.append((NOW[now[i].kind], text, now[i].answer, 0))
+            text = world.now_text(now[i], self._wording())
+            chosen.append((world.NOW[now[i].kind], text, now[i].answer, 0))
         return chosen
 
     def _ids(self, text: str, asks: bool = False) -> list[int]:

@@ -19,19 +19,10 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedTokenizerFast
 
 from mmfast.tiny.training import shares
+from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import Bank
 from mmfast.tiny.video.model import ASSISTANT, END, USER, DecoderLayout, DecoderOutput, run_decoder
 from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, facts
-from mmfast.tiny.video.scene import (
-    COLOURS,
-    IGNORE,
-    SHAPES,
-    Table,
-    corner_of,
-    count_labels,
-    motion_labels,
-    thing_labels,
-)
 
 Weights = dict[str, float]
 Wordings = tuple[str, ...]
@@ -57,7 +48,7 @@ class PackedQuestions:
 
     def correct(self, guesses: Tensor) -> list[list[bool]]:
         """For each row and question, whether every answer token is right: guesses `[B, L]`."""
-        wrong = (guesses != self.labels) & (self.labels != IGNORE)
+        wrong = (guesses != self.labels) & (self.labels != scene.IGNORE)
         return [
             [not bool(w[b == k].any()) for k in range(int(b.max()) + 1)]
             for w, b in zip(wrong, self.block, strict=True)
@@ -78,7 +69,7 @@ def pack(
         for number, (question, answer) in enumerate(row):
             text = [*question, ASSISTANT, *answer]
             mark = marks[line][number] if marks else {}
-            labels = [IGNORE] * len(question) + [*answer, END]
+            labels = [scene.IGNORE] * len(question) + [*answer, END]
             named = [mark.get(place, 0) for place in range(len(text))]
             parts = (text, [number] * len(text), range(len(text)), labels, named)
             for values, part in zip(found, parts, strict=True):
@@ -88,7 +79,7 @@ def pack(
     length = max(map(len, columns[0]))
     padded = [
         torch.tensor([values + [fill] * (length - len(values)) for values in column])
-        for column, fill in zip(columns, (END, -1, 0, IGNORE, 0), strict=True)
+        for column, fill in zip(columns, (END, -1, 0, scene.IGNORE, 0), strict=True)
     ]
     return PackedQuestions(*padded)
 
@@ -129,7 +120,7 @@ def answer(model: Any, lesson: Lesson, kept: Tensor) -> DecoderOutput:
 
 def answer_loss(model: Any, states: Tensor, labels: Tensor) -> Tensor:
     """Mean loss of the answer tokens: states `[B, L, D]`, labels `[B, L]`."""
-    asked = labels != IGNORE
+    asked = labels != scene.IGNORE
     return cross_entropy(model.lm_head(states[asked]), labels[asked])
 
 
@@ -180,7 +171,7 @@ class ClipSampler:
             marks.append([self._names(clip, ids) for ids, _ in rows[-1]])
             kinds.append([f.kind for f in chosen])
             table = self.bank.tables[clip]
-            things.append(thing_labels(table.backwards() if back else table))
+            things.append(scene.thing_labels(table.backwards() if back else table))
             shown = self.tokens[clip].float()
             tokens.append(shown.flip(0) if back else shown)
             motions.append(dense)
@@ -206,8 +197,8 @@ class ClipSampler:
             by_kind = defaultdict(list)
             for fact in facts(table):
                 by_kind[fact.kind].append(fact)
-            dense = {k: v.to(torch.int8) for k, v in motion_labels(owners, table).items()}
-            self.known[clip, back] = (dict(by_kind), {**dense, "count": count_labels(table)})
+            dense = {k: v.to(torch.int8) for k, v in scene.motion_labels(owners, table).items()}
+            self.known[clip, back] = (dict(by_kind), {**dense, "count": scene.count_labels(table)})
         return self.known[clip, back]
 
     def _choose(self, by_kind: dict[str, list[Fact]], most: int, weights: Weights) -> list[Fact]:
@@ -268,17 +259,17 @@ COUNTS = ("How many objects are there?", "How many shapes can you see?")
 NUMBERS = ("What number is on the screen?", "Which number is shown?")
 
 
-def still_facts(table: Table, frame: int) -> Iterator[tuple[Fact, Wordings]]:
+def still_facts(table: scene.Table, frame: int) -> Iterator[tuple[Fact, Wordings]]:
     """Facts about one frame that can be asked, with the wordings for each."""
     there = [i for i in range(table.count) if table.alive[i, frame]]
     clear = [i for i in there if table.seen[i, frame] >= 0.6]
     for i in clear:
-        shape, colour = SHAPES[table.shape[i]], tuple(COLOURS)[table.colour[i]]
+        shape, colour = scene.SHAPES[table.shape[i]], tuple(scene.COLOURS)[table.colour[i]]
         if sum(table.shape[j] == table.shape[i] for j in there) == 1:
             yield Fact("colour", (shape,), colour), WORDINGS["colour"]
         if sum(table.colour[j] == table.colour[i] for j in there) == 1:
             yield Fact("shape", (colour,), shape), WORDINGS["shape"]
-        if corner := corner_of(table.place[i, frame], 7):
+        if corner := scene.corner_of(table.place[i, frame], 7):
             yield Fact("position", (table.name(i),), corner), PLACES
     if there and len(clear) == len(there):
         yield Fact("count", (), str(len(there))), COUNTS

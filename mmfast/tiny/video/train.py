@@ -20,18 +20,9 @@ import torch
 from torch import Tensor, cat, nn
 from torch.nn.functional import cross_entropy
 
+from mmfast.tiny import training
 from mmfast.tiny.card import write_card
 from mmfast.tiny.evaluate import run_eval
-from mmfast.tiny.training import (
-    Course,
-    Figures,
-    Log,
-    Optimiser,
-    Task,
-    progress,
-    save_model,
-    train,
-)
 from mmfast.tiny.video.clips import Bank, make_bank
 from mmfast.tiny.video.lessons import (
     SUBSETS,
@@ -100,9 +91,9 @@ class StagePlan:
     held: int = 256  # clips at the end of the bank that are never trained on
 
     @property
-    def course(self) -> Course:
+    def course(self) -> training.Course:
         """Length and pace of the stage."""
-        return Course(self.name, self.minutes, self.steps, hold=self.hold)
+        return training.Course(self.name, self.minutes, self.steps, hold=self.hold)
 
 
 POLISH = StagePlan(
@@ -110,7 +101,7 @@ POLISH = StagePlan(
 )
 
 
-class LanguageTask(Task):
+class LanguageTask(training.Task):
     """The decoder's answers; a stage with another plan continues where the one before ended."""
 
     def __init__(
@@ -123,7 +114,7 @@ class LanguageTask(Task):
         self.names = [Readout(width, NAMED) for _ in NAME_LAYERS if plan.names]
         heads = nn.ModuleList([*self.motion, *self.names])
         free = [model.model.image_newline, *heads.parameters()]
-        self.optimiser = Optimiser.of(lm, free, plan.rate)
+        self.optimiser = training.Optimiser.of(lm, free, plan.rate)
         self.rng = torch.Generator().manual_seed(seed)
         self.count = len(clips.bank.tables) - plan.held
         self.order = torch.empty(0, dtype=torch.long)
@@ -153,7 +144,7 @@ class LanguageTask(Task):
         kept = choose(lesson.tokens, round(share * whole.shape[1]), way, self.rng)
         return [(lesson, kept)]
 
-    def loss(self, batch: tuple[Lesson, Tensor]) -> tuple[Tensor, Figures]:
+    def loss(self, batch: tuple[Lesson, Tensor]) -> tuple[Tensor, training.Figures]:
         """Loss of the answers, and of the read-outs where the batch is of clips."""
         lesson, kept = batch
         found = answer(self.model, lesson, kept)
@@ -168,7 +159,7 @@ class LanguageTask(Task):
         figures = {"loss": loss.item(), "dense": dense.item(), "kept": kept.shape[1]}
         return loss + self.plan.dense * dense, figures
 
-    def look(self) -> Figures:
+    def look(self) -> training.Figures:
         """Shares answered correctly; kinds that lag are asked more from now on."""
         scores = score(self.model, self.exam)
         self.weights = {kind: 0.4 + 4 * min(1 - scores.get(kind, 0.0), 0.4) for kind in KINDS}
@@ -197,15 +188,16 @@ def stills(model: Any, bank: Bank, count: int, tokenizer: Any, seed: int) -> Pic
     return PictureSampler(model, cat(parts).half()[:, None], known, tokenizer, seed)
 
 
-def run(out: Path, options: argparse.Namespace, log: Log) -> None:
+def run(out: Path, options: argparse.Namespace, log: training.Log) -> None:
     """Run all stages and leave a loadable checkpoint in `out`, also during the training."""
     seed, processor = options.seed, make_processor()
     tokenizer = processor.tokenizer
     model = make_model(len(tokenizer), seed)
     with log.stage("bank", clips=options.clips):
-        show = partial(progress, "clips", total=options.clips)
+        show = partial(training.progress, "clips", total=options.clips)
         bank = make_bank(options.clips, seed, os.cpu_count() or 1, show)
-    train(TowerTask(model, bank, seed), Course("tower", steps=options.tower_steps), log)
+    course = training.Course("tower", steps=options.tower_steps)
+    training.train(TowerTask(model, bank, seed), course, log)
     scale_projector(model, bank, 0.5)
     bank = bank.first(options.decoder_clips)
     with log.stage("encode", clips=options.decoder_clips):
@@ -213,13 +205,13 @@ def run(out: Path, options: argparse.Namespace, log: Log) -> None:
     pictures = stills(model, bank, min(len(bank.tables), 4000), tokenizer, seed)
 
     def save() -> None:
-        save_model(model, out)
+        training.save_model(model, out)
         processor.save_pretrained(out)
 
     for number, plan in enumerate(plans(options)):
         clips = ClipSampler(bank, tokens, tokenizer, seed + number)
         task = LanguageTask(model, clips, plan, seed + number, pictures)
-        train(task, plan.course, log, save)
+        training.train(task, plan.course, log, save)
 
 
 def plans(options: argparse.Namespace) -> list[StagePlan]:
@@ -256,10 +248,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str] | None = None) -> Figures:
+def main(argv: Sequence[str] | None = None) -> training.Figures:
     """Command line; returns the evaluation that the card shows."""
     options = _arguments(argv)
-    log = Log(options.out)
+    log = training.Log(options.out)
     # Matrices this small gain nothing from more threads.
     torch.set_num_threads(min(os.cpu_count() or 1, 8))
     log.start(seed=options.seed)
