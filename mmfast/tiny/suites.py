@@ -17,8 +17,7 @@ from PIL import Image
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.tiny.document import pages
 from mmfast.tiny.video.clips import encode
-from mmfast.tiny.video.lessons import still_facts
-from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, facts
+from mmfast.tiny.video.questions import KINDS, STILL_WORDINGS, Fact, facts, still_facts
 from mmfast.tiny.video.scene import (
     EVAL,
     FRAMES,
@@ -74,7 +73,7 @@ class Picture:
     """A frame, the facts that can be asked about it, and the things on it."""
 
     frame: Bytes  # [H, W, 3]
-    known: list[tuple[Fact, tuple[str, ...]]]  # with their wordings
+    known: list[Fact]
     names: list[tuple[str, str, str]]  # of each thing: name, shape, colour
     number: bool  # whether one is shown
 
@@ -89,8 +88,8 @@ def _clips(seed: int) -> Iterator[SuiteCase]:
             drawing = draw(scene)
             known = [f for f in facts(make_table(scene, drawing), margin=True) if f.kind == kind]
         fact = known[(7 * number) % len(known)]
-        wording = (number // len(KINDS)) % len(WORDINGS[kind])
-        yield SuiteCase((encode(drawing.frames),), fact.ask(wording), fact.answer, kind)
+        question = fact.ask(number // len(KINDS))
+        yield SuiteCase((encode(drawing.frames),), question, fact.answer, kind)
 
 
 def _stills(seed: int) -> Iterator[SuiteCase]:
@@ -128,7 +127,7 @@ def _pictures(seed: int, stream: int) -> Iterator[Picture]:
         things = [thing for i, thing in enumerate(scene.things) if table.alive[i, at]]
         yield Picture(
             drawing.frames[sampled_indices(FRAMES)[at]],
-            list(still_facts(table, at)),
+            still_facts(table, at),
             [(thing.name, thing.shape, thing.colour) for thing in things],
             bool(table.shown[at]),
         )
@@ -137,17 +136,16 @@ def _pictures(seed: int, stream: int) -> Iterator[Picture]:
 def _ask(shown: Sequence[Picture], kind: str, number: int) -> SuiteCase | None:
     """A question of a kind about pictures; None where there is none."""
     known = [
-        (fact, wordings)
+        fact
         for picture in shown
-        for fact, wordings in picture.known
+        for fact in picture.known
         if fact.kind == kind and _alone(fact, [other for other in shown if other is not picture])
     ]
     if not known:
         return None
-    fact, wordings = known[(7 * number) % len(known)]
-    question = wordings[(number // 5) % len(wordings)].format(*fact.slots)
+    fact = known[(7 * number) % len(known)]
     files = tuple(_file(picture.frame, "JPEG") for picture in shown)
-    return SuiteCase(files, question, fact.answer, kind)
+    return SuiteCase(files, fact.ask(number // 5, STILL_WORDINGS), fact.answer, kind)
 
 
 def _documents(seed: int) -> Iterator[SuiteCase]:
@@ -159,7 +157,7 @@ def _documents(seed: int) -> Iterator[SuiteCase]:
             page = pages.make_page(EVAL, seed, next(indices))
             known = [fact for fact in pages.page_facts(page) if fact.kind == kind]
         fact = known[(7 * number) % len(known)]
-        question = pages.ask(fact, number // len(pages.KINDS))
+        question = fact.ask(number // len(pages.KINDS), STILL_WORDINGS)
         yield SuiteCase((_file(page.picture, "PNG"),), question, fact.answer, kind)
 
 

@@ -17,18 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmfast.tiny.video import scene
-from mmfast.tiny.video.questions import WORDINGS, Fact
+from mmfast.tiny.video.questions import Fact, look_facts
 
 CELLS = 3  # cells of a page in each direction, one tile each
 KINDS = ("entry", "colour", "shape", "count", "position")
-# Words that the video model's vocabulary knows already: it is fixed by the questions about clips.
-PAGE_WORDINGS = {
-    "entry": ("What number is at the {0}?", "Which number is at the {0}?"),
-    "colour": WORDINGS["colour"],
-    "shape": WORDINGS["shape"],
-    "count": ("How many objects are there?", "How many shapes can you see?"),
-    "position": ("Where is the {0}?", "In which corner is the {0}?"),
-}
 
 
 @dataclass(frozen=True)
@@ -105,30 +97,18 @@ def arrange(rng: np.random.Generator, radius: float) -> tuple[tuple[float, float
             return (float(x), float(y)), (left, top)
 
 
-def page_facts(page: Page) -> list[Fact]:
+def page_facts(page: Page) -> Iterator[Fact]:
     """Facts about a page that can be asked without ambiguity."""
-    return list(_facts(page.entries))
-
-
-def _facts(entries: tuple[PageEntry, ...]) -> Iterator[Fact]:
-    for entry in entries:
+    looks = [(entry.shape, entry.colour) for entry in page.entries]
+    for entry, look in zip(page.entries, looks, strict=True):
         if entry.number is not None:
             yield Fact("entry", (entry.name,), str(entry.number))
-        if sum(other.shape == entry.shape for other in entries) == 1:
-            yield Fact("colour", (entry.shape,), entry.colour)
-        if sum(other.colour == entry.colour for other in entries) == 1:
-            yield Fact("shape", (entry.colour,), entry.shape)
+        yield from look_facts(look, looks)
         row, column = entry.cell
         if row != 1 and column != 1:
             corner = f"{'bottom' if row else 'top'} {'right' if column else 'left'}"
             yield Fact("position", (entry.name,), corner)
-    yield Fact("count", (), str(len(entries)))
-
-
-def ask(fact: Fact, wording: int) -> str:
-    """The question about a page in one of the wordings of its kind."""
-    words = PAGE_WORDINGS[fact.kind]
-    return words[wording % len(words)].format(*fact.slots)
+    yield Fact("count", (), str(len(looks)))
 
 
 PARTS = {

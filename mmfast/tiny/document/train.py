@@ -21,7 +21,6 @@ from mmfast.tiny import training
 from mmfast.tiny.card import write_card
 from mmfast.tiny.document.pages import (
     CELLS,
-    PAGE_WORDINGS,
     PARTS,
     make_page,
     page_facts,
@@ -47,7 +46,7 @@ def make_pages(model: Any, processor: Any, count: int, seed: int) -> tuple[Pictu
     facts, tokens, labels = [], [], []
     for index in range(count):
         page = make_page(TRAIN, seed, index)
-        facts.append([(fact, PAGE_WORDINGS[fact.kind]) for fact in page_facts(page)])
+        facts.append(list(page_facts(page)))
         pixels = processor.image_processor(page.picture, return_tensors="pt")["pixel_values"][0]
         tokens.append(model.model.multi_modal_projector(tower_features(model, pixels)).half())
         labels.append(page_labels(page))

@@ -17,7 +17,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.speech import Turn
 from mmfast.tiny.speech.recordings import EspeakVoice, Line
 from mmfast.tiny.stream.world import NOW_WORDINGS, PAST_WORDINGS
-from mmfast.tiny.video.questions import WORDINGS
+from mmfast.tiny.video.questions import WORDINGS, parse_grammar
 
 # A rule and its alternatives: words, punctuation marks and <rules>; /n/ stands for n equal ones.
 GRAMMAR = """
@@ -126,19 +126,6 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "entry": ("<seen>",),
     "corner": ("<seen>",),
 }
-
-
-def parse_grammar(text: str) -> dict[str, tuple[str, ...]]:
-    """Parse rules of the form `name = alternative | alternative`; indented lines continue one."""
-    rules: dict[str, tuple[str, ...]] = {}
-    for line in text.strip().replace("\n    ", " ").splitlines():
-        name, _, body = line.partition(" =")
-        found: list[str] = []
-        for part in body.split("|"):
-            weight, alternative = re.fullmatch(r"\s*(?:/(\d+)/ )?(.*?)\s*", part).groups()  # type: ignore[union-attr]
-            found += [alternative] * int(weight or 1)
-        rules[name] = tuple(found)
-    return rules
 
 
 def spoken_wording(text: str) -> str:

@@ -25,7 +25,7 @@ from mmfast.tiny.training import progress
 from mmfast.tiny.video.clips import encode
 from mmfast.tiny.video.lessons import PackedQuestions, pack
 from mmfast.tiny.video.model import VIDEO, DecoderLayout
-from mmfast.tiny.video.questions import Fact
+from mmfast.tiny.video.questions import Fact, Wordings
 from mmfast.tiny.video.scene import IGNORE, TRAIN, Bytes
 from mmfast.tiny.video.tower import pooled_tokens, scale_pixels, tower_features
 
@@ -222,16 +222,21 @@ class StreamSampler:
         for at, clip in enumerate(clips, start=1):
             if clip.number >= 0:
                 name = " ".join(world.NAMES[clip.names[0]])
-                for kind, answer in (("entry", str(clip.number)), ("corner", clip.corner)):
-                    asked.append((kind, world.past_text(kind, name, self._wording()), answer, at))
+                known = world.event_facts(name, clip.number, clip.corner)
+                asked += [self._worded(f, world.PAST_WORDINGS, f.kind, at) for f in known]
         chosen = [asked[i] for i in self.rng.permutation(len(asked))[: questions[0]]]
         now = clips[-1].now
         # One count and one number a moment, but many colours: the former would be rarely asked.
         urge = [self.rng.random() + 0.7 * (fact.kind in ("count", "number")) for fact in now]
         for i in np.argsort(urge)[::-1][: questions[1]]:
-            text = world.now_text(now[i], self._wording())
-            chosen.append((world.NOW[now[i].kind], text, now[i].answer, 0))
+            kind = world.NOW[now[i].kind]
+            chosen.append(self._worded(now[i], world.NOW_WORDINGS, kind, 0))
         return chosen
+
+    def _worded(
+        self, fact: Fact, table: Wordings, kind: str, about: int
+    ) -> tuple[str, str, str, int]:
+        return kind, fact.ask(int(self.rng.integers(1 << 16)), table), fact.answer, about
 
     def _ids(self, text: str, asks: bool = False) -> list[int]:
         if text not in self.texts:
@@ -240,9 +245,6 @@ class StreamSampler:
 
     def _any(self, clips: Sequence[StreamClip]) -> StreamClip:
         return clips[int(self.rng.integers(len(clips)))]
-
-    def _wording(self) -> int:
-        return int(self.rng.integers(1 << 16))
 
 
 def _thin(shown: Tensor, keep: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,7 +28,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.tiny.document.pages import arrange
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import write
-from mmfast.tiny.video.questions import Fact
+from mmfast.tiny.video.questions import Fact, parse_grammar, picture_facts
 
 Name = tuple[str, str]  # colour, shape
 
@@ -110,21 +110,9 @@ def show(place: EndlessScene, time: float) -> Moment:
 
 def present_facts(moment: Moment) -> list[Fact]:
     """Facts about a moment that can be asked without ambiguity while it is on screen."""
-    things, found = moment.place.things, []
-    clear = [i for i, share in enumerate(moment.seen) if share >= 0.6]
-    for i in clear:
-        thing = things[i]
-        if sum(other.shape == thing.shape for other in things) == 1:
-            found.append(Fact("colour", (thing.shape,), thing.colour))
-        if sum(other.colour == thing.colour for other in things) == 1:
-            found.append(Fact("shape", (thing.colour,), thing.shape))
-        if corner := scene.corner_of(moment.centres[i], 7):
-            found.append(Fact("position", (thing.name,), corner))
-    if len(clear) == len(things):
-        found.append(Fact("count", (), str(len(things))))
-    if moment.place.panel is not None:
-        found.append(Fact("number", (), str(moment.place.panel.number)))
-    return found
+    looks, panel = [(each.shape, each.colour) for each in moment.place.things], moment.place.panel
+    number = None if panel is None else panel.number
+    return list(picture_facts(looks, moment.centres, moment.seen, number))
 
 
 @lru_cache(4)
@@ -292,17 +280,17 @@ NOW = {name: f"{name} now" for name in ("colour", "shape", "position", "count", 
 PAST = ("entry", "corner")
 KINDS = (*PAST, *NOW.values())
 
-PAST_WORDINGS = {
-    "entry": ("What number is at the {0}?", "Which number is at the {0}?"),
-    "corner": ("In which corner is the {0}?", "Where is the {0}?"),
-}
-NOW_WORDINGS = {
-    "colour": ("What colour is the {0} now?", "Which colour does the {0} have now?"),
-    "shape": ("What shape is the {0} object now?", "Which shape does the {0} object have now?"),
-    "position": ("Where is the {0} now?", "In which corner is the {0} now?"),
-    "count": ("How many objects are there now?", "How many shapes can you see now?"),
-    "number": ("What number is on the screen now?", "Which number is shown now?"),
-}
+PAST_WORDINGS = parse_grammar("""
+entry = What number is at the {0}? | Which number is at the {0}?
+corner = In which corner is the {0}? | Where is the {0}?
+""")
+NOW_WORDINGS = parse_grammar("""
+colour = What colour is the {0} now? | Which colour does the {0} have now?
+shape = What shape is the {0} object now? | Which shape does the {0} object have now?
+position = Where is the {0} now? | In which corner is the {0} now?
+count = How many objects are there now? | How many shapes can you see now?
+number = What number is on the screen now? | Which number is shown now?
+""")
 
 
 @dataclass(frozen=True)
@@ -321,23 +309,11 @@ class WorldQuestion:
         return self.asked - self.shown
 
 
-def now_text(fact: Fact, wording: int) -> str:
-    """A question about the present in one of the wordings of its kind."""
-    words = NOW_WORDINGS[fact.kind]
-    return words[wording % len(words)].format(*fact.slots)
-
-
-def past_text(kind: str, name: str, wording: int) -> str:
-    """A question about a fact in one of the wordings of its kind."""
-    words = PAST_WORDINGS[kind]
-    return words[wording % len(words)].format(name)
-
-
 def present_questions(world: World, time: float) -> list[WorldQuestion]:
     """Questions about what is on screen at a time."""
     found = present_facts(world.at(time))
     return [
-        WorldQuestion(NOW[fact.kind], now_text(fact, i), fact.answer, time, time)
+        WorldQuestion(NOW[fact.kind], fact.ask(i, NOW_WORDINGS), fact.answer, time, time)
         for i, fact in enumerate(found)
     ]
 
@@ -349,10 +325,15 @@ def past_questions(world: World, time: float) -> list[WorldQuestion]:
     """
     found = []
     for i, event in enumerate(world.events(time)):
-        for kind, answer in (("entry", str(event.number)), ("corner", event.corner)):
-            shown = min(event.stop, time)
-            found.append(WorldQuestion(kind, past_text(kind, event.name, i), answer, time, shown))
+        for fact in event_facts(event.name, event.number, event.corner):
+            text, shown = fact.ask(i, PAST_WORDINGS), min(event.stop, time)
+            found.append(WorldQuestion(fact.kind, text, fact.answer, time, shown))
     return found
+
+
+def event_facts(name: str, number: int, corner: str) -> list[Fact]:
+    """Facts about a thing of the past: the number beside it, and its corner."""
+    return [Fact("entry", (name,), str(number)), Fact("corner", (name,), corner)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

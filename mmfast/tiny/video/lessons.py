@@ -7,7 +7,7 @@ positions start right after them, so a packed row gives the same numbers as sing
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,9 @@ from mmfast.tiny.training import shares
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import Bank
 from mmfast.tiny.video.model import ASSISTANT, END, USER, DecoderLayout, DecoderOutput, run_decoder
-from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, facts
+from mmfast.tiny.video.questions import KINDS, STILL_WORDINGS, WORDINGS, Fact, facts
 
 Weights = dict[str, float]
-Wordings = tuple[str, ...]
 UNMARKED = 0.15  # share of questions without their question mark
 
 
@@ -253,36 +252,12 @@ def _farthest(tokens: Tensor, keep: int) -> Tensor:
     return torch.stack(chosen, -1)
 
 
-# The vocabulary is fixed by the questions about clips, so these use no other words.
-PLACES = ("Where is the {0}?", "In which corner is the {0}?")
-COUNTS = ("How many objects are there?", "How many shapes can you see?")
-NUMBERS = ("What number is on the screen?", "Which number is shown?")
-
-
-def still_facts(table: scene.Table, frame: int) -> Iterator[tuple[Fact, Wordings]]:
-    """Facts about one frame that can be asked, with the wordings for each."""
-    there = [i for i in range(table.count) if table.alive[i, frame]]
-    clear = [i for i in there if table.seen[i, frame] >= 0.6]
-    for i in clear:
-        shape, colour = scene.SHAPES[table.shape[i]], tuple(scene.COLOURS)[table.colour[i]]
-        if sum(table.shape[j] == table.shape[i] for j in there) == 1:
-            yield Fact("colour", (shape,), colour), WORDINGS["colour"]
-        if sum(table.colour[j] == table.colour[i] for j in there) == 1:
-            yield Fact("shape", (colour,), shape), WORDINGS["shape"]
-        if corner := scene.corner_of(table.place[i, frame], 7):
-            yield Fact("position", (table.name(i),), corner), PLACES
-    if there and len(clear) == len(there):
-        yield Fact("count", (), str(len(there))), COUNTS
-    if table.shown[frame]:
-        yield Fact("number", (), str(table.number)), NUMBERS
-
-
 class PictureSampler:
     """Batches of pictures as the image path lays them out: overview, tiles, and newlines.
 
     The model's newline embedding ends every row of tiles. `tokens` are projected features of the
     overview and the tiles, float16 `[n, 1 + tiles, P, H]`; a picture of one tile is its own
-    overview. `facts` are those of each picture with their wordings; a share of questions is
+    overview. `facts` are those of each picture; a share of questions is
     `unmarked`.
     """
 
@@ -290,7 +265,7 @@ class PictureSampler:
         self,
         model: Any,
         tokens: Tensor,
-        facts: Sequence[Sequence[tuple[Fact, Wordings]]],
+        facts: Sequence[Sequence[Fact]],
         tokenizer: PreTrainedTokenizerFast,
         seed: int,
         unmarked: float = UNMARKED,
@@ -310,8 +285,8 @@ class PictureSampler:
         for picture in chosen:
             known = self.facts[picture]
             asked = [known[i] for i in self.rng.permutation(len(known))[:questions]]
-            kinds.append([fact.kind for fact, _ in asked])
-            rows.append([self._ids(fact, wordings) for fact, wordings in asked])
+            kinds.append([fact.kind for fact in asked])
+            rows.append([self._ids(fact) for fact in asked])
         encoded = self.tokens[list(chosen)].float()  # [B, 1 + tiles, P, H]
         tiles = encoded[:, 1:] if encoded.shape[1] > 1 else encoded
         grid, side = round(tiles.shape[1] ** 0.5), round(tiles.shape[2] ** 0.5)
@@ -321,8 +296,9 @@ class PictureSampler:
         shown = torch.cat([encoded[:, 0], lines[:, :-1]], 1)[:, None]
         return Lesson(shown, pack(rows), kinds)
 
-    def _ids(self, fact: Fact, wordings: Wordings) -> tuple[list[int], list[int]]:
-        text = wordings[self.rng.integers(len(wordings))].format(*fact.slots)
+    def _ids(self, fact: Fact) -> tuple[list[int], list[int]]:
+        wording = int(self.rng.integers(len(STILL_WORDINGS[fact.kind])))
+        text = fact.ask(wording, STILL_WORDINGS)
         if self.rng.random() < self.unmarked:
             text = text.rstrip("?")
         return self.tokenizer.encode(text), self.tokenizer.encode(fact.answer)

@@ -5,7 +5,7 @@ Lengths are in units of a 96 x 96 picture whatever the size of the file; time is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -363,7 +363,13 @@ class Table:
 
     def name(self, thing: int) -> str:
         """Name such as "red circle"."""
-        return f"{_COLOUR_NAMES[self.colour[thing]]} {SHAPES[self.shape[thing]]}"
+        return " ".join(reversed(self.looks[thing]))
+
+    @property
+    def looks(self) -> list[tuple[str, str]]:
+        """Shape and colour of each thing."""
+        rows = zip(self.shape[: self.count], self.colour[: self.count], strict=True)
+        return [(SHAPES[shape], _COLOUR_NAMES[colour]) for shape, colour in rows]
 
     def clear(self, thing: int) -> NDArray[np.bool_]:
         """Frames in which at least half of the thing is in sight: [T]."""
@@ -371,17 +377,9 @@ class Table:
 
     def backwards(self) -> Table:
         """The same facts for the frames in reverse order."""
-        flip = slice(None, None, -1)
-        return Table(
-            self.shape,
-            self.colour,
-            self.place[:, flip],
-            self.world[:, flip],
-            self.alive[:, flip],
-            self.seen[:, flip],
-            self.number,
-            self.shown[flip],
-        )
+        shown = {"alive": self.alive[:, ::-1], "seen": self.seen[:, ::-1]}
+        places = {"place": self.place[:, ::-1], "world": self.world[:, ::-1]}
+        return replace(self, **places, **shown, shown=self.shown[::-1])
 
 
 def make_table(scene: Scene, drawing: Drawing) -> Table:

@@ -33,10 +33,9 @@ from mmfast.tiny.video.lessons import (
     answer_loss,
     choose,
     score,
-    still_facts,
 )
 from mmfast.tiny.video.model import Readout, make_model, make_processor
-from mmfast.tiny.video.questions import KINDS
+from mmfast.tiny.video.questions import KINDS, still_facts
 from mmfast.tiny.video.scene import MOTION, NAMED, SAMPLED
 from mmfast.tiny.video.tower import (
     TowerTask,
@@ -179,7 +178,7 @@ def stills(model: Any, bank: Bank, count: int, tokenizer: Any, seed: int) -> Pic
     """One frame of each of the first clips of a bank as a picture."""
     times = np.random.default_rng([seed, 1]).integers(bank.frames.shape[1], size=count)
     known = [
-        list(still_facts(table, int(time)))
+        still_facts(table, int(time))
         for table, time in zip(bank.tables[:count], times, strict=True)
     ]
     frames = bank.frames[torch.arange(count), torch.from_numpy(times)]
