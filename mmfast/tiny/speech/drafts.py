@@ -78,15 +78,13 @@ def split_sounds(layout: SpeechLayout, said: SpokenText, ids: Sequence[int]) -> 
     return SpokenText(said.style, said.groups, [np.array(each, np.int64) for each in sounds])
 
 
-def own_words(
-    backbone: Backbone, layout: SpeechLayout, count: int, seed: int, batch: int = 48
-) -> list[SpokenText]:
+def own_words(backbone: Backbone, layout: SpeechLayout, count: int, seed: int) -> list[SpokenText]:
     """The model's own sound of so many texts, none of them of its training."""
     lines, styles = said_lines(count, seed + 100)
     order = np.argsort([len(text) for text, _ in lines])
     found: list[SpokenText] = []
-    for start in range(0, count, batch):
-        part = order[start : start + batch]
+    for start in range(0, count, 48):
+        part = order[start : start + 48]
         texts = [lines[i][0] for i in part]
         found += say_alone(backbone, layout, texts, [styles[i] for i in part])
     return found

@@ -101,12 +101,12 @@ class Curriculum:
             if not longest or max(len(line.ids) for line in lines) <= longest:
                 return bank.stack(lines)
 
-    def exam(self, task: str, size: int = 16) -> list[bank.PaddedBatch]:
+    def exam(self, task: str) -> list[bank.PaddedBatch]:
         """Lessons that are never trained on."""
         rng, count = np.random.default_rng(5), len(self.lengths(task))
         lines = [self.line(task, i, rng) for i in range(count - self.held, count)]
         lines.sort(key=lambda line: len(line.ids))
-        return [bank.stack(lines[i : i + size]) for i in range(0, self.held, size)]
+        return [bank.stack(lines[i : i + 16]) for i in range(0, self.held, 16)]
 
 
 class SpeechTask(training.Task):
