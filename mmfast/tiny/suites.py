@@ -19,14 +19,7 @@ from PIL import Image
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.tiny.document import pages
 from mmfast.tiny.video.clips import encode
-from mmfast.tiny.video.questions import (
-    KINDS,
-    STILL_WORDINGS,
-    WORDINGS,
-    Fact,
-    facts,
-    still_facts,
-)
+from mmfast.tiny.video.questions import KINDS, STILL_WORDINGS, WORDINGS, Fact, facts, still_facts
 from mmfast.tiny.video.scene import (
     EVAL,
     FRAMES,

@@ -419,10 +419,7 @@ def test_all_that_the_page_needs_is_packaged() -> None:
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast.cli import serve
 
-    with (
-        serve._listen("127.0.0.1", 0) as taken,
-        pytest.raises(MmfastError, match="--port 0"),
-    ):
+    with serve._listen("127.0.0.1", 0) as taken, pytest.raises(MmfastError, match="--port 0"):
         serve._listen("127.0.0.1", taken.getsockname()[1])
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(MmfastError, match=r'pip install "mmfast\[demo\]"'):

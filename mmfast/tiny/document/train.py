@@ -19,13 +19,7 @@ from torch import Tensor, nn
 from mmfast.models.loading import embedded_path, load
 from mmfast.tiny import training
 from mmfast.tiny.card import write_card
-from mmfast.tiny.document.pages import (
-    CELLS,
-    PARTS,
-    make_page,
-    page_facts,
-    page_labels,
-)
+from mmfast.tiny.document.pages import CELLS, PARTS, make_page, page_facts, page_labels
 from mmfast.tiny.evaluate import run_eval
 from mmfast.tiny.video.clips import INPUT
 from mmfast.tiny.video.lessons import Lesson, PictureSampler, answer, answer_loss, choose, score

@@ -31,11 +31,7 @@ Part = tuple[float, int, int]  # loss, places, places predicted correctly
 
 
 def make_backbone(
-    layout: SpeechLayout,
-    width: int = 160,
-    layers: int = 14,
-    inner: int = 448,
-    codes: bool = True,
+    layout: SpeechLayout, width: int = 160, layers: int = 14, inner: int = 448, codes: bool = True
 ) -> LlamaForCausalLM:
     """A Llama with random weights whose layers are the identity at first, with or without codes."""
     config = LlamaConfig(

@@ -153,11 +153,7 @@ class StreamSampler:
     """Batches of streams put together from clips of facts and of ordinary scenes."""
 
     def __init__(
-        self,
-        facts: Sequence[StreamClip],
-        scenes: Sequence[StreamClip],
-        tokenizer: Any,
-        seed: int,
+        self, facts: Sequence[StreamClip], scenes: Sequence[StreamClip], tokenizer: Any, seed: int
     ) -> None:
         self.facts, self.scenes, self.tokenizer = facts, scenes, tokenizer
         self.rng = np.random.default_rng([seed, 40])
