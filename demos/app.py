@@ -153,11 +153,6 @@ this machine when you follow them.
 """
 
 
-def about_tab(shelf: Shelf) -> None:
-    gr.Markdown(TEXT)
-    gr.HTML(views.facts(versions(shelf), "Versions"))
-
-
 def versions(shelf: Shelf) -> list[tuple[str, str]]:
     names = ("torch", "transformers", "gradio")
     found: list[tuple[str, Any]] = [("mmfast", mmfast.__version__), ("model", shelf.name)]
@@ -201,7 +196,8 @@ def _build(shelf: Shelf) -> Any:
             with gr.Tab("Voice", id="voice"):
                 voice_tab(shelf)
             with gr.Tab("About", id="about"):
-                about_tab(shelf)
+                gr.Markdown(TEXT)
+                gr.HTML(views.facts(versions(shelf), "Versions"))
         blocks.load(shelf.warm_soon, api_visibility="private", queue=False)
     blocks.queue(max_size=WAITING, default_concurrency_limit=4)
     blocks.has_launched = True  # else a mounted page takes any file of this machine for an upload

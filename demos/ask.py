@@ -106,13 +106,8 @@ def ask_tab(shelf: Shelf) -> None:
                 examples.questions(START)[0], label="Question", max_length=500, submit_btn=False
             )
             ask = gr.Button("Ask", variant="primary", elem_id="ask")
-            tries = gr.Dataset(
-                components=[question],
-                samples=[[each] for each in examples.questions(START)],
-                label="Questions about this one",
-                samples_per_page=8,
-                type="values",
-            )
+            asked = examples.questions(START)
+            tries = views.suggestions(question, asked, "Questions about this one")
         with gr.Column(scale=6, min_width=300):
             method, budget, about = _method()
             result = gr.HTML(views.note("Press Ask: the answers come here."), elem_id="answers")
@@ -122,21 +117,23 @@ def ask_tab(shelf: Shelf) -> None:
     shown = [result, pictures, before]
     fresh = polite(partial(compare, shelf, fresh=True))
     slide = polite(partial(compare, shelf, fresh=False))
-    how: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
-    gr.on([ask.click, question.submit], fresh, given, shown, api_visibility="private", **how)
+    how: dict[str, Any] = {**views.BUSY, "api_visibility": "private"}
+    gr.on([ask.click, question.submit], fresh, given, shown, **how)
     live = {**how, "trigger_mode": "always_last", "show_progress": "hidden"}
-    gr.on([budget.input, method.input], slide, given, shown, api_visibility="private", **live)
+    gr.on([budget.input, method.input], slide, given, shown, **live)
     method.change(about_method, method, about, api_visibility="private", queue=False)
     tries.click(lambda row: row[0], tries, question, api_visibility="private", queue=False).then(
-        fresh, given, shown, api_visibility="private", **how
+        fresh, given, shown, **how
     )
-    _choosing(example, upload, player, question, tries)
+    outputs = [upload, player, question, tries]
+    example.change(polite(choose), [example, upload], outputs, **views.QUICK)
+    upload.change(polite(take), upload, player, **views.QUICK)
 
     def answered(example: str, question: str, reduce: str) -> dict[str, Any]:
         """Answer a question about an example; "" as `reduce` keeps all tokens."""
         return answer(shelf, example, question, reduce)
 
-    gr.api(answered, api_name="ask", **how)
+    gr.api(answered, api_name="ask", **views.BUSY)
 
 
 def _media() -> tuple[Any, Any, Any]:
@@ -161,12 +158,6 @@ def _method() -> tuple[Any, Any, Any]:
         )
     about = gr.HTML(about_method(METHOD), elem_id="about-method")
     return method, budget, about
-
-
-def _choosing(example: Any, upload: Any, player: Any, question: Any, tries: Any) -> None:
-    outputs = [upload, player, question, tries]
-    example.change(polite(choose), [example, upload], outputs, **views.QUICK)
-    upload.change(polite(take), upload, player, **views.QUICK)
 
 
 def choose(example: str, upload: str | None) -> tuple[Any, ...]:
@@ -233,9 +224,8 @@ LEGEND = (
 
 def cards(base: Shown, fast: Shown, right: str | None) -> str:
     agree = same(base.text, fast.text)
-    share = fast.tokens / max(fast.of, 1)
     word = "Same answer" if agree else "Another answer"
-    verdict = f"{word} with {share:.0%} of the visual tokens."
+    verdict = f"{word} with {fast.tokens / max(fast.of, 1):.0%} of the visual tokens."
     known = "" if right is None else f' <span class="mm-soft">Right is: {escape(right)}.</span>'
     left = _card("All tokens", base, None)
     card = _card(fast.spec or "All tokens", fast, base)
@@ -260,10 +250,9 @@ def _card(title: str, shown: Shown, base: Shown | None) -> str:
 
 
 def _stages(base: Shown, fast: Shown) -> str:
-    before = {name: ms for name, _, _, ms in base.rows}
+    before = {name: f"{ms:,.1f}" for name, _, _, ms in base.rows}
     rows = "".join(
-        f"<tr><th scope=row>{escape(name)}</th><td>{was:,}</td><td>{left:,}</td>"
-        f"<td>{f'{before[name]:,.1f}' if name in before else ''}</td><td>{ms:,.1f}</td></tr>"
+        views.row(name, f"{was:,}", f"{left:,}", before.get(name, ""), f"{ms:,.1f}")
         for name, was, left, ms in fast.rows
     )
     heads = ("stage", "tokens in", "out", "all tokens, ms", "fewer, ms")

@@ -61,10 +61,7 @@ def suite_curves(name: str) -> SuiteCurves:
             curves.setdefault(row["reduce"].rpartition(":")[0], {})[point.share] = point
     if full is None:
         raise ValueError(f"{path.name} has no row with all tokens")
-    ordered = {
-        method: tuple(points[share] for share in sorted(points))
-        for method, points in sorted(curves.items())
-    }
+    ordered = {name: tuple(v for _, v in sorted(curves[name].items())) for name in sorted(curves)}
     return SuiteCurves(full, ordered, source)
 
 

@@ -70,30 +70,25 @@ class Talk:
         if kind == "cancel":
             self.session.cancel()
         elif kind == "truncate":
-            self._truncate(message)
+            with contextlib.suppress(mmfast.MmfastError):  # an item that was forgotten meanwhile
+                self.session.truncate(str(message.get("item")), message.get("ms"))
         else:
             raise mmfast.MmfastError("an unknown message; send sound, cancel or truncate")
 
-    def _truncate(self, message: dict[str, Any]) -> None:
-        """So much was heard, says the browser, which alone knows what it played."""
-        with contextlib.suppress(mmfast.MmfastError):  # an item that was forgotten meanwhile
-            self.session.truncate(str(message.get("item")), message.get("ms"))
-
     def _events(self) -> None:
         for event in self.session.events():
-            pcm = None
-            if event.pcm is not None:
-                whole = event.pcm.detach().float().cpu().clamp(-1, 1).numpy() * 32767
-                pcm = whole.astype("<i2").tobytes()
-            told = event.to_dict()
-            told["text"] = event.text
-            self._tell((told, pcm))
+            pcm = None if event.pcm is None else _int16(event.pcm).tobytes()
+            self._tell(({**event.to_dict(), "text": event.text}, pcm))
 
     def close(self) -> None:
         """End it, and wait until nothing of it runs any more."""
         self.session.close()
         if self._telling.is_alive() and self._telling is not threading.current_thread():
             self._telling.join()
+
+
+def _int16(pcm: Any) -> Any:
+    return (pcm.detach().float().cpu().clamp(-1, 1).numpy() * 32767).astype("<i2")
 
 
 def _about(shelf: Shelf, name: str) -> Callable[[Sequence[Any]], Iterator[str]]:
@@ -254,18 +249,14 @@ def voice_tab(shelf: Shelf) -> None:
         with gr.Column(scale=5, min_width=280):
             sound = gr.Audio(label="Speech", autoplay=True, interactive=False, buttons=["download"])
             figures = gr.HTML(views.note("Its figures come here."), elem_id="say-figures")
-    how: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
     spoken = polite(partial(say, shelf))
-    gr.on(
-        [button.click, text.submit], spoken, [text, voice, mode], [sound, figures],
-        api_visibility="private", **how,
-    )  # fmt: skip
+    how: dict[str, Any] = {**views.BUSY, "api_visibility": "private"}
+    gr.on([button.click, text.submit], spoken, [text, voice, mode], [sound, figures], **how)
 
 
 def say(shelf: Shelf, text: str, voice: str, mode: str) -> tuple[tuple[int, Any], str]:
     schedule, rule = MODES[mode]
     spoken = shelf.speaker()(text, voice=voice, mode=schedule, verify=rule)
-    pcm = (spoken.pcm.detach().float().clamp(-1, 1).cpu().numpy() * 32767).astype(np.int16)
     stats = spoken.stats
     rows = [
         ("seconds of speech", f"{spoken.seconds:.2f}"),
@@ -273,7 +264,7 @@ def say(shelf: Shelf, text: str, voice: str, mode: str) -> tuple[tuple[int, Any]
         ("time per second of speech", f"{stats['rtf']:.2f} s"),
         ("audio tokens a pass", f"{stats['tokens_per_pass']:.2f}"),
     ]
-    return (spoken.rate, pcm), views.facts(rows, "Figures of the speech")
+    return (spoken.rate, _int16(spoken.pcm)), views.facts(rows, "Figures of the speech")
 
 
 def talking() -> str:
