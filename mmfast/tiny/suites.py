@@ -18,17 +18,9 @@ from PIL import Image
 
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.tiny.document import pages
+from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
 from mmfast.tiny.video.questions import KINDS, STILL_WORDINGS, WORDINGS, Fact, facts, still_facts
-from mmfast.tiny.video.scene import (
-    EVAL,
-    FRAMES,
-    Bytes,
-    draw,
-    make_scene,
-    make_table,
-    sampled_indices,
-)
 
 STILL_KINDS = ("colour", "shape", "count", "position", "number")
 # A thing may be in several pictures of a prompt; what is asked of one must not depend on that.
@@ -92,7 +84,7 @@ def suite_of(name: str) -> Suite:
 class Picture:
     """A frame, the facts that can be asked about it, and the things on it."""
 
-    frame: Bytes  # [H, W, 3]
+    frame: scene.Bytes  # [H, W, 3]
     known: list[Fact]
     names: list[tuple[str, str, str]]  # of each thing: name, shape, colour
     number: bool  # whether one is shown
@@ -101,16 +93,16 @@ class Picture:
 def _clips(seed: int) -> Iterator[Medium]:
     """Clips with their clear facts."""
     for index in count():
-        scene = make_scene(EVAL, seed, index)
-        drawing = draw(scene)
-        known = facts(make_table(scene, drawing), margin=True)
+        draft = scene.make_scene(scene.EVAL, seed, index)
+        drawing = scene.draw(draft)
+        known = facts(scene.make_table(draft, drawing), margin=True)
         yield lambda frames=drawing.frames: (encode(frames),), known
 
 
 def _pages(seed: int) -> Iterator[Medium]:
     """Pages with printed numbers, as PNG."""
     for index in count():
-        page = pages.make_page(EVAL, seed, index)
+        page = pages.make_page(scene.EVAL, seed, index)
         yield partial(_files, [page.picture], "PNG"), list(pages.page_facts(page))
 
 
@@ -137,22 +129,22 @@ def _alone(fact: Fact, others: Sequence[Picture]) -> bool:
 
 def _pictures(seed: int, stream: int) -> Iterator[Picture]:
     """A random frame of each unseen clip, with its facts."""
-    rng = np.random.default_rng([EVAL, seed, stream])
+    rng = np.random.default_rng([scene.EVAL, seed, stream])
     for index in count():
-        scene = make_scene(EVAL, seed, index)
-        drawing = draw(scene)
-        table = make_table(scene, drawing)
-        at = int(rng.integers(len(sampled_indices(FRAMES))))
-        things = [thing for i, thing in enumerate(scene.things) if table.alive[i, at]]
+        draft = scene.make_scene(scene.EVAL, seed, index)
+        drawing = scene.draw(draft)
+        table = scene.make_table(draft, drawing)
+        at = int(rng.integers(len(scene.sampled_indices(scene.FRAMES))))
+        things = [thing for i, thing in enumerate(draft.things) if table.alive[i, at]]
         yield Picture(
-            drawing.frames[sampled_indices(FRAMES)[at]],
+            drawing.frames[scene.sampled_indices(scene.FRAMES)[at]],
             still_facts(table, at),
             [(thing.name, thing.shape, thing.colour) for thing in things],
             bool(table.shown[at]),
         )
 
 
-def _files(pictures: Sequence[Bytes], kind: str, **options: Any) -> tuple[bytes, ...]:
+def _files(pictures: Sequence[scene.Bytes], kind: str, **options: Any) -> tuple[bytes, ...]:
     buffers = [io.BytesIO() for _ in pictures]
     for buffer, picture in zip(buffers, pictures, strict=True):
         Image.fromarray(picture).save(buffer, kind, **options)

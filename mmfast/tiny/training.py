@@ -96,14 +96,10 @@ class Course:
 
 
 class Task:
-    """A model in training: its batches, losses and held-out figures.
-
-    Attributes:
-        parallel: Whether each batch of a step runs on a thread of its own, one core each.
-    """
+    """A model in training: its batches, losses and held-out figures."""
 
     optimiser: Optimiser  # holds the parameters that are trained
-    parallel = False
+    parallel = False  # each batch of a step on a thread of its own, one core each
 
     def batches(self, step: int, done: float) -> list[Any]:
         """Batches of one step; `done` is the share of the stage that is over."""
@@ -198,12 +194,9 @@ def train(
 
 def keep(task: Task, path: Path, step: int, seconds: float) -> None:
     """Write the state of a run; an interrupted write leaves the previous state in place."""
-    state = {
-        "parameters": [parameter.detach() for parameter in task.optimiser.parameters],
-        "optimiser": [part.state_dict() for part in task.optimiser.parts],
-        "step": step,
-        "seconds": seconds,
-    }
+    parameters = [parameter.detach() for parameter in task.optimiser.parameters]
+    optimiser = [part.state_dict() for part in task.optimiser.parts]
+    state = {"parameters": parameters, "optimiser": optimiser, "step": step, "seconds": seconds}
     torch.save(state, path.with_suffix(".part"))
     path.with_suffix(".part").replace(path)
 

@@ -33,7 +33,8 @@ QUIET = 0.004  # below this, sound is a pause
 PIECES = re.compile(r"[^\s,.?!:;]+|[,.?!:;]+")
 FLAGS, SYNCHRONOUS, DONT_EXIT, CHARS = 1 | 0x1000, 2, 0x8000, 1
 SENTENCE = re.compile(r"(^|[.?!]\s+)([a-z])")
-WORD, RATE_OF, PITCH_OF, RANGE_OF, VOLUME_OF = 1, 1, 3, 4, 2
+WORD = 1  # kind of event
+RATE_OF = 1  # parameters follow in the order rate, volume, pitch, range
 _lock = Lock()
 
 Samples = NDArray[np.float32]
@@ -41,21 +42,13 @@ Samples = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class EspeakVoice:
-    """A way of speaking.
+    """A way of speaking."""
 
-    Args:
-        name: A voice of espeak-ng, with a variant behind a plus sign: "en-us+f2".
-        rate: Words per minute, 80 to 450.
-        pitch: 0 to 99.
-        spread: Range of the pitch, 0 to 99.
-        volume: 0 to 200 percent.
-    """
-
-    name: str = "en-us"
-    rate: int = 165
-    pitch: int = 50
-    spread: int = 50
-    volume: int = 90
+    name: str = "en-us"  # a voice of espeak-ng, with a variant behind a plus sign: "en-us+f2"
+    rate: int = 165  # words per minute, 80 to 450
+    pitch: int = 50  # 0 to 99
+    spread: int = 50  # range of the pitch, 0 to 99
+    volume: int = 90  # 0 to 200 percent
 
 
 Line = tuple[str, EspeakVoice]  # a text and its voice
@@ -141,12 +134,8 @@ class _Library:
         self.sound, self.events = [], []
         if self.library.espeak_SetVoiceByName(voice.name.encode()):
             raise SpecError(f"voice={voice.name!r} is none of espeak-ng's; try en-us or en-us+f2")
-        for what, value in (
-            (RATE_OF, voice.rate),
-            (VOLUME_OF, voice.volume),
-            (PITCH_OF, voice.pitch),
-            (RANGE_OF, voice.spread),
-        ):
+        values = (voice.rate, voice.volume, voice.pitch, voice.spread)
+        for what, value in enumerate(values, start=RATE_OF):
             self.library.espeak_SetParameter(what, value, 0)
         self.library.espeak_ng_SetRandSeed(1)  # the breath of a voice is drawn
         data = text.encode() + b"\0"
@@ -375,14 +364,9 @@ def _write(
 
 
 def _read(file: Path, shard: int) -> list[Recording]:
-    return [
-        Recording(
-            row["text"],
-            EspeakVoice(**row["voice"]),
-            shard,
-            row["start"],
-            row["stop"],
-            tuple(WordTime(*word) for word in row["words"]),
-        )
-        for row in json.loads(file.read_text())
-    ]
+    found = []
+    for row in json.loads(file.read_text()):
+        words = tuple(WordTime(*word) for word in row["words"])
+        voice = EspeakVoice(**row["voice"])
+        found.append(Recording(row["text"], voice, shard, row["start"], row["stop"], words))
+    return found

@@ -115,17 +115,10 @@ OPPOSITES = {"left": "right", "up": "down", "top": "bottom", "big": "small", "fa
 CARRIERS = ("", "please tell me, ", "tell me, ", "so, ", "okay, ", "one more question, ")
 # Rules that fill the wordings of a question, by its kind.
 SLOTS: dict[str, tuple[str, ...]] = {
-    "colour": ("<shape>",),
-    "shape": ("<seen colour>",),
-    "count": (),
-    "direction": ("<seen>",),
-    "speed": ("<seen>", "<seen>"),
-    "position": ("<seen>", "<end>"),
-    "first": ("<seen>", "<seen>"),
-    "number": (),
-    "entry": ("<seen>",),
-    "corner": ("<seen>",),
-}
+    "colour": ("<shape>",), "shape": ("<seen colour>",), "count": (), "direction": ("<seen>",),
+    "speed": ("<seen>", "<seen>"), "position": ("<seen>", "<end>"), "first": ("<seen>", "<seen>"),
+    "number": (), "entry": ("<seen>",), "corner": ("<seen>",),
+}  # fmt: skip
 
 
 def spoken_wording(text: str) -> str:

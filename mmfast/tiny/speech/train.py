@@ -254,16 +254,11 @@ class Recipe:
         seed, work = self.options.seed, self.options.work
         turns, _, _, replying = bank.chats(self.sizes.chat, seed)
         _, saying = bank.said_lines(self.sizes.say, seed)
-        said, replies = (
-            bank.say_bank(
-                wanted,
-                corpora[kind],
-                styles,
-                bank.encoded(work / f"{kind}_codes.pt", corpora[kind], codec),
-                FRAME,
-            )
-            for kind, styles in (("say", saying), ("reply", replying))
-        )
+        banks = []
+        for kind, styles in (("say", saying), ("reply", replying)):
+            codes = bank.encoded(work / f"{kind}_codes.pt", corpora[kind], codec)
+            banks.append(bank.say_bank(wanted, corpora[kind], styles, codes, FRAME))
+        said, replies = banks
         spoken = list(zip(turns, heard[1], replies, strict=True))
         return Curriculum(wanted, said, heard[0], spoken, seed)
 

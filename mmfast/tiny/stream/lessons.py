@@ -41,17 +41,13 @@ FACT_LABELS = {"name": len(world.NAMES), "tens": 10, "ones": 10, "corner": len(C
 
 @dataclass(frozen=True)
 class StreamClip:
-    """A short clip of a fact or of an ordinary scene.
-
-    Attributes:
-        number, corner: Those of its fact; -1 and "" in an ordinary scene.
-    """
+    """A short clip of a fact or of an ordinary scene."""
 
     tokens: Tensor  # visual tokens, float16. `[F, P, D]`
     names: list[int]  # numbers of the names (in NAMES) in it; a fact's own is the first
     now: list[Fact]  # facts that can be asked while its last frame is on screen
-    number: int
-    corner: str
+    number: int  # of its fact; -1 in an ordinary scene
+    corner: str  # of its fact; "" in an ordinary scene
 
     @property
     def labels(self) -> list[int]:
@@ -84,7 +80,10 @@ def make_clips(
         moments, names, number, corner = _fact(rng) if facts else _scene(rng)
         if known is None:
             frames = [moment.frame for moment in moments]
-            tokens = encode_frames(model, _through_file(frames) if index % 2 else frames)
+            if index % 2:
+                with av.open(io.BytesIO(encode(frames, 1)), "r") as box:
+                    frames = [frame.to_ndarray(format="rgb24") for frame in box.decode(video=0)]
+            tokens = encode_frames(model, frames)
         else:
             tokens = known[index]
         made.append(StreamClip(tokens, names, world.present_facts(moments[-1]), number, corner))
@@ -110,11 +109,6 @@ def _scene(rng: np.random.Generator) -> tuple[list[world.Moment], list[int], int
     place = world.ordinary_place(rng, [world.NAMES[i] for i in names], 0.0)
     start = float(rng.uniform(0, 40))
     return [world.show(place, start + i) for i in range(SCENE_FRAMES)], names, -1, ""
-
-
-def _through_file(frames: Sequence[Bytes]) -> list[Bytes]:
-    with av.open(io.BytesIO(encode(frames, 1)), "r") as box:
-        return [np.asarray(f.to_ndarray(format="rgb24"), np.uint8) for f in box.decode(video=0)]
 
 
 @dataclass(frozen=True)

@@ -130,16 +130,13 @@ def needles(world: World, setting: Setting) -> list[Needle]:
         if present:
             found.append(Needle(present[int(rng.integers(len(present)))], at, "now"))
         at = _frame(event.stop + rng.uniform(0.2, 0.8) * WINDOW / fps, setting)
-        past = [q for q in past_questions(world, at / fps) if q.text in _texts(world, event.stop)]
+        texts = {question.text for question in past_questions(world, event.stop)}
+        past = [q for q in past_questions(world, at / fps) if q.text in texts]
         mine = [q for q in past if event.name in q.text]
         found.append(_needle(mine[number % len(mine)], at, fps))
     last = setting.frames - 1
     found += [_needle(q, last, fps) for q in past_questions(world, last / fps)]
     return sorted(found, key=lambda needle: needle.frame)
-
-
-def _texts(world: World, until: float) -> set[str]:
-    return {question.text for question in past_questions(world, until)}
 
 
 def _frame(time_: float, setting: Setting) -> int:

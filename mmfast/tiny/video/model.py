@@ -146,9 +146,7 @@ def make_model(vocabulary: int, seed: int) -> LlavaOnevisionForConditionalGenera
     )
     config.eos_token_id = config.pad_token_id = END
     model = LlavaOnevisionForConditionalGeneration(config)
-    model.generation_config.eos_token_id = END
-    model.generation_config.pad_token_id = END
-    model.generation_config.max_new_tokens = 8
+    model.generation_config.update(eos_token_id=END, pad_token_id=END, max_new_tokens=8)
     return model.float()
 
 

@@ -18,19 +18,12 @@ SAMPLED = 8  # frames the model is shown
 FPS = 8
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 COLOURS: dict[str, tuple[int, int, int]] = {
-    "red": (225, 45, 40),
-    "green": (50, 190, 60),
-    "blue": (50, 90, 235),
-    "yellow": (235, 215, 50),
-    "purple": (180, 60, 210),
-    "white": (240, 240, 240),
-}
+    "red": (225, 45, 40), "green": (50, 190, 60), "blue": (50, 90, 235),
+    "yellow": (235, 215, 50), "purple": (180, 60, 210), "white": (240, 240, 240),
+}  # fmt: skip
 DIRECTIONS: dict[str, tuple[float, float]] = {
-    "left": (-1.0, 0.0),
-    "right": (1.0, 0.0),
-    "up": (0.0, -1.0),
-    "down": (0.0, 1.0),
-}
+    "left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0),
+}  # fmt: skip
 SPEEDS = ((1.5, 2.0), (3.4, 4.4))  # slow and fast, per frame; nothing in between, so order is clear
 BOX = (32, 24)  # width and height of the number's panel
 COUNTS = (0.16, 0.26, 0.3, 0.28)  # shares of clips with 1 to 4 things
@@ -210,17 +203,11 @@ NOTHING, LEFT, RIGHT, BAR = 0, 5, 6, 7
 
 # 5 x 7 dots per digit, one number a row, most significant bit on the left.
 DIGITS = (
-    (14, 17, 19, 21, 25, 17, 14),
-    (4, 12, 4, 4, 4, 4, 14),
-    (14, 17, 1, 6, 8, 16, 31),
-    (31, 1, 2, 6, 1, 17, 14),
-    (2, 6, 10, 18, 31, 2, 2),
-    (31, 16, 30, 1, 1, 17, 14),
-    (6, 8, 16, 30, 17, 17, 14),
-    (31, 1, 2, 4, 8, 8, 8),
-    (14, 17, 17, 14, 17, 17, 14),
+    (14, 17, 19, 21, 25, 17, 14), (4, 12, 4, 4, 4, 4, 14), (14, 17, 1, 6, 8, 16, 31),
+    (31, 1, 2, 6, 1, 17, 14), (2, 6, 10, 18, 31, 2, 2), (31, 16, 30, 1, 1, 17, 14),
+    (6, 8, 16, 30, 17, 17, 14), (31, 1, 2, 4, 8, 8, 8), (14, 17, 17, 14, 17, 17, 14),
     (14, 17, 17, 15, 1, 2, 12),
-)
+)  # fmt: skip
 DOT = 5  # pixels of the file per dot: digits are 17.5 units high
 
 Bytes = NDArray[np.uint8]

@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from mmfast.tiny import training
 from mmfast.tiny.card import write_card
 from mmfast.tiny.evaluate import run_eval
+from mmfast.tiny.video import tower
 from mmfast.tiny.video.clips import Bank, make_bank
 from mmfast.tiny.video.lessons import (
     SUBSETS,
@@ -37,13 +38,6 @@ from mmfast.tiny.video.lessons import (
 from mmfast.tiny.video.model import Readout, make_model, make_processor
 from mmfast.tiny.video.questions import KINDS, still_facts
 from mmfast.tiny.video.scene import MOTION, NAMED, SAMPLED
-from mmfast.tiny.video.tower import (
-    TowerTask,
-    encode_bank,
-    scale_pixels,
-    scale_projector,
-    tower_features,
-)
 
 MOTION_LAYERS = (1, 2)  # visual states after these layers predict how things move
 NAME_LAYERS = (2, 3)  # and here the names in a question how the things named move
@@ -162,12 +156,8 @@ class LanguageTask(training.Task):
         """Shares answered correctly; kinds that lag are asked more from now on."""
         scores = score(self.model, self.exam)
         self.weights = {kind: 0.4 + 4 * min(1 - scores.get(kind, 0.0), 0.4) for kind in KINDS}
-        mean = sum(scores.values()) / len(scores)
-        return {
-            "mean": mean,
-            "kinds": scores,
-            "quarter": score(self.model, self.exam, 0.25, "diverse"),
-        }
+        quarter = score(self.model, self.exam, 0.25, "diverse")
+        return {"mean": sum(scores.values()) / len(scores), "kinds": scores, "quarter": quarter}
 
     def _chance(self) -> float:
         return float(torch.rand((), generator=self.rng))
@@ -182,8 +172,9 @@ def stills(model: Any, bank: Bank, count: int, tokenizer: Any, seed: int) -> Pic
         for table, time in zip(bank.tables[:count], times, strict=True)
     ]
     frames = bank.frames[torch.arange(count), torch.from_numpy(times)]
+    pixels = (tower.scale_pixels(part) for part in frames.split(128))
     project = model.model.multi_modal_projector
-    parts = [project(tower_features(model, scale_pixels(part))) for part in frames.split(128)]
+    parts = [project(tower.tower_features(model, part)) for part in pixels]
     return PictureSampler(model, cat(parts).half()[:, None], known, tokenizer, seed)
 
 
@@ -196,11 +187,11 @@ def run(out: Path, options: argparse.Namespace, log: training.Log) -> None:
         show = partial(training.progress, "clips", total=options.clips)
         bank = make_bank(options.clips, seed, os.cpu_count() or 1, show)
     course = training.Course("tower", steps=options.tower_steps)
-    training.train(TowerTask(model, bank, seed), course, log)
-    scale_projector(model, bank, 0.5)
+    training.train(tower.TowerTask(model, bank, seed), course, log)
+    tower.scale_projector(model, bank, 0.5)
     bank = bank.first(options.decoder_clips)
     with log.stage("encode", clips=options.decoder_clips):
-        tokens = encode_bank(model, bank)
+        tokens = tower.encode_bank(model, bank)
     pictures = stills(model, bank, min(len(bank.tables), 4000), tokenizer, seed)
 
     def save() -> None:
@@ -216,13 +207,11 @@ def run(out: Path, options: argparse.Namespace, log: training.Log) -> None:
 def plans(options: argparse.Namespace) -> list[StagePlan]:
     """The decoder's two stages: clips, then clips and pictures at a lower rate."""
     whole = options.steps + options.polish
+    stages = ((StagePlan(), options.steps), (POLISH, options.polish))
+    given = options.minutes
     return [
-        replace(
-            plan,
-            steps=steps,
-            minutes=None if options.minutes is None else options.minutes * steps / whole,
-        )
-        for plan, steps in ((StagePlan(), options.steps), (POLISH, options.polish))
+        replace(plan, steps=steps, minutes=None if given is None else given * steps / whole)
+        for plan, steps in stages
     ]
 
 
