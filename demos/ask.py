@@ -77,16 +77,11 @@ def answers(
 
 def _shown(pipe: Any, media: Any, spec: str | None, found: list[Any]) -> Shown:
     last = found[-1]
-    return Shown(
-        spec,
-        last.text,
-        last.kept_tokens,
-        last.visual_tokens,
-        statistics.median(answer.ttft_ms for answer in found),
-        len(found),
-        tuple((row.label, row.tokens_in, row.tokens_out, row.ms) for row in last.trace.rows),
-        tuple(pipe.overlay(media, last.trace, sheets=False)[0]),
-    )
+    rows = tuple((row.label, row.tokens_in, row.tokens_out, row.ms) for row in last.trace.rows)
+    frames = tuple(pipe.overlay(media, last.trace, sheets=False)[0])
+    ttft = statistics.median(answer.ttft_ms for answer in found)
+    tokens = last.kept_tokens, last.visual_tokens
+    return Shown(spec, last.text, *tokens, ttft, len(found), rows, frames)
 
 
 def same(first: str, second: str) -> bool:
@@ -206,12 +201,8 @@ def answer(shelf: Shelf, example: str, question: str, reduce: str) -> dict[str, 
         raise gr.Error("no such example", print_exception=False)
     media = str(examples.CLIPS / example)
     (shown,) = polite(answers)(shelf, media, question, [reduce or None], 0.0)
-    return {
-        "answer": shown.text,
-        "kept_tokens": shown.tokens,
-        "visual_tokens": shown.of,
-        "ttft_ms": round(shown.ttft_ms, 3),
-    }
+    tokens = {"kept_tokens": shown.tokens, "visual_tokens": shown.of}
+    return {"answer": shown.text, **tokens, "ttft_ms": round(shown.ttft_ms, 3)}
 
 
 LEGEND = (

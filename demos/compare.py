@@ -17,11 +17,8 @@ from mmfast.demos import views
 from mmfast.demos.examples import RESULTS
 
 SUITES = {
-    "clips": "video",
-    "pictures": "image",
-    "three pictures": "multi-image",
-    "pages": "document",
-}
+    "clips": "video", "pictures": "image", "three pictures": "multi-image", "pages": "document",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,8 @@ def suite_curves(name: str) -> SuiteCurves:
     for row in rows:
         point = _point(row)
         if row["reduce"] is None:
-            full = point
-            source = (
-                f"{row['n']} questions, model {row['model']}, seed {row['seed']}, {row['date']}"
-            )
+            full, model = point, f"model {row['model']}, seed {row['seed']}"
+            source = f"{row['n']} questions, {model}, {row['date']}"
         elif point.share < 1 and "+" not in row["reduce"]:
             curves.setdefault(row["reduce"].rpartition(":")[0], {})[point.share] = point
     if full is None:

@@ -210,22 +210,17 @@ async def _tell(socket: WebSocket, message: str) -> None:
 
 
 VOICES = {
-    "en-us": "low",
-    "en-us+m3": "low, another",
-    "en-us+f2": "high",
-    "en-us+f3": "high, another",
-}
+    "en-us": "low", "en-us+m3": "low, another", "en-us+f2": "high", "en-us+f3": "high, another",
+}  # fmt: skip
 MODES = {
     "exact: as one token per pass": ("boost", "exact"),
     "typical: fewer passes": ("boost", "typical:0.3"),
     "one token per pass": ("vanilla", "exact"),
 }
 CAN_SAY = (
-    "What is three plus four?",
-    "What comes after nine?",
-    "What is the opposite of left?",
+    "What is three plus four?", "What comes after nine?", "What is the opposite of left?",
     "and often mishears: it is small",
-)
+)  # fmt: skip
 LONGEST_TEXT = 300  # letters that are read out at once
 
 

@@ -171,12 +171,7 @@ def _row(
         if progress is not None:
             label = " ".join(filter(None, (spec or "all tokens", cache)))
             progress(label, len(found), total)
-    right = sum(mark for _, mark in found)
-    return {
-        "reduce": spec,
-        "accuracy": right / total,
-        "interval": interval(right, total),
-        "by_kind": shares(found, subject.asked.kinds),
-        "kept": sum(kept) / total,
-        "ttft_ms": sorted(times)[len(times) // 2],
-    }
+    right, kinds = sum(mark for _, mark in found), shares(found, subject.asked.kinds)
+    row = {"reduce": spec, "accuracy": right / total, "interval": interval(right, total)}
+    ttft = sorted(times)[len(times) // 2]
+    return {**row, "by_kind": kinds, "kept": sum(kept) / total, "ttft_ms": ttft}

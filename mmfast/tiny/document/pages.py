@@ -112,13 +112,9 @@ def page_facts(page: Page) -> Iterator[Fact]:
 
 
 PARTS = {
-    "row": CELLS,
-    "column": CELLS,
-    "tens": 10,
-    "units": 10,
-    "colour": len(scene.COLOURS),
-    "shape": len(scene.SHAPES),
-}
+    "row": CELLS, "column": CELLS, "tens": 10, "units": 10,
+    "colour": len(scene.COLOURS), "shape": len(scene.SHAPES),
+}  # fmt: skip
 
 
 def page_labels(page: Page) -> Tensor:

@@ -2,8 +2,7 @@
 
 The synthesiser is espeak-ng, through the shared library in the wheel `espeakng-loader`. It keeps
 its state in globals, such as the phase of the voice, so the library is loaded anew for every text
-(a millisecond): the sound of a text does not depend on earlier texts. One call at a time in a
-process, and several processes for a corpus.
+(a millisecond): the sound of a text does not depend on earlier texts.
 """
 
 from __future__ import annotations

@@ -48,13 +48,9 @@ SUMMARY = 24  # from this patch on (the last two rows of six) a token has seen i
 # Slow rotations turn a full circle in 4,000 positions, two minutes of video. Those slower than
 # 400 are stretched until they stand still for hours, so that a match counts the same at any age.
 ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 4096.0,
-    "low_freq_factor": 3.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 1200,
-}
+    "rope_type": "llama3", "rope_theta": 1000.0, "factor": 4096.0, "low_freq_factor": 3.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 1200,
+}  # fmt: skip
 POSITIONS = 1 << 20
 Batch = tuple[StreamLesson, DecoderLayout, Tensor]
 

@@ -1,12 +1,8 @@
 """An endless video for the embedded stream model, drawn from a seed, at any moment of its time.
 
 Ordinary scenes of moving things follow each other in hard cuts, 10 to 60 seconds apart. Now and
-then, for a few seconds, a fact is shown: a thing of a name that no other moment of the stream
-has, in a corner, with a two-digit number beside it. Nothing is stored: every moment is computed
-from the seed, so hours cost no more memory than seconds.
-
-There are 30 names (a colour and a shape); a stream keeps `FACTS` of them for its facts and uses
-the others in its scenes, so a stream has at most `FACTS` facts, at any distance.
+then, for a few seconds, a fact is shown: a thing of a name (colour and shape) that no other moment
+has, in a corner, with a two-digit number beside it. Every moment is computed from the seed alone.
 
 `python -m mmfast.tiny.stream.world world.mp4` writes the beginning of a world as a file, and beside
 it the questions that can be asked at its end, one JSON line each.
