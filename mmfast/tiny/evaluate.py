@@ -134,8 +134,7 @@ def run_eval(
         prepared = batches[1 if _alone(stages[spec]) else BATCH]
         row = _row(subject, prepared, spec, not _in_tower(stages[spec]), progress, cache)
         rows.append({**row, "cache": cache} if caches else row)
-    shared = {"suite": name, "n": n, "seed": seed, "model": subject.name}
-    return {**shared, "rows": rows}
+    return {"suite": name, "n": n, "seed": seed, "model": subject.name, "rows": rows}
 
 
 def _in_tower(stages: Sequence[Spec]) -> bool:
@@ -156,9 +155,7 @@ def _row(
     progress: Progress | None,
     cache: str | None = None,
 ) -> dict[str, Any]:
-    found: list[tuple[str, bool]] = []
-    kept: list[int] = []
-    times: list[float] = []
+    found, kept, times = list[tuple[str, bool]](), list[int](), list[float]()
     total = sum(len(batch.cases) for batch in batches)
     for batch in batches:
         with attach(subject.model, spec, cache) as trace:
@@ -166,8 +163,8 @@ def _row(
         times.append(ms + (batch.encode_ms if behind else 0.0))
         counts = token_counts(subject.model, subject.asked.media, batch.inputs, trace)
         kept += [left for _, left in counts]
-        for case, answer in zip(batch.cases, answers, strict=True):
-            found.append((case.kind, answer == case.answer))
+        pairs = zip(batch.cases, answers, strict=True)
+        found += [(case.kind, answer == case.answer) for case, answer in pairs]
         if progress is not None:
             label = " ".join(filter(None, (spec or "all tokens", cache)))
             progress(label, len(found), total)

@@ -140,11 +140,9 @@ def losses(model: TrainingModel, batch: PaddedBatch) -> tuple[Tensor, dict[str, 
             parts[name] = _part(each[mine].sum(), logits[mine], target[mine])
     if batch.at is not None and batch.last is not None and batch.count is not None:
         heard, there = middle[places_of(batch.at)], batch.at >= 0
-        for name, readout, truth in (
-            ("last", model.last, batch.last[there]),
-            ("count", model.count, batch.count[there]),
-        ):
-            logits = readout(heard)
+        truths = {"last": batch.last[there], "count": batch.count[there]}
+        for name, truth in truths.items():
+            logits = getattr(model, name)(heard)
             loss = cross_entropy(logits, truth, reduction="sum")
             total = total + READOUTS * loss
             parts[name] = _part(loss, logits, truth)
