@@ -94,12 +94,7 @@ def _int16(pcm: Any) -> Any:
 def _about(shelf: Shelf, name: str) -> Callable[[Sequence[Any]], Iterator[str]]:
     path = str(examples.CLIPS / name)
     pipe = shelf.visual(mmfast.kind_of(path))
-
-    def chat(turns: Sequence[Any]) -> Iterator[str]:
-        deltas: Iterator[str] = pipe.stream(path, shelf.wording(turns[-1].text))
-        return deltas
-
-    return chat
+    return lambda turns: pipe.stream(path, shelf.wording(turns[-1].text))
 
 
 MOST = 4  # conversations at once

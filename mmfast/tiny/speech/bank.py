@@ -279,13 +279,18 @@ def styled(layout: SpeechLayout, said: SpokenText) -> list[int]:
     return [layout.id(f"<{n}{i}>") for n, i in zip(names, said.style, strict=True)]
 
 
-def speaking(layout: SpeechLayout, said: SpokenText, rng: np.random.Generator) -> LineBuilder:
-    """The sequence of a text that is said."""
+def speaking_line(layout: SpeechLayout, said: SpokenText, runs: Iterator[int]) -> LineBuilder:
+    """The sequence of a text with its sound, laid out for passes of so many tokens."""
     line = LineBuilder([], [])
     line.add([layout.id("<speak>"), *styled(layout, said)])
-    spelled = [_spell(layout, g) if rng.random() < 0.04 else g for g in said.groups]
-    interleave(line, layout, SpokenText(said.style, spelled, said.sounds), passes(rng))
+    interleave(line, layout, said, runs)
     return line
+
+
+def speaking(layout: SpeechLayout, said: SpokenText, rng: np.random.Generator) -> LineBuilder:
+    """The sequence of a text that is said, a few of its words spelled."""
+    spelled = [_spell(layout, g) if rng.random() < 0.04 else g for g in said.groups]
+    return speaking_line(layout, SpokenText(said.style, spelled, said.sounds), passes(rng))
 
 
 def _spell(layout: SpeechLayout, group: list[int]) -> list[int]:

@@ -6,7 +6,7 @@ learn to predict the tokens that it chose, for it is the backbone that accepts o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -23,14 +23,13 @@ from mmfast.models.decoder.backbone import Backbone, make_head
 from mmfast.models.speech.layout import SpeechGuide, SpeechLayout
 from mmfast.tiny.speech.bank import (
     AUDIO,
-    LineBuilder,
     PaddedBatch,
     SpokenText,
     Style,
     buckets,
-    interleave,
     passes,
     said_lines,
+    speaking_line,
     stack,
     styled,
 )
@@ -88,14 +87,6 @@ def own_words(backbone: Backbone, layout: SpeechLayout, count: int, seed: int) -
         texts = [lines[i][0] for i in part]
         found += say_alone(backbone, layout, texts, [styles[i] for i in part])
     return found
-
-
-def speaking_line(layout: SpeechLayout, said: SpokenText, runs: Iterator[int]) -> LineBuilder:
-    """The sequence of a text with its sound, laid out for passes of so many tokens."""
-    line = LineBuilder([], [])
-    line.add([layout.id("<speak>"), *styled(layout, said)])
-    interleave(line, layout, said, runs)
-    return line
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ Lengths are in units of a 96 x 96 picture whatever the size of the file; time is
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -364,9 +365,9 @@ class Table:
 
     def backwards(self) -> Table:
         """The same facts for the frames in reverse order."""
-        shown = {"alive": self.alive[:, ::-1], "seen": self.seen[:, ::-1]}
-        places = {"place": self.place[:, ::-1], "world": self.world[:, ::-1]}
-        return replace(self, **places, **shown, shown=self.shown[::-1])
+        names = ("place", "world", "alive", "seen")
+        flipped: dict[str, Any] = {name: getattr(self, name)[:, ::-1] for name in names}
+        return replace(self, **flipped, shown=self.shown[::-1])
 
 
 def make_table(scene: Scene, drawing: Drawing) -> Table:
