@@ -96,7 +96,11 @@ def _clips(seed: int) -> Iterator[Medium]:
         draft = scene.make_scene(scene.EVAL, seed, index)
         drawing = scene.draw(draft)
         known = facts(scene.make_table(draft, drawing), margin=True)
-        yield lambda frames=drawing.frames: (encode(frames),), known
+        yield partial(_clip, drawing.frames), known
+
+
+def _clip(frames: scene.Bytes) -> tuple[bytes, ...]:
+    return (encode(frames),)
 
 
 def _pages(seed: int) -> Iterator[Medium]:

@@ -82,7 +82,8 @@ def make_clips(
             frames = [moment.frame for moment in moments]
             if index % 2:
                 with av.open(io.BytesIO(encode(frames, 1)), "r") as box:
-                    frames = [frame.to_ndarray(format="rgb24") for frame in box.decode(video=0)]
+                    pictures = [each.to_ndarray(format="rgb24") for each in box.decode(video=0)]
+                frames = [np.asarray(picture, np.uint8) for picture in pictures]
             tokens = encode_frames(model, frames)
         else:
             tokens = known[index]

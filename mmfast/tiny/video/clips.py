@@ -155,7 +155,8 @@ def make_bank(many: int, seed: int, workers: int, report: Callable[[int], None])
             rows.append(row)
             report(len(rows))
     *arrays, tables = zip(*rows, strict=True)
-    return Bank(*(torch.from_numpy(np.stack(each)) for each in arrays), list(tables))
+    frames, patches, cells = (torch.from_numpy(np.stack(each)) for each in arrays)
+    return Bank(frames, patches, cells, list(tables))
 
 
 if __name__ == "__main__":

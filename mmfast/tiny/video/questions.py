@@ -4,14 +4,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mmfast.tiny.video.scene import DIRECTIONS, Floats, Table, corner_of
+from mmfast.tiny.video.scene import DIRECTIONS, Table, corner_of
 
 KINDS = ("colour", "shape", "count", "direction", "speed", "position", "first", "number")
 Wordings = Mapping[str, tuple[str, ...]]  # by kind of question
 Look = tuple[str, str]  # shape and colour
+Places = NDArray[np.floating[Any]]
 
 
 def parse_grammar(text: str) -> dict[str, tuple[str, ...]]:
@@ -100,7 +103,7 @@ def look_facts(look: Look, looks: Sequence[Look]) -> Iterator[Fact]:
 
 
 def picture_facts(
-    looks: Sequence[Look], places: Floats, seen: Floats, number: int | None
+    looks: Sequence[Look], places: Places, seen: Places, number: int | None
 ) -> Iterator[Fact]:
     """Facts about a picture from the looks, places and visible shares of its things."""
     clear = [i for i, share in enumerate(seen) if share >= 0.6]
