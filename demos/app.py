@@ -68,15 +68,7 @@ AT_ONCE = 64 << 20  # bytes of one upload, and of one that does not say how long
 
 
 class UploadQuota:
-    """ASGI middleware in front of uploads: bounds each of them, and all that lie there.
-
-    Args:
-        app: What it stands before.
-        path: Where the page is mounted.
-        blocks: The page, which knows the files that came through it.
-        most: Bytes of all files.
-        at_once: Bytes of one upload.
-    """
+    """ASGI middleware in front of uploads to a page: bounds each one, and all that lie there."""
 
     def __init__(
         self, app: Any, path: str, blocks: Any, most: int = MOST, at_once: int = AT_ONCE
@@ -161,11 +153,6 @@ this machine when you follow them.
 """
 
 
-def about_tab(shelf: Shelf) -> None:
-    gr.Markdown(TEXT)
-    gr.HTML(views.facts(versions(shelf), "Versions"))
-
-
 def versions(shelf: Shelf) -> list[tuple[str, str]]:
     names = ("torch", "transformers", "gradio")
     found: list[tuple[str, Any]] = [("mmfast", mmfast.__version__), ("model", shelf.name)]
@@ -175,6 +162,7 @@ def versions(shelf: Shelf) -> list[tuple[str, str]]:
 
 WAITING = 64  # events of visitors that may wait; further ones are refused
 LARGEST = "50mb"  # of an upload
+OFF = ("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa")  # of Gradio
 SWEEP = (600, 3600)  # every so many seconds, files older than so many are removed
 
 
@@ -209,7 +197,8 @@ def _build(shelf: Shelf) -> Any:
             with gr.Tab("Voice", id="voice"):
                 voice_tab(shelf)
             with gr.Tab("About", id="about"):
-                about_tab(shelf)
+                gr.Markdown(TEXT)
+                gr.HTML(views.facts(versions(shelf), "Versions"))
         blocks.load(shelf.warm_soon, api_visibility="private", queue=False)
     blocks.queue(max_size=WAITING, default_concurrency_limit=4)
     blocks.has_launched = True  # else a mounted page takes any file of this machine for an upload
@@ -246,20 +235,11 @@ def mount(
     shelf: Shelf | None = None,
     **options: Any,
 ) -> Any:
-    """Put the demo on a FastAPI application.
+    """Put the demo on a FastAPI application, and return that.
 
-    Args:
-        app: The application; a WebSocket route for the voice tab is added to it, too.
-        path: Where the page is.
-        model: As for `mmfast.pipeline`; loaded when the first visitor needs it.
-        device: As for `mmfast.pipeline`.
-        dtype: As for `mmfast.pipeline`.
-        read: Decodes an uploaded file to pixels, apart from this process; None decodes here.
-        shelf: Models that are there already, instead of the four above.
-        **options: Further options of `gradio.mount_gradio_app`, such as `auth_dependency`.
-
-    Returns:
-        The application.
+    The voice tab adds a WebSocket route. `model`, `device`, `dtype` are those of `mmfast.pipeline`;
+    `read` is that of `Shelf`; `shelf` holds models that are there already, instead of these four.
+    Further options go to `gradio.mount_gradio_app`, such as `auth_dependency`.
     """
     shelf = Shelf(model, device, dtype, read) if shelf is None else shelf
     where = "/" + path.strip("/")
@@ -269,14 +249,12 @@ def mount(
         "show_error": False,  # what went wrong inside is no visitor's business
         "max_file_size": LARGEST,
         "footer_links": [],
-        "run_history": False,
-        "ssr_mode": False,
-        "mcp_server": False,
-        "enable_monitoring": False,
-        "pwa": False,
+        **dict.fromkeys(
+            ("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa"), False
+        ),
         **dress(),
+        **options,
     }
-    given |= options
 
     def mounted() -> Any:
         blocks = _build(shelf)

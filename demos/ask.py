@@ -24,27 +24,17 @@ _NOT_OFFERED = ("pixel",)  # drops flat patches before the tower and takes no bu
 
 @dataclass(frozen=True)
 class Shown:
-    """One way of answering, and what it cost.
+    """One way of answering, and what it cost."""
 
-    Attributes:
-        spec: What reduced; None is nothing.
-        text: The answer.
-        tokens: Visual tokens left after the last stage.
-        of: Visual tokens without any reduction.
-        ttft_ms: Milliseconds to the first token, reading the media included; a median.
-        rounds: Answers that were timed.
-        rows: `(stage, tokens in, tokens out, ms)` of the last one.
-        frames: `(picture, caption)` of every frame the model saw.
-    """
-
-    spec: str | None
-    text: str
-    tokens: int
-    of: int
-    ttft_ms: float
-    rounds: int
+    spec: str | None  # what reduced; None is nothing
+    text: str  # the answer
+    tokens: int  # visual tokens left after the last stage
+    of: int  # visual tokens without any reduction
+    ttft_ms: float  # milliseconds to the first token, reading the media included; a median
+    rounds: int  # answers that were timed
+    # `(stage, tokens in, tokens out, ms)` of the last one
     rows: tuple[tuple[str, int, int, float], ...]
-    frames: tuple[tuple[Any, str], ...]
+    frames: tuple[tuple[Any, str], ...]  # `(picture, caption)` of every frame the model saw
 
 
 def chosen(example: str | None, upload: str | None) -> str:
@@ -67,19 +57,10 @@ def offered() -> list[Any]:
 def answers(
     shelf: Shelf, media: Any, question: str, specs: list[str | None], patience: float = PATIENCE
 ) -> list[Shown]:
-    """Answer in each way, turn by turn, and time it.
+    """Answer in each way, turn by turn, and time it; a spec of None keeps all tokens.
 
-    The first answers warm up and count only if there was no time for more.
-
-    Args:
-        shelf: The models.
-        media: File that is asked about, or its frames.
-        question: The question.
-        specs: Ways to answer; None keeps all tokens.
-        patience: Seconds after which no further round is begun.
-
-    Raises:
-        MmfastError: The file, the question or a spec cannot be used.
+    The first answers warm up and count only if there was no time for more; after `patience` seconds
+    no further round is begun.
     """
     kind = mmfast.kind_of(media)
     pipes = [shelf.visual(kind, spec) for spec in specs]
@@ -96,16 +77,11 @@ def answers(
 
 def _shown(pipe: Any, media: Any, spec: str | None, found: list[Any]) -> Shown:
     last = found[-1]
-    return Shown(
-        spec,
-        last.text,
-        last.kept_tokens,
-        last.visual_tokens,
-        statistics.median(answer.ttft_ms for answer in found),
-        len(found),
-        tuple((row.label, row.tokens_in, row.tokens_out, row.ms) for row in last.trace.rows),
-        tuple(pipe.overlay(media, last.trace, sheets=False)[0]),
-    )
+    rows = tuple((row.label, row.tokens_in, row.tokens_out, row.ms) for row in last.trace.rows)
+    frames = tuple(pipe.overlay(media, last.trace, sheets=False)[0])
+    ttft = statistics.median(answer.ttft_ms for answer in found)
+    tokens = last.kept_tokens, last.visual_tokens
+    return Shown(spec, last.text, *tokens, ttft, len(found), rows, frames)
 
 
 def same(first: str, second: str) -> bool:
@@ -125,13 +101,8 @@ def ask_tab(shelf: Shelf) -> None:
                 examples.questions(START)[0], label="Question", max_length=500, submit_btn=False
             )
             ask = gr.Button("Ask", variant="primary", elem_id="ask")
-            tries = gr.Dataset(
-                components=[question],
-                samples=[[each] for each in examples.questions(START)],
-                label="Questions about this one",
-                samples_per_page=8,
-                type="values",
-            )
+            asked = examples.questions(START)
+            tries = views.suggestions(question, asked, "Questions about this one")
         with gr.Column(scale=6, min_width=300):
             method, budget, about = _method()
             result = gr.HTML(views.note("Press Ask: the answers come here."), elem_id="answers")
@@ -141,21 +112,23 @@ def ask_tab(shelf: Shelf) -> None:
     shown = [result, pictures, before]
     fresh = polite(partial(compare, shelf, fresh=True))
     slide = polite(partial(compare, shelf, fresh=False))
-    how: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
-    gr.on([ask.click, question.submit], fresh, given, shown, api_visibility="private", **how)
+    how: dict[str, Any] = {**views.BUSY, "api_visibility": "private"}
+    gr.on([ask.click, question.submit], fresh, given, shown, **how)
     live = {**how, "trigger_mode": "always_last", "show_progress": "hidden"}
-    gr.on([budget.input, method.input], slide, given, shown, api_visibility="private", **live)
+    gr.on([budget.input, method.input], slide, given, shown, **live)
     method.change(about_method, method, about, api_visibility="private", queue=False)
     tries.click(lambda row: row[0], tries, question, api_visibility="private", queue=False).then(
-        fresh, given, shown, api_visibility="private", **how
+        fresh, given, shown, **how
     )
-    _choosing(example, upload, player, question, tries)
+    outputs = [upload, player, question, tries]
+    example.change(polite(choose), [example, upload], outputs, **views.QUICK)
+    upload.change(polite(take), upload, player, **views.QUICK)
 
     def answered(example: str, question: str, reduce: str) -> dict[str, Any]:
         """Answer a question about an example; "" as `reduce` keeps all tokens."""
         return answer(shelf, example, question, reduce)
 
-    gr.api(answered, api_name="ask", **how)
+    gr.api(answered, api_name="ask", **views.BUSY)
 
 
 def _media() -> tuple[Any, Any, Any]:
@@ -180,12 +153,6 @@ def _method() -> tuple[Any, Any, Any]:
         )
     about = gr.HTML(about_method(METHOD), elem_id="about-method")
     return method, budget, about
-
-
-def _choosing(example: Any, upload: Any, player: Any, question: Any, tries: Any) -> None:
-    outputs = [upload, player, question, tries]
-    example.change(polite(choose), [example, upload], outputs, **views.QUICK)
-    upload.change(polite(take), upload, player, **views.QUICK)
 
 
 def choose(example: str, upload: str | None) -> tuple[Any, ...]:
@@ -234,12 +201,8 @@ def answer(shelf: Shelf, example: str, question: str, reduce: str) -> dict[str, 
         raise gr.Error("no such example", print_exception=False)
     media = str(examples.CLIPS / example)
     (shown,) = polite(answers)(shelf, media, question, [reduce or None], 0.0)
-    return {
-        "answer": shown.text,
-        "kept_tokens": shown.tokens,
-        "visual_tokens": shown.of,
-        "ttft_ms": round(shown.ttft_ms, 3),
-    }
+    tokens = {"kept_tokens": shown.tokens, "visual_tokens": shown.of}
+    return {"answer": shown.text, **tokens, "ttft_ms": round(shown.ttft_ms, 3)}
 
 
 LEGEND = (
@@ -252,9 +215,8 @@ LEGEND = (
 
 def cards(base: Shown, fast: Shown, right: str | None) -> str:
     agree = same(base.text, fast.text)
-    share = fast.tokens / max(fast.of, 1)
     word = "Same answer" if agree else "Another answer"
-    verdict = f"{word} with {share:.0%} of the visual tokens."
+    verdict = f"{word} with {fast.tokens / max(fast.of, 1):.0%} of the visual tokens."
     known = "" if right is None else f' <span class="mm-soft">Right is: {escape(right)}.</span>'
     left = _card("All tokens", base, None)
     card = _card(fast.spec or "All tokens", fast, base)
@@ -279,10 +241,9 @@ def _card(title: str, shown: Shown, base: Shown | None) -> str:
 
 
 def _stages(base: Shown, fast: Shown) -> str:
-    before = {name: ms for name, _, _, ms in base.rows}
+    before = {name: f"{ms:,.1f}" for name, _, _, ms in base.rows}
     rows = "".join(
-        f"<tr><th scope=row>{escape(name)}</th><td>{was:,}</td><td>{left:,}</td>"
-        f"<td>{f'{before[name]:,.1f}' if name in before else ''}</td><td>{ms:,.1f}</td></tr>"
+        views.row(name, f"{was:,}", f"{left:,}", before.get(name, ""), f"{ms:,.1f}")
         for name, was, left, ms in fast.rows
     )
     heads = ("stage", "tokens in", "out", "all tokens, ms", "fewer, ms")

@@ -17,11 +17,8 @@ from mmfast.demos import views
 from mmfast.demos.examples import RESULTS
 
 SUITES = {
-    "clips": "video",
-    "pictures": "image",
-    "three pictures": "multi-image",
-    "pages": "document",
-}
+    "clips": "video", "pictures": "image", "three pictures": "multi-image", "pages": "document",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,18 +50,13 @@ def suite_curves(name: str) -> SuiteCurves:
     for row in rows:
         point = _point(row)
         if row["reduce"] is None:
-            full = point
-            source = (
-                f"{row['n']} questions, model {row['model']}, seed {row['seed']}, {row['date']}"
-            )
+            full, model = point, f"model {row['model']}, seed {row['seed']}"
+            source = f"{row['n']} questions, {model}, {row['date']}"
         elif point.share < 1 and "+" not in row["reduce"]:
             curves.setdefault(row["reduce"].rpartition(":")[0], {})[point.share] = point
     if full is None:
         raise ValueError(f"{path.name} has no row with all tokens")
-    ordered = {
-        method: tuple(points[share] for share in sorted(points))
-        for method, points in sorted(curves.items())
-    }
+    ordered = {name: tuple(v for _, v in sorted(curves[name].items())) for name in sorted(curves)}
     return SuiteCurves(full, ordered, source)
 
 

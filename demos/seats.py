@@ -13,12 +13,7 @@ T = TypeVar("T", bound=Any)
 
 
 class Seats(Generic[T]):
-    """One object for each visitor, closed when the visitor leaves.
-
-    Args:
-        most: Visitors at once.
-        idle: Seconds without use after which a place may go to another visitor.
-    """
+    """One object for each visitor, closed on leaving; `idle` seconds without use free a place."""
 
     def __init__(self, most: int = 8, idle: float = 300.0) -> None:
         self.most, self.idle = most, idle
@@ -35,11 +30,7 @@ class Seats(Generic[T]):
             return thing
 
     def take(self, who: str, make: Callable[[], T]) -> T:
-        """Return the object of a visitor, made if there is none yet.
-
-        Raises:
-            MmfastError: Every place is taken.
-        """
+        """The object of a visitor, made if there is none yet and a place is free."""
         thing = self.get(who)
         if thing is not None:
             return thing

@@ -14,12 +14,9 @@ ANSWER_TOKENS = 64
 class Shelf:
     """The pipelines that answer, watch and speak.
 
-    Args:
-        model: Answers about media: None (embedded), a directory, a hub id, or a
-            `(model, processor)` pair. It watches streams, too, where its family can.
-        device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
-        dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        read: Decodes an upload to pixels, apart from this process; None decodes here.
+    The model answers about media and, where its family can, watches streams: None (embedded), a
+    directory, a hub id, or a `(model, processor)` pair. `read` decodes an upload to pixels, apart
+    from this process; None decodes here.
     """
 
     def __init__(
@@ -47,11 +44,7 @@ class Shelf:
         return path if self._read is None else self._read(path)
 
     def visual(self, kind: str, reduce: str | None = None) -> Any:
-        """The pipeline that answers about a `video` or an `image`.
-
-        Raises:
-            MmfastError: The model cannot be loaded, or does not take such media.
-        """
+        """The pipeline that answers about a `video` or an `image`."""
         pair = self._once("pair", self._pair)
         options = {**self.place, "reduce": reduce, "max_new_tokens": ANSWER_TOKENS}
         return mmfast.pipeline(f"{kind}-qa", pair, **options)

@@ -55,6 +55,19 @@ def table(heads: Sequence[str], rows: str, label: str, kind: str = "") -> str:
     )
 
 
+def row(head: str, *cells: str) -> str:
+    """A row of a table; the cells are HTML."""
+    rest = "".join(f"<td>{cell}</td>" for cell in cells)
+    return f"<tr><th scope=row>{escape(head)}</th>{rest}</tr>"
+
+
+def suggestions(question: Any, asked: Sequence[str], label: str) -> Any:
+    """Questions to pick for the text box `question`."""
+    samples = [[each] for each in asked]
+    more: dict[str, Any] = {"samples_per_page": 8, "type": "values"}
+    return gr.Dataset(components=[question], samples=samples, label=label, **more)
+
+
 def note(text: str) -> str:
     return f'<p class="mm-empty">{escape(text)}</p>'
 
@@ -64,7 +77,9 @@ def facts(rows: Sequence[tuple[str, str]], title: str) -> str:
     return f'<dl class="mm-facts" aria-label="{escape(title)}">{cells}</dl>'
 
 
-QUICK: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}  # of events
+# Options of events: those that answer at once, and those that keep the model busy.
+QUICK: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
+BUSY: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
 F = TypeVar("F", bound=Callable[..., Any])
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^/\s'\"]+/)+")
 

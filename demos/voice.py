@@ -36,13 +36,8 @@ Tell = Callable[[tuple[dict[str, Any], bytes | None]], Any]
 class Talk:
     """A conversation that a browser drives.
 
-    Args:
-        shelf: The models.
-        wish: `rate` of the microphone, `about` (an example, or small talk), `voice`.
-        tell: Takes `(event, sound or None)`, in a thread of the conversation.
-
-    Raises:
-        MmfastError: A wish that cannot be met.
+    Its wish has `rate` of the microphone, `about` (an example, or small talk) and `voice`. `tell`
+    takes `(event, sound or None)`, in a thread of the conversation.
     """
 
     def __init__(self, shelf: Shelf, wish: dict[str, Any], tell: Tell) -> None:
@@ -64,11 +59,7 @@ class Talk:
         self._telling.start()
 
     def take(self, message: Any) -> None:
-        """Sound, or a JSON message: `cancel`, or `truncate` with `item` and `ms`.
-
-        Raises:
-            MmfastError: It is neither.
-        """
+        """Take sound, or a JSON message: `cancel`, or `truncate` with `item` and `ms`."""
         if isinstance(message, bytes):
             if len(message) % 2:
                 raise mmfast.MmfastError("sound of half a sample; send 16-bit PCM")
@@ -79,24 +70,15 @@ class Talk:
         if kind == "cancel":
             self.session.cancel()
         elif kind == "truncate":
-            self._truncate(message)
+            with contextlib.suppress(mmfast.MmfastError):  # an item that was forgotten meanwhile
+                self.session.truncate(str(message.get("item")), message.get("ms"))
         else:
             raise mmfast.MmfastError("an unknown message; send sound, cancel or truncate")
 
-    def _truncate(self, message: dict[str, Any]) -> None:
-        """So much was heard, says the browser, which alone knows what it played."""
-        with contextlib.suppress(mmfast.MmfastError):  # an item that was forgotten meanwhile
-            self.session.truncate(str(message.get("item")), message.get("ms"))
-
     def _events(self) -> None:
         for event in self.session.events():
-            pcm = None
-            if event.pcm is not None:
-                whole = event.pcm.detach().float().cpu().clamp(-1, 1).numpy() * 32767
-                pcm = whole.astype("<i2").tobytes()
-            told = event.to_dict()
-            told["text"] = event.text
-            self._tell((told, pcm))
+            pcm = None if event.pcm is None else _int16(event.pcm).tobytes()
+            self._tell(({**event.to_dict(), "text": event.text}, pcm))
 
     def close(self) -> None:
         """End it, and wait until nothing of it runs any more."""
@@ -105,15 +87,14 @@ class Talk:
             self._telling.join()
 
 
+def _int16(pcm: Any) -> Any:
+    return (pcm.detach().float().cpu().clamp(-1, 1).numpy() * 32767).astype("<i2")
+
+
 def _about(shelf: Shelf, name: str) -> Callable[[Sequence[Any]], Iterator[str]]:
     path = str(examples.CLIPS / name)
     pipe = shelf.visual(mmfast.kind_of(path))
-
-    def chat(turns: Sequence[Any]) -> Iterator[str]:
-        deltas: Iterator[str] = pipe.stream(path, shelf.wording(turns[-1].text))
-        return deltas
-
-    return chat
+    return lambda turns: pipe.stream(path, shelf.wording(turns[-1].text))
 
 
 MOST = 4  # conversations at once
@@ -126,10 +107,8 @@ POLICY, LATER = 1008, 1013  # codes of WebSocket: not allowed; try again later
 class VoiceSocket:
     """Serves conversations, each on a connection of its own.
 
-    Args:
-        shelf: The models.
-        who: Says who a request comes from, or None where nobody may; as `auth_dependency` of
-            `gradio.mount_gradio_app`.
+    `who` returns the visitor a request comes from, or None where nobody may; it is the
+    `auth_dependency` of `gradio.mount_gradio_app`.
     """
 
     def __init__(self, shelf: Shelf, who: Callable[[Any], Any] | None = None) -> None:
@@ -226,22 +205,17 @@ async def _tell(socket: WebSocket, message: str) -> None:
 
 
 VOICES = {
-    "en-us": "low",
-    "en-us+m3": "low, another",
-    "en-us+f2": "high",
-    "en-us+f3": "high, another",
-}
+    "en-us": "low", "en-us+m3": "low, another", "en-us+f2": "high", "en-us+f3": "high, another",
+}  # fmt: skip
 MODES = {
     "exact: as one token per pass": ("boost", "exact"),
     "typical: fewer passes": ("boost", "typical:0.3"),
     "one token per pass": ("vanilla", "exact"),
 }
 CAN_SAY = (
-    "What is three plus four?",
-    "What comes after nine?",
-    "What is the opposite of left?",
+    "What is three plus four?", "What comes after nine?", "What is the opposite of left?",
     "and often mishears: it is small",
-)
+)  # fmt: skip
 LONGEST_TEXT = 300  # letters that are read out at once
 
 
@@ -265,18 +239,14 @@ def voice_tab(shelf: Shelf) -> None:
         with gr.Column(scale=5, min_width=280):
             sound = gr.Audio(label="Speech", autoplay=True, interactive=False, buttons=["download"])
             figures = gr.HTML(views.note("Its figures come here."), elem_id="say-figures")
-    how: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
     spoken = polite(partial(say, shelf))
-    gr.on(
-        [button.click, text.submit], spoken, [text, voice, mode], [sound, figures],
-        api_visibility="private", **how,
-    )  # fmt: skip
+    how: dict[str, Any] = {**views.BUSY, "api_visibility": "private"}
+    gr.on([button.click, text.submit], spoken, [text, voice, mode], [sound, figures], **how)
 
 
 def say(shelf: Shelf, text: str, voice: str, mode: str) -> tuple[tuple[int, Any], str]:
     schedule, rule = MODES[mode]
     spoken = shelf.speaker()(text, voice=voice, mode=schedule, verify=rule)
-    pcm = (spoken.pcm.detach().float().clamp(-1, 1).cpu().numpy() * 32767).astype(np.int16)
     stats = spoken.stats
     rows = [
         ("seconds of speech", f"{spoken.seconds:.2f}"),
@@ -284,7 +254,7 @@ def say(shelf: Shelf, text: str, voice: str, mode: str) -> tuple[tuple[int, Any]
         ("time per second of speech", f"{stats['rtf']:.2f} s"),
         ("audio tokens a pass", f"{stats['tokens_per_pass']:.2f}"),
     ]
-    return (spoken.rate, pcm), views.facts(rows, "Figures of the speech")
+    return (spoken.rate, _int16(spoken.pcm)), views.facts(rows, "Figures of the speech")
 
 
 def talking() -> str:

@@ -73,11 +73,7 @@ class VisitorStream:
         return self._thread is not None and self._thread.is_alive() and not self._stop.is_set()
 
     def ask(self, question: str) -> Iterator[str]:
-        """The answer as it grows; it is added to the log at its end.
-
-        Raises:
-            MmfastError: No question, or nothing was seen yet.
-        """
+        """The answer as it grows; it is added to the log at its end."""
         if not self.session.stats()["frames"]:
             raise mmfast.MmfastError("nothing was seen yet; start the world or the camera first")
         at, text = self.seconds, ""
@@ -124,6 +120,7 @@ def _clock(seconds: float) -> str:
 WORLD, CAMERA = "generated world", "camera"
 FRAME_EVERY, LONGEST = 0.5, 900  # seconds between two frames of a camera, and of one recording
 TICK = 0.7
+NO_COUNTERS = "Counters come here once frames do."
 MEMORIES = {
     "window of 32 frames + retrieval": SMALL,
     "window of 32 frames alone": "sink:64+window:1152",
@@ -172,7 +169,7 @@ class WatchEvents:
     def look(self, request: gr.Request) -> tuple[str, str, str]:
         stream = self.seats.get(str(request.session_hash))
         if stream is None:
-            return screen(None), views.note("Counters come here once frames do."), shown([])
+            return screen(None), views.note(NO_COUNTERS), shown([])
         counters = views.facts(stream.figures(), "Counters")
         wrong = f'<p class="mm-other mm-verdict">{escape(one_line(stream.error))}</p>'
         return (
@@ -193,6 +190,14 @@ class WatchEvents:
         except mmfast.MmfastError as error:
             message = escape(one_line(error))
             raise gr.Error(message, print_exception=False) from None
+
+    def choose(self, which: str, request: gr.Request) -> list[Any]:
+        """Show the parts of the world or the camera, begin anew."""
+        self.leave(request)
+        world = which == WORLD
+        updates = [gr.update(visible=world) for _ in range(3)]
+        note = views.note(NO_COUNTERS)
+        return [*updates, gr.update(visible=not world), gr.Timer(active=False), note]
 
     def leave(self, request: gr.Request) -> None:
         self.seats.leave(str(request.session_hash))
@@ -217,12 +222,9 @@ def watch_tab(shelf: Shelf, blocks: Any) -> WatchEvents:
                 visible=shelf.model is None, info="of the next stream: Forget all, then Start",
             )  # fmt: skip
         with gr.Column(scale=6, min_width=300):
-            counters = gr.HTML(watching_note(), elem_id="counters")
+            counters = gr.HTML(views.note(NO_COUNTERS), elem_id="counters")
             question = gr.Textbox(ASKED[0], label="Question", max_length=500, elem_id="watch-q")
-            tries = gr.Dataset(
-                components=[question], samples=[[each] for each in suggestions()], type="values",
-                label="Questions about the world", samples_per_page=8,
-            )  # fmt: skip
+            tries = views.suggestions(question, suggestions(), "Questions about the world")
             ask = gr.Button("Ask", variant="primary", elem_id="watch-ask")
             answers = gr.HTML(log([]), elem_id="watch-log")
             with gr.Accordion("What the world has shown (the truth)", open=False):
@@ -233,7 +235,12 @@ def watch_tab(shelf: Shelf, blocks: Any) -> WatchEvents:
     pause.click(events.pause, None, [timer, *seen], **views.QUICK)
     forget.click(events.forget, None, [timer, *seen, answers], **views.QUICK)
     timer.tick(events.look, None, seen, queue=False, **views.QUICK)
-    _camera(events, source, camera, [world, play, pause], memory, counters, timer)
+    of_world = [world, play, pause]
+    source.change(events.choose, source, [*of_world, camera, timer, counters], **views.QUICK)
+    camera.stream(
+        polite(events.frame), [camera, memory], counters, stream_every=FRAME_EVERY,
+        time_limit=LONGEST, concurrency_limit=events.seats.most, **views.QUICK,
+    )  # fmt: skip
     gr.on([ask.click, question.submit], events.ask, question, answers, **views.QUICK)
     tries.click(lambda row: row[0], tries, question, queue=False, **views.QUICK).then(
         events.ask, question, answers, **views.QUICK
@@ -242,36 +249,10 @@ def watch_tab(shelf: Shelf, blocks: Any) -> WatchEvents:
     return events
 
 
-def _camera(
-    events: WatchEvents,
-    source: Any,
-    camera: Any,
-    of_world: list[Any],
-    memory: Any,
-    counters: Any,
-    timer: Any,
-) -> None:
-    def choose(which: str, request: gr.Request) -> list[Any]:
-        events.leave(request)
-        world = which == WORLD
-        updates = [gr.update(visible=world) for _ in of_world]
-        return [*updates, gr.update(visible=not world), gr.Timer(active=False), watching_note()]
-
-    source.change(choose, source, [*of_world, camera, timer, counters], **views.QUICK)
-    camera.stream(
-        polite(events.frame), [camera, memory], counters, stream_every=FRAME_EVERY,
-        time_limit=LONGEST, concurrency_limit=events.seats.most, **views.QUICK,
-    )  # fmt: skip
-
-
 def suggestions() -> list[str]:
     facts = mmfast.World(0, every=FACT_EVERY).events()[:3]
     return [*ASKED, *(f"What number is at the {fact.name}?" for fact in facts[:2]),
             f"In which corner is the {facts[2].name}?"]  # fmt: skip
-
-
-def watching_note() -> str:
-    return views.note("Counters come here once frames do.")
 
 
 def screen(frame: Any) -> str:
@@ -291,8 +272,7 @@ def shown(rows: list[tuple[str, int, str, float]]) -> str:
     if not rows:
         return views.note("A fact is shown every 20 seconds of the world.")
     body = "".join(
-        f"<tr><th scope=row>{escape(name)}</th><td>{number}</td><td>{escape(corner)}</td>"
-        f"<td>{age:.0f} s ago</td></tr>"
+        views.row(name, str(number), escape(corner), f"{age:.0f} s ago")
         for name, number, corner, age in rows
     )
     return views.table(("thing", "number", "corner", "when"), body, "What was shown")
@@ -300,7 +280,7 @@ def shown(rows: list[tuple[str, int, str, float]]) -> str:
 
 def log(rows: list[tuple[float, str, str]]) -> str:
     lines = "".join(
-        f"<li><span class=mm-soft>{int(at) // 60}:{int(at) % 60:02d} · {escape(question)}</span>"
+        f"<li><span class=mm-soft>{_clock(at)} · {escape(question)}</span>"
         f"<strong>{escape(answer)}</strong></li>"
         for at, question, answer in reversed(rows)
     )

@@ -47,14 +47,10 @@ def _evaluations(log: list[Row]) -> str:
     """Table of the answers with all visual tokens, one row for each evaluation."""
     found = [(each, each["rows"][0]) for each in _rows(log, "evaluation")]
     kinds = list(found[0][1]["by_kind"])
-    rows = [
-        (
-            str(each["seed"]),
-            str(each["n"]),
-            *map(_percent, (row["accuracy"], *(row["by_kind"][kind] for kind in kinds))),
-        )
-        for each, row in found
-    ]
+    rows = []
+    for each, row in found:
+        right = [row["accuracy"], *(row["by_kind"][kind] for kind in kinds)]
+        rows.append((str(each["seed"]), str(each["n"]), *map(_percent, right)))
     return _table(("seed", "questions", "all", *kinds), rows)
 
 
@@ -103,14 +99,11 @@ def _stream(folder: Path, log: list[Row]) -> Row:
     start, ends, found = _rows(log, "start")[-1], _rows(log, "end"), _rows(log, "evaluation")
     rows = [(each, row) for each in found for row in each["rows"]]
     bands = list(dict.fromkeys(band for _, row in rows for band in row["by_age"]))
-    lines = [
-        (
-            f"{row['seconds'] / 60:.0f} minutes, seed {each['seed']}",
-            f"`{row['memory']}`" if row["memory"] else "unbounded",
-            *(_band(row["by_age"].get(band)) for band in bands),
-        )
-        for each, row in rows
-    ]
+    lines = []
+    for each, row in rows:
+        stream = f"{row['seconds'] / 60:.0f} minutes, seed {each['seed']}"
+        memory = f"`{row['memory']}`" if row["memory"] else "unbounded"
+        lines.append((stream, memory, *(_band(row["by_age"].get(band)) for band in bands)))
     kinds = "not measured"
     if found:
         first, last = (found[0]["rows"][i]["by_kind"] for i in (0, -1))
@@ -150,14 +143,10 @@ def _speech(folder: Path, log: list[Row]) -> Row:
         "words": sum(name.endswith("_") and len(name) > 2 for name in layout.rows),
         "layers": config["num_hidden_layers"],
         "width": config["hidden_size"],
-        "total": layout.total,
-        "texts": layout.texts,
-        "books": layout.books,
-        "entries": layout.entries,
+        **{name: getattr(layout, name) for name in ("total", "texts", "books", "entries")},
         "size": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6,
         "voices": ", ".join(f"`{name}`" for name in layout.voices),
-        "speeds": ", ".join(map(str, layout.speeds)),
-        "pitches": ", ".join(map(str, layout.pitches)),
+        **{name: ", ".join(map(str, getattr(layout, name))) for name in ("speeds", "pitches")},
         "recordings": ", ".join(hours) or "not noted",
         "runs": ", ".join(f"{k} {row['step']} steps in {_minutes(row)}" for k, row in last.items()),
         "table": _table(("lesson", "loss", "correct"), losses),

@@ -42,16 +42,7 @@ Inputs = dict[str, Any]
 
 
 class Subject:
-    """A model under test with its processor.
-
-    Args:
-        model: A checkpoint directory or hub id; the suite's embedded model by default.
-        device: Device of the model.
-        asked: Suite of questions.
-
-    Raises:
-        ModelError: It cannot be loaded.
-    """
+    """A model under test with its processor; the suite's embedded model by default."""
 
     def __init__(
         self, model: str | Path | None = None, device: str = "cpu", asked: Suite | None = None
@@ -110,26 +101,15 @@ def run_eval(
 ) -> dict[str, Any]:
     """Accuracy with all tokens (always the first row) and under each reduction.
 
-    Args:
-        specs: Reduction specs such as "divprune:0.25"; None stands for all tokens.
-        n: Number of questions.
-        seed: Seed of the unseen media.
-        model: A checkpoint directory; the suite's embedded model by default.
-        progress: Called with (spec, questions done, n).
-        device: Device of the model.
-        name: The suite: video, image, multi-image or document.
-        caches: KV policy specs such as "snapkv:0.25"; for each, all rows are repeated under it,
-            and every row names its policy under `cache`.
+    A spec is such as "divprune:0.25", None = all tokens. All rows are repeated under each KV policy
+    of `caches` ("snapkv:0.25") and then name theirs under `cache`. Progress is called with (spec,
+    questions done, n). All specs are checked before any media are made.
 
     Returns:
         The document that `mmfast eval --json` prints: accuracy and by_kind are shares of exact
         answers, interval the 95 % interval of the accuracy (Wilson), kept the mean number of
         visual tokens a question, ttft_ms the median time to the first token a question (in
         batches, encoder included).
-
-    Raises:
-        MmfastError: Unknown suite.
-        SpecError: A wrong spec, before any media are made.
     """
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
     stages = {spec: parse(spec) for spec in wanted}
@@ -154,8 +134,7 @@ def run_eval(
         prepared = batches[1 if _alone(stages[spec]) else BATCH]
         row = _row(subject, prepared, spec, not _in_tower(stages[spec]), progress, cache)
         rows.append({**row, "cache": cache} if caches else row)
-    shared = {"suite": name, "n": n, "seed": seed, "model": subject.name}
-    return {**shared, "rows": rows}
+    return {"suite": name, "n": n, "seed": seed, "model": subject.name, "rows": rows}
 
 
 def _in_tower(stages: Sequence[Spec]) -> bool:
@@ -176,9 +155,7 @@ def _row(
     progress: Progress | None,
     cache: str | None = None,
 ) -> dict[str, Any]:
-    found: list[tuple[str, bool]] = []
-    kept: list[int] = []
-    times: list[float] = []
+    found, kept, times = list[tuple[str, bool]](), list[int](), list[float]()
     total = sum(len(batch.cases) for batch in batches)
     for batch in batches:
         with attach(subject.model, spec, cache) as trace:
@@ -186,17 +163,12 @@ def _row(
         times.append(ms + (batch.encode_ms if behind else 0.0))
         counts = token_counts(subject.model, subject.asked.media, batch.inputs, trace)
         kept += [left for _, left in counts]
-        for case, answer in zip(batch.cases, answers, strict=True):
-            found.append((case.kind, answer == case.answer))
+        pairs = zip(batch.cases, answers, strict=True)
+        found += [(case.kind, answer == case.answer) for case, answer in pairs]
         if progress is not None:
             label = " ".join(filter(None, (spec or "all tokens", cache)))
             progress(label, len(found), total)
-    right = sum(mark for _, mark in found)
-    return {
-        "reduce": spec,
-        "accuracy": right / total,
-        "interval": interval(right, total),
-        "by_kind": shares(found, subject.asked.kinds),
-        "kept": sum(kept) / total,
-        "ttft_ms": sorted(times)[len(times) // 2],
-    }
+    right, kinds = sum(mark for _, mark in found), shares(found, subject.asked.kinds)
+    row = {"reduce": spec, "accuracy": right / total, "interval": interval(right, total)}
+    ttft = sorted(times)[len(times) // 2]
+    return {**row, "by_kind": kinds, "kept": sum(kept) / total, "ttft_ms": ttft}

@@ -9,30 +9,24 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import count, islice
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.tiny.document import pages
+from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
-from mmfast.tiny.video.lessons import still_facts
-from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, facts
-from mmfast.tiny.video.scene import (
-    EVAL,
-    FRAMES,
-    Bytes,
-    draw,
-    make_scene,
-    make_table,
-    sampled_indices,
-)
+from mmfast.tiny.video.questions import KINDS, STILL_WORDINGS, WORDINGS, Fact, facts, still_facts
 
 STILL_KINDS = ("colour", "shape", "count", "position", "number")
 # A thing may be in several pictures of a prompt; what is asked of one must not depend on that.
 ALBUM_KINDS = ("colour", "shape", "position", "number")
 ALBUM = 3  # pictures in a prompt
+Medium = tuple[Callable[[], tuple[bytes, ...]], list[Fact]]  # its files, and what can be asked
 
 
 @dataclass(frozen=True)
@@ -47,40 +41,40 @@ class SuiteCase:
 
 @dataclass(frozen=True)
 class Suite:
-    """A subset of the evaluation.
+    """A subset of the evaluation."""
 
-    Attributes:
-        name: On the command line.
-        model: The embedded model that it is meant for.
-        media: `video` or `image`.
-        kinds: Kinds of question, in the order in which they take turns.
-        cases: `(seed) -> cases`.
-        summary: One line.
-    """
+    name: str  # on the command line
+    model: str  # the embedded model that it is meant for
+    kinds: tuple[str, ...]  # kinds of question, in the order in which they take turns
+    source: Callable[[int], Iterator[Medium]]  # media of a seed
+    summary: str  # one line
 
-    name: str
-    model: str
-    media: str
-    kinds: tuple[str, ...]
-    cases: Callable[[int], Iterator[SuiteCase]]
-    summary: str
+    @property
+    def media(self) -> str:
+        """Media of a prompt: `video` or `image`."""
+        return "video" if self.name == "video" else "image"
+
+    def cases(self, seed: int) -> Iterator[SuiteCase]:
+        """Cases of all kinds in turn, each about the next media that have a fact of its kind."""
+        media, turn = self.source(seed), max(len(self.kinds), len(STILL_KINDS))
+        wordings = WORDINGS if self.media == "video" else STILL_WORDINGS
+        for number in count():
+            kind, known = self.kinds[number % len(self.kinds)], list[Fact]()
+            while not known:  # such as a number where none is on screen
+                files, every = next(media)
+                known = [fact for fact in every if fact.kind == kind]
+            fact = known[(7 * number) % len(known)]
+            question = fact.ask(number // turn, wordings)
+            yield SuiteCase(files(), question, fact.answer, kind)
 
 
 def suite(n: int, seed: int, name: str = "video") -> list[SuiteCase]:
-    """First n cases of a suite; the same for the same seed.
-
-    Raises:
-        MmfastError: There is no suite of that name.
-    """
+    """First n cases of a suite; the same for the same seed."""
     return [case for case, _ in zip(suite_of(name).cases(seed), range(n), strict=False)]
 
 
 def suite_of(name: str) -> Suite:
-    """The suite called `name`.
-
-    Raises:
-        MmfastError: There is none; names the choices.
-    """
+    """The suite called `name`; an unknown name is answered with the choices."""
     if name not in SUITES:
         raise MmfastError(unknown("suite", name, (*SUITES, "stream", "speech")))
     return SUITES[name]
@@ -90,108 +84,84 @@ def suite_of(name: str) -> Suite:
 class Picture:
     """A frame, the facts that can be asked about it, and the things on it."""
 
-    frame: Bytes  # [H, W, 3]
-    known: list[tuple[Fact, tuple[str, ...]]]  # with their wordings
+    frame: scene.Bytes  # [H, W, 3]
+    known: list[Fact]
     names: list[tuple[str, str, str]]  # of each thing: name, shape, colour
     number: bool  # whether one is shown
 
 
-def _clips(seed: int) -> Iterator[SuiteCase]:
-    """Questions with clear answers about clips."""
-    clips = count()
-    for number in count():
-        kind, known = KINDS[number % len(KINDS)], list[Fact]()
-        while not known:  # such as a number where none is on screen
-            scene = make_scene(EVAL, seed, next(clips))
-            drawing = draw(scene)
-            known = [f for f in facts(make_table(scene, drawing), margin=True) if f.kind == kind]
-        fact = known[(7 * number) % len(known)]
-        wording = (number // len(KINDS)) % len(WORDINGS[kind])
-        yield SuiteCase((encode(drawing.frames),), fact.ask(wording), fact.answer, kind)
+def _clips(seed: int) -> Iterator[Medium]:
+    """Clips with their clear facts."""
+    for index in count():
+        draft = scene.make_scene(scene.EVAL, seed, index)
+        drawing = scene.draw(draft)
+        known = facts(scene.make_table(draft, drawing), margin=True)
+        yield partial(_clip, drawing.frames), known
 
 
-def _stills(seed: int) -> Iterator[SuiteCase]:
-    """Questions about one frame of a clip, as a JPEG."""
-    pictures = _pictures(seed, 1)
-    for number in count():
-        kind = STILL_KINDS[number % len(STILL_KINDS)]
-        yield next(case for shown in pictures if (case := _ask([shown], kind, number)))
+def _clip(frames: scene.Bytes) -> tuple[bytes, ...]:
+    return (encode(frames),)
 
 
-def _albums(seed: int) -> Iterator[SuiteCase]:
-    """Several pictures in one prompt, a question that only one of them answers."""
-    pictures = _pictures(seed, 2)
-    albums = ([next(pictures) for _ in range(ALBUM)] for _ in count())
-    for number in count():
-        kind = ALBUM_KINDS[number % len(ALBUM_KINDS)]
-        yield next(case for shown in albums if (case := _ask(shown, kind, number)))
+def _pages(seed: int) -> Iterator[Medium]:
+    """Pages with printed numbers, as PNG."""
+    for index in count():
+        page = pages.make_page(scene.EVAL, seed, index)
+        yield partial(_files, [page.picture], "PNG"), list(pages.page_facts(page))
+
+
+def _albums(stream: int, size: int, seed: int) -> Iterator[Medium]:
+    """Frames of clips as JPEG, `size` in a prompt, and the facts that one of them alone answers."""
+    pictures = _pictures(seed, stream)
+    while True:
+        shown = list(islice(pictures, size))
+        known = [
+            fact
+            for picture in shown
+            for fact in picture.known
+            if _alone(fact, [other for other in shown if other is not picture])
+        ]
+        yield partial(_files, [picture.frame for picture in shown], "JPEG", quality=92), known
 
 
 def _alone(fact: Fact, others: Sequence[Picture]) -> bool:
     """Return whether no other picture of the prompt has an answer, too."""
     if fact.kind == "number":
         return not any(other.number for other in others)
-    return not any(fact.slots[0] in names for other in others for names in other.names)
+    return not any(set(fact.slots) & set(names) for other in others for names in other.names)
 
 
 def _pictures(seed: int, stream: int) -> Iterator[Picture]:
     """A random frame of each unseen clip, with its facts."""
-    rng = np.random.default_rng([EVAL, seed, stream])
+    rng = np.random.default_rng([scene.EVAL, seed, stream])
     for index in count():
-        scene = make_scene(EVAL, seed, index)
-        drawing = draw(scene)
-        table = make_table(scene, drawing)
-        at = int(rng.integers(len(sampled_indices(FRAMES))))
-        things = [thing for i, thing in enumerate(scene.things) if table.alive[i, at]]
+        draft = scene.make_scene(scene.EVAL, seed, index)
+        drawing = scene.draw(draft)
+        table = scene.make_table(draft, drawing)
+        at = int(rng.integers(len(scene.sampled_indices(scene.FRAMES))))
+        things = [thing for i, thing in enumerate(draft.things) if table.alive[i, at]]
         yield Picture(
-            drawing.frames[sampled_indices(FRAMES)[at]],
-            list(still_facts(table, at)),
+            drawing.frames[scene.sampled_indices(scene.FRAMES)[at]],
+            still_facts(table, at),
             [(thing.name, thing.shape, thing.colour) for thing in things],
             bool(table.shown[at]),
         )
 
 
-def _ask(shown: Sequence[Picture], kind: str, number: int) -> SuiteCase | None:
-    """A question of a kind about pictures; None where there is none."""
-    known = [
-        (fact, wordings)
-        for picture in shown
-        for fact, wordings in picture.known
-        if fact.kind == kind and _alone(fact, [other for other in shown if other is not picture])
-    ]
-    if not known:
-        return None
-    fact, wordings = known[(7 * number) % len(known)]
-    question = wordings[(number // 5) % len(wordings)].format(*fact.slots)
-    files = tuple(_file(picture.frame, "JPEG") for picture in shown)
-    return SuiteCase(files, question, fact.answer, kind)
-
-
-def _documents(seed: int) -> Iterator[SuiteCase]:
-    """Questions about pages with printed numbers, as PNG."""
-    indices = count()
-    for number in count():
-        kind, known = pages.KINDS[number % len(pages.KINDS)], list[Fact]()
-        while not known:
-            page = pages.make_page(EVAL, seed, next(indices))
-            known = [fact for fact in pages.page_facts(page) if fact.kind == kind]
-        fact = known[(7 * number) % len(known)]
-        question = pages.ask(fact, number // len(pages.KINDS))
-        yield SuiteCase((_file(page.picture, "PNG"),), question, fact.answer, kind)
-
-
-def _file(picture: Bytes, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, kind, **({"quality": 92} if kind == "JPEG" else {}))
-    return buffer.getvalue()
+def _files(pictures: Sequence[scene.Bytes], kind: str, **options: Any) -> tuple[bytes, ...]:
+    buffers = [io.BytesIO() for _ in pictures]
+    for buffer, picture in zip(buffers, pictures, strict=True):
+        Image.fromarray(picture).save(buffer, kind, **options)
+    return tuple(buffer.getvalue() for buffer in buffers)
 
 
 SUITES = {
     each.name: each
     for each in (
-        Suite("video", "tiny-video", "video", KINDS, _clips, "clips of 8 frames"),
-        Suite("image", "tiny-video", "image", STILL_KINDS, _stills, "single pictures"),
-        Suite("multi-image", "tiny-video", "image", ALBUM_KINDS, _albums, "3 pictures a prompt"),
-        Suite("document", "tiny-document", "image", pages.KINDS, _documents, "pages of nine tiles"),
+        Suite("video", "tiny-video", KINDS, _clips, "clips of 8 frames"),
+        Suite("image", "tiny-video", STILL_KINDS, partial(_albums, 1, 1), "single pictures"),
+        Suite("multi-image", "tiny-video", ALBUM_KINDS, partial(_albums, 2, ALBUM),
+              "3 pictures a prompt"),
+        Suite("document", "tiny-document", pages.KINDS, _pages, "pages of nine tiles"),
     )
-}
+}  # fmt: skip

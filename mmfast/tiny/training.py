@@ -26,15 +26,9 @@ Report = Callable[[Figures], None]
 
 
 class Optimiser:
-    """Muon for hidden matrices, AdamW for everything else.
+    """Muon for hidden matrices `[a, b]`, AdamW for everything else, Muon at twice the peak rate.
 
     Muon (Jordan 2024; step size matched to AdamW, arXiv 2502.16982) needs about half the steps.
-
-    Args:
-        matrices: Parameters `[a, b]` of hidden layers.
-        rest: Vectors, embeddings and all other parameters.
-        rate: Peak learning rate of AdamW; that of Muon is twice as large.
-        decay: Weight decay.
     """
 
     def __init__(
@@ -76,25 +70,16 @@ class Optimiser:
 
 @dataclass(frozen=True)
 class Course:
-    """Length and pace of a training stage.
+    """Length and pace of a training stage."""
 
-    Attributes:
-        name: Stage in the log.
-        minutes: Length in time; None = `steps`.
-        steps: Length in steps.
-        warm: Share of the stage in which the learning rate rises.
-        hold: Share of the stage after which it falls linearly; None = half a cosine.
-        watch: Minutes between evaluations on held-out data.
-        every: Steps between rows of the log.
-    """
-
-    name: str
-    minutes: float | None = None
-    steps: int = 0
-    warm: float = 0.03
+    name: str  # stage in the log
+    minutes: float | None = None  # length in time; None = `steps`
+    steps: int = 0  # length in steps
+    warm: float = 0.03  # share of the stage in which the learning rate rises
+    # Share of the stage after which it falls linearly; None = half a cosine
     hold: float | None = 0.5
-    watch: float = 4.0
-    every: int = 20
+    watch: float = 4.0  # minutes between evaluations on held-out data
+    every: int = 20  # steps between rows of the log
 
     def done(self, step: int, seconds: float) -> float:
         """Share of the stage that is over."""
@@ -111,15 +96,10 @@ class Course:
 
 
 class Task:
-    """A model in training: its batches, losses and held-out figures.
+    """A model in training: its batches, losses and held-out figures."""
 
-    Attributes:
-        optimiser: Holds the parameters that are trained.
-        parallel: Whether each batch of a step runs on a thread of its own, one core each.
-    """
-
-    optimiser: Optimiser
-    parallel = False
+    optimiser: Optimiser  # holds the parameters that are trained
+    parallel = False  # each batch of a step on a thread of its own, one core each
 
     def batches(self, step: int, done: float) -> list[Any]:
         """Batches of one step; `done` is the share of the stage that is over."""
@@ -174,13 +154,8 @@ def train(
 ) -> int:
     """Train as long as the course says; returns the steps.
 
-    Args:
-        task: Model and data.
-        course: Length and pace.
-        report: Receives the rows of the log.
-        save: Writes the model; called after each evaluation on held-out data.
-        checkpoint: File of the run's state, written after each evaluation on held-out data. A run
-            whose file exists continues from it.
+    After each evaluation on held-out data `save` writes the model, and the run's state goes to the
+    file `checkpoint`; a run whose file exists continues from it.
     """
     step, spent = (0, 0.0) if checkpoint is None else restore(task, checkpoint)
     began = time.monotonic() - spent
@@ -219,12 +194,9 @@ def train(
 
 def keep(task: Task, path: Path, step: int, seconds: float) -> None:
     """Write the state of a run; an interrupted write leaves the previous state in place."""
-    state = {
-        "parameters": [parameter.detach() for parameter in task.optimiser.parameters],
-        "optimiser": [part.state_dict() for part in task.optimiser.parts],
-        "step": step,
-        "seconds": seconds,
-    }
+    parameters = [parameter.detach() for parameter in task.optimiser.parameters]
+    optimiser = [part.state_dict() for part in task.optimiser.parts]
+    state = {"parameters": parameters, "optimiser": optimiser, "step": step, "seconds": seconds}
     torch.save(state, path.with_suffix(".part"))
     path.with_suffix(".part").replace(path)
 
@@ -244,12 +216,7 @@ def restore(task: Task, path: Path) -> tuple[int, float]:
 
 
 class Log:
-    """Rows of a run: one JSON line each in `training.jsonl`, and on standard error.
-
-    Args:
-        folder: Folder of the checkpoint, made where it is missing.
-        fresh: Whether an earlier log is deleted.
-    """
+    """Rows of a run: one JSON line each in `training.jsonl`, new if `fresh`, and on stderr."""
 
     def __init__(self, folder: Path, fresh: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)

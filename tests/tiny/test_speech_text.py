@@ -139,7 +139,7 @@ def test_some_replies_are_cut_off_and_remembered_as_heard():
 
 def test_voices():
     assert len(set(domain.VOICES)) == 36
-    assert domain.voice(2, 1, 0).name == domain.VOICE_NAMES[2]
+    assert domain.VOICES[2 * 9 + 3].name == domain.VOICE_NAMES[2]
     rng = np.random.default_rng(0)
     heard = {domain.heard_voice(rng) for _ in range(200)}
     assert len({voice.name for voice in heard}) > len(domain.VOICE_NAMES)

@@ -14,8 +14,9 @@ from mmfast.tiny.evaluate import Subject, run_eval, suite
 from mmfast.tiny.suites import SuiteCase
 from mmfast.tiny.training import Course, train, update
 from mmfast.tiny.video.clips import Bank, make_row
-from mmfast.tiny.video.lessons import ClipSampler, still_facts
+from mmfast.tiny.video.lessons import ClipSampler
 from mmfast.tiny.video.model import make_model, make_processor, make_tokenizer
+from mmfast.tiny.video.questions import still_facts
 from mmfast.tiny.video.scene import TRAIN, make_scene
 from mmfast.tiny.video.tower import TowerTask, encode_bank
 from mmfast.tiny.video.train import LanguageTask, StagePlan, stills

@@ -16,33 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmfast.tiny.video.questions import WORDINGS, Fact
-from mmfast.tiny.video.scene import (
-    BOX,
-    COLOURS,
-    IGNORE,
-    PATCHES,
-    PIXELS,
-    SCALE,
-    SHAPES,
-    SIDE,
-    Panel,
-    Thing,
-    ground,
-    paint,
-    paint_panel,
-)
+from mmfast.tiny.video import scene
+from mmfast.tiny.video.questions import Fact, look_facts
 
 CELLS = 3  # cells of a page in each direction, one tile each
 KINDS = ("entry", "colour", "shape", "count", "position")
-# Words that the video model's vocabulary knows already: it is fixed by the questions about clips.
-PAGE_WORDINGS = {
-    "entry": ("What number is at the {0}?", "Which number is at the {0}?"),
-    "colour": WORDINGS["colour"],
-    "shape": WORDINGS["shape"],
-    "count": ("How many objects are there?", "How many shapes can you see?"),
-    "position": ("Where is the {0}?", "In which corner is the {0}?"),
-}
 
 
 @dataclass(frozen=True)
@@ -73,10 +51,10 @@ class Page:
 def make_page(purpose: int, seed: int, index: int) -> Page:
     """Page number `index` of a seed; the same arguments give the same page."""
     rng = np.random.default_rng([purpose, seed, index, 7])
-    side = CELLS * PIXELS
-    picture = ground(rng, side)[:side, :side].copy()
-    things, panels = np.zeros((2, CELLS * PATCHES, CELLS * PATCHES), np.int64)
-    pairs = [(s, c) for s in SHAPES for c in COLOURS]
+    side = CELLS * scene.PIXELS
+    picture = scene.ground(rng, side)[:side, :side].copy()
+    things, panels = np.zeros((2, CELLS * scene.PATCHES, CELLS * scene.PATCHES), np.int64)
+    pairs = [(s, c) for s in scene.SHAPES for c in scene.COLOURS]
     count = int(rng.integers(3, 7))
     chosen = [pairs[i] for i in rng.choice(len(pairs), count, replace=False)]
     cells = rng.choice(CELLS**2, count, replace=False)
@@ -86,15 +64,15 @@ def make_page(purpose: int, seed: int, index: int) -> Page:
         number = int(rng.integers(10, 100)) if place < 2 or rng.random() < 0.5 else None
         radius = float(rng.uniform(9.0, 11.5))
         (x, y), corner = arrange(rng, radius)
-        thing = Thing(shape, colour, radius, (0.0, 0.0), (0.0, 0.0), 0, 1)
-        shift = np.array([column * SIDE, row * SIDE])
+        thing = scene.Thing(shape, colour, radius, (0.0, 0.0), (0.0, 0.0), 0, 1)
+        shift = np.array([column * scene.SIDE, row * scene.SIDE])
         owner = np.zeros((side, side), np.uint8)
-        paint(picture, owner, thing, place, (np.array([x, y]) + shift) * SCALE)
+        scene.paint(picture, owner, thing, place, (np.array([x, y]) + shift) * scene.SCALE)
         things[_patches(owner)] = place + 1
         if number is not None:
             left, top = (int(v) for v in np.array(corner) + shift)
             owner[:] = 0
-            paint_panel(picture, owner, Panel(number, (left, top), 0, 1))
+            scene.paint_panel(picture, owner, scene.Panel(number, (left, top), 0, 1))
             panels[_patches(owner)] = place + 1
         entries.append(PageEntry(shape, colour, (row, column), number))
     return Page(np.clip(picture, 0, 255).astype(np.uint8), tuple(entries), things, panels)
@@ -102,7 +80,7 @@ def make_page(purpose: int, seed: int, index: int) -> Page:
 
 def _patches(owner: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Patches a good part of which is painted: pixels [S, S] to [rows, columns]."""
-    side = CELLS * PATCHES
+    side = CELLS * scene.PATCHES
     share = (owner > 0).reshape(side, len(owner) // side, side, -1).mean((1, 3))
     return np.asarray(share > 0.25)
 
@@ -113,46 +91,30 @@ def arrange(rng: np.random.Generator, radius: float) -> tuple[tuple[float, float
         left, top = int(rng.integers(0, 5)) * 16, int(rng.integers(0, 10)) * 8
         away = radius + rng.uniform(3, 6)
         dx, dy = ((1, 0), (-1, 0), (0, 1), (0, -1))[rng.integers(4)]
-        x = left + BOX[0] / 2 + dx * (BOX[0] / 2 + away) + abs(dy) * rng.uniform(-6, 6)
-        y = top + BOX[1] / 2 + dy * (BOX[1] / 2 + away) + abs(dx) * rng.uniform(-4, 4)
-        if radius * 1.2 < min(x, y) and max(x, y) < SIDE - radius * 1.2:
+        x = left + scene.BOX[0] / 2 + dx * (scene.BOX[0] / 2 + away) + abs(dy) * rng.uniform(-6, 6)
+        y = top + scene.BOX[1] / 2 + dy * (scene.BOX[1] / 2 + away) + abs(dx) * rng.uniform(-4, 4)
+        if radius * 1.2 < min(x, y) and max(x, y) < scene.SIDE - radius * 1.2:
             return (float(x), float(y)), (left, top)
 
 
-def page_facts(page: Page) -> list[Fact]:
+def page_facts(page: Page) -> Iterator[Fact]:
     """Facts about a page that can be asked without ambiguity."""
-    return list(_facts(page.entries))
-
-
-def _facts(entries: tuple[PageEntry, ...]) -> Iterator[Fact]:
-    for entry in entries:
+    looks = [(entry.shape, entry.colour) for entry in page.entries]
+    for entry, look in zip(page.entries, looks, strict=True):
         if entry.number is not None:
             yield Fact("entry", (entry.name,), str(entry.number))
-        if sum(other.shape == entry.shape for other in entries) == 1:
-            yield Fact("colour", (entry.shape,), entry.colour)
-        if sum(other.colour == entry.colour for other in entries) == 1:
-            yield Fact("shape", (entry.colour,), entry.shape)
+        yield from look_facts(look, looks)
         row, column = entry.cell
         if row != 1 and column != 1:
             corner = f"{'bottom' if row else 'top'} {'right' if column else 'left'}"
             yield Fact("position", (entry.name,), corner)
-    yield Fact("count", (), str(len(entries)))
-
-
-def ask(fact: Fact, wording: int) -> str:
-    """The question about a page in one of the wordings of its kind."""
-    words = PAGE_WORDINGS[fact.kind]
-    return words[wording % len(words)].format(*fact.slots)
+    yield Fact("count", (), str(len(looks)))
 
 
 PARTS = {
-    "row": CELLS,
-    "column": CELLS,
-    "tens": 10,
-    "units": 10,
-    "colour": len(COLOURS),
-    "shape": len(SHAPES),
-}
+    "row": CELLS, "column": CELLS, "tens": 10, "units": 10,
+    "colour": len(scene.COLOURS), "shape": len(scene.SHAPES),
+}  # fmt: skip
 
 
 def page_labels(page: Page) -> Tensor:
@@ -161,9 +123,9 @@ def page_labels(page: Page) -> Tensor:
     A token predicts its cell of the page; a thing's token the number beside the thing, and a
     number's token its thing, where that came earlier in the sequence: a token cannot see the rest.
     """
-    side = CELLS * PATCHES
-    maps = np.full((len(PARTS), side, side), IGNORE)
-    at = np.arange(side) // PATCHES
+    side = CELLS * scene.PATCHES
+    maps = np.full((len(PARTS), side, side), scene.IGNORE)
+    at = np.arange(side) // scene.PATCHES
     maps[0], maps[1] = at[:, None], at[None, :]
     order = np.arange(side * side).reshape(side, side)
     for number, entry in enumerate(page.entries, start=1):
@@ -173,9 +135,9 @@ def page_labels(page: Page) -> Tensor:
         late = thing & (order > order[panel].mean())
         maps[2][late], maps[3][late] = divmod(entry.number, 10)
         late = panel & (order > order[thing].mean())
-        maps[4][late] = tuple(COLOURS).index(entry.colour)
-        maps[5][late] = SHAPES.index(entry.shape)
-    lines = np.concatenate([maps, np.full((len(PARTS), side, 1), IGNORE)], 2)  # newlines
-    overview = np.full((len(PARTS), PATCHES**2), IGNORE)
+        maps[4][late] = tuple(scene.COLOURS).index(entry.colour)
+        maps[5][late] = scene.SHAPES.index(entry.shape)
+    lines = np.concatenate([maps, np.full((len(PARTS), side, 1), scene.IGNORE)], 2)  # newlines
+    overview = np.full((len(PARTS), scene.PATCHES**2), scene.IGNORE)
     flat = np.concatenate([overview, lines.reshape(len(PARTS), -1)[:, :-1]], 1)
     return torch.from_numpy(flat)

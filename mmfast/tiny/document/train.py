@@ -17,26 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.models.loading import embedded_path, load
+from mmfast.tiny import training
 from mmfast.tiny.card import write_card
-from mmfast.tiny.document.pages import (
-    CELLS,
-    PAGE_WORDINGS,
-    PARTS,
-    make_page,
-    page_facts,
-    page_labels,
-)
+from mmfast.tiny.document.pages import CELLS, PARTS, make_page, page_facts, page_labels
 from mmfast.tiny.evaluate import run_eval
-from mmfast.tiny.training import (
-    Course,
-    Figures,
-    Log,
-    Optimiser,
-    Task,
-    progress,
-    save_model,
-    train,
-)
 from mmfast.tiny.video.clips import INPUT
 from mmfast.tiny.video.lessons import Lesson, PictureSampler, answer, answer_loss, choose, score
 from mmfast.tiny.video.model import Readout
@@ -56,16 +40,16 @@ def make_pages(model: Any, processor: Any, count: int, seed: int) -> tuple[Pictu
     facts, tokens, labels = [], [], []
     for index in range(count):
         page = make_page(TRAIN, seed, index)
-        facts.append([(fact, PAGE_WORDINGS[fact.kind]) for fact in page_facts(page)])
+        facts.append(list(page_facts(page)))
         pixels = processor.image_processor(page.picture, return_tensors="pt")["pixel_values"][0]
         tokens.append(model.model.multi_modal_projector(tower_features(model, pixels)).half())
         labels.append(page_labels(page))
-        progress("pages", index + 1, count)
+        training.progress("pages", index + 1, count)
     pages = PictureSampler(model, torch.stack(tokens), facts, processor.tokenizer, seed, 0.0)
     return pages, torch.stack(labels, 1)
 
 
-class PageTask(Task):
+class PageTask(training.Task):
     """Answers about pages, most steps with a part of the tokens only."""
 
     def __init__(
@@ -77,7 +61,7 @@ class PageTask(Task):
         lm = model.model.language_model
         self.heads = [Readout(lm.config.hidden_size, PARTS) for _ in PAGE_LAYERS]
         free = [model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
-        self.optimiser = Optimiser.of(lm, free, options.rate)
+        self.optimiser = training.Optimiser.of(lm, free, options.rate)
 
     def batches(self, step: int, done: float) -> list[Batch]:
         """Random pages, and the tokens kept of them."""
@@ -98,7 +82,7 @@ class PageTask(Task):
         share = shares[int(torch.randint(len(shares), (), generator=self.rng))]
         return choose(lesson.tokens, round(share * lesson.tokens.shape[2]), way, self.rng)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Figures]:
+    def loss(self, batch: Batch) -> tuple[Tensor, training.Figures]:
         """Loss of the answers and of the read-outs."""
         chosen, lesson, kept = batch
         found = answer(self.model, lesson, kept)
@@ -110,7 +94,7 @@ class PageTask(Task):
         figures = {"loss": loss.item(), "dense": dense.item(), "kept": kept.shape[1]}
         return loss + 0.3 * dense, figures
 
-    def look(self) -> Figures:
+    def look(self) -> training.Figures:
         """Shares answered correctly by kind, with all tokens."""
         starts = range(self.free, self.free + HELD, 8)
         lessons = [self.pages.lesson(range(start, start + 8), 12) for start in starts]
@@ -135,7 +119,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     options = _arguments(argv)
-    log = Log(options.out)
+    log = training.Log(options.out)
     log.start(seed=options.seed, pages=options.pages)
     model, processor = load(options.start or str(embedded_path()), "cpu", "float32")
     processor.image_processor.image_grid_pinpoints = GRIDS
@@ -143,8 +127,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     processor.save_pretrained(options.out)
     pages, labels = make_pages(model, processor, options.pages, options.seed)
     task = PageTask(model, pages, labels, options)
-    course = Course("pages", options.minutes, hold=0.3)
-    steps = train(task, course, log, partial(save_model, model, options.out))
+    course = training.Course("pages", options.minutes, hold=0.3)
+    steps = training.train(task, course, log, partial(training.save_model, model, options.out))
     log.end(steps=steps)
     found = run_eval([], options.questions, 1000, options.out, name="document")
     log({"stage": "evaluation", **found, "model": "this checkpoint"})

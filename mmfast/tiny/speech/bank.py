@@ -70,20 +70,18 @@ def said_lines(count: int, seed: int, split: Split = "train") -> tuple[list[Line
     return [(text, voice(*way)) for text, way in zip(texts, styles, strict=True)], styles
 
 
-def chats(
-    count: int, seed: int, split: Split = "train"
-) -> tuple[list[list[Turn]], list[Line], list[Line], list[Style]]:
+def chats(count: int, seed: int) -> tuple[list[list[Turn]], list[Line], list[Line], list[Style]]:
     """Conversations, their last questions and replies as lines, and the styles of the replies."""
     rng = np.random.default_rng([seed, 12])
-    turns = [dialogue(rng, split) for _ in range(count)]
+    turns = [dialogue(rng) for _ in range(count)]
     styles = [style(rng) for _ in turns]
-    voices = [line[1] for line in heard_lines(count, seed + 7, split)]
+    voices = [line[1] for line in heard_lines(count, seed + 7)]
     asked = [(each[-2].text, who) for each, who in zip(turns, voices, strict=True)]
     replies = [(each[-1].text, voice(*way)) for each, way in zip(turns, styles, strict=True)]
     return turns, asked, replies, styles
 
 
-def recorded(folder: Path, sizes: Sizes, seed: int, workers: int = 2) -> dict[str, Corpus]:
+def recorded(folder: Path, sizes: Sizes, seed: int) -> dict[str, Corpus]:
     """Make the recordings of all kinds; those in the folder are not made again."""
     _, asked, replies, _ = chats(sizes.chat, seed)
     said, _ = said_lines(sizes.say, seed)
@@ -94,7 +92,7 @@ def recorded(folder: Path, sizes: Sizes, seed: int, workers: int = 2) -> dict[st
         place = folder / kind
         known = Corpus(place) if any(place.glob("*.json")) else None
         if known is None or [r.text for r in known.recordings] != [text for text, _ in lines]:
-            known = build_corpus(place, lines, workers)
+            known = build_corpus(place, lines)
         found[kind] = known
     return found
 
@@ -196,13 +194,11 @@ def heard(
     )
 
 
-def hear_bank(
-    path: Path, layout: SpeechLayout, corpus: Corpus, seed: int, workers: int = 2
-) -> list[HeardSpeech]:
+def hear_bank(path: Path, layout: SpeechLayout, corpus: Corpus, seed: int) -> list[HeardSpeech]:
     """Recordings to understand, each through a bad line of its own, cached in the file `path`."""
     if not path.exists():
         tasks = ((corpus.samples(i), seed, i) for i in range(len(corpus)))
-        with get_context("spawn").Pool(workers) as pool:
+        with get_context("spawn").Pool(2) as pool:
             found = list(pool.imap(_listen, tasks, chunksize=32))
         torch.save([(torch.from_numpy(mel), before) for mel, before in found], path)
     kept = zip(corpus.recordings, torch.load(path), strict=True)
@@ -283,13 +279,18 @@ def styled(layout: SpeechLayout, said: SpokenText) -> list[int]:
     return [layout.id(f"<{n}{i}>") for n, i in zip(names, said.style, strict=True)]
 
 
-def speaking(layout: SpeechLayout, said: SpokenText, rng: np.random.Generator) -> LineBuilder:
-    """The sequence of a text that is said."""
+def speaking_line(layout: SpeechLayout, said: SpokenText, runs: Iterator[int]) -> LineBuilder:
+    """The sequence of a text with its sound, laid out for passes of so many tokens."""
     line = LineBuilder([], [])
     line.add([layout.id("<speak>"), *styled(layout, said)])
-    spelled = [_spell(layout, g) if rng.random() < 0.04 else g for g in said.groups]
-    interleave(line, layout, SpokenText(said.style, spelled, said.sounds), passes(rng))
+    interleave(line, layout, said, runs)
     return line
+
+
+def speaking(layout: SpeechLayout, said: SpokenText, rng: np.random.Generator) -> LineBuilder:
+    """The sequence of a text that is said, a few of its words spelled."""
+    spelled = [_spell(layout, g) if rng.random() < 0.04 else g for g in said.groups]
+    return speaking_line(layout, SpokenText(said.style, spelled, said.sounds), passes(rng))
 
 
 def _spell(layout: SpeechLayout, group: list[int]) -> list[int]:

@@ -43,12 +43,6 @@ ENVELOPE = COEFFICIENTS * STEPS
 Books = tuple[Tensor, Tensor]
 
 
-def recording_features(pcm: Tensor) -> Tensor:
-    """Features of one recording `[n]`: `[ceil(n / 640), 100]`, float64."""
-    rest = -pcm.shape[-1] % FRAME
-    return features(F.pad(pcm.double(), (PAST, rest))[None])[0]
-
-
 def _nearest(frames: Tensor, book: Tensor, price: Tensor) -> Tensor:
     base = book.square().sum(-1) + price
     return torch.cat([(base - 2.0 * part @ book.mT).argmin(-1) for part in frames.split(8192)])
@@ -78,19 +72,12 @@ def fit_book(frames: Tensor, entries: int, price: float, seed: int) -> Books:
 
 
 def fit_codec(corpus: Iterable[Tensor], seed: int = 0) -> Books:
-    """Codebooks for recordings.
+    """Codebooks for recordings `[n]` at 16 kHz; an hour of all voices is enough.
 
-    Args:
-        corpus: Recordings `[n]` at 16 kHz; an hour of all voices is enough.
-        seed: The same seed and recordings give the same books.
-
-    Returns:
-        `books [2, V, 100]` rounded to float16 and `bias [2, V]` float32, as they are stored.
-
-    Raises:
-        MediaError: Fewer frames than entries.
+    They come as they are stored: `books [2, V, 100]` rounded to float16, `bias [2, V]` float32.
     """
-    frames = torch.cat([recording_features(pcm) for pcm in corpus]).float()
+    padded = (F.pad(pcm.double(), (PAST, -len(pcm) % FRAME)) for pcm in corpus)
+    frames = torch.cat([features(pcm[None])[0] for pcm in padded]).float()
     if len(frames) < ENTRIES:
         raise MediaError(f"{len(frames)} frames are too few for {ENTRIES} entries; add recordings")
     draw = torch.Generator().manual_seed(seed)
@@ -165,10 +152,9 @@ class Lessons:
 
 
 def target_pitch(pcm: Tensor) -> tuple[Tensor, Tensor]:
-    """Pitch at the ends of hops of sound `[640 T]`, gaps filled, and how voiced it is.
+    """Pitch at the ends of hops of sound `[640 T]`, and how voiced it is.
 
-    Returns:
-        Log of Hz over 110 `[4 T]`, and 0 to 1 `[4 T]`.
+    The pitch is the log of Hz over 110 `[4 T]`, gaps filled; voicing is 0 to 1 `[4 T]`.
     """
     later = math.ceil(_LATE)
     heard = F.pad(pcm.double(), (PAST, later * FRAME // STEPS))[None]
@@ -222,9 +208,9 @@ def lesson_loss(net: VocoderNet, lessons: Lessons, starts: Tensor) -> tuple[Tens
 class VocoderTask(Task):
     """A vocoder on random segments of the recordings."""
 
-    def __init__(self, net: VocoderNet, lessons: Lessons, seed: int, rate: float) -> None:
+    def __init__(self, net: VocoderNet, lessons: Lessons, seed: int) -> None:
         self.net, self.lessons = net, lessons
-        self.optimiser = Optimiser([], net.parameters(), rate, decay=1e-3)
+        self.optimiser = Optimiser([], net.parameters(), RATE, decay=1e-3)
         self.rng = torch.Generator().manual_seed(seed)
 
     def batches(self, step: int, done: float) -> list[Tensor]:
@@ -247,23 +233,11 @@ def fit_vocoder(
     steps: int = 4500,
     report: Report = print,
     net: VocoderNet | None = None,
-    rate: float = RATE,
 ) -> VocoderNet:
-    """Train the vocoder of a codec.
-
-    Args:
-        corpus: Recordings `[n]` at 16 kHz.
-        books: Entries, as `fit_codec` gives them.
-        bias: Their prices.
-        seed: Of weights and segments.
-        steps: Of the optimiser.
-        report: Receives the rows of the log.
-        net: Vocoder to continue with; None = a new one.
-        rate: Peak learning rate.
-    """
+    """Train the vocoder of a codec on recordings `[n]` at 16 kHz; `net` is one to continue with."""
     lessons = make_lessons(corpus, books, bias)
     torch.manual_seed(seed)
     net = (net or VocoderNet()).float().train().requires_grad_(True)
-    task = VocoderTask(net, lessons, seed, rate)
+    task = VocoderTask(net, lessons, seed)
     train(task, Course("vocoder", steps=steps, warm=0.022, hold=None, every=100), report)
     return net

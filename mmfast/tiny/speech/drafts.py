@@ -6,7 +6,7 @@ learn to predict the tokens that it chose, for it is the backbone that accepts o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -23,14 +23,13 @@ from mmfast.models.decoder.backbone import Backbone, make_head
 from mmfast.models.speech.layout import SpeechGuide, SpeechLayout
 from mmfast.tiny.speech.bank import (
     AUDIO,
-    LineBuilder,
     PaddedBatch,
     SpokenText,
     Style,
     buckets,
-    interleave,
     passes,
     said_lines,
+    speaking_line,
     stack,
     styled,
 )
@@ -78,43 +77,26 @@ def split_sounds(layout: SpeechLayout, said: SpokenText, ids: Sequence[int]) -> 
     return SpokenText(said.style, said.groups, [np.array(each, np.int64) for each in sounds])
 
 
-def own_words(
-    backbone: Backbone, layout: SpeechLayout, count: int, seed: int, batch: int = 48
-) -> list[SpokenText]:
+def own_words(backbone: Backbone, layout: SpeechLayout, count: int, seed: int) -> list[SpokenText]:
     """The model's own sound of so many texts, none of them of its training."""
     lines, styles = said_lines(count, seed + 100)
     order = np.argsort([len(text) for text, _ in lines])
     found: list[SpokenText] = []
-    for start in range(0, count, batch):
-        part = order[start : start + batch]
+    for start in range(0, count, 48):
+        part = order[start : start + 48]
         texts = [lines[i][0] for i in part]
         found += say_alone(backbone, layout, texts, [styles[i] for i in part])
     return found
 
 
-def speaking_line(layout: SpeechLayout, said: SpokenText, runs: Iterator[int]) -> LineBuilder:
-    """The sequence of a text with its sound, laid out for passes of so many tokens."""
-    line = LineBuilder([], [])
-    line.add([layout.id("<speak>"), *styled(layout, said)])
-    interleave(line, layout, said, runs)
-    return line
-
-
 @dataclass(frozen=True, eq=False)
 class SoundPlaces:
-    """Places of many sequences, end to end.
+    """Places of many sequences, end to end."""
 
-    Attributes:
-        hidden: Normed states of the backbone. `[N, D]`
-        ids: Tokens read there. `[N]`
-        chosen: Audio row that the backbone chooses next. `[N]`
-        run: Number of places from here on that predict sound. `[N]`
-    """
-
-    hidden: Tensor
-    ids: Tensor
-    chosen: Tensor
-    run: Tensor
+    hidden: Tensor  # normed states of the backbone. `[N, D]`
+    ids: Tensor  # tokens read there. `[N]`
+    chosen: Tensor  # audio row that the backbone chooses next. `[N]`
+    run: Tensor  # number of places from here on that predict sound. `[N]`
 
 
 @torch.no_grad()

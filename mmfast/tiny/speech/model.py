@@ -31,21 +31,9 @@ Part = tuple[float, int, int]  # loss, places, places predicted correctly
 
 
 def make_backbone(
-    layout: SpeechLayout,
-    width: int = 160,
-    layers: int = 14,
-    inner: int = 448,
-    codes: bool = True,
+    layout: SpeechLayout, width: int = 160, layers: int = 14, inner: int = 448, codes: bool = True
 ) -> LlamaForCausalLM:
-    """A Llama with random weights whose layers are the identity at first.
-
-    Args:
-        layout: Rows of the vocabulary.
-        width: Size of a state.
-        layers: Number of layers.
-        inner: Width of the feed-forward parts.
-        codes: Whether there are rows of codes.
-    """
+    """A Llama with random weights whose layers are the identity at first, with or without codes."""
     config = LlamaConfig(
         vocab_size=layout.total if codes else layout.base,
         hidden_size=width,
@@ -152,11 +140,9 @@ def losses(model: TrainingModel, batch: PaddedBatch) -> tuple[Tensor, dict[str, 
             parts[name] = _part(each[mine].sum(), logits[mine], target[mine])
     if batch.at is not None and batch.last is not None and batch.count is not None:
         heard, there = middle[places_of(batch.at)], batch.at >= 0
-        for name, readout, truth in (
-            ("last", model.last, batch.last[there]),
-            ("count", model.count, batch.count[there]),
-        ):
-            logits = readout(heard)
+        truths = {"last": batch.last[there], "count": batch.count[there]}
+        for name, truth in truths.items():
+            logits = getattr(model, name)(heard)
             loss = cross_entropy(logits, truth, reduction="sum")
             total = total + READOUTS * loss
             parts[name] = _part(loss, logits, truth)
@@ -205,12 +191,9 @@ def further_loss(model: TrainingModel, states: Tensor, batch: PaddedBatch) -> Te
 
 @torch.no_grad()
 def add_codes(model: TrainingModel, layout: SpeechLayout, vectors: Tensor) -> TrainingModel:
-    """Add rows for all codes, codes of similar sound near each other.
+    """Add rows for all codes to a model of text rows, codes of similar sound near each other.
 
-    Args:
-        model: With text rows, `<next>` and `<end>`.
-        layout: The layout with the codec.
-        vectors: `[Q, V, n]`, the share of each code in the sound's features.
+    `vectors` is the share of each code in the sound's features. `[Q, V, n]`
     """
     larger = TrainingModel(make_backbone(layout), model.tower, layout, model.middle)
     width, old = larger.embed.shape[1], len(model.embed)

@@ -2,8 +2,7 @@
 
 The synthesiser is espeak-ng, through the shared library in the wheel `espeakng-loader`. It keeps
 its state in globals, such as the phase of the voice, so the library is loaded anew for every text
-(a millisecond): the sound of a text does not depend on earlier texts. One call at a time in a
-process, and several processes for a corpus.
+(a millisecond): the sound of a text does not depend on earlier texts.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ QUIET = 0.004  # below this, sound is a pause
 PIECES = re.compile(r"[^\s,.?!:;]+|[,.?!:;]+")
 FLAGS, SYNCHRONOUS, DONT_EXIT, CHARS = 1 | 0x1000, 2, 0x8000, 1
 SENTENCE = re.compile(r"(^|[.?!]\s+)([a-z])")
-WORD, RATE_OF, PITCH_OF, RANGE_OF, VOLUME_OF = 1, 1, 3, 4, 2
+WORD = 1  # kind of event
+RATE_OF = 1  # parameters follow in the order rate, volume, pitch, range
 _lock = Lock()
 
 Samples = NDArray[np.float32]
@@ -41,21 +41,13 @@ Samples = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class EspeakVoice:
-    """A way of speaking.
+    """A way of speaking."""
 
-    Args:
-        name: A voice of espeak-ng, with a variant behind a plus sign: "en-us+f2".
-        rate: Words per minute, 80 to 450.
-        pitch: 0 to 99.
-        spread: Range of the pitch, 0 to 99.
-        volume: 0 to 200 percent.
-    """
-
-    name: str = "en-us"
-    rate: int = 165
-    pitch: int = 50
-    spread: int = 50
-    volume: int = 90
+    name: str = "en-us"  # a voice of espeak-ng, with a variant behind a plus sign: "en-us+f2"
+    rate: int = 165  # words per minute, 80 to 450
+    pitch: int = 50  # 0 to 99
+    spread: int = 50  # range of the pitch, 0 to 99
+    volume: int = 90  # 0 to 200 percent
 
 
 Line = tuple[str, EspeakVoice]  # a text and its voice
@@ -141,12 +133,8 @@ class _Library:
         self.sound, self.events = [], []
         if self.library.espeak_SetVoiceByName(voice.name.encode()):
             raise SpecError(f"voice={voice.name!r} is none of espeak-ng's; try en-us or en-us+f2")
-        for what, value in (
-            (RATE_OF, voice.rate),
-            (VOLUME_OF, voice.volume),
-            (PITCH_OF, voice.pitch),
-            (RANGE_OF, voice.spread),
-        ):
+        values = (voice.rate, voice.volume, voice.pitch, voice.spread)
+        for what, value in enumerate(values, start=RATE_OF):
             self.library.espeak_SetParameter(what, value, 0)
         self.library.espeak_ng_SetRandSeed(1)  # the breath of a voice is drawn
         data = text.encode() + b"\0"
@@ -159,16 +147,7 @@ class _Library:
 
 
 def say(text: str, voice: EspeakVoice | None = None) -> Speech:
-    """Say a text; the same text and voice give the same samples.
-
-    Args:
-        text: Words and punctuation marks.
-        voice: Way of speaking; None = en-us at 165 words per minute.
-
-    Raises:
-        SpecError: An unknown voice, or a rate, pitch, spread or volume out of range.
-        MmfastError: Nothing to say, or espeak-ng is missing.
-    """
+    """Say a text; the same text and voice (None: en-us) give the same samples."""
     voice = voice or EspeakVoice()
     _check(text, voice)
     # A full stop ends a sentence for the library where a capital letter follows it.
@@ -258,12 +237,7 @@ def _cut(words: tuple[WordTime, ...], pcm: Samples) -> tuple[tuple[WordTime, ...
 def worsen(pcm: Samples, rng: np.random.Generator) -> tuple[Samples, int]:
     """Degrade a recording: silence around, gain, band, noise, offset, clipping.
 
-    Args:
-        pcm: `[n]` at 16 kHz.
-        rng: The source of chance; one recording in eight stays clean.
-
-    Returns:
-        The sound, and the number of samples of silence in front of it.
+    One in eight stays clean. The number is that of the samples of silence in front.
     """
     before, after = int(rng.integers(0, 8000)), int(rng.integers(800, 6000))
     sound = np.concatenate([np.zeros(before), pcm, np.zeros(after)])
@@ -349,14 +323,7 @@ def build_corpus(
     workers: int = 2,
     progress: Callable[[int, int], None] | None = None,
 ) -> Corpus:
-    """Say all lines, in several processes, and write them to a folder.
-
-    Args:
-        folder: Made where it is missing; its former recordings are deleted.
-        said: Texts and voices.
-        workers: Processes.
-        progress: Called with lines done and lines in all.
-    """
+    """Say all lines, in several processes, in place of the recordings of a folder."""
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True)
     for old in (*home.glob("*.json"), *home.glob("*.npy")):
@@ -396,14 +363,9 @@ def _write(
 
 
 def _read(file: Path, shard: int) -> list[Recording]:
-    return [
-        Recording(
-            row["text"],
-            EspeakVoice(**row["voice"]),
-            shard,
-            row["start"],
-            row["stop"],
-            tuple(WordTime(*word) for word in row["words"]),
-        )
-        for row in json.loads(file.read_text())
-    ]
+    found = []
+    for row in json.loads(file.read_text()):
+        words = tuple(WordTime(*word) for word in row["words"])
+        voice = EspeakVoice(**row["voice"])
+        found.append(Recording(row["text"], voice, shard, row["start"], row["stop"], words))
+    return found

@@ -17,7 +17,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.speech import Turn
 from mmfast.tiny.speech.recordings import EspeakVoice, Line
 from mmfast.tiny.stream.world import NOW_WORDINGS, PAST_WORDINGS
-from mmfast.tiny.video.questions import WORDINGS
+from mmfast.tiny.video.questions import WORDINGS, parse_grammar
 
 # A rule and its alternatives: words, punctuation marks and <rules>; /n/ stands for n equal ones.
 GRAMMAR = """
@@ -115,30 +115,10 @@ OPPOSITES = {"left": "right", "up": "down", "top": "bottom", "big": "small", "fa
 CARRIERS = ("", "please tell me, ", "tell me, ", "so, ", "okay, ", "one more question, ")
 # Rules that fill the wordings of a question, by its kind.
 SLOTS: dict[str, tuple[str, ...]] = {
-    "colour": ("<shape>",),
-    "shape": ("<seen colour>",),
-    "count": (),
-    "direction": ("<seen>",),
-    "speed": ("<seen>", "<seen>"),
-    "position": ("<seen>", "<end>"),
-    "first": ("<seen>", "<seen>"),
-    "number": (),
-    "entry": ("<seen>",),
-    "corner": ("<seen>",),
-}
-
-
-def parse_grammar(text: str) -> dict[str, tuple[str, ...]]:
-    """Parse rules of the form `name = alternative | alternative`; indented lines continue one."""
-    rules: dict[str, tuple[str, ...]] = {}
-    for line in text.strip().replace("\n    ", " ").splitlines():
-        name, _, body = line.partition(" =")
-        found: list[str] = []
-        for part in body.split("|"):
-            weight, alternative = re.fullmatch(r"\s*(?:/(\d+)/ )?(.*?)\s*", part).groups()  # type: ignore[union-attr]
-            found += [alternative] * int(weight or 1)
-        rules[name] = tuple(found)
-    return rules
+    "colour": ("<shape>",), "shape": ("<seen colour>",), "count": (), "direction": ("<seen>",),
+    "speed": ("<seen>", "<seen>"), "position": ("<seen>", "<end>"), "first": ("<seen>", "<seen>"),
+    "number": (), "entry": ("<seen>",), "corner": ("<seen>",),
+}  # fmt: skip
 
 
 def spoken_wording(text: str) -> str:
@@ -158,7 +138,6 @@ RULES = parse_grammar(GRAMMAR) | {
     "carrier": CARRIERS,
 }
 PHRASES = RULES["phrase"]
-LINES = RULES["line"]  # said in conversations, beside the sentences and phrases
 
 
 Split = Literal["train", "eval"]
@@ -179,12 +158,8 @@ HEARD_NAMES = (
 HEARD_SPEEDS, HEARD_PITCHES = (125, 210), (20, 80)  # from, to
 
 
-def voice(name: int = 0, speed: int = 1, pitch: int = 1) -> EspeakVoice:
-    """One of the 4 x 3 x 3 ways in which the model speaks."""
-    return EspeakVoice(VOICE_NAMES[name], SPEEDS[speed], PITCHES[pitch])
-
-
-VOICES = tuple(voice(v, s, p) for v in range(4) for s in range(3) for p in range(3))
+# The 4 x 3 x 3 ways in which the model speaks.
+VOICES = tuple(EspeakVoice(n, s, p) for n in VOICE_NAMES for s in SPEEDS for p in PITCHES)
 
 
 def heard_voice(rng: np.random.Generator) -> EspeakVoice:
@@ -201,11 +176,7 @@ def groups(text: str) -> list[str]:
 
 
 def number_words(number: int) -> str:
-    """0 to 999 in words, such as "two hundred and five".
-
-    Raises:
-        SpecError: Another number.
-    """
+    """0 to 999 in words, such as "two hundred and five"."""
     from num2words import num2words
 
     if not 0 <= number <= 999:
@@ -276,12 +247,10 @@ def lines(count: int, seed: int, split: Split = "train", questions: float = 0.0)
     return found
 
 
-def heard_lines(
-    count: int, seed: int, split: Split = "train", questions: float = 0.5
-) -> list[Line]:
-    """The same in the wider range of voices that the model listens to."""
+def heard_lines(count: int, seed: int, split: Split = "train") -> list[Line]:
+    """The same, half of them questions, in the wider range of voices that the model listens to."""
     rng = np.random.default_rng([seed, 2])
-    return [(text, heard_voice(rng)) for text, _ in lines(count, seed + 1, split, questions)]
+    return [(text, heard_voice(rng)) for text, _ in lines(count, seed + 1, split, 0.5)]
 
 
 Tree = dict[str, "Tree"]
@@ -289,17 +258,11 @@ PART = re.compile(r"<[a-z ]+>|[a-z']+")
 END = ""
 
 
-def jsgf(dialogue: bool = False) -> str:
-    """The domain in the JSpeech Grammar Format.
-
-    Args:
-        dialogue: Whether to add the lines of conversations to sentences and questions; slower.
-    """
-    sentences = [text for name in (*SENTENCES, "short") for text in RULES[name]]
-    sentences += [*PHRASES, *(LINES if dialogue else ())]
-    lead = "[<lead>] " if dialogue else ""
-    top = f"public <utterance> = {lead}<sentence> | [<carrier>] <asked>;"
-    texts = {"sentence": tuple(sentences), "asked": RULES["clip question"]}
+def jsgf() -> str:
+    """Sentences and questions of the domain in the JSpeech Grammar Format."""
+    sentences = tuple(text for name in (*SENTENCES, "short", "phrase") for text in RULES[name])
+    top = "public <utterance> = <sentence> | [<carrier>] <asked>;"
+    texts = {"sentence": sentences, "asked": RULES["clip question"]}
     table = {**RULES, **texts}
     rules = [f"{_name(name)} = {_body(table[name])};" for name in sorted(_needed(texts))]
     return "\n".join(("#JSGF V1.0;", "grammar speech;", top, *rules)) + "\n"
@@ -425,36 +388,37 @@ def _mine(state: _State) -> Exchange:
     return "what did i say?", f"you said, {said}" if said else "you did not tell me."
 
 
+TOLD = parse_grammar("""
+colour =
+    my favourite colour is {}. | {} is a nice colour. | what is my favourite colour?
+    | your favourite colour is {}. | you did not tell me.
+shape =
+    my favourite shape is the {}. | the {} is a nice shape. | what is my favourite shape?
+    | your favourite shape is the {}. | you did not tell me.
+name =
+    my name is {}. | hello {}. | what is my name? | your name is {}. | you did not tell me.
+number =
+    remember the number {}. | okay, i will remember {}. | which number did i say?
+    | the number was {}. | you did not say a number.
+""")
+
+
 def _tell(state: _State) -> Exchange:
     """Something that can be asked for later."""
-    what = state.pick(("colour", "shape", "name", "number"))
-    if what == "colour":
-        value = state.memory[what] = state.pick(RULES["colour"])
-        return f"my favourite colour is {value}.", f"{value} is a nice colour."
-    if what == "shape":
-        value = state.memory[what] = state.pick(RULES["shape"])
-        return f"my favourite shape is the {value}.", f"the {value} is a nice shape."
-    if what == "name":
-        value = state.memory[what] = state.pick(RULES["name"])
-        return f"my name is {value}.", f"hello {value}."
-    value = state.memory[what] = number_words(state.number(0, 99))
-    return f"remember the number {value}.", f"okay, i will remember {value}."
+    what = state.pick(tuple(TOLD))
+    number = what == "number"
+    value = number_words(state.number(0, 99)) if number else state.pick(RULES[what])
+    state.memory[what] = value
+    return TOLD[what][0].format(value), TOLD[what][1].format(value)
 
 
 def _recall(state: _State) -> Exchange:
     """A question about what was said before, or never was."""
     known = tuple(state.memory) if state.memory and state.rng.random() < 0.85 else ()
-    what = state.pick(known or ("colour", "shape", "name", "number"))
+    what = state.pick(known or tuple(TOLD))
+    _, _, asked, reply, unknown = TOLD[what]
     value = state.memory.get(what)
-    if what == "number":
-        reply = f"the number was {value}." if value else "you did not say a number."
-        return "which number did i say?", reply
-    if what == "name":
-        return "what is my name?", f"your name is {value}." if value else "you did not tell me."
-    ask = f"what is my favourite {what}?"
-    article = "the " if what == "shape" else ""
-    reply = f"your favourite {what} is {article}{value}." if value else "you did not tell me."
-    return ask, reply
+    return asked, reply.format(value) if value else unknown
 
 
 def _clip(state: _State) -> Exchange:
@@ -474,19 +438,10 @@ def _polite(state: _State) -> Exchange:
     return pairs[state.number(0, len(pairs) - 1)]
 
 
-SKILLS: dict[str, tuple[Callable[[_State], Exchange], float]] = {
-    "sum": (_sum, 0.17),
-    "neighbour": (_neighbour, 0.08),
-    "count": (_count, 0.06),
-    "opposite": (_opposite, 0.06),
-    "repeat": (_repeat, 0.16),
-    "again": (_again, 0.1),
-    "mine": (_mine, 0.06),
-    "tell": (_tell, 0.12),
-    "recall": (_recall, 0.1),
-    "clip": (_clip, 0.03),
-    "polite": (_polite, 0.06),
-}
+SKILLS: dict[Callable[[_State], Exchange], float] = {
+    _sum: 0.17, _neighbour: 0.08, _count: 0.06, _opposite: 0.06, _repeat: 0.16, _again: 0.1,
+    _mine: 0.06, _tell: 0.12, _recall: 0.1, _clip: 0.03, _polite: 0.06,
+}  # fmt: skip
 
 
 def _cut(text: str, rng: np.random.Generator) -> str:
@@ -495,28 +450,22 @@ def _cut(text: str, rng: np.random.Generator) -> str:
     return " ".join(words[: int(rng.integers(1, len(words)))]) if len(words) > 1 else text
 
 
-def dialogue(
-    rng: np.random.Generator, split: Split = "train", exchanges: int | None = None
-) -> list[Turn]:
+def dialogue(rng: np.random.Generator, split: Split = "train") -> list[Turn]:
     """A conversation, user and assistant in turn; the last reply is whole.
 
-    Args:
-        rng: The source of chance.
-        split: Training or evaluation; the two share no conversation, sentence or question.
-        exchanges: Number of questions and replies; random if None, 1 to 4 (2 to 4 in evaluation).
+    The splits share no conversation, sentence or question. One has 1 to 4 exchanges, in
+    evaluation 2 to 4.
     """
-    names = list(SKILLS)
-    weights = np.array([SKILLS[name][1] for name in names])
+    skills, weights = list(SKILLS), np.array(list(SKILLS.values()))
     while True:
-        many = exchanges or int(rng.integers(2 if split == "eval" else 1, 5))
+        many = int(rng.integers(2 if split == "eval" else 1, 5))
         state = _State(rng, split, [], {})
         for i in range(many):
-            skill = SKILLS[names[int(rng.choice(len(names), p=weights / weights.sum()))]][0]
+            skill = skills[int(rng.choice(len(skills), p=weights / weights.sum()))]
             asked, reply = skill(state)
             if i < many - 1 and rng.random() < 0.12:
                 reply = _cut(reply, rng)
             state.turns.extend((Turn("user", asked), Turn("assistant", reply)))
-        if many == 1 and split == "train":
-            return state.turns
-        if split_of(" ".join(turn.text for turn in state.turns)) == split:
+        whole = " ".join(turn.text for turn in state.turns)
+        if (many == 1 and split == "train") or split_of(whole) == split:
             return state.turns

@@ -28,33 +28,15 @@ from mmfast.models.speech.embedded import load_speech
 from mmfast.models.speech.layout import SpeechLayout, specials, vocabulary
 from mmfast.models.speech.tower import FILE as TOWER
 from mmfast.models.speech.tower import SpeechTower
+from mmfast.tiny import training
 from mmfast.tiny.card import write_card
-from mmfast.tiny.speech.bank import (
-    SPEEDS,
-    HeardSpeech,
-    LineBuilder,
-    PaddedBatch,
-    Sizes,
-    SpokenText,
-    buckets,
-    chats,
-    chatting,
-    encoded,
-    hear_bank,
-    listening,
-    recorded,
-    said_lines,
-    say_bank,
-    speaking,
-    stack,
-)
+from mmfast.tiny.speech import bank
 from mmfast.tiny.speech.codec import fit_codec, fit_vocoder
 from mmfast.tiny.speech.codec import recordings as codec_recordings
 from mmfast.tiny.speech.drafts import ChainedTask, ParallelTask, make_places, own_words
 from mmfast.tiny.speech.model import Part, TrainingModel, add_codes, losses, make_backbone
 from mmfast.tiny.speech.recordings import Corpus
 from mmfast.tiny.speech.text import PITCHES, VOICE_NAMES, WORDS
-from mmfast.tiny.training import Course, Figures, Log, Optimiser, Task, train
 
 HELD = 96  # recordings of each task that are never trained on
 SHORT = 110  # tokens of the sentences at the start
@@ -68,9 +50,9 @@ WATCH = 3.0  # minutes between evaluations on held-out lessons
 
 def layout(books: int, entries: int) -> SpeechLayout:
     """Rows of the model for a codec of that size."""
-    marks = specials(len(VOICE_NAMES), len(SPEEDS), len(PITCHES))
+    marks = specials(len(VOICE_NAMES), len(bank.SPEEDS), len(PITCHES))
     rows = vocabulary(WORDS, marks)
-    return SpeechLayout(rows, books, entries, VOICE_NAMES, SPEEDS, PITCHES)
+    return SpeechLayout(rows, books, entries, VOICE_NAMES, bank.SPEEDS, PITCHES)
 
 
 @dataclass
@@ -78,9 +60,9 @@ class Curriculum:
     """All lessons and the order in which they are taken."""
 
     layout: SpeechLayout
-    said: list[SpokenText]
-    heard: list[HeardSpeech]
-    chats: list[tuple[list[Turn], HeardSpeech, SpokenText]]
+    said: list[bank.SpokenText]
+    heard: list[bank.HeardSpeech]
+    chats: list[tuple[list[Turn], bank.HeardSpeech, bank.SpokenText]]
     seed: int = 0
     tokens: dict[str, int] = field(default_factory=lambda: {"say": 900, "hear": 800, "chat": 850})
     held: int = HELD
@@ -89,13 +71,13 @@ class Curriculum:
         self.rng = np.random.default_rng([self.seed, 31])
         self._queues: dict[str, Iterator[Any]] = {}
 
-    def line(self, task: str, index: int, rng: np.random.Generator) -> LineBuilder:
+    def line(self, task: str, index: int, rng: np.random.Generator) -> bank.LineBuilder:
         """One lesson."""
         if task == "say":
-            return speaking(self.layout, self.said[index], rng)
+            return bank.speaking(self.layout, self.said[index], rng)
         if task == "hear":
-            return listening(self.layout, self.heard[index])
-        return chatting(self.layout, *self.chats[index], rng)
+            return bank.listening(self.layout, self.heard[index])
+        return bank.chatting(self.layout, *self.chats[index], rng)
 
     def lengths(self, task: str) -> list[int]:
         """Approximate tokens of each lesson of a task, those held out included."""
@@ -109,25 +91,25 @@ class Curriculum:
     def _endless(self, task: str) -> Iterator[Any]:
         lengths = self.lengths(task)[: -self.held]
         while True:
-            yield from buckets(lengths, self.tokens[task], self.rng)
+            yield from bank.buckets(lengths, self.tokens[task], self.rng)
 
-    def batch(self, task: str, longest: int = 0) -> PaddedBatch:
+    def batch(self, task: str, longest: int = 0) -> bank.PaddedBatch:
         """The next batch of a task; with `longest`, one without longer sequences."""
         queue = self._queues.setdefault(task, self._endless(task))
         while True:
             lines = [self.line(task, int(i), self.rng) for i in next(queue)]
             if not longest or max(len(line.ids) for line in lines) <= longest:
-                return stack(lines)
+                return bank.stack(lines)
 
-    def exam(self, task: str, size: int = 16) -> list[PaddedBatch]:
+    def exam(self, task: str) -> list[bank.PaddedBatch]:
         """Lessons that are never trained on."""
         rng, count = np.random.default_rng(5), len(self.lengths(task))
         lines = [self.line(task, i, rng) for i in range(count - self.held, count)]
         lines.sort(key=lambda line: len(line.ids))
-        return [stack(lines[i : i + size]) for i in range(0, self.held, size)]
+        return [bank.stack(lines[i : i + 16]) for i in range(0, self.held, 16)]
 
 
-class SpeechTask(Task):
+class SpeechTask(training.Task):
     """Speaking, listening and conversation, one batch of each of the named tasks a step."""
 
     parallel = True
@@ -136,14 +118,14 @@ class SpeechTask(Task):
         self, model: TrainingModel, lessons: Curriculum, tasks: Sequence[str], rate: float
     ) -> None:
         self.model, self.lessons, self.tasks = model, lessons, tasks
-        self.optimiser = Optimiser.of(model, (), rate)
+        self.optimiser = training.Optimiser.of(model, (), rate)
 
-    def batches(self, step: int, done: float) -> list[tuple[str, PaddedBatch]]:
+    def batches(self, step: int, done: float) -> list[tuple[str, bank.PaddedBatch]]:
         """A batch of each task; at the start of the language stage only short sentences."""
         longest = SHORT if self.tasks == LANGUAGE and done < SHORT_SHARE else 0
         return [(t, self.lessons.batch(t, longest if t == "say" else 0)) for t in self.tasks]
 
-    def loss(self, batch: tuple[str, PaddedBatch]) -> tuple[Tensor, Figures]:
+    def loss(self, batch: tuple[str, bank.PaddedBatch]) -> tuple[Tensor, training.Figures]:
         """Loss per predicted token, and for each part its mean loss and share correct."""
         task, lesson = batch
         total, parts = losses(self.model, lesson)
@@ -151,9 +133,9 @@ class SpeechTask(Task):
         return total / max(count, 1) * SHARES[task], _means(task, [parts])
 
     @torch.no_grad()
-    def look(self) -> Figures:
+    def look(self) -> training.Figures:
         """Mean losses and shares correct on held-out lessons."""
-        found: Figures = {}
+        found: training.Figures = {}
         for task in dict.fromkeys(self.tasks):
             batches = self.lessons.exam(task)
             found |= _means(task, [losses(self.model, batch)[1] for batch in batches])
@@ -164,7 +146,7 @@ class SpeechTask(Task):
         self.lessons.rng = np.random.default_rng([self.lessons.seed, 31, step])
 
 
-def _means(task: str, rows: Sequence[dict[str, Part]]) -> Figures:
+def _means(task: str, rows: Sequence[dict[str, Part]]) -> training.Figures:
     found = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         parts = [row[name] for row in rows if name in row]
@@ -215,19 +197,19 @@ def save_checkpoint(folder: Path, model: TrainingModel) -> None:
 class Recipe:
     """The stages in their order; those whose files exist are not repeated."""
 
-    def __init__(self, options: argparse.Namespace, log: Log) -> None:
+    def __init__(self, options: argparse.Namespace, log: training.Log) -> None:
         self.options, self.log = options, log
-        self.sizes = Sizes(options.say, options.hear, options.chat)
+        self.sizes = bank.Sizes(options.say, options.hear, options.chat)
 
     def run(self) -> None:
         """Run all stages."""
         options, seed = self.options, self.options.seed
         folder, text = self.codec(), layout(1, 1)
         with self.log.stage("recordings") as figures:
-            corpora = recorded(options.work / "corpus", self.sizes, seed)
+            corpora = bank.recorded(options.work / "corpus", self.sizes, seed)
             figures["of_sound"] = {kind: round(each.seconds) for kind, each in corpora.items()}
         heard = [
-            hear_bank(options.work / f"{kind}.pt", text, corpora[kind], seed)
+            bank.hear_bank(options.work / f"{kind}.pt", text, corpora[kind], seed)
             for kind in ("hear", "ask")
         ]
         codec = load_embedded(folder)
@@ -235,16 +217,18 @@ class Recipe:
         torch.manual_seed(seed)
         ear = TrainingModel(make_backbone(text, codes=False), SpeechTower(), text)
         lessons = Curriculum(ear.layout, [], heard[0] + heard[1], [], seed)
-        course = Course("ear", options.ear, hold=1.0, watch=WATCH)
+        course = training.Course("ear", options.ear, hold=1.0, watch=WATCH)
         task = SpeechTask(ear, lessons, EAR, options.rate)
-        train(task, course, self.log, checkpoint=options.work / "ear.pt")
+        training.train(task, course, self.log, checkpoint=options.work / "ear.pt")
         model = add_codes(ear, wanted, codec.encoder.books)
-        course = Course("language", options.minutes, warm=0.02, hold=options.hold, watch=WATCH)
+        course = training.Course(
+            "language", options.minutes, warm=0.02, hold=options.hold, watch=WATCH
+        )
         task = SpeechTask(
             model, self.lessons(wanted, corpora, heard, folder), LANGUAGE, options.rate
         )
         save = partial(save_checkpoint, options.out, model)
-        train(task, course, self.log, save, options.work / "language.pt")
+        training.train(task, course, self.log, save, options.work / "language.pt")
         self.modules(wanted)
         write_card(options.out, "tiny-speech")
 
@@ -263,23 +247,18 @@ class Recipe:
         self,
         wanted: SpeechLayout,
         corpora: dict[str, Corpus],
-        heard: Sequence[list[HeardSpeech]],
+        heard: Sequence[list[bank.HeardSpeech]],
         codec: Path,
     ) -> Curriculum:
         """Lessons of all tasks, with the codes of a codec."""
         seed, work = self.options.seed, self.options.work
-        turns, _, _, replying = chats(self.sizes.chat, seed)
-        _, saying = said_lines(self.sizes.say, seed)
-        said, replies = (
-            say_bank(
-                wanted,
-                corpora[kind],
-                styles,
-                encoded(work / f"{kind}_codes.pt", corpora[kind], codec),
-                FRAME,
-            )
-            for kind, styles in (("say", saying), ("reply", replying))
-        )
+        turns, _, _, replying = bank.chats(self.sizes.chat, seed)
+        _, saying = bank.said_lines(self.sizes.say, seed)
+        banks = []
+        for kind, styles in (("say", saying), ("reply", replying)):
+            codes = bank.encoded(work / f"{kind}_codes.pt", corpora[kind], codec)
+            banks.append(bank.say_bank(wanted, corpora[kind], styles, codes, FRAME))
+        said, replies = banks
         spoken = list(zip(turns, heard[1], replies, strict=True))
         return Curriculum(wanted, said, heard[0], spoken, seed)
 
@@ -294,11 +273,11 @@ class Recipe:
             make_places(backbone.model, wanted, s, seed) for s in (said[many:], said[:many])
         )
         chained = ChainedTask(backbone, wanted, data, held, seed, options.rate)
-        course = Course("drafts", options.drafts, hold=0.3, watch=20, every=50)
-        train(chained, course, self.log, partial(chained.save, options.out))
+        course = training.Course("drafts", options.drafts, hold=0.3, watch=20, every=50)
+        training.train(chained, course, self.log, partial(chained.save, options.out))
         independent = ParallelTask(backbone, wanted, said, seed, options.rate)
-        course = Course("heads", options.heads, hold=0.4, watch=2)
-        train(independent, course, self.log, partial(independent.save, options.out))
+        course = training.Course("heads", options.heads, hold=0.4, watch=2)
+        training.train(independent, course, self.log, partial(independent.save, options.out))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -326,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     options = _arguments(argv)
     options.work.mkdir(parents=True, exist_ok=True)
-    log = Log(options.out, fresh=False)
+    log = training.Log(options.out, fresh=False)
     settings = {k: v for k, v in vars(options).items() if not isinstance(v, Path)}
     log.start(**settings)
     torch.manual_seed(options.seed)

@@ -20,22 +20,12 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
-from mmfast.tiny.stream.world import (
-    NAMES,
-    NOW,
-    Moment,
-    fact_place,
-    now_text,
-    ordinary_place,
-    past_text,
-    present_facts,
-    show,
-)
+from mmfast.tiny.stream import world
 from mmfast.tiny.training import progress
 from mmfast.tiny.video.clips import encode
 from mmfast.tiny.video.lessons import PackedQuestions, pack
 from mmfast.tiny.video.model import VIDEO, DecoderLayout
-from mmfast.tiny.video.questions import Fact
+from mmfast.tiny.video.questions import Fact, Wordings
 from mmfast.tiny.video.scene import IGNORE, TRAIN, Bytes
 from mmfast.tiny.video.tower import pooled_tokens, scale_pixels, tower_features
 
@@ -46,25 +36,18 @@ NEWLINE = VIDEO  # stands for the model's newline embedding in packed questions
 SEGMENTS = ((8, 5), (5, 3))  # facts and scenes of a stream whose frames are thinned, or whole
 THIN = (18, 10)  # tokens of a thinned frame of a fact, of a scene
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
-FACT_LABELS = {"name": len(NAMES), "tens": 10, "ones": 10, "corner": len(CORNERS)}
+FACT_LABELS = {"name": len(world.NAMES), "tens": 10, "ones": 10, "corner": len(CORNERS)}
 
 
 @dataclass(frozen=True)
 class StreamClip:
-    """A short clip of a fact or of an ordinary scene.
+    """A short clip of a fact or of an ordinary scene."""
 
-    Attributes:
-        tokens: Visual tokens, float16. `[F, P, D]`
-        names: Numbers of the names (in NAMES) in it; a fact's own is the first.
-        now: Facts that can be asked while its last frame is on screen.
-        number, corner: Those of its fact; -1 and "" in an ordinary scene.
-    """
-
-    tokens: Tensor
-    names: list[int]
-    now: list[Fact]
-    number: int
-    corner: str
+    tokens: Tensor  # visual tokens, float16. `[F, P, D]`
+    names: list[int]  # numbers of the names (in NAMES) in it; a fact's own is the first
+    now: list[Fact]  # facts that can be asked while its last frame is on screen
+    number: int  # of its fact; -1 in an ordinary scene
+    corner: str  # of its fact; "" in an ordinary scene
 
     @property
     def labels(self) -> list[int]:
@@ -86,12 +69,7 @@ def make_clips(
 ) -> list[StreamClip]:
     """Make clips 0 to count - 1 of a seed; every other one has been through a video file.
 
-    Args:
-        model: Its tower and projector encode the frames.
-        facts: Whether the clips are of facts or of ordinary scenes.
-        count: Number of clips.
-        seed: Of everything drawn.
-        folder: Cache of the encoded frames between runs.
+    Tower and projector of the model encode the frames; `folder` caches them between runs.
     """
     name = "facts" if facts else "scenes"
     kept = None if folder is None else folder / f"{name}-{seed}-{count}.pt"
@@ -102,10 +80,14 @@ def make_clips(
         moments, names, number, corner = _fact(rng) if facts else _scene(rng)
         if known is None:
             frames = [moment.frame for moment in moments]
-            tokens = encode_frames(model, _through_file(frames) if index % 2 else frames)
+            if index % 2:
+                with av.open(io.BytesIO(encode(frames, 1)), "r") as box:
+                    pictures = [each.to_ndarray(format="rgb24") for each in box.decode(video=0)]
+                frames = [np.asarray(picture, np.uint8) for picture in pictures]
+            tokens = encode_frames(model, frames)
         else:
             tokens = known[index]
-        made.append(StreamClip(tokens, names, present_facts(moments[-1]), number, corner))
+        made.append(StreamClip(tokens, names, world.present_facts(moments[-1]), number, corner))
         progress(name, index + 1, count)
     if kept is not None and known is None:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -113,41 +95,30 @@ def make_clips(
     return made
 
 
-def _fact(rng: np.random.Generator) -> tuple[list[Moment], list[int], int, str]:
-    names = rng.choice(len(NAMES), 2, replace=False).tolist()
+def _fact(rng: np.random.Generator) -> tuple[list[world.Moment], list[int], int, str]:
+    names = rng.choice(len(world.NAMES), 2, replace=False).tolist()
     names = names if rng.random() < 0.4 else names[:1]
-    other = NAMES[names[1]] if len(names) == 2 else None
+    other = world.NAMES[names[1]] if len(names) == 2 else None
     number = int(rng.integers(10, 100))
-    place, corner = fact_place(rng, NAMES[names[0]], number, other, 0.0)
+    place, corner = world.fact_place(rng, world.NAMES[names[0]], number, other, 0.0)
     start = float(rng.uniform(0, 1))
-    return [show(place, start + i) for i in range(FACT_FRAMES)], names, number, corner
+    return [world.show(place, start + i) for i in range(FACT_FRAMES)], names, number, corner
 
 
-def _scene(rng: np.random.Generator) -> tuple[list[Moment], list[int], int, str]:
-    names = rng.choice(len(NAMES), int(rng.integers(1, 4)), replace=False).tolist()
-    place = ordinary_place(rng, [NAMES[i] for i in names], 0.0)
+def _scene(rng: np.random.Generator) -> tuple[list[world.Moment], list[int], int, str]:
+    names = rng.choice(len(world.NAMES), int(rng.integers(1, 4)), replace=False).tolist()
+    place = world.ordinary_place(rng, [world.NAMES[i] for i in names], 0.0)
     start = float(rng.uniform(0, 40))
-    return [show(place, start + i) for i in range(SCENE_FRAMES)], names, -1, ""
-
-
-def _through_file(frames: Sequence[Bytes]) -> list[Bytes]:
-    with av.open(io.BytesIO(encode(frames, 1)), "r") as box:
-        return [np.asarray(f.to_ndarray(format="rgb24"), np.uint8) for f in box.decode(video=0)]
+    return [world.show(place, start + i) for i in range(SCENE_FRAMES)], names, -1, ""
 
 
 @dataclass(frozen=True)
 class StreamSlots:
-    """Layout of the streams of a batch, the same for all of them.
+    """Layout of the streams of a batch, the same for all of them."""
 
-    Attributes:
-        fact: Whether each frame shows a fact. `[T]`
-        clip: Number of the segment that each frame belongs to. `[T]`
-        keep: Tokens kept of each frame. `[T]`
-    """
-
-    fact: list[bool]
-    clip: list[int]
-    keep: list[int]
+    fact: list[bool]  # whether each frame shows a fact. `[T]`
+    clip: list[int]  # number of the segment that each frame belongs to. `[T]`
+    keep: list[int]  # tokens kept of each frame. `[T]`
 
     @classmethod
     def of(cls, order: Sequence[bool], thin: bool) -> StreamSlots:
@@ -161,38 +132,23 @@ class StreamSlots:
 
 @dataclass(frozen=True)
 class StreamLesson:
-    """One batch.
+    """One batch."""
 
-    Attributes:
-        tokens: Kept visual tokens of all frames. `[B, N, D]`
-        spot: Place of each token in its frame. `[B, N]`
-        frame: The frame of each token. `[N]`
-        slots: Layout of the streams.
-        packed: The questions.
-        kinds: Kind of each question.
-        target: For each question 1 + the segment of its fact, 0 for the present. `[B, Q]`
-        facts: Labels of each segment. `[B, S, 4]`
-    """
-
-    tokens: Tensor
-    spot: Tensor
-    frame: Tensor
-    slots: StreamSlots
-    packed: PackedQuestions
-    kinds: list[list[str]]
-    target: Tensor
-    facts: Tensor
+    tokens: Tensor  # kept visual tokens of all frames. `[B, N, D]`
+    spot: Tensor  # place of each token in its frame. `[B, N]`
+    frame: Tensor  # the frame of each token. `[N]`
+    slots: StreamSlots  # layout of the streams
+    packed: PackedQuestions  # the questions
+    kinds: list[list[str]]  # kind of each question
+    target: Tensor  # for each question 1 + the segment of its fact, 0 for the present. `[B, Q]`
+    facts: Tensor  # labels of each segment. `[B, S, 4]`
 
 
 class StreamSampler:
     """Batches of streams put together from clips of facts and of ordinary scenes."""
 
     def __init__(
-        self,
-        facts: Sequence[StreamClip],
-        scenes: Sequence[StreamClip],
-        tokenizer: Any,
-        seed: int,
+        self, facts: Sequence[StreamClip], scenes: Sequence[StreamClip], tokenizer: Any, seed: int
     ) -> None:
         self.facts, self.scenes, self.tokenizer = facts, scenes, tokenizer
         self.rng = np.random.default_rng([seed, 40])
@@ -256,17 +212,22 @@ class StreamSampler:
         asked = []
         for at, clip in enumerate(clips, start=1):
             if clip.number >= 0:
-                name = " ".join(NAMES[clip.names[0]])
-                for kind, answer in (("entry", str(clip.number)), ("corner", clip.corner)):
-                    asked.append((kind, past_text(kind, name, self._wording()), answer, at))
+                name = " ".join(world.NAMES[clip.names[0]])
+                known = world.event_facts(name, clip.number, clip.corner)
+                asked += [self._worded(f, world.PAST_WORDINGS, f.kind, at) for f in known]
         chosen = [asked[i] for i in self.rng.permutation(len(asked))[: questions[0]]]
         now = clips[-1].now
         # One count and one number a moment, but many colours: the former would be rarely asked.
         urge = [self.rng.random() + 0.7 * (fact.kind in ("count", "number")) for fact in now]
         for i in np.argsort(urge)[::-1][: questions[1]]:
-            text = now_text(now[i], self._wording())
-            chosen.append((NOW[now[i].kind], text, now[i].answer, 0))
+            kind = world.NOW[now[i].kind]
+            chosen.append(self._worded(now[i], world.NOW_WORDINGS, kind, 0))
         return chosen
+
+    def _worded(
+        self, fact: Fact, table: Wordings, kind: str, about: int
+    ) -> tuple[str, str, str, int]:
+        return kind, fact.ask(int(self.rng.integers(1 << 16)), table), fact.answer, about
 
     def _ids(self, text: str, asks: bool = False) -> list[int]:
         if text not in self.texts:
@@ -276,15 +237,11 @@ class StreamSampler:
     def _any(self, clips: Sequence[StreamClip]) -> StreamClip:
         return clips[int(self.rng.integers(len(clips)))]
 
-    def _wording(self) -> int:
-        return int(self.rng.integers(1 << 16))
-
 
 def _thin(shown: Tensor, keep: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens that differ most from the mean of their frame: `[B, T, P, D]` to `[B, N, D]`.
 
-    Returns:
-        The tokens, the place of each in its frame `[B, N]`, and its frame `[N]`.
+    With them come the place of each in its frame `[B, N]`, and its frame `[N]`.
     """
     score = (shown - shown.mean(2, keepdim=True)).norm(dim=-1)  # [B, T, P]
     score = score / score.mean(-1, keepdim=True) + 0.15 * torch.randn_like(score)
@@ -327,10 +284,8 @@ def bounded(
     """Layout of a session's memory: opening, sinks, retrieved frames, window, question.
 
     Frames saw a window only. Each layer reads other retrieved frames, mostly the facts among
-    them, at contiguous positions behind the sinks. Facts that no layer reads are not in memory.
-
-    Returns:
-        The layout, and whether each question can be answered. `[B, Q]`
+    them, at contiguous positions behind the sinks. Facts that no layer reads are not in memory:
+    the second result marks the questions that can be answered. `[B, Q]`
     """
     slots, frame = lesson.slots, lesson.frame
     total, batch = len(slots.clip), len(lesson.tokens)

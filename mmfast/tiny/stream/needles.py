@@ -44,14 +44,7 @@ Mark = tuple[str, str, bool]
 def row_of(
     memory: str | None, reduce: str | None, marks: Sequence[Mark], spent: Sequence[float]
 ) -> dict[str, Any]:
-    """Row of results of one memory.
-
-    Args:
-        memory: Its cache spec.
-        reduce: Reducer of every frame.
-        marks: Age band, kind and correctness of each answer.
-        spent: Milliseconds to the first delta of each answer.
-    """
+    """Row of results of one memory, from its marks and the milliseconds to each first delta."""
     whole, past = [mark for *_, mark in marks], [mark for mark in marks if mark[0] in BANDS[2:]]
     by_age = {band: [mark for each, _, mark in marks if each == band] for band in BANDS}
     by_kind = {kind: [mark for _, each, mark in past if each == kind] for kind in PAST}
@@ -99,11 +92,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Setting:
-    """Length of the streams in seconds, at least 12, and frames per second.
-
-    Raises:
-        MmfastError: Too short for a fact.
-    """
+    """Length of the streams in seconds, at least 12, and frames per second."""
 
     seconds: float = 30.0 * WINDOW
     fps: float = 1.0
@@ -141,16 +130,13 @@ def needles(world: World, setting: Setting) -> list[Needle]:
         if present:
             found.append(Needle(present[int(rng.integers(len(present)))], at, "now"))
         at = _frame(event.stop + rng.uniform(0.2, 0.8) * WINDOW / fps, setting)
-        past = [q for q in past_questions(world, at / fps) if q.text in _texts(world, event.stop)]
+        texts = {question.text for question in past_questions(world, event.stop)}
+        past = [q for q in past_questions(world, at / fps) if q.text in texts]
         mine = [q for q in past if event.name in q.text]
         found.append(_needle(mine[number % len(mine)], at, fps))
     last = setting.frames - 1
     found += [_needle(q, last, fps) for q in past_questions(world, last / fps)]
     return sorted(found, key=lambda needle: needle.frame)
-
-
-def _texts(world: World, until: float) -> set[str]:
-    return {question.text for question in past_questions(world, until)}
 
 
 def _frame(time_: float, setting: Setting) -> int:
@@ -175,26 +161,15 @@ def run_needles(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Accuracy of memories by age of the fact.
+    """Accuracy of memories (cache specs) by age of the fact, on streams of about 80 questions.
 
-    Args:
-        memories: Cache specs of sessions.
-        n: Questions, about 80 a stream.
-        seed: Seed of the unseen streams.
-        model: A checkpoint directory; the embedded stream model by default.
-        setting: Length of the streams.
-        reduce: Reducer of every frame.
-        unbounded: Whether to run a session with an unbounded cache first.
-        device: Device of the model.
-        progress: Called with (memory, questions asked, n).
+    The embedded stream model is the default; `unbounded` runs a session with an unbounded cache
+    first. Progress is called with (memory, questions asked, n).
 
     Returns:
         A document like that of `run_eval`. In each row `by_age` has n, accuracy, interval of each
         band, `past` those of all facts older than the window, and `relative` that accuracy
         divided by the unbounded cache's.
-
-    Raises:
-        MmfastError: Wrong specs, or no questions.
     """
     if n < 1:
         raise MmfastError(f"n={n} asks nothing; give at least 1")

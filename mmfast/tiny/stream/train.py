@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from mmfast.models.loading import embedded_path, load
+from mmfast.tiny import training
 from mmfast.tiny.card import write_card
 from mmfast.tiny.stream.lessons import (
     FACT_LABELS,
@@ -31,16 +32,6 @@ from mmfast.tiny.stream.lessons import (
     unbounded,
 )
 from mmfast.tiny.stream.needles import Setting, run_needles
-from mmfast.tiny.training import (
-    Course,
-    Figures,
-    Log,
-    Optimiser,
-    Task,
-    save_model,
-    shares,
-    train,
-)
 from mmfast.tiny.video.lessons import answer_loss
 from mmfast.tiny.video.model import (
     ASSISTANT,
@@ -57,13 +48,9 @@ SUMMARY = 24  # from this patch on (the last two rows of six) a token has seen i
 # Slow rotations turn a full circle in 4,000 positions, two minutes of video. Those slower than
 # 400 are stretched until they stand still for hours, so that a match counts the same at any age.
 ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 4096.0,
-    "low_freq_factor": 3.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 1200,
-}
+    "rope_type": "llama3", "rope_theta": 1000.0, "factor": 4096.0, "low_freq_factor": 3.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 1200,
+}  # fmt: skip
 POSITIONS = 1 << 20
 Batch = tuple[StreamLesson, DecoderLayout, Tensor]
 
@@ -130,7 +117,7 @@ def retrieval_loss(scores: Sequence[Tensor], lesson: StreamLesson) -> Tensor:
     return torch.stack([-log.logsumexp(-1).mean() for log in logs]).mean()
 
 
-class StreamTask(Task):
+class StreamTask(training.Task):
     """Answers about short streams, in the layouts of an unbounded and of a bounded session."""
 
     def __init__(
@@ -141,7 +128,7 @@ class StreamTask(Task):
         self.layers = len(lm.layers)
         self.heads = [Readout(lm.config.hidden_size, FACT_LABELS) for _ in FACT_LAYERS]
         free = [model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
-        self.optimiser = Optimiser.of(lm, free, options.rate)
+        self.optimiser = training.Optimiser.of(lm, free, options.rate)
         self.rng = np.random.default_rng([options.seed, 41])
 
     def batches(self, step: int, done: float) -> list[Batch]:
@@ -155,7 +142,7 @@ class StreamTask(Task):
             return lesson, unbounded(lesson, rng), torch.ones_like(lesson.target, dtype=torch.bool)
         return (lesson, *bounded(lesson, self.layers, rng))
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Figures]:
+    def loss(self, batch: Batch) -> tuple[Tensor, training.Figures]:
         """Loss of the answers, of the facts' labels, and of finding the right frames by keys."""
         lesson, layout, answerable = batch
         outcome = run_lesson(self.model, lesson, layout)
@@ -172,9 +159,9 @@ class StreamTask(Task):
         return total, {**figures, "top1": recall(scores, lesson, 1)}
 
     @torch.no_grad()
-    def look(self) -> Figures:
+    def look(self) -> training.Figures:
         """Shares of questions right on clips never trained on, and of facts found by keys."""
-        figures: Figures = {}
+        figures: training.Figures = {}
         for name in ("unbounded", "bounded"):
             rng, marks, hits = np.random.default_rng(7), list[tuple[str, bool]](), []
             self.exam.rng = np.random.default_rng(8)
@@ -185,14 +172,16 @@ class StreamTask(Task):
                 hits.append(recall(frame_scores(outcome, lesson), lesson, 4))
                 right = lesson.packed.correct(self.model.lm_head(outcome.states).argmax(-1))
                 for kinds, row, asked in zip(lesson.kinds, right, answerable.tolist(), strict=True):
-                    found = zip(kinds, row, asked, strict=False)
-                    marks += [(kind, mark) for kind, mark, ask in found if ask]
-            figures[name] = {kind: round(share, 3) for kind, share in shares(marks).items()}
+                    answers = zip(kinds, row, asked, strict=False)
+                    marks += [(kind, mark) for kind, mark, ask in answers if ask]
+            figures[name] = {
+                kind: round(share, 3) for kind, share in training.shares(marks).items()
+            }
             figures[f"found4 {name}"] = np.mean(hits, 0).round(3).tolist()
         return figures
 
 
-def run(options: argparse.Namespace, log: Log) -> None:
+def run(options: argparse.Namespace, log: training.Log) -> None:
     """Make the clips, train, and leave a loadable checkpoint."""
     model, processor = load(options.start or str(embedded_path("tiny-video")), "cpu", "float32")
     stretch_rope(model)
@@ -204,9 +193,9 @@ def run(options: argparse.Namespace, log: Log) -> None:
     streams = StreamSampler(facts[:-held], scenes[:-held], words, options.seed)
     exam = StreamSampler(facts[-held:], scenes[-held:], words, 1)
     processor.save_pretrained(options.out)
-    course = Course("stream", options.minutes, hold=options.hold, watch=options.watch)
+    course = training.Course("stream", options.minutes, hold=options.hold, watch=options.watch)
     task = StreamTask(model, streams, exam, options)
-    steps = train(task, course, log, partial(save_model, model, options.out))
+    steps = training.train(task, course, log, partial(training.save_model, model, options.out))
     log.end(steps=steps)
     if options.evaluate:
         setting = Setting(options.seconds)
@@ -240,7 +229,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     options = _arguments(argv)
-    log = Log(options.out)
+    log = training.Log(options.out)
     names = ("seed", "facts", "scenes", "minutes", "batch", "rate", "match")
     log.start(**{name: getattr(options, name) for name in names})
     torch.manual_seed(options.seed)

@@ -1,12 +1,8 @@
 """An endless video for the embedded stream model, drawn from a seed, at any moment of its time.
 
 Ordinary scenes of moving things follow each other in hard cuts, 10 to 60 seconds apart. Now and
-then, for a few seconds, a fact is shown: a thing of a name that no other moment of the stream
-has, in a corner, with a two-digit number beside it. Nothing is stored: every moment is computed
-from the seed, so hours cost no more memory than seconds.
-
-There are 30 names (a colour and a shape); a stream keeps `FACTS` of them for its facts and uses
-the others in its scenes, so a stream has at most `FACTS` facts, at any distance.
+then, for a few seconds, a fact is shown: a thing of a name (colour and shape) that no other moment
+has, in a corner, with a two-digit number beside it. Every moment is computed from the seed alone.
 
 `python -m mmfast.tiny.stream.world world.mp4` writes the beginning of a world as a file, and beside
 it the questions that can be asked at its end, one JSON line each.
@@ -26,26 +22,9 @@ import numpy as np
 
 from mmfast.core.errors import MmfastError
 from mmfast.tiny.document.pages import arrange
+from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import write
-from mmfast.tiny.video.questions import Fact
-from mmfast.tiny.video.scene import (
-    BOX,
-    COLOURS,
-    EVAL,
-    MARGIN,
-    PIXELS,
-    SCALE,
-    SHAPES,
-    SIDE,
-    Bytes,
-    Floats,
-    Panel,
-    Thing,
-    corner_of,
-    ground,
-    paint,
-    paint_panel,
-)
+from mmfast.tiny.video.questions import Fact, parse_grammar, picture_facts
 
 Name = tuple[str, str]  # colour, shape
 
@@ -54,8 +33,8 @@ Name = tuple[str, str]  # colour, shape
 class EndlessScene:
     """A scene without an end; a thing is at `start + velocity * age`, reflected by the edges."""
 
-    things: tuple[Thing, ...]
-    panel: Panel | None
+    things: tuple[scene.Thing, ...]
+    panel: scene.Panel | None
     texture: int
     since: float  # seconds of the stream at which its age is 0
 
@@ -65,9 +44,9 @@ class Moment:
     """A place at a time."""
 
     place: EndlessScene
-    frame: Bytes  # [96, 96, 3]
-    centres: Floats  # [things, 2] in units of the picture
-    seen: Floats  # [things] share of each that nothing hides
+    frame: scene.Bytes  # [96, 96, 3]
+    centres: scene.Floats  # [things, 2] in units of the picture
+    seen: scene.Floats  # [things] share of each that nothing hides
 
 
 def ordinary_place(rng: np.random.Generator, names: Sequence[Name], since: float) -> EndlessScene:
@@ -76,7 +55,7 @@ def ordinary_place(rng: np.random.Generator, names: Sequence[Name], since: float
     panel = None
     if rng.random() < 0.25:
         corner = (int(rng.integers(0, 5)) * 16, int(rng.integers(0, 10)) * 8)
-        panel = Panel(int(rng.integers(10, 100)), corner, 0, 1)
+        panel = scene.Panel(int(rng.integers(10, 100)), corner, 0, 1)
     return EndlessScene(things, panel, int(rng.integers(2**31)), since)
 
 
@@ -87,11 +66,11 @@ def fact_place(
     while True:
         radius = float(rng.uniform(9.0, 11.5))
         centre, corner = arrange(rng, radius)
-        if min(abs(centre[0] - SIDE / 2), abs(centre[1] - SIDE / 2)) >= 10:
+        if min(abs(centre[0] - scene.SIDE / 2), abs(centre[1] - scene.SIDE / 2)) >= 10:
             break
-    things = [Thing(name[1], name[0], radius, centre, (0.0, 0.0), 0, 1)]
+    things = [scene.Thing(name[1], name[0], radius, centre, (0.0, 0.0), 0, 1)]
     if other is not None:
-        panel = np.array(corner) + np.array(BOX) / 2
+        panel = np.array(corner) + np.array(scene.BOX) / 2
         while True:
             bystander = _mover(rng, other)
             gap = np.array(bystander.start) - np.array([centre, tuple(panel)])
@@ -99,9 +78,9 @@ def fact_place(
                 break
         things.append(replace(bystander, velocity=(0.0, 0.0)))
     place = EndlessScene(
-        tuple(things), Panel(number, corner, 0, 1), int(rng.integers(2**31)), since
+        tuple(things), scene.Panel(number, corner, 0, 1), int(rng.integers(2**31)), since
     )
-    return place, corner_of(centre)
+    return place, scene.corner_of(centre)
 
 
 def show(place: EndlessScene, time: float) -> Moment:
@@ -109,64 +88,53 @@ def show(place: EndlessScene, time: float) -> Moment:
     age = time - place.since
     rng = np.random.default_rng([place.texture, round(abs(age) * 1000)])
     shift = np.clip(rng.normal(0.0, 0.8, 2), -1.5, 1.5)
-    dx, dy = (MARGIN - np.round(shift * SCALE)).astype(int)
-    picture = _ground(place.texture)[dy : dy + PIXELS, dx : dx + PIXELS].copy()
-    owner = np.zeros((PIXELS, PIXELS), np.uint8)
+    dx, dy = (scene.MARGIN - np.round(shift * scene.SCALE)).astype(int)
+    picture = _ground(place.texture)[dy : dy + scene.PIXELS, dx : dx + scene.PIXELS].copy()
+    owner = np.zeros((scene.PIXELS, scene.PIXELS), np.uint8)
     centres = np.array([_centre(thing, age) for thing in place.things]) + shift
     whole = [
-        paint(picture, owner, thing, i, centres[i] * SCALE) for i, thing in enumerate(place.things)
+        scene.paint(picture, owner, thing, i, centres[i] * scene.SCALE)
+        for i, thing in enumerate(place.things)
     ]
     if place.panel is not None:
-        paint_panel(picture, owner, place.panel)
+        scene.paint_panel(picture, owner, place.panel)
     seen = [(owner == i + 1).sum() / max(size, 1) for i, size in enumerate(whole)]
     # Half the size, as a camera would average: [96, 2, 96, 2, 3] -> [96, 96, 3].
-    small = picture.reshape(int(SIDE), 2, int(SIDE), 2, 3).mean((1, 3))
+    small = picture.reshape(int(scene.SIDE), 2, int(scene.SIDE), 2, 3).mean((1, 3))
     return Moment(place, np.clip(small, 0, 255).astype(np.uint8), centres, np.array(seen))
 
 
 def present_facts(moment: Moment) -> list[Fact]:
     """Facts about a moment that can be asked without ambiguity while it is on screen."""
-    things, found = moment.place.things, []
-    clear = [i for i, share in enumerate(moment.seen) if share >= 0.6]
-    for i in clear:
-        thing = things[i]
-        if sum(other.shape == thing.shape for other in things) == 1:
-            found.append(Fact("colour", (thing.shape,), thing.colour))
-        if sum(other.colour == thing.colour for other in things) == 1:
-            found.append(Fact("shape", (thing.colour,), thing.shape))
-        if corner := corner_of(moment.centres[i], 7):
-            found.append(Fact("position", (thing.name,), corner))
-    if len(clear) == len(things):
-        found.append(Fact("count", (), str(len(things))))
-    if moment.place.panel is not None:
-        found.append(Fact("number", (), str(moment.place.panel.number)))
-    return found
+    looks, panel = [(each.shape, each.colour) for each in moment.place.things], moment.place.panel
+    number = None if panel is None else panel.number
+    return list(picture_facts(looks, moment.centres, moment.seen, number))
 
 
 @lru_cache(4)
-def _ground(texture: int) -> Floats:
-    return ground(np.random.default_rng(texture))
+def _ground(texture: int) -> scene.Floats:
+    return scene.ground(np.random.default_rng(texture))
 
 
-def _mover(rng: np.random.Generator, name: Name) -> Thing:
+def _mover(rng: np.random.Generator, name: Name) -> scene.Thing:
     radius = float(rng.uniform(9.0, 11.5))
-    low, high = radius + 2, SIDE - radius - 2
+    low, high = radius + 2, scene.SIDE - radius - 2
     start = (float(rng.uniform(low, high)), float(rng.uniform(low, high)))
     angle, speed = rng.uniform(0, 2 * np.pi), rng.uniform(2.0, 8.0)  # units per second
     velocity = (float(speed * np.cos(angle)), float(speed * np.sin(angle)))
-    return Thing(name[1], name[0], radius, start, velocity, 0, 1)
+    return scene.Thing(name[1], name[0], radius, start, velocity, 0, 1)
 
 
-def _centre(thing: Thing, age: float) -> Floats:
+def _centre(thing: scene.Thing, age: float) -> scene.Floats:
     """Centre on a straight path reflected at the edges: a triangle wave, exact at any age."""
     low = thing.radius + 2
-    span = SIDE - 2 * low
+    span = scene.SIDE - 2 * low
     way = (np.asarray(thing.start) - low + np.asarray(thing.velocity) * age) % (2 * span)
     return np.asarray(low + np.minimum(way, 2 * span - way))
 
 
 FACTS = 20  # names kept for facts; the other ten are those of the ordinary scenes
-NAMES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
+NAMES = tuple((colour, shape) for colour in scene.COLOURS for shape in scene.SHAPES)
 MINUTE = 60.0  # scenes never cross a full minute, so that any of them is found at once
 SHORTEST = 10.0  # seconds of an ordinary scene
 CLOSEST = 12.0  # seconds from fact to fact
@@ -201,7 +169,7 @@ class World:
     seed: int = 0
     every: float = 150.0
     facts: int = FACTS
-    purpose: int = EVAL
+    purpose: int = scene.EVAL
 
     def __post_init__(self) -> None:
         if not 0 <= self.facts <= FACTS:
@@ -212,11 +180,7 @@ class World:
             )
 
     def event(self, number: int) -> WorldEvent:
-        """Fact number 0 to `facts - 1`.
-
-        Raises:
-            MmfastError: There is no such fact.
-        """
+        """Fact number 0 to `facts - 1`."""
         if not 0 <= number < self.facts:
             raise MmfastError(f"fact {number} is not in 0 to {self.facts - 1} of this world")
         return _event(self, number)
@@ -243,13 +207,13 @@ class World:
         """The picture at a time in seconds, and the things in it."""
         return show(self.place_at(time), time)
 
-    def frame(self, time: float) -> Bytes:
+    def frame(self, time: float) -> scene.Bytes:
         """The picture at a time: uint8 [96, 96, 3]."""
         return self.at(time).frame
 
     def frames(
         self, seconds: float = float("inf"), fps: float = 1.0, start: float = 0.0
-    ) -> Iterator[tuple[Bytes, float]]:
+    ) -> Iterator[tuple[scene.Bytes, float]]:
         """Pictures [96, 96, 3] and their times, from `start` to before `start + seconds`."""
         number = 0
         while number / fps < seconds:
@@ -312,36 +276,28 @@ NOW = {name: f"{name} now" for name in ("colour", "shape", "position", "count", 
 PAST = ("entry", "corner")
 KINDS = (*PAST, *NOW.values())
 
-PAST_WORDINGS = {
-    "entry": ("What number is at the {0}?", "Which number is at the {0}?"),
-    "corner": ("In which corner is the {0}?", "Where is the {0}?"),
-}
-NOW_WORDINGS = {
-    "colour": ("What colour is the {0} now?", "Which colour does the {0} have now?"),
-    "shape": ("What shape is the {0} object now?", "Which shape does the {0} object have now?"),
-    "position": ("Where is the {0} now?", "In which corner is the {0} now?"),
-    "count": ("How many objects are there now?", "How many shapes can you see now?"),
-    "number": ("What number is on the screen now?", "Which number is shown now?"),
-}
+PAST_WORDINGS = parse_grammar("""
+entry = What number is at the {0}? | Which number is at the {0}?
+corner = In which corner is the {0}? | Where is the {0}?
+""")
+NOW_WORDINGS = parse_grammar("""
+colour = What colour is the {0} now? | Which colour does the {0} have now?
+shape = What shape is the {0} object now? | Which shape does the {0} object have now?
+position = Where is the {0} now? | In which corner is the {0} now?
+count = How many objects are there now? | How many shapes can you see now?
+number = What number is on the screen now? | Which number is shown now?
+""")
 
 
 @dataclass(frozen=True)
 class WorldQuestion:
-    """A question with one right answer at the moment it is asked.
+    """A question with one right answer at the moment it is asked."""
 
-    Attributes:
-        kind: One of KINDS.
-        text: The question.
-        answer: The right answer.
-        asked: Time of the question, in seconds.
-        shown: Time at which its subject was last on screen; `asked` for the present.
-    """
-
-    kind: str
-    text: str
-    answer: str
-    asked: float
-    shown: float
+    kind: str  # one of KINDS
+    text: str  # the question
+    answer: str  # the right answer
+    asked: float  # time of the question, in seconds
+    shown: float  # time at which its subject was last on screen; `asked` for the present
 
     @property
     def age(self) -> float:
@@ -349,23 +305,11 @@ class WorldQuestion:
         return self.asked - self.shown
 
 
-def now_text(fact: Fact, wording: int) -> str:
-    """A question about the present in one of the wordings of its kind."""
-    words = NOW_WORDINGS[fact.kind]
-    return words[wording % len(words)].format(*fact.slots)
-
-
-def past_text(kind: str, name: str, wording: int) -> str:
-    """A question about a fact in one of the wordings of its kind."""
-    words = PAST_WORDINGS[kind]
-    return words[wording % len(words)].format(name)
-
-
 def present_questions(world: World, time: float) -> list[WorldQuestion]:
     """Questions about what is on screen at a time."""
     found = present_facts(world.at(time))
     return [
-        WorldQuestion(NOW[fact.kind], now_text(fact, i), fact.answer, time, time)
+        WorldQuestion(NOW[fact.kind], fact.ask(i, NOW_WORDINGS), fact.answer, time, time)
         for i, fact in enumerate(found)
     ]
 
@@ -377,10 +321,15 @@ def past_questions(world: World, time: float) -> list[WorldQuestion]:
     """
     found = []
     for i, event in enumerate(world.events(time)):
-        for kind, answer in (("entry", str(event.number)), ("corner", event.corner)):
-            shown = min(event.stop, time)
-            found.append(WorldQuestion(kind, past_text(kind, event.name, i), answer, time, shown))
+        for fact in event_facts(event.name, event.number, event.corner):
+            text, shown = fact.ask(i, PAST_WORDINGS), min(event.stop, time)
+            found.append(WorldQuestion(fact.kind, text, fact.answer, time, shown))
     return found
+
+
+def event_facts(name: str, number: int, corner: str) -> list[Fact]:
+    """Facts about a thing of the past: the number beside it, and its corner."""
+    return [Fact("entry", (name,), str(number)), Fact("corner", (name,), corner)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

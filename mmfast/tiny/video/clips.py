@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import io
 import json
+import platform
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import av
 import numpy as np
@@ -21,39 +23,19 @@ from numpy.typing import NDArray
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
+from mmfast.tiny.video import scene
 from mmfast.tiny.video.questions import Fact, facts
-from mmfast.tiny.video.scene import (
-    CELLS,
-    CLIPS,
-    FPS,
-    PATCHES,
-    SAMPLED,
-    TRAIN,
-    Scene,
-    Table,
-    draw,
-    make_scene,
-    make_table,
-    patch_owners,
-    sampled_indices,
-)
 
 
-def encode(frames: Iterable[NDArray[np.uint8]], fps: int = FPS) -> bytes:
+def encode(frames: Iterable[NDArray[np.uint8]], fps: int = scene.FPS) -> bytes:
     """Encode RGB frames as the bytes of the file that `write` makes."""
     buffer = io.BytesIO()
     write(buffer, frames, fps)
     return buffer.getvalue()
 
 
-def write(file: Path | io.BytesIO, frames: Iterable[NDArray[np.uint8]], fps: int = FPS) -> None:
-    """Encode RGB frames as an H.264 mp4, one after the other.
-
-    Args:
-        file: Path or buffer to write to.
-        frames: At least one, of one size with even sides, uint8. `[H, W, 3]` each
-        fps: Frames per second.
-    """
+def write(file: Path | io.BytesIO, frames: Iterable[scene.Bytes], fps: int = scene.FPS) -> None:
+    """Encode RGB frames `[H, W, 3]`, at least one, of even sides, as an H.264 mp4."""
     pictures = iter(frames)
     first = next(pictures)
     target = file if isinstance(file, io.BytesIO) else str(file)
@@ -63,19 +45,23 @@ def write(file: Path | io.BytesIO, frames: Iterable[NDArray[np.uint8]], fps: int
         stream.pix_fmt = "yuv420p"
         # One thread: the same bytes on any machine, and no start-up cost per clip.
         stream.options = {"preset": "veryfast", "crf": "20", "threads": "1"}
+        if platform.machine() in ("x86_64", "AMD64"):
+            # With newer instruction sets libx264 chooses differently from run to run: on an AMD
+            # EPYC equal frames gave four different files in thirty. SSE2 gives those of plain C.
+            stream.options["x264-params"] = "asm=sse2"
         for picture in chain([first], pictures):
             box.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         box.mux(stream.encode())
 
 
-def decode(clip: bytes, frames: int = SAMPLED) -> NDArray[np.uint8]:
+def decode(clip: bytes, frames: int = scene.SAMPLED) -> NDArray[np.uint8]:
     """Decode uniformly sampled frames of a small clip: uint8 `[frames, H, W, 3]`."""
     with av.open(io.BytesIO(clip), "r") as box:
         pictures = [frame.to_ndarray(format="rgb24") for frame in box.decode(video=0)]
-    return np.stack([pictures[i] for i in sampled_indices(len(pictures), frames)])
+    return np.stack([pictures[i] for i in scene.sampled_indices(len(pictures), frames)])
 
 
-Wish = Callable[[Scene, list[Fact]], bool]
+Wish = Callable[[scene.Scene, list[Fact]], bool]
 
 
 def _asks(known: list[Fact], kind: str, *slots: str) -> bool:
@@ -97,35 +83,31 @@ def write_clips(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     listing = {}
     for number, (name, wish) in enumerate(WISHES.items()):
-        scene, known = _find(wish, number)
-        (folder / f"{name}.mp4").write_bytes(encode(draw(scene).frames))
+        draft, known = _find(wish, number)
+        (folder / f"{name}.mp4").write_bytes(encode(scene.draw(draft).frames))
         listing[f"{name}.mp4"] = [
             {"question": fact.ask(0), "answer": fact.answer, "kind": fact.kind} for fact in known
         ]
     (folder / "clips.json").write_text(json.dumps(listing, indent=1) + "\n")
 
 
-def _find(wish: Wish, seed: int) -> tuple[Scene, list[Fact]]:
-    index = 0
-    while True:
-        scene = make_scene(CLIPS, seed, index)
-        known = facts(make_table(scene, draw(scene)), margin=True)
-        if wish(scene, known):
-            return scene, known
-        index += 1
+def _find(wish: Wish, seed: int) -> tuple[scene.Scene, list[Fact]]:
+    scenes = (scene.make_scene(scene.CLIPS, seed, index) for index in count())
+    tables = ((draft, scene.make_table(draft, scene.draw(draft))) for draft in scenes)
+    found = ((draft, facts(table, margin=True)) for draft, table in tables)
+    return next((draft, known) for draft, known in found if wish(draft, known))
 
 
 INPUT = 96  # side of the pictures that the tower sees
 
 
-@dataclass(frozen=True)
-class ClipRow:
+class ClipRow(NamedTuple):
     """One clip of the bank."""
 
     frames: NDArray[np.uint8]  # [T, 3, INPUT, INPUT]
     patches: NDArray[np.int8]  # [T, PATCHES ** 2]
     cells: NDArray[np.int8]  # [T, CELLS ** 2]
-    table: Table
+    table: scene.Table
 
 
 @dataclass(frozen=True)
@@ -135,7 +117,7 @@ class Bank:
     frames: torch.Tensor  # uint8 [n, T, 3, INPUT, INPUT]
     patches: torch.Tensor  # int8 [n, T, PATCHES ** 2]
     cells: torch.Tensor  # int8 [n, T, CELLS ** 2]
-    tables: list[Table]
+    tables: list[scene.Table]
 
     def first(self, count: int) -> Bank:
         """The first clips alone."""
@@ -151,32 +133,30 @@ def shrink(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return resized
 
 
-def make_row(scene: Scene) -> ClipRow:
+def make_row(draft: scene.Scene) -> ClipRow:
     """Draw, encode, read back, resize and label one scene."""
-    drawing = draw(scene)
+    drawing = scene.draw(draft)
     frames = shrink(decode(encode(drawing.frames)))
-    patches = patch_owners(drawing, PATCHES, 0.3)
-    return ClipRow(frames, patches, patch_owners(drawing, CELLS, 0.15), make_table(scene, drawing))
+    patches = scene.patch_owners(drawing, scene.PATCHES, 0.3)
+    cells = scene.patch_owners(drawing, scene.CELLS, 0.15)
+    return ClipRow(frames, patches, cells, scene.make_table(draft, drawing))
 
 
 def _numbered(task: tuple[int, int]) -> ClipRow:
     torch.set_num_threads(1)
-    return make_row(make_scene(TRAIN, *task))
+    return make_row(scene.make_scene(scene.TRAIN, *task))
 
 
-def make_bank(count: int, seed: int, workers: int, report: Callable[[int], None]) -> Bank:
-    """Make clips 0 to count - 1 of a seed in parallel; the result does not depend on workers."""
+def make_bank(many: int, seed: int, workers: int, report: Callable[[int], None]) -> Bank:
+    """Make clips 0 to many - 1 of a seed in parallel; the result does not depend on workers."""
     rows: list[ClipRow] = []
     with get_context("spawn").Pool(workers) as pool:
-        for row in pool.imap(_numbered, ((seed, i) for i in range(count)), chunksize=16):
+        for row in pool.imap(_numbered, ((seed, i) for i in range(many)), chunksize=16):
             rows.append(row)
             report(len(rows))
-    return Bank(
-        torch.from_numpy(np.stack([r.frames for r in rows])),
-        torch.from_numpy(np.stack([r.patches for r in rows])),
-        torch.from_numpy(np.stack([r.cells for r in rows])),
-        [r.table for r in rows],
-    )
+    *arrays, tables = zip(*rows, strict=True)
+    frames, patches, cells = (torch.from_numpy(np.stack(each)) for each in arrays)
+    return Bank(frames, patches, cells, list(tables))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ positions start right after them, so a packed row gives the same numbers as sing
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,42 +19,24 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedTokenizerFast
 
 from mmfast.tiny.training import shares
+from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import Bank
 from mmfast.tiny.video.model import ASSISTANT, END, USER, DecoderLayout, DecoderOutput, run_decoder
-from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, facts
-from mmfast.tiny.video.scene import (
-    COLOURS,
-    IGNORE,
-    SHAPES,
-    Table,
-    corner_of,
-    count_labels,
-    motion_labels,
-    thing_labels,
-)
+from mmfast.tiny.video.questions import KINDS, STILL_WORDINGS, WORDINGS, Fact, facts
 
 Weights = dict[str, float]
-Wordings = tuple[str, ...]
 UNMARKED = 0.15  # share of questions without their question mark
 
 
 @dataclass(frozen=True)
 class PackedQuestions:
-    """Questions and answers of a batch, one row per clip, padded on the right.
+    """Questions and answers of a batch, one row per clip, padded on the right."""
 
-    Attributes:
-        ids: Tokens. `[B, L]`
-        block: Number of the question, -1 = padding. `[B, L]`
-        within: Place in its question. `[B, L]`
-        labels: Next token where it belongs to an answer, else IGNORE. `[B, L]`
-        named: 1 + the thing whose name ends here, 0 = none. `[B, L]`
-    """
-
-    ids: Tensor
-    block: Tensor
-    within: Tensor
-    labels: Tensor
-    named: Tensor
+    ids: Tensor  # tokens. `[B, L]`
+    block: Tensor  # number of the question, -1 = padding. `[B, L]`
+    within: Tensor  # place in its question. `[B, L]`
+    labels: Tensor  # next token where it belongs to an answer, else IGNORE. `[B, L]`
+    named: Tensor  # 1 + the thing whose name ends here, 0 = none. `[B, L]`
 
     def bias(self, prefix: Tensor) -> Tensor:
         """Bias of the questions on prefix `[B, P]` and themselves: `[B, 1, L, P + L]`."""
@@ -65,7 +47,7 @@ class PackedQuestions:
 
     def correct(self, guesses: Tensor) -> list[list[bool]]:
         """For each row and question, whether every answer token is right: guesses `[B, L]`."""
-        wrong = (guesses != self.labels) & (self.labels != IGNORE)
+        wrong = (guesses != self.labels) & (self.labels != scene.IGNORE)
         return [
             [not bool(w[b == k].any()) for k in range(int(b.max()) + 1)]
             for w, b in zip(wrong, self.block, strict=True)
@@ -78,9 +60,7 @@ def pack(
 ) -> PackedQuestions:
     """Pack rows of (question ids, answer ids).
 
-    Args:
-        rows: Questions and answers of each clip.
-        marks: For each of them, which thing (1 + number) is named up to which question token.
+    `marks` has for each question the thing (1 + number) named up to some of its tokens.
     """
     columns: list[list[list[int]]] = [[], [], [], [], []]
     for line, row in enumerate(rows):
@@ -88,7 +68,7 @@ def pack(
         for number, (question, answer) in enumerate(row):
             text = [*question, ASSISTANT, *answer]
             mark = marks[line][number] if marks else {}
-            labels = [IGNORE] * len(question) + [*answer, END]
+            labels = [scene.IGNORE] * len(question) + [*answer, END]
             named = [mark.get(place, 0) for place in range(len(text))]
             parts = (text, [number] * len(text), range(len(text)), labels, named)
             for values, part in zip(found, parts, strict=True):
@@ -98,27 +78,21 @@ def pack(
     length = max(map(len, columns[0]))
     padded = [
         torch.tensor([values + [fill] * (length - len(values)) for values in column])
-        for column, fill in zip(columns, (END, -1, 0, IGNORE, 0), strict=True)
+        for column, fill in zip(columns, (END, -1, 0, scene.IGNORE, 0), strict=True)
     ]
     return PackedQuestions(*padded)
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """One batch.
+    """One batch."""
 
-    Attributes:
-        tokens: Visual tokens. `[B, T, P, D]`
-        packed: The questions.
-        kinds: For each clip the kind of each question.
-        motion: See `motion_labels`, and the `count_labels`; none for pictures. `[B, T, P]`
-        things: See `thing_labels`; none for pictures. `[B, 1 + THINGS]`
-    """
-
-    tokens: Tensor
-    packed: PackedQuestions
-    kinds: list[list[str]]
+    tokens: Tensor  # visual tokens. `[B, T, P, D]`
+    packed: PackedQuestions  # the questions
+    kinds: list[list[str]]  # for each clip the kind of each question
+    # See `motion_labels`, and the `count_labels`; none for pictures. `[B, T, P]`
     motion: dict[str, Tensor] = field(default_factory=dict)
+    # See `thing_labels`; none for pictures. `[B, 1 + THINGS]`
     things: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -145,7 +119,7 @@ def answer(model: Any, lesson: Lesson, kept: Tensor) -> DecoderOutput:
 
 def answer_loss(model: Any, states: Tensor, labels: Tensor) -> Tensor:
     """Mean loss of the answer tokens: states `[B, L, D]`, labels `[B, L]`."""
-    asked = labels != IGNORE
+    asked = labels != scene.IGNORE
     return cross_entropy(model.lm_head(states[asked]), labels[asked])
 
 
@@ -196,7 +170,7 @@ class ClipSampler:
             marks.append([self._names(clip, ids) for ids, _ in rows[-1]])
             kinds.append([f.kind for f in chosen])
             table = self.bank.tables[clip]
-            things.append(thing_labels(table.backwards() if back else table))
+            things.append(scene.thing_labels(table.backwards() if back else table))
             shown = self.tokens[clip].float()
             tokens.append(shown.flip(0) if back else shown)
             motions.append(dense)
@@ -222,8 +196,8 @@ class ClipSampler:
             by_kind = defaultdict(list)
             for fact in facts(table):
                 by_kind[fact.kind].append(fact)
-            dense = {k: v.to(torch.int8) for k, v in motion_labels(owners, table).items()}
-            self.known[clip, back] = (dict(by_kind), {**dense, "count": count_labels(table)})
+            dense = {k: v.to(torch.int8) for k, v in scene.motion_labels(owners, table).items()}
+            self.known[clip, back] = (dict(by_kind), {**dense, "count": scene.count_labels(table)})
         return self.known[clip, back]
 
     def _choose(self, by_kind: dict[str, list[Fact]], most: int, weights: Weights) -> list[Fact]:
@@ -246,14 +220,7 @@ SUBSETS = ("random", "uniform", "change", "diverse")
 
 @torch.no_grad()
 def choose(tokens: Tensor, keep: int, way: str, rng: torch.Generator) -> Tensor:
-    """Choose tokens to keep; returns their indices, ascending: int64 `[B, keep]`.
-
-    Args:
-        tokens: Visual tokens. `[B, T, P, D]`
-        keep: Number of tokens to keep of each clip.
-        way: One of SUBSETS.
-        rng: Source of randomness.
-    """
+    """Choose tokens `[B, T, P, D]` to keep by a way of SUBSETS: ascending indices `[B, keep]`."""
     batch, frames, patches, _ = tokens.shape
     total = frames * patches
     if way == "uniform":
@@ -285,48 +252,20 @@ def _farthest(tokens: Tensor, keep: int) -> Tensor:
     return torch.stack(chosen, -1)
 
 
-# The vocabulary is fixed by the questions about clips, so these use no other words.
-PLACES = ("Where is the {0}?", "In which corner is the {0}?")
-COUNTS = ("How many objects are there?", "How many shapes can you see?")
-NUMBERS = ("What number is on the screen?", "Which number is shown?")
-
-
-def still_facts(table: Table, frame: int) -> Iterator[tuple[Fact, Wordings]]:
-    """Facts about one frame that can be asked, with the wordings for each."""
-    there = [i for i in range(table.count) if table.alive[i, frame]]
-    clear = [i for i in there if table.seen[i, frame] >= 0.6]
-    for i in clear:
-        shape, colour = SHAPES[table.shape[i]], tuple(COLOURS)[table.colour[i]]
-        if sum(table.shape[j] == table.shape[i] for j in there) == 1:
-            yield Fact("colour", (shape,), colour), WORDINGS["colour"]
-        if sum(table.colour[j] == table.colour[i] for j in there) == 1:
-            yield Fact("shape", (colour,), shape), WORDINGS["shape"]
-        if corner := corner_of(table.place[i, frame], 7):
-            yield Fact("position", (table.name(i),), corner), PLACES
-    if there and len(clear) == len(there):
-        yield Fact("count", (), str(len(there))), COUNTS
-    if table.shown[frame]:
-        yield Fact("number", (), str(table.number)), NUMBERS
-
-
 class PictureSampler:
     """Batches of pictures as the image path lays them out: overview, tiles, and newlines.
 
-    Args:
-        model: Its newline embedding ends every row of tiles.
-        tokens: Projected features of the overview and the tiles, float16; a picture of one tile
-            is its own overview. `[n, 1 + tiles, P, H]`
-        facts: For each picture what can be asked, with the wordings for it.
-        tokenizer: The checkpoint's.
-        seed: Of everything drawn.
-        unmarked: Share of questions without their question mark.
+    The model's newline embedding ends every row of tiles. `tokens` are projected features of the
+    overview and the tiles, float16 `[n, 1 + tiles, P, H]`; a picture of one tile is its own
+    overview. `facts` are those of each picture; a share of questions is
+    `unmarked`.
     """
 
     def __init__(
         self,
         model: Any,
         tokens: Tensor,
-        facts: Sequence[Sequence[tuple[Fact, Wordings]]],
+        facts: Sequence[Sequence[Fact]],
         tokenizer: PreTrainedTokenizerFast,
         seed: int,
         unmarked: float = UNMARKED,
@@ -346,8 +285,8 @@ class PictureSampler:
         for picture in chosen:
             known = self.facts[picture]
             asked = [known[i] for i in self.rng.permutation(len(known))[:questions]]
-            kinds.append([fact.kind for fact, _ in asked])
-            rows.append([self._ids(fact, wordings) for fact, wordings in asked])
+            kinds.append([fact.kind for fact in asked])
+            rows.append([self._ids(fact) for fact in asked])
         encoded = self.tokens[list(chosen)].float()  # [B, 1 + tiles, P, H]
         tiles = encoded[:, 1:] if encoded.shape[1] > 1 else encoded
         grid, side = round(tiles.shape[1] ** 0.5), round(tiles.shape[2] ** 0.5)
@@ -357,8 +296,9 @@ class PictureSampler:
         shown = torch.cat([encoded[:, 0], lines[:, :-1]], 1)[:, None]
         return Lesson(shown, pack(rows), kinds)
 
-    def _ids(self, fact: Fact, wordings: Wordings) -> tuple[list[int], list[int]]:
-        text = wordings[self.rng.integers(len(wordings))].format(*fact.slots)
+    def _ids(self, fact: Fact) -> tuple[list[int], list[int]]:
+        wording = int(self.rng.integers(len(STILL_WORDINGS[fact.kind])))
+        text = fact.ask(wording, STILL_WORDINGS)
         if self.rng.random() < self.unmarked:
             text = text.rstrip("?")
         return self.tokenizer.encode(text), self.tokenizer.encode(fact.answer)

@@ -146,48 +146,34 @@ def make_model(vocabulary: int, seed: int) -> LlavaOnevisionForConditionalGenera
     )
     config.eos_token_id = config.pad_token_id = END
     model = LlavaOnevisionForConditionalGeneration(config)
-    model.generation_config.eos_token_id = END
-    model.generation_config.pad_token_id = END
-    model.generation_config.max_new_tokens = 8
+    model.generation_config.update(eos_token_id=END, pad_token_id=END, max_new_tokens=8)
     return model.float()
 
 
 @dataclass(frozen=True)
 class DecoderLayout:
-    """Positions and visibility of a prefix of frames and the questions packed behind it.
+    """Positions and visibility of a prefix of frames and the questions packed behind it."""
 
-    Attributes:
-        at: Positions of the prefix. `[B, P]`
-        text_at: Positions of the questions. `[B, L]`
-        seen: For each layer, added to the questions' scores on prefix and questions; one for all
-            layers if there is only one. `[B, 1, L, P + L]`
-        own: Added to the prefix's scores, -inf = not seen `[P, P]`; None = plainly causal.
-        moved: For each layer the positions of the prefix as the questions see it `[B, P]`; none =
-            those of `at`.
-    """
-
-    at: Tensor
-    text_at: Tensor
+    at: Tensor  # positions of the prefix. `[B, P]`
+    text_at: Tensor  # positions of the questions. `[B, L]`
+    # For each layer, added to the questions' scores on prefix and questions; one for all layers
+    # if there is only one. `[B, 1, L, P + L]`
     seen: list[Tensor]
+    # Added to the prefix's scores, -inf = not seen `[P, P]`; None = plainly causal
     own: Tensor | None = None
+    # For each layer the positions of the prefix as the questions see it `[B, P]`; none = those of
+    # `at`
     moved: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class DecoderOutput:
-    """States and keys of a prefix and the questions behind it.
+    """States and keys of a prefix and the questions behind it."""
 
-    Attributes:
-        states: Normalised last states of the questions. `[B, L, D]`
-        layers: States of all after each layer but the last. `[B, P + L, D]`
-        keys: The prefix's keys of each layer before RoPE. `[B, P, D]`
-        queries: The questions' queries of each layer before RoPE. `[B, L, D]`
-    """
-
-    states: Tensor
-    layers: list[Tensor]
-    keys: list[Tensor]
-    queries: list[Tensor]
+    states: Tensor  # normalised last states of the questions. `[B, L, D]`
+    layers: list[Tensor]  # states of all after each layer but the last. `[B, P + L, D]`
+    keys: list[Tensor]  # the prefix's keys of each layer before RoPE. `[B, P, D]`
+    queries: list[Tensor]  # the questions' queries of each layer before RoPE. `[B, L, D]`
 
 
 def run_decoder(lm: Any, prefix: Tensor, text: Tensor, layout: DecoderLayout) -> DecoderOutput:
@@ -233,12 +219,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Readout(nn.Module):
-    """Linear classifiers on hidden states: extra losses of training, discarded afterwards.
-
-    Args:
-        width: Size of a state.
-        sizes: Classes of each label.
-    """
+    """Linear classifiers on states, `sizes` wide: extra losses of training, then discarded."""
 
     def __init__(self, width: int, sizes: Mapping[str, int]) -> None:
         super().__init__()

@@ -5,7 +5,8 @@ Lengths are in units of a 96 x 96 picture whatever the size of the file; time is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,19 +19,12 @@ SAMPLED = 8  # frames the model is shown
 FPS = 8
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 COLOURS: dict[str, tuple[int, int, int]] = {
-    "red": (225, 45, 40),
-    "green": (50, 190, 60),
-    "blue": (50, 90, 235),
-    "yellow": (235, 215, 50),
-    "purple": (180, 60, 210),
-    "white": (240, 240, 240),
-}
+    "red": (225, 45, 40), "green": (50, 190, 60), "blue": (50, 90, 235),
+    "yellow": (235, 215, 50), "purple": (180, 60, 210), "white": (240, 240, 240),
+}  # fmt: skip
 DIRECTIONS: dict[str, tuple[float, float]] = {
-    "left": (-1.0, 0.0),
-    "right": (1.0, 0.0),
-    "up": (0.0, -1.0),
-    "down": (0.0, 1.0),
-}
+    "left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0),
+}  # fmt: skip
 SPEEDS = ((1.5, 2.0), (3.4, 4.4))  # slow and fast, per frame; nothing in between, so order is clear
 BOX = (32, 24)  # width and height of the number's panel
 COUNTS = (0.16, 0.26, 0.3, 0.28)  # shares of clips with 1 to 4 things
@@ -210,17 +204,11 @@ NOTHING, LEFT, RIGHT, BAR = 0, 5, 6, 7
 
 # 5 x 7 dots per digit, one number a row, most significant bit on the left.
 DIGITS = (
-    (14, 17, 19, 21, 25, 17, 14),
-    (4, 12, 4, 4, 4, 4, 14),
-    (14, 17, 1, 6, 8, 16, 31),
-    (31, 1, 2, 6, 1, 17, 14),
-    (2, 6, 10, 18, 31, 2, 2),
-    (31, 16, 30, 1, 1, 17, 14),
-    (6, 8, 16, 30, 17, 17, 14),
-    (31, 1, 2, 4, 8, 8, 8),
-    (14, 17, 17, 14, 17, 17, 14),
+    (14, 17, 19, 21, 25, 17, 14), (4, 12, 4, 4, 4, 4, 14), (14, 17, 1, 6, 8, 16, 31),
+    (31, 1, 2, 6, 1, 17, 14), (2, 6, 10, 18, 31, 2, 2), (31, 16, 30, 1, 1, 17, 14),
+    (6, 8, 16, 30, 17, 17, 14), (31, 1, 2, 4, 8, 8, 8), (14, 17, 17, 14, 17, 17, 14),
     (14, 17, 17, 15, 1, 2, 12),
-)
+)  # fmt: skip
 DOT = 5  # pixels of the file per dot: digits are 17.5 units high
 
 Bytes = NDArray[np.uint8]
@@ -363,7 +351,13 @@ class Table:
 
     def name(self, thing: int) -> str:
         """Name such as "red circle"."""
-        return f"{_COLOUR_NAMES[self.colour[thing]]} {SHAPES[self.shape[thing]]}"
+        return " ".join(reversed(self.looks[thing]))
+
+    @property
+    def looks(self) -> list[tuple[str, str]]:
+        """Shape and colour of each thing."""
+        rows = zip(self.shape[: self.count], self.colour[: self.count], strict=True)
+        return [(SHAPES[shape], _COLOUR_NAMES[colour]) for shape, colour in rows]
 
     def clear(self, thing: int) -> NDArray[np.bool_]:
         """Frames in which at least half of the thing is in sight: [T]."""
@@ -371,17 +365,9 @@ class Table:
 
     def backwards(self) -> Table:
         """The same facts for the frames in reverse order."""
-        flip = slice(None, None, -1)
-        return Table(
-            self.shape,
-            self.colour,
-            self.place[:, flip],
-            self.world[:, flip],
-            self.alive[:, flip],
-            self.seen[:, flip],
-            self.number,
-            self.shown[flip],
-        )
+        names = ("place", "world", "alive", "seen")
+        flipped: dict[str, Any] = {name: getattr(self, name)[:, ::-1] for name in names}
+        return replace(self, **flipped, shown=self.shown[::-1])
 
 
 def make_table(scene: Scene, drawing: Drawing) -> Table:
@@ -405,12 +391,10 @@ def make_table(scene: Scene, drawing: Drawing) -> Table:
 
 
 def patch_owners(drawing: Drawing, side: int, share: float) -> NDArray[np.int8]:
-    """Owner of most pixels of each patch of a side x side grid.
+    """Owner of most pixels of each patch of a side x side grid: int8 `[T, side * side]`.
 
-    Only background and bar can be outvoted: anything else wins from `share` of the patch.
-
-    Returns:
-        int8 [T, side * side]: 0 nothing, 1 to 4 a thing, 5 and 6 the left and right digit.
+    0 is nothing, 1 to 4 a thing, 5 and 6 the left and right digit. Only background and bar can be
+    outvoted: anything else wins from `share` of the patch.
     """
     owner = drawing.owner[sampled_indices(FRAMES)]
     step = PIXELS // side
@@ -429,15 +413,10 @@ MOTION = {"way": 4, "fast": 2, "born": 8, "corner": 9}  # of a thing, as far as 
 
 @dataclass(frozen=True)
 class PatchLabels:
-    """Labels of the patches of frames.
+    """Labels of the patches of frames."""
 
-    Attributes:
-        classes: Names and sizes as in SIZES, int64. `[..., P]`
-        offset: From the patch's centre to the thing's, in patches; nan = none. `[..., P, 2]`
-    """
-
-    classes: dict[str, Tensor]
-    offset: Tensor
+    classes: dict[str, Tensor]  # names and sizes as in SIZES, int64. `[..., P]`
+    offset: Tensor  # from the patch's centre to the thing's, in patches; nan = none. `[..., P, 2]`
 
 
 def patch_labels(owners: Tensor, table: Table) -> PatchLabels:

@@ -20,18 +20,10 @@ import torch
 from torch import Tensor, cat, nn
 from torch.nn.functional import cross_entropy
 
+from mmfast.tiny import training
 from mmfast.tiny.card import write_card
 from mmfast.tiny.evaluate import run_eval
-from mmfast.tiny.training import (
-    Course,
-    Figures,
-    Log,
-    Optimiser,
-    Task,
-    progress,
-    save_model,
-    train,
-)
+from mmfast.tiny.video import tower
 from mmfast.tiny.video.clips import Bank, make_bank
 from mmfast.tiny.video.lessons import (
     SUBSETS,
@@ -42,18 +34,10 @@ from mmfast.tiny.video.lessons import (
     answer_loss,
     choose,
     score,
-    still_facts,
 )
 from mmfast.tiny.video.model import Readout, make_model, make_processor
-from mmfast.tiny.video.questions import KINDS
+from mmfast.tiny.video.questions import KINDS, still_facts
 from mmfast.tiny.video.scene import MOTION, NAMED, SAMPLED
-from mmfast.tiny.video.tower import (
-    TowerTask,
-    encode_bank,
-    scale_pixels,
-    scale_projector,
-    tower_features,
-)
 
 MOTION_LAYERS = (1, 2)  # visual states after these layers predict how things move
 NAME_LAYERS = (2, 3)  # and here the names in a question how the things named move
@@ -83,42 +67,26 @@ class MotionReadout(Readout):
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Length and make-up of a stage of the decoder.
+    """Length and make-up of a stage of the decoder."""
 
-    Attributes:
-        name: In the log.
-        steps: Its length.
-        minutes: Its length instead of `steps`.
-        batch: Clips of a step.
-        questions: Questions about each.
-        rate: Peak learning rate.
-        hold: Share of the stage after which the rate falls.
-        dense: Weight of the read-outs inside the decoder.
-        stills: Share of batches that are single pictures.
-        names: Whether names in questions predict how the things named move.
-        whole: Share of batches with all tokens.
-        warm: Steps before tokens are dropped.
-        held: Clips at the end of the bank that are never trained on.
-    """
-
-    name: str = "language"
-    steps: int = 1290
-    minutes: float | None = None
-    batch: int = 24
-    questions: int = 10
-    rate: float = 2e-3
-    hold: float = 0.5
-    dense: float = 0.3
-    stills: float = 0.0
-    names: bool = False
-    whole: float = 0.5
-    warm: int = 150
-    held: int = 256
+    name: str = "language"  # in the log
+    steps: int = 1290  # its length
+    minutes: float | None = None  # its length instead of `steps`
+    batch: int = 24  # clips of a step
+    questions: int = 10  # questions about each
+    rate: float = 2e-3  # peak learning rate
+    hold: float = 0.5  # share of the stage after which the rate falls
+    dense: float = 0.3  # weight of the read-outs inside the decoder
+    stills: float = 0.0  # share of batches that are single pictures
+    names: bool = False  # whether names in questions predict how the things named move
+    whole: float = 0.5  # share of batches with all tokens
+    warm: int = 150  # steps before tokens are dropped
+    held: int = 256  # clips at the end of the bank that are never trained on
 
     @property
-    def course(self) -> Course:
+    def course(self) -> training.Course:
         """Length and pace of the stage."""
-        return Course(self.name, self.minutes, self.steps, hold=self.hold)
+        return training.Course(self.name, self.minutes, self.steps, hold=self.hold)
 
 
 POLISH = StagePlan(
@@ -126,7 +94,7 @@ POLISH = StagePlan(
 )
 
 
-class LanguageTask(Task):
+class LanguageTask(training.Task):
     """The decoder's answers; a stage with another plan continues where the one before ended."""
 
     def __init__(
@@ -139,7 +107,7 @@ class LanguageTask(Task):
         self.names = [Readout(width, NAMED) for _ in NAME_LAYERS if plan.names]
         heads = nn.ModuleList([*self.motion, *self.names])
         free = [model.model.image_newline, *heads.parameters()]
-        self.optimiser = Optimiser.of(lm, free, plan.rate)
+        self.optimiser = training.Optimiser.of(lm, free, plan.rate)
         self.rng = torch.Generator().manual_seed(seed)
         self.count = len(clips.bank.tables) - plan.held
         self.order = torch.empty(0, dtype=torch.long)
@@ -169,7 +137,7 @@ class LanguageTask(Task):
         kept = choose(lesson.tokens, round(share * whole.shape[1]), way, self.rng)
         return [(lesson, kept)]
 
-    def loss(self, batch: tuple[Lesson, Tensor]) -> tuple[Tensor, Figures]:
+    def loss(self, batch: tuple[Lesson, Tensor]) -> tuple[Tensor, training.Figures]:
         """Loss of the answers, and of the read-outs where the batch is of clips."""
         lesson, kept = batch
         found = answer(self.model, lesson, kept)
@@ -184,16 +152,12 @@ class LanguageTask(Task):
         figures = {"loss": loss.item(), "dense": dense.item(), "kept": kept.shape[1]}
         return loss + self.plan.dense * dense, figures
 
-    def look(self) -> Figures:
+    def look(self) -> training.Figures:
         """Shares answered correctly; kinds that lag are asked more from now on."""
         scores = score(self.model, self.exam)
         self.weights = {kind: 0.4 + 4 * min(1 - scores.get(kind, 0.0), 0.4) for kind in KINDS}
-        mean = sum(scores.values()) / len(scores)
-        return {
-            "mean": mean,
-            "kinds": scores,
-            "quarter": score(self.model, self.exam, 0.25, "diverse"),
-        }
+        quarter = score(self.model, self.exam, 0.25, "diverse")
+        return {"mean": sum(scores.values()) / len(scores), "kinds": scores, "quarter": quarter}
 
     def _chance(self) -> float:
         return float(torch.rand((), generator=self.rng))
@@ -204,50 +168,50 @@ def stills(model: Any, bank: Bank, count: int, tokenizer: Any, seed: int) -> Pic
     """One frame of each of the first clips of a bank as a picture."""
     times = np.random.default_rng([seed, 1]).integers(bank.frames.shape[1], size=count)
     known = [
-        list(still_facts(table, int(time)))
+        still_facts(table, int(time))
         for table, time in zip(bank.tables[:count], times, strict=True)
     ]
     frames = bank.frames[torch.arange(count), torch.from_numpy(times)]
+    pixels = (tower.scale_pixels(part) for part in frames.split(128))
     project = model.model.multi_modal_projector
-    parts = [project(tower_features(model, scale_pixels(part))) for part in frames.split(128)]
+    parts = [project(tower.tower_features(model, part)) for part in pixels]
     return PictureSampler(model, cat(parts).half()[:, None], known, tokenizer, seed)
 
 
-def run(out: Path, options: argparse.Namespace, log: Log) -> None:
+def run(out: Path, options: argparse.Namespace, log: training.Log) -> None:
     """Run all stages and leave a loadable checkpoint in `out`, also during the training."""
     seed, processor = options.seed, make_processor()
     tokenizer = processor.tokenizer
     model = make_model(len(tokenizer), seed)
     with log.stage("bank", clips=options.clips):
-        show = partial(progress, "clips", total=options.clips)
+        show = partial(training.progress, "clips", total=options.clips)
         bank = make_bank(options.clips, seed, os.cpu_count() or 1, show)
-    train(TowerTask(model, bank, seed), Course("tower", steps=options.tower_steps), log)
-    scale_projector(model, bank, 0.5)
+    course = training.Course("tower", steps=options.tower_steps)
+    training.train(tower.TowerTask(model, bank, seed), course, log)
+    tower.scale_projector(model, bank, 0.5)
     bank = bank.first(options.decoder_clips)
     with log.stage("encode", clips=options.decoder_clips):
-        tokens = encode_bank(model, bank)
+        tokens = tower.encode_bank(model, bank)
     pictures = stills(model, bank, min(len(bank.tables), 4000), tokenizer, seed)
 
     def save() -> None:
-        save_model(model, out)
+        training.save_model(model, out)
         processor.save_pretrained(out)
 
     for number, plan in enumerate(plans(options)):
         clips = ClipSampler(bank, tokens, tokenizer, seed + number)
         task = LanguageTask(model, clips, plan, seed + number, pictures)
-        train(task, plan.course, log, save)
+        training.train(task, plan.course, log, save)
 
 
 def plans(options: argparse.Namespace) -> list[StagePlan]:
     """The decoder's two stages: clips, then clips and pictures at a lower rate."""
     whole = options.steps + options.polish
+    stages = ((StagePlan(), options.steps), (POLISH, options.polish))
+    given = options.minutes
     return [
-        replace(
-            plan,
-            steps=steps,
-            minutes=None if options.minutes is None else options.minutes * steps / whole,
-        )
-        for plan, steps in ((StagePlan(), options.steps), (POLISH, options.polish))
+        replace(plan, steps=steps, minutes=None if given is None else given * steps / whole)
+        for plan, steps in stages
     ]
 
 
@@ -272,10 +236,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str] | None = None) -> Figures:
+def main(argv: Sequence[str] | None = None) -> training.Figures:
     """Command line; returns the evaluation that the card shows."""
     options = _arguments(argv)
-    log = Log(options.out)
+    log = training.Log(options.out)
     # Matrices this small gain nothing from more threads.
     torch.set_num_threads(min(os.cpu_count() or 1, 8))
     log.start(seed=options.seed)
