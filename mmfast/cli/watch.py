@@ -68,17 +68,11 @@ def watch(
 
 @dataclass
 class TimedQuestion:
-    """A question and when it is asked.
+    """A question and when it is asked."""
 
-    Attributes:
-        text: The question.
-        at: Seconds of the stream at which it is due; None is the end.
-        every: Seconds between two times; None asks once.
-    """
-
-    text: str
-    at: float | None
-    every: float | None = None
+    text: str  # the question
+    at: float | None  # seconds of the stream at which it is due; None is the end
+    every: float | None = None  # seconds between two times; None asks once
 
 
 def times_of(ask: Sequence[str], every: float | None, ask_at: Sequence[str]) -> list[TimedQuestion]:

@@ -22,22 +22,13 @@ _SAMPLES = 8  # pixels read of a cell each way: enough to average sensor noise a
 
 @dataclass(frozen=True, eq=False)
 class GateState:
-    """State of a gate, of fixed size.
+    """State of a gate, of fixed size."""
 
-    Attributes:
-        cells: `[rows, columns, 3]` float32 in [0, 1], mean colours of the last frame let through;
-            None before the first.
-        size: Height and width of that frame.
-        run: Frames skipped since then.
-        seen: Frames so far.
-        skipped: How many of them were skipped.
-    """
-
-    cells: Tensor | None = None
-    size: tuple[int, int] = (0, 0)
-    run: int = 0
-    seen: int = 0
-    skipped: int = 0
+    cells: Tensor | None = None  # `[rows, columns, 3]` float32 in [0, 1] of the last frame let in
+    size: tuple[int, int] = (0, 0)  # height and width of that frame
+    run: int = 0  # frames skipped since then
+    seen: int = 0  # frames so far
+    skipped: int = 0  # how many of them were skipped
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state as plain containers and tensors."""
@@ -137,22 +128,14 @@ def _pixels(frame: Pixels | Tensor) -> Pixels:
 class Refresh:
     """Rule that chooses the patches of a frame to compute anew; unchanged ones never are.
 
-    Attributes:
-        share: Share of a frame's patches, the most changed ones; exact where that many changed.
-        threshold: Instead of a share, the change from which a patch counts.
-        cut: The whole frame is computed if the patches left out differ by more than this on
-            average, as at a scene cut; None never does so.
-        every: Frames from one that is computed whole to the next, not counting equal frames; None
-            for any number.
-
     Raises:
         MmfastError: A value out of range, or both or none of share and threshold.
     """
 
-    share: float | None = 0.25
-    threshold: float | None = None
-    cut: float | None = 0.05
-    every: int | None = 32
+    share: float | None = 0.25  # share of a frame's patches, the most changed ones, at most
+    threshold: float | None = None  # instead of a share, the change from which a patch counts
+    cut: float | None = 0.05  # mean change of the patches left out above which all are computed
+    every: int | None = 32  # frames between two computed whole, not counting equal frames
 
     def __post_init__(self) -> None:
         if (self.share is None) == (self.threshold is None):

@@ -47,23 +47,14 @@ def check_rate(rate: object, what: str = "the rate") -> int:
 
 @dataclass(frozen=True)
 class _FilterPlan:
-    """Table of a filter: output `j` depends on `2 reach` inputs around `j * down // up`.
+    """Table of a filter: output `j` depends on `2 reach` inputs around `j * down // up`."""
 
-    Attributes:
-        up: Outputs of a period, and `down`, its inputs: several periods of the two rates, so that
-            neighbouring windows do not overlap much.
-        reach: Inputs before and after its place that an output depends on.
-        firsts: `[up]` where the window of each output begins, from that of the period's first.
-        taps: `[up, 2 reach]`, whole numbers in float64.
-        table: `[down + 2 reach - 1, up]`, the taps as a matrix; None where it is too large.
-    """
-
-    up: int
+    up: int  # outputs of a period, several periods of the two rates: windows overlap little
     down: int
-    reach: int
-    firsts: Tensor
-    taps: Tensor
-    table: Tensor | None
+    reach: int  # inputs before and after its place that an output depends on
+    firsts: Tensor  # `[up]` where the window of each output begins, from that of the period's first
+    taps: Tensor  # `[up, 2 reach]`, whole numbers in float64
+    table: Tensor | None  # `[down + 2 reach - 1, up]`, the taps as a matrix; None if too large
 
     def certain(self, heard: int) -> int:
         """Return the number of outputs whose inputs are all among the first `heard`."""

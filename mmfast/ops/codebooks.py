@@ -51,15 +51,10 @@ def delay(codes: Tensor, delays: Sequence[int], fill: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DelayState:
-    """The last steps of a stream.
+    """The last steps of a stream."""
 
-    Attributes:
-        ring: `[B, Q, R]` with R one more than the longest delay; entry R - 1 is the newest.
-        seen: `[B]` int64 steps so far.
-    """
-
-    ring: Tensor
-    seen: Tensor
+    ring: Tensor  # `[B, Q, R]` with R one more than the longest delay; entry R - 1 is the newest
+    seen: Tensor  # `[B]` int64 steps so far
 
 
 class DelayRing:
@@ -106,17 +101,11 @@ class DelayRing:
 
 @dataclass(frozen=True, eq=False)
 class CodeLoss:
-    """Loss of a head.
+    """Loss of a head."""
 
-    Attributes:
-        loss: Scalar to minimise.
-        each: `[K]` mean cross-entropy per codebook, unweighted; 0 where there is no target.
-        right: `[K]` share of codes whose likeliest entry is the true one.
-    """
-
-    loss: Tensor
-    each: Tensor
-    right: Tensor
+    loss: Tensor  # scalar to minimise
+    each: Tensor  # `[K]` mean cross-entropy per codebook, unweighted; 0 where there is no target
+    right: Tensor  # `[K]` share of codes whose likeliest entry is the true one
 
 
 def _log_probability(logits: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:

@@ -197,22 +197,14 @@ class LazyGreedy:
     so one that has missed some picks is a lower bound. The rows of lowest cost (`_ACTIVE`) are
     kept up to date; of these the lowest (`_BLOCK`) are picked among themselves as long as no other
     row can come first. Rows near a pick are not looked at again.
-
-    Attributes:
-        rows: `[U, D]` unit rows on the host.
-        count: Picks, at most U.
-        own: `[U]` worth of a row by itself; None where only likeness counts.
-        share: Weight of likeness, 0 or more.
-        step: Cosines are rounded to multiples of it; 0 leaves them as they are.
-        stop: No row is picked whose cost is as high.
     """
 
-    rows: Tensor
-    count: int
-    own: AnyFloats | None = None
-    share: float = 1.0
-    step: float = 0.0
-    stop: float = np.inf
+    rows: Tensor  # `[U, D]` unit rows on the host
+    count: int  # picks, at most U
+    own: AnyFloats | None = None  # `[U]` worth of a row by itself; None where only likeness counts
+    share: float = 1.0  # weight of likeness, 0 or more
+    step: float = 0.0  # cosines are rounded to multiples of it; 0 leaves them as they are
+    stop: float = np.inf  # no row is picked whose cost is as high
     picks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:

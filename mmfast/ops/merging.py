@@ -288,18 +288,11 @@ _SAME = 1.0 - 2.0**-20
 
 @dataclass(frozen=True)
 class Matching:
-    """Even tokens to merge: A position i is token 2 * i, B position j is token 2 * j + 1.
+    """Even tokens to merge: A position i is token 2 * i, B position j is token 2 * j + 1."""
 
-    Attributes:
-        unmerged: `[..., a - r]` A positions that stay, most similar first; ascending where there
-            is a class token.
-        source: `[..., r]` A positions that are merged, most similar first.
-        target: `[..., r]` the B position each of them joins.
-    """
-
-    unmerged: Tensor
-    source: Tensor
-    target: Tensor
+    unmerged: Tensor  # `[..., a - r]` A positions that stay, most similar first
+    source: Tensor  # `[..., r]` A positions that are merged, most similar first
+    target: Tensor  # `[..., r]` the B position each of them joins
 
 
 def match(

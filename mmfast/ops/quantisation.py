@@ -20,29 +20,16 @@ _WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """A tensor `[..., n, d]` in few bits.
+    """A tensor `[..., n, d]` in few bits."""
 
-    Attributes:
-        codes: `[..., bytes]` uint8, 8 / bits numbers a byte.
-        low: The smallest value of each group, an exact value of the tensor: `[..., G, d]` for
-            groups along the tokens (keys), `[..., n, G]` for groups along the width.
-        step: Distance of neighbouring codes, shaped as `low`, in the dtype of the tensor and
-            rounded up, so that the last code reaches the largest value.
-        n: Tokens.
-        width: Width d.
-        bits: 8, 4 or 2.
-        group: Numbers of a group.
-        along_tokens: Groups run along the tokens, one scale per channel.
-    """
-
-    codes: Tensor
-    low: Tensor
-    step: Tensor
-    n: int
-    width: int
-    bits: int
-    group: int
-    along_tokens: bool
+    codes: Tensor  # `[..., bytes]` uint8, 8 / bits numbers a byte
+    low: Tensor  # smallest value of each group, exact: `[..., G, d]` or `[..., n, G]`
+    step: Tensor  # distance of codes, as `low`, rounded up: the last code reaches the largest value
+    n: int  # tokens
+    width: int  # width d
+    bits: int  # 8, 4 or 2
+    group: int  # numbers of a group
+    along_tokens: bool  # groups run along the tokens, one scale per channel
 
     @property
     def nbytes(self) -> int:
@@ -69,17 +56,11 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class Quantiser:
-    """Settings of a quantised store; it holds no state.
+    """Settings of a quantised store; it holds no state."""
 
-    Attributes:
-        bits: 8, 4 or 2.
-        group: Numbers that share a scale.
-        residual: How many of the most recent tokens a cache keeps as they are.
-    """
-
-    bits: int
-    group: int = 32
-    residual: int = 128
+    bits: int  # 8, 4 or 2
+    group: int = 32  # numbers that share a scale
+    residual: int = 128  # how many of the most recent tokens a cache keeps as they are
 
     def pack(self, x: Tensor, *, keys: bool = False) -> PackedTensor:
         """Quantise `x` `[..., n, d]`: groups along the width, for `keys` along the tokens.

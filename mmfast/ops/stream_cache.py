@@ -26,32 +26,18 @@ _STRIP = 32  # widest pass whose mask is a view of a prepared strip
 
 @dataclass(slots=True)
 class TokenPlaces:
-    """Places of the tokens of one pass, for all layers.
+    """Places of the tokens of one pass, for all layers."""
 
-    Attributes:
-        start: Position of the first new token; of the earliest stream where they differ.
-        stop: Behind the last new token, of the latest stream.
-        first: The oldest position that is read.
-        n: New tokens per stream.
-        turn: Cosines and signed sines `[.., n, 1, r]`: the first half of the sines negated.
-        angles: Cosines and sines `[1 or B, n, r]` as stock layers take them.
-        mask: Added to the scores, `[n, keys]` or `[B, 1, n, keys]`; None where every token sees
-            every key, or where `causal`.
-        causal: The pass starts at the first key: plain causal attention.
-        at: Streams `[B, 1]` and positions `[B, n]` to write to, where streams differ.
-        alone: Every token sees itself and nothing else: there is nothing to keep.
-    """
-
-    start: int
-    stop: int
-    first: int
-    n: int
-    turn: Angles
-    angles: Angles
-    mask: Tensor | None
-    causal: bool
-    at: tuple[Tensor, Tensor] | None
-    alone: bool = False
+    start: int  # position of the first new token; of the earliest stream where they differ
+    stop: int  # behind the last new token, of the latest stream
+    first: int  # the oldest position that is read
+    n: int  # new tokens per stream
+    turn: Angles  # cosines and signed sines `[.., n, 1, r]`: the first half of the sines negated
+    angles: Angles  # cosines and sines `[1 or B, n, r]` as stock layers take them
+    mask: Tensor | None  # added to scores, `[n, keys]` or `[B, 1, n, keys]`; None if all visible
+    causal: bool  # the pass starts at the first key: plain causal attention
+    at: tuple[Tensor, Tensor] | None  # streams `[B, 1]`, positions `[B, n]`, where they differ
+    alone: bool = False  # every token sees itself and nothing else: there is nothing to keep
 
 
 class LayerSlot:
@@ -235,19 +221,12 @@ class Placer:
 
 @dataclass(frozen=True, eq=False)
 class StreamKV:
-    """Memory of a decoder for B streams.
+    """Memory of a decoder for B streams."""
 
-    Attributes:
-        keys: Per layer `[B, H, n, d]`; empty before the first step.
-        values: Per layer `[B, H, n, d]`.
-        place: `[B, n]` int64 place of each entry, -1 where a stream has none.
-        seen: `[B]` int64 places so far.
-    """
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    place: Tensor
-    seen: Tensor
+    keys: tuple[Tensor, ...]  # per layer `[B, H, n, d]`; empty before the first step
+    values: tuple[Tensor, ...]  # per layer `[B, H, n, d]`
+    place: Tensor  # `[B, n]` int64 place of each entry, -1 where a stream has none
+    seen: Tensor  # `[B]` int64 places so far
 
     @property
     def nbytes(self) -> int:
@@ -263,19 +242,12 @@ def empty(batch: int, device: torch.device | str | None = None) -> StreamKV:
 
 @dataclass(frozen=True, eq=False)
 class StepPlaces:
-    """Places of the tokens of one step, and the entries they see.
+    """Places of the tokens of one step, and the entries they see."""
 
-    Attributes:
-        place: `[B, n]` of the new tokens.
-        known: `[B, N]` of all entries, -1 where there is none.
-        sees: `[B, n, N]` bool.
-        seen: `[B]` places behind the step.
-    """
-
-    place: Tensor
-    known: Tensor
-    sees: Tensor
-    seen: Tensor
+    place: Tensor  # `[B, n]` of the new tokens
+    known: Tensor  # `[B, N]` of all entries, -1 where there is none
+    sees: Tensor  # `[B, n, N]` bool
+    seen: Tensor  # `[B]` places behind the step
 
 
 def advance(

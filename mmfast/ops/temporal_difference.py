@@ -53,18 +53,11 @@ _SPAN = 64  # most frames processed at once
 
 
 class Difference(NamedTuple):
-    """Changes since the frame before.
+    """Changes since the frame before."""
 
-    Attributes:
-        cosine: `[F, n]` float64; exactly 1 for equal rows, 0 with a zero row, -inf in the first
-            frame of a clip, which has none before it.
-        l1: `[F, n]` mean absolute difference; exactly 0 for equal rows, inf in a first frame.
-        norm: `[F, n]` Euclidean length of each row.
-    """
-
-    cosine: Tensor
-    l1: Tensor | None
-    norm: Tensor
+    cosine: Tensor  # `[F, n]` float64; 1: equal rows, 0: a zero row, -inf: a clip's first frame
+    l1: Tensor | None  # `[F, n]` mean absolute difference; 0 for equal rows, inf in a first frame
+    norm: Tensor  # `[F, n]` Euclidean length of each row
 
 
 def reference(x: Tensor, lengths: Sequence[int] | None = None, l1: bool = True) -> Difference:

@@ -230,17 +230,11 @@ def static_places(alike: Tensor, segment: Segment) -> Tensor:
 
 @dataclass
 class Quota:
-    """Tokens to keep of a video of T frames with n places.
+    """Tokens to keep of a video of T frames with n places."""
 
-    Attributes:
-        clusters: Clusters of each window.
-        chosen: `[T, n]` bool, tokens that are not static and stay.
-        released: `[T, n]` bool, static tokens that leave their mean and stay for themselves.
-    """
-
-    clusters: list[int]
-    chosen: Tensor
-    released: Tensor
+    clusters: list[int]  # clusters of each window
+    chosen: Tensor  # `[T, n]` bool, tokens that are not static and stay
+    released: Tensor  # `[T, n]` bool, static tokens that leave their mean and stay for themselves
 
 
 def paper_quota(places: list[int], dynamic: Tensor, attn: Tensor, ratio: float) -> Quota:
@@ -354,30 +348,19 @@ def first_frame(x: Tensor, grid: tuple[int, int, int], budget: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """Memory of the chunks so far, of fixed size for a stream of any length.
+    """Memory of the chunks so far, of fixed size for a stream of any length."""
 
-    Attributes:
-        total: `[..., C]` float64, sum of the chunks' means over their steady channels.
-        chunks: Number of chunks.
-    """
-
-    total: Tensor
-    chunks: int
+    total: Tensor  # `[..., C]` float64, sum of the chunks' means over their steady channels
+    chunks: int  # number of chunks
 
 
 @dataclass(frozen=True)
 class Familiarity:
-    """Scores of one chunk.
+    """Scores of one chunk."""
 
-    Attributes:
-        score: `[..., T, n]` float64, high for tokens near the memory and near their frame's mean.
-        channels: `[..., C]` channels used, steadiest first.
-        memory: The memory with this chunk in it.
-    """
-
-    score: Tensor
-    channels: Tensor
-    memory: ChunkMemory
+    score: Tensor  # `[..., T, n]` float64, high near the memory and near the frame's mean
+    channels: Tensor  # `[..., C]` channels used, steadiest first
+    memory: ChunkMemory  # the memory with this chunk in it
 
 
 def familiarity(x: Tensor, frames: int, memory: ChunkMemory | None = None) -> Familiarity:

@@ -36,17 +36,11 @@ class _ReachedError(Exception):
 
 @dataclass
 class Reached:
-    """A call that was caught.
+    """A call that was caught."""
 
-    Attributes:
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        ms: Milliseconds until it came.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    ms: float
+    args: tuple[Any, ...]  # its positional arguments
+    kwargs: dict[str, Any]  # its keyword arguments
+    ms: float  # milliseconds until it came
 
     @property
     def hidden(self) -> Tensor:
@@ -124,17 +118,11 @@ Tick = Callable[[int, int, str | None], None]
 
 @dataclass
 class Bench:
-    """A model to be measured.
+    """A model to be measured."""
 
-    Attributes:
-        model: The model.
-        shape: Its shape; layers that the model at hand was cut down by are counted here.
-        clock: Seconds.
-    """
-
-    model: Any
-    shape: ModelShape
-    clock: Clock = time.perf_counter
+    model: Any  # the model
+    shape: ModelShape  # its shape; layers that the model at hand was cut down by are counted here
+    clock: Clock = time.perf_counter  # seconds
 
     @property
     def device(self) -> torch.device:

@@ -28,17 +28,11 @@ SUBSET = "video"  # of rows that name no kind of media
 
 @dataclass(frozen=True)
 class Curve:
-    """Accuracy of one spec over its budgets.
+    """Accuracy of one spec over its budgets."""
 
-    Attributes:
-        stages: The stages as measured; one stage is free to take another budget, several are not.
-        points: `(share kept, accuracy)` ascending.
-        layers: Decoder layers of the model it was measured on.
-    """
-
-    stages: tuple[Spec, ...]
-    points: tuple[Point, ...]
-    layers: int | None = None
+    stages: tuple[Spec, ...]  # as measured; only a single stage may take another budget
+    points: tuple[Point, ...]  # `(share kept, accuracy)` ascending
+    layers: int | None = None  # decoder layers of the model it was measured on
 
     @property
     def single(self) -> bool:
@@ -58,21 +52,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Rows of one kind of media.
+    """Rows of one kind of media."""
 
-    Attributes:
-        full: Accuracy with all tokens.
-        curves: One per spec without its budget.
-        source: Where the rows come from, in words.
-        kind: The kind of media the rows are about.
-        own: They are about the very model that is planned for.
-    """
-
-    full: float
-    curves: tuple[Curve, ...]
-    source: str = ""
-    kind: str = SUBSET
-    own: bool = True
+    full: float  # accuracy with all tokens
+    curves: tuple[Curve, ...]  # one per spec without its budget
+    source: str = ""  # where the rows come from, in words
+    kind: str = SUBSET  # the kind of media the rows are about
+    own: bool = True  # they are about the very model that is planned for
 
     @cached_property
     def baselines(self) -> tuple[Curve, ...]:
@@ -214,17 +200,11 @@ DOCUMENT_SHARE = 0.5  # text is lost first: without rows on documents no less is
 
 @dataclass(frozen=True)
 class Candidate:
-    """A spec with what is known of its quality and what it is predicted to cost.
+    """A spec with what is known of its quality and what it is predicted to cost."""
 
-    Attributes:
-        stages: Parsed spec; none is the stock model.
-        accuracy: What its evidence makes sure of, at most that of all tokens; None without rows.
-        cost: The prediction.
-    """
-
-    stages: tuple[Spec, ...]
-    accuracy: float | None
-    cost: Cost
+    stages: tuple[Spec, ...]  # parsed spec; none is the stock model
+    accuracy: float | None  # sure by its evidence, at most that of all tokens; None without rows
+    cost: Cost  # the prediction
 
     @property
     def spec(self) -> str | None:

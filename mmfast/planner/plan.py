@@ -12,32 +12,18 @@ from mmfast.planner.cost import Work
 
 @dataclass(frozen=True)
 class Plan:
-    """The planner's choice for one request.
+    """The planner's choice for one request."""
 
-    Attributes:
-        spec: Spec string; None reduces nothing.
-        ttft_ms: Predicted milliseconds by part: `read` (spent before planning), `plan`,
-            `encode`, `select`, `prefill`, `overhead`.
-        visual_tokens: Visual tokens of the request.
-        kept_tokens: Those left after the last stage.
-        mean_tokens: Visual tokens in a decoder layer, mean over the layers.
-        memory: Predicted bytes by part: `weights`, `kv`, `activations`.
-        accuracy: What the rows make sure of at this budget, and with all tokens.
-        met: Every limit is met.
-        why: The choice in plain sentences.
-        rejected: Methods and steps that were not taken, with the reason.
-    """
-
-    spec: str | None
-    ttft_ms: Mapping[str, float]
-    visual_tokens: int
-    kept_tokens: int
-    mean_tokens: float
-    memory: Mapping[str, int]
-    accuracy: tuple[float | None, float | None] = (None, None)
-    met: bool = True
-    why: tuple[str, ...] = ()
-    rejected: tuple[Rejected, ...] = ()
+    spec: str | None  # spec string; None reduces nothing
+    ttft_ms: Mapping[str, float]  # predicted: read, plan, encode, select, prefill, overhead
+    visual_tokens: int  # visual tokens of the request
+    kept_tokens: int  # those left after the last stage
+    mean_tokens: float  # visual tokens in a decoder layer, mean over the layers
+    memory: Mapping[str, int]  # predicted bytes by part: `weights`, `kv`, `activations`
+    accuracy: tuple[float | None, float | None] = (None, None)  # at this budget; of all tokens
+    met: bool = True  # every limit is met
+    why: tuple[str, ...] = ()  # the choice in plain sentences
+    rejected: tuple[Rejected, ...] = ()  # methods and steps that were not taken, with the reason
 
     @property
     def total_ms(self) -> float:

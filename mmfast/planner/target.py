@@ -18,21 +18,13 @@ FAST_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Target:
-    """Limits that a plan has to meet, all of them.
+    """Limits that a plan has to meet, all of them."""
 
-    Attributes:
-        ttft_ms: Milliseconds to the first token.
-        tokens: Visual tokens of the prompt that a decoder layer works on, mean over the layers.
-        memory: Bytes of weights, keys and values, and activations.
-        quality: A name in `QUALITIES`.
-        kind: A name in `KINDS`, where the caller knows better than the file.
-    """
-
-    ttft_ms: float | None = None
-    tokens: int | None = None
-    memory: int | None = None
-    quality: str | None = None
-    kind: str | None = None
+    ttft_ms: float | None = None  # milliseconds to the first token
+    tokens: int | None = None  # visual tokens in a decoder layer, mean over the layers
+    memory: int | None = None  # bytes of weights, keys and values, and activations
+    quality: str | None = None  # A name in `QUALITIES`
+    kind: str | None = None  # A name in `KINDS`, where the caller knows better than the file
 
     def __bool__(self) -> bool:
         return any(v is not None for v in (self.ttft_ms, self.tokens, self.memory, self.quality))

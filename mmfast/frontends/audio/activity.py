@@ -202,19 +202,12 @@ class SpeechGateState:
 
 @dataclass(frozen=True)
 class Gate:
-    """Begin and end of speech from probabilities.
+    """Begin and end of speech from probabilities."""
 
-    Args:
-        threshold: Probability from which a window is speech.
-        exit: Probability below which speech may have ended; values in between change nothing.
-        speech: Samples of speech in a row that begin speech.
-        silence: Samples of silence in a row that end it.
-    """
-
-    threshold: float = 0.5
-    exit: float = 0.35
-    speech: int = WINDOW
-    silence: int = RATE // 2
+    threshold: float = 0.5  # probability from which a window is speech
+    exit: float = 0.35  # below it speech may have ended; between them nothing changes
+    speech: int = WINDOW  # samples of speech in a row that begin speech
+    silence: int = RATE // 2  # samples of silence in a row that end it
 
     def __post_init__(self) -> None:
         if not 0.0 < self.exit <= self.threshold < 1.0:

@@ -30,23 +30,14 @@ _AVC_ASIDE = frozenset((6, 9, 10, 11, 12))  # messages, delimiters, filler
 
 
 class Facts(NamedTuple):
-    """Facts about one packet.
+    """Facts about one packet."""
 
-    Attributes:
-        entry: Decoding may begin here and is correct from this picture's time on.
-        fresh: Decoding may begin here and is correct for every later packet.
-        disposable: No other picture refers to it.
-        layer: Temporal sub-layer; higher ones refer to pictures of lower ones.
-        sets: It holds sequence parameters, which may change the picture size.
-        strange: It changes the decoding of later packets, so none may be left out.
-    """
-
-    entry: bool
-    fresh: bool
-    disposable: bool = False
-    layer: int = 0
-    sets: bool = False
-    strange: bool = False
+    entry: bool  # decoding may begin here and is correct from this picture's time on
+    fresh: bool  # decoding may begin here and is correct for every later packet
+    disposable: bool = False  # no other picture refers to it
+    layer: int = 0  # temporal sub-layer; higher ones refer to pictures of lower ones
+    sets: bool = False  # it holds sequence parameters, which may change the picture size
+    strange: bool = False  # it changes the decoding of later packets, so none may be left out
 
 
 Reader = Callable[[Any], Facts]
@@ -154,22 +145,13 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class PacketGroup:
-    """The packets from one entry point to the next, in decoding order.
+    """The packets from one entry point to the next, in decoding order."""
 
-    Attributes:
-        first: Number of the first packet in the stream.
-        pts: Presentation ticks, [n]; the first is the entry's.
-        shown: Packets whose frame is presented, [n]; an edit list hides others.
-        spare: Packets that no other one refers to, [n].
-        fresh: Nothing in it refers to earlier packets. Else the pictures shown before its first
-            one do (an open group of pictures).
-    """
-
-    first: int
-    pts: Indices
-    shown: Flags
-    spare: Flags
-    fresh: bool
+    first: int  # number of the first packet in the stream
+    pts: Indices  # presentation ticks, [n]; the first is the entry's
+    shown: Flags  # packets whose frame is presented, [n]; an edit list hides others
+    spare: Flags  # packets that no other one refers to, [n]
+    fresh: bool  # no reference to earlier packets; else an open group of pictures
 
     @property
     def ticks(self) -> Indices:

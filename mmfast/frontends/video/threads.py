@@ -41,15 +41,10 @@ from mmfast.frontends.video.packets import (
 
 @dataclass(frozen=True)
 class Ahead:
-    """Decoded frames that may wait for their consumer; both figures hold.
+    """Decoded frames that may wait for their consumer; both figures hold."""
 
-    Attributes:
-        frames: Number of frames.
-        bytes: Their RGB bytes together. A single larger frame passes alone.
-    """
-
-    frames: int = 128
-    bytes: int = 256 << 20
+    frames: int = 128  # number of frames
+    bytes: int = 256 << 20  # their RGB bytes together. A single larger frame passes alone
 
     def __post_init__(self) -> None:
         if self.frames < 1 or self.bytes < 1:
@@ -199,19 +194,13 @@ def worth(packets: float, pixels: int) -> bool:
 
 @dataclass
 class SliceThreads:
-    """Threads that decode the slices of one file, each slice into its own lane.
-
-    Attributes:
-        slices: Lists of jobs, drawn by the next free thread.
-        convert: Called by the threads, in any order.
-        workers: Number of threads.
-    """
+    """Threads that decode the slices of one file, each slice into its own lane."""
 
     source: MediaSource
     limits: Limits
-    slices: Iterator[list[SliceJob]]
-    convert: Convert
-    workers: int
+    slices: Iterator[list[SliceJob]]  # lists of jobs, drawn by the next free thread
+    convert: Convert  # called by the threads, in any order
+    workers: int  # number of threads
     ahead: Ahead
     close: Callable[[], object] = lambda: None  # releases the planner's file
 
