@@ -42,18 +42,11 @@ class GateState:
 
 
 class FrameGate:
-    """Gate before an encoder.
+    """Gate before an encoder, which skips at most `longest` frames in a row.
 
     A frame passes if any cell of a 32 x 32 raster differs from the last frame THAT PASSED by more
-    than the threshold, which detects a small moving thing as well as a slow drift of the whole
-    picture. Noise of the sensor averages out inside a cell.
-
-    Args:
-        threshold: Largest mean change of a cell's colour that counts as none, 0 to 1.
-        longest: Most frames to skip in a row; None for any number.
-
-    Raises:
-        MmfastError: A value out of range.
+    than `threshold` (mean change of colour, 0 to 1), which detects a small moving thing as well as
+    a slow drift of the whole picture. Noise of the sensor averages out inside a cell.
     """
 
     def __init__(self, threshold: float = 0.03, longest: int | None = None) -> None:
@@ -126,11 +119,7 @@ def _pixels(frame: Pixels | Tensor) -> Pixels:
 
 @dataclass(frozen=True)
 class Refresh:
-    """Rule that chooses the patches of a frame to compute anew; unchanged ones never are.
-
-    Raises:
-        MmfastError: A value out of range, or both or none of share and threshold.
-    """
+    """Rule that chooses the patches of a frame to compute anew; unchanged ones never are."""
 
     share: float | None = 0.25  # share of a frame's patches, the most changed ones, at most
     threshold: float | None = None  # instead of a share, the change from which a patch counts
@@ -162,9 +151,8 @@ class Refresh:
     def choose(self, change: Tensor, since: int) -> Tensor | None:
         """Choose the patches to compute anew, ascending; None for all of them.
 
-        Args:
-            change: `[n]` of each patch since it was computed last.
-            since: Number of the frame, counted from the last one computed whole.
+        `change` is `[n]`, of each patch since it was computed last; the last whole frame is `since`
+        back.
         """
         n = change.shape[0]
         if self.share is not None:
@@ -188,14 +176,10 @@ class Refresh:
 
 
 def changes(patches: Tensor, reference: Tensor) -> Tensor:
-    """Change of each patch from its reference, `[n]` float32.
+    """Change of each embedded patch `[n, D]` from its reference `[n, D]`: `[n]` float32.
 
     The squared distance relative to the spread of the patches of both frames around their mean: 0
     where nothing changed, about 1 on average where one picture follows another.
-
-    Args:
-        patches: Embedded patches `[n, D]`.
-        reference: `[n, D]`, each from the frame in which it was last computed.
     """
     x, r = patches.float(), reference.float()
     spread = sum((each - each.mean(0)).square().sum(-1).mean() for each in (x, r))

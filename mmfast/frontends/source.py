@@ -224,16 +224,10 @@ def is_encoded(media: object) -> bool:
 
 
 def open_source(media: object, limits: Limits, kind_of: Sniffer | None = None) -> MediaSource:
-    """Check an encoded input's size and kind without decoding anything.
+    """Check the size and kind of a path, bytes or file object without decoding anything.
 
-    Args:
-        media: Path, bytes or file object.
-        limits: What it may cost.
-        kind_of: Detects the kind from the first 512 bytes; `sniff` when left out.
-
-    Raises:
-        MediaError: It is missing, empty, too large, unreadable, a network address, or neither an
-            image nor a video.
+    `kind_of` detects the kind from the first 512 bytes, `sniff` when left out. A MediaError says
+    that it is missing, empty, too large, unreadable, a network address, or of no known kind.
     """
     kind_of = kind_of or sniff
     if isinstance(media, bytes | bytearray | memoryview):
@@ -319,11 +313,7 @@ def seekable(file: Any) -> bool:
 
 
 def sniff(name: str, head: bytes) -> str:
-    """Detect the kind of an input from its first bytes.
-
-    Raises:
-        MediaError: It is neither an image nor a video.
-    """
+    """Detect the kind of an image or a video from its first bytes; MediaError for anything else."""
     kind = magic_kind(head)
     if kind in _AUDIO_KINDS:
         raise MediaError(f"{name} is audio only ({kind}): give a file with a video stream")

@@ -52,11 +52,7 @@ def _weights() -> dict[str, Tensor]:
 
 
 class Silero:
-    """Probability that a window of 512 samples at 16 kHz holds speech.
-
-    Raises:
-        ModelError: The wheel of silero-vad is not installed.
-    """
+    """Probability that a window of 512 samples at 16 kHz holds speech, by silero-vad's network."""
 
     window = WINDOW
 
@@ -135,16 +131,9 @@ class ActivityState:
 class VoiceActivity:
     """A `Stage`: pcm `[B, n]` at 16 kHz in, probabilities of speech `[B, t]` per 512 samples out.
 
-    A deterministic function of state and samples: windows are judged one by one, so any split gives
-    the same figures. NaN and infinite samples count as silence.
-
-    Args:
-        engine: "silero" (the network of silero-vad, about 0.5 ms a window), or "energy" (loudness
-            above the noise, which takes any loud noise for speech; never chosen automatically).
-
-    Raises:
-        ModelError: silero-vad is not installed.
-        SpecError: The engine is unknown.
+    Windows are judged one by one, so any split gives the same figures; NaN and infinite samples are
+    silence. The engine "silero" takes about 0.5 ms a window; "energy", loudness above the noise,
+    takes any loud noise for speech and is never chosen automatically.
     """
 
     rate, window = RATE, WINDOW

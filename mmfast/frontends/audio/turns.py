@@ -76,24 +76,12 @@ def to_ms(samples: int) -> int:
 class TurnCutter:
     """Cutter of one stream into turns; like a `Stage`, any split gives the same events.
 
-    Sound is 16 kHz mono. Events are known at the end of a window of 32 ms.
-
-    Args:
-        threshold: Probability from which a window is speech.
-        exit: Probability below which speech may have ended.
-        speech_ms: Speech in a row that begins a turn; one window when 0.
-        silence_duration_ms: Silence that ends a turn.
-        prefix_padding_ms: Sound added before detected speech, whose onset is quieter.
-        padding_ms: Silence left after the last word of a turn.
-        max_turn_ms: Length at which a turn is cut and continues as another.
-        idle_timeout_ms: Wait that causes one "timeout"; None waits without a limit.
-        detect: Off: all sound belongs to the turn, which only `commit` and its length end.
-        sound: Give the sound of a turn as it comes, in "sound" events of one window.
-        activity: The detector; silero-vad when left out.
-
-    Raises:
-        ModelError: silero-vad is not installed.
-        SpecError: A time is negative, or a threshold out of range.
+    Sound is 16 kHz mono; events are known at the end of a window of 32 ms. A window is speech from
+    `threshold` on, and silent below `exit`. `speech_ms` in a row begin a turn (0: one window),
+    `silence_duration_ms` end it; it has `prefix_padding_ms` more sound in front, since an onset is
+    quiet, and `padding_ms` after its last word, and is cut at `max_turn_ms`. A wait of
+    `idle_timeout_ms` causes one "timeout". Without `detect` all sound belongs to the turn, which
+    only `commit` and its length end. With `sound` it comes in "sound" events of one window, too.
     """
 
     rate = RATE

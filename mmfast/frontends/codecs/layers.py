@@ -43,12 +43,9 @@ class CodecLayer:
 
 
 class Pointwise(CodecLayer):
-    """A function of each moment alone: activations, tables of codes.
+    """A function of each moment alone, `[B, …, t]` to `[B, *shape, t]`: activations, tables.
 
-    Args:
-        function: From `[B, …, t]` to `[B, *shape, t]`.
-        shape: Dimensions of its output between the batch and time; None: those of its input.
-        dtype: Type of its output, where it is not that of its input.
+    Without a shape or a dtype of its output these are those of its input.
     """
 
     def __init__(
@@ -263,16 +260,8 @@ class Windowed(CodecLayer):
     """Layers run anew on each frame with `back` frames before it and `ahead` frames after it.
 
     The stream is taken to end where the window does. The result is exact where the window covers
-    all of the future that the layers see.
-
-    Args:
-        layers: Layers, called once on every window.
-        channels: Channels of its input.
-        unit: Inputs per frame.
-        yields: Outputs per frame.
-        back: Frames before; the layers' own past, or more.
-        ahead: Frames after.
-        like: A tensor of the input's type and place.
+    all of the future that the layers see. A frame is `unit` inputs of `channels` channels, of the
+    type of `like`, and `yields` outputs.
     """
 
     in_step = False

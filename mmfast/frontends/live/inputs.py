@@ -60,14 +60,8 @@ def shown(url: SplitResult) -> str:
 def check_address(text: str, allowed: Allowed) -> Address:
     """Check a URL before anything is opened.
 
-    Args:
-        text: The URL.
-        allowed: False: no network. True: public hosts. A collection: these hosts only, and these
-            also where they are private.
-
-    Raises:
-        MediaError: The network is off, the scheme or the host is not allowed, the host is
-            unknown, or one of its addresses is private.
+    `allowed` is False: no network; True: public hosts; a collection: these hosts only, and these
+    also where they are private. A MediaError names the scheme, host or address that is refused.
     """
     try:
         url = urlsplit(text)
@@ -125,15 +119,9 @@ def is_public(ip: str) -> bool:
 
 
 def open_rtsp(address: Address, timeout: float) -> Any:
-    """Connect to an RTSP source over TCP.
+    """Connect PyAV to an RTSP source over TCP, within `timeout` seconds.
 
     A server may redirect its client; FFmpeg follows, with these protocols only.
-
-    Returns:
-        PyAV's container.
-
-    Raises:
-        MediaError: The connection fails or takes longer than `timeout` seconds.
     """
     url, scheme = address.url, address.url.scheme
     user = url.netloc.rpartition("@")[0]
@@ -169,9 +157,7 @@ _MOVED = (301, 302, 303, 307, 308)
 class HttpFile:
     """One HTTP resource as a file object: read as it arrives, with seeks by range requests.
 
-    Raises:
-        MediaError: It does not exist, or moves to an address that is not allowed.
-        OSError: Later, when the connection dies or stalls.
+    Missing and refused addresses are a MediaError, a connection that dies or stalls an OSError.
     """
 
     def __init__(self, text: str, allowed: Allowed, timeout: float) -> None:
@@ -296,14 +282,7 @@ class _Pinned(http.client.HTTPConnection):
 
 
 def open_http(text: str, allowed: Allowed, limits: Limits, timeout: float) -> tuple[Any, HttpFile]:
-    """Open the video of a URL.
-
-    Returns:
-        PyAV's container and the connection.
-
-    Raises:
-        MediaError: See `HttpFile`; or it is not a video.
-    """
+    """Open the video of a URL; return PyAV's container and the connection."""
     file = HttpFile(text, allowed, timeout)
     name = file.address.name
     try:
@@ -334,15 +313,10 @@ _RATE = 25  # frames per second, where nothing is known
 
 
 def camera_address(camera: int | str, platform: str = sys.platform) -> tuple[str, str]:
-    """Return FFmpeg's input format and the device name of a camera.
+    """Return FFmpeg's input format and the device name of a camera, given by number or name.
 
-    Args:
-        camera: Its number, or its name: a path such as ``/dev/video0`` on Linux, the name in the
-            system elsewhere.
-        platform: As `sys.platform`.
-
-    Raises:
-        MediaError: The number is negative, or this system has no numbers or no cameras.
+    A name is a path such as ``/dev/video0`` on Linux, the name in the system elsewhere. A
+    MediaError says that this system has no numbers or no cameras.
     """
     text = str(camera)
     number = text.isdecimal()
@@ -366,14 +340,7 @@ def camera_address(camera: int | str, platform: str = sys.platform) -> tuple[str
 
 
 def open_camera(camera: int | str, timeout: float) -> Any:
-    """Open a camera.
-
-    Returns:
-        PyAV's container.
-
-    Raises:
-        MediaError: It is missing or busy, or FFmpeg was built without cameras.
-    """
+    """Open a camera with PyAV; MediaError if missing, busy, or FFmpeg was built without cameras."""
     form, device = camera_address(camera)
     try:
         return av.open(device, format=form, timeout=timeout)
@@ -391,9 +358,6 @@ def running_frames(
 
     A packet that does not decode is yielded as its exception, for the consumer to count. The
     container and the file that it reads are closed at the end.
-
-    Raises:
-        MediaError: There is no video in it, or reading fails.
     """
     with closing(file) if file is not None else nullcontext(), container:
         stream: Any = container.streams.best("video")

@@ -89,18 +89,9 @@ def steady(
 ) -> Iterator[tuple[Frame, float]]:
     """Yield usable frames of one size at rising times.
 
-    A picture that cannot be used is skipped (`broken`); one of another size than the first is
-    scaled into it, with black bars where the shape differs (`resized`).
-
-    Args:
-        items: Raw pictures with their times in seconds, or None.
-        convert: Makes a raw picture uint8 RGB [H, W, 3], or raises `MediaError`.
-        name: The source, for messages.
-        events: Where dropped and changed frames are counted.
-        rate: Frames per second of frames without times.
-
-    Raises:
-        MediaError: Thirty broken pictures in a row, no usable one, or a stopped clock.
+    A picture that `convert` refuses is skipped (`broken`); one of another size than the first is
+    scaled into it, with black bars where the shape differs (`resized`). A MediaError ends thirty
+    broken pictures in a row, a source without a usable one, and a stopped clock.
     """
     timeline = SteadyTimes(name, events, rate)
     shape: tuple[int, ...] | None = None

@@ -83,11 +83,7 @@ def no_frames(source: MediaSource, faults: list[str]) -> MediaError:
 def read_exact(
     source: MediaSource, limits: Limits, index: Index, turn: Orientation, rows: Indices, out: Frames
 ) -> None:
-    """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), seeking between them.
-
-    Raises:
-        Mismatch: A frame has another time than its packet, or the stream is damaged.
-    """
+    """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), seeking between them."""
     with open_video(source, limits) as (container, stream), refusing(source.name):
         decoder = PacketDecoder(container, stream, Budget(limits, source.name))
         frames, reached = iter(decoder), -1
@@ -115,11 +111,8 @@ def count_frames(
 ) -> tuple[Index, str]:
     """Index the frames by decoding them all, without keeping them.
 
-    Returns:
-        The index, and the threading with which decoding again gives the same frames.
-
-    Raises:
-        MediaError: Nothing decodes, most of the stream is damaged, or its frames have no times.
+    Also returns the threading with which decoding again gives the same frames. A MediaError says
+    that nothing decodes, most of the stream is damaged, or its frames have no times.
     """
     decoder, ticks, threads = None, [], "AUTO"
     for threads in ("AUTO", "SLICE"):  # frame threads drop other frames each time on damage
@@ -226,11 +219,7 @@ def decord_obstacle(
 def read_decord(
     source: MediaSource, header: Header, index: Index, rows: Indices, out: Frames
 ) -> None:
-    """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), upright.
-
-    Raises:
-        Mismatch: decord fails or finds other frames than the packets list.
-    """
+    """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), or raise `Mismatch`."""
     try:
         decord: Any = importlib.import_module("decord")
         decord.logging.set_level(decord.logging.QUIET)

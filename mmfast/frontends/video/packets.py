@@ -186,9 +186,8 @@ def all_groups(packets: Sequence[tuple[int | None, bool, Facts]]) -> tuple[Packe
 def groups(packets: Iterable[tuple[int | None, bool, Facts]]) -> Iterator[PacketGroup]:
     """Cut a stream of (ticks, shown, facts) at its entry points.
 
-    Raises:
-        Mismatch: The stream does not begin with an entry, has no other one for long, changes its
-            parameters, or its groups overlap in time: it has to be decoded from its start.
+    `Mismatch` where it does not begin with an entry, has no other one for long, changes its
+    parameters, or its groups overlap in time: it has to be decoded from its start.
     """
     held: list[tuple[int, bool, Facts]] = []
     first = 0
@@ -234,11 +233,9 @@ def _after(group: PacketGroup, latest: int | None) -> int | None:
 def with_wanted(
     wanted: Iterable[int], seen: deque[PacketGroup]
 ) -> Iterator[tuple[PacketGroup, list[int]]]:
-    """Give each group the wanted ticks among its frames.
+    """Give each group the wanted ticks (ascending) among its frames.
 
-    Args:
-        wanted: Ticks, ascending.
-        seen: The groups up to the one that holds the tick drawn last, or more; they are consumed.
+    `seen` has the groups up to the one that holds the tick drawn last, or more; they are consumed.
     """
     mine: list[int] = []
     for tick in wanted:

@@ -212,9 +212,7 @@ class SliceThreads:
     def items(self) -> Iterator[Any]:
         """Yield the results of `convert` for every wanted frame, in order.
 
-        Raises:
-            Mismatch: After the items before it, the stream differs from the plan.
-            MediaError: After the items before it, it is broken, or the limits are spent.
+        `Mismatch` and `MediaError` come after the items before them.
         """
         threads = [
             threading.Thread(target=self._work, name="mmfast-slice", daemon=True)
@@ -286,11 +284,7 @@ def crew(
     ahead: Ahead,
     pixels: int,
 ) -> SliceThreads:
-    """Choose the number of threads: several where their waiting frames fit, else one.
-
-    Raises:
-        Mismatch: The stream cannot be planned from its start.
-    """
+    """Choose the number of threads: several where their waiting frames fit, else one."""
     workers = crew_size(pixels)
     first = next(slices, None)
     second = next(slices, None) if first is not None and workers > 1 else None
@@ -313,9 +307,7 @@ def scan(
 ) -> Iterator[tuple[int | None, bool, Facts]]:
     """Yield the packets of a file lazily: ticks, True if shown, facts.
 
-    Raises:
-        Mismatch: There are too many, or their facts are unreadable.
-        Damage: A packet is damaged, or cannot be read.
+    `Mismatch` if there are too many or their facts are unreadable, `Damage` if one is broken.
     """
     look = unit_reader(header)
     if look is None:
@@ -346,11 +338,7 @@ def sampled(
     """Yield the frames that `sample_stream` takes of a file, decoded in parallel.
 
     Packets are listed only as far as the threads need, so that the first frame of a film comes as
-    soon as that of a clip.
-
-    Raises:
-        Mismatch: After the frames before it, the stream needs decoding from its start.
-        MediaError: After the frames before it, it is broken, or the limits are spent.
+    soon as that of a clip. `Mismatch`, after the frames before it, asks to decode from the start.
     """
     seen: deque[PacketGroup] = deque()
 
@@ -380,12 +368,8 @@ def fill(
 ) -> bool:
     """Fill `out` [m, H, W, 3] with the frames at `ticks` [m] (ascending), in parallel.
 
-    Returns:
-        False where threads would not pay; nothing is done then.
-
-    Raises:
-        Mismatch: The stream needs decoding from its start.
-        MediaError: It is broken, or the limits are spent.
+    False where threads would not pay; nothing is done then. `Mismatch` asks to decode from the
+    start.
     """
     pixels = out.shape[1] * out.shape[2]
     workers = crew_size(pixels)
