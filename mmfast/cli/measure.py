@@ -196,11 +196,7 @@ _TAKES = {
 
 
 def _check_given(context: typer.Context, way: str) -> None:
-    """Refuse options that would be ignored.
-
-    Raises:
-        MmfastError: An option that `way` does not read; names it.
-    """
+    """Refuse options that `way` would ignore, by name."""
     taken = _TAKES.get(way, {"out"}) | {way, "as_json"}
     for name, value in context.params.items():
         source = context.get_parameter_source(name)
@@ -283,11 +279,7 @@ def _bench_selection(out: Path | None, as_json: bool) -> None:
 def bench_compare(
     files: tuple[Path, Path], fail_above: float | None, out: Path | None, as_json: bool
 ) -> None:
-    """Print old, new and ratio of every row; exit 1 only where `fail_above` asks for it.
-
-    Raises:
-        MmfastError: A file is missing or holds no rows, or `fail_above` is negative.
-    """
+    """Print old, new and ratio of every row; exit 1 only where `fail_above` asks for it."""
     from mmfast.bench.compare import compare
     from mmfast.bench.results import load
 

@@ -21,17 +21,9 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """`scaled_dot_product_attention`, bit for bit, and the log-sum-exp of its kernel.
 
-    Args:
-        query: `[B, H, L, D]`.
-        key: `[B, Hkv, S, D]`, H a multiple of Hkv.
-        value: As `key`.
-        mask: Bool (True = visible) or addend to the logits, broadcast to `[B, H, L, S]`.
-        causal: Query i sees the keys up to i.
-        scale: Factor of the logits; None means `D ** -0.5`.
-
-    Returns:
-        `[B, H, L, D]`, and `[B, H, L]` float32 or None where another kernel than flash attention
-        is chosen, as for odd shapes and for some generations of GPUs.
+    Queries `[B, H, L, D]`, keys and values `[B, Hkv, S, D]`; the mask is bool (True = visible) or
+    an addend to the logits. Returns `[B, H, L, D]`, and `[B, H, L]` float32 or None where another
+    kernel than flash attention is chosen, as for odd shapes and for some generations of GPUs.
     """
     grouped = query.shape[1] != key.shape[1]
     if query.device.type in ("cpu", "cuda"):
@@ -79,23 +71,14 @@ def segment_attention(
     bias: Tensor | None = None,
     longest: int | None = None,
 ) -> Tensor:
-    """Attention of each token to all tokens of its own segment.
+    """Attention of each token to all tokens of its own segment, all of them `[S, H, d]`.
 
-    Segments of one length go through one call of SDPA: neighbours as views on the CPU, where a
-    call costs little and a copy much, wherever they lie on other devices. Half precision on CUDA
-    is one call of torch's variable-length flash attention and waits for nothing.
-
-    Args:
-        q: Queries `[S, H, d]`.
-        k: Keys `[S, H, d]`.
-        v: Values `[S, H, d]`.
-        ends: Boundaries `[G + 1]` int, from 0 to S.
-        scale: Factor of the logits.
-        bias: `[S]` added to the logits of each key, in every head.
-        longest: Length of the longest segment, where it is known.
-
-    Returns:
-        `[S, H, d]`; on the CPU bit for bit what one SDPA call per segment gives.
+    Segments, between the `[G + 1]` boundaries `ends`, of one length go through one call of SDPA:
+    neighbours as views on the CPU, where a call costs little and a copy much, wherever they lie on
+    other devices. Half precision on CUDA is one call of torch's variable-length flash attention and
+    waits for nothing. `bias` `[S]` is added to the logits of each key; `longest` is the length of
+    the longest segment, where known. On the CPU the result is bit for bit that of a call per
+    segment.
     """
     flash = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
     if flash and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 - _WIDEN:

@@ -193,31 +193,19 @@ def attention_column_sums(
 ) -> Tensor:
     """Sum over queries of the attention that every key receives; memory does not grow with L x S.
 
-    Computed in float32 (float64 for float64). A CUDA device takes a Triton kernel wherever there
-    is no mask; everything else goes chunk by chunk through torch.
+    Computed in float32 (float64 for float64). A CUDA device takes a Triton kernel wherever there is
+    no mask; everything else goes chunk by chunk through torch. Queries `[B, H, L, D]` and keys `[B,
+    Hkv, S, D]`, H a multiple of Hkv, share keys in place; `causal` lets query i see the keys up to
+    `S - L + i`. `lse` `[B, H, L]` float32 is the log-sum-exp of the scaled and masked logits, as
+    `attend` gives it; None: found here, which costs a CUDA device another pass. `mask` is bool
+    (True = visible) or an addend to the logits; `weights`, broadcast to `[B, H, L]`, are factors of
+    the queries, of which `queries` takes a range only.
 
-    Args:
-        query: `[B, H, L, D]`.
-        key: `[B, Hkv, S, D]`, H a multiple of Hkv; grouped heads share their keys in place.
-        lse: `[B, H, L]` float32, log-sum-exp of the scaled and masked logits of every query, as
-            `attend` gives it; None: found here, which costs a CUDA device another pass.
-        scale: Factor of the logits; None means `D ** -0.5`.
-        causal: Query i sees the keys up to `S - L + i`.
-        mask: Bool (True = visible) or addend to the logits, broadcast to `[B, H, L, S]`.
-        weights: Factor of every query, broadcast to `[B, H, L]`; 0 leaves it out.
-        queries: Only those from the first number up to, not including, the second.
-        lengths: `[B]` tokens of every row that count, from its first on, where L = S.
-        cu_seqlens: `[n + 1]` where each of n packed sequences begins and the last one ends, where
-            B = 1 and L = S; each attends to itself only.
-        longest: With either, at least the length of the longest sequence: spares empty work.
-        heads: `all`: sum over heads; `key`: over those that share keys; `query`: none.
-
-    Returns:
-        `[B, S]`, `[B, Hkv, S]` or `[B, H, S]`, float32 or float64. A query that sees nothing gives
-        nothing; a key outside of all sequences receives nothing.
-
-    Raises:
-        SpecError: Shapes or options do not go together.
+    Where L = S, `lengths` `[B]` are the tokens of every row that count, or, where B = 1,
+    `cu_seqlens` `[n + 1]` the bounds of n packed sequences, each attending to itself only;
+    `longest`, at least their largest length, spares empty work. `heads` sums over `all`, over those
+    that share keys (`key`), or none (`query`): `[B, S]`, `[B, Hkv, S]` or `[B, H, S]`. A query that
+    sees nothing gives nothing, and a key outside of all sequences receives nothing.
     """
     spans = _spans(query, key, mask, queries, lengths, cu_seqlens)
     if weights is not None:

@@ -30,18 +30,11 @@ Integers = NDArray[np.int64]
 def greedy_dpp(rows: Tensor, quality: Tensor, count: int) -> Tensor:
     """Pick rows that are long and far from the span of the picks before them.
 
-    Every pick maximises the squared distance to the span of all before it, which is the factor
-    by which the determinant of the kernel `rows @ rows.T` grows. Distances shrink with every pick
-    and are updated, never recomputed: `count * N * D` at most. Once the picks span all rows, the
-    others follow by quality.
-
-    Args:
-        rows: `[..., N, D]`, features times quality; computed in float64.
-        quality: `[..., N]`, the order of the rows that the picks span.
-        count: At most N.
-
-    Returns:
-        `[..., count]` int64 in the order of picking, no index twice; ties to the lowest index.
+    Every pick maximises the squared distance to the span of all before it, which is the factor by
+    which the determinant of the kernel `rows @ rows.T` grows. Distances shrink with every pick and
+    are updated, never recomputed: `count * N * D` at most. Once the picks span all rows, the others
+    follow by quality. `rows` `[..., N, D]` are features times quality, computed in float64. Returns
+    `[..., count]` int64 in the order of picking, no index twice; ties to the lowest index.
     """
     lead, (n, width) = rows.shape[:-2], rows.shape[-2:]
     flat, most = rows.double().reshape(-1, n, width), min(count, n, width)

@@ -76,17 +76,10 @@ class Quantiser:
 
 
 def quantise(x: Tensor, bits: int, group: int, *, along_tokens: bool) -> PackedTensor:
-    """Round every group of `x` to 2^bits evenly spaced numbers between its extremes.
+    """Round every group of `x` `[..., n, d]` to 2^bits evenly spaced numbers between its extremes.
 
-    Args:
-        x: `[..., n, d]` float32, float16 or bfloat16; n and d need not be multiples of anything.
-        bits: 8, 4 or 2.
-        group: Numbers that share a scale; the last group of a row may be smaller.
-        along_tokens: Groups of consecutive tokens in one channel, instead of one token's channels.
-
-    Raises:
-        SpecError: Bits or group are not allowed.
-        MmfastError: NaN or infinity.
+    Groups are of consecutive tokens in one channel, or of one token's channels; the last one of a
+    row may be smaller. NaN and infinity are an MmfastError.
     """
     check_bits(bits, group)
     dim = -2 if along_tokens else -1
@@ -138,12 +131,7 @@ def _nearest_levels(grouped: Tensor, low: Tensor, step: Tensor, levels: int) -> 
 
 
 def dequantise(packed: PackedTensor, out: Tensor | None = None) -> Tensor:
-    """The tensor `[..., n, d]` that `packed` stands for, in the dtype it had.
-
-    Args:
-        packed: What `quantise` made.
-        out: Where to write it, a part of a larger tensor for example; None makes a new one.
-    """
+    """The tensor `[..., n, d]` that `packed` stands for, in the dtype it had, written to `out`."""
     shape = (*packed.codes.shape[:-1], packed.n, packed.width)
     codes = _out_of_bytes(packed.codes, packed.bits, packed.n * packed.width).view(shape)
     dim = -2 if packed.along_tokens else -1
@@ -162,11 +150,7 @@ def dequantise(packed: PackedTensor, out: Tensor | None = None) -> Tensor:
 
 
 def check_bits(bits: object, group: int) -> None:
-    """Refuse what cannot be packed.
-
-    Raises:
-        SpecError: Names the value and the choices.
-    """
+    """Refuse what cannot be packed, naming the value and the choices."""
     if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:
         raise SpecError(f"{bits!r} bits cannot be stored; choices: 8, 4, 2")
     if group < 1:
@@ -222,11 +206,9 @@ def _out_of_bytes(packed: Tensor, bits: int, total: int) -> Tensor:
 
 
 def dequantise_row(packs: Sequence[PackedTensor | Tensor], out: Tensor) -> None:
-    """Write parts `[..., n, d]` one behind the other; neighbours of one form are read at once.
+    """Write parts `[..., n, d]` one behind the other into `out`; tensors are copied.
 
-    Args:
-        packs: In order, at least one; a tensor is copied.
-        out: `[..., N, d]`, N the tokens of all parts together.
+    Neighbours of one form are read at once.
     """
     start = 0
     for _, group in groupby(packs, _form):

@@ -41,11 +41,7 @@ class TokenPlaces:
 
 
 class LayerSlot:
-    """Keys and values of one layer.
-
-    Attributes:
-        data: `[2, B, H, capacity, d]`; None until the first tokens say its shape.
-    """
+    """Keys and values of one layer, `[2, B, H, capacity, d]`; None until tokens say its shape."""
 
     __slots__ = ("data", "reserve")
 
@@ -98,12 +94,9 @@ class LayerSlot:
 class Placer:
     """Makes places: rotary tables and masks are prepared once and sliced.
 
-    Args:
-        angles: Cosines and sines of the positions `0..n-1`, each `[n, r]`.
-        device: Of the tables.
-        dtype: Of the masks.
-        window: How many positions a token sees, its own included; 0 is all.
-        explicit: Masks also where `causal` says the same.
+    `angles(n)` gives cosines and sines of the positions `0..n-1`, each `[n, r]`. A token sees
+    `window` positions, its own included; 0 is all. `explicit` masks also where `causal` says the
+    same.
     """
 
     def __init__(
@@ -126,13 +119,7 @@ class Placer:
         return twin
 
     def even(self, start: int, n: int, first: int = 0) -> TokenPlaces:
-        """All streams at the same position.
-
-        Args:
-            start: Position of the first new token.
-            n: New tokens.
-            first: The oldest position that may be read.
-        """
+        """`n` tokens of all streams at the same position, reading from position `first` on."""
         stop = start + n
         if self.window:
             first = max(first, start - self.window + 1)
@@ -148,13 +135,10 @@ class Placer:
     def uneven(
         self, starts: Sequence[int], n: int, firsts: Sequence[int] | None = None
     ) -> TokenPlaces:
-        """Every stream at its own position.
+        """Every stream at its own position, reading from its own first one on.
 
-        Args:
-            starts: Per stream the position of its first new token.
-            n: New tokens, of the stream with the most of them; what others write behind theirs
-                is overwritten by their next pass before anything reads it.
-            firsts: Per stream the oldest position that may be read.
+        `n` is that of the stream with the most new tokens; what others write behind theirs is
+        overwritten by their next pass before anything reads it.
         """
         begins = torch.tensor(starts, device=self._device)[:, None]  # [B, 1]
         at = begins + torch.arange(n, device=self._device)  # [B, n]
@@ -253,14 +237,10 @@ class StepPlaces:
 def advance(
     state: StreamKV, n: int, real: Tensor | None = None, window: int | None = None, width: int = 1
 ) -> StepPlaces:
-    """Places of the next n tokens.
+    """Places of the next `n` tokens after `state`, `width` of them sharing a place.
 
-    Args:
-        state: Of the step before.
-        n: New entries.
-        real: `[B, n]` bool where shorter streams are padded; padding is seen by no token.
-        window: Places that a token looks back to, its own included; None for all.
-        width: Tokens per place.
+    Padding of shorter streams, where `real` `[B, n]` is False, is seen by no token. A token looks
+    back `window` places, its own included; None for all.
     """
     if real is None:
         real = state.place.new_ones(len(state.seen), n, dtype=torch.bool)

@@ -130,12 +130,8 @@ def evidence_for(
 ) -> Evidence | None:
     """Collect the rows about media of a kind; None where all tokens were not measured.
 
-    Args:
-        kind: `image`, `multi-image`, `video` or `document`; rows of clips stand in where a kind
-            has none.
-        rows: Result rows; those of the package if None.
-        model: Rows of this model are preferred; else those of the embedded ones are all there is.
-        layers: Decoder layers of a model by its name.
+    Rows of clips stand in where a kind has none, those of the embedded models where `model` has
+    none. `layers` gives the decoder layers of a model by its name.
     """
     usable = [r for r in (shipped_rows() if rows is None else rows) if _usable(r)]
     for wanted in (kind, SUBSET):
@@ -238,15 +234,10 @@ def candidates(
     check: Callable[[tuple[Spec, ...]], object] = lambda stages: None,
     floor: float = 0.0,
 ) -> tuple[list[Candidate], list[Rejected]]:
-    """List every spec that the evidence allows on this model.
+    """List every spec that the evidence allows on this model, and the others with a reason.
 
-    Args:
-        evidence: Accuracy rows.
-        work: The request.
-        depth: Decoder layers of the model.
-        price: Predicts the cost of a spec.
-        check: Raises MmfastError for a spec that the model cannot run.
-        floor: Smallest share to keep.
+    `price` predicts the cost of a spec, `check` raises MmfastError for one that the model cannot
+    run, and no share below `floor` is kept.
     """
     best: dict[tuple[object, ...], list[tuple[float, tuple[Spec, ...]]]] = {}
     rejected: list[Rejected] = []

@@ -121,11 +121,7 @@ class Work:
 
 
 def work_of(model: Any, inputs: Mapping[str, Any]) -> Work:
-    """Read a request off what the processor returned.
-
-    Raises:
-        ModelError: The family is unknown, or there is nothing visual in the inputs.
-    """
+    """Read a request off what the processor returned; ModelError if it has nothing visual."""
     adapter = adapter_for(model)
     layouts = [
         layout

@@ -51,13 +51,7 @@ class Rates:
 
 
 def from_dict(values: Mapping[str, Any]) -> Rates:
-    """Read what `to_dict` wrote.
-
-    Raises:
-        ValueError: Something is no finite time.
-        KeyError: Something is missing.
-        TypeError: Something is of another type.
-    """
+    """Read what `to_dict` wrote; ValueError, KeyError or TypeError where it is damaged."""
     curves = {
         name: tuple((_time(n), _time(ms)) for n, ms in values[name])
         for name in ("linear", "attention", "encode", "signal")

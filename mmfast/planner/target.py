@@ -46,11 +46,7 @@ def make_target(
     quality: str | None = None,
     kind: str | None = None,
 ) -> Target:
-    """Check what a caller asked for; a target without any limit is false.
-
-    Raises:
-        MmfastError: A value that nothing can meet, or an unknown name.
-    """
+    """Check what a caller asked for; a target without any limit is false."""
     if quality is not None and quality not in QUALITIES:
         raise MmfastError(unknown("quality", quality, QUALITIES))
     if kind is not None and kind not in KINDS:
@@ -63,11 +59,7 @@ def make_target(
 
 
 def check_alone(target: Target, reduce: str | None) -> None:
-    """Refuse a target beside a spec: the planner chooses the method and its budget.
-
-    Raises:
-        MmfastError: Both are given.
-    """
+    """Refuse a target beside a spec: the planner chooses the method and its budget."""
     if target and reduce:
         raise MmfastError(
             f"reduce={reduce!r} and a target ({target}) contradict each other; "
@@ -76,11 +68,7 @@ def check_alone(target: Target, reduce: str | None) -> None:
 
 
 def parse_bytes(value: str | int | None) -> int | None:
-    """Read a limit of memory such as `"2GB"`; see `mmfast.core.size.parse_bytes`.
-
-    Raises:
-        MmfastError: It is no size, or nothing fits into it.
-    """
+    """Read a limit of memory such as `"2GB"`; see `mmfast.core.size.parse_bytes`."""
     size = sizes.parse_bytes(value, "max_memory=")
     if size is not None:
         _positive("max_memory", size, "a size such as 2GB or 1.5GiB, or a number of bytes")

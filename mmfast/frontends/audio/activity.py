@@ -165,11 +165,7 @@ class VoiceActivity:
         return state.begun.new_zeros(state.begun.shape[0], 0)
 
     def reset(self, state: ActivityState, rows: Tensor) -> ActivityState:
-        """Start streams `rows` (`[B]` bool) anew; the others go on.
-
-        Raises:
-            MmfastError: The others are in the middle of a window, which a batch shares.
-        """
+        """Start streams `rows` (`[B]` bool) anew; the others have to be between two windows."""
         if bool(rows.all()):
             return self.start(len(rows))
         if state.begun.shape[1]:

@@ -58,14 +58,7 @@ _MAGIC = (
 
 
 def sniff_sound(name: str, head: bytes) -> str:
-    """Detect the kind of a sound file from its first bytes.
-
-    Returns:
-        A key of `AUDIO_KINDS` or of `VIDEO_KINDS`, or `OTHER`.
-
-    Raises:
-        MediaError: It is an image.
-    """
+    """Detect the kind of a sound file from its first bytes; `OTHER` where it is unknown."""
     kind = next((k for k, at, magic in _MAGIC if head[at : at + len(magic)] == magic), "")
     kind = kind or magic_kind(head)
     if kind in IMAGE_KINDS:

@@ -30,11 +30,7 @@ def check_pcm(pcm: Any, batch: int | None = None) -> Tensor:
 
 
 def check_codes(codes: Any, books: int, size: int, batch: int | None = None) -> Tensor:
-    """Return codes `[B, Q, t]`, whole numbers in `[0, size)`, 1 to `books` books; t may be 0.
-
-    Raises:
-        MediaError: The input is something else.
-    """
+    """Return codes `[B, Q, t]` in `[0, size)` of 1 to `books` books, t may be 0; or raise."""
     whole = isinstance(codes, Tensor) and codes.dtype in (torch.int64, torch.int32, torch.int16)
     if not whole:
         kind = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__

@@ -410,11 +410,7 @@ def _decoded(packet: Any) -> list[Any]:
 
 
 def running_rgb(frame: Any, name: str, limits: Limits) -> Frame:
-    """Convert one item of `running_frames` to upright RGB [H, W, 3].
-
-    Raises:
-        MediaError: It is an exception, or of a size that the limits refuse.
-    """
+    """Convert one item of `running_frames` to upright RGB [H, W, 3]; raise if it is broken."""
     if isinstance(frame, BaseException):
         raise MediaError(f"a packet of {name} cannot be decoded ({first_line(frame)})")
     limits.check_picture(name, frame.width, frame.height)

@@ -59,11 +59,7 @@ class FrameQueue:
             return room
 
     def take(self, patience: float | None = None) -> Any:
-        """Return the next item; raise the error of the end, or StopIteration.
-
-        Raises:
-            TimeoutError: Nothing came within `patience` seconds.
-        """
+        """Return the next item; raise the end's error, StopIteration, or TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._queue or self._ended, patience):
                 raise TimeoutError

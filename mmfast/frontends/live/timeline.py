@@ -40,11 +40,7 @@ class SteadyTimes:
         self._late = self._still = 0
 
     def place(self, time: float | None) -> float | None:
-        """Return the time at which to show a frame; None to drop it.
-
-        Raises:
-            MediaError: The clock has stood still for a thousand frames.
-        """
+        """Return the time at which to show a frame, None to drop it; refuse a clock that stands."""
         last = self._last
         if time is None:
             at = 0.0 if last is None else last + 1 / self._rate

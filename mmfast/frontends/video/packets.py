@@ -314,11 +314,7 @@ class SliceReader:
         self._at = 0  # number of the packet that comes next
 
     def frames(self, job: SliceJob, go_on: Callable[[], bool]) -> Iterator[tuple[Any, int]]:
-        """Yield the wanted frames with their ticks, in order, while `go_on` returns True.
-
-        Raises:
-            Damage: A packet or a frame differs from the plan, or does not decode.
-        """
+        """Yield the wanted frames with their ticks while `go_on`; `Damage` if they differ."""
         left = iter(job.wanted)
         due = next(left)
         for frame in self._decoded(job, go_on):

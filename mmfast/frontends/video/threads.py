@@ -94,11 +94,7 @@ class LaneQueue:
         return self._peak
 
     def put(self, lane: int, item: Any, size: int) -> None:
-        """Add an item of `size` bytes to a lane; wait for room.
-
-        Raises:
-            Stopped: The consumer has stopped.
-        """
+        """Add an item of `size` bytes to a lane; wait for room; `Stopped` once the consumer has."""
         with self._changed:
             mine = self._lanes.setdefault(lane, deque())
             self._changed.wait_for(lambda: self._stopped or self._room(lane, mine, size))
