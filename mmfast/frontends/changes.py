@@ -62,18 +62,7 @@ class FrameGate:
         return GateState()
 
     def step(self, state: GateState, frame: Pixels | Tensor) -> tuple[GateState, bool]:
-        """Judge one frame.
-
-        Args:
-            state: State after the frames before.
-            frame: `[H, W, 3]` uint8.
-
-        Returns:
-            The next state, and True where the frame is to be encoded.
-
-        Raises:
-            MmfastError: Another shape or dtype.
-        """
+        """Judge a frame `[H, W, 3]` uint8; return the next state, and True where it passes."""
         pixels = _pixels(frame)
         size = (pixels.shape[0], pixels.shape[1])
         cells = cell_means(pixels)

@@ -330,12 +330,9 @@ Cut = Callable[[tuple[int, int, int], int], Sequence[Box]]
 
 
 def pool_boxes(tokens: Tokens, count: int, cut: Cut) -> Reduction:
-    """Average every box that `cut(grid, count)` makes of the raster.
+    """Average every box that `cut(grid, count)` makes of the raster; without a grid of a row.
 
-    Args:
-        tokens: `x` `[..., N, D]`; without a `grid` it is one row of tokens.
-        count: Number of boxes. Each stands at the place of its middle token.
-        cut: Boxes that cover every token once.
+    A box stands at the place of its middle token; boxes cover every token once.
     """
     keep, target = _plan(tokens.grid or (1, 1, tokens.n), count, cut)
     lead, device = tokens.x.shape[:-2], tokens.x.device

@@ -13,14 +13,9 @@ from mmfast.core.tokens import Tokens
 
 
 def stable_topk(score: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores, best first; ties go to the lowest index.
+    """Indices `[..., count]` of the highest scores `[..., N]`, best first; ties: lowest index.
 
-    Args:
-        score: `[..., N]`.
-        count: At most N.
-
-    Returns:
-        `[..., count]` int64. `torch.topk` leaves the order of ties open, and CPU and CUDA differ.
+    `torch.topk` leaves the order of ties open, and CPU and CUDA differ.
     """
     return score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
@@ -111,12 +106,7 @@ def even_spots(count: int, n: int, device: torch.device | None = None) -> Tensor
 
 
 def one_by_one(reduce: Callable[[Tokens], Reduction], tokens: Tokens) -> Reduction:
-    """`reduce` on each item of `tokens` `[..., N, D]`, stacked; every item keeps the same number.
-
-    Args:
-        reduce: From tokens without leading dims to a Reduction without a mix.
-        tokens: Any leading dims.
-    """
+    """`reduce` on each item of `tokens` `[..., N, D]`, stacked; all keep the same number."""
     lead = tuple(tokens.x.shape[:-2])
     items = [tokens]
     for size in lead:

@@ -36,11 +36,7 @@ class Plan:
         return sum(self.memory.values())
 
     def to_dict(self, measured_ms: float | None = None) -> dict[str, Any]:
-        """The document that `mmfast plan --json` prints.
-
-        Args:
-            measured_ms: Milliseconds to the first token as they turned out.
-        """
+        """The document that `mmfast plan --json` prints, beside the time that was measured."""
         parts = {name: round(ms, 3) for name, ms in self.ttft_ms.items()}
         document: dict[str, Any] = {
             "reduce": self.spec,
