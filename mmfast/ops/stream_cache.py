@@ -290,7 +290,7 @@ def stack(states: Sequence[StreamKV]) -> StreamKV:
 
 
 def _grown(x: Tensor, count: int, dim: int, value: int) -> Tensor:
-    """So many more entries in front along a dimension; the tensor itself where there are none."""
+    """So many more entries in front along a dimension; the tensor itself for 0."""
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (count, 0), value=value) if count else x
 
 

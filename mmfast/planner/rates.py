@@ -122,7 +122,7 @@ def rates_key(device: torch.device, dtype: torch.dtype, model: str) -> dict[str,
 
 
 def read_rates(key: Mapping[str, Any]) -> Rates | None:
-    """Rates measured earlier; None where there are none, or the file is not what we wrote."""
+    """Rates measured earlier, if any; None too where the file is not what we wrote."""
     try:
         document = json.loads(_path(key).read_text(encoding="utf-8"))
         return from_dict(document["rates"]) if document["key"] == dict(key) else None

@@ -34,7 +34,7 @@ class CodecLayer:
         raise NotImplementedError
 
     def finish(self, state: Any) -> Tensor | None:
-        """Return the outputs left at the end; None where there are none."""
+        """Return the outputs left at the end, if any; else None."""
         return None
 
     def count(self, n: int) -> int:
