@@ -163,8 +163,7 @@ def _named(suite: str, what: str) -> Any:
 
 
 _Preset = Annotated[
-    str | None,
-    typer.Option(help="Model shape; tiny if absent.", autocompletion=complete_preset),
+    str | None, typer.Option(help="Model shape; tiny if absent.", autocompletion=complete_preset)
 ]
 _Stages = Annotated[str, typer.Option(help="Of vit, llm, decode, ttft, selection.")]
 _Selection = Annotated[

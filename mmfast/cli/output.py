@@ -109,9 +109,7 @@ def print_checks(rows: Sequence[Any], as_json: bool) -> None:
         return print_json([asdict(row) for row in rows])
     mark = {True: "ok", False: "missing"}
     _table(
-        _out(),
-        ("what", "", "found", "fix"),
-        [(r.what, mark[r.ok], r.found, r.fix) for r in rows],
+        _out(), ("what", "", "found", "fix"), [(r.what, mark[r.ok], r.found, r.fix) for r in rows]
     )
 
 

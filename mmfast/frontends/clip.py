@@ -119,13 +119,7 @@ class Clip:
 
 
 def make_clip(
-    frames: Frames,
-    rows: Indices,
-    times: Floats,
-    end: float,
-    rate: float,
-    source: str,
-    backend: str,
+    frames: Frames, rows: Indices, times: Floats, end: float, rate: float, source: str, backend: str
 ) -> Clip:
     """Assemble a clip from frames [m, H, W, 3], their numbers [m] and all times [n]."""
     duration = max(float(end - times[0]), 1e-6)

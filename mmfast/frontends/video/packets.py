@@ -384,10 +384,7 @@ def slice_reader(source: MediaSource, limits: Limits, threads: str) -> Iterator[
         if threads == "NONE":
             stream.codec_context.thread_count = 1
         # Errors must not be concealed: decoding from the start conceals them in another way.
-        stream.codec_context.options = {
-            "max_pixels": str(limits.pixels),
-            "err_detect": "explode",
-        }
+        stream.codec_context.options = {"max_pixels": str(limits.pixels), "err_detect": "explode"}
         with refusing(source.name):
             reader = SliceReader(file, stream, Budget(limits, source.name))
         yield reader
