@@ -151,17 +151,12 @@ class Refresh:
             rows = (change > (self.threshold or 0.0)).nonzero()[:, 0]
         if not bool(change.any()):
             return rows  # the frame is the reference, however old that is
-        due = self.every is not None and since >= self.every
-        if due or len(rows) == n or self._is_cut(change, rows):
+        if len(rows) == n or (self.every is not None and since >= self.every):
             return None
-        return rows.sort().values
-
-    def _is_cut(self, change: Tensor, rows: Tensor) -> bool:
-        """Return True if too much change would be left out."""
-        if self.cut is None:
-            return False
         stale = torch.ones_like(change).index_fill(0, rows, 0.0)
-        return bool((change * stale).sum() > self.cut * stale.sum())
+        if self.cut is not None and bool((change * stale).sum() > self.cut * stale.sum()):
+            return None  # too much change would be left out
+        return rows.sort().values
 
 
 def changes(patches: Tensor, reference: Tensor) -> Tensor:

@@ -146,6 +146,11 @@ class Budget:
 
 _HEAD = 512  # bytes read to detect the kind of a file; two transport stream packets fit
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://|^data:", re.ASCII)
+_REFUSED = {
+    "file": "file:// addresses are refused; give the plain path",
+    "data": "data: addresses are refused; decode it and give the bytes",
+}
+_NETWORK = "network sources are off; download the file first"
 
 # kind -> offset and magic. The kind comes from the bytes, never from the file's suffix.
 _MAGIC: tuple[tuple[str, int, bytes], ...] = (
@@ -247,7 +252,8 @@ def _from_path(media: Any, limits: Limits, kind_of: Sniffer) -> MediaSource:
     text = os.fsdecode(media)
     name = quote(text)
     if _URL.match(text):
-        raise _network(text, name)
+        scheme = text.split(":", 1)[0].lower()
+        raise MediaError(f"{name}: " + _REFUSED.get(scheme, _NETWORK))
     path = Path(text)
     try:
         if not text:
@@ -275,15 +281,6 @@ def _from_path(media: Any, limits: Limits, kind_of: Sniffer) -> MediaSource:
     if not size:
         raise MediaError(f"{name} is empty (0 bytes): copy or download it again")
     return MediaSource(name, path.absolute(), size, kind_of(name, head))
-
-
-def _network(text: str, name: str) -> MediaError:
-    scheme = text.split(":", 1)[0].lower()
-    if scheme == "file":
-        return MediaError(f"{name}: file:// addresses are refused; give the plain path")
-    if scheme == "data":
-        return MediaError(f"{name}: data: addresses are refused; decode it and give the bytes")
-    return MediaError(f"{name}: network sources are off; download the file first")
 
 
 def _drain(file: Any, limits: Limits) -> tuple[bytes, str]:

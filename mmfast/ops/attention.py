@@ -32,7 +32,13 @@ def attend(
         )
         if choice == SDPBackend.FLASH_ATTENTION.value:
             if not query.is_cuda:
-                return _on_host(query, key, value, mask, causal, scale)
+                if mask is not None and mask.dtype == torch.bool:
+                    hidden = ~mask
+                    mask = torch.zeros_like(mask, dtype=query.dtype)
+                    mask.masked_fill_(hidden, -torch.inf)
+                flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+                out, lse = flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+                return out, lse
             if query.shape[-1] % 8 == 0:  # else sdpa pads
                 flash = torch.ops.aten._scaled_dot_product_flash_attention
                 out, lse, *_ = flash(query, key, value, 0.0, causal, False, scale=scale)
@@ -41,21 +47,6 @@ def attend(
         query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped
     )
     return out, None
-
-
-def _on_host(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
-    return out, lse
 
 
 _WIDEN = 8  # channels that carry a bias through flash kernels, which take no mask
@@ -82,7 +73,16 @@ def segment_attention(
     """
     flash = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
     if flash and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 - _WIDEN:
-        return _flash(q, k, v, ends, scale, bias, longest)
+        from torch.nn.attention.varlen import varlen_attn
+
+        width, ends = v.shape[-1], ends.to(torch.int32)
+        longest = max(lengths_of(ends)) if longest is None else longest
+        if bias is not None:  # carried by extra channels of q and k
+            q, k = widened(q, k, bias, scale)
+            v = F.pad(v, (0, _WIDEN))
+        whole = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale)
+        assert isinstance(whole, Tensor)
+        return whole[..., :width]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     for length, rows in _parts(ends, q.device):
         # [G, H, n, d]; a slice is a view, a list of rows is a gather
@@ -148,28 +148,6 @@ def groups_of(
 
 def _rows(x: Tensor, rows: Tensor | slice) -> Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-
-
-def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: Tensor,
-    scale: float,
-    bias: Tensor | None,
-    longest: int | None,
-) -> Tensor:
-    """One variable-length call; a bias is carried by extra channels of q and k."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    width, ends = v.shape[-1], ends.to(torch.int32)
-    longest = max(lengths_of(ends)) if longest is None else longest
-    if bias is not None:
-        q, k = widened(q, k, bias, scale)
-        v = F.pad(v, (0, _WIDEN))
-    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale)
-    assert isinstance(out, Tensor)
-    return out[..., :width]
 
 
 def widened(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:

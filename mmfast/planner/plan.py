@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmfast.planner.candidates import Candidate, Rejected
-from mmfast.planner.cost import Work
+from mmfast.planner.candidates import Rejected
 
 
 @dataclass(frozen=True)
@@ -54,29 +53,3 @@ class Plan:
             document["measured_ttft_ms"] = round(measured_ms, 3)
             document["measured_over_predicted"] = round(measured_ms / self.total_ms, 3)
         return document
-
-
-def plan_of(
-    choice: Candidate,
-    stock: Candidate,
-    work: Work,
-    spent: tuple[float, float],
-    met: bool,
-    why: tuple[str, ...],
-    rejected: Sequence[Rejected],
-) -> Plan:
-    """Make a candidate a plan; `spent` are the milliseconds of reading and of planning."""
-    cost = choice.cost
-    parts = ("encode", "select", "prefill", "overhead")
-    return Plan(
-        spec=choice.spec,
-        ttft_ms={"read": spent[0], "plan": spent[1]} | {p: getattr(cost, p) for p in parts},
-        visual_tokens=work.visual,
-        kept_tokens=cost.kept,
-        mean_tokens=cost.mean,
-        memory={name: getattr(cost, name) for name in ("weights", "kv", "activations")},
-        accuracy=(choice.accuracy, stock.accuracy),
-        met=met,
-        why=why,
-        rejected=tuple(rejected),
-    )

@@ -37,7 +37,7 @@ from mmfast.planner.candidates import (
 )
 from mmfast.planner.cost import Cost, ModelShape, Work, work_of
 from mmfast.planner.learner import Learner, Run
-from mmfast.planner.plan import Plan, plan_of
+from mmfast.planner.plan import Plan
 from mmfast.planner.rates import Rates
 from mmfast.planner.target import FAST_SHARE, QUALITIES, Target
 
@@ -254,7 +254,19 @@ class Planner:
         evidence, depth = self._evidence(kind), self.learner.bench.shape.depth
         rejected += passed_over(choice, evidence, depth, rejected)
         why = reasons(choice, steps, found, target, evidence, work, gone)
-        return plan_of(choice, found[0], work, (spent, planning), met, why, rejected)
+        cost, parts = choice.cost, ("encode", "select", "prefill", "overhead")
+        return Plan(
+            spec=choice.spec,
+            ttft_ms={"read": spent, "plan": planning} | {p: getattr(cost, p) for p in parts},
+            visual_tokens=work.visual,
+            kept_tokens=cost.kept,
+            mean_tokens=cost.mean,
+            memory={name: getattr(cost, name) for name in ("weights", "kv", "activations")},
+            accuracy=(choice.accuracy, found[0].accuracy),
+            met=met,
+            why=why,
+            rejected=tuple(rejected),
+        )
 
     def _weigh(
         self, work: Work, target: Target, call: str, gone: float, kind: str

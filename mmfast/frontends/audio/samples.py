@@ -42,7 +42,10 @@ def mix(samples: Any, name: str, axis: int | None = None) -> Tensor:
             return _scaled(pcm, name).mean(dim=channels)
         if pcm.numel() == 0:
             return torch.zeros(0)
-    raise _no_sound(name, pcm)
+    raise MediaError(
+        f"{name} has shape {tuple(pcm.shape)}: one sound is [n], [channels, n] or [n, channels] "
+        f"with at most {_CHANNELS} channels"
+    )
 
 
 def check(pcm: Tensor, name: str, before: float = 0.0, rate: int = 0) -> Tensor:
@@ -96,13 +99,6 @@ def _scaled(pcm: Tensor, name: str) -> Tensor:
             f"customary full scale: convert it to float32 in -1..1, int16, int32 or uint8"
         )
     return pcm.float()
-
-
-def _no_sound(name: str, pcm: Tensor) -> MediaError:
-    return MediaError(
-        f"{name} has shape {tuple(pcm.shape)}: one sound is [n], [channels, n] or [n, channels] "
-        f"with at most {_CHANNELS} channels"
-    )
 
 
 def decode_pcm(data: bytes, encoding: str, channels: int = 1) -> tuple[Tensor, bytes]:

@@ -33,6 +33,8 @@ _RTSP_PROTOCOLS = {"rtsp": "rtsp,rtp,tcp", "rtsps": "rtsp,rtp,tcp,tls"}
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
+_EXAMPLES = "rtsp://, rtsps://, http:// or https:// and a host"
+
 Allowed = bool | Collection[str]
 
 
@@ -67,12 +69,12 @@ def check_address(text: str, allowed: Allowed) -> Address:
         url = urlsplit(text)
         port = url.port
     except ValueError as error:
-        raise MediaError(f"the address is not a URL ({error}): give {_examples()}") from None
+        raise MediaError(f"the address is not a URL ({error}): give {_EXAMPLES}") from None
     name, scheme = shown(url), url.scheme.lower()
     if scheme not in PORTS:
-        raise MediaError(f"{name}: scheme {scheme!r} is refused; give {_examples()}")
+        raise MediaError(f"{name}: scheme {scheme!r} is refused; give {_EXAMPLES}")
     if not url.hostname or any(c.isspace() or ord(c) < 32 for c in text):
-        raise MediaError(f"{name} is not an address: give {_examples()}")
+        raise MediaError(f"{name} is not an address: give {_EXAMPLES}")
     if allowed is False:
         raise MediaError(f"{name}: network sources are off; allow them with allow_network=True")
     host = url.hostname
@@ -85,10 +87,6 @@ def check_address(text: str, allowed: Allowed) -> Address:
     port = port or PORTS[scheme]
     ip = _resolve(name, host, port, private=listed is not None)
     return Address(url._replace(scheme=scheme), host, port, ip)
-
-
-def _examples() -> str:
-    return "rtsp://, rtsps://, http:// or https:// and a host"
 
 
 def _resolve(name: str, host: str, port: int, private: bool) -> str:

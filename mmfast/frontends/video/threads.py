@@ -25,18 +25,8 @@ from mmfast.frontends.clip import Frame, Frames, Orientation, write_rgb
 from mmfast.frontends.container import Header, open_video
 from mmfast.frontends.sampling import Indices, sample_stream
 from mmfast.frontends.source import Damage, Limits, MediaSource, Mismatch, refusing
-from mmfast.frontends.video.packets import (
-    Facts,
-    PacketGroup,
-    SliceJob,
-    SliceReader,
-    groups,
-    jobs,
-    slice_reader,
-    slices,
-    unit_reader,
-    with_wanted,
-)
+from mmfast.frontends.video import packets
+from mmfast.frontends.video.packets import Facts, PacketGroup, SliceJob, SliceReader
 
 
 @dataclass(frozen=True)
@@ -183,9 +173,9 @@ def suits(source: MediaSource, header: Header) -> bool:
     return source.kind in _KINDS and header.progressive and header.codec in _CODECS
 
 
-def worth(packets: float, pixels: int) -> bool:
+def worth(count: float, pixels: int) -> bool:
     """Return True if decoding is long enough for several threads."""
-    return packets * pixels >= _WORTH
+    return count * pixels >= _WORTH
 
 
 @dataclass
@@ -233,7 +223,7 @@ class SliceThreads:
                 lane, jobs = self._draw()
                 if jobs is None:
                     return
-                with slice_reader(self.source, self.limits, style) as reader:
+                with packets.slice_reader(self.source, self.limits, style) as reader:
                     while jobs is not None:
                         self._decode(reader, lane, jobs)
                         self.order.end(lane)
@@ -305,7 +295,7 @@ def scan(
 
     `Mismatch` if there are too many or their facts are unreadable, `Damage` if one is broken.
     """
-    look = unit_reader(header)
+    look = packets.unit_reader(header)
     if look is None:
         raise Mismatch
     with open_video(source, limits, "SLICE") as (container, stream):
@@ -339,7 +329,7 @@ def sampled(
     seen: deque[PacketGroup] = deque()
 
     def ticks() -> Iterator[tuple[int, float]]:
-        for group in groups(scan(source, limits, header)):
+        for group in packets.groups(scan(source, limits, header)):
             seen.append(group)
             shown = group.ticks
             yield from zip(shown.tolist(), header.seconds(shown).tolist(), strict=True)
@@ -350,7 +340,8 @@ def sampled(
         return (rgb, float(header.seconds(tick))), rgb.nbytes
 
     wanted = (tick for tick, _ in sample_stream(ticks(), fps, tolerance))
-    parts = slices(jobs(with_wanted(wanted, seen)), SLICE, _KEPT)
+    planned = packets.jobs(packets.with_wanted(wanted, seen))
+    parts = packets.slices(planned, SLICE, _KEPT)
     yield from crew(source, limits, parts, convert, ahead, size[0] * size[1]).items()
 
 
@@ -369,7 +360,8 @@ def fill(
     """
     pixels = out.shape[1] * out.shape[2]
     workers = crew_size(pixels)
-    parts = list(slices(jobs(with_wanted(iter(ticks.tolist()), deque(found))), SLICE, 1 << 60))
+    planned = packets.jobs(packets.with_wanted(iter(ticks.tolist()), deque(found)))
+    parts = list(packets.slices(planned, SLICE, 1 << 60))
     cost = sum(job.cost for part in parts for job in part)
     if min(workers, len(parts)) < 2 or not worth(cost, pixels):
         return False
