@@ -212,8 +212,7 @@ def mel_filters(
 ) -> Tensor:
     """Triangles on the HTK mel scale, peak 1, from 0 Hz to `top` (half the rate when left out).
 
-    Returns:
-        `[size // 2 + 1, bins]`, float64: one column per mel bin.
+    Float64 `[size // 2 + 1, bins]`: one column per mel bin.
     """
     highest = 2595.0 * math.log10(1.0 + (rate / 2 if top is None else top) / 700.0)
     mels = torch.linspace(0.0, highest, bins + 2, dtype=torch.float64)

@@ -88,8 +88,6 @@ def _hash(rows: Tensor) -> Tensor:
 
 
 _FEW, _WIDTH, _GROUP = 12, 64, 64
-
-
 _ALL_AT_ONCE = 256  # rows up to which the whole product costs less than the search
 
 

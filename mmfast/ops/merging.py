@@ -147,8 +147,10 @@ def neighbour_merge(
     elif weight is not None:
         scale = 1 / (1 + weight.sum(-1))
     heaviest = rest.gather(-1, attn.gather(-1, rest).argmax(-1, keepdim=True))
-    outputs = _standing(listed, heaviest, n)
-    slots = outputs.owner.gather(-1, torch.cat([listed, heaviest], dim=-1))
+    target = heaviest.expand(*heaviest.shape[:-1], n).contiguous().scatter_(-1, listed, listed)
+    keep = torch.cat([listed, heaviest], dim=-1)
+    outputs = Reduction.merge(keep.unique() if listed.ndim == 1 else keep, target)
+    slots = outputs.owner.gather(-1, keep)
     own, last = slots[..., :-1], slots[..., -1:]
     share = attn.gather(-1, rest)
     if not raw:
@@ -159,15 +161,6 @@ def neighbour_merge(
         parts.append((own.gather(-1, source), near, (weight * scale[..., None]).flatten(-2)))
     mix = Mix(*(torch.cat(column, dim=-1) for column in zip(*parts, strict=True)))
     return replace(outputs, mix=mix, order=slots)
-
-
-def _standing(listed: Tensor, heaviest: Tensor, n: int) -> Reduction:
-    """Assign every listed token to itself and all others to the heaviest one."""
-    target = heaviest.expand(*heaviest.shape[:-1], n).contiguous().scatter_(-1, listed, listed)
-    keep = torch.cat([listed, heaviest], dim=-1)
-    if listed.ndim == 1:
-        keep = keep.unique()
-    return Reduction.merge(keep, target)
 
 
 def _neighbours(rows: Tensor, listed: Tensor, rest: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -213,7 +206,9 @@ def contextual_merge(
     targets = rest[..., spots]  # [..., c]
     target = torch.arange(n, device=rest.device).expand(shape).contiguous()
     if count:
-        joined = targets.gather(-1, _assign(metric, rest, targets))
+        rows = unit_rows(metric)
+        nearest = nearest_rows(gather_rows(rows, rest), gather_rows(rows, targets))
+        joined = targets.gather(-1, nearest)
         joined[..., spots] = targets
         target.scatter_(-1, rest, joined)
     else:
@@ -233,12 +228,6 @@ def context_count(context: float, budget: int, method: str) -> int:
             f"choose a share from 0 to below 1 or a number from 1 to {budget}"
         )
     return int(context) if context >= 1 else round(context * budget)
-
-
-def _assign(metric: Tensor, rest: Tensor, targets: Tensor) -> Tensor:
-    """Number of the target with the most similar row for each remaining token, `[..., R]`."""
-    rows = unit_rows(metric)
-    return nearest_rows(gather_rows(rows, rest), gather_rows(rows, targets))
 
 
 def _weights(merged: Reduction, target: Tensor, half: float) -> Tensor:
@@ -284,7 +273,7 @@ def match(
     return Matching(unmerged, source, partner.gather(-1, source))
 
 
-Box = tuple[int, int, int, int, int, int]  # start and stop of frames, rows and columns
+Box = tuple[int, ...]  # start and stop of frames, rows and columns
 
 
 @lru_cache(maxsize=64)
@@ -318,12 +307,7 @@ def _halve(box: Box, share: int) -> tuple[tuple[Box, int], tuple[Box, int]]:
     start = box[2 * axis]
     first, second = list(box), list(box)
     first[2 * axis + 1] = second[2 * axis] = start + cut
-    return (_box(first), left), (_box(second), share - left)
-
-
-def _box(values: list[int]) -> Box:
-    t0, t1, y0, y1, x0, x1 = values
-    return t0, t1, y0, y1, x0, x1
+    return (tuple(first), left), (tuple(second), share - left)
 
 
 Cut = Callable[[tuple[int, int, int], int], Sequence[Box]]

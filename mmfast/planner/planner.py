@@ -227,13 +227,10 @@ class Planner:
             if self._planning_ms is None:
                 # The first time imports every method and measures what choosing takes.
                 self._weigh(work, target, call, spent, media)
-                self._planning_ms = self._time(work, target, call, spent, media)
+                start = time.perf_counter()
+                self._weigh(work, target, call, spent, media)
+                self._planning_ms = (time.perf_counter() - start) * 1e3
         return self.decide(work, target, call, spent, strict, media, self._planning_ms)
-
-    def _time(self, *request: Any) -> float:
-        start = time.perf_counter()
-        self._weigh(*request)
-        return (time.perf_counter() - start) * 1e3
 
     def decide(
         self,

@@ -26,9 +26,8 @@ Reason = Literal["", "silence", "length", "commit", "end"]
 class TurnEvent:
     """Event in the stream; times in ms count from the start of the session.
 
-    Attributes:
-        pcm: Samples `[n]`: of "speech_started" the turn so far, of "sound" the samples since, of
-            "turn" all of it, trailing silence cut to the padding.
+    Its samples `[n]` are those of the turn so far ("speech_started"), since then ("sound"), or all
+    of it, trailing silence cut to the padding ("turn").
     """
 
     kind: Kind  # "sound": samples of a turn, if requested; "timeout": silence for too long

@@ -123,7 +123,14 @@ def count_frames(
             break
     if decoder is None or not ticks:
         raise no_frames(source, decoder.faults if decoder else [])
-    _judge(source, decoder, len(ticks))
+    faults = len(decoder.faults)
+    if 2 * faults > decoder.packets:
+        raise MediaError(
+            f"{source.name} is damaged: {faults} of {decoder.packets} packets cannot be decoded "
+            f"({decoder.faults[0]}); copy or download it again"
+        )
+    if faults:
+        logger.warning("%s: %d damaged packets, %d frames left", source.name, faults, len(ticks))
     found = _strict(index.ticks.tolist(), len(ticks)) if source.kind == "avi" else None
     found = found or _strict(ticks, len(ticks)) or _strict(index.ticks.tolist(), len(ticks))
     if found is None:
@@ -139,17 +146,6 @@ def _strict(ticks: list[int | None], count: int) -> list[int] | None:
     known = [tick for tick in ticks if tick is not None]
     rising = all(a < b for a, b in pairwise(known))
     return known if len(known) == count and rising else None
-
-
-def _judge(source: MediaSource, decoder: PacketDecoder, frames: int) -> None:
-    faults = len(decoder.faults)
-    if 2 * faults > decoder.packets:
-        raise MediaError(
-            f"{source.name} is damaged: {faults} of {decoder.packets} packets cannot be decoded "
-            f"({decoder.faults[0]}); copy or download it again"
-        )
-    if faults:
-        logger.warning("%s: %d damaged packets, %d frames left", source.name, faults, frames)
 
 
 def read_counted(

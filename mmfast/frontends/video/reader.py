@@ -111,15 +111,12 @@ def read_file(source: MediaSource, ask: Ask, limits: Limits, backend: str) -> Cl
         clip = plan.attempt(
             index, "pyav", lambda *want: decoders.read_exact(source, limits, index, turn, *want)
         )
-    return clip or _counted(plan, index)
-
-
-def _counted(plan: _FilePlan, index: Index) -> Clip:
-    """Read by counting frames from the start, which damage and missing times ask for."""
-    index, threads = decoders.count_frames(plan.source, plan.limits, plan.header, index)
-    asked, rows, out = plan.choose(index)
-    decoders.read_counted(plan.source, plan.limits, rows, plan.turn, out, threads)
-    return plan.clip(index, asked, rows, out, "pyav")
+    if clip is None:  # damage and missing times ask for counting from the start
+        index, style = decoders.count_frames(source, limits, header, index)
+        asked, wanted, frames = plan.choose(index)
+        decoders.read_counted(source, limits, wanted, turn, frames, style)
+        clip = plan.clip(index, asked, wanted, frames, "pyav")
+    return clip
 
 
 def iter_file(
