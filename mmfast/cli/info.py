@@ -63,10 +63,7 @@ def checks() -> list[Check]:
     return [
         Check("mmfast", True, mmfast.__version__),
         Check("python", sys.version_info >= (3, 11), platform.python_version(), "use Python 3.11+"),
-        *(
-            _package(name)
-            for name in ("torch", "torchvision", "transformers", "timm", "av", "rich")
-        ),
+        *map(_package, ("torch", "torchvision", "transformers", "timm", "av", "rich")),
         _package("decord", required=False, fix="none needed: PyAV reads video instead"),
         _package("triton", required=False, fix="only used on CUDA devices"),
         *_devices(),

@@ -77,7 +77,6 @@ Memory = Annotated[
 ]
 Quality = Annotated[str | None, typer.Option("--quality", help="high, balanced or fast.")]
 
-
 Source = Annotated[
     str, typer.Argument(help="Video file, folder of frames, camera number, or address.")
 ]

@@ -110,16 +110,13 @@ def _print(made: Plan, target: Target, ms: float | None, as_json: bool) -> None:
 
     if as_json:
         return print_json(made.to_dict(ms))
+    megabytes = {name: size / 1e6 for name, size in made.memory.items()}
     rows: list[tuple[object, ...]] = [
         ("reduce", made.spec or "all tokens", f"for {target}"),
         ("visual tokens", f"{made.kept_tokens} of {made.visual_tokens}", "after the last stage"),
         ("per layer", f"{made.mean_tokens:.0f}", "mean over the decoder layers"),
         ("first token", f"{made.total_ms:.0f} ms", _parts(made.ttft_ms, "{:.3g}")),
-        (
-            "memory",
-            format_bytes(made.total_bytes),
-            _parts({k: v / 1e6 for k, v in made.memory.items()}),
-        ),
+        ("memory", format_bytes(made.total_bytes), _parts(megabytes)),
     ]
     if ms is not None:
         rows.append(("measured", f"{ms:.0f} ms", f"{ms / made.total_ms:.2f} of the prediction"))

@@ -67,8 +67,7 @@ def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:
 def keep_marked(stands: Tensor, tokens: Tokens) -> Reduction:
     """Keep the tokens that stand, `[..., N]` bool, equally many in every row, in every head."""
     keep = _each(marked(stands), tokens.x.shape[-3:-2])
-    whole = keep.shape[-1] == tokens.n
-    return Reduction.prune(keep, tokens.n) if not whole else _all(tokens)
+    return _all(tokens) if keep.shape[-1] == tokens.n else Reduction.prune(keep, tokens.n)
 
 
 def _all(tokens: Tokens) -> Reduction:

@@ -262,19 +262,15 @@ def shots(video: Tensor, least: int, tau: float) -> list[tuple[int, int]]:
     Frames of `[T, n, D]` are compared by their mean token; `least` segments are cut at least.
     Returns the first and last frame of each, in order.
     """
-    frames = _mean_tokens(video)  # [T, D]
+    if video.device.type != "cpu":
+        frames = video.double().mean(1)  # [T, D]
+    else:
+        frames = torch.stack([frame.double().mean(0) for frame in video])
     alike = snap(paired_cosine(frames[:-1], frames[1:]))  # [T - 1]
     cut = alike < tau
     cut[stable_topk(-alike, min(max(least, 1), len(frames)) - 1)] = True
     last = [*torch.nonzero(cut)[:, 0].tolist(), len(frames) - 1]
     return list(zip([0, *(end + 1 for end in last[:-1])], last, strict=True))
-
-
-def _mean_tokens(video: Tensor) -> Tensor:
-    """Mean token of each frame, `[T, D]` float64."""
-    if video.device.type != "cpu":
-        return video.double().mean(1)
-    return torch.stack([frame.double().mean(0) for frame in video])
 
 
 def first_frame(x: Tensor, grid: tuple[int, int, int], budget: int) -> Tensor:

@@ -246,7 +246,10 @@ def candidates(
         if stages[0].method.name == BASELINE:
             continue
         reason = _unfit(stages, work, check)
-        good, doubts = ([], []) if reason else evidence.allowed(curve, _shares(curve))
+        shares = [share for share, _ in curve.points]
+        if curve.single:
+            shares = sorted({*SHARES, *shares}, reverse=True)
+        good, doubts = ([], []) if reason else evidence.allowed(curve, shares)
         good = [(share, score) for share, score in good if share >= floor]
         if not good:
             rejected.append(Rejected(_name(stages), reason or _why_none(doubts, floor)))
@@ -292,11 +295,6 @@ def _tokens(stage: Spec, work: Work) -> object:
     """Tokens that a budget leaves of the largest item: shares with equal results are one."""
     budget = stage.budget
     return count(budget, max(work.items)) if isinstance(budget, float) else budget
-
-
-def _shares(curve: Curve) -> Iterable[float]:
-    measured = [share for share, _ in curve.points]
-    return sorted({*SHARES, *measured}, reverse=True) if curve.single else measured
 
 
 def _moved(curve: Curve, depth: int) -> tuple[Spec, ...]:

@@ -215,18 +215,18 @@ def load_audio(
             scale, has samples that are NaN or infinite, or is a network address.
     """
     given = _given(rate, media_rate, encoding, channels)
-    budget, name = Budget(limits, "the sound"), "the sound"
+    budget = Budget(limits, "the sound")
     parts, count = [], 0
     for part in _resampled(_timed(_pieces(media, given, limits), limits, budget), rate):
         parts.append(part)
         count += len(part)
         if 4 * count > limits.decoded_bytes:
             raise MediaError(
-                f"{name} needs more than {limits.decoded_bytes:,} bytes at {rate:,} Hz: cut it "
+                f"the sound needs more than {limits.decoded_bytes:,} bytes at {rate:,} Hz: cut it "
                 f"into parts, or raise Limits(decoded_bytes=...)"
             )
     if not count:
-        raise MediaError(f"{name} has no samples: record it again")
+        raise MediaError("the sound has no samples: record it again")
     return torch.cat(parts)
 
 

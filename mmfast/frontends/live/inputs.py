@@ -368,9 +368,12 @@ def running_frames(
         since = _Since(stream)
         try:
             for packet in container.demux(stream):
-                for frame in _decoded(packet):
-                    broken = isinstance(frame, BaseException)
-                    yield frame, None if broken else since(frame.pts)
+                try:
+                    frames = list(packet.decode())
+                except av.FFmpegError as error:
+                    yield error, None
+                else:
+                    yield from ((frame, since(frame.pts)) for frame in frames)
         except av.FFmpegError as error:
             raise MediaError(
                 f"{name} broke off ({first_line(error)}): check the source and open it again"
@@ -398,13 +401,6 @@ class _Since:
         if self._origin is None:
             self._origin = pts * self._tick - self._untimed * self._step
         return pts * self._tick - self._origin
-
-
-def _decoded(packet: Any) -> list[Any]:
-    try:
-        return list(packet.decode())
-    except av.FFmpegError as error:
-        return [error]
 
 
 def running_rgb(frame: Any, name: str, limits: Limits) -> Frame:

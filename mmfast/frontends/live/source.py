@@ -326,10 +326,13 @@ def _open(
     timeout: float | None,
 ) -> _Raw:
     wait = _TIMEOUT if timeout is None else timeout
+    camera: int | str | None = None
     if isinstance(source, int) and not isinstance(source, bool):
-        return _camera(source, limits, wait)
+        camera = source
     if isinstance(source, str) and source.startswith(_CAMERA):
-        return _camera(source[len(_CAMERA) :], limits, wait)
+        camera = source[len(_CAMERA) :]
+    if camera is not None:
+        return _running(f"camera {camera}", open_camera(camera, wait), limits, wait)
     if isinstance(source, str) and _URL.match(source):
         return _address(source, allowed, limits, wait)
     if isinstance(source, str | os.PathLike) and (folder := Path(os.fsdecode(source))).is_dir():
@@ -346,11 +349,6 @@ def _open(
 
 def _picture(name: str, limits: Limits) -> Callable[[Any], Frame]:
     return lambda raw: picture(raw, name, limits)
-
-
-def _camera(camera: int | str, limits: Limits, timeout: float) -> _Raw:
-    name = f"camera {camera}"
-    return _running(name, open_camera(camera, timeout), limits, timeout)
 
 
 def _address(text: str, allowed: Allowed, limits: Limits, timeout: float) -> _Raw:

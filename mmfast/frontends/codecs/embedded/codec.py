@@ -56,11 +56,6 @@ class EncoderState(NamedTuple):
 
     tail: Tensor
 
-    @property
-    def pending(self) -> int:
-        """Number of samples of the frame that is not complete."""
-        return self.tail.shape[1] - PAST
-
 
 class EmbeddedEncoder:
     """Stage from pcm `[B, n]` to codes `[B, Q, t]`; a frame is out with its last sample."""
@@ -89,7 +84,7 @@ class EmbeddedEncoder:
 
     def finish(self, state: EncoderState) -> Tensor:
         """Return the begun frame, filled with silence: `[B, Q, 1]`, or `[B, Q, 0]`."""
-        rest = -state.pending % FRAME
+        rest = (PAST - state.tail.shape[1]) % FRAME
         return self.step(state, state.tail.new_zeros(len(state.tail), rest))[1]
 
     def reset(self, state: EncoderState, rows: Tensor) -> EncoderState:
