@@ -7,43 +7,32 @@ from typing import Annotated, Any
 
 import typer
 
-from mmfast.cli.options import (
-    Cache,
-    Device,
-    Dtype,
-    Json,
-    Memory,
-    Model,
-    Quality,
-    Reduce,
-    TokenTarget,
-    Ttft,
-)
+from mmfast.cli import options as shared
+from mmfast.cli.output import print_answer, print_json, progress
 
 
 def ask(
     media: Annotated[str, typer.Argument(help="Video or image file.")],
     question: Annotated[str, typer.Argument(help="What you want to know.")],
-    model: Model = None,
-    reduce: Reduce = None,
-    cache: Cache = None,
+    model: shared.Model = None,
+    reduce: shared.Reduce = None,
+    cache: shared.Cache = None,
     frames: Annotated[int, typer.Option(help="Frames sampled uniformly.")] = 8,
     fps: Annotated[float | None, typer.Option(help="Sample at this rate instead.")] = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    target_ttft_ms: Ttft = None,
-    target_tokens: TokenTarget = None,
-    max_memory: Memory = None,
-    quality: Quality = None,
+    device: shared.Device = None,
+    dtype: shared.Dtype = "auto",
+    target_ttft_ms: shared.Ttft = None,
+    target_tokens: shared.TokenTarget = None,
+    max_memory: shared.Memory = None,
+    quality: shared.Quality = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
     save_overlay: Annotated[
         Path | None,
         typer.Option(help="Picture of the kept, merged and dropped patches: .png, .jpg, .webp."),
     ] = None,
-    as_json: Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Answer one question about a video or an image, and say what it cost."""
-    from mmfast.cli.output import print_answer
     from mmfast.frontends.image import kind_of
     from mmfast.models.prompt import check_question
     from mmfast.models.quiet import quiet
@@ -80,14 +69,14 @@ def batch(
         Path | None, typer.Option(help="File with more questions, one a line.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The result.")] = Path("answers.parquet"),
-    model: Model = None,
-    reduce: Reduce = None,
-    cache: Cache = None,
+    model: shared.Model = None,
+    reduce: shared.Reduce = None,
+    cache: shared.Cache = None,
     frames: Annotated[int, typer.Option(help="Frames sampled uniformly.")] = 8,
     fps: Annotated[float | None, typer.Option(help="Sample at this rate instead.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
-    device: Device = None,
-    dtype: Dtype = "auto",
+    device: shared.Device = None,
+    dtype: shared.Dtype = "auto",
     pattern: Annotated[
         str | None, typer.Option(help="Which files: '*.mp4', 'day1/*'; by suffix if absent.")
     ] = None,
@@ -108,10 +97,9 @@ def batch(
     retry_errors: Annotated[
         bool, typer.Option(help="Answer those again whose answer is an error.")
     ] = False,
-    as_json: Json = False,
+    as_json: shared.Json = False,
 ) -> int:
     """Ask about every clip and image of a folder; kill it and run it again: it goes on."""
-    from mmfast.cli.output import print_json, progress
     from mmfast.models.quiet import quiet
     from mmfast.serve.batch.job import BatchJob, read_questions
 
@@ -129,15 +117,11 @@ def batch(
         print_json(done.to_dict())
     else:
         print(done.out)
-        _warn(_said(done))
+        _warn(
+            f"{done.answers} answers about {done.files} files, {done.before} of them from before, "
+            f"{done.failed} failed; {done.seconds:.1f} s"
+        )
     return int(done.failed > 0)
-
-
-def _said(done: Any) -> str:
-    return (
-        f"{done.answers} answers about {done.files} files, {done.before} of them from before, "
-        f"{done.failed} failed; {done.seconds:.1f} s"
-    )
 
 
 def _runner() -> Any:

@@ -15,6 +15,7 @@ import typer
 
 import mmfast
 from mmfast.cli.options import Json
+from mmfast.cli.output import print_checks, print_methods, print_verify
 
 
 def methods(
@@ -22,7 +23,6 @@ def methods(
     as_json: Json = False,
 ) -> None:
     """List the registered methods."""
-    from mmfast.cli.output import print_methods
     from mmfast.core.registry import methods as rows
 
     print_methods(rows(kind), as_json)
@@ -30,8 +30,6 @@ def methods(
 
 def doctor(as_json: Json = False) -> None:
     """Show versions, devices and backends, what is missing and how to get it."""
-    from mmfast.cli.output import print_checks
-
     rows = checks()
     print_checks(rows, as_json)
     if not all(row.ok for row in rows if row.required):
@@ -44,7 +42,6 @@ def verify(
 ) -> None:
     """Compare every method with golden vectors; exit 1 on any mismatch."""
     from mmfast.bench.gate import verify as run
-    from mmfast.cli.output import print_verify
 
     if not print_verify(run(directory), as_json):
         raise typer.Exit(1)
@@ -66,10 +63,7 @@ def checks() -> list[Check]:
     return [
         Check("mmfast", True, mmfast.__version__),
         Check("python", sys.version_info >= (3, 11), platform.python_version(), "use Python 3.11+"),
-        *(
-            _package(name)
-            for name in ("torch", "torchvision", "transformers", "timm", "av", "rich")
-        ),
+        *map(_package, ("torch", "torchvision", "transformers", "timm", "av", "rich")),
         _package("decord", required=False, fix="none needed: PyAV reads video instead"),
         _package("triton", required=False, fix="only used on CUDA devices"),
         *_devices(),

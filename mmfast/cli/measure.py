@@ -11,7 +11,16 @@ from rich.console import Console
 from rich.table import Table
 
 from mmfast.cli.options import Caches, Device, Dtype, Json, Model, Reduces, complete_preset
-from mmfast.cli.output import print_bench_rows, print_json, print_rows, progress
+from mmfast.cli.output import (
+    keep_rows,
+    print_bench,
+    print_bench_rows,
+    print_eval,
+    print_json,
+    print_rows,
+    print_selection,
+    progress,
+)
 from mmfast.core.errors import MmfastError
 
 
@@ -48,12 +57,10 @@ def bench_break_even(
 ) -> None:
     """Find the number of tokens, and of answers at once, from which reducing pays."""
     from mmfast.bench.breakeven import run_break_even
-    from mmfast.bench.results import append
 
     with progress("break-even") as tick:
         rows = run_break_even(preset, threads, device, tick)
-    if out is not None:
-        append(out, rows)
+    keep_rows(out, rows)
     if as_json:
         return print_json(rows)
     keys = ("bench", "stage", "reduce", "tokens", "batch", "stock_ms", "median_ms", "speedup")
@@ -83,15 +90,12 @@ def completer(suite: str) -> Callable[[str], list[str]]:
 def bench_named(suite: str, name: str, out: Path | None, as_json: bool) -> None:
     """Measure `name` of `suite`, append the rows to `out`, print them."""
     from mmfast.bench.registry import named_rows
-    from mmfast.bench.results import append
 
     with progress(name) as tick:
         rows = named_rows(suite, name, lambda label, done, total: tick(done, total, label))
-    if out is not None:
-        append(out, rows)
+    keep_rows(out, rows)
     if as_json:
-        print_json(rows)
-        return
+        return print_json(rows)
     keys = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in _HIDDEN]
     print_rows(keys, [[row.get(key) for key in keys] for row in rows])
 
@@ -120,7 +124,6 @@ def evaluate(
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
     from mmfast.caches.plan import call_plan
-    from mmfast.cli.output import print_eval, progress
     from mmfast.core.spec import parse
     from mmfast.models.quiet import quiet
 
@@ -137,7 +140,7 @@ def evaluate(
         if reduce or cache:
             raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
         return eval_speech(n, seed, model, out, as_json)
-    from mmfast.bench.results import append, environment, eval_rows
+    from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
     from mmfast.tiny.suites import suite_of
 
@@ -154,7 +157,7 @@ def evaluate(
             progress=lambda spec, done, total: tick(done, total, spec),
         )
     if out is not None:
-        append(out, eval_rows(document, environ))
+        keep_rows(out, eval_rows(document, environ))
     print_eval(document, as_json)
 
 
@@ -163,8 +166,7 @@ def _named(suite: str, what: str) -> Any:
 
 
 _Preset = Annotated[
-    str | None,
-    typer.Option(help="Model shape; tiny if absent.", autocompletion=complete_preset),
+    str | None, typer.Option(help="Model shape; tiny if absent.", autocompletion=complete_preset)
 ]
 _Stages = Annotated[str, typer.Option(help="Of vit, llm, decode, ttft, selection.")]
 _Selection = Annotated[
@@ -196,11 +198,7 @@ _TAKES = {
 
 
 def _check_given(context: typer.Context, way: str) -> None:
-    """Refuse options that would be ignored.
-
-    Raises:
-        MmfastError: An option that `way` does not read; names it.
-    """
+    """Refuse options that `way` would ignore, by name."""
     taken = _TAKES.get(way, {"out"}) | {way, "as_json"}
     for name, value in context.params.items():
         source = context.get_parameter_source(name)
@@ -240,9 +238,8 @@ def bench(
 ) -> None:
     """Speed on real model shapes with random weights, baseline interleaved."""
     from mmfast.bench.registry import SUITES
-    from mmfast.bench.results import append, bench_rows
+    from mmfast.bench.results import bench_rows
     from mmfast.bench.run import run_bench
-    from mmfast.cli.output import print_bench, progress
     from mmfast.models.quiet import quiet
 
     quiet()
@@ -257,37 +254,26 @@ def bench(
     if break_even:
         return bench_break_even(preset or "tiny", threads, device, out, as_json)
     if selection:
-        return _bench_selection(out, as_json)
+        from mmfast.bench.suites.selection import result_rows
+
+        with progress("selection") as tick:
+            rows = result_rows(progress=tick)
+        keep_rows(out, rows)
+        return print_selection(rows, as_json)
     with progress("bench") as tick:
         wanted = (preset or "tiny", list(reduce or []), frames, keep, stages)
         document = run_bench(*wanted, device, dtype, threads, iters, tick)
     if out is not None:
-        append(out, bench_rows(document))
+        keep_rows(out, bench_rows(document))
     print_bench(document, as_json)
     if not document["ok"]:
         raise typer.Exit(1)
 
 
-def _bench_selection(out: Path | None, as_json: bool) -> None:
-    from mmfast.bench.results import append
-    from mmfast.bench.suites.selection import result_rows
-    from mmfast.cli.output import print_selection, progress
-
-    with progress("selection") as tick:
-        rows = result_rows(progress=tick)
-    if out is not None:
-        append(out, rows)
-    print_selection(rows, as_json)
-
-
 def bench_compare(
     files: tuple[Path, Path], fail_above: float | None, out: Path | None, as_json: bool
 ) -> None:
-    """Print old, new and ratio of every row; exit 1 only where `fail_above` asks for it.
-
-    Raises:
-        MmfastError: A file is missing or holds no rows, or `fail_above` is negative.
-    """
+    """Print old, new and ratio of every row; exit 1 only where `fail_above` asks for it."""
     from mmfast.bench.compare import compare
     from mmfast.bench.results import load
 
@@ -322,9 +308,8 @@ def _tell(notes: tuple[str, ...], only_old: tuple[str, ...], only_new: tuple[str
 
 def eval_speech(n: int, seed: int, model: str | None, out: Path | None, as_json: bool) -> None:
     """Run the suite and print a table a task."""
-    from mmfast.bench.results import append, environment
+    from mmfast.bench.results import environment
     from mmfast.bench.suites.speech_quality import run_speech_eval, speech_eval_rows
-    from mmfast.cli.output import print_json, progress
 
     environ = environment()
     with progress("eval") as tick:
@@ -332,7 +317,7 @@ def eval_speech(n: int, seed: int, model: str | None, out: Path | None, as_json:
             n, seed, model, progress=lambda label, done, total: tick(done, total, label)
         )
     if out is not None:
-        append(out, speech_eval_rows(document, environ))
+        keep_rows(out, speech_eval_rows(document, environ))
     print_json(document) if as_json else _show(document["rows"])
 
 
@@ -375,8 +360,7 @@ def eval_stream(
     Streams of more than LONGEST seconds are too long for an unbounded cache, which is left out.
     """
     specs: list[str | None] = [*reduce] or [None]
-    from mmfast.bench.results import append, environment, eval_rows
-    from mmfast.cli.output import print_json, progress
+    from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.stream.needles import LONGEST, MEMORIES, Setting, run_needles
 
     environ = environment()
@@ -397,15 +381,13 @@ def eval_stream(
         documents = [run(spec) for spec in specs]
     document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
     if out is not None:
-        append(out, eval_rows(document, environ))
+        keep_rows(out, eval_rows(document, environ))
     print_json(document) if as_json else _show_streams(document)
 
 
 def _show_streams(document: dict[str, Any]) -> None:
     bands = list(dict.fromkeys(band for row in document["rows"] for band in row["by_age"]))
-    table = Table()
-    for name in ("memory", "reduce", *bands, "of unbounded"):
-        table.add_column(name)
+    table = Table("memory", "reduce", *bands, "of unbounded")
     for row in document["rows"]:
         ages = [row["by_age"].get(band) for band in bands]
         cells = [f"{100 * age['accuracy']:.1f} % of {age['n']}" if age else "" for age in ages]

@@ -73,11 +73,9 @@ TokenTarget = Annotated[
     typer.Option("--target-tokens", help="Visual tokens in a decoder layer, on average."),
 ]
 Memory = Annotated[
-    str | None,
-    typer.Option("--max-memory", help="Weights, KV and activations: 2GB, 800MB."),
+    str | None, typer.Option("--max-memory", help="Weights, KV and activations: 2GB, 800MB.")
 ]
 Quality = Annotated[str | None, typer.Option("--quality", help="high, balanced or fast.")]
-
 
 Source = Annotated[
     str, typer.Argument(help="Video file, folder of frames, camera number, or address.")
@@ -106,8 +104,7 @@ Yes = Annotated[
 ]
 Threshold = Annotated[float, typer.Option(help="Probability from which --tell-me-when speaks.")]
 StreamMemory = Annotated[
-    str | None,
-    typer.Option(help="Cache policies; sink:64+window:4096+retrieve:64 if absent."),
+    str | None, typer.Option(help="Cache policies; sink:64+window:4096+retrieve:64 if absent.")
 ]
 HostBytes = Annotated[
     str | None,

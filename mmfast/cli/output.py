@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -37,6 +38,14 @@ def progress(label: str) -> Iterator[Tick]:
         yield tick
 
 
+def keep_rows(out: Path | None, rows: Any) -> None:
+    """Append result rows to a file, where one is given."""
+    if out is not None:
+        from mmfast.bench.results import append
+
+        append(out, rows)
+
+
 def print_json(document: Any) -> None:
     """One document on standard output; NaN is not JSON, so it is refused."""
     print(json.dumps(document, ensure_ascii=False, allow_nan=False))
@@ -57,13 +66,9 @@ def _table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[obj
 
 
 def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and abs(value) < 100
-        else (f"{value:.0f}" if isinstance(value, float) else str(value))
-    )
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return "-" if value is None else str(value)
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -109,9 +114,7 @@ def print_checks(rows: Sequence[Any], as_json: bool) -> None:
         return print_json([asdict(row) for row in rows])
     mark = {True: "ok", False: "missing"}
     _table(
-        _out(),
-        ("what", "", "found", "fix"),
-        [(r.what, mark[r.ok], r.found, r.fix) for r in rows],
+        _out(), ("what", "", "found", "fix"), [(r.what, mark[r.ok], r.found, r.fix) for r in rows]
     )
 
 

@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmfast.cli.options import (
-    Device,
-    Dtype,
-    Json,
-    Memory,
-    Model,
-    Quality,
-    TokenTarget,
-    Ttft,
-    complete_preset,
-)
+from mmfast.cli import options as shared
+from mmfast.cli.output import keep_rows, print_json, print_rows, progress
 from mmfast.core.errors import MmfastError
 
 if TYPE_CHECKING:
@@ -28,19 +19,19 @@ if TYPE_CHECKING:
 def plan(
     media: Annotated[str | None, typer.Argument(help="Video or image file.")] = None,
     question: Annotated[str, typer.Argument(help="What you want to know.")] = "What is this?",
-    target_ttft_ms: Ttft = None,
-    target_tokens: TokenTarget = None,
-    max_memory: Memory = None,
-    quality: Quality = None,
+    target_ttft_ms: shared.Ttft = None,
+    target_tokens: shared.TokenTarget = None,
+    max_memory: shared.Memory = None,
+    quality: shared.Quality = None,
     kind: Annotated[str | None, typer.Option(help="image, multi-image, video or document.")] = None,
-    model: Model = None,
+    model: shared.Model = None,
     preset: Annotated[
         str | None,
-        typer.Option(help="A model shape instead of media.", autocompletion=complete_preset),
+        typer.Option(help="A model shape instead of media.", autocompletion=shared.complete_preset),
     ] = None,
     frames: Annotated[int, typer.Option(help="Frames of the clip.")] = 8,
-    device: Device = None,
-    dtype: Dtype = "auto",
+    device: shared.Device = None,
+    dtype: shared.Dtype = "auto",
     check: Annotated[bool, typer.Option("--check", help="Run the plan and compare.")] = False,
     check_all: Annotated[
         bool, typer.Option("--check-all", help="Compare predictions on all shapes; minutes.")
@@ -49,7 +40,7 @@ def plan(
         bool, typer.Option("--fresh", help="Measure this device anew, whatever is remembered.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="With --check-all: append rows here.")] = None,
-    as_json: Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Choose method, site and budget for a target, and explain the choice."""
     from mmfast.models.quiet import quiet
@@ -64,7 +55,12 @@ def plan(
     if not target:
         target = make_target(quality="balanced", kind=kind)
     if preset is not None:
-        made, ms = _of_shape(target, preset, frames, device, dtype, check, fresh)
+        from mmfast.bench.plan import check_plan, plan_shape
+
+        shape = (preset, frames, device, dtype)
+        with progress("measuring this device") as tick:
+            made = plan_shape(target, *shape, tick, fresh)
+        ms = check_plan(made, *shape) if check else None
     else:
         options = {"model": model, "device": device, "dtype": dtype, "frames": frames}
         made, ms = _of_media(target, str(media), question, options, check, fresh)
@@ -76,7 +72,6 @@ def _of_media(
 ) -> tuple[Plan, float | None]:
     from statistics import median
 
-    from mmfast.cli.output import progress
     from mmfast.frontends.image import kind_of
     from mmfast.models.prompt import check_question
     from mmfast.pipelines import pipeline
@@ -97,32 +92,12 @@ def _of_media(
     return made, planning + median(pipe(media, question).ttft_ms for _ in range(5))
 
 
-def _of_shape(
-    target: Target,
-    preset: str,
-    frames: int,
-    device: str | None,
-    dtype: str,
-    check: bool,
-    fresh: bool,
-) -> tuple[Plan, float | None]:
-    from mmfast.bench.plan import check_plan, plan_shape
-    from mmfast.cli.output import progress
-
-    with progress("measuring this device") as tick:
-        made = plan_shape(target, preset, frames, device, dtype, tick, fresh)
-    return made, check_plan(made, preset, frames, device, dtype) if check else None
-
-
 def _check_all(out: Path | None, as_json: bool) -> None:
     from mmfast.bench.plan import check_rows
-    from mmfast.bench.results import append
-    from mmfast.cli.output import print_json, print_rows, progress
 
     with progress("plan") as tick:
         rows = check_rows(tick)
-    if out is not None:
-        append(out, rows)
+    keep_rows(out, rows)
     if as_json:
         return print_json(rows)
     keys = ("preset", "stage", "reduce", "kept", "predicted_ms", "measured_ms", "ratio")
@@ -131,21 +106,17 @@ def _check_all(out: Path | None, as_json: bool) -> None:
 
 
 def _print(made: Plan, target: Target, ms: float | None, as_json: bool) -> None:
-    from mmfast.cli.output import print_json, print_rows
     from mmfast.core.size import format_bytes
 
     if as_json:
         return print_json(made.to_dict(ms))
+    megabytes = {name: size / 1e6 for name, size in made.memory.items()}
     rows: list[tuple[object, ...]] = [
         ("reduce", made.spec or "all tokens", f"for {target}"),
         ("visual tokens", f"{made.kept_tokens} of {made.visual_tokens}", "after the last stage"),
         ("per layer", f"{made.mean_tokens:.0f}", "mean over the decoder layers"),
         ("first token", f"{made.total_ms:.0f} ms", _parts(made.ttft_ms, "{:.3g}")),
-        (
-            "memory",
-            format_bytes(made.total_bytes),
-            _parts({k: v / 1e6 for k, v in made.memory.items()}),
-        ),
+        ("memory", format_bytes(made.total_bytes), _parts(megabytes)),
     ]
     if ms is not None:
         rows.append(("measured", f"{ms:.0f} ms", f"{ms / made.total_ms:.2f} of the prediction"))

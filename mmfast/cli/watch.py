@@ -68,25 +68,15 @@ def watch(
 
 @dataclass
 class TimedQuestion:
-    """A question and when it is asked.
+    """A question and when it is asked."""
 
-    Attributes:
-        text: The question.
-        at: Seconds of the stream at which it is due; None is the end.
-        every: Seconds between two times; None asks once.
-    """
-
-    text: str
-    at: float | None
-    every: float | None = None
+    text: str  # the question
+    at: float | None  # seconds of the stream at which it is due; None is the end
+    every: float | None = None  # seconds between two times; None asks once
 
 
 def times_of(ask: Sequence[str], every: float | None, ask_at: Sequence[str]) -> list[TimedQuestion]:
-    """Questions of the options `--ask`, `--every` and `--ask-at`.
-
-    Raises:
-        MmfastError: An empty question, or a time that is no number of seconds.
-    """
+    """Questions of the options `--ask`, `--every` and `--ask-at`, checked."""
     if every is not None and not 0 < every < float("inf"):
         raise MmfastError(f"--every {every} is no interval; give seconds such as 5")
     if every is not None and not ask:
@@ -125,11 +115,7 @@ class WatchRun:
         self._status: Any = None
 
     def run(self, source: Any, save: Path | None, **options: Any) -> None:
-        """Watch to the end, or until Ctrl-C; then ask what is left, save, and print the summary.
-
-        Raises:
-            MediaError: The source could not be opened, or died; then the summary comes first.
-        """
+        """Watch to the end, or until Ctrl-C; then ask what is left, save, and print the summary."""
         interrupted, error = False, None
         shown = _err.status("watching") if _err.is_terminal and not self.as_json else nullcontext()
         with self.session, shown as self._status:

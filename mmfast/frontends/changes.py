@@ -22,22 +22,13 @@ _SAMPLES = 8  # pixels read of a cell each way: enough to average sensor noise a
 
 @dataclass(frozen=True, eq=False)
 class GateState:
-    """State of a gate, of fixed size.
+    """State of a gate, of fixed size."""
 
-    Attributes:
-        cells: `[rows, columns, 3]` float32 in [0, 1], mean colours of the last frame let through;
-            None before the first.
-        size: Height and width of that frame.
-        run: Frames skipped since then.
-        seen: Frames so far.
-        skipped: How many of them were skipped.
-    """
-
-    cells: Tensor | None = None
-    size: tuple[int, int] = (0, 0)
-    run: int = 0
-    seen: int = 0
-    skipped: int = 0
+    cells: Tensor | None = None  # `[rows, columns, 3]` float32 in [0, 1] of the last frame let in
+    size: tuple[int, int] = (0, 0)  # height and width of that frame
+    run: int = 0  # frames skipped since then
+    seen: int = 0  # frames so far
+    skipped: int = 0  # how many of them were skipped
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state as plain containers and tensors."""
@@ -51,18 +42,11 @@ class GateState:
 
 
 class FrameGate:
-    """Gate before an encoder.
+    """Gate before an encoder, which skips at most `longest` frames in a row.
 
     A frame passes if any cell of a 32 x 32 raster differs from the last frame THAT PASSED by more
-    than the threshold, which detects a small moving thing as well as a slow drift of the whole
-    picture. Noise of the sensor averages out inside a cell.
-
-    Args:
-        threshold: Largest mean change of a cell's colour that counts as none, 0 to 1.
-        longest: Most frames to skip in a row; None for any number.
-
-    Raises:
-        MmfastError: A value out of range.
+    than `threshold` (mean change of colour, 0 to 1), which detects a small moving thing as well as
+    a slow drift of the whole picture. Noise of the sensor averages out inside a cell.
     """
 
     def __init__(self, threshold: float = 0.03, longest: int | None = None) -> None:
@@ -78,18 +62,7 @@ class FrameGate:
         return GateState()
 
     def step(self, state: GateState, frame: Pixels | Tensor) -> tuple[GateState, bool]:
-        """Judge one frame.
-
-        Args:
-            state: State after the frames before.
-            frame: `[H, W, 3]` uint8.
-
-        Returns:
-            The next state, and True where the frame is to be encoded.
-
-        Raises:
-            MmfastError: Another shape or dtype.
-        """
+        """Judge a frame `[H, W, 3]` uint8; return the next state, and True where it passes."""
         pixels = _pixels(frame)
         size = (pixels.shape[0], pixels.shape[1])
         cells = cell_means(pixels)
@@ -135,24 +108,12 @@ def _pixels(frame: Pixels | Tensor) -> Pixels:
 
 @dataclass(frozen=True)
 class Refresh:
-    """Rule that chooses the patches of a frame to compute anew; unchanged ones never are.
+    """Rule that chooses the patches of a frame to compute anew; unchanged ones never are."""
 
-    Attributes:
-        share: Share of a frame's patches, the most changed ones; exact where that many changed.
-        threshold: Instead of a share, the change from which a patch counts.
-        cut: The whole frame is computed if the patches left out differ by more than this on
-            average, as at a scene cut; None never does so.
-        every: Frames from one that is computed whole to the next, not counting equal frames; None
-            for any number.
-
-    Raises:
-        MmfastError: A value out of range, or both or none of share and threshold.
-    """
-
-    share: float | None = 0.25
-    threshold: float | None = None
-    cut: float | None = 0.05
-    every: int | None = 32
+    share: float | None = 0.25  # share of a frame's patches, the most changed ones, at most
+    threshold: float | None = None  # instead of a share, the change from which a patch counts
+    cut: float | None = 0.05  # mean change of the patches left out above which all are computed
+    every: int | None = 32  # frames between two computed whole, not counting equal frames
 
     def __post_init__(self) -> None:
         if (self.share is None) == (self.threshold is None):
@@ -179,9 +140,8 @@ class Refresh:
     def choose(self, change: Tensor, since: int) -> Tensor | None:
         """Choose the patches to compute anew, ascending; None for all of them.
 
-        Args:
-            change: `[n]` of each patch since it was computed last.
-            since: Number of the frame, counted from the last one computed whole.
+        `change` is `[n]`, of each patch since it was computed last; the last whole frame is `since`
+        back.
         """
         n = change.shape[0]
         if self.share is not None:
@@ -191,28 +151,19 @@ class Refresh:
             rows = (change > (self.threshold or 0.0)).nonzero()[:, 0]
         if not bool(change.any()):
             return rows  # the frame is the reference, however old that is
-        due = self.every is not None and since >= self.every
-        if due or len(rows) == n or self._is_cut(change, rows):
+        if len(rows) == n or (self.every is not None and since >= self.every):
             return None
-        return rows.sort().values
-
-    def _is_cut(self, change: Tensor, rows: Tensor) -> bool:
-        """Return True if too much change would be left out."""
-        if self.cut is None:
-            return False
         stale = torch.ones_like(change).index_fill(0, rows, 0.0)
-        return bool((change * stale).sum() > self.cut * stale.sum())
+        if self.cut is not None and bool((change * stale).sum() > self.cut * stale.sum()):
+            return None  # too much change would be left out
+        return rows.sort().values
 
 
 def changes(patches: Tensor, reference: Tensor) -> Tensor:
-    """Change of each patch from its reference, `[n]` float32.
+    """Change of each embedded patch `[n, D]` from its reference `[n, D]`: `[n]` float32.
 
     The squared distance relative to the spread of the patches of both frames around their mean: 0
     where nothing changed, about 1 on average where one picture follows another.
-
-    Args:
-        patches: Embedded patches `[n, D]`.
-        reference: `[n, D]`, each from the frame in which it was last computed.
     """
     x, r = patches.float(), reference.float()
     spread = sum((each - each.mean(0)).square().sum(-1).mean() for each in (x, r))

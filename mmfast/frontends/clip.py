@@ -78,31 +78,18 @@ _JITTER = 1e-3  # seconds; Matroska rounds times to milliseconds
 
 @dataclass(frozen=True, eq=False)
 class Clip:
-    """Frames of one video, upright and in RGB, with their true times.
+    """Frames of one video, upright and in RGB, with their true times."""
 
-    Attributes:
-        frames: [T, H, W, 3] uint8.
-        times: Presentation time of each frame in seconds, on the file's own timeline.
-        indices: Number of each frame in the source, counted in presentation order from 0.
-        total_frames: Frames in the source.
-        fps: Mean frames per second of the source.
-        duration: Seconds from the start of the first frame to the end of the last one.
-        width: Pixels after rotation. Non-square pixels are not stretched.
-        height: Pixels after rotation.
-        source: Name of the input, for messages.
-        backend: Reader: ``decord``, ``pyav``, ``pillow`` or ``array``.
-    """
-
-    frames: Frames
-    times: tuple[float, ...]
-    indices: tuple[int, ...]
-    total_frames: int
-    fps: float
-    duration: float
-    width: int
-    height: int
-    source: str
-    backend: str = "pyav"
+    frames: Frames  # [T, H, W, 3] uint8
+    times: tuple[float, ...]  # presentation time of each frame in seconds, on the file's timeline
+    indices: tuple[int, ...]  # number of each frame in the source, in presentation order from 0
+    total_frames: int  # frames in the source
+    fps: float  # mean frames per second of the source
+    duration: float  # seconds from the start of the first frame to the end of the last one
+    width: int  # pixels after rotation. Non-square pixels are not stretched
+    height: int  # pixels after rotation
+    source: str  # name of the input, for messages
+    backend: str = "pyav"  # reader: ``decord``, ``pyav``, ``pillow`` or ``array``
 
     def __len__(self) -> int:
         return len(self.frames)
@@ -132,13 +119,7 @@ class Clip:
 
 
 def make_clip(
-    frames: Frames,
-    rows: Indices,
-    times: Floats,
-    end: float,
-    rate: float,
-    source: str,
-    backend: str,
+    frames: Frames, rows: Indices, times: Floats, end: float, rate: float, source: str, backend: str
 ) -> Clip:
     """Assemble a clip from frames [m, H, W, 3], their numbers [m] and all times [n]."""
     duration = max(float(end - times[0]), 1e-6)

@@ -52,11 +52,7 @@ def open_container(source: MediaSource, form: str, **options: str) -> Iterator[A
 
 
 def main_stream(source: MediaSource, container: Any, kind: str, want: str) -> Any:
-    """Return the main stream of a kind, `video` or `audio`.
-
-    Raises:
-        MediaError: No stream of the kind can be decoded; the message asks for `want`.
-    """
+    """Return the main `video` or `audio` stream; where none decodes, the error asks for `want`."""
     attached = av.stream.Disposition.attached_pic  # the cover picture of a song
     streams = [
         s for s in getattr(container.streams, kind)

@@ -22,11 +22,7 @@ _NO_SIZE = 0xFFFFFFFF  # RIFF written to a pipe
 
 
 def check_header(source: MediaSource) -> None:
-    """Refuse a truncated container and one that declares zero frames per second.
-
-    Raises:
-        MediaError: The header declares more bytes than there are, has no index, or a rate of 0.
-    """
+    """Refuse a container that is truncated, has no index or declares zero frames per second."""
     with source.open() as file:
         if source.kind == "mp4":
             _check_mp4(source, file)

@@ -79,9 +79,6 @@ def array_picture(array: Any, name: str, limits: Limits, axis: int | None = None
     """Turn one picture [H, W], [H, W, C] or [C, H, W] into uint8 RGB [H, W, 3].
 
     Float in [0, 1] is scaled to 255, grey is repeated, alpha is composited over white.
-
-    Raises:
-        MediaError: Shape, dtype, range, NaN, or size is wrong.
     """
     shape = tuple(array.shape)
     if len(shape) not in (2, 3):
@@ -147,18 +144,13 @@ _UPRIGHT = {
 
 
 def read_image(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Frame:
-    """Read one image as upright RGB.
+    """Read one image as upright RGB, uint8 [H, W, 3].
 
-    Takes a path, bytes, a binary file object, a PIL image, or a numpy array or torch tensor
-    [H, W], [H, W, C] or [C, H, W] with 1, 3 or 4 channels, uint8 or float in [0, 1]. The EXIF
-    orientation is applied, alpha is composited over white; of an animation comes the first frame,
-    or the current one of an open PIL image.
-
-    Returns:
-        uint8 [H, W, 3].
-
-    Raises:
-        MediaError: The input is missing, broken, too large, or not an image.
+    Takes a path, bytes, a binary file object, a PIL image, or a numpy array or torch tensor [H, W],
+    [H, W, C] or [C, H, W] with 1, 3 or 4 channels, uint8 or float in [0, 1]. The EXIF orientation
+    is applied, alpha is composited over white; of an animation comes the first frame, or the
+    current one of an open PIL image. A MediaError says that it is missing, broken, too large, or
+    not an image.
     """
     return picture(media, "the image", limits)
 
@@ -188,9 +180,6 @@ def kind_of(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Literal["image
 
     Animations, arrays of four axes, lists and iterators are videos. A file object keeps its
     position; one that cannot seek is consumed.
-
-    Raises:
-        MediaError: It is neither, or cannot be opened.
     """
     if is_array(media):
         return "video" if getattr(media, "ndim", 0) > 3 else "image"

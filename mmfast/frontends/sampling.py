@@ -29,12 +29,7 @@ class Ask:
 
     @classmethod
     def parse(cls, frames: object, fps: object, times: object) -> Ask:
-        """Check the three arguments of `read_video`.
-
-        Raises:
-            MediaError: None or several are given, or the one given is not a positive count, a
-                positive rate, or a list of finite times.
-        """
+        """Check the three arguments of `read_video`, of which exactly one has to be given."""
         given = {"frames": frames, "fps": fps, "times": times}
         named = [f"{key}={value!r}" for key, value in given.items() if value is not None]
         if len(named) != 1:
@@ -51,22 +46,11 @@ class Ask:
     def choose(self, name: str, times: Floats, end: float, tolerance: float) -> Indices:
         """Choose among frames shown from `times[i]` until the next one (the last until `end`).
 
-        * ``frames=k``: ``round(linspace(0, n - 1, k))``, all n frames if the clip has no more.
-        * ``fps=r``: the frame on screen at 0, 1/r, 2/r, ... seconds after the first frame; one
-          that is on screen for several of these instants is taken once.
-        * ``times=[...]``: for each, the frame on screen then, in the order asked for.
-
-        Args:
-            name: The source, for messages.
-            times: Ascending presentation times in seconds, [n].
-            end: When the last frame leaves the screen.
-            tolerance: Rounding of the source's clock in seconds: half a tick.
-
-        Returns:
-            Frame numbers, [m].
-
-        Raises:
-            MediaError: A time lies outside the clip.
+        ``frames=k`` is ``round(linspace(0, n - 1, k))``, all n frames if the clip has no more;
+        ``fps=r`` the frame on screen at 0, 1/r, 2/r, ... seconds after the first frame, once if it
+        is there for several of these instants; ``times=[...]`` the frame on screen at each, in the
+        order asked for. `times` `[n]` is in seconds, `tolerance` half a tick of the source's clock.
+        Returns frame numbers [m].
         """
         if self.frames is not None:
             count = min(self.frames, len(times))

@@ -146,6 +146,11 @@ class Budget:
 
 _HEAD = 512  # bytes read to detect the kind of a file; two transport stream packets fit
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://|^data:", re.ASCII)
+_REFUSED = {
+    "file": "file:// addresses are refused; give the plain path",
+    "data": "data: addresses are refused; decode it and give the bytes",
+}
+_NETWORK = "network sources are off; download the file first"
 
 # kind -> offset and magic. The kind comes from the bytes, never from the file's suffix.
 _MAGIC: tuple[tuple[str, int, bytes], ...] = (
@@ -224,16 +229,10 @@ def is_encoded(media: object) -> bool:
 
 
 def open_source(media: object, limits: Limits, kind_of: Sniffer | None = None) -> MediaSource:
-    """Check an encoded input's size and kind without decoding anything.
+    """Check the size and kind of a path, bytes or file object without decoding anything.
 
-    Args:
-        media: Path, bytes or file object.
-        limits: What it may cost.
-        kind_of: Detects the kind from the first 512 bytes; `sniff` when left out.
-
-    Raises:
-        MediaError: It is missing, empty, too large, unreadable, a network address, or neither an
-            image nor a video.
+    `kind_of` detects the kind from the first 512 bytes, `sniff` when left out. A MediaError says
+    that it is missing, empty, too large, unreadable, a network address, or of no known kind.
     """
     kind_of = kind_of or sniff
     if isinstance(media, bytes | bytearray | memoryview):
@@ -253,7 +252,8 @@ def _from_path(media: Any, limits: Limits, kind_of: Sniffer) -> MediaSource:
     text = os.fsdecode(media)
     name = quote(text)
     if _URL.match(text):
-        raise _network(text, name)
+        scheme = text.split(":", 1)[0].lower()
+        raise MediaError(f"{name}: " + _REFUSED.get(scheme, _NETWORK))
     path = Path(text)
     try:
         if not text:
@@ -283,15 +283,6 @@ def _from_path(media: Any, limits: Limits, kind_of: Sniffer) -> MediaSource:
     return MediaSource(name, path.absolute(), size, kind_of(name, head))
 
 
-def _network(text: str, name: str) -> MediaError:
-    scheme = text.split(":", 1)[0].lower()
-    if scheme == "file":
-        return MediaError(f"{name}: file:// addresses are refused; give the plain path")
-    if scheme == "data":
-        return MediaError(f"{name}: data: addresses are refused; decode it and give the bytes")
-    return MediaError(f"{name}: network sources are off; download the file first")
-
-
 def _drain(file: Any, limits: Limits) -> tuple[bytes, str]:
     """Read a file object to its end and restore its position."""
     given = getattr(file, "name", None)
@@ -319,11 +310,7 @@ def seekable(file: Any) -> bool:
 
 
 def sniff(name: str, head: bytes) -> str:
-    """Detect the kind of an input from its first bytes.
-
-    Raises:
-        MediaError: It is neither an image nor a video.
-    """
+    """Detect the kind of an image or a video from its first bytes; MediaError for anything else."""
     kind = magic_kind(head)
     if kind in _AUDIO_KINDS:
         raise MediaError(f"{name} is audio only ({kind}): give a file with a video stream")

@@ -128,9 +128,6 @@ def spoken(text: str) -> list[str]:
     """Return the spoken words of a text, such as `["it", "is", "three", "fifteen", "."]`.
 
     Letters of other scripts and silent signs are left out. Spoken text is not changed.
-
-    Raises:
-        MmfastError: num2words, which numbers need, is missing.
     """
     return list(_tidy(_groups(_plain(text))))
 

@@ -21,17 +21,9 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """`scaled_dot_product_attention`, bit for bit, and the log-sum-exp of its kernel.
 
-    Args:
-        query: `[B, H, L, D]`.
-        key: `[B, Hkv, S, D]`, H a multiple of Hkv.
-        value: As `key`.
-        mask: Bool (True = visible) or addend to the logits, broadcast to `[B, H, L, S]`.
-        causal: Query i sees the keys up to i.
-        scale: Factor of the logits; None means `D ** -0.5`.
-
-    Returns:
-        `[B, H, L, D]`, and `[B, H, L]` float32 or None where another kernel than flash attention
-        is chosen, as for odd shapes and for some generations of GPUs.
+    Queries `[B, H, L, D]`, keys and values `[B, Hkv, S, D]`; the mask is bool (True = visible) or
+    an addend to the logits. Returns `[B, H, L, D]`, and `[B, H, L]` float32 or None where another
+    kernel than flash attention is chosen, as for odd shapes and for some generations of GPUs.
     """
     grouped = query.shape[1] != key.shape[1]
     if query.device.type in ("cpu", "cuda"):
@@ -40,7 +32,13 @@ def attend(
         )
         if choice == SDPBackend.FLASH_ATTENTION.value:
             if not query.is_cuda:
-                return _on_host(query, key, value, mask, causal, scale)
+                if mask is not None and mask.dtype == torch.bool:
+                    hidden = ~mask
+                    mask = torch.zeros_like(mask, dtype=query.dtype)
+                    mask.masked_fill_(hidden, -torch.inf)
+                flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+                out, lse = flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+                return out, lse
             if query.shape[-1] % 8 == 0:  # else sdpa pads
                 flash = torch.ops.aten._scaled_dot_product_flash_attention
                 out, lse, *_ = flash(query, key, value, 0.0, causal, False, scale=scale)
@@ -49,21 +47,6 @@ def attend(
         query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped
     )
     return out, None
-
-
-def _on_host(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
-    return out, lse
 
 
 _WIDEN = 8  # channels that carry a bias through flash kernels, which take no mask
@@ -79,27 +62,27 @@ def segment_attention(
     bias: Tensor | None = None,
     longest: int | None = None,
 ) -> Tensor:
-    """Attention of each token to all tokens of its own segment.
+    """Attention of each token to all tokens of its own segment, all of them `[S, H, d]`.
 
-    Segments of one length go through one call of SDPA: neighbours as views on the CPU, where a
-    call costs little and a copy much, wherever they lie on other devices. Half precision on CUDA
-    is one call of torch's variable-length flash attention and waits for nothing.
-
-    Args:
-        q: Queries `[S, H, d]`.
-        k: Keys `[S, H, d]`.
-        v: Values `[S, H, d]`.
-        ends: Boundaries `[G + 1]` int, from 0 to S.
-        scale: Factor of the logits.
-        bias: `[S]` added to the logits of each key, in every head.
-        longest: Length of the longest segment, where it is known.
-
-    Returns:
-        `[S, H, d]`; on the CPU bit for bit what one SDPA call per segment gives.
+    Segments, between the `[G + 1]` boundaries `ends`, of one length go through one call of SDPA:
+    neighbours as views on the CPU, where a call costs little and a copy much, wherever they lie on
+    other devices. Half precision on CUDA is one call of torch's variable-length flash attention and
+    waits for nothing. `bias` `[S]` is added to the logits of each key; `longest` is the length of
+    the longest segment, where known. On the CPU the result is bit for bit that of a call per
+    segment.
     """
     flash = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
     if flash and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 - _WIDEN:
-        return _flash(q, k, v, ends, scale, bias, longest)
+        from torch.nn.attention.varlen import varlen_attn
+
+        width, ends = v.shape[-1], ends.to(torch.int32)
+        longest = max(lengths_of(ends)) if longest is None else longest
+        if bias is not None:  # carried by extra channels of q and k
+            q, k = widened(q, k, bias, scale)
+            v = F.pad(v, (0, _WIDEN))
+        whole = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale)
+        assert isinstance(whole, Tensor)
+        return whole[..., :width]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     for length, rows in _parts(ends, q.device):
         # [G, H, n, d]; a slice is a view, a list of rows is a gather
@@ -165,28 +148,6 @@ def groups_of(
 
 def _rows(x: Tensor, rows: Tensor | slice) -> Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-
-
-def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: Tensor,
-    scale: float,
-    bias: Tensor | None,
-    longest: int | None,
-) -> Tensor:
-    """One variable-length call; a bias is carried by extra channels of q and k."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    width, ends = v.shape[-1], ends.to(torch.int32)
-    longest = max(lengths_of(ends)) if longest is None else longest
-    if bias is not None:
-        q, k = widened(q, k, bias, scale)
-        v = F.pad(v, (0, _WIDEN))
-    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale)
-    assert isinstance(out, Tensor)
-    return out[..., :width]
 
 
 def widened(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:

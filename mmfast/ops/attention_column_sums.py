@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +15,7 @@ from mmfast.core.errors import SpecError
 _TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
 _FEWEST = 64  # queries at a time that keep a matrix product busy
 _LOG2_E = 1.4426950408889634
+Extra = Sequence[Tensor | None]  # lse [b, H, L], mask [b, H, L, S] and weights [b, H, L]
 
 
 def in_chunks(
@@ -48,7 +50,7 @@ def in_chunks(
             None if mask is None else mask[rows],
             None if weights is None else weights[rows, :, tokens],
         )
-        work.add(out[rows, ..., tokens], query[rows, :, tokens], key[rows, :, tokens], *extra)
+        work.add(out[rows, ..., tokens], query[rows, :, tokens], key[rows, :, tokens], extra)
     return out.flatten(1, 2)
 
 
@@ -64,23 +66,16 @@ class _Workspace:
     queries: tuple[int, int] | None
     held: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(
-        self,
-        out: Tensor,  # [b, Hkv, G or 1, S]
-        query: Tensor,  # [b, H, L, D]
-        key: Tensor,  # [b, Hkv, S, D]
-        lse: Tensor | None,  # [b, H, L]
-        mask: Tensor | None,  # [b, H, L, S]
-        weights: Tensor | None,  # [b, H, L]
-    ) -> None:
+    def add(self, out: Tensor, query: Tensor, key: Tensor, extra: Extra) -> None:
         """Add to `out` the attention of the keys, from each head or from all that share them.
 
-        A small problem is one step, a larger one goes head of keys by head of keys.
+        Of shapes `[b, Hkv, G or 1, S]`, `[b, H, L, D]` and `[b, Hkv, S, D]`. A small problem is
+        one step, a larger one goes head of keys by head of keys.
         """
         heads, length, size = query.shape[1], query.shape[2], key.shape[2]
         shared, (begin, end) = key.shape[1], self.queries or (0, length)
         if len(query) * heads * length * size <= self.tile:
-            self._step(out, query, key, lse, mask, weights, begin, end)
+            self._step(out, query, key, extra, begin, end)
             return
         group = heads // shared
         step = max(1, max(_FEWEST, self.tile // size) // group)
@@ -89,25 +84,16 @@ class _Workspace:
         for head in range(len(query) * shared):
             row, own = slice(head // shared, head // shared + 1), head % shared
             mine, key_head = slice(own * group, (own + 1) * group), slice(own, own + 1)
-            level, hidden, factor = (x if x is None else x[row, mine] for x in (lse, mask, weights))
+            parts = out[row, key_head], query[row, mine], key[row, key_head]
+            some = [x if x is None else x[row, mine] for x in extra]
             for first in range(begin, end, step):
-                self._step(
-                    out[row, key_head], query[row, mine], key[row, key_head], level, hidden,
-                    factor, first, min(first + step, end),
-                )  # fmt: skip
+                self._step(*parts, some, first, min(first + step, end))
 
     def _step(
-        self,
-        out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        lse: Tensor | None,
-        mask: Tensor | None,
-        weights: Tensor | None,
-        first: int,
-        last: int,
+        self, out: Tensor, query: Tensor, key: Tensor, extra: Extra, first: int, last: int
     ) -> None:
         """Add queries `first` to `last`; powers of two cost half of what exponentials cost."""
+        lse, mask, weights = extra
         size, offset = key.shape[2], key.shape[2] - query.shape[2]
         seen = min(size, last + offset) if self.causal else size
         if seen <= 0 or first >= last:
@@ -193,31 +179,19 @@ def attention_column_sums(
 ) -> Tensor:
     """Sum over queries of the attention that every key receives; memory does not grow with L x S.
 
-    Computed in float32 (float64 for float64). A CUDA device takes a Triton kernel wherever there
-    is no mask; everything else goes chunk by chunk through torch.
+    Computed in float32 (float64 for float64). A CUDA device takes a Triton kernel wherever there is
+    no mask; everything else goes chunk by chunk through torch. Queries `[B, H, L, D]` and keys `[B,
+    Hkv, S, D]`, H a multiple of Hkv, share keys in place; `causal` lets query i see the keys up to
+    `S - L + i`. `lse` `[B, H, L]` float32 is the log-sum-exp of the scaled and masked logits, as
+    `attend` gives it; None: found here, which costs a CUDA device another pass. `mask` is bool
+    (True = visible) or an addend to the logits; `weights`, broadcast to `[B, H, L]`, are factors of
+    the queries, of which `queries` takes a range only.
 
-    Args:
-        query: `[B, H, L, D]`.
-        key: `[B, Hkv, S, D]`, H a multiple of Hkv; grouped heads share their keys in place.
-        lse: `[B, H, L]` float32, log-sum-exp of the scaled and masked logits of every query, as
-            `attend` gives it; None: found here, which costs a CUDA device another pass.
-        scale: Factor of the logits; None means `D ** -0.5`.
-        causal: Query i sees the keys up to `S - L + i`.
-        mask: Bool (True = visible) or addend to the logits, broadcast to `[B, H, L, S]`.
-        weights: Factor of every query, broadcast to `[B, H, L]`; 0 leaves it out.
-        queries: Only those from the first number up to, not including, the second.
-        lengths: `[B]` tokens of every row that count, from its first on, where L = S.
-        cu_seqlens: `[n + 1]` where each of n packed sequences begins and the last one ends, where
-            B = 1 and L = S; each attends to itself only.
-        longest: With either, at least the length of the longest sequence: spares empty work.
-        heads: `all`: sum over heads; `key`: over those that share keys; `query`: none.
-
-    Returns:
-        `[B, S]`, `[B, Hkv, S]` or `[B, H, S]`, float32 or float64. A query that sees nothing gives
-        nothing; a key outside of all sequences receives nothing.
-
-    Raises:
-        SpecError: Shapes or options do not go together.
+    Where L = S, `lengths` `[B]` are the tokens of every row that count, or, where B = 1,
+    `cu_seqlens` `[n + 1]` the bounds of n packed sequences, each attending to itself only;
+    `longest`, at least their largest length, spares empty work. `heads` sums over `all`, over those
+    that share keys (`key`), or none (`query`): `[B, S]`, `[B, Hkv, S]` or `[B, H, S]`. A query that
+    sees nothing gives nothing, and a key outside of all sequences receives nothing.
     """
     spans = _spans(query, key, mask, queries, lengths, cu_seqlens)
     if weights is not None:

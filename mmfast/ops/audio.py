@@ -29,11 +29,7 @@ _LARGEST = 1 << 20  # entries of a table: 44,101 Hz to 16,000 Hz would need 700 
 
 
 def check_rate(rate: object, what: str = "the rate") -> int:
-    """Return a sampling rate as an int.
-
-    Raises:
-        MediaError: It is not a whole number of samples per second that sound can have.
-    """
+    """Return a sampling rate as an int; MediaError where sound cannot have it."""
     number = rate if isinstance(rate, int | float) and not isinstance(rate, bool) else None
     if number is None and hasattr(rate, "__index__") and not isinstance(rate, bool):
         number = int(rate.__index__())
@@ -47,23 +43,14 @@ def check_rate(rate: object, what: str = "the rate") -> int:
 
 @dataclass(frozen=True)
 class _FilterPlan:
-    """Table of a filter: output `j` depends on `2 reach` inputs around `j * down // up`.
+    """Table of a filter: output `j` depends on `2 reach` inputs around `j * down // up`."""
 
-    Attributes:
-        up: Outputs of a period, and `down`, its inputs: several periods of the two rates, so that
-            neighbouring windows do not overlap much.
-        reach: Inputs before and after its place that an output depends on.
-        firsts: `[up]` where the window of each output begins, from that of the period's first.
-        taps: `[up, 2 reach]`, whole numbers in float64.
-        table: `[down + 2 reach - 1, up]`, the taps as a matrix; None where it is too large.
-    """
-
-    up: int
+    up: int  # outputs of a period, several periods of the two rates: windows overlap little
     down: int
-    reach: int
-    firsts: Tensor
-    taps: Tensor
-    table: Tensor | None
+    reach: int  # inputs before and after its place that an output depends on
+    firsts: Tensor  # `[up]` where the window of each output begins, from that of the period's first
+    taps: Tensor  # `[up, 2 reach]`, whole numbers in float64
+    table: Tensor | None  # `[down + 2 reach - 1, up]`, the taps as a matrix; None if too large
 
     def certain(self, heard: int) -> int:
         """Return the number of outputs whose inputs are all among the first `heard`."""
@@ -133,20 +120,11 @@ def _plan(source: int, rate: int, zeros: int, rolloff: float) -> _FilterPlan:
 def resample(
     pcm: Tensor, source: int, rate: int, zeros: int = ZEROS, rolloff: float = ROLLOFF
 ) -> Tensor:
-    """Resample sound; no gradients.
+    """Resample sound `[..., n]`, rounded to 24 bits (-138 dB); no gradients.
 
-    Args:
-        pcm: `[..., n]` float, rounded to 24 bits (-138 dB).
-        source: Samples per second of `pcm`.
-        rate: Samples per second of the result.
-        zeros: Zero crossings of the filter on each side; more is steeper and later.
-        rolloff: Cut-off as a share of half the lower rate.
-
-    Returns:
-        `[..., ceil(n * rate / source)]`, type of `pcm`.
-
-    Raises:
-        MediaError: A rate is out of range.
+    More `zeros` (crossings of the filter on each side) are steeper and later; `rolloff` is the
+    cut-off as a share of half the lower rate. Returns `[..., ceil(n * rate / source)]`, type of
+    `pcm`.
     """
     source, rate = check_rate(source), check_rate(rate)
     if source == rate:
@@ -168,12 +146,8 @@ class ResamplerState:
 class Resampler:
     """Streaming `resample`, a `Stage` from pcm `[B, n]` at `source` to pcm `[B, m]` at `rate`.
 
-    Attributes:
-        delay: Seconds of sound that an output waits for: the reach of the filter (1.1 ms for 48 or
-            24 kHz to 16 kHz).
-
-    Raises:
-        MediaError: A rate is out of range.
+    `delay` is the seconds of sound that an output waits for: the reach of the filter (1.1 ms for 48
+    or 24 kHz to 16 kHz).
     """
 
     def __init__(
@@ -208,12 +182,9 @@ class Resampler:
         return self._plan.compute(inputs, first, state.given, stop)
 
     def reset(self, state: ResamplerState, rows: Tensor) -> ResamplerState:
-        """Start streams `rows` (`[B]` bool) anew; the others go on.
+        """Start streams `rows` (`[B]` bool) anew; the others have to be between two periods.
 
         The new streams begin with the outputs that the others still owe, near silence.
-
-        Raises:
-            MmfastError: The others are within a period of the two rates, which a batch shares.
         """
         if bool(rows.all()):
             return self.start(len(rows))
@@ -241,8 +212,7 @@ def mel_filters(
 ) -> Tensor:
     """Triangles on the HTK mel scale, peak 1, from 0 Hz to `top` (half the rate when left out).
 
-    Returns:
-        `[size // 2 + 1, bins]`, float64: one column per mel bin.
+    Float64 `[size // 2 + 1, bins]`: one column per mel bin.
     """
     highest = 2595.0 * math.log10(1.0 + (rate / 2 if top is None else top) / 700.0)
     mels = torch.linspace(0.0, highest, bins + 2, dtype=torch.float64)
@@ -276,15 +246,10 @@ def _frames(padded: Tensor, precise: torch.dtype) -> Tensor:
 
 
 def log_mel(pcm: Tensor, precise: torch.dtype = torch.float64) -> Tensor:
-    """Log-mel frames of sound at 16 kHz; differentiable.
+    """Log-mel frames `[..., n // 160, 80]` of sound `[..., n]` at 16 kHz; differentiable.
 
-    Args:
-        pcm: `[..., n]` float, -1..1.
-        precise: What it is computed in. In float64 (default) rounding to float32 hides how many
-            frames were multiplied at once, so any split gives the same bits; float32 is faster on
-            a GPU and enough for a loss.
-
-    Returns:
-        `[..., n // 160, 80]`: natural log of `max(mel power, 1e-5)`, in the type of `pcm`.
+    The natural log of `max(mel power, 1e-5)`, in the type of `pcm`. In `precise` float64 rounding
+    to float32 hides how many frames were multiplied at once, so any split gives the same bits;
+    float32 is faster on a GPU and enough for a loss.
     """
     return _frames(F.pad(pcm, (_PAST, 0)), precise)

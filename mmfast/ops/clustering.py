@@ -10,22 +10,14 @@ from mmfast.ops.similarity import cosine_parts
 
 
 def dpc_knn(x: Tensor, count: int, neighbours: int) -> tuple[Tensor, Tensor]:
-    """Choose `count` cluster centres that are dense and far from denser points.
+    """Choose `count` cluster centres of `x` `[n, D]` that are dense and far from denser points.
 
     Distance is Euclidean over the square root of the width; density is `exp(-mean d^2)` over the
     nearest `min(neighbours, count)` points, the point itself included; a point's reach is its
     distance to the nearest strictly denser point (the largest distance of all if there is none).
     Centres have the greatest product of the two; ties go to the lowest index. The noise the
-    reference adds to the density is left out.
-
-    Args:
-        x: `[n, D]`.
-        count: Number of clusters, 1 to n.
-        neighbours: K.
-
-    Returns:
-        Centres `[count]` ascending, and for each point `[n]` the number of its nearest centre;
-        a centre belongs to itself.
+    reference adds to the density is left out. Returns centres ascending, and of each point the
+    number of its nearest centre; a centre belongs to itself.
     """
     distance = _distances(x) / x.shape[-1] ** 0.5
     near = distance.topk(min(neighbours, count), largest=False).values
@@ -54,19 +46,12 @@ def _distances(x: Tensor) -> Tensor:
 
 
 def leader_clusters(bits: Tensor, radius: int) -> Tensor:
-    """Cluster rows in order: a row joins the nearest earlier founder, or founds a cluster.
+    """Cluster rows `[n, P]` bool in order; `[n]` int64, numbered by their founders' order.
 
-    A row founds a cluster if it differs from every earlier founder in at least `radius` bits;
-    else it joins the nearest one (of equally near ones the earliest). That depends on earlier rows
-    only, so all rows are settled at once in a few rounds, as many as the longest chain of rows
-    that depend on each other.
-
-    Args:
-        bits: `[n, P]` bool.
-        radius: Distances below it join.
-
-    Returns:
-        `[n]` int64, clusters numbered by their founders' order.
+    A row founds a cluster if it differs from every earlier founder in at least `radius` bits; else
+    it joins the nearest one (of equally near ones the earliest). That depends on earlier rows only,
+    so all rows are settled at once in a few rounds, as many as the longest chain of rows that
+    depend on each other.
     """
     n = len(bits)
     own = torch.arange(n, device=bits.device)
@@ -87,17 +72,11 @@ def leader_clusters(bits: Tensor, radius: int) -> Tensor:
 
 
 def best_blocks(score: Tensor, owner: Tensor, budget: int, chunk: int = 1) -> Tensor:
-    """Choose the clusters of the `budget` best blocks; ties go to the earliest block.
+    """Choose the clusters of the `budget` best blocks, `[C]` bool; ties go to the earliest block.
 
-    Args:
-        score: `[C]`; a block's score is that of its best cluster.
-        owner: `[C]` number of each cluster's block, in any order.
-        budget: Blocks to choose; all of them where there are no more.
-        chunk: Blocks that come in groups of so many neighbours, by the mean of their scores; the
-            last group may be smaller. `budget // chunk` groups are chosen, at least one.
-
-    Returns:
-        `[C]` bool.
+    `owner` `[C]` is the number of each cluster's block, whose score is that of its best cluster.
+    With `chunk` blocks come in groups of so many neighbours, by the mean of their scores; the last
+    group may be smaller. `budget // chunk` groups are chosen, at least one.
     """
     blocks, index = owner.unique(return_inverse=True)  # ascending, so in time order
     if len(blocks) <= budget:
@@ -113,15 +92,11 @@ def best_blocks(score: Tensor, owner: Tensor, budget: int, chunk: int = 1) -> Te
 
 
 def information(x: Tensor, rank: float) -> Tensor:
-    """Sum over the leading singular directions of `|u| * sigma` of each row.
+    """Sum over the leading singular directions of `|u| * sigma` of each row of `[..., N, D]`.
 
-    Args:
-        x: `[..., N, D]`.
-        rank: Directions whose singular value is below this share of the largest are left out;
-            above 1e-6, where the squares that they are computed from lose their accuracy.
-
-    Returns:
-        `[..., N]` float64 in units of the largest singular value, steps of 2^-30.
+    Directions whose singular value is below the share `rank` of the largest are left out; above
+    1e-6, where the squares that they are computed from lose their accuracy. Returns `[..., N]`
+    float64 in units of the largest singular value, steps of 2^-30.
     """
     rows = x.double()
     if rows.shape[-2] <= rows.shape[-1]:
@@ -138,18 +113,11 @@ def information(x: Tensor, rank: float) -> Tensor:
 
 
 def graph_redundancy(metric: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """Redundancy of each token at an even place, given the tokens at odd places.
+    """Redundancy and degree of each token at an even place, `[..., ceil(N / 2)]` float64.
 
-    An edge joins an even and an odd token whose cosine is above `tau`. The redundancy of an even
-    token is its degree times the mean cosine of its edges; without an edge it is its best cosine
-    less one, so below that of any token with an edge.
-
-    Args:
-        metric: `[..., N, d]`, N >= 2.
-        tau: At least 0.
-
-    Returns:
-        Redundancy and degree of the even tokens, `[..., ceil(N / 2)]` float64.
+    An edge joins an even and an odd token of `[..., N, d]`, N >= 2, whose cosine is above `tau` >=
+    0. The redundancy of an even token is its degree times the mean cosine of its edges; without an
+    edge it is its best cosine less one, so below that of any token with an edge.
     """
     scores, degrees = [], []
     for table in cosine_parts(metric[..., ::2, :], metric[..., 1::2, :]):

@@ -17,11 +17,7 @@ from mmfast.core.errors import SpecError
 
 
 def check_delays(delays: Sequence[int], books: int) -> tuple[int, ...]:
-    """Return the delays as a tuple.
-
-    Raises:
-        SpecError: Not one whole number of at least 0 per codebook.
-    """
+    """Return the delays as a tuple: one whole number of at least 0 per codebook."""
     found = tuple(int(d) for d in delays)
     if len(found) != books or min(found, default=0) < 0:
         raise SpecError(
@@ -31,16 +27,7 @@ def check_delays(delays: Sequence[int], books: int) -> tuple[int, ...]:
 
 
 def delay(codes: Tensor, delays: Sequence[int], fill: int) -> Tensor:
-    """Spread frames over steps.
-
-    Args:
-        codes: `[B, Q, T]`.
-        delays: One per codebook, in steps.
-        fill: Code where a codebook has no frame.
-
-    Returns:
-        `[B, Q, T + max(delays)]`.
-    """
+    """Spread frames `[B, Q, T]` over steps `[B, Q, T + max(delays)]`, elsewhere `fill`."""
     shifts = check_delays(delays, codes.shape[1])
     batch, books, frames = codes.shape
     steps = codes.new_full((batch, books, frames + max(shifts)), fill)
@@ -51,15 +38,10 @@ def delay(codes: Tensor, delays: Sequence[int], fill: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DelayState:
-    """The last steps of a stream.
+    """The last steps of a stream."""
 
-    Attributes:
-        ring: `[B, Q, R]` with R one more than the longest delay; entry R - 1 is the newest.
-        seen: `[B]` int64 steps so far.
-    """
-
-    ring: Tensor
-    seen: Tensor
+    ring: Tensor  # `[B, Q, R]` with R one more than the longest delay; entry R - 1 is the newest
+    seen: Tensor  # `[B]` int64 steps so far
 
 
 class DelayRing:
@@ -106,17 +88,11 @@ class DelayRing:
 
 @dataclass(frozen=True, eq=False)
 class CodeLoss:
-    """Loss of a head.
+    """Loss of a head."""
 
-    Attributes:
-        loss: Scalar to minimise.
-        each: `[K]` mean cross-entropy per codebook, unweighted; 0 where there is no target.
-        right: `[K]` share of codes whose likeliest entry is the true one.
-    """
-
-    loss: Tensor
-    each: Tensor
-    right: Tensor
+    loss: Tensor  # scalar to minimise
+    each: Tensor  # `[K]` mean cross-entropy per codebook, unweighted; 0 where there is no target
+    right: Tensor  # `[K]` share of codes whose likeliest entry is the true one
 
 
 def _log_probability(logits: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,12 +104,9 @@ def _log_probability(logits: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def code_loss(logits: Tensor, codes: Tensor, weights: Tensor | None = None) -> CodeLoss:
-    """Mean cross-entropy of the codes that exist.
+    """Mean cross-entropy of logits `[..., K, V]` and the codes `[..., K]` that exist.
 
-    Args:
-        logits: `[..., K, V]`.
-        codes: `[..., K]`; entries outside 0..V-1 (no code, -100) are left out.
-        weights: `[..., K]` of each code; None weighs all alike.
+    Entries outside 0..V-1 (no code, -100) are left out; `weights` `[..., K]` weigh each code.
     """
     logp, there = _log_probability(logits, codes)
     lost = -logp
@@ -152,17 +125,9 @@ def adaptive_weights(
     """Weigh each codebook by the probability that the codebooks before it are right.
 
     The first codebook weighs 1, codebook q the product of the probabilities of the true codes
-    before it, to the power; a code that is likelier than the ceiling is left out, and what
-    remains is scaled so that the heaviest code of a frame weighs 1.
-
-    Args:
-        logits: `[..., K, V]`.
-        codes: `[..., K]`.
-        power: λ: 0.1 as published, 0.05 with groups.
-        ceiling: p_max; 1 leaves nothing out.
-
-    Returns:
-        `[..., K]`, no gradient.
+    before it, to the power λ (0.1 as published, 0.05 with groups); a code that is likelier than the
+    ceiling p_max is left out, and what remains is scaled so that the heaviest code of a frame
+    weighs 1. Logits `[..., K, V]` and codes `[..., K]` give `[..., K]`, no gradient.
     """
     logp, there = _log_probability(logits, codes)
     before = F.pad(logp.cumsum(-1)[..., :-1], (1, 0))  # sum over the codebooks in front

@@ -32,11 +32,7 @@ class Eager:
 
 
 class Compiled:
-    """One graph of torch.compile, or an error where it would be several.
-
-    Args:
-        **options: Of torch.compile, such as `backend="aot_eager"`.
-    """
+    """One graph of torch.compile with these options, or an error where it would be several."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -51,11 +47,7 @@ class CudaGraphs:
     """CUDA graphs that share one pool of memory, replayed in turn on the current stream.
 
     Only buffers made outside of the functions outlive a replay: memory that a function allocates is
-    used again by the next one.
-
-    Args:
-        device: A CUDA device.
-        cuda: `torch.cuda`, or a stand-in in tests.
+    used again by the next one. `cuda` is `torch.cuda`, or a stand-in in tests.
     """
 
     def __init__(self, device: torch.device | str = "cuda", cuda: Any = torch.cuda) -> None:

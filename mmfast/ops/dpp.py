@@ -30,18 +30,11 @@ Integers = NDArray[np.int64]
 def greedy_dpp(rows: Tensor, quality: Tensor, count: int) -> Tensor:
     """Pick rows that are long and far from the span of the picks before them.
 
-    Every pick maximises the squared distance to the span of all before it, which is the factor
-    by which the determinant of the kernel `rows @ rows.T` grows. Distances shrink with every pick
-    and are updated, never recomputed: `count * N * D` at most. Once the picks span all rows, the
-    others follow by quality.
-
-    Args:
-        rows: `[..., N, D]`, features times quality; computed in float64.
-        quality: `[..., N]`, the order of the rows that the picks span.
-        count: At most N.
-
-    Returns:
-        `[..., count]` int64 in the order of picking, no index twice; ties to the lowest index.
+    Every pick maximises the squared distance to the span of all before it, which is the factor by
+    which the determinant of the kernel `rows @ rows.T` grows. Distances shrink with every pick and
+    are updated, never recomputed: `count * N * D` at most. Once the picks span all rows, the others
+    follow by quality. `rows` `[..., N, D]` are features times quality, computed in float64. Returns
+    `[..., count]` int64 in the order of picking, no index twice; ties to the lowest index.
     """
     lead, (n, width) = rows.shape[:-2], rows.shape[-2:]
     flat, most = rows.double().reshape(-1, n, width), min(count, n, width)
@@ -197,22 +190,14 @@ class LazyGreedy:
     so one that has missed some picks is a lower bound. The rows of lowest cost (`_ACTIVE`) are
     kept up to date; of these the lowest (`_BLOCK`) are picked among themselves as long as no other
     row can come first. Rows near a pick are not looked at again.
-
-    Attributes:
-        rows: `[U, D]` unit rows on the host.
-        count: Picks, at most U.
-        own: `[U]` worth of a row by itself; None where only likeness counts.
-        share: Weight of likeness, 0 or more.
-        step: Cosines are rounded to multiples of it; 0 leaves them as they are.
-        stop: No row is picked whose cost is as high.
     """
 
-    rows: Tensor
-    count: int
-    own: AnyFloats | None = None
-    share: float = 1.0
-    step: float = 0.0
-    stop: float = np.inf
+    rows: Tensor  # `[U, D]` unit rows on the host
+    count: int  # picks, at most U
+    own: AnyFloats | None = None  # `[U]` worth of a row by itself; None where only likeness counts
+    share: float = 1.0  # weight of likeness, 0 or more
+    step: float = 0.0  # cosines are rounded to multiples of it; 0 leaves them as they are
+    stop: float = np.inf  # no row is picked whose cost is as high
     picks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:

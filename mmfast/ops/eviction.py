@@ -16,19 +16,10 @@ from mmfast.ops.similarity import nearest, unit_rows
 
 
 def evict(spec: Spec, tokens: Tokens, total: int | None = None) -> Reduction:
-    """Run a policy of role `position` or `score`.
+    """Run a policy of role `position` or `score` on keys `x` `[..., H, N, d]` and signals.
 
-    Args:
-        spec: The policy with its budget; a whole number above N keeps all.
-        tokens: Keys `x` `[..., H, N, d]` and signals.
-        total: Tokens that a share is of; None is N.
-
-    Returns:
-        A Reduction with the leading dims of `x`.
-
-    Raises:
-        SpecError: A signal is missing, or a knob is wrong.
-        MmfastError: NaN or infinity in what the policy reads.
+    A share is of `total` tokens, None is N; a whole number above N keeps all. SpecError: a signal
+    is missing, or a knob is wrong; MmfastError: NaN or infinity in what the policy reads.
     """
     budget = _budget(spec, tokens.n, total)
     if budget == tokens.n:
@@ -52,10 +43,7 @@ def evict(spec: Spec, tokens: Tokens, total: int | None = None) -> Reduction:
 def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:
     """Keep the tokens that stand, and of the others what a policy chooses; budgets add up.
 
-    Args:
-        stands: `[..., N]` bool, equally many in every row, the same for all heads.
-        tokens: Keys `x` `[..., H, N, d]` and signals.
-        spec: A policy of role `score`; a share is of all N.
+    `stands` `[..., N]` bool marks equally many in every row; a share of the policy is of all N.
     """
     heads = tokens.x.shape[-3:-2]
     fixed = _each(marked(stands), heads)  # [..., H, S]
@@ -79,8 +67,7 @@ def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:
 def keep_marked(stands: Tensor, tokens: Tokens) -> Reduction:
     """Keep the tokens that stand, `[..., N]` bool, equally many in every row, in every head."""
     keep = _each(marked(stands), tokens.x.shape[-3:-2])
-    whole = keep.shape[-1] == tokens.n
-    return Reduction.prune(keep, tokens.n) if not whole else _all(tokens)
+    return _all(tokens) if keep.shape[-1] == tokens.n else Reduction.prune(keep, tokens.n)
 
 
 def _all(tokens: Tokens) -> Reduction:
@@ -128,18 +115,10 @@ def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
 
 
 def pooled_votes(score: Tensor, kernel: int, pool: str = "mean") -> Tensor:
-    """Mean or maximum over the `kernel` places around each token.
+    """Mean or maximum of `[..., N]` over the odd number `kernel` of places around each token.
 
-    Args:
-        score: `[..., N]`.
-        kernel: An odd number; at the ends only the neighbours that exist count.
-        pool: `mean` or `max`.
-
-    Returns:
-        `[..., N]` float64: sums of float32 votes are exact, so equal votes stay equal.
-
-    Raises:
-        SpecError: An even or negative kernel, or another pool.
+    At the ends only the neighbours that exist count. Float64: sums of float32 votes are exact, so
+    equal votes stay equal.
     """
     if kernel < 1 or kernel % 2 == 0:
         raise SpecError(f"knob kernel={kernel} is not odd; choose 1, 3, 5, 7 …")
@@ -155,18 +134,11 @@ def pooled_votes(score: Tensor, kernel: int, pool: str = "mean") -> Tensor:
 def window_choice(
     attn: Tensor, budget: int, *, window: int, kernel: int, pool: str = "mean"
 ) -> Reduction:
-    """Keep the last tokens, and before them what they vote for.
+    """Keep the last tokens, and before them what they vote for, `budget` in each head.
 
-    Args:
-        attn: `[..., H, N]` attention of the last `window` queries.
-        budget: Tokens to keep in each head.
-        window: Last tokens that stay, or half of the budget where that is less: a small cache
-            of nothing but the question would be of no use.
-        kernel: Neighbours in the pooled votes; see `pooled_votes`.
-        pool: `mean` or `max`.
-
-    Raises:
-        SpecError: The window is empty, or as in `pooled_votes`.
+    `attn` `[..., H, N]` is that of the last `window` queries, which stay, or half of the budget
+    where that is less: a small cache of nothing but the question would be of no use. See
+    `pooled_votes` for kernel and pool.
     """
     if window < 1:
         raise SpecError(f"knob window={window} holds no query; choose 1 or more")
@@ -189,19 +161,10 @@ _ROWS = 256  # evicted tokens compared at once, in a table that stays in the cac
 def fold_evicted(keep: Tensor, keys: Tensor, joins: Tensor, fold: str) -> Reduction:
     """Every evicted token joins the kept one whose key points most nearly the same way.
 
-    Args:
-        keep: `[..., M]` kept tokens, ascending.
-        keys: `[..., N, d]`.
-        joins: `[..., N]` bool; evicted tokens that do not join are dropped.
-        fold: How a kept token k takes in its m tokens e: `averaged`, the mean of all; `pivotal`,
-            the mean of k and of every (k + e) / 2; `weighted`, the mean by cosine, k at 1 and
-            opposite ones at 0; `none`, not at all.
-
-    Returns:
-        A Reduction onto M tokens whose weights add up to 1.
-
-    Raises:
-        SpecError: Another fold.
+    `keep` `[..., M]` is ascending, keys are `[..., N, d]`; evicted tokens that do not join (`[...,
+    N]` bool) are dropped. A kept token k takes in its m tokens e by `fold`: `averaged`, the mean of
+    all; `pivotal`, the mean of k and of every (k + e) / 2; `weighted`, the mean by cosine, k at 1
+    and opposite ones at 0; `none`, not at all. The weights of each of the M tokens add up to 1.
     """
     if fold not in FOLDS:
         raise SpecError(f"unknown merge {fold!r}; choices: {', '.join(sorted(FOLDS))}")

@@ -15,18 +15,11 @@ METRICS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def surprise(image: Tensor, metric: str) -> Tensor:
-    """Distance of every patch from its prediction.
+    """Distance of every patch `[..., h, w, P]` from its prediction, `[..., h, w]` float64.
 
     With A on the left, B above and C above A: if C is closer to A than to B, an edge runs between
-    the rows' pasts and the prediction is B, else it is A. The first row is predicted from the
-    left, the first column from above.
-
-    Args:
-        image: `[..., h, w, P]`.
-        metric: `max`, `mae` or `rmse` of the absolute differences.
-
-    Returns:
-        `[..., h, w]` float64; infinite for the first patch, which has no prediction.
+    the rows' pasts and the prediction is B, else it is A. The first row is predicted from the left,
+    the first column from above; the first patch has no prediction and is infinitely far.
     """
     distance = METRICS[metric]
     left = distance(image[..., 1:, :] - image[..., :-1, :])  # [..., h, w - 1], A of each column
@@ -41,20 +34,11 @@ def surprise(image: Tensor, metric: str) -> Tensor:
 
 
 def unpredicted(image: Tensor, metric: str, threshold: float, *, anchored: bool) -> Tensor:
-    """Mark the patches that do not match their prediction.
+    """Mark the patches of `[..., h, w, P]` that do not match their prediction, and the first one.
 
     Two patches match if their distance is at most `threshold`. The prediction is B if C matches A
-    and not B, else A.
-
-    Args:
-        image: `[..., h, w, P]`.
-        metric: `max`, `mae` or `rmse`.
-        threshold: Largest distance of a match.
-        anchored: Predict from the picture that a decoder would restore, where a dropped patch
-            equals its prediction; errors then cannot add up along a slow gradient.
-
-    Returns:
-        `[..., h, w]` bool, True at the first patch.
+    and not B, else A. `anchored` predicts from the picture that a decoder would restore, where a
+    dropped patch equals its prediction; errors then cannot add up along a slow gradient.
     """
     place = torch.ones(image.shape[-3:-1], dtype=torch.bool, device=image.device).nonzero()[1:]
     diagonal = place.sum(-1)
@@ -87,13 +71,10 @@ def _prediction(seen: Tensor, y: Tensor, x: Tensor, metric: str, threshold: floa
 def tile_cover(tile: Tensor, place: Tensor | None) -> Tensor:
     """The tile that covers each overview token, `[n0]`; -1 where no tile does.
 
-    With places, the tiles lie in one mosaic over the whole image and the overview is scaled onto
-    it. Without, or where the places of two tiles overlap (each counts from its own corner), the
-    overview is cut into as many consecutive runs as there are tiles.
-
-    Args:
-        tile: `[N]` int64, tile of each token; 0 is the overview. At least one other tile.
-        place: `[N, 3]` int64, frame, row and column, or None.
+    `tile` `[N]` int64 is 0 for the overview. With places (`[N, 3]`: frame, row and column), the
+    tiles lie in one mosaic over the whole image and the overview is scaled onto it. Without, or
+    where the places of two tiles overlap (each counts from its own corner), the overview is cut
+    into as many consecutive runs as there are tiles.
     """
     overview = tile == 0
     numbers = tile[~overview].unique()

@@ -19,18 +19,11 @@ _SAME = 1.0 - 2.0**-20
 
 
 def max_min(x: Tensor, count: int) -> Tensor:
-    """Pick `count` rows by greatest cosine distance to the rows already picked.
+    """Pick `count` rows of `[..., N, D]` by greatest cosine distance to the rows already picked.
 
-    The first pick is the row whose nearest other row is farthest away. Ties go to the lowest
-    index; a row is picked once, and rows equal to a pick come last, lowest index first. A zero row
-    is at distance 1 from all but other zero rows, which equal it.
-
-    Args:
-        x: `[..., N, D]`, each item on its own.
-        count: Number of picks, at most N.
-
-    Returns:
-        `[..., count]` int64 in the order of picking.
+    The first pick is the row whose nearest other row is farthest away. Ties go to the lowest index;
+    a row is picked once, and rows equal to a pick come last, lowest index first. A zero row is at
+    distance 1 from all but other zero rows, which equal it. Returns `[..., count]` int64 in order.
     """
     items = x.reshape(-1, *x.shape[-2:])
     if x.is_cuda:
@@ -95,8 +88,6 @@ def _hash(rows: Tensor) -> Tensor:
 
 
 _FEW, _WIDTH, _GROUP = 12, 64, 64
-
-
 _ALL_AT_ONCE = 256  # rows up to which the whole product costs less than the search
 
 
@@ -105,14 +96,9 @@ def most_isolated(rows: Tensor, twins: Tensor) -> int:
 
     Exact without the whole U x U product: a row is excluded as soon as it was compared with one
     other row that is nearer than the nearest of the best row so far. Rows are first compared with
-    those that share their nearest landmark, so most are excluded early.
-
-    Args:
-        rows: Distinct unit rows.
-        twins: `[U]` bool, rows that stand for several equal ones: their nearest is at cosine 1.
-
-    Returns:
-        Its index, the lowest one on ties; 0 if all rows have twins.
+    those that share their nearest landmark, so most are excluded early. Rows are distinct; `twins`
+    stand for several equal ones, whose nearest is at cosine 1. The lowest index wins ties; 0 if all
+    have twins.
     """
     alive = (~twins).nonzero()[:, 0]
     if not len(alive) or len(rows) < 2:
@@ -173,13 +159,10 @@ _CHUNK = 1 << 26  # products held at a time while looking for the first pick, 25
 def max_min_device(x: Tensor, count: int, *, largest: int = LARGEST, block: int = _BLOCK) -> Tensor:
     """Picks `[B, count]` of `x` `[B, N, D]`, as `max_min` describes them.
 
-    Args:
-        x: Rows; half precision is multiplied as it is, which loses nothing: products of two such
-            numbers are exact in float32, and so is the sum as of any float32 rows.
-        count: At most N.
-        largest: Above so many tokens the matrix of similarities is never held: time grows with
-            picks times tokens, memory with tokens.
-        block: Rows that are picked among themselves there.
+    Half precision is multiplied as it is, which loses nothing: products of two such numbers are
+    exact in float32, and so is the sum as of any float32 rows. Above `largest` tokens the matrix of
+    similarities is never held, and `block` rows are picked among themselves: time grows with picks
+    times tokens, memory with tokens.
     """
     rows, scale = _prepared(x)
     n = x.shape[1]
@@ -286,13 +269,8 @@ def _first(rows: Tensor, scale: Tensor) -> Tensor:
 def max_min_plain(similarity: Tensor, first: Tensor, count: int) -> Tensor:
     """Pick the row least similar to all picks so far, `count` times, a step in Python each.
 
-    Args:
-        similarity: `[B, N, N]`; the diagonal is not read.
-        first: `[B]` int64, the first pick of each item.
-        count: Picks per item, at most N.
-
-    Returns:
-        `[B, count]` int64 in the order of picking; no row twice, ties to the lowest index.
+    From `similarity` `[B, N, N]`, its diagonal unread, and the `first` picks `[B]`: `[B, count]`
+    int64 in the order of picking; no row twice, ties to the lowest index.
     """
     batch = torch.arange(len(similarity), device=similarity.device)
     nearest = torch.full_like(similarity[:, 0], -torch.inf)  # [B, N]
@@ -328,17 +306,9 @@ def greedy_diverse(
     """Pick `count` rows, each with the best score less its likeness to the picks before it.
 
     A row's worth is `balance * score - (1 - balance) * likeness`, the likeness being its largest
-    cosine with a pick. The first pick has the best score; ties go to the lowest index.
-
-    Args:
-        score: `[N]`, of the order of a cosine: see `rescale`.
-        x: `[N, D]`.
-        count: Number of picks, at most N.
-        balance: From 0, unlike tokens only, to 1, high scores only.
-        start: Rows that are picked beforehand, at most `count`.
-
-    Returns:
-        `[count]` int64 in the order of picking, `start` in front.
+    cosine with a pick, the score `[N]` of the order of a cosine: see `rescale`. The first pick has
+    the best score; ties go to the lowest index. `start` is picked beforehand. Returns `[count]`
+    int64 in order.
     """
     own = balance * score.double()
     first = [] if start is None else start.tolist()

@@ -22,17 +22,11 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def segment_merge(x: Tensor, segments: Segments) -> Tensor:
-    """Output m is the sum (or mean) of `weight * x[source]` over the entries of m.
+    """Output m is the sum (or mean) of `weight * x[source]` over the entries of m: `[..., M, D]`.
 
-    A sum is taken in float32 at least and rounded once. On CUDA one program adds up one output,
-    in a fixed order and without atomics; float64 and gradients use plain torch.
-
-    Args:
-        x: `[..., N, D]`; leading dims as those of `segments.output`.
-        segments: Which rows make up which outputs.
-
-    Returns:
-        `[..., M, D]` in the dtype of `x`; an output without entries is 0.
+    A sum is taken in float32 at least and rounded once to the dtype of `x`; an output without
+    entries is 0. On CUDA one program adds up one output, in a fixed order and without atomics;
+    float64 and gradients use plain torch.
     """
     learning = x.requires_grad and torch.is_grad_enabled()
     if not x.is_cuda or x.dtype not in _DTYPES or learning:
@@ -80,18 +74,11 @@ Floats = NDArray[np.floating[Any]]
 
 
 def adjacent_merge(metric: Tensor, budget: int | None, threshold: float) -> Reduction:
-    """Merge similar neighbours, round after round, until `budget` runs are left.
+    """Merge similar neighbours of `[N, d]`, round after round, until `budget` runs are left.
 
     In a round runs at even places join the more similar of their two neighbours (the one before
-    them on ties), the most similar pairs first, ties to the lowest place.
-
-    Args:
-        metric: `[N, d]` features to compare; a run has the mean of its tokens.
-        budget: Runs to leave; None merges whatever is above `threshold`.
-        threshold: Cosine above which neighbours merge, without a budget.
-
-    Returns:
-        A Reduction onto means of whole runs, each at the place of its middle token.
+    them on ties), the most similar pairs first, ties to the lowest place; a run has the mean of its
+    tokens and the place of the middle one. Without a budget all above the cosine `threshold` merge.
     """
     wide = metric.double()
     total = torch.cat([wide.new_zeros(1, wide.shape[1]), wide.cumsum(0)])  # sums before each token
@@ -140,22 +127,15 @@ def neighbour_merge(
 ) -> Reduction:
     """Outputs for the listed tokens, and one summary of the others.
 
-    A listed token becomes itself plus its nearest other tokens (cosine of keys), each weighted
-    by its attention; the summary is the attention-weighted sum of the rest, at the place of the
-    most attended of them. Weights are then scaled to 1 in each output.
+    A listed token becomes itself plus its nearest other tokens (cosine of keys), each weighted by
+    its attention, `neighbours` at most; the summary is the attention-weighted sum of the rest, at
+    the place of the most attended of them. Weights are then scaled to 1 in each output, but if
+    `raw`: then they are 1 for the token itself, attention for the others. From `attn` `[..., N]`,
+    `keys` `[..., N, d]`, `listed` `[..., m]` (one that is listed twice is its own neighbour and
+    gives one output, which `order` names twice) and `rest` `[..., r]`, ascending, r >= 1.
 
-    Args:
-        attn: `[..., N]`.
-        keys: `[..., N, d]`.
-        listed: `[..., m]` chosen tokens. One that is listed twice is its own neighbour and gives
-            one output, which `order` names twice.
-        rest: `[..., r]` tokens of the summary, ascending, r >= 1.
-        neighbours: Tokens that a listed one takes in, at most all others.
-        raw: Leave weights as they are: 1 for the token itself, attention for the others.
-
-    Returns:
-        A Reduction with a mix; `order` is that of `listed`, the summary last. All tokens that are
-        not listed are owned by the summary, though listed ones may hold a part of them.
+    Returns a Reduction with a mix; `order` is that of `listed`, the summary last. All tokens that
+    are not listed are owned by the summary, though listed ones may hold a part of them.
     """
     n = attn.shape[-1]
     attn = attn.double()
@@ -167,8 +147,10 @@ def neighbour_merge(
     elif weight is not None:
         scale = 1 / (1 + weight.sum(-1))
     heaviest = rest.gather(-1, attn.gather(-1, rest).argmax(-1, keepdim=True))
-    outputs = _standing(listed, heaviest, n)
-    slots = outputs.owner.gather(-1, torch.cat([listed, heaviest], dim=-1))
+    target = heaviest.expand(*heaviest.shape[:-1], n).contiguous().scatter_(-1, listed, listed)
+    keep = torch.cat([listed, heaviest], dim=-1)
+    outputs = Reduction.merge(keep.unique() if listed.ndim == 1 else keep, target)
+    slots = outputs.owner.gather(-1, keep)
     own, last = slots[..., :-1], slots[..., -1:]
     share = attn.gather(-1, rest)
     if not raw:
@@ -179,15 +161,6 @@ def neighbour_merge(
         parts.append((own.gather(-1, source), near, (weight * scale[..., None]).flatten(-2)))
     mix = Mix(*(torch.cat(column, dim=-1) for column in zip(*parts, strict=True)))
     return replace(outputs, mix=mix, order=slots)
-
-
-def _standing(listed: Tensor, heaviest: Tensor, n: int) -> Reduction:
-    """Assign every listed token to itself and all others to the heaviest one."""
-    target = heaviest.expand(*heaviest.shape[:-1], n).contiguous().scatter_(-1, listed, listed)
-    keep = torch.cat([listed, heaviest], dim=-1)
-    if listed.ndim == 1:
-        keep = keep.unique()
-    return Reduction.merge(keep, target)
 
 
 def _neighbours(rows: Tensor, listed: Tensor, rest: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -217,19 +190,11 @@ def contextual_merge(
 ) -> Reduction:
     """Every token that is not dominant joins the contextual target with the most similar metric.
 
-    Targets are the middle ones of `count` equal runs of the remaining tokens. A target that others
-    joined is half of the result, their mean the other half.
-
-    Args:
-        dominant: `[..., d]` tokens that stay as they are, no duplicates.
-        metric: `[..., N, w]` features to compare.
-        count: Number of targets c; 0 drops the remaining tokens.
-        literal: As the VisionZip reference: targets at multiples of `rest // c`, none in the tail,
-            and both halves at full length. Its outputs are emitted in the order of `order`,
-            dominant ones first.
-
-    Returns:
-        A Reduction onto `d + c` tokens.
+    Targets are the middle ones of `count` equal runs of the remaining tokens, which 0 drops. A
+    target that others joined is half of the result, their mean the other half. From `dominant`
+    `[..., d]` without duplicates and `metric` `[..., N, w]` onto `d + c` tokens. `literal` is as
+    the VisionZip reference: targets at multiples of `rest // c`, none in the tail, and both halves
+    at full length; outputs are emitted in the order of `order`, dominant ones first.
     """
     n = metric.shape[-2]
     dominant = dominant.sort(dim=-1).values
@@ -241,7 +206,9 @@ def contextual_merge(
     targets = rest[..., spots]  # [..., c]
     target = torch.arange(n, device=rest.device).expand(shape).contiguous()
     if count:
-        joined = targets.gather(-1, _assign(metric, rest, targets))
+        rows = unit_rows(metric)
+        nearest = nearest_rows(gather_rows(rows, rest), gather_rows(rows, targets))
+        joined = targets.gather(-1, nearest)
         joined[..., spots] = targets
         target.scatter_(-1, rest, joined)
     else:
@@ -254,23 +221,13 @@ def contextual_merge(
 
 
 def context_count(context: float, budget: int, method: str) -> int:
-    """Number of contextual tokens in a budget: a share below 1, or a number from 1.
-
-    Raises:
-        SpecError: The knob of `method` does not fit the budget.
-    """
+    """Number of contextual tokens in a budget: a share below 1, or a number from 1."""
     if not 0 <= context <= budget:
         raise SpecError(
             f"knob contextual={context} of {method!r} does not fit {budget} tokens; "
             f"choose a share from 0 to below 1 or a number from 1 to {budget}"
         )
     return int(context) if context >= 1 else round(context * budget)
-
-
-def _assign(metric: Tensor, rest: Tensor, targets: Tensor) -> Tensor:
-    """Number of the target with the most similar row for each remaining token, `[..., R]`."""
-    rows = unit_rows(metric)
-    return nearest_rows(gather_rows(rows, rest), gather_rows(rows, targets))
 
 
 def _weights(merged: Reduction, target: Tensor, half: float) -> Tensor:
@@ -288,30 +245,19 @@ _SAME = 1.0 - 2.0**-20
 
 @dataclass(frozen=True)
 class Matching:
-    """Even tokens to merge: A position i is token 2 * i, B position j is token 2 * j + 1.
+    """Even tokens to merge: A position i is token 2 * i, B position j is token 2 * j + 1."""
 
-    Attributes:
-        unmerged: `[..., a - r]` A positions that stay, most similar first; ascending where there
-            is a class token.
-        source: `[..., r]` A positions that are merged, most similar first.
-        target: `[..., r]` the B position each of them joins.
-    """
-
-    unmerged: Tensor
-    source: Tensor
-    target: Tensor
+    unmerged: Tensor  # `[..., a - r]` A positions that stay, most similar first
+    source: Tensor  # `[..., r]` A positions that are merged, most similar first
+    target: Tensor  # `[..., r]` the B position each of them joins
 
 
 def match(
     metric: Tensor, count: int, *, class_token: bool = False, distill_token: bool = False
 ) -> Matching:
-    """Choose the `count` even tokens most similar to an odd one.
+    """Choose the `count` even tokens of `[..., N, d]` most similar (by cosine) to an odd one.
 
-    Args:
-        metric: Similarity features `[..., N, d]`; cosine is taken.
-        count: Merges r, at most `(N - protected) // 2`.
-        class_token: Token 0 is never merged.
-        distill_token: Nothing is merged into token 1.
+    Token 0 is never merged if it is a class token, and nothing into a distill token 1.
     """
     rows = unit_rows(metric)
     even, odd = rows[..., ::2, :], rows[..., 1::2, :]
@@ -327,19 +273,14 @@ def match(
     return Matching(unmerged, source, partner.gather(-1, source))
 
 
-Box = tuple[int, int, int, int, int, int]  # start and stop of frames, rows and columns
+Box = tuple[int, ...]  # start and stop of frames, rows and columns
 
 
 @lru_cache(maxsize=64)
 def split_box(grid: tuple[int, int, int], count: int) -> tuple[Box, ...]:
-    """Cut `grid` into exactly `count` boxes of nearly equal volume, by halving the longest side.
+    """Cut a grid `(frames, rows, columns)` into exactly `count` boxes of nearly equal volume.
 
-    Args:
-        grid: `(frames, rows, columns)`.
-        count: Number of boxes, from 1 to the volume of the grid.
-
-    Returns:
-        Boxes `(t0, t1, y0, y1, x0, x1)` that cover every token once.
+    The longest side is halved; boxes `(t0, t1, y0, y1, x0, x1)` cover every token once.
     """
     done: list[Box] = []
     todo: list[tuple[Box, int]] = [((0, grid[0], 0, grid[1], 0, grid[2]), count)]
@@ -366,24 +307,16 @@ def _halve(box: Box, share: int) -> tuple[tuple[Box, int], tuple[Box, int]]:
     start = box[2 * axis]
     first, second = list(box), list(box)
     first[2 * axis + 1] = second[2 * axis] = start + cut
-    return (_box(first), left), (_box(second), share - left)
-
-
-def _box(values: list[int]) -> Box:
-    t0, t1, y0, y1, x0, x1 = values
-    return t0, t1, y0, y1, x0, x1
+    return (tuple(first), left), (tuple(second), share - left)
 
 
 Cut = Callable[[tuple[int, int, int], int], Sequence[Box]]
 
 
 def pool_boxes(tokens: Tokens, count: int, cut: Cut) -> Reduction:
-    """Average every box that `cut(grid, count)` makes of the raster.
+    """Average every box that `cut(grid, count)` makes of the raster; without a grid of a row.
 
-    Args:
-        tokens: `x` `[..., N, D]`; without a `grid` it is one row of tokens.
-        count: Number of boxes. Each stands at the place of its middle token.
-        cut: Boxes that cover every token once.
+    A box stands at the place of its middle token; boxes cover every token once.
     """
     keep, target = _plan(tokens.grid or (1, 1, tokens.n), count, cut)
     lead, device = tokens.x.shape[:-2], tokens.x.device

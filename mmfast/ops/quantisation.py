@@ -20,29 +20,16 @@ _WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """A tensor `[..., n, d]` in few bits.
+    """A tensor `[..., n, d]` in few bits."""
 
-    Attributes:
-        codes: `[..., bytes]` uint8, 8 / bits numbers a byte.
-        low: The smallest value of each group, an exact value of the tensor: `[..., G, d]` for
-            groups along the tokens (keys), `[..., n, G]` for groups along the width.
-        step: Distance of neighbouring codes, shaped as `low`, in the dtype of the tensor and
-            rounded up, so that the last code reaches the largest value.
-        n: Tokens.
-        width: Width d.
-        bits: 8, 4 or 2.
-        group: Numbers of a group.
-        along_tokens: Groups run along the tokens, one scale per channel.
-    """
-
-    codes: Tensor
-    low: Tensor
-    step: Tensor
-    n: int
-    width: int
-    bits: int
-    group: int
-    along_tokens: bool
+    codes: Tensor  # `[..., bytes]` uint8, 8 / bits numbers a byte
+    low: Tensor  # smallest value of each group, exact: `[..., G, d]` or `[..., n, G]`
+    step: Tensor  # distance of codes, as `low`, rounded up: the last code reaches the largest value
+    n: int  # tokens
+    width: int  # width d
+    bits: int  # 8, 4 or 2
+    group: int  # numbers of a group
+    along_tokens: bool  # groups run along the tokens, one scale per channel
 
     @property
     def nbytes(self) -> int:
@@ -69,17 +56,11 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class Quantiser:
-    """Settings of a quantised store; it holds no state.
+    """Settings of a quantised store; it holds no state."""
 
-    Attributes:
-        bits: 8, 4 or 2.
-        group: Numbers that share a scale.
-        residual: How many of the most recent tokens a cache keeps as they are.
-    """
-
-    bits: int
-    group: int = 32
-    residual: int = 128
+    bits: int  # 8, 4 or 2
+    group: int = 32  # numbers that share a scale
+    residual: int = 128  # how many of the most recent tokens a cache keeps as they are
 
     def pack(self, x: Tensor, *, keys: bool = False) -> PackedTensor:
         """Quantise `x` `[..., n, d]`: groups along the width, for `keys` along the tokens.
@@ -95,17 +76,10 @@ class Quantiser:
 
 
 def quantise(x: Tensor, bits: int, group: int, *, along_tokens: bool) -> PackedTensor:
-    """Round every group of `x` to 2^bits evenly spaced numbers between its extremes.
+    """Round every group of `x` `[..., n, d]` to 2^bits evenly spaced numbers between its extremes.
 
-    Args:
-        x: `[..., n, d]` float32, float16 or bfloat16; n and d need not be multiples of anything.
-        bits: 8, 4 or 2.
-        group: Numbers that share a scale; the last group of a row may be smaller.
-        along_tokens: Groups of consecutive tokens in one channel, instead of one token's channels.
-
-    Raises:
-        SpecError: Bits or group are not allowed.
-        MmfastError: NaN or infinity.
+    Groups are of consecutive tokens in one channel, or of one token's channels; the last one of a
+    row may be smaller. NaN and infinity are an MmfastError.
     """
     check_bits(bits, group)
     dim = -2 if along_tokens else -1
@@ -157,12 +131,7 @@ def _nearest_levels(grouped: Tensor, low: Tensor, step: Tensor, levels: int) -> 
 
 
 def dequantise(packed: PackedTensor, out: Tensor | None = None) -> Tensor:
-    """The tensor `[..., n, d]` that `packed` stands for, in the dtype it had.
-
-    Args:
-        packed: What `quantise` made.
-        out: Where to write it, a part of a larger tensor for example; None makes a new one.
-    """
+    """The tensor `[..., n, d]` that `packed` stands for, in the dtype it had, written to `out`."""
     shape = (*packed.codes.shape[:-1], packed.n, packed.width)
     codes = _out_of_bytes(packed.codes, packed.bits, packed.n * packed.width).view(shape)
     dim = -2 if packed.along_tokens else -1
@@ -181,11 +150,7 @@ def dequantise(packed: PackedTensor, out: Tensor | None = None) -> Tensor:
 
 
 def check_bits(bits: object, group: int) -> None:
-    """Refuse what cannot be packed.
-
-    Raises:
-        SpecError: Names the value and the choices.
-    """
+    """Refuse what cannot be packed, naming the value and the choices."""
     if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:
         raise SpecError(f"{bits!r} bits cannot be stored; choices: 8, 4, 2")
     if group < 1:
@@ -241,11 +206,9 @@ def _out_of_bytes(packed: Tensor, bits: int, total: int) -> Tensor:
 
 
 def dequantise_row(packs: Sequence[PackedTensor | Tensor], out: Tensor) -> None:
-    """Write parts `[..., n, d]` one behind the other; neighbours of one form are read at once.
+    """Write parts `[..., n, d]` one behind the other into `out`; tensors are copied.
 
-    Args:
-        packs: In order, at least one; a tensor is copied.
-        out: `[..., N, d]`, N the tokens of all parts together.
+    Neighbours of one form are read at once.
     """
     start = 0
     for _, group in groupby(packs, _form):

@@ -13,14 +13,9 @@ from mmfast.core.tokens import Tokens
 
 
 def stable_topk(score: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores, best first; ties go to the lowest index.
+    """Indices `[..., count]` of the highest scores `[..., N]`, best first; ties: lowest index.
 
-    Args:
-        score: `[..., N]`.
-        count: At most N.
-
-    Returns:
-        `[..., count]` int64. `torch.topk` leaves the order of ties open, and CPU and CUDA differ.
+    `torch.topk` leaves the order of ties open, and CPU and CUDA differ.
     """
     return score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
@@ -39,11 +34,7 @@ def snap(score: Tensor) -> Tensor:
 
 
 def rescale(score: Tensor) -> Tensor:
-    """Lowest to 0, highest to 1 along the last dimension, float64 in steps of 2^-30.
-
-    Args:
-        score: `[..., N]`; if all are equal, all become 0.
-    """
+    """Lowest to 0, highest to 1 of `[..., N]`, float64 in steps of 2^-30; all 0 where equal."""
     wide = score.double()
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     span = high - low
@@ -61,15 +52,9 @@ def outlier_count(score: Tensor) -> int:
 
 
 def grouped_topk(score: Tensor, group: Tensor, counts: Tensor) -> Tensor:
-    """Mark the `counts[g]` highest scores of each group g; ties go to the lowest index.
+    """Mark the `counts[..., g]` highest scores of each group g; ties go to the lowest index.
 
-    Args:
-        score: `[..., N]`.
-        group: `[..., N]` int64 in `[0, G)`, in any order.
-        counts: `[..., G]` int64, at most as many as the group has; 0 takes none.
-
-    Returns:
-        `[..., N]` bool; `marked` turns it into indices.
+    `score` and `group` (in `[0, G)`, in any order) are `[..., N]`; `marked` makes the mask indices.
     """
     score, group = torch.broadcast_tensors(score, group)
     counts = counts.expand(*score.shape[:-1], counts.shape[-1])
@@ -98,12 +83,8 @@ def marked(mask: Tensor) -> Tensor:
 def mass_cover(mass: Tensor, share: float) -> Tensor:
     """Mark, row by row, the fewest entries whose sum reaches `share` of the row's sum.
 
-    Args:
-        mass: `[..., C]`, not negative, no row all zero.
-        share: In (0, 1]; 1 takes every entry. Of equal entries the first ones are taken.
-
-    Returns:
-        `[..., C]` bool, at least one per row.
+    `mass` `[..., C]` is not negative, no row all zero; a share of 1 takes every entry. Of equal
+    entries the first ones are taken, at least one per row.
     """
     if share >= 1:
         return torch.ones_like(mass, dtype=torch.bool)
@@ -114,15 +95,7 @@ def mass_cover(mass: Tensor, share: float) -> Tensor:
 
 
 def complement(index: Tensor, n: int) -> Tensor:
-    """Ascending indices below `n` that are not in `index`.
-
-    Args:
-        index: `[..., K]` int64, no duplicates.
-        n: Number of indices.
-
-    Returns:
-        `[..., n - K]` int64.
-    """
+    """Ascending indices `[..., n - K]` below `n` that are not in `index` `[..., K]`."""
     taken = index_mask(index, n).to(torch.int8)
     return taken.argsort(dim=-1, stable=True)[..., : n - index.shape[-1]]
 
@@ -133,12 +106,7 @@ def even_spots(count: int, n: int, device: torch.device | None = None) -> Tensor
 
 
 def one_by_one(reduce: Callable[[Tokens], Reduction], tokens: Tokens) -> Reduction:
-    """`reduce` on each item of `tokens` `[..., N, D]`, stacked; every item keeps the same number.
-
-    Args:
-        reduce: From tokens without leading dims to a Reduction without a mix.
-        tokens: Any leading dims.
-    """
+    """`reduce` on each item of `tokens` `[..., N, D]`, stacked; all keep the same number."""
     lead = tuple(tokens.x.shape[:-2])
     items = [tokens]
     for size in lead:
@@ -149,20 +117,10 @@ def one_by_one(reduce: Callable[[Tokens], Reduction], tokens: Tokens) -> Reducti
 def share_out(weights: Tensor, budget: int, caps: Tensor) -> Tensor:
     """Counts in proportion to `weights`, whole and at most `caps`, that sum to exactly `budget`.
 
-    Largest remainder: every group gets its quota rounded down, and those with the largest
-    fractions one more; ties go to the lowest index. The surplus of a full group goes to the others
-    in the same proportion; groups of weight 0 get equal parts once all others are full.
-
-    Args:
-        weights: `[..., G]`, 0 or positive, any dtype.
-        budget: Tokens to hand out in each row.
-        caps: `[..., G]` int64, most a group can take.
-
-    Returns:
-        `[..., G]` int64.
-
-    Raises:
-        MmfastError: The groups of a row hold fewer than `budget`.
+    Largest remainder: every group gets its quota rounded down, and those with the largest fractions
+    one more; ties go to the lowest index. The surplus of a full group goes to the others in the
+    same proportion; groups of weight 0 get equal parts once all others are full. Weights, caps and
+    counts are `[..., G]`; an MmfastError says that the groups of a row hold fewer than `budget`.
     """
     weights, caps = torch.broadcast_tensors(weights.double(), caps)
     if bool((caps.sum(-1) < budget).any()):

@@ -33,10 +33,9 @@ _CHUNK, _CHUNK_CUDA = 1 << 20, 1 << 28
 
 
 def nearest(cosine: Tensor) -> Tensor:
-    """Find for each row of `cosine` `[..., A, B]` the first column that is largest up to rounding.
+    """Find the first column of `cosine` `[..., A, B]` that is largest up to rounding: `[..., A]`.
 
-    Returns:
-        `[..., A]` int64. Among equal tokens the lowest index wins on any device and shape.
+    Among equal tokens the lowest index wins on any device and shape.
     """
     best = cosine.amax(dim=-1, keepdim=True)
     return (cosine >= best - _ROUNDING).byte().argmax(dim=-1)
@@ -45,15 +44,9 @@ def nearest(cosine: Tensor) -> Tensor:
 def nearest_rows(a: Tensor, b: Tensor, *, not_first: bool = False) -> Tensor:
     """Return the row of `b` with the largest product for each row of `a`, ties as in `nearest`.
 
-    The matrix of products is never held as a whole: rows of `a` are taken a chunk at a time.
-
-    Args:
-        a: `[..., A, D]` unit rows.
-        b: `[..., B, D]` unit rows.
-        not_first: Leave out the first row of `b` while there is another.
-
-    Returns:
-        `[..., A]` int64.
+    The matrix of products of unit rows `[..., A, D]` and `[..., B, D]` is never held as a whole:
+    rows of `a` are taken a chunk at a time. `not_first` leaves out the first row of `b` if there is
+    another.
     """
     columns = b.transpose(-1, -2)
     one_row = max(1, a.shape[:-2].numel() * b.shape[-2])
@@ -92,11 +85,9 @@ TABLE_CHUNK = 1 << 19  # float64 numbers of a temporary, 4 MB: they stay in cach
 
 
 def cosine_table(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of each row of `a` `[..., A, D]` with each row of `b` `[..., B, D]`.
+    """Cosines `[..., A, B]` of each row of `a` `[..., A, D]` with each row of `b` `[..., B, D]`.
 
-    Returns:
-        `[..., A, B]` float64 in steps of 2^-30: equal rows have equal entries. A zero row has
-        cosine 0 with anything, itself included.
+    Float64 in steps of 2^-30: equal rows have equal entries. A zero row has cosine 0 with anything.
     """
     parts = list(cosine_parts(a, b))
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
@@ -105,8 +96,7 @@ def cosine_table(a: Tensor, b: Tensor) -> Tensor:
 def cosine_parts(a: Tensor, b: Tensor) -> Iterator[Tensor]:
     """Yield `cosine_table` some rows of `a` at a time, for callers that need each row once.
 
-    Yields:
-        `[..., rows, B]`; no float64 temporary is as large as `a` or the table.
+    No float64 temporary is as large as `a` or the table.
     """
     columns = unit_rows(b.double()).transpose(-1, -2)
     items, widest = a.shape[:-2].numel(), max(1, a.shape[-1], b.shape[-2])
@@ -115,14 +105,10 @@ def cosine_parts(a: Tensor, b: Tensor) -> Iterator[Tensor]:
 
 
 def relevance(x: Tensor, query: Tensor) -> Tensor:
-    """Relevance of each token to the words of the question, `[..., N]` float64.
+    """Relevance of each token `[..., N, D]` to the words `[..., T, D]` of the question, `[..., N]`.
 
     The cosine with a word counts as far as it exceeds that word's mean over all tokens, so that a
     word near everything does not count; a token has the relevance of its best word.
-
-    Args:
-        x: `[..., N, D]`.
-        query: `[..., T, D]`, in the space of `x`.
     """
     table = cosine_table(x, query)
     return snap((table - table.mean(dim=-2, keepdim=True)).amax(dim=-1))

@@ -26,40 +26,22 @@ _STRIP = 32  # widest pass whose mask is a view of a prepared strip
 
 @dataclass(slots=True)
 class TokenPlaces:
-    """Places of the tokens of one pass, for all layers.
+    """Places of the tokens of one pass, for all layers."""
 
-    Attributes:
-        start: Position of the first new token; of the earliest stream where they differ.
-        stop: Behind the last new token, of the latest stream.
-        first: The oldest position that is read.
-        n: New tokens per stream.
-        turn: Cosines and signed sines `[.., n, 1, r]`: the first half of the sines negated.
-        angles: Cosines and sines `[1 or B, n, r]` as stock layers take them.
-        mask: Added to the scores, `[n, keys]` or `[B, 1, n, keys]`; None where every token sees
-            every key, or where `causal`.
-        causal: The pass starts at the first key: plain causal attention.
-        at: Streams `[B, 1]` and positions `[B, n]` to write to, where streams differ.
-        alone: Every token sees itself and nothing else: there is nothing to keep.
-    """
-
-    start: int
-    stop: int
-    first: int
-    n: int
-    turn: Angles
-    angles: Angles
-    mask: Tensor | None
-    causal: bool
-    at: tuple[Tensor, Tensor] | None
-    alone: bool = False
+    start: int  # position of the first new token; of the earliest stream where they differ
+    stop: int  # behind the last new token, of the latest stream
+    first: int  # the oldest position that is read
+    n: int  # new tokens per stream
+    turn: Angles  # cosines and signed sines `[.., n, 1, r]`: the first half of the sines negated
+    angles: Angles  # cosines and sines `[1 or B, n, r]` as stock layers take them
+    mask: Tensor | None  # added to scores, `[n, keys]` or `[B, 1, n, keys]`; None if all visible
+    causal: bool  # the pass starts at the first key: plain causal attention
+    at: tuple[Tensor, Tensor] | None  # streams `[B, 1]`, positions `[B, n]`, where they differ
+    alone: bool = False  # every token sees itself and nothing else: there is nothing to keep
 
 
 class LayerSlot:
-    """Keys and values of one layer.
-
-    Attributes:
-        data: `[2, B, H, capacity, d]`; None until the first tokens say its shape.
-    """
+    """Keys and values of one layer, `[2, B, H, capacity, d]`; None until tokens say its shape."""
 
     __slots__ = ("data", "reserve")
 
@@ -112,12 +94,9 @@ class LayerSlot:
 class Placer:
     """Makes places: rotary tables and masks are prepared once and sliced.
 
-    Args:
-        angles: Cosines and sines of the positions `0..n-1`, each `[n, r]`.
-        device: Of the tables.
-        dtype: Of the masks.
-        window: How many positions a token sees, its own included; 0 is all.
-        explicit: Masks also where `causal` says the same.
+    `angles(n)` gives cosines and sines of the positions `0..n-1`, each `[n, r]`. A token sees
+    `window` positions, its own included; 0 is all. `explicit` masks also where `causal` says the
+    same.
     """
 
     def __init__(
@@ -140,13 +119,7 @@ class Placer:
         return twin
 
     def even(self, start: int, n: int, first: int = 0) -> TokenPlaces:
-        """All streams at the same position.
-
-        Args:
-            start: Position of the first new token.
-            n: New tokens.
-            first: The oldest position that may be read.
-        """
+        """`n` tokens of all streams at the same position, reading from position `first` on."""
         stop = start + n
         if self.window:
             first = max(first, start - self.window + 1)
@@ -162,13 +135,10 @@ class Placer:
     def uneven(
         self, starts: Sequence[int], n: int, firsts: Sequence[int] | None = None
     ) -> TokenPlaces:
-        """Every stream at its own position.
+        """Every stream at its own position, reading from its own first one on.
 
-        Args:
-            starts: Per stream the position of its first new token.
-            n: New tokens, of the stream with the most of them; what others write behind theirs
-                is overwritten by their next pass before anything reads it.
-            firsts: Per stream the oldest position that may be read.
+        `n` is that of the stream with the most new tokens; what others write behind theirs is
+        overwritten by their next pass before anything reads it.
         """
         begins = torch.tensor(starts, device=self._device)[:, None]  # [B, 1]
         at = begins + torch.arange(n, device=self._device)  # [B, n]
@@ -235,19 +205,12 @@ class Placer:
 
 @dataclass(frozen=True, eq=False)
 class StreamKV:
-    """Memory of a decoder for B streams.
+    """Memory of a decoder for B streams."""
 
-    Attributes:
-        keys: Per layer `[B, H, n, d]`; empty before the first step.
-        values: Per layer `[B, H, n, d]`.
-        place: `[B, n]` int64 place of each entry, -1 where a stream has none.
-        seen: `[B]` int64 places so far.
-    """
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    place: Tensor
-    seen: Tensor
+    keys: tuple[Tensor, ...]  # per layer `[B, H, n, d]`; empty before the first step
+    values: tuple[Tensor, ...]  # per layer `[B, H, n, d]`
+    place: Tensor  # `[B, n]` int64 place of each entry, -1 where a stream has none
+    seen: Tensor  # `[B]` int64 places so far
 
     @property
     def nbytes(self) -> int:
@@ -263,32 +226,21 @@ def empty(batch: int, device: torch.device | str | None = None) -> StreamKV:
 
 @dataclass(frozen=True, eq=False)
 class StepPlaces:
-    """Places of the tokens of one step, and the entries they see.
+    """Places of the tokens of one step, and the entries they see."""
 
-    Attributes:
-        place: `[B, n]` of the new tokens.
-        known: `[B, N]` of all entries, -1 where there is none.
-        sees: `[B, n, N]` bool.
-        seen: `[B]` places behind the step.
-    """
-
-    place: Tensor
-    known: Tensor
-    sees: Tensor
-    seen: Tensor
+    place: Tensor  # `[B, n]` of the new tokens
+    known: Tensor  # `[B, N]` of all entries, -1 where there is none
+    sees: Tensor  # `[B, n, N]` bool
+    seen: Tensor  # `[B]` places behind the step
 
 
 def advance(
     state: StreamKV, n: int, real: Tensor | None = None, window: int | None = None, width: int = 1
 ) -> StepPlaces:
-    """Places of the next n tokens.
+    """Places of the next `n` tokens after `state`, `width` of them sharing a place.
 
-    Args:
-        state: Of the step before.
-        n: New entries.
-        real: `[B, n]` bool where shorter streams are padded; padding is seen by no token.
-        window: Places that a token looks back to, its own included; None for all.
-        width: Tokens per place.
+    Padding of shorter streams, where `real` `[B, n]` is False, is seen by no token. A token looks
+    back `window` places, its own included; None for all.
     """
     if real is None:
         real = state.place.new_ones(len(state.seen), n, dtype=torch.bool)
@@ -338,7 +290,7 @@ def stack(states: Sequence[StreamKV]) -> StreamKV:
 
 
 def _grown(x: Tensor, count: int, dim: int, value: int) -> Tensor:
-    """So many more entries in front along a dimension; the tensor itself where there are none."""
+    """So many more entries in front along a dimension; the tensor itself for 0."""
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (count, 0), value=value) if count else x
 
 

@@ -17,16 +17,9 @@ Array = NDArray[np.floating[Any]]
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Dot product of each row of `a` with the row of `b` in its place, summed in float32 at least.
+    """Dot products of rows `[..., D]` in the same place, float64, summed in float32 at least.
 
     Equal rows have equal products, to the bit: all come from one summation of one order.
-
-    Args:
-        a: `[..., D]`.
-        b: `[..., D]`; leading dimensions broadcast.
-
-    Returns:
-        `[...]` float64.
     """
     wide = torch.promote_types(a.dtype, torch.float32)
     a, b = a.to(wide), b.to(wide)
@@ -53,18 +46,11 @@ _SPAN = 64  # most frames processed at once
 
 
 class Difference(NamedTuple):
-    """Changes since the frame before.
+    """Changes since the frame before."""
 
-    Attributes:
-        cosine: `[F, n]` float64; exactly 1 for equal rows, 0 with a zero row, -inf in the first
-            frame of a clip, which has none before it.
-        l1: `[F, n]` mean absolute difference; exactly 0 for equal rows, inf in a first frame.
-        norm: `[F, n]` Euclidean length of each row.
-    """
-
-    cosine: Tensor
-    l1: Tensor | None
-    norm: Tensor
+    cosine: Tensor  # `[F, n]` float64; 1: equal rows, 0: a zero row, -inf: a clip's first frame
+    l1: Tensor | None  # `[F, n]` mean absolute difference; 0 for equal rows, inf in a first frame
+    norm: Tensor  # `[F, n]` Euclidean length of each row
 
 
 def reference(x: Tensor, lengths: Sequence[int] | None = None, l1: bool = True) -> Difference:
@@ -85,14 +71,8 @@ def temporal_difference(
     """Cosine, mean absolute difference and length of every patch over time, in one read.
 
     EVS (Bagrov et al., 2025) thresholds differences, HoliTom (Shao et al., NeurIPS 2025) cosines.
-
-    Args:
-        x: `[F, n, D]`, the frames of all clips one after the other, any floating dtype.
-        lengths: Frames of each clip, F in all; one clip by default.
-        l1: Compute mean absolute differences, too.
-
-    Raises:
-        MmfastError: The lengths do not add up to F.
+    `x` `[F, n, D]` holds the frames of all clips one after the other, `lengths` those of each clip,
+    one by default; without `l1` there are no mean absolute differences.
     """
     lengths = [len(x)] if lengths is None else list(lengths)
     if sum(lengths) != len(x) or min(lengths, default=0) < 0:
@@ -111,15 +91,10 @@ def temporal_difference(
 
 
 def static_runs(static: Tensor) -> Tensor:
-    """Number of steps for which each patch has not changed.
+    """Number of steps for which each patch has not changed, `[F, n]` int32, from `static` bool.
 
-    Args:
-        static: `[F, n]` bool, such as `difference.cosine > 0.9`: whether a patch is like the one
-            a frame earlier.
-
-    Returns:
-        `[F, n]` int32: r where the patch is static in this frame and the r - 1 before, and no
-        longer; 0 where it is not.
+    It is r where the patch is static (like the one a frame earlier) in this frame and the r - 1
+    before, and no longer; 0 where it is not.
     """
     if static.is_cuda:
         from mmfast.kernels import temporal_difference as kernel

@@ -21,12 +21,7 @@ from mmfast.ops.temporal_difference import temporal_difference
 def temporal_cosine(x: Tensor, frames: int) -> Tensor:
     """Cosine of every token with the token at the same place one frame later.
 
-    Args:
-        x: `[..., frames * n, D]`, frame after frame.
-        frames: Number of frames T.
-
-    Returns:
-        `[..., T - 1, n]` float64.
+    `x` `[..., T * n, D]`, frame after frame, gives `[..., T - 1, n]` float64.
     """
     video = x.unflatten(-2, (frames, -1))  # [..., T, n, D]
     lead, n = video.shape[:-3], video.shape[-2]
@@ -41,12 +36,7 @@ _WIDTHS = (0.125, 0.25, 0.5, 1.0, 2.0)
 def closeness(x: Tensor, centre: Tensor) -> Tensor:
     """Sum of `exp(-|x - centre|^2 / (2 a))` over five widths a from 1/8 to 2: 5 at the centre.
 
-    Args:
-        x: Rows `[..., n, C]`, of unit length in the methods that use it.
-        centre: Broadcasts to them, `[..., 1, C]`.
-
-    Returns:
-        `[..., n]`.
+    Rows `[..., n, C]`, of unit length in the methods that use it, give `[..., n]`.
     """
     square = (x - centre).square().sum(-1)
     total = (-square / (2 * _WIDTHS[0])).exp()
@@ -58,13 +48,7 @@ def closeness(x: Tensor, centre: Tensor) -> Tensor:
 def spatial_novelty(frame: Tensor, rows: int, columns: int) -> Tensor:
     """One minus the larger cosine with the token on the left and the one above.
 
-    Args:
-        frame: `[..., rows * columns, D]`.
-        rows: Rows of the raster.
-        columns: Tokens in a row.
-
-    Returns:
-        `[..., rows * columns]` float64; infinite for the first token, which has no such neighbour.
+    `[..., rows * columns]` float64; infinite for the first token, which has no such neighbour.
     """
     image = frame.unflatten(-2, (rows, columns))
     alike = torch.full(image.shape[:-1], -torch.inf, dtype=torch.float64, device=image.device)
@@ -90,11 +74,7 @@ class SinceKept:
         self._change: Floats = _changes(places).cpu().numpy()  # [n, T, T]
 
     def changes(self, threshold: float) -> Floats:
-        """Change of every later token since the last one kept, `[T - 1, n]` float64.
-
-        Args:
-            threshold: A token whose change is above it is kept, and the next is compared with it.
-        """
+        """Change of every later token since the last one kept, above `threshold`: `[T - 1, n]`."""
         n, frames, _ = self._change.shape
         place, last = np.arange(n), np.zeros(n, dtype=np.int64)
         seen = np.empty((frames - 1, n))
@@ -136,12 +116,7 @@ _CHANNEL_CHUNK = TABLE_CHUNK // 2  # the sums hold two temporaries
 def steady_channels(x: Tensor, count: int) -> Tensor:
     """The `count` channels of smallest population variance over the tokens, smallest first.
 
-    Args:
-        x: `[..., N, D]`; sums are float64.
-        count: 1 to D.
-
-    Returns:
-        `[..., count]` int64; ties go to the lowest channel.
+    `[..., N, D]`, summed in float64, gives `[..., count]` int64; ties go to the lowest channel.
     """
     n = x.shape[-2]
     # From the first token on: a channel that never changes then has a variance of exactly 0.
@@ -175,15 +150,10 @@ Segment = tuple[int, int]  # first and last frame
 def static_windows(alike: Tensor, longest: int) -> tuple[list[Segment], int]:
     """Maximise the tokens saved when static places of a window are kept once.
 
-    A place is static in frames a..b if it is alike in all steps between them. A window saves
-    `static places * (b - a)` tokens. On ties no window wins, then the shortest.
-
-    Args:
-        alike: `[T - 1, n]` bool, True where a token resembles the one a frame later.
-        longest: Most frames in a window.
-
-    Returns:
-        Segments that cover all frames in order (single frames included), and the tokens saved.
+    A place is static in frames a..b if it is `alike` (`[T - 1, n]` bool) in all steps between them.
+    A window, of at most `longest` frames, saves `static places * (b - a)` tokens. On ties no window
+    wins, then the shortest. Returns segments that cover all frames in order (single frames
+    included), and the tokens saved.
     """
     saved = _tokens_saved(alike.cpu().numpy())
     frames = len(saved)
@@ -230,27 +200,17 @@ def static_places(alike: Tensor, segment: Segment) -> Tensor:
 
 @dataclass
 class Quota:
-    """Tokens to keep of a video of T frames with n places.
+    """Tokens to keep of a video of T frames with n places."""
 
-    Attributes:
-        clusters: Clusters of each window.
-        chosen: `[T, n]` bool, tokens that are not static and stay.
-        released: `[T, n]` bool, static tokens that leave their mean and stay for themselves.
-    """
-
-    clusters: list[int]
-    chosen: Tensor
-    released: Tensor
+    clusters: list[int]  # clusters of each window
+    chosen: Tensor  # `[T, n]` bool, tokens that are not static and stay
+    released: Tensor  # `[T, n]` bool, static tokens that leave their mean and stay for themselves
 
 
 def paper_quota(places: list[int], dynamic: Tensor, attn: Tensor, ratio: float) -> Quota:
     """Return the counts of the paper: clusters rounded, most attended tokens of a frame rounded up.
 
-    Args:
-        places: Static places of each window.
-        dynamic: `[T, n]` bool, tokens that are not static.
-        attn: `[T, n]` scores.
-        ratio: Share to keep of the tokens after static merging.
+    `places` are the static places of each window; `dynamic` and `attn` are `[T, n]`.
     """
     score = attn.masked_fill(~dynamic, -torch.inf)
     rank = stable_topk(score, dynamic.shape[-1]).argsort(-1)
@@ -264,17 +224,11 @@ def exact_quota(
 ) -> Quota:
     """Move a quota to exactly `budget` tokens.
 
-    Too many: the least attended chosen tokens go, then clusters of the fullest window. Too few:
-    the most attended tokens left out come back, then clusters where most places share one, and
-    at last, with everything kept, static tokens leave their mean, most attended first.
-
-    Args:
-        quota: Counts to start from.
-        places: Static places of each window.
-        dynamic: `[T, n]` bool, tokens that are not static.
-        late: `[T, n]` bool, static tokens after the first frame of their window.
-        attn: `[T, n]` scores.
-        budget: Tokens to keep, at most `T * n`.
+    Too many: the least attended chosen tokens go, then clusters of the fullest window. Too few: the
+    most attended tokens left out come back, then clusters where most places share one, and at last,
+    with everything kept, static tokens leave their mean, most attended first. `places` are the
+    static places of each window; `dynamic` tokens `[T, n]` are not static, `late` ones are and lie
+    after the first frame of their window.
     """
     clusters = list(quota.clusters)
     missing = budget - sum(clusters) - int(quota.chosen.sum())
@@ -305,15 +259,13 @@ def _best(candidates: Tensor, attn: Tensor, count: int) -> Tensor:
 def shots(video: Tensor, least: int, tau: float) -> list[tuple[int, int]]:
     """Cut at the least similar adjacent frames and wherever similarity is below `tau`.
 
-    Args:
-        video: `[T, n, D]`; a frame is compared by its mean token.
-        least: Number of segments to cut at least, at most T count.
-        tau: Adjacent frames below this cosine are always cut.
-
-    Returns:
-        First and last frame of each segment, in order.
+    Frames of `[T, n, D]` are compared by their mean token; `least` segments are cut at least.
+    Returns the first and last frame of each, in order.
     """
-    frames = _mean_tokens(video)  # [T, D]
+    if video.device.type != "cpu":
+        frames = video.double().mean(1)  # [T, D]
+    else:
+        frames = torch.stack([frame.double().mean(0) for frame in video])
     alike = snap(paired_cosine(frames[:-1], frames[1:]))  # [T - 1]
     cut = alike < tau
     cut[stable_topk(-alike, min(max(least, 1), len(frames)) - 1)] = True
@@ -321,28 +273,13 @@ def shots(video: Tensor, least: int, tau: float) -> list[tuple[int, int]]:
     return list(zip([0, *(end + 1 for end in last[:-1])], last, strict=True))
 
 
-def _mean_tokens(video: Tensor) -> Tensor:
-    """Mean token of each frame, `[T, D]` float64."""
-    if video.device.type != "cpu":
-        return video.double().mean(1)
-    return torch.stack([frame.double().mean(0) for frame in video])
-
-
 def first_frame(x: Tensor, grid: tuple[int, int, int], budget: int) -> Tensor:
     """Places of the first frame to keep, for methods that then keep only changes.
 
-    The whole frame, if the budget holds it. Otherwise a quarter of the budget (rounded up; all of
-    it for an image) goes to the tokens least like both the token on their left and the one above.
-    Of the shares tried on the embedded model, from an eighth to two thirds, a quarter answered
-    best at 10 %.
-
-    Args:
-        x: `[..., N, D]`.
-        grid: Frames, rows and columns.
-        budget: Tokens to keep of the whole video.
-
-    Returns:
-        `[..., share]` int64.
+    The whole frame, if the budget of the video holds it. Otherwise a quarter of the budget (rounded
+    up; all of it for an image) goes to the tokens least like both the token on their left and the
+    one above. Of the shares tried on the embedded model, from an eighth to two thirds, a quarter
+    answered best at 10 %.
     """
     frames, rows, columns = grid
     n = rows * columns
@@ -354,43 +291,27 @@ def first_frame(x: Tensor, grid: tuple[int, int, int], budget: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """Memory of the chunks so far, of fixed size for a stream of any length.
+    """Memory of the chunks so far, of fixed size for a stream of any length."""
 
-    Attributes:
-        total: `[..., C]` float64, sum of the chunks' means over their steady channels.
-        chunks: Number of chunks.
-    """
-
-    total: Tensor
-    chunks: int
+    total: Tensor  # `[..., C]` float64, sum of the chunks' means over their steady channels
+    chunks: int  # number of chunks
 
 
 @dataclass(frozen=True)
 class Familiarity:
-    """Scores of one chunk.
+    """Scores of one chunk."""
 
-    Attributes:
-        score: `[..., T, n]` float64, high for tokens near the memory and near their frame's mean.
-        channels: `[..., C]` channels used, steadiest first.
-        memory: The memory with this chunk in it.
-    """
-
-    score: Tensor
-    channels: Tensor
-    memory: ChunkMemory
+    score: Tensor  # `[..., T, n]` float64, high near the memory and near the frame's mean
+    channels: Tensor  # `[..., C]` channels used, steadiest first
+    memory: ChunkMemory  # the memory with this chunk in it
 
 
 def familiarity(x: Tensor, frames: int, memory: ChunkMemory | None = None) -> Familiarity:
-    """Score the tokens of a chunk against the memory and against their own frame.
+    """Score the tokens of a chunk `[..., T * n, D]` against the memory and their own frame.
 
     Only the half of the channels that vary least over the chunk counts. Entries of the memory come
     from different channels in every chunk and are averaged by rank: the memory holds levels of
     steady channels, not a picture.
-
-    Args:
-        x: `[..., T * n, D]`, frame after frame.
-        frames: T.
-        memory: Of the chunks before; None at the start.
     """
     channels = steady_channels(x, max(1, x.shape[-1] // 2))
     n = x.shape[-2] // frames
@@ -411,12 +332,10 @@ BEFORE, LEFT, ABOVE = (1, 0, 0), (0, 0, 1), (0, 1, 0)
 
 
 def raster_links(tokens: Tokens, step: tuple[int, int, int]) -> Tensor:
-    """Return the token that lies `step` earlier, `[N]` int64; -1 where there is none.
+    """Return the token that lies `step` earlier, such as `BEFORE`, `[N]` int64; -1 where none does.
 
-    Args:
-        tokens: One item with the signal `place` `[N, 3]`; of an image cut into tiles, `tile` tells
-            the overview from the mosaic, which share places.
-        step: Distance in frames, rows and columns, such as `BEFORE`, `LEFT` or `ABOVE`.
+    One item with the signal `place` `[N, 3]`; of an image cut into tiles, `tile` tells the overview
+    from the mosaic, which share places.
     """
     place, tile = tokens.need("place").long(), tokens.signal("tile")
     plane = torch.zeros_like(place[:, 0]) if tile is None else (tile > 0).long()

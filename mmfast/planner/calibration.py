@@ -36,17 +36,11 @@ class _ReachedError(Exception):
 
 @dataclass
 class Reached:
-    """A call that was caught.
+    """A call that was caught."""
 
-    Attributes:
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        ms: Milliseconds until it came.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    ms: float
+    args: tuple[Any, ...]  # its positional arguments
+    kwargs: dict[str, Any]  # its keyword arguments
+    ms: float  # milliseconds until it came
 
     @property
     def hidden(self) -> Tensor:
@@ -124,17 +118,11 @@ Tick = Callable[[int, int, str | None], None]
 
 @dataclass
 class Bench:
-    """A model to be measured.
+    """A model to be measured."""
 
-    Attributes:
-        model: The model.
-        shape: Its shape; layers that the model at hand was cut down by are counted here.
-        clock: Seconds.
-    """
-
-    model: Any
-    shape: ModelShape
-    clock: Clock = time.perf_counter
+    model: Any  # the model
+    shape: ModelShape  # its shape; layers that the model at hand was cut down by are counted here
+    clock: Clock = time.perf_counter  # seconds
 
     @property
     def device(self) -> torch.device:
@@ -284,26 +272,17 @@ def _whole_frames(bench: Bench, arguments: Mapping[str, Any], present: int) -> f
     full = sum(1 for index in vision.fullatt_block_indexes if index < bench.shape.blocks)
     t, h, w = (int(v) for v in grid[0])
     pairs = t * (h * w) ** 2 - min(tower_pairs(bench.model, (t, h, w))[:present])
-    patches = h * w
-    per_pair = _vision_attention(bench, patches) / patches**2
+    q = _random_heads(bench, h * w)
+    per_pair = bench.duration(lambda: F.scaled_dot_product_attention(q, q, q)) / (h * w) ** 2
     return full * pairs * per_pair * len(grid)
 
 
-def _heads(bench: Bench) -> tuple[int, int]:
+def _random_heads(bench: Bench, n: int) -> Tensor:
     vision = bench.model.config.vision_config
     names = ("num_attention_heads", "num_heads")
     heads = next((int(getattr(vision, n)) for n in names if hasattr(vision, n)), 1)
-    return heads, max(1, int(getattr(vision, "hidden_size", heads)) // heads)
-
-
-def _random_heads(bench: Bench, n: int) -> Tensor:
-    heads, size = _heads(bench)
+    size = max(1, int(getattr(vision, "hidden_size", heads)) // heads)
     return torch.randn(1, heads, n, size, device=bench.device).to(bench.dtype)
-
-
-def _vision_attention(bench: Bench, n: int) -> float:
-    q = _random_heads(bench, n)
-    return bench.duration(lambda: F.scaled_dot_product_attention(q, q, q))
 
 
 def _signal(bench: Bench, n: int) -> float:

@@ -28,17 +28,11 @@ SUBSET = "video"  # of rows that name no kind of media
 
 @dataclass(frozen=True)
 class Curve:
-    """Accuracy of one spec over its budgets.
+    """Accuracy of one spec over its budgets."""
 
-    Attributes:
-        stages: The stages as measured; one stage is free to take another budget, several are not.
-        points: `(share kept, accuracy)` ascending.
-        layers: Decoder layers of the model it was measured on.
-    """
-
-    stages: tuple[Spec, ...]
-    points: tuple[Point, ...]
-    layers: int | None = None
+    stages: tuple[Spec, ...]  # as measured; only a single stage may take another budget
+    points: tuple[Point, ...]  # `(share kept, accuracy)` ascending
+    layers: int | None = None  # decoder layers of the model it was measured on
 
     @property
     def single(self) -> bool:
@@ -58,21 +52,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Rows of one kind of media.
+    """Rows of one kind of media."""
 
-    Attributes:
-        full: Accuracy with all tokens.
-        curves: One per spec without its budget.
-        source: Where the rows come from, in words.
-        kind: The kind of media the rows are about.
-        own: They are about the very model that is planned for.
-    """
-
-    full: float
-    curves: tuple[Curve, ...]
-    source: str = ""
-    kind: str = SUBSET
-    own: bool = True
+    full: float  # accuracy with all tokens
+    curves: tuple[Curve, ...]  # one per spec without its budget
+    source: str = ""  # where the rows come from, in words
+    kind: str = SUBSET  # the kind of media the rows are about
+    own: bool = True  # they are about the very model that is planned for
 
     @cached_property
     def baselines(self) -> tuple[Curve, ...]:
@@ -144,12 +130,8 @@ def evidence_for(
 ) -> Evidence | None:
     """Collect the rows about media of a kind; None where all tokens were not measured.
 
-    Args:
-        kind: `image`, `multi-image`, `video` or `document`; rows of clips stand in where a kind
-            has none.
-        rows: Result rows; those of the package if None.
-        model: Rows of this model are preferred; else those of the embedded ones are all there is.
-        layers: Decoder layers of a model by its name.
+    Rows of clips stand in where a kind has none, those of the embedded models where `model` has
+    none. `layers` gives the decoder layers of a model by its name.
     """
     usable = [r for r in (shipped_rows() if rows is None else rows) if _usable(r)]
     for wanted in (kind, SUBSET):
@@ -214,17 +196,11 @@ DOCUMENT_SHARE = 0.5  # text is lost first: without rows on documents no less is
 
 @dataclass(frozen=True)
 class Candidate:
-    """A spec with what is known of its quality and what it is predicted to cost.
+    """A spec with what is known of its quality and what it is predicted to cost."""
 
-    Attributes:
-        stages: Parsed spec; none is the stock model.
-        accuracy: What its evidence makes sure of, at most that of all tokens; None without rows.
-        cost: The prediction.
-    """
-
-    stages: tuple[Spec, ...]
-    accuracy: float | None
-    cost: Cost
+    stages: tuple[Spec, ...]  # parsed spec; none is the stock model
+    accuracy: float | None  # sure by its evidence, at most that of all tokens; None without rows
+    cost: Cost  # the prediction
 
     @property
     def spec(self) -> str | None:
@@ -258,15 +234,10 @@ def candidates(
     check: Callable[[tuple[Spec, ...]], object] = lambda stages: None,
     floor: float = 0.0,
 ) -> tuple[list[Candidate], list[Rejected]]:
-    """List every spec that the evidence allows on this model.
+    """List every spec that the evidence allows on this model, and the others with a reason.
 
-    Args:
-        evidence: Accuracy rows.
-        work: The request.
-        depth: Decoder layers of the model.
-        price: Predicts the cost of a spec.
-        check: Raises MmfastError for a spec that the model cannot run.
-        floor: Smallest share to keep.
+    `price` predicts the cost of a spec, `check` raises MmfastError for one that the model cannot
+    run, and no share below `floor` is kept.
     """
     best: dict[tuple[object, ...], list[tuple[float, tuple[Spec, ...]]]] = {}
     rejected: list[Rejected] = []
@@ -275,7 +246,10 @@ def candidates(
         if stages[0].method.name == BASELINE:
             continue
         reason = _unfit(stages, work, check)
-        good, doubts = ([], []) if reason else evidence.allowed(curve, _shares(curve))
+        shares = [share for share, _ in curve.points]
+        if curve.single:
+            shares = sorted({*SHARES, *shares}, reverse=True)
+        good, doubts = ([], []) if reason else evidence.allowed(curve, shares)
         good = [(share, score) for share, score in good if share >= floor]
         if not good:
             rejected.append(Rejected(_name(stages), reason or _why_none(doubts, floor)))
@@ -321,11 +295,6 @@ def _tokens(stage: Spec, work: Work) -> object:
     """Tokens that a budget leaves of the largest item: shares with equal results are one."""
     budget = stage.budget
     return count(budget, max(work.items)) if isinstance(budget, float) else budget
-
-
-def _shares(curve: Curve) -> Iterable[float]:
-    measured = [share for share, _ in curve.points]
-    return sorted({*SHARES, *measured}, reverse=True) if curve.single else measured
 
 
 def _moved(curve: Curve, depth: int) -> tuple[Spec, ...]:

@@ -31,25 +31,15 @@ _IDLE = {"_name_or_path", "transformers_version", "architectures", "id2label", "
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a model that its time and memory depend on.
+    """The numbers of a model that its time and memory depend on."""
 
-    Attributes:
-        layers: Multiply-adds per token of each decoder layer.
-        width: Query heads x head size of the decoder.
-        hidden: Width of the decoder.
-        entry: Values of keys and values that one token leaves in one layer.
-        element: Bytes of a value.
-        weights: Bytes of all parameters and buffers.
-        blocks: Blocks of the vision tower.
-    """
-
-    layers: tuple[int, ...]
-    width: int
-    hidden: int
-    entry: int
-    element: int
-    weights: int
-    blocks: int = 0
+    layers: tuple[int, ...]  # multiply-adds per token of each decoder layer
+    width: int  # query heads x head size of the decoder
+    hidden: int  # width of the decoder
+    entry: int  # values of keys and values that one token leaves in one layer
+    element: int  # bytes of a value
+    weights: int  # bytes of all parameters and buffers
+    blocks: int = 0  # blocks of the vision tower
 
     @property
     def depth(self) -> int:
@@ -92,25 +82,15 @@ _PIXELS = ("pixel_values", "pixel_values_videos", "input_features")
 
 @dataclass(frozen=True)
 class Work:
-    """The amount of work in one call.
+    """The amount of work in one call."""
 
-    Attributes:
-        prompt: Tokens of a row, visual ones included.
-        rows: Rows of the batch.
-        items: Visual tokens of each image or video that a method may touch.
-        pixels: Numbers the encoder reads; 0 where it does not run.
-        grids: Raster of each item, None where it has none.
-        tiled: Some image is cut into tiles.
-        attentive: The encoder has attention that signals can be read from.
-    """
-
-    prompt: int
-    rows: int = 1
-    items: tuple[int, ...] = ()
-    pixels: int = 0
-    grids: tuple[tuple[int, int, int] | None, ...] = ()
-    tiled: bool = False
-    attentive: bool = True
+    prompt: int  # tokens of a row, visual ones included
+    rows: int = 1  # rows of the batch
+    items: tuple[int, ...] = ()  # visual tokens of each image or video that a method may touch
+    pixels: int = 0  # numbers the encoder reads; 0 where it does not run
+    grids: tuple[tuple[int, int, int] | None, ...] = ()  # none where there is no raster
+    tiled: bool = False  # some image is cut into tiles
+    attentive: bool = True  # the encoder has attention that signals can be read from
 
     @property
     def visual(self) -> int:
@@ -141,11 +121,7 @@ class Work:
 
 
 def work_of(model: Any, inputs: Mapping[str, Any]) -> Work:
-    """Read a request off what the processor returned.
-
-    Raises:
-        ModelError: The family is unknown, or there is nothing visual in the inputs.
-    """
+    """Read a request off what the processor returned; ModelError if it has nothing visual."""
     adapter = adapter_for(model)
     layouts = [
         layout
@@ -188,29 +164,17 @@ _COPIES_HIDDEN, _COPIES_WIDE = 4, 3
 
 @dataclass(frozen=True)
 class Cost:
-    """A prediction.
+    """A prediction."""
 
-    Attributes:
-        encode: ms of the encoder, signals included.
-        select: ms of choosing tokens.
-        prefill: ms of the decoder layers and one row of logits.
-        overhead: ms of everything else.
-        weights: Bytes of the model.
-        kv: Bytes of keys and values after the prefill.
-        activations: Bytes held at the widest point.
-        kept: Visual tokens left after the last stage.
-        mean: Visual tokens of the prompt, mean over the decoder layers.
-    """
-
-    encode: float
-    select: float
-    prefill: float
-    overhead: float
-    weights: int
-    kv: int
-    activations: int
-    kept: int
-    mean: float
+    encode: float  # ms of the encoder, signals included
+    select: float  # ms of choosing tokens
+    prefill: float  # ms of the decoder layers and one row of logits
+    overhead: float  # ms of everything else
+    weights: int  # bytes of the model
+    kv: int  # bytes of keys and values after the prefill
+    activations: int  # bytes held at the widest point
+    kept: int  # visual tokens left after the last stage
+    mean: float  # visual tokens of the prompt, mean over the decoder layers
 
     @property
     def ttft(self) -> float:

@@ -36,20 +36,12 @@ ROUNDS = 5
 
 
 class Learner:
-    """Rates of one model.
+    """Rates of one model of a known family, those of earlier runs unless given.
 
-    Args:
-        model: A transformers model of a known family.
-        rates: Known rates; None reads those of earlier runs.
-        shape: Its shape, where the model at hand is cut down to fewer layers.
-        remember: Keep what is measured for later runs.
-        clock: Seconds; of the processor where a machine is too busy for those of the wall.
-
-    Attributes:
-        bench: The model on its device.
-        rates: What is known by now.
-        refused: What a method said that would not choose, by the key of its time.
-        measuring_ms: Milliseconds spent so far on what happens once.
+    `shape` is the model's where the one at hand is cut down to fewer layers; `remember` keeps what
+    is measured for later runs; `clock` gives seconds of the processor where a machine is too busy
+    for those of the wall. `refused` holds what a method said that would not choose, by the key of
+    its time, `measuring_ms` the time spent on what happens once.
     """
 
     def __init__(
@@ -83,14 +75,9 @@ class Learner:
         run: Run | None = None,
         tick: Tick | None = None,
     ) -> None:
-        """Measure what is not known yet about calls of this size.
+        """Measure what is not known yet about calls (`generate` or `forward`) of this size.
 
-        Args:
-            inputs: What the processor returned.
-            work: The request they make.
-            call: What `run` calls: `generate` or `forward`.
-            run: Runs one call for real, where calls are short.
-            tick: Called with (steps done, steps, what is measured).
+        `run` runs one call for real, where calls are short; `tick` gets (steps done, steps, label).
         """
         with self._saving():
             self.rates = decoder_rates(self.bench, self.rates, work.prompt * work.rows, tick)
@@ -135,11 +122,7 @@ class Learner:
         self.rates = Rates()
 
     def check(self, stages: Sequence[Spec], work: Work) -> None:
-        """Refuse a method that refused these tokens.
-
-        Raises:
-            MmfastError: What the method said.
-        """
+        """Refuse a method that refused these tokens, in its own words."""
         for stage in stages:
             reason = self.refused.get(select_key(stage, work))
             if reason is not None:
@@ -174,11 +157,7 @@ _WORDS = 16  # text tokens of a question
 
 
 def selection_ms(bench: Bench, stage: Spec, work: Work) -> float:
-    """Milliseconds that a stage takes to choose from all items of a request.
-
-    Raises:
-        MmfastError: The method refuses tokens like these.
-    """
+    """Milliseconds that a stage takes to choose from all items of a request, unless it refuses."""
     spec = replace(stage, budget=_SHARE)
     total, known = 0.0, dict[int, float]()
     for n, grid in zip(work.items, work.grids, strict=True):

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmfast.planner.candidates import Candidate, Rejected
-from mmfast.planner.cost import Work
+from mmfast.planner.candidates import Rejected
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The planner's choice for one request.
+    """The planner's choice for one request."""
 
-    Attributes:
-        spec: Spec string; None reduces nothing.
-        ttft_ms: Predicted milliseconds by part: `read` (spent before planning), `plan`,
-            `encode`, `select`, `prefill`, `overhead`.
-        visual_tokens: Visual tokens of the request.
-        kept_tokens: Those left after the last stage.
-        mean_tokens: Visual tokens in a decoder layer, mean over the layers.
-        memory: Predicted bytes by part: `weights`, `kv`, `activations`.
-        accuracy: What the rows make sure of at this budget, and with all tokens.
-        met: Every limit is met.
-        why: The choice in plain sentences.
-        rejected: Methods and steps that were not taken, with the reason.
-    """
-
-    spec: str | None
-    ttft_ms: Mapping[str, float]
-    visual_tokens: int
-    kept_tokens: int
-    mean_tokens: float
-    memory: Mapping[str, int]
-    accuracy: tuple[float | None, float | None] = (None, None)
-    met: bool = True
-    why: tuple[str, ...] = ()
-    rejected: tuple[Rejected, ...] = ()
+    spec: str | None  # spec string; None reduces nothing
+    ttft_ms: Mapping[str, float]  # predicted: read, plan, encode, select, prefill, overhead
+    visual_tokens: int  # visual tokens of the request
+    kept_tokens: int  # those left after the last stage
+    mean_tokens: float  # visual tokens in a decoder layer, mean over the layers
+    memory: Mapping[str, int]  # predicted bytes by part: `weights`, `kv`, `activations`
+    accuracy: tuple[float | None, float | None] = (None, None)  # at this budget; of all tokens
+    met: bool = True  # every limit is met
+    why: tuple[str, ...] = ()  # the choice in plain sentences
+    rejected: tuple[Rejected, ...] = ()  # methods and steps that were not taken, with the reason
 
     @property
     def total_ms(self) -> float:
@@ -50,11 +35,7 @@ class Plan:
         return sum(self.memory.values())
 
     def to_dict(self, measured_ms: float | None = None) -> dict[str, Any]:
-        """The document that `mmfast plan --json` prints.
-
-        Args:
-            measured_ms: Milliseconds to the first token as they turned out.
-        """
+        """The document that `mmfast plan --json` prints, beside the time that was measured."""
         parts = {name: round(ms, 3) for name, ms in self.ttft_ms.items()}
         document: dict[str, Any] = {
             "reduce": self.spec,
@@ -72,29 +53,3 @@ class Plan:
             document["measured_ttft_ms"] = round(measured_ms, 3)
             document["measured_over_predicted"] = round(measured_ms / self.total_ms, 3)
         return document
-
-
-def plan_of(
-    choice: Candidate,
-    stock: Candidate,
-    work: Work,
-    spent: tuple[float, float],
-    met: bool,
-    why: tuple[str, ...],
-    rejected: Sequence[Rejected],
-) -> Plan:
-    """Make a candidate a plan; `spent` are the milliseconds of reading and of planning."""
-    cost = choice.cost
-    parts = ("encode", "select", "prefill", "overhead")
-    return Plan(
-        spec=choice.spec,
-        ttft_ms={"read": spent[0], "plan": spent[1]} | {p: getattr(cost, p) for p in parts},
-        visual_tokens=work.visual,
-        kept_tokens=cost.kept,
-        mean_tokens=cost.mean,
-        memory={name: getattr(cost, name) for name in ("weights", "kv", "activations")},
-        accuracy=(choice.accuracy, stock.accuracy),
-        met=met,
-        why=why,
-        rejected=tuple(rejected),
-    )

@@ -37,7 +37,7 @@ from mmfast.planner.candidates import (
 )
 from mmfast.planner.cost import Cost, ModelShape, Work, work_of
 from mmfast.planner.learner import Learner, Run
-from mmfast.planner.plan import Plan, plan_of
+from mmfast.planner.plan import Plan
 from mmfast.planner.rates import Rates
 from mmfast.planner.target import FAST_SHARE, QUALITIES, Target
 
@@ -92,13 +92,10 @@ def meets(candidate: Candidate, target: Target, spent: float = 0.0) -> bool:
 def choose(
     candidates: Sequence[Candidate], target: Target, spent: float = 0.0
 ) -> tuple[Candidate | None, list[Candidate]]:
-    """The first step of the ladder that meets the target.
+    """The first step of the ladder that meets the target, None if none does; and the ladder.
 
-    A quality alone is a limit from below, so the fastest step that it allows is taken; `fast`
-    is the best of what keeps a tenth.
-
-    Returns:
-        The choice, or None where no step meets the target; and the ladder.
+    A quality alone is a limit from below, so the fastest step that it allows is taken; `fast` is
+    the best of what keeps a tenth.
     """
     limited = target.tokens is not None or target.memory is not None
     timed = target.ttft_ms is not None or (target.quality is not None and not limited)
@@ -182,15 +179,10 @@ class PlanWarning(UserWarning):
 
 
 class Planner:
-    """Plans for one model on its device.
+    """Plans for one model of a known family on its device.
 
-    Args:
-        model: A transformers model of a known family.
-        name: Its name in the accuracy rows.
-        rows: Accuracy rows; those of the package if None.
-        rates: Known rates; None reads those of earlier runs.
-        shape: Its shape, where the model at hand is cut down to fewer layers.
-        remember: Keep what is measured for later runs.
+    `name` is the model's in the accuracy `rows`, by default those of the package; see `Learner` for
+    the rest.
     """
 
     def __init__(
@@ -218,21 +210,16 @@ class Planner:
         kind: str = "video",
         tick: Tick | None = None,
     ) -> Plan:
-        """Choose for one request.
+        """Choose for one request, what the processor returned; without limits the stock model.
 
-        Args:
-            inputs: What the processor returned.
-            target: The limits; without any, the stock model is the plan.
-            call: What is called: `generate` or `forward`.
-            run: Runs one call for real, so that the overhead of short calls can be learnt.
-            spent: Milliseconds gone since the caller started to wait.
-            strict: Refuse a latency target that is out of reach; else warn and take the fastest.
-            kind: The kind of media, unless the target names one.
-            tick: Called with (steps done, steps, what is measured) while the device is measured.
+        `run` runs one call (`generate` or `forward`) for real, so that the overhead of short ones
+        can be learnt; `spent` ms are gone since the caller started to wait; `kind` is that of the
+        media, unless the target names one. A latency that is out of reach is refused if `strict`,
+        else a warning, and the fastest runs; `tick` gets (steps done, steps, label) while the
+        device is measured.
 
         Raises:
             MmfastError: No plan meets the target; says what the best one reaches.
-            ModelError: The family is unknown, or the inputs hold nothing visual.
         """
         work, media = work_of(self.model, inputs), target.kind or kind
         with self.learner.aside():
@@ -240,13 +227,10 @@ class Planner:
             if self._planning_ms is None:
                 # The first time imports every method and measures what choosing takes.
                 self._weigh(work, target, call, spent, media)
-                self._planning_ms = self._time(work, target, call, spent, media)
+                start = time.perf_counter()
+                self._weigh(work, target, call, spent, media)
+                self._planning_ms = (time.perf_counter() - start) * 1e3
         return self.decide(work, target, call, spent, strict, media, self._planning_ms)
-
-    def _time(self, *request: Any) -> float:
-        start = time.perf_counter()
-        self._weigh(*request)
-        return (time.perf_counter() - start) * 1e3
 
     def decide(
         self,
@@ -267,7 +251,19 @@ class Planner:
         evidence, depth = self._evidence(kind), self.learner.bench.shape.depth
         rejected += passed_over(choice, evidence, depth, rejected)
         why = reasons(choice, steps, found, target, evidence, work, gone)
-        return plan_of(choice, found[0], work, (spent, planning), met, why, rejected)
+        cost, parts = choice.cost, ("encode", "select", "prefill", "overhead")
+        return Plan(
+            spec=choice.spec,
+            ttft_ms={"read": spent, "plan": planning} | {p: getattr(cost, p) for p in parts},
+            visual_tokens=work.visual,
+            kept_tokens=cost.kept,
+            mean_tokens=cost.mean,
+            memory={name: getattr(cost, name) for name in ("weights", "kv", "activations")},
+            accuracy=(choice.accuracy, found[0].accuracy),
+            met=met,
+            why=why,
+            rejected=tuple(rejected),
+        )
 
     def _weigh(
         self, work: Work, target: Target, call: str, gone: float, kind: str
@@ -311,11 +307,7 @@ class Planner:
 def _best_effort(
     steps: Sequence[Candidate], target: Target, spent: float, strict: bool
 ) -> Candidate:
-    """The fastest step that meets every limit but the latency.
-
-    Raises:
-        MmfastError: There is none, or `strict` asks for no less than the target.
-    """
+    """The fastest step that meets every limit but the latency; an error if `strict` or none."""
     message = refusal(steps, target, spent)
     late = target.ttft_ms is not None and bool(steps)
     choice = choose(steps, replace(target, ttft_ms=None))[0] if late else None

@@ -22,25 +22,16 @@ Point = tuple[float, float]  # (amount of work, milliseconds)
 
 @dataclass(frozen=True)
 class Rates:
-    """Milliseconds by amount of work, for one model shape on one device.
+    """Milliseconds by amount of work, for one model shape on one device."""
 
-    Attributes:
-        linear: (tokens, ms) of a decoder layer without its attention.
-        attention: (tokens, ms) of causal attention in a decoder layer.
-        head: ms of one row of logits.
-        encode: (numbers of pixels, ms) of the encoder with its projector.
-        signal: (numbers of pixels, ms) of reading one attention signal in the encoder.
-        select: ms of choosing, by `method:tokens`.
-        overhead: ms beside all that, by kind of call, of stock calls and of reduced ones.
-    """
-
-    linear: tuple[Point, ...] = ()
-    attention: tuple[Point, ...] = ()
-    head: float = 0.0
-    encode: tuple[Point, ...] = ()
-    signal: tuple[Point, ...] = ()
-    select: Mapping[str, float] = field(default_factory=dict)
-    overhead: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    linear: tuple[Point, ...] = ()  # (tokens, ms) of a decoder layer without its attention
+    attention: tuple[Point, ...] = ()  # (tokens, ms) of causal attention in a decoder layer
+    head: float = 0.0  # ms of one row of logits
+    encode: tuple[Point, ...] = ()  # (numbers of pixels, ms) of the encoder with its projector
+    signal: tuple[Point, ...] = ()  # (numbers of pixels, ms) of reading one attention signal
+    select: Mapping[str, float] = field(default_factory=dict)  # ms of choosing, by `method:tokens`
+    # ms of all else by kind of call: of stock calls and of reduced ones
+    overhead: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # ms of the rest
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers."""
@@ -60,13 +51,7 @@ class Rates:
 
 
 def from_dict(values: Mapping[str, Any]) -> Rates:
-    """Read what `to_dict` wrote.
-
-    Raises:
-        ValueError: Something is no finite time.
-        KeyError: Something is missing.
-        TypeError: Something is of another type.
-    """
+    """Read what `to_dict` wrote; ValueError, KeyError or TypeError where it is damaged."""
     curves = {
         name: tuple((_time(n), _time(ms)) for n, ms in values[name])
         for name in ("linear", "attention", "encode", "signal")
@@ -137,7 +122,7 @@ def rates_key(device: torch.device, dtype: torch.dtype, model: str) -> dict[str,
 
 
 def read_rates(key: Mapping[str, Any]) -> Rates | None:
-    """Rates measured earlier; None where there are none, or the file is not what we wrote."""
+    """Rates measured earlier, if any; None too where the file is not what we wrote."""
     try:
         document = json.loads(_path(key).read_text(encoding="utf-8"))
         return from_dict(document["rates"]) if document["key"] == dict(key) else None

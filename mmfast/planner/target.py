@@ -18,21 +18,13 @@ FAST_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Target:
-    """Limits that a plan has to meet, all of them.
+    """Limits that a plan has to meet, all of them."""
 
-    Attributes:
-        ttft_ms: Milliseconds to the first token.
-        tokens: Visual tokens of the prompt that a decoder layer works on, mean over the layers.
-        memory: Bytes of weights, keys and values, and activations.
-        quality: A name in `QUALITIES`.
-        kind: A name in `KINDS`, where the caller knows better than the file.
-    """
-
-    ttft_ms: float | None = None
-    tokens: int | None = None
-    memory: int | None = None
-    quality: str | None = None
-    kind: str | None = None
+    ttft_ms: float | None = None  # milliseconds to the first token
+    tokens: int | None = None  # visual tokens in a decoder layer, mean over the layers
+    memory: int | None = None  # bytes of weights, keys and values, and activations
+    quality: str | None = None  # A name in `QUALITIES`
+    kind: str | None = None  # A name in `KINDS`, where the caller knows better than the file
 
     def __bool__(self) -> bool:
         return any(v is not None for v in (self.ttft_ms, self.tokens, self.memory, self.quality))
@@ -54,11 +46,7 @@ def make_target(
     quality: str | None = None,
     kind: str | None = None,
 ) -> Target:
-    """Check what a caller asked for; a target without any limit is false.
-
-    Raises:
-        MmfastError: A value that nothing can meet, or an unknown name.
-    """
+    """Check what a caller asked for; a target without any limit is false."""
     if quality is not None and quality not in QUALITIES:
         raise MmfastError(unknown("quality", quality, QUALITIES))
     if kind is not None and kind not in KINDS:
@@ -71,11 +59,7 @@ def make_target(
 
 
 def check_alone(target: Target, reduce: str | None) -> None:
-    """Refuse a target beside a spec: the planner chooses the method and its budget.
-
-    Raises:
-        MmfastError: Both are given.
-    """
+    """Refuse a target beside a spec: the planner chooses the method and its budget."""
     if target and reduce:
         raise MmfastError(
             f"reduce={reduce!r} and a target ({target}) contradict each other; "
@@ -84,11 +68,7 @@ def check_alone(target: Target, reduce: str | None) -> None:
 
 
 def parse_bytes(value: str | int | None) -> int | None:
-    """Read a limit of memory such as `"2GB"`; see `mmfast.core.size.parse_bytes`.
-
-    Raises:
-        MmfastError: It is no size, or nothing fits into it.
-    """
+    """Read a limit of memory such as `"2GB"`; see `mmfast.core.size.parse_bytes`."""
     size = sizes.parse_bytes(value, "max_memory=")
     if size is not None:
         _positive("max_memory", size, "a size such as 2GB or 1.5GiB, or a number of bytes")

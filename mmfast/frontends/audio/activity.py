@@ -52,11 +52,7 @@ def _weights() -> dict[str, Tensor]:
 
 
 class Silero:
-    """Probability that a window of 512 samples at 16 kHz holds speech.
-
-    Raises:
-        ModelError: The wheel of silero-vad is not installed.
-    """
+    """Probability that a window of 512 samples at 16 kHz holds speech, by silero-vad's network."""
 
     window = WINDOW
 
@@ -135,16 +131,9 @@ class ActivityState:
 class VoiceActivity:
     """A `Stage`: pcm `[B, n]` at 16 kHz in, probabilities of speech `[B, t]` per 512 samples out.
 
-    A deterministic function of state and samples: windows are judged one by one, so any split gives
-    the same figures. NaN and infinite samples count as silence.
-
-    Args:
-        engine: "silero" (the network of silero-vad, about 0.5 ms a window), or "energy" (loudness
-            above the noise, which takes any loud noise for speech; never chosen automatically).
-
-    Raises:
-        ModelError: silero-vad is not installed.
-        SpecError: The engine is unknown.
+    Windows are judged one by one, so any split gives the same figures; NaN and infinite samples are
+    silence. The engine "silero" takes about 0.5 ms a window; "energy", loudness above the noise,
+    takes any loud noise for speech and is never chosen automatically.
     """
 
     rate, window = RATE, WINDOW
@@ -176,11 +165,7 @@ class VoiceActivity:
         return state.begun.new_zeros(state.begun.shape[0], 0)
 
     def reset(self, state: ActivityState, rows: Tensor) -> ActivityState:
-        """Start streams `rows` (`[B]` bool) anew; the others go on.
-
-        Raises:
-            MmfastError: The others are in the middle of a window, which a batch shares.
-        """
+        """Start streams `rows` (`[B]` bool) anew; the others have to be between two windows."""
         if bool(rows.all()):
             return self.start(len(rows))
         if state.begun.shape[1]:
@@ -202,19 +187,12 @@ class SpeechGateState:
 
 @dataclass(frozen=True)
 class Gate:
-    """Begin and end of speech from probabilities.
+    """Begin and end of speech from probabilities."""
 
-    Args:
-        threshold: Probability from which a window is speech.
-        exit: Probability below which speech may have ended; values in between change nothing.
-        speech: Samples of speech in a row that begin speech.
-        silence: Samples of silence in a row that end it.
-    """
-
-    threshold: float = 0.5
-    exit: float = 0.35
-    speech: int = WINDOW
-    silence: int = RATE // 2
+    threshold: float = 0.5  # probability from which a window is speech
+    exit: float = 0.35  # below it speech may have ended; between them nothing changes
+    speech: int = WINDOW  # samples of speech in a row that begin speech
+    silence: int = RATE // 2  # samples of silence in a row that end it
 
     def __post_init__(self) -> None:
         if not 0.0 < self.exit <= self.threshold < 1.0:

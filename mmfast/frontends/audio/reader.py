@@ -34,10 +34,8 @@ _DAMAGED = 100  # packets in a row that do not decode, after which reading ends
 def sound_pieces(source: MediaSource, limits: Limits) -> Iterator[Piece]:
     """Decode a file; the rate may change between pieces.
 
-    Damaged packets and a truncated end are left out.
-
-    Raises:
-        MediaError: Nothing can be decoded, it lasts too long, or takes too long to decode.
+    Damaged packets and a truncated end are left out; a MediaError says that nothing decodes, or
+    that it lasts or takes too long.
     """
     raw = _other_pieces(source) if source.kind == OTHER else _decoded(source, limits)
     budget, seconds = Budget(limits, source.name), 0.0
@@ -137,40 +135,32 @@ def load_audio(
     channels: int = 1,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Tensor:
-    """Read one sound to its end.
+    """Read one sound to its end: `[n]` float32 in -1..1 at `rate` samples per second.
 
-    Args:
-        media: Path, bytes or file object of a sound or a video (wav, flac, ogg, mp3, m4a, mp4,
-            mkv, …); an array `[n]`, `[channels, n]` or `[n, channels]` of float in -1..1, int16,
-            int32, int8 or uint8; `(array, rate)` in either order; a mapping with "array" and
-            "sampling_rate"; raw bytes, with `encoding`; or an iterator of arrays, of
-            `(array, rate)`, or of raw bytes. Network addresses are refused.
-        rate: Samples per second wanted.
-        media_rate: Samples per second of media without a header; `rate` when left out.
-        encoding: Of raw bytes: "pcm16", "float32", "pcm8", "mulaw" or "alaw".
-        channels: Of raw bytes, interleaved.
-        limits: Bytes, seconds of sound and seconds of decoding that it may cost.
-
-    Returns:
-        `[n]` float32 in -1..1: channels averaged, resampled, peaks above full scale cut.
+    Takes a path, bytes or file object of a sound or a video (wav, flac, ogg, mp3, m4a, mp4, mkv,
+    …); an array `[n]`, `[channels, n]` or `[n, channels]` of float in -1..1, int16, int32, int8 or
+    uint8; `(array, rate)` in either order; a mapping with "array" and "sampling_rate"; raw bytes,
+    with `encoding` ("pcm16", "float32", "pcm8", "mulaw", "alaw") and interleaved `channels`; or an
+    iterator of arrays, of `(array, rate)`, or of raw bytes. Media without a header have
+    `media_rate`, else `rate`. Channels are averaged, peaks above full scale cut.
 
     Raises:
         MediaError: It is not sound, damaged beyond use, empty, too long, of an impossible rate or
-            scale, or has samples that are NaN or infinite.
+            scale, has samples that are NaN or infinite, or is a network address.
     """
     given = _given(rate, media_rate, encoding, channels)
-    budget, name = Budget(limits, "the sound"), "the sound"
+    budget = Budget(limits, "the sound")
     parts, count = [], 0
     for part in _resampled(_timed(_pieces(media, given, limits), limits, budget), rate):
         parts.append(part)
         count += len(part)
         if 4 * count > limits.decoded_bytes:
             raise MediaError(
-                f"{name} needs more than {limits.decoded_bytes:,} bytes at {rate:,} Hz: cut it "
+                f"the sound needs more than {limits.decoded_bytes:,} bytes at {rate:,} Hz: cut it "
                 f"into parts, or raise Limits(decoded_bytes=...)"
             )
     if not count:
-        raise MediaError(f"{name} has no samples: record it again")
+        raise MediaError("the sound has no samples: record it again")
     return torch.cat(parts)
 
 

@@ -22,20 +22,11 @@ ENCODINGS = {"pcm16": 2, "float32": 4, "pcm8": 1, "mulaw": 1, "alaw": 1}  # -> b
 
 
 def to_mono(samples: Any, name: str = "the sound") -> Tensor:
-    """Bring samples to float32 mono.
+    """Bring samples to float32 mono `[n]`; peaks above 1 are left to the caller.
 
-    Args:
-        samples: NumPy or torch array, or a list of numbers: `[n]`, `[channels, n]` or
-            `[n, channels]` (the shorter axis is the channels); float in -1..1, or int8, int16,
-            int32, or uint8 around 128. Channels are averaged.
-        name: Name in messages.
-
-    Returns:
-        `[n]` float32 on the device of `samples`; peaks above 1 are left to the caller.
-
-    Raises:
-        MediaError: Not an array of samples, a wrong shape, type or scale, or NaN or infinite
-            samples.
+    Takes a NumPy or torch array, or a list of numbers: `[n]`, `[channels, n]` or `[n, channels]`
+    (the shorter axis is the channels, averaged); float in -1..1, or int8, int16, int32, or uint8
+    around 128. A MediaError names another shape, type or scale, and NaN or infinite samples.
     """
     return check(mix(samples, name), name)
 
@@ -51,17 +42,16 @@ def mix(samples: Any, name: str, axis: int | None = None) -> Tensor:
             return _scaled(pcm, name).mean(dim=channels)
         if pcm.numel() == 0:
             return torch.zeros(0)
-    raise _no_sound(name, pcm)
+    raise MediaError(
+        f"{name} has shape {tuple(pcm.shape)}: one sound is [n], [channels, n] or [n, channels] "
+        f"with at most {_CHANNELS} channels"
+    )
 
 
 def check(pcm: Tensor, name: str, before: float = 0.0, rate: int = 0) -> Tensor:
     """Return float samples `[n]` if all are finite and of a plausible size.
 
-    Args:
-        pcm: Samples.
-        name: Name in messages.
-        before: Seconds of sound before them.
-        rate: Samples per second; 0 where unknown.
+    Messages count from `before` seconds at `rate` samples per second, where that is not 0.
     """
     if not pcm.numel():
         return pcm
@@ -111,26 +101,11 @@ def _scaled(pcm: Tensor, name: str) -> Tensor:
     return pcm.float()
 
 
-def _no_sound(name: str, pcm: Tensor) -> MediaError:
-    return MediaError(
-        f"{name} has shape {tuple(pcm.shape)}: one sound is [n], [channels, n] or [n, channels] "
-        f"with at most {_CHANNELS} channels"
-    )
-
-
 def decode_pcm(data: bytes, encoding: str, channels: int = 1) -> tuple[Tensor, bytes]:
-    """Decode raw little-endian samples to float32 mono.
+    """Decode raw little-endian samples (pcm8 is unsigned, mulaw and alaw are G.711) to mono.
 
-    Args:
-        data: Bytes, any number of them.
-        encoding: "pcm16", "float32", "pcm8" (unsigned), "mulaw" or "alaw" (G.711).
-        channels: Interleaved ones, averaged.
-
-    Returns:
-        Samples `[n]`, and the bytes of an incomplete sample, to prepend to the next chunk.
-
-    Raises:
-        MediaError: The encoding or the number of channels is not supported.
+    Returns float32 samples `[n]`, interleaved channels averaged, and the bytes of an incomplete
+    sample, to prepend to the next chunk.
     """
     if encoding not in ENCODINGS:
         raise MediaError(f"encoding {encoding!r} is unknown; choices: {', '.join(ENCODINGS)}")

@@ -26,49 +26,30 @@ Reason = Literal["", "silence", "length", "commit", "end"]
 class TurnEvent:
     """Event in the stream; times in ms count from the start of the session.
 
-    Attributes:
-        kind: "speech_started", "sound" (the next samples of a turn, if requested),
-            "speech_stopped", "turn" (a whole turn) or "timeout" (silence for too long).
-        at_ms: Time of detection; `at_ms - start_ms` or `- stop_ms` is its delay.
-        start_ms: Start of the turn, padding included; of a timeout, start of the wait.
-        stop_ms: End of its sound so far; of "speech_stopped" with the silence that proved it.
-        speech_ms: Of "speech_stopped": end of the last word.
-        pcm: Samples `[n]`: of "speech_started" the turn so far, of "sound" the samples since, of
-            "turn" all of it, trailing silence cut to the padding.
-        reason: Of "turn": "silence", "length" (too long; the turn continues unless a
-            "speech_stopped" came before), "commit" (requested), "end" (of the stream).
+    Its samples `[n]` are those of the turn so far ("speech_started"), since then ("sound"), or all
+    of it, trailing silence cut to the padding ("turn").
     """
 
-    kind: Kind
-    at_ms: int
-    start_ms: int
-    stop_ms: int
-    speech_ms: int = 0
+    kind: Kind  # "sound": samples of a turn, if requested; "timeout": silence for too long
+    at_ms: int  # time of detection; `at_ms - start_ms` or `- stop_ms` is its delay
+    start_ms: int  # start of the turn, padding included; of a timeout, start of the wait
+    stop_ms: int  # end of its sound so far; of "speech_stopped" with the silence that proved it
+    speech_ms: int = 0  # of "speech_stopped": end of the last word
     pcm: Tensor | None = field(default=None, compare=False, repr=False)
-    reason: Reason = ""
+    reason: Reason = ""  # of "turn"; after "length" it continues unless a "speech_stopped" came
 
 
 @dataclass(frozen=True)
 class TurnState:
-    """State of a stream, a value.
+    """State of a stream, a value."""
 
-    Attributes:
-        activity: The detector's memory.
-        gate: State of speech.
-        kept: Samples of the turn, or those that may become its beginning, in windows.
-        kept_from: Number of the first of them.
-        heard: Samples judged so far.
-        begun: Samples after them `[r]`, less than a window.
-        waiting_from: Sample at which the wait for speech began; None outside of a wait.
-    """
-
-    activity: ActivityState
-    gate: SpeechGateState
-    kept: tuple[Tensor, ...]
-    kept_from: int
-    heard: int
-    begun: Tensor
-    waiting_from: int | None = 0
+    activity: ActivityState  # the detector's memory
+    gate: SpeechGateState  # state of speech
+    kept: tuple[Tensor, ...]  # samples of the turn, or those that may become its beginning
+    kept_from: int  # number of the first of them
+    heard: int  # samples judged so far
+    begun: Tensor  # samples after them `[r]`, less than a window
+    waiting_from: int | None = 0  # sample at which the wait for speech began; None outside of one
 
 
 def cut(state: TurnState, first: int) -> TurnState:
@@ -94,24 +75,12 @@ def to_ms(samples: int) -> int:
 class TurnCutter:
     """Cutter of one stream into turns; like a `Stage`, any split gives the same events.
 
-    Sound is 16 kHz mono. Events are known at the end of a window of 32 ms.
-
-    Args:
-        threshold: Probability from which a window is speech.
-        exit: Probability below which speech may have ended.
-        speech_ms: Speech in a row that begins a turn; one window when 0.
-        silence_duration_ms: Silence that ends a turn.
-        prefix_padding_ms: Sound added before detected speech, whose onset is quieter.
-        padding_ms: Silence left after the last word of a turn.
-        max_turn_ms: Length at which a turn is cut and continues as another.
-        idle_timeout_ms: Wait that causes one "timeout"; None waits without a limit.
-        detect: Off: all sound belongs to the turn, which only `commit` and its length end.
-        sound: Give the sound of a turn as it comes, in "sound" events of one window.
-        activity: The detector; silero-vad when left out.
-
-    Raises:
-        ModelError: silero-vad is not installed.
-        SpecError: A time is negative, or a threshold out of range.
+    Sound is 16 kHz mono; events are known at the end of a window of 32 ms. A window is speech from
+    `threshold` on, and silent below `exit`. `speech_ms` in a row begin a turn (0: one window),
+    `silence_duration_ms` end it; it has `prefix_padding_ms` more sound in front, since an onset is
+    quiet, and `padding_ms` after its last word, and is cut at `max_turn_ms`. A wait of
+    `idle_timeout_ms` causes one "timeout". Without `detect` all sound belongs to the turn, which
+    only `commit` and its length end. With `sound` it comes in "sound" events of one window, too.
     """
 
     rate = RATE

@@ -20,20 +20,12 @@ _HEADER = 44
 
 
 class WavWriter:
-    """A mono WAV file written piece by piece.
+    """A mono WAV file written piece by piece to a path, or to a file object, which stays open.
 
-    Example: `with WavWriter("out.wav", 16000) as wav: wav.write(pcm)`.
-
-    The sizes in its header are corrected on `close`; where the target cannot seek (a pipe, a
-    socket) they say "unknown", which players take as "to the end".
-
-    Args:
-        target: Path, or file object opened for writing bytes, which stays open.
-        rate: Samples per second.
-        encoding: "pcm16" or "float32".
-
-    Raises:
-        MediaError: The target cannot be written, or rate or encoding is unknown.
+    Example: `with WavWriter("out.wav", 16000) as wav: wav.write(pcm)`. The sizes in its header are
+    corrected on `close`; where the target cannot seek (a pipe, a socket) they say "unknown", which
+    players take as "to the end". `encoding` is "pcm16" or "float32"; a MediaError names what is
+    wrong.
     """
 
     def __init__(self, target: Any, rate: int, encoding: str = "pcm16") -> None:
@@ -58,11 +50,7 @@ class WavWriter:
         return self.samples / self.rate
 
     def write(self, pcm: Tensor) -> None:
-        """Append samples `[n]` float in -1..1; louder ones are clipped, NaN is silence.
-
-        Raises:
-            MediaError: The file cannot take them, or grows beyond the 4 GiB of the format.
-        """
+        """Append samples `[n]` float in -1..1; louder ones are clipped, NaN is silence."""
         if self._file is None:
             raise MediaError(f"{self.name} is closed: open another")
         pcm = torch.nan_to_num(pcm.detach().cpu().float().flatten(), nan=0.0)
@@ -112,10 +100,6 @@ class WavWriter:
 
 
 def write_wav(target: Any, pcm: Tensor, rate: int, encoding: str = "pcm16") -> None:
-    """Write samples `[n]` float in -1..1 to a mono WAV file.
-
-    Raises:
-        MediaError: The target cannot be written, or rate or encoding is unknown.
-    """
+    """Write samples `[n]` float in -1..1 to a mono WAV file."""
     with WavWriter(target, rate, encoding) as wav:
         wav.write(pcm)

@@ -14,11 +14,7 @@ from mmfast.frontends.codecs.stages import FrameStage, run
 
 
 def check_pcm(pcm: Any, batch: int | None = None) -> Tensor:
-    """Return sound `[B, n]` of finite floating-point samples; n may be 0.
-
-    Raises:
-        MediaError: The input is something else.
-    """
+    """Return sound `[B, n]` of finite floating-point samples, n may be 0; or raise `MediaError`."""
     if not isinstance(pcm, Tensor) or not pcm.is_floating_point():
         kind = pcm.dtype if isinstance(pcm, Tensor) else type(pcm).__name__
         raise MediaError(f"sound is {kind}; give a float32 tensor [B, n] of samples in -1..1")
@@ -34,11 +30,7 @@ def check_pcm(pcm: Any, batch: int | None = None) -> Tensor:
 
 
 def check_codes(codes: Any, books: int, size: int, batch: int | None = None) -> Tensor:
-    """Return codes `[B, Q, t]`, whole numbers in `[0, size)`, 1 to `books` books; t may be 0.
-
-    Raises:
-        MediaError: The input is something else.
-    """
+    """Return codes `[B, Q, t]` in `[0, size)` of 1 to `books` books, t may be 0; or raise."""
     whole = isinstance(codes, Tensor) and codes.dtype in (torch.int64, torch.int32, torch.int16)
     if not whole:
         kind = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
@@ -67,14 +59,8 @@ def _check_batch(what: str, x: Tensor, batch: int | None) -> None:
 class StreamCodec:
     """Sound to codes and back, whole or in pieces of any size (`core.speech.Codec`).
 
-    Args:
-        name: Name of the codec.
-        sample_rate: Samples per second.
-        hop: Samples per frame.
-        books: Codebooks used.
-        size: Entries per codebook.
-        encoder: Stage from sound `[B, n]` to codes `[B, Q, t]`; None: the codec only decodes.
-        decoder: Stage from codes to sound `[B, n]`; None: the codec only encodes.
+    A frame has `hop` samples and a code of each of `books` codebooks of `size` entries. `encoder`
+    is a stage from sound `[B, n]` to codes `[B, Q, t]`, `decoder` one back; either may be None.
     """
 
     def __init__(
@@ -99,37 +85,21 @@ class StreamCodec:
 
     @property
     def encoder(self) -> Any:
-        """Stage from sound `[B, n]` to codes `[B, Q, t]`; `lookahead` in frames.
-
-        Raises:
-            ModelError: The model was loaded without its encoder.
-        """
+        """Stage from sound `[B, n]` to codes `[B, Q, t]`; `lookahead` in frames."""
         return self._half(self._encoder, "encoder")
 
     @property
     def decoder(self) -> Any:
-        """Stage from codes `[B, Q, t]` to sound `[B, n]`; `lookahead` in samples.
-
-        Raises:
-            ModelError: The model was loaded without its decoder.
-        """
+        """Stage from codes `[B, Q, t]` to sound `[B, n]`; `lookahead` in samples."""
         return self._half(self._decoder, "decoder")
 
     def encode(self, pcm: Tensor) -> Tensor:
-        """Encode sound `[B, n]` or `[n]` to codes `[B, Q, ceil(n / hop)]` in bounded memory.
-
-        Raises:
-            MediaError: Not a finite floating-point tensor of that shape.
-        """
+        """Encode sound `[B, n]` or `[n]` to codes `[B, Q, ceil(n / hop)]` in bounded memory."""
         one = isinstance(pcm, Tensor) and pcm.dim() == 1
         return run(self.encoder, check_pcm(pcm[None] if one else pcm))
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Decode codes `[B, Q, T]` or `[Q, T]`, of Q or fewer books, to sound `[B, T * hop]`.
-
-        Raises:
-            MediaError: Not whole numbers of that shape and range.
-        """
+        """Decode codes `[B, Q, T]` or `[Q, T]`, of Q or fewer books, to sound `[B, T * hop]`."""
         one = isinstance(codes, Tensor) and codes.dim() == 2
         codes = check_codes(codes[None] if one else codes, self.codebooks, self.size)
         return run(self.decoder, codes)[:, : codes.shape[2] * self.hop]
@@ -143,19 +113,10 @@ class StreamCodec:
 class StackCodec(StreamCodec):
     """A codec from stacks of layers: the common part of Mimi, EnCodec and DAC.
 
-    Args:
-        name: As for `StreamCodec`, and so on to `size`.
-        sample_rate: Samples per second.
-        hop: Samples per frame.
-        books: Codebooks used.
-        size: Entries per codebook.
-        encode: Layers from sound `[B, 1, n]` to latents `[B, D, t]`; None: it only decodes.
-        quantise: Latents to codes `[B, Q, t]`.
-        lookup: Codes to latents.
-        decode: Layers from latents to sound `[B, 1, n]`; None: it only encodes.
-        like: A weight of the model, which gives its type and device.
-        width: Channels of the latents.
-        whole: Fill the last frame of sound with silence, as the model's own processor does.
+    `encode` leads from sound `[B, 1, n]` to latents `[B, width, t]`, `quantise` on to codes `[B, Q,
+    t]`, `lookup` and `decode` back; without one of the stacks the codec does the other half. `like`
+    is a weight of the model. `whole` fills the last frame of sound with silence, as the model's own
+    processor does.
     """
 
     def __init__(
@@ -194,11 +155,7 @@ class StackCodec(StreamCodec):
 
 
 def pick_books(wanted: int | None, least: int, most: int, name: str) -> int:
-    """Return the number of codebooks to use.
-
-    Raises:
-        ModelError: Fewer than the model needs, or more than it has.
-    """
+    """Return the number of codebooks to use, all by default; ModelError where out of range."""
     books = most if wanted is None else wanted
     if not least <= books <= most:
         raise ModelError(f"codebooks={books} is out of range; {name} takes {least} to {most}")

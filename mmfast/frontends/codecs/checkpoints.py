@@ -31,15 +31,7 @@ from mmfast.frontends.codecs.stages import stream, walk
 
 
 def mimi_codec(model: Any, codebooks: int | None = None) -> StackCodec:
-    """Return a codec over a `MimiModel`, with its weights and quantisers.
-
-    Args:
-        model: On its device, in evaluation mode; one half may have been left out.
-        codebooks: Number of codebooks to encode to (Moshi: 8); None: all.
-
-    Raises:
-        ModelError: More or fewer codebooks than it has, or a layer that cannot stream.
-    """
+    """Return a codec over a `MimiModel` in evaluation mode; one half may have been left out."""
     config = model.config
     least = config.num_semantic_quantizers
     books = pick_books(codebooks, least, config.num_quantizers, "Mimi")
@@ -82,15 +74,7 @@ def _decoder(half: Any) -> CodecLayer | None:
 
 
 def encodec_codec(model: Any, codebooks: int | None = None) -> StackCodec:
-    """Return a codec over an `EncodecModel`.
-
-    Args:
-        model: On its device, in evaluation mode.
-        codebooks: Number of codebooks to encode to (8 for 6 kbit/s); None: all.
-
-    Raises:
-        ModelError: More codebooks than it has, or a variant that cannot stream.
-    """
+    """Return a codec over an `EncodecModel` in evaluation mode; 8 codebooks are 6 kbit/s."""
     config = model.config
     _check_variant(config)
     quantiser = model.quantizer
@@ -132,15 +116,9 @@ def _check_variant(config: Any) -> None:
 
 
 def dac_codec(model: Any, codebooks: int | None = None, lookahead: int | None = None) -> StackCodec:
-    """Return a codec over a `DacModel`.
+    """Return a codec over a `DacModel` in evaluation mode.
 
-    Args:
-        model: On its device, in evaluation mode.
-        codebooks: Number of codebooks to encode to; None: all.
-        lookahead: Frames of future each frame may see; None: all that the layers see (exact).
-
-    Raises:
-        ModelError: More codebooks than it has, or a negative look-ahead.
+    `lookahead` is the frames of future each frame may see; None: all that the layers see (exact).
     """
     config = model.config
     books = pick_books(codebooks, 1, config.n_codebooks, "DAC")

@@ -30,14 +30,10 @@ class Past(NamedTuple):
 
 
 class Conv(CodecLayer):
-    """A convolution with `left` and `right` samples of padding.
+    """A convolution with `left` and `right` samples of padding (one of `MODES`) for its own.
 
-    Args:
-        conv: The layer; its own padding is replaced.
-        left: Padding before the first input.
-        right: Padding after the last input, the number of inputs that it looks ahead.
-        mode: One of `MODES`.
-        whole: Also pad at the end up to a multiple of the stride, as SEANet layers do.
+    `right` is the number of inputs that it looks ahead. `whole` also pads at the end up to a
+    multiple of the stride, as SEANet layers do.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class CodecLayer:
         raise NotImplementedError
 
     def finish(self, state: Any) -> Tensor | None:
-        """Return the outputs left at the end; None where there are none."""
+        """Return the outputs left at the end, if any; else None."""
         return None
 
     def count(self, n: int) -> int:
@@ -43,12 +43,9 @@ class CodecLayer:
 
 
 class Pointwise(CodecLayer):
-    """A function of each moment alone: activations, tables of codes.
+    """A function of each moment alone, `[B, …, t]` to `[B, *shape, t]`: activations, tables.
 
-    Args:
-        function: From `[B, …, t]` to `[B, *shape, t]`.
-        shape: Dimensions of its output between the batch and time; None: those of its input.
-        dtype: Type of its output, where it is not that of its input.
+    Without a shape or a dtype of its output these are those of its input.
     """
 
     def __init__(
@@ -181,37 +178,30 @@ def join(head: Tensor | None, tail: Tensor | None) -> Tensor | None:
     return torch.cat([head, tail], dim=-1)
 
 
-class End(NamedTuple):
-    """The last sample so far."""
-
-    last: Tensor | None  # [B, C, 1]
-
-
 class Edge(CodecLayer):
-    """Padding with `left` copies of the first sample and `right` copies of the last one."""
+    """Padding with `left` copies of the first sample and `right` copies of the last one.
+
+    Its state is the last sample so far, `[B, C, 1]`.
+    """
 
     in_step = False
 
     def __init__(self, left: int, right: int) -> None:
         self.left, self.right = left, right
 
-    def start(self, batch: int) -> End:
+    def start(self, batch: int) -> None:
         """Return the state before the first sample."""
-        return End(None)
 
-    def step(self, state: End, x: Tensor) -> tuple[End, Tensor]:
+    def step(self, state: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return `[B, C, t]`, with copies before the first sample."""
         if not x.shape[-1]:
             return state, x
         copies = x[..., :1].expand(*x.shape[:2], self.left)
-        out = torch.cat([copies, x], -1) if state.last is None else x
-        return End(x[..., -1:].clone()), out
+        return x[..., -1:].clone(), torch.cat([copies, x], -1) if state is None else x
 
-    def finish(self, state: End) -> Tensor | None:
+    def finish(self, state: Tensor | None) -> Tensor | None:
         """Return the copies of the last sample."""
-        if state.last is None:
-            return None
-        return state.last.expand(*state.last.shape[:2], self.right)
+        return None if state is None else state.expand(*state.shape[:2], self.right)
 
     def count(self, n: int) -> int:
         """Return `n` and the copies before the first sample."""
@@ -263,16 +253,8 @@ class Windowed(CodecLayer):
     """Layers run anew on each frame with `back` frames before it and `ahead` frames after it.
 
     The stream is taken to end where the window does. The result is exact where the window covers
-    all of the future that the layers see.
-
-    Args:
-        layers: Layers, called once on every window.
-        channels: Channels of its input.
-        unit: Inputs per frame.
-        yields: Outputs per frame.
-        back: Frames before; the layers' own past, or more.
-        ahead: Frames after.
-        like: A tensor of the input's type and place.
+    all of the future that the layers see. A frame is `unit` inputs of `channels` channels, of the
+    type of `like`, and `yields` outputs.
     """
 
     in_step = False

@@ -36,20 +36,12 @@ MOMENTARY = (nn.ELU, nn.GELU, nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Tanh, nn.Identi
 
 
 def walk(modules: Iterable[Any]) -> LayerChain:
-    """Return modules that run one after the other as one streaming layer.
-
-    Raises:
-        ModelError: One of them cannot stream.
-    """
+    """Return modules that run one after the other as one streaming layer."""
     return LayerChain([stream(module) for module in modules])
 
 
 def stream(module: Any) -> CodecLayer:
-    """Return a module of a codec as a streaming layer.
-
-    Raises:
-        ModelError: The module cannot stream, or its kind is unknown.
-    """
+    """Return a module of a codec as a streaming layer; ModelError where it cannot stream."""
     if isinstance(module, nn.Conv1d):
         return Conv(module, *_own_padding(module))
     if isinstance(module, nn.ConvTranspose1d):
@@ -154,21 +146,12 @@ class RowState(NamedTuple):
 
 
 class FrameStage:
-    """A stage over layers that turn frames of input into output.
+    """A stage over layers that turn frames of `unit` inputs into `yields` outputs each.
 
-    Args:
-        layers: The layers.
-        check: Checks the input for a number of streams; raises `MediaError`.
-        unit: Inputs per frame: samples, or 1 for codes.
-        yields: Outputs per frame.
-        blank: Output of a row that began late until its own comes: -1 for codes, 0.0 for sound.
-        shape: Dimensions of the output between the batch and time.
-        whole: Fill the last frame with zeros; else the layers see the part that exists.
-        device: Where the layers are.
-
-    Attributes:
-        lookahead: Outputs that come late once a stream runs.
-        startup: Frames that must come before the first output.
+    `check` checks the input for a number of streams. `blank` is the output of a row that began late
+    until its own comes (-1 for codes, 0.0 for sound), `shape` the dimensions between the batch and
+    time. `whole` fills the last frame with zeros; else the layers see the part that exists.
+    `lookahead` outputs come late once a stream runs, and `startup` frames before the first one.
     """
 
     def __init__(
@@ -199,11 +182,7 @@ class FrameStage:
 
     @torch.no_grad()
     def step(self, state: RowState, chunk: Tensor) -> tuple[RowState, Tensor]:
-        """Run a chunk of any length to the output that it makes certain; `state` is not changed.
-
-        Raises:
-            MediaError: The chunk is not what this stage takes.
-        """
+        """Run a chunk of any length to the output that it makes certain; `state` is not changed."""
         chunk = self.check(chunk, state.batch).to(self.device)
         if state.waiting.numel():
             chunk = torch.cat([state.waiting.to(chunk), chunk], -1)
@@ -240,9 +219,6 @@ class FrameStage:
         """Return the state with streams `rows` (`[B]` bool) started anew.
 
         Their samples of a frame that is not full become silence, since rows share frames.
-
-        Raises:
-            MediaError: `rows` has another shape or type.
         """
         if rows.dtype != torch.bool or rows.shape != (state.batch,):
             raise MediaError(
@@ -309,11 +285,6 @@ class FrameStage:
 
 
 def run(stage: Any, x: Tensor) -> Tensor:
-    """Run a whole stream through a stage, in bounded memory.
-
-    Args:
-        stage: A `core.speech.Stage`.
-        x: `[B, ..., n]`.
-    """
+    """Run a whole stream `[B, ..., n]` through a `core.speech.Stage`, in bounded memory."""
     state, out = stage.step(stage.start(x.shape[0]), x)
     return torch.cat([out, stage.finish(state)], dim=-1)

@@ -33,6 +33,8 @@ _RTSP_PROTOCOLS = {"rtsp": "rtsp,rtp,tcp", "rtsps": "rtsp,rtp,tcp,tls"}
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
+_EXAMPLES = "rtsp://, rtsps://, http:// or https:// and a host"
+
 Allowed = bool | Collection[str]
 
 
@@ -60,25 +62,19 @@ def shown(url: SplitResult) -> str:
 def check_address(text: str, allowed: Allowed) -> Address:
     """Check a URL before anything is opened.
 
-    Args:
-        text: The URL.
-        allowed: False: no network. True: public hosts. A collection: these hosts only, and these
-            also where they are private.
-
-    Raises:
-        MediaError: The network is off, the scheme or the host is not allowed, the host is
-            unknown, or one of its addresses is private.
+    `allowed` is False: no network; True: public hosts; a collection: these hosts only, and these
+    also where they are private. A MediaError names the scheme, host or address that is refused.
     """
     try:
         url = urlsplit(text)
         port = url.port
     except ValueError as error:
-        raise MediaError(f"the address is not a URL ({error}): give {_examples()}") from None
+        raise MediaError(f"the address is not a URL ({error}): give {_EXAMPLES}") from None
     name, scheme = shown(url), url.scheme.lower()
     if scheme not in PORTS:
-        raise MediaError(f"{name}: scheme {scheme!r} is refused; give {_examples()}")
+        raise MediaError(f"{name}: scheme {scheme!r} is refused; give {_EXAMPLES}")
     if not url.hostname or any(c.isspace() or ord(c) < 32 for c in text):
-        raise MediaError(f"{name} is not an address: give {_examples()}")
+        raise MediaError(f"{name} is not an address: give {_EXAMPLES}")
     if allowed is False:
         raise MediaError(f"{name}: network sources are off; allow them with allow_network=True")
     host = url.hostname
@@ -91,10 +87,6 @@ def check_address(text: str, allowed: Allowed) -> Address:
     port = port or PORTS[scheme]
     ip = _resolve(name, host, port, private=listed is not None)
     return Address(url._replace(scheme=scheme), host, port, ip)
-
-
-def _examples() -> str:
-    return "rtsp://, rtsps://, http:// or https:// and a host"
 
 
 def _resolve(name: str, host: str, port: int, private: bool) -> str:
@@ -125,15 +117,9 @@ def is_public(ip: str) -> bool:
 
 
 def open_rtsp(address: Address, timeout: float) -> Any:
-    """Connect to an RTSP source over TCP.
+    """Connect PyAV to an RTSP source over TCP, within `timeout` seconds.
 
     A server may redirect its client; FFmpeg follows, with these protocols only.
-
-    Returns:
-        PyAV's container.
-
-    Raises:
-        MediaError: The connection fails or takes longer than `timeout` seconds.
     """
     url, scheme = address.url, address.url.scheme
     user = url.netloc.rpartition("@")[0]
@@ -169,9 +155,7 @@ _MOVED = (301, 302, 303, 307, 308)
 class HttpFile:
     """One HTTP resource as a file object: read as it arrives, with seeks by range requests.
 
-    Raises:
-        MediaError: It does not exist, or moves to an address that is not allowed.
-        OSError: Later, when the connection dies or stalls.
+    Missing and refused addresses are a MediaError, a connection that dies or stalls an OSError.
     """
 
     def __init__(self, text: str, allowed: Allowed, timeout: float) -> None:
@@ -296,14 +280,7 @@ class _Pinned(http.client.HTTPConnection):
 
 
 def open_http(text: str, allowed: Allowed, limits: Limits, timeout: float) -> tuple[Any, HttpFile]:
-    """Open the video of a URL.
-
-    Returns:
-        PyAV's container and the connection.
-
-    Raises:
-        MediaError: See `HttpFile`; or it is not a video.
-    """
+    """Open the video of a URL; return PyAV's container and the connection."""
     file = HttpFile(text, allowed, timeout)
     name = file.address.name
     try:
@@ -334,15 +311,10 @@ _RATE = 25  # frames per second, where nothing is known
 
 
 def camera_address(camera: int | str, platform: str = sys.platform) -> tuple[str, str]:
-    """Return FFmpeg's input format and the device name of a camera.
+    """Return FFmpeg's input format and the device name of a camera, given by number or name.
 
-    Args:
-        camera: Its number, or its name: a path such as ``/dev/video0`` on Linux, the name in the
-            system elsewhere.
-        platform: As `sys.platform`.
-
-    Raises:
-        MediaError: The number is negative, or this system has no numbers or no cameras.
+    A name is a path such as ``/dev/video0`` on Linux, the name in the system elsewhere. A
+    MediaError says that this system has no numbers or no cameras.
     """
     text = str(camera)
     number = text.isdecimal()
@@ -366,14 +338,7 @@ def camera_address(camera: int | str, platform: str = sys.platform) -> tuple[str
 
 
 def open_camera(camera: int | str, timeout: float) -> Any:
-    """Open a camera.
-
-    Returns:
-        PyAV's container.
-
-    Raises:
-        MediaError: It is missing or busy, or FFmpeg was built without cameras.
-    """
+    """Open a camera with PyAV; MediaError if missing, busy, or FFmpeg was built without cameras."""
     form, device = camera_address(camera)
     try:
         return av.open(device, format=form, timeout=timeout)
@@ -391,9 +356,6 @@ def running_frames(
 
     A packet that does not decode is yielded as its exception, for the consumer to count. The
     container and the file that it reads are closed at the end.
-
-    Raises:
-        MediaError: There is no video in it, or reading fails.
     """
     with closing(file) if file is not None else nullcontext(), container:
         stream: Any = container.streams.best("video")
@@ -406,9 +368,12 @@ def running_frames(
         since = _Since(stream)
         try:
             for packet in container.demux(stream):
-                for frame in _decoded(packet):
-                    broken = isinstance(frame, BaseException)
-                    yield frame, None if broken else since(frame.pts)
+                try:
+                    frames = list(packet.decode())
+                except av.FFmpegError as error:
+                    yield error, None
+                else:
+                    yield from ((frame, since(frame.pts)) for frame in frames)
         except av.FFmpegError as error:
             raise MediaError(
                 f"{name} broke off ({first_line(error)}): check the source and open it again"
@@ -438,19 +403,8 @@ class _Since:
         return pts * self._tick - self._origin
 
 
-def _decoded(packet: Any) -> list[Any]:
-    try:
-        return list(packet.decode())
-    except av.FFmpegError as error:
-        return [error]
-
-
 def running_rgb(frame: Any, name: str, limits: Limits) -> Frame:
-    """Convert one item of `running_frames` to upright RGB [H, W, 3].
-
-    Raises:
-        MediaError: It is an exception, or of a size that the limits refuse.
-    """
+    """Convert one item of `running_frames` to upright RGB [H, W, 3]; raise if it is broken."""
     if isinstance(frame, BaseException):
         raise MediaError(f"a packet of {name} cannot be decoded ({first_line(frame)})")
     limits.check_picture(name, frame.width, frame.height)

@@ -46,11 +46,7 @@ class FrameQueue:
         self._changed = threading.Condition()
 
     def put(self, item: Any, patience: float | None = None) -> bool:
-        """Add an item; return False where there is no room within `patience` seconds.
-
-        Raises:
-            EOFError: The queue has ended.
-        """
+        """Add an item; False: no room within `patience` seconds; EOFError: the queue has ended."""
         with self._changed:
             room = self._changed.wait_for(
                 lambda: self._ended or len(self._queue) < self._held, patience
@@ -63,11 +59,7 @@ class FrameQueue:
             return room
 
     def take(self, patience: float | None = None) -> Any:
-        """Return the next item; raise the error of the end, or StopIteration.
-
-        Raises:
-            TimeoutError: Nothing came within `patience` seconds.
-        """
+        """Return the next item; raise the end's error, StopIteration, or TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._queue or self._ended, patience):
                 raise TimeoutError
@@ -108,11 +100,7 @@ class Push(FrameQueue, Iterator[tuple[Any, float]]):
     def push(self, frame: Any, time: float | None = None, patience: float | None = None) -> bool:
         """Add a frame; wait at most `patience` seconds for room (None: without a limit).
 
-        Returns:
-            False where there was no room in time and the frame was not taken.
-
-        Raises:
-            MediaError: The source has ended.
+        False where there was no room in time and the frame was not taken.
         """
         at = self._now() if time is None else float(time)
         try:
@@ -144,11 +132,7 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def folder_frames(folder: Path, limits: Limits) -> Iterator[Path]:
-    """Return the pictures of a directory, without its subdirectories and hidden files.
-
-    Raises:
-        MediaError: It cannot be listed, holds no picture, or more than the limits allow.
-    """
+    """Return the pictures of a directory, without its subdirectories and hidden files."""
     name = quote(folder)
     try:
         files = [
@@ -217,11 +201,8 @@ _TIMEOUT = 10.0  # seconds, of cameras and addresses
 class LiveSource(Iterator[tuple[Frame, float]]):
     """Frames [H, W, 3] uint8 of one source at rising times in seconds.
 
-    Attributes:
-        name: The source, for messages; without passwords.
-        events: Counts of irregularities: ``broken``, ``repeated``, ``late``, ``jumps``,
-            ``resized``; others count 0.
-        frames: Frames given so far.
+    `name` is without passwords; `events` counts irregularities: ``broken``, ``repeated``, ``late``,
+    ``jumps``, ``resized``.
     """
 
     def __init__(
@@ -294,30 +275,22 @@ def live_frames(
 ) -> LiveSource:
     """Open any source of frames; arguments and headers are checked at once.
 
-    Files give the frames that ``read_video(file, fps=fps)`` gives, read in parallel where their
-    groups of pictures allow it. Other sources give the first frame at or after every 1/fps s.
+    A source is a path, bytes or file object of a video; a directory of pictures, in natural order;
+    an array, list or iterator of pictures or (picture, seconds) pairs, such as `Push`; a camera's
+    number or ``camera:NAME``; an rtsp, rtsps, http or https URL. Files give the frames that
+    ``read_video(file, fps=fps)`` gives, read in parallel where their groups of pictures allow it.
+    Other sources give the first frame at or after every 1/fps s.
 
     Irregularities: a frame at the time of the one before, or up to a second earlier, is dropped; a
-    clock that jumps back further continues from the last frame; a picture of another size is
-    scaled into the first one's; a broken picture is skipped; each is counted in `events`. Thirty
-    broken pictures in a row, a stopped clock, and a source that gives nothing within `timeout` or
-    breaks off, end in a `MediaError` after the frames before. Late starts and gaps are kept.
+    clock that jumps back further continues from the last frame; a picture of another size is scaled
+    into the first one's; a broken picture is skipped; each is counted in `events`. Thirty broken
+    pictures in a row, a stopped clock, and a source that gives nothing within `timeout` or breaks
+    off, end in a `MediaError` after the frames before. Late starts and gaps are kept.
 
-    Args:
-        source: A path, bytes or file object of a video; a directory of pictures, in natural
-            order; an array, list or iterator of pictures or (picture, seconds) pairs, such as
-            `Push`; a camera's number or ``camera:NAME``; an rtsp, rtsps, http or https URL.
-        fps: How many frames to take per second; None takes all.
-        rate: Frames per second of frames that come without times; 24 if not given.
-        allow_network: False: no network. True: public hosts. A list of hosts: these only, private
-            ones too.
-        limits: Size limits.
-        ahead: How many decoded frames of a file may wait for their consumer.
-        timeout: Longest wait for a frame in seconds. None: 10 s for cameras and URLs, no limit
-            for the rest.
-
-    Raises:
-        MediaError: The source or an argument is wrong; one line that names the value and the fix.
+    Frames without times come at `rate` per second, 24 if not given. `allow_network` is False, True
+    for public hosts, or a list of hosts: these only, private ones too. Of a file, `ahead` decoded
+    frames may wait. `timeout` is the longest wait for a frame in seconds; None is 10 s for cameras
+    and URLs, no limit for the rest.
     """
     step = None if fps is None else positive_rate("fps", fps)
     speed = DEFAULT_RATE if rate is None else positive_rate("rate", rate)
@@ -353,10 +326,13 @@ def _open(
     timeout: float | None,
 ) -> _Raw:
     wait = _TIMEOUT if timeout is None else timeout
+    camera: int | str | None = None
     if isinstance(source, int) and not isinstance(source, bool):
-        return _camera(source, limits, wait)
+        camera = source
     if isinstance(source, str) and source.startswith(_CAMERA):
-        return _camera(source[len(_CAMERA) :], limits, wait)
+        camera = source[len(_CAMERA) :]
+    if camera is not None:
+        return _running(f"camera {camera}", open_camera(camera, wait), limits, wait)
     if isinstance(source, str) and _URL.match(source):
         return _address(source, allowed, limits, wait)
     if isinstance(source, str | os.PathLike) and (folder := Path(os.fsdecode(source))).is_dir():
@@ -373,11 +349,6 @@ def _open(
 
 def _picture(name: str, limits: Limits) -> Callable[[Any], Frame]:
     return lambda raw: picture(raw, name, limits)
-
-
-def _camera(camera: int | str, limits: Limits, timeout: float) -> _Raw:
-    name = f"camera {camera}"
-    return _running(name, open_camera(camera, timeout), limits, timeout)
 
 
 def _address(text: str, allowed: Allowed, limits: Limits, timeout: float) -> _Raw:

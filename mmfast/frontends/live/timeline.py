@@ -40,11 +40,7 @@ class SteadyTimes:
         self._late = self._still = 0
 
     def place(self, time: float | None) -> float | None:
-        """Return the time at which to show a frame; None to drop it.
-
-        Raises:
-            MediaError: The clock has stood still for a thousand frames.
-        """
+        """Return the time at which to show a frame, None to drop it; refuse a clock that stands."""
         last = self._last
         if time is None:
             at = 0.0 if last is None else last + 1 / self._rate
@@ -89,18 +85,9 @@ def steady(
 ) -> Iterator[tuple[Frame, float]]:
     """Yield usable frames of one size at rising times.
 
-    A picture that cannot be used is skipped (`broken`); one of another size than the first is
-    scaled into it, with black bars where the shape differs (`resized`).
-
-    Args:
-        items: Raw pictures with their times in seconds, or None.
-        convert: Makes a raw picture uint8 RGB [H, W, 3], or raises `MediaError`.
-        name: The source, for messages.
-        events: Where dropped and changed frames are counted.
-        rate: Frames per second of frames without times.
-
-    Raises:
-        MediaError: Thirty broken pictures in a row, no usable one, or a stopped clock.
+    A picture that `convert` refuses is skipped (`broken`); one of another size than the first is
+    scaled into it, with black bars where the shape differs (`resized`). A MediaError ends thirty
+    broken pictures in a row, a source without a usable one, and a stopped clock.
     """
     timeline = SteadyTimes(name, events, rate)
     shape: tuple[int, ...] | None = None

@@ -83,11 +83,7 @@ def no_frames(source: MediaSource, faults: list[str]) -> MediaError:
 def read_exact(
     source: MediaSource, limits: Limits, index: Index, turn: Orientation, rows: Indices, out: Frames
 ) -> None:
-    """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), seeking between them.
-
-    Raises:
-        Mismatch: A frame has another time than its packet, or the stream is damaged.
-    """
+    """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), seeking between them."""
     with open_video(source, limits) as (container, stream), refusing(source.name):
         decoder = PacketDecoder(container, stream, Budget(limits, source.name))
         frames, reached = iter(decoder), -1
@@ -115,11 +111,8 @@ def count_frames(
 ) -> tuple[Index, str]:
     """Index the frames by decoding them all, without keeping them.
 
-    Returns:
-        The index, and the threading with which decoding again gives the same frames.
-
-    Raises:
-        MediaError: Nothing decodes, most of the stream is damaged, or its frames have no times.
+    Also returns the threading with which decoding again gives the same frames. A MediaError says
+    that nothing decodes, most of the stream is damaged, or its frames have no times.
     """
     decoder, ticks, threads = None, [], "AUTO"
     for threads in ("AUTO", "SLICE"):  # frame threads drop other frames each time on damage
@@ -130,7 +123,14 @@ def count_frames(
             break
     if decoder is None or not ticks:
         raise no_frames(source, decoder.faults if decoder else [])
-    _judge(source, decoder, len(ticks))
+    faults = len(decoder.faults)
+    if 2 * faults > decoder.packets:
+        raise MediaError(
+            f"{source.name} is damaged: {faults} of {decoder.packets} packets cannot be decoded "
+            f"({decoder.faults[0]}); copy or download it again"
+        )
+    if faults:
+        logger.warning("%s: %d damaged packets, %d frames left", source.name, faults, len(ticks))
     found = _strict(index.ticks.tolist(), len(ticks)) if source.kind == "avi" else None
     found = found or _strict(ticks, len(ticks)) or _strict(index.ticks.tolist(), len(ticks))
     if found is None:
@@ -146,17 +146,6 @@ def _strict(ticks: list[int | None], count: int) -> list[int] | None:
     known = [tick for tick in ticks if tick is not None]
     rising = all(a < b for a, b in pairwise(known))
     return known if len(known) == count and rising else None
-
-
-def _judge(source: MediaSource, decoder: PacketDecoder, frames: int) -> None:
-    faults = len(decoder.faults)
-    if 2 * faults > decoder.packets:
-        raise MediaError(
-            f"{source.name} is damaged: {faults} of {decoder.packets} packets cannot be decoded "
-            f"({decoder.faults[0]}); copy or download it again"
-        )
-    if faults:
-        logger.warning("%s: %d damaged packets, %d frames left", source.name, faults, frames)
 
 
 def read_counted(
@@ -226,11 +215,7 @@ def decord_obstacle(
 def read_decord(
     source: MediaSource, header: Header, index: Index, rows: Indices, out: Frames
 ) -> None:
-    """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), upright.
-
-    Raises:
-        Mismatch: decord fails or finds other frames than the packets list.
-    """
+    """Fill `out` [m, H, W, 3] with frames number `rows` [m] (ascending), or raise `Mismatch`."""
     try:
         decord: Any = importlib.import_module("decord")
         decord.logging.set_level(decord.logging.QUIET)

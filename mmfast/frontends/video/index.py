@@ -48,11 +48,7 @@ class Index:
 def packet_index(
     source: MediaSource, container: Any, stream: Any, header: Header, limits: Limits
 ) -> Index:
-    """List the frames by reading every packet.
-
-    Raises:
-        MediaError: There are no packets, or more than the limits allow.
-    """
+    """List the frames by reading every packet; an error if there are none or too many."""
     look = unit_reader(header)
     packets: list[Packet] = []
     facts: list[Facts] = []

@@ -30,23 +30,14 @@ _AVC_ASIDE = frozenset((6, 9, 10, 11, 12))  # messages, delimiters, filler
 
 
 class Facts(NamedTuple):
-    """Facts about one packet.
+    """Facts about one packet."""
 
-    Attributes:
-        entry: Decoding may begin here and is correct from this picture's time on.
-        fresh: Decoding may begin here and is correct for every later packet.
-        disposable: No other picture refers to it.
-        layer: Temporal sub-layer; higher ones refer to pictures of lower ones.
-        sets: It holds sequence parameters, which may change the picture size.
-        strange: It changes the decoding of later packets, so none may be left out.
-    """
-
-    entry: bool
-    fresh: bool
-    disposable: bool = False
-    layer: int = 0
-    sets: bool = False
-    strange: bool = False
+    entry: bool  # decoding may begin here and is correct from this picture's time on
+    fresh: bool  # decoding may begin here and is correct for every later packet
+    disposable: bool = False  # no other picture refers to it
+    layer: int = 0  # temporal sub-layer; higher ones refer to pictures of lower ones
+    sets: bool = False  # it holds sequence parameters, which may change the picture size
+    strange: bool = False  # it changes the decoding of later packets, so none may be left out
 
 
 Reader = Callable[[Any], Facts]
@@ -154,22 +145,13 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class PacketGroup:
-    """The packets from one entry point to the next, in decoding order.
+    """The packets from one entry point to the next, in decoding order."""
 
-    Attributes:
-        first: Number of the first packet in the stream.
-        pts: Presentation ticks, [n]; the first is the entry's.
-        shown: Packets whose frame is presented, [n]; an edit list hides others.
-        spare: Packets that no other one refers to, [n].
-        fresh: Nothing in it refers to earlier packets. Else the pictures shown before its first
-            one do (an open group of pictures).
-    """
-
-    first: int
-    pts: Indices
-    shown: Flags
-    spare: Flags
-    fresh: bool
+    first: int  # number of the first packet in the stream
+    pts: Indices  # presentation ticks, [n]; the first is the entry's
+    shown: Flags  # packets whose frame is presented, [n]; an edit list hides others
+    spare: Flags  # packets that no other one refers to, [n]
+    fresh: bool  # no reference to earlier packets; else an open group of pictures
 
     @property
     def ticks(self) -> Indices:
@@ -204,9 +186,8 @@ def all_groups(packets: Sequence[tuple[int | None, bool, Facts]]) -> tuple[Packe
 def groups(packets: Iterable[tuple[int | None, bool, Facts]]) -> Iterator[PacketGroup]:
     """Cut a stream of (ticks, shown, facts) at its entry points.
 
-    Raises:
-        Mismatch: The stream does not begin with an entry, has no other one for long, changes its
-            parameters, or its groups overlap in time: it has to be decoded from its start.
+    `Mismatch` where it does not begin with an entry, has no other one for long, changes its
+    parameters, or its groups overlap in time: it has to be decoded from its start.
     """
     held: list[tuple[int, bool, Facts]] = []
     first = 0
@@ -252,11 +233,9 @@ def _after(group: PacketGroup, latest: int | None) -> int | None:
 def with_wanted(
     wanted: Iterable[int], seen: deque[PacketGroup]
 ) -> Iterator[tuple[PacketGroup, list[int]]]:
-    """Give each group the wanted ticks among its frames.
+    """Give each group the wanted ticks (ascending) among its frames.
 
-    Args:
-        wanted: Ticks, ascending.
-        seen: The groups up to the one that holds the tick drawn last, or more; they are consumed.
+    `seen` has the groups up to the one that holds the tick drawn last, or more; they are consumed.
     """
     mine: list[int] = []
     for tick in wanted:
@@ -335,11 +314,7 @@ class SliceReader:
         self._at = 0  # number of the packet that comes next
 
     def frames(self, job: SliceJob, go_on: Callable[[], bool]) -> Iterator[tuple[Any, int]]:
-        """Yield the wanted frames with their ticks, in order, while `go_on` returns True.
-
-        Raises:
-            Damage: A packet or a frame differs from the plan, or does not decode.
-        """
+        """Yield the wanted frames with their ticks while `go_on`; `Damage` if they differ."""
         left = iter(job.wanted)
         due = next(left)
         for frame in self._decoded(job, go_on):
@@ -409,10 +384,7 @@ def slice_reader(source: MediaSource, limits: Limits, threads: str) -> Iterator[
         if threads == "NONE":
             stream.codec_context.thread_count = 1
         # Errors must not be concealed: decoding from the start conceals them in another way.
-        stream.codec_context.options = {
-            "max_pixels": str(limits.pixels),
-            "err_detect": "explode",
-        }
+        stream.codec_context.options = {"max_pixels": str(limits.pixels), "err_detect": "explode"}
         with refusing(source.name):
             reader = SliceReader(file, stream, Budget(limits, source.name))
         yield reader

@@ -83,11 +83,7 @@ class _FilePlan:
 
 
 def read_file(source: MediaSource, ask: Ask, limits: Limits, backend: str) -> Clip:
-    """Read the requested frames; both decoders give the same ones.
-
-    Raises:
-        MediaError: The file is broken, empty, too large, or not one that `backend` can read.
-    """
+    """Read the requested frames of a file; both decoders give the same ones."""
     check_header(source)
     with open_video(source, limits) as (container, stream):
         header = read_header(source, container, stream, limits)
@@ -115,30 +111,21 @@ def read_file(source: MediaSource, ask: Ask, limits: Limits, backend: str) -> Cl
         clip = plan.attempt(
             index, "pyav", lambda *want: decoders.read_exact(source, limits, index, turn, *want)
         )
-    return clip or _counted(plan, index)
-
-
-def _counted(plan: _FilePlan, index: Index) -> Clip:
-    """Read by counting frames from the start, which damage and missing times ask for."""
-    index, threads = decoders.count_frames(plan.source, plan.limits, plan.header, index)
-    asked, rows, out = plan.choose(index)
-    decoders.read_counted(plan.source, plan.limits, rows, plan.turn, out, threads)
-    return plan.clip(index, asked, rows, out, "pyav")
+    if clip is None:  # damage and missing times ask for counting from the start
+        index, style = decoders.count_frames(source, limits, header, index)
+        asked, wanted, frames = plan.choose(index)
+        decoders.read_counted(source, limits, wanted, turn, frames, style)
+        clip = plan.clip(index, asked, wanted, frames, "pyav")
+    return clip
 
 
 def iter_file(
     source: MediaSource, limits: Limits, fps: float | None = None, ahead: Ahead = DEFAULT_AHEAD
 ) -> Iterator[tuple[Frame, float]]:
-    """Yield the frames of a file in turn; damaged packets are skipped.
+    """Yield the frames of a file in turn, or those at every 1/fps s; damaged packets are skipped.
 
-    Args:
-        source: The file.
-        limits: Size limits; the wall clock does not count, the consumer sets the pace.
-        fps: Takes the frame on screen at every 1/fps s; None takes all.
-        ahead: Bound of the frames that wait for their consumer in a parallel read.
-
-    Raises:
-        MediaError: Now for a bad header, later when the budget is spent.
+    The wall clock of the limits does not count, since the consumer sets the pace; `ahead` bounds
+    the frames that wait for it. A bad header is an error now, a spent budget later.
     """
     check_header(source)
     with open_video(source, limits) as (container, stream):
@@ -187,35 +174,26 @@ def read_video(
 ) -> Clip:
     """Read some frames of a video, with the times at which they are really shown.
 
-    Exactly one of `frames`, `fps` and `times` selects them:
+    Takes a path, bytes, a binary file object; a PIL animation; a numpy array or torch tensor [T, H,
+    W, C] or [T, C, H, W] with 1, 3 or 4 channels, uint8 or float in [0, 1]; a list or iterator of
+    pictures (anything `read_image` takes), or of (picture, seconds) pairs. Exactly one of these
+    selects frames:
 
-    * ``frames=k``: numbers ``round(linspace(0, n - 1, k))``; all n if the clip has no more.
-    * ``fps=r``: the frame on screen at every 1/r s from the first frame on, each frame once.
-    * ``times=[...]``: the frame on screen at each time, in the order given.
+    ``frames=k``, numbers ``round(linspace(0, n - 1, k))``, all n if the clip has no more;
+    ``fps=r``, the frame on screen at every 1/r s from the first frame on, each frame once;
+    ``times=[...]``, the frame on screen at each time of the file's own timeline, in the order
+    given.
 
-    A file's packets are listed without decoding them, then only the groups of pictures that hold
-    a wanted frame are decoded. Phone rotation and mirroring are applied, edit lists followed,
-    sound ignored, 10-bit colour rounded to 8 bits without tone mapping, non-square pixels kept.
-    After damage a frame is as the decoder conceals it.
-
-    Args:
-        media: A path, bytes, a binary file object; a PIL animation; a numpy array or torch tensor
-            [T, H, W, C] or [T, C, H, W] with 1, 3 or 4 channels, uint8 or float in [0, 1]; a list
-            or iterator of pictures (anything `read_image` takes), or of (picture, seconds) pairs.
-        frames: Number of frames to spread over the clip.
-        fps: Frames to take per second.
-        times: Seconds on the file's own timeline.
-        limits: Size limits; checked from the header before decoding and while decoding.
-        backend: ``auto`` (decord for what it reads exactly, else PyAV), ``decord`` or ``pyav``;
-            both give the same frames. Image files are always read by Pillow.
-        rate: Frames per second of decoded frames that come without times; 24 if not given.
-
-    Returns:
-        The frames [T, H, W, 3] uint8 with times, numbers and source facts.
+    A file's packets are listed without decoding them, then only the groups of pictures that hold a
+    wanted frame are decoded. Phone rotation and mirroring are applied, edit lists followed, sound
+    ignored, 10-bit colour rounded to 8 bits without tone mapping, non-square pixels kept. After
+    damage a frame is as the decoder conceals it. `backend` is ``auto`` (decord for what it reads
+    exactly, else PyAV), ``decord`` or ``pyav``; both give the same frames. Decoded frames without
+    times come at `rate` per second, 24 if not given.
 
     Raises:
-        MediaError: The media are missing, broken, too large or of the wrong kind, or an argument
-            is out of range; one line that names the value and the fix.
+        MediaError: The media are missing, broken, too large or of the wrong kind, or an argument is
+            out of range; one line that names the value and the fix.
     """
     ask = Ask.parse(frames, fps, times)
     if backend not in BACKENDS:
@@ -238,25 +216,14 @@ def iter_video(
     rate: float | None = None,
     ahead: Ahead = DEFAULT_AHEAD,
 ) -> Iterator[tuple[Frame, float]]:
-    """Yield the frames of a video lazily, each with its time in seconds.
+    """Yield the frames of a video lazily: (picture [H, W, 3] uint8, seconds).
 
     With `fps` it yields the frames of ``read_video(media, fps=...)``, one frame later than the
     source; without, every frame. A long file of which few frames are wanted is decoded by several
-    threads, which run ahead; other media are decoded on request and nothing is held. An endless
-    iterator of frames stays endless, and a slow consumer meets no time limit.
-
-    Args:
-        media: As for `read_video`.
-        fps: Frames to take per second.
-        limits: Size limits; those on frames and duration apply to files only.
-        rate: Frames per second of decoded frames that come without times; 24 if not given.
-        ahead: Bound of the decoded frames of a long file that wait.
-
-    Yields:
-        (picture [H, W, 3] uint8, seconds).
-
-    Raises:
-        MediaError: At once for a bad argument or file, later for damage inside it.
+    threads, which run `ahead`; other media are decoded on request and nothing is held. An endless
+    iterator of frames stays endless: limits on frames and duration apply to files only, and a slow
+    consumer meets no time limit. A bad argument or file is an error at once, damage inside it
+    later.
     """
     step = None if fps is None else positive_rate("fps", fps)
     if is_encoded(media):

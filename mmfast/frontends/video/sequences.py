@@ -36,12 +36,7 @@ class _FrameOptions:
 
 
 def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip:
-    """Read the requested frames of an array, tensor, list or iterator.
-
-    Raises:
-        MediaError: Wrong shape, dtype, range or mixed sizes; no frame; too many; or sampling by
-            ``fps`` or ``times`` where neither the frames nor `rate` give times.
-    """
+    """Read the requested frames of an array, tensor, list or iterator."""
     speed = DEFAULT_RATE if rate is None else positive_rate("rate", rate)
     given = _given(media)
     if not given.counted:

@@ -25,31 +25,16 @@ from mmfast.frontends.clip import Frame, Frames, Orientation, write_rgb
 from mmfast.frontends.container import Header, open_video
 from mmfast.frontends.sampling import Indices, sample_stream
 from mmfast.frontends.source import Damage, Limits, MediaSource, Mismatch, refusing
-from mmfast.frontends.video.packets import (
-    Facts,
-    PacketGroup,
-    SliceJob,
-    SliceReader,
-    groups,
-    jobs,
-    slice_reader,
-    slices,
-    unit_reader,
-    with_wanted,
-)
+from mmfast.frontends.video import packets
+from mmfast.frontends.video.packets import Facts, PacketGroup, SliceJob, SliceReader
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """Decoded frames that may wait for their consumer; both figures hold.
+    """Decoded frames that may wait for their consumer; both figures hold."""
 
-    Attributes:
-        frames: Number of frames.
-        bytes: Their RGB bytes together. A single larger frame passes alone.
-    """
-
-    frames: int = 128
-    bytes: int = 256 << 20
+    frames: int = 128  # number of frames
+    bytes: int = 256 << 20  # their RGB bytes together. A single larger frame passes alone
 
     def __post_init__(self) -> None:
         if self.frames < 1 or self.bytes < 1:
@@ -99,11 +84,7 @@ class LaneQueue:
         return self._peak
 
     def put(self, lane: int, item: Any, size: int) -> None:
-        """Add an item of `size` bytes to a lane; wait for room.
-
-        Raises:
-            Stopped: The consumer has stopped.
-        """
+        """Add an item of `size` bytes to a lane; wait for room; `Stopped` once the consumer has."""
         with self._changed:
             mine = self._lanes.setdefault(lane, deque())
             self._changed.wait_for(lambda: self._stopped or self._room(lane, mine, size))
@@ -192,26 +173,20 @@ def suits(source: MediaSource, header: Header) -> bool:
     return source.kind in _KINDS and header.progressive and header.codec in _CODECS
 
 
-def worth(packets: float, pixels: int) -> bool:
+def worth(count: float, pixels: int) -> bool:
     """Return True if decoding is long enough for several threads."""
-    return packets * pixels >= _WORTH
+    return count * pixels >= _WORTH
 
 
 @dataclass
 class SliceThreads:
-    """Threads that decode the slices of one file, each slice into its own lane.
-
-    Attributes:
-        slices: Lists of jobs, drawn by the next free thread.
-        convert: Called by the threads, in any order.
-        workers: Number of threads.
-    """
+    """Threads that decode the slices of one file, each slice into its own lane."""
 
     source: MediaSource
     limits: Limits
-    slices: Iterator[list[SliceJob]]
-    convert: Convert
-    workers: int
+    slices: Iterator[list[SliceJob]]  # lists of jobs, drawn by the next free thread
+    convert: Convert  # called by the threads, in any order
+    workers: int  # number of threads
     ahead: Ahead
     close: Callable[[], object] = lambda: None  # releases the planner's file
 
@@ -223,9 +198,7 @@ class SliceThreads:
     def items(self) -> Iterator[Any]:
         """Yield the results of `convert` for every wanted frame, in order.
 
-        Raises:
-            Mismatch: After the items before it, the stream differs from the plan.
-            MediaError: After the items before it, it is broken, or the limits are spent.
+        `Mismatch` and `MediaError` come after the items before them.
         """
         threads = [
             threading.Thread(target=self._work, name="mmfast-slice", daemon=True)
@@ -250,7 +223,7 @@ class SliceThreads:
                 lane, jobs = self._draw()
                 if jobs is None:
                     return
-                with slice_reader(self.source, self.limits, style) as reader:
+                with packets.slice_reader(self.source, self.limits, style) as reader:
                     while jobs is not None:
                         self._decode(reader, lane, jobs)
                         self.order.end(lane)
@@ -297,11 +270,7 @@ def crew(
     ahead: Ahead,
     pixels: int,
 ) -> SliceThreads:
-    """Choose the number of threads: several where their waiting frames fit, else one.
-
-    Raises:
-        Mismatch: The stream cannot be planned from its start.
-    """
+    """Choose the number of threads: several where their waiting frames fit, else one."""
     workers = crew_size(pixels)
     first = next(slices, None)
     second = next(slices, None) if first is not None and workers > 1 else None
@@ -324,11 +293,9 @@ def scan(
 ) -> Iterator[tuple[int | None, bool, Facts]]:
     """Yield the packets of a file lazily: ticks, True if shown, facts.
 
-    Raises:
-        Mismatch: There are too many, or their facts are unreadable.
-        Damage: A packet is damaged, or cannot be read.
+    `Mismatch` if there are too many or their facts are unreadable, `Damage` if one is broken.
     """
-    look = unit_reader(header)
+    look = packets.unit_reader(header)
     if look is None:
         raise Mismatch
     with open_video(source, limits, "SLICE") as (container, stream):
@@ -357,16 +324,12 @@ def sampled(
     """Yield the frames that `sample_stream` takes of a file, decoded in parallel.
 
     Packets are listed only as far as the threads need, so that the first frame of a film comes as
-    soon as that of a clip.
-
-    Raises:
-        Mismatch: After the frames before it, the stream needs decoding from its start.
-        MediaError: After the frames before it, it is broken, or the limits are spent.
+    soon as that of a clip. `Mismatch`, after the frames before it, asks to decode from the start.
     """
     seen: deque[PacketGroup] = deque()
 
     def ticks() -> Iterator[tuple[int, float]]:
-        for group in groups(scan(source, limits, header)):
+        for group in packets.groups(scan(source, limits, header)):
             seen.append(group)
             shown = group.ticks
             yield from zip(shown.tolist(), header.seconds(shown).tolist(), strict=True)
@@ -377,7 +340,8 @@ def sampled(
         return (rgb, float(header.seconds(tick))), rgb.nbytes
 
     wanted = (tick for tick, _ in sample_stream(ticks(), fps, tolerance))
-    parts = slices(jobs(with_wanted(wanted, seen)), SLICE, _KEPT)
+    planned = packets.jobs(packets.with_wanted(wanted, seen))
+    parts = packets.slices(planned, SLICE, _KEPT)
     yield from crew(source, limits, parts, convert, ahead, size[0] * size[1]).items()
 
 
@@ -391,16 +355,13 @@ def fill(
 ) -> bool:
     """Fill `out` [m, H, W, 3] with the frames at `ticks` [m] (ascending), in parallel.
 
-    Returns:
-        False where threads would not pay; nothing is done then.
-
-    Raises:
-        Mismatch: The stream needs decoding from its start.
-        MediaError: It is broken, or the limits are spent.
+    False where threads would not pay; nothing is done then. `Mismatch` asks to decode from the
+    start.
     """
     pixels = out.shape[1] * out.shape[2]
     workers = crew_size(pixels)
-    parts = list(slices(jobs(with_wanted(iter(ticks.tolist()), deque(found))), SLICE, 1 << 60))
+    planned = packets.jobs(packets.with_wanted(iter(ticks.tolist()), deque(found)))
+    parts = list(packets.slices(planned, SLICE, 1 << 60))
     cost = sum(job.cost for part in parts for job in part)
     if min(workers, len(parts)) < 2 or not worth(cost, pixels):
         return False

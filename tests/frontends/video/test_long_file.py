@@ -135,7 +135,7 @@ def test_a_transport_stream_is_read_from_its_start(tmp_path: Path, cut: str) -> 
 def test_a_first_packet_that_is_no_entry_is_refused(file, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = file("GOP 12")
     monkeypatch.setattr(
-        "mmfast.frontends.video.threads.unit_reader",
+        "mmfast.frontends.video.packets.unit_reader",
         lambda header: lambda packet: long_file_facts(False, False),
     )
     with pytest.raises(Mismatch):

@@ -78,7 +78,7 @@ def test_damage_gives_what_the_first_decoder_gives(tmp_path: Path, clip: File) -
     whole = clip.source.data.read_bytes()  # type: ignore[union-attr]
     start, end = whole.index(b"mdat") + 4, whole.index(b"moov")
     gave_up = 0
-    for share in (0.05, 0.3, 0.5, 0.77, 0.93):
+    for share in (0.05, 0.2, 0.3, 0.4, 0.5, 0.6, 0.77, 0.85, 0.93):
         data = bytearray(whole)
         at = start + int(share * (end - start))
         data[at : at + 300] = bytes(255 - b for b in data[at : at + 300])
@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_opened_again(clip: File, monkeypatch: pytest.Monk
     def gone(*_: object) -> None:
         raise MediaError("gone")
 
-    monkeypatch.setattr(threads, "slice_reader", gone)
+    monkeypatch.setattr(threads.packets, "slice_reader", gone)
     refused(lambda: list(clip.sliced(10.0)), "gone")
 
 
@@ -136,13 +136,13 @@ def test_frames_come_while_the_rest_is_not_even_listed(
     listed: list[int] = []
     from mmfast.frontends.video import threads
 
-    look = threads.unit_reader
+    look = threads.packets.unit_reader
 
     def counting(header):
         inner = look(header)
         return lambda packet: (listed.append(1), inner(packet))[1]
 
-    monkeypatch.setattr(threads, "unit_reader", counting)
+    monkeypatch.setattr(threads.packets, "unit_reader", counting)
     frames = iter_video(path, fps=1, ahead=Ahead(frames=4))
     assert len(list(islice(frames, 2))) == 2
     time.sleep(0.05)

@@ -39,13 +39,8 @@ _BLOCK = 250  # frames at once: bounded memory however long the sound
 def quantise(frames: Tensor, books: Tensor, bias: Tensor) -> Tensor:
     """Residual quantisation: each book codes the remainder of the books before it.
 
-    Args:
-        frames: `[..., D]` float64.
-        books: Entries `[Q, V, D]`.
-        bias: Cost of an entry beside its squared distance `[Q, V]`.
-
-    Returns:
-        Codes `[..., Q]`, int64.
+    Codes `[..., Q]` int64 of frames `[..., D]` float64, by entries `[Q, V, D]` and the `bias` `[Q,
+    V]`, the cost of an entry beside its squared distance.
     """
     codes = []
     for book, price in zip(books.double(), bias.double(), strict=True):
@@ -61,11 +56,6 @@ class EncoderState(NamedTuple):
 
     tail: Tensor
 
-    @property
-    def pending(self) -> int:
-        """Number of samples of the frame that is not complete."""
-        return self.tail.shape[1] - PAST
-
 
 class EmbeddedEncoder:
     """Stage from pcm `[B, n]` to codes `[B, Q, t]`; a frame is out with its last sample."""
@@ -80,11 +70,7 @@ class EmbeddedEncoder:
         return EncoderState(self.books.new_zeros(batch, PAST))
 
     def step(self, state: EncoderState, chunk: Tensor) -> tuple[EncoderState, Tensor]:
-        """Add any number of samples `[B, n]`; return the frames that they complete, `[B, Q, t]`.
-
-        Raises:
-            MediaError: Not finite floating-point samples `[B, n]`.
-        """
+        """Add any number of samples `[B, n]`; return the frames that they complete, `[B, Q, t]`."""
         pcm = check_pcm(chunk, len(state.tail)).to(state.tail)
         heard = torch.cat([state.tail, pcm], 1)
         count = (heard.shape[1] - PAST) // FRAME
@@ -98,7 +84,7 @@ class EmbeddedEncoder:
 
     def finish(self, state: EncoderState) -> Tensor:
         """Return the begun frame, filled with silence: `[B, Q, 1]`, or `[B, Q, 0]`."""
-        rest = -state.pending % FRAME
+        rest = (PAST - state.tail.shape[1]) % FRAME
         return self.step(state, state.tail.new_zeros(len(state.tail), rest))[1]
 
     def reset(self, state: EncoderState, rows: Tensor) -> EncoderState:
@@ -149,11 +135,7 @@ class EmbeddedDecoder:
 
     @torch.no_grad()
     def step(self, state: DecoderState, chunk: Tensor) -> tuple[DecoderState, Tensor]:
-        """Add codes `[B, Q, t]`; return the sound that they make certain, `[B, n]` float32.
-
-        Raises:
-            MediaError: Not whole numbers of that shape and range.
-        """
+        """Add codes `[B, Q, t]`; return the sound that they make certain, `[B, n]` float32."""
         books, size, _ = self.books.shape
         codes = check_codes(chunk, books, size, len(state.waiting)).to(self.books.device)
         parts = []
@@ -193,13 +175,7 @@ WEIGHTS, CONFIG, NET = "codec.safetensors", "config.json", "vocoder."
 
 
 class EmbeddedCodec(StreamCodec):
-    """The embedded codec from its tables and its vocoder.
-
-    Args:
-        books: Entries `[Q, V, 100]`.
-        bias: Cost of an entry beside its distance `[Q, V]`.
-        net: The vocoder's network.
-    """
+    """The embedded codec from its entries `[Q, V, 100]`, their bias `[Q, V]` and its vocoder."""
 
     def __init__(self, books: Tensor, bias: Tensor, net: VocoderNet) -> None:
         stages = EmbeddedEncoder(books, bias), EmbeddedDecoder(books, net)
@@ -230,11 +206,7 @@ def save_embedded(path: str | Path, books: Tensor, bias: Tensor, net: VocoderNet
 
 
 def load_embedded(path: str | Path | None = None) -> EmbeddedCodec:
-    """Load the embedded codec, or one that `save_embedded` wrote.
-
-    Raises:
-        ModelError: Files are missing, broken or of another kind.
-    """
+    """Load the embedded codec, or one that `save_embedded` wrote; ModelError if it is broken."""
     folder = Path(path) if path is not None else embedded_codec_path()
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text())

@@ -47,13 +47,9 @@ def _cosines(size: int, count: int) -> Tensor:
 
 
 def pitch_track(heard: Tensor) -> tuple[Tensor, Tensor]:
-    """Pitch and periodicity of sound, 100 times a second.
+    """Pitch of sound in Hz `[B, t]`, and its correlation with the period before, 0 to 1.
 
-    Args:
-        heard: `[B, 480 + 160 t]` float64, the 480 samples before it in front.
-
-    Returns:
-        Hz `[B, t]`, and the correlation with the period before `[B, t]`, 0 to 1.
+    From `[B, 480 + 160 t]` float64, the 480 samples before it in front: 100 values a second.
     """
     windows = heard.unfold(-1, _SPAN, HOP)  # [B, t, 640]
     windows = windows - windows.mean(-1, keepdim=True)
@@ -81,13 +77,9 @@ def voicing(strength: Tensor) -> Tensor:
 
 
 def features(heard: Tensor) -> Tensor:
-    """Features of whole frames of sound.
+    """Features `[B, T, 100]` of whole frames of sound; silence is all zeros.
 
-    Args:
-        heard: `[B, 480 + 640 T]` float64, the 480 samples before it in front.
-
-    Returns:
-        `[B, T, 100]` float64; silence is all zeros.
+    From `[B, 480 + 640 T]` float64, the 480 samples before it in front.
     """
     mel = log_mel(heard)[:, PAST // HOP :].clamp(min=QUIET) - QUIET  # [B, 4 T, 80]
     mel = rearrange(mel, "b (t s) m -> b t s m", s=STEPS)
@@ -132,12 +124,7 @@ class CausalBlock(nn.Module):
 
 
 class VocoderNet(nn.Module):
-    """Features of frames to pitch and envelopes of hops.
-
-    Args:
-        width: Of layers at 25 frames per second.
-        fine: Of layers at 100 hops per second.
-    """
+    """Features of frames to pitch and envelopes of hops, in layers of `width` and `fine`."""
 
     def __init__(self, width: int = 160, fine: int = 96) -> None:
         super().__init__()
@@ -156,15 +143,10 @@ class VocoderNet(nn.Module):
     def forward(
         self, frames: Tensor, tails: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Run frames that follow those of `tails`.
+        """Run frames `[B, T, 100]` that follow those of `tails`, the past of each layer.
 
-        Args:
-            frames: Features, as codes give them `[B, T, 100]`.
-            tails: Past of each layer; None at the start.
-
-        Returns:
-            Hz `[B, 4 T]` and log magnitudes `[B, 4 T, 96]` of the frames one earlier, and the new
-            past of each layer.
+        Returns Hz `[B, 4 T]` and log magnitudes `[B, 4 T, 96]` of the frames one earlier, and new
+        tails.
         """
         left = list(self.tails(len(frames)) if tails is None else tails)
         kept: list[Tensor] = []

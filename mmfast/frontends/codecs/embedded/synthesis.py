@@ -49,11 +49,7 @@ class SynthesisState(NamedTuple):
 
 
 def white(index: Tensor) -> Tensor:
-    """Noise of unit power, a hash of the number of each sample.
-
-    Args:
-        index: int64, any shape.
-    """
+    """Noise of unit power, a hash of the number (int64) of each sample."""
     mixed = (index + 1) * 0x5851F42D4C957F2D  # wraps around on purpose
     mixed = (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
     mixed = (mixed ^ (mixed >> 32)) & 0xFFFFFF
@@ -101,15 +97,9 @@ def noise_filter(points: Tensor) -> Tensor:
 
 
 def amplitudes(points: Tensor, pitch: Tensor, count: int) -> Tensor:
-    """Amplitudes of the first harmonics, with their sign.
+    """Signed amplitudes `[..., count]` of the first harmonics; 0 above 7.8 kHz.
 
-    Args:
-        points: Log magnitudes of the envelope `[..., 64]`.
-        pitch: Hz `[...]`.
-        count: K.
-
-    Returns:
-        `[..., K]`; 0 above 7.8 kHz.
+    From log magnitudes of the envelope `[..., 64]` and pitch in Hz `[...]`.
     """
     hertz = pitch[..., None] * torch.arange(1, count + 1, dtype=pitch.dtype, device=pitch.device)
     place = _place(hertz, HARMONIC_POINTS).clamp(max=HARMONIC_POINTS - 1.001)
@@ -122,15 +112,10 @@ def amplitudes(points: Tensor, pitch: Tensor, count: int) -> Tensor:
 
 
 def phases(before: Tensor, pitch: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
-    """Cycles of the first harmonic.
+    """Cycles of the first harmonic `[B, T, HOP]`, and the phase after the last hop `[B]`.
 
-    Args:
-        before: Hz at the start of each hop `[B, T]`; 0 at both ends stops the phase.
-        pitch: Hz at its end `[B, T]`; linear in between.
-        phase: Cycles at the start of the first `[B]`.
-
-    Returns:
-        `[B, T, HOP]`, and the phase after the last hop `[B]`.
+    `before` and `pitch` `[B, T]` are Hz at the start and the end of each hop, linear in between; 0
+    at both ends stops the phase. `phase` `[B]` is that at the start of the first.
     """
     n = torch.arange(1, HOP + 1, dtype=pitch.dtype, device=pitch.device)
     slope = (pitch - before)[..., None] / (2 * HOP)
@@ -143,10 +128,7 @@ def phases(before: Tensor, pitch: Tensor, phase: Tensor) -> tuple[Tensor, Tensor
 def harmonics(cycles: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """Sum of harmonics whose amplitudes change from hop to hop, `[B, T, HOP]`.
 
-    Args:
-        cycles: Of the first harmonic `[B, T, HOP]`.
-        start: Amplitudes at the start of each hop `[B, T, K]`.
-        end: Amplitudes at its end `[B, T, K]`.
+    From cycles of the first one `[B, T, HOP]` and amplitudes `[B, T, K]` at both ends of each hop.
     """
     order = torch.arange(1, start.shape[-1] + 1, dtype=cycles.dtype, device=cycles.device)
     rise, both = _rise().to(start), torch.stack([start, end], -1)  # [B, T, K, 2]
@@ -162,16 +144,10 @@ def harmonics(cycles: Tensor, start: Tensor, end: Tensor) -> Tensor:
 def synthesise(
     state: SynthesisState, pitch: Tensor, points: Tensor, active: Tensor | None = None
 ) -> tuple[SynthesisState, Tensor]:
-    """Synthesise hops of sound.
+    """Synthesise hops of sound `[B, T * 160]` after `state`, which is returned anew.
 
-    Args:
-        state: State after the hop before.
-        pitch: Hz at the end of each hop `[B, T]`.
-        points: Log magnitudes of the envelopes at the end of each hop `[B, T, 96]`.
-        active: Hops that exist `[B, T]` bool; the others are silence before a stream starts.
-
-    Returns:
-        The state after them, and sound `[B, T * 160]`.
+    `pitch` `[B, T]` in Hz and log magnitudes `points` `[B, T, 96]` are those at the end of each
+    hop. Hops that are not `active` `[B, T]` are the silence before a stream starts.
     """
     if active is not None:
         points = torch.where(active[..., None], points, torch.full_like(points, SILENT))
@@ -208,14 +184,9 @@ def _noise(first: Tensor, points: Tensor, live: Tensor, ringing: Tensor) -> tupl
 
 
 def overlap_add(parts: Tensor, ringing: Tensor) -> tuple[Tensor, Tensor]:
-    """Add up parts that start a hop apart.
+    """Add up parts `[B, T, SIZE]` that start a hop apart: `[B, T * HOP]`, and the tail.
 
-    Args:
-        parts: `[B, T, SIZE]`.
-        ringing: Tail of earlier parts `[B, SIZE - HOP]`.
-
-    Returns:
-        `[B, T * HOP]`, and the tail.
+    `ringing` `[B, SIZE - HOP]` is the tail of earlier parts.
     """
     batch, hops, _ = parts.shape
     length = (hops - 1) * HOP + SIZE
