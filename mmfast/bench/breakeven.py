@@ -26,11 +26,7 @@ TINY_SIDES, TINY_FRAMES = (2, 3), (1, 4, 8, 16, 64, 128)
 
 
 def shapes(preset: Preset) -> list[tuple[Preset, int]]:
-    """Return (shape, frames) with increasing visual tokens.
-
-    Raises:
-        MmfastError: The family takes no images of these sizes.
-    """
+    """Return (shape, frames) with increasing visual tokens."""
     if preset.family != "llava_onevision":
         raise MmfastError(
             f"--break-even takes LLaVA-OneVision shapes and tiny, not {preset.name!r}"
@@ -59,23 +55,14 @@ Tick = Callable[[int, int, str | None], None]
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One point of a curve.
+    """One point of a curve."""
 
-    Attributes:
-        bench: The varied quantity, `tokens` or `batch`.
-        preset: The shape, its grid chosen for the count.
-        frames: Frames of the clip.
-        batch: Prompts at once.
-        methods: Methods to compare with stock.
-        stages: `llm`, or `llm` and `decode`.
-    """
-
-    bench: str
-    preset: Preset
-    frames: int
-    batch: int
-    methods: tuple[str, ...]
-    stages: tuple[str, ...]
+    bench: str  # the varied quantity, `tokens` or `batch`
+    preset: Preset  # the shape, its grid chosen for the count
+    frames: int  # frames of the clip
+    batch: int  # prompts at once
+    methods: tuple[str, ...]  # methods to compare with stock
+    stages: tuple[str, ...]  # `llm`, or `llm` and `decode`
 
 
 def points(preset: str) -> list[CurvePoint]:
@@ -96,19 +83,9 @@ def run_break_even(
 ) -> list[Row]:
     """Measure all points of a shape.
 
-    Args:
-        preset: A LLaVA-OneVision shape or `tiny`.
-        threads: CPU threads; torch's own choice if None.
-        device: `cpu` or `cuda`; CUDA where there is one.
-        tick: Called with (done, total, label).
-
     Returns:
         Rows of suite `breakeven`. `pays` is True where the gain is beyond noise, False where the
         loss is, None between.
-
-    Raises:
-        MmfastError: A shape of another family, a device that is not there, too little memory, or
-            a method that fails the gate.
     """
     where = pick_device(device)
     kind = pick_dtype("auto", get_preset(preset), where)

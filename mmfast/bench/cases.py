@@ -56,9 +56,6 @@ def video_features(grid: tuple[int, int, int], width: int, seed: int = 0) -> Ten
     Cosine similarity of a background patch with itself a frame later is about 0.94, as on real
     clips, so methods that search for repetition (EVS, HoliTom) find some. One camera cut at two
     thirds replaces the background.
-
-    Returns:
-        `[T * H * W, width]` float32, about unit variance.
     """
     frames, rows, columns = grid
     gen = torch.Generator().manual_seed(seed)
@@ -104,11 +101,7 @@ _STAMP = 7  # Qwen3-VL writes "<12.5 seconds>" before every frame
 
 
 def video_grid(preset: Preset, frames: int) -> tuple[int, int, int]:
-    """Return (frames, rows, columns) of the tokens that the language model reads.
-
-    Raises:
-        MmfastError: The family takes pairs of frames, or `frames` is below 1.
-    """
+    """Return (frames, rows, columns) of the tokens that the language model reads."""
     rows, columns = preset.grid
     if frames < 1:
         raise MmfastError(f"--frames {frames} is no clip; give at least 1")
@@ -201,26 +194,18 @@ LLM_STAGES = frozenset({"llm", "decode", "ttft"})
 
 @dataclass
 class Case:
-    """A model and its inputs.
+    """A model and its inputs."""
 
-    Attributes:
-        preset: The shape it was built from.
-        model: A stock model class, random weights, evaluation mode.
-        grid: (frames, rows, columns) of the visual tokens that the language model reads.
-        prompt: Keyword arguments of `model(...)` without visual inputs.
-        pixels: Keyword arguments of `model.get_video_features`; empty without a tower stage.
-        visual: Features `[N, D]` in place of a tower's output.
-        batch: Copies of the prompt.
-    """
-
-    preset: Preset
-    model: Any
+    preset: Preset  # the shape it was built from
+    model: Any  # A stock model class, random weights, evaluation mode
+    # (frames, rows, columns) of the visual tokens that the language model reads
     grid: tuple[int, int, int]
-    prompt: dict[str, Any]
+    prompt: dict[str, Any]  # keyword arguments of `model(...)` without visual inputs
+    # keyword arguments of `model.get_video_features`; empty without a tower stage
     pixels: dict[str, Any]
-    visual: Tensor
+    visual: Tensor  # features `[N, D]` in place of a tower's output
     deepstack: list[Tensor] = field(default_factory=list)
-    batch: int = 1
+    batch: int = 1  # copies of the prompt
 
     @property
     def device(self) -> torch.device:
@@ -246,11 +231,7 @@ class Case:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Return a device; `None` is the first CUDA device, or the CPU where there is none.
-
-    Raises:
-        MmfastError: No such device.
-    """
+    """Return a device; `None` is the first CUDA device, or the CPU where there is none."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -265,11 +246,7 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def pick_dtype(name: str, preset: Preset, device: torch.device) -> torch.dtype:
-    """Return a dtype; `auto` is float32 on the CPU where that fits, else bfloat16.
-
-    Raises:
-        MmfastError: Unknown name.
-    """
+    """Return a dtype; `auto` is float32 on the CPU where that fits, else bfloat16."""
     if name == "auto":
         return torch.bfloat16 if preset.half or device.type == "cuda" else torch.float32
     if name not in DTYPES:
@@ -285,11 +262,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Case:
-    """Build only what `stages` need: no tower for `llm`, one decoder layer for `vit`.
-
-    Raises:
-        MmfastError: Unknown preset, or a number of frames the family cannot take.
-    """
+    """Build only what `stages` need: no tower for `llm`, one decoder layer for `vit`."""
     shape = preset if isinstance(preset, Preset) else get_preset(preset)
     device = device or torch.device("cpu")
     model = empty_model(shape, stages, device, dtype)

@@ -36,25 +36,15 @@ DEFAULT_NOISE = 0.05  # of rows without a noise floor
 
 @dataclass(frozen=True)
 class Pair:
-    """One row of both files.
+    """One row of both files."""
 
-    Attributes:
-        name: Label of the row.
-        metric: Field that is compared.
-        old: Its value in the first file.
-        new: Its value in the second file.
-        slowdown: 0.1 takes a tenth longer, -0.1 a tenth less.
-        noise: Smaller differences are insignificant.
-        notes: Processors and versions that differ.
-    """
-
-    name: str
-    metric: str
-    old: float
-    new: float
-    slowdown: float
-    noise: float
-    notes: tuple[str, ...] = ()
+    name: str  # label of the row
+    metric: str  # field that is compared
+    old: float  # its value in the first file
+    new: float  # its value in the second file
+    slowdown: float  # 0.1 takes a tenth longer, -0.1 a tenth less
+    noise: float  # smaller differences are insignificant
+    notes: tuple[str, ...] = ()  # processors and versions that differ
 
     @property
     def verdict(self) -> str:
@@ -107,11 +97,7 @@ class Comparison:
 
 
 def compare(old: Sequence[Row], new: Sequence[Row]) -> Comparison:
-    """Match rows by identity; of equal ones in a file the latest counts.
-
-    Raises:
-        MmfastError: A file has no row with a metric.
-    """
+    """Match rows by identity; of equal ones in a file the latest counts."""
     before, after = _by_identity(old), _by_identity(new)
     if not before or not after:
         which = "first" if not before else "second"

@@ -37,31 +37,18 @@ Sink = Callable[[list[Row]], None]
 
 @dataclass(frozen=True)
 class RunStep:
-    """One part of the run.
+    """One part of the run."""
 
-    Attributes:
-        label: Name on the terminal.
-        weight: Share of the time, relative to the other steps.
-        run: From a tick and a condition that ends its rounds early to rows.
-        check: Raises an MmfastError where the model does not fit in memory.
-    """
-
-    label: str
-    weight: float
+    label: str  # name on the terminal
+    weight: float  # share of the time, relative to the other steps
+    # from a tick and a condition that ends its rounds early to rows
     run: Callable[[Callable[[int, int], None], Callable[[], bool]], list[Row]]
+    # raises an MmfastError where the model does not fit in memory
     check: Callable[[], None] = lambda: None
 
 
 def plan(device: torch.device, preset: str | None = None) -> list[RunStep]:
-    """Return the steps of `--full` on a device, the most important first.
-
-    Args:
-        device: CUDA gets real shapes, the CPU tiny ones.
-        preset: Measure this shape alone.
-
-    Raises:
-        MmfastError: There is no such preset.
-    """
+    """Return the steps of `--full` on a device, the most important first."""
     cuda = device.type == "cuda"
     steps = [_named("kernels", name, 1.0) for name in names("kernels")]
     if preset is not None:
@@ -226,26 +213,16 @@ _LABELS = {"llm": "prefill", "ttft": "tower and prefill"}
 
 @dataclass(frozen=True)
 class Goal:
-    """A required value of rows of suite `bench`.
+    """A required value of rows of suite `bench`."""
 
-    Attributes:
-        what: Description.
-        bound: The required value as text.
-        where: Preset, device and stage of the rows.
-        selects: Selects rows among them.
-        key: Field of the value.
-        limit: The least value, or the largest where `most`.
-        text: Formats a value.
-    """
-
-    what: str
-    bound: str
-    where: tuple[str, str, str]
-    selects: Callable[[Row], bool]
-    key: str
-    limit: float
+    what: str  # description
+    bound: str  # the required value as text
+    where: tuple[str, str, str]  # preset, device and stage of the rows
+    selects: Callable[[Row], bool]  # selects rows among them
+    key: str  # field of the value
+    limit: float  # the least value, or the largest where `most`
     most: bool = False
-    text: Callable[[float], str] = "{:.2f}x".format
+    text: Callable[[float], str] = "{:.2f}x".format  # formats a value
 
     def fits(self, row: Row) -> bool:
         """Match the place of a row, then its spec."""

@@ -41,18 +41,7 @@ class Checked:
 
 
 def check(stage: MeasuredStage, twins: Twins, stock: RunOutcome, whole: bool = True) -> Checked:
-    """Compare keep 1.0 with the stock model, and the pruned run with the decisions of the methods.
-
-    Args:
-        stage: Runs the model.
-        twins: The spec.
-        stock: Outcome of the stock model.
-        whole: Check keep 1.0 too; once suffices for all budgets of a spec.
-
-    Raises:
-        SpecError: The spec needs a signal or site that this model lacks.
-        ModelError: The model cannot run it.
-    """
+    """Compare keep 1.0 with the stock model, and the pruned run with the decisions of the methods."""
     try:
         return _check(stage, twins, stock, whole)
     except (SpecError, ModelError):

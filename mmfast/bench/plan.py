@@ -55,11 +55,7 @@ class ShapePlanner:
 def shape_planner(
     preset: str, frames: int = 8, device: str | None = None, dtype: str = "auto"
 ) -> ShapePlanner:
-    """Build one layer and one block of a shape, with random weights.
-
-    Raises:
-        MmfastError: An unknown preset, device or dtype, or frames that the family cannot take.
-    """
+    """Build one layer and one block of a shape, with random weights."""
     shape, where = get_preset(preset), pick_device(device)
     kind = pick_dtype(dtype, shape, where)
     video_grid(shape, frames)
@@ -81,11 +77,7 @@ def plan_shape(
     tick: Tick | None = None,
     fresh: bool = False,
 ) -> Plan:
-    """Plan for a clip of `frames` frames on a model shape; `fresh` measures the device anew.
-
-    Raises:
-        MmfastError: Also where nothing meets the target.
-    """
+    """Plan for a clip of `frames` frames on a model shape; `fresh` measures the device anew."""
     made = shape_planner(preset, frames, device, dtype)
     if fresh:
         made.planner.learner.forget()
@@ -145,17 +137,13 @@ EMBEDDED_SPECS = (
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """Specs to compare on one shape.
-
-    Attributes:
-        stage: `llm`, behind the encoder, or `ttft`, with it.
-        layers: Decoder layers and tower blocks of a cut shape; None is the whole model.
-    """
+    """Specs to compare on one shape."""
 
     preset: str
-    stage: str
+    stage: str  # `llm`, behind the encoder, or `ttft`, with it
     frames: int
     specs: Sequence[str | None]
+    # decoder layers and tower blocks of a cut shape; None is the whole model
     layers: int | None = None
 
 
@@ -174,13 +162,7 @@ def check_rows(
     checks: Sequence[PlanCheck] | None = None,
     clock: Clock = time.perf_counter,
 ) -> list[Row]:
-    """Return rows of predicted and measured milliseconds; a ratio of 1 is a perfect prediction.
-
-    Args:
-        tick: Moves a progress bar.
-        checks: Comparisons; all of `CHECKS` and the embedded model if None.
-        clock: Seconds; of the processor on a busy machine.
-    """
+    """Return rows of predicted and measured milliseconds; a ratio of 1 is a perfect prediction."""
     rows: list[Row] = []
     checks, embedded = (CHECKS, True) if checks is None else (checks, False)
     for done, check in enumerate(checks):

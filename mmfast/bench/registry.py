@@ -45,11 +45,7 @@ def names(suite: str) -> list[str]:
 
 
 def find(suite: str, name: str) -> Benchmark:
-    """Return one benchmark.
-
-    Raises:
-        MmfastError: There is none of that name; names the choices and the nearest.
-    """
+    """Return one benchmark."""
     known = names(suite)
     if name not in known:
         raise MmfastError(unknown(f"{suite} benchmark", name, known))
@@ -57,11 +53,7 @@ def find(suite: str, name: str) -> Benchmark:
 
 
 def named_rows(suite: str, name: str, progress: Tick | None = None) -> list[Row]:
-    """Run one benchmark; return its rows with the environment that repeats them.
-
-    Raises:
-        MmfastError: There is none of that name; names the choices and the nearest.
-    """
+    """Run one benchmark; return its rows with the environment that repeats them."""
     run = find(suite, name)
     shared = {"suite": suite, "bench": name, **environment()}
     return [{**shared, **_processor(row), **row} for row in run(progress or quiet)]

@@ -56,11 +56,7 @@ def _commit() -> str | None:
 
 
 def append(path: str | Path, rows: Iterable[Row]) -> None:
-    """Append rows to a .jsonl file, folders made as needed.
-
-    Raises:
-        MmfastError: The path is a directory or cannot be written.
-    """
+    """Append rows to a .jsonl file, folders made as needed."""
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -75,11 +71,7 @@ def append(path: str | Path, rows: Iterable[Row]) -> None:
 
 
 def load(path: str | Path) -> list[Row]:
-    """Return the rows of a .jsonl file, in order.
-
-    Raises:
-        MmfastError: The file is missing or a line is no JSON object.
-    """
+    """Return the rows of a .jsonl file, in order."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]

@@ -59,23 +59,15 @@ _NO_SPEED = dict.fromkeys(("speedup", "ideal", "of_ideal", "of_oracle"))
 
 @dataclass
 class GroupEntry:
-    """One spec of a group, with the results of the untimed passes.
+    """One spec of a group, with the results of the untimed passes."""
 
-    Attributes:
-        text: The spec as the user wrote it.
-        checked: Result of the gate, whose run was the first of this spec.
-        selection_ms: The methods alone, outside the model.
-        peak_mb: Of the whole run.
-        spans: Peak megabytes in layers whose attention is read.
-        stock_spans: The same of the stock model.
-    """
-
-    text: str
-    checked: Checked
-    selection_ms: float
-    peak_mb: float
+    text: str  # the spec as the user wrote it
+    checked: Checked  # result of the gate, whose run was the first of this spec
+    selection_ms: float  # the methods alone, outside the model
+    peak_mb: float  # of the whole run
+    # peak megabytes in layers whose attention is read
     spans: Mapping[Span, float] = field(default_factory=dict)
-    stock_spans: Mapping[Span, float] = field(default_factory=dict)
+    stock_spans: Mapping[Span, float] = field(default_factory=dict)  # the same of the stock model
 
     def scoring(self) -> dict[str, float | None]:
         """Return the span that grew most, beside stock with its fused attention."""
@@ -90,24 +82,16 @@ class GroupEntry:
 
 @dataclass
 class Measured:
-    """All samples of one group.
+    """All samples of one group."""
 
-    Attributes:
-        stage: Computes the cost of a run.
-        stock: The first stock run.
-        stock_peak: Peak megabytes of a stock run.
-        samples: By job, one a round.
-        ceilings: Of the machine; see `mmfast.bench.stages`.
-        noise: By stage, filled by `rows`.
-    """
-
-    stage: MeasuredStage
-    stock: RunOutcome
-    stock_peak: float
+    stage: MeasuredStage  # computes the cost of a run
+    stock: RunOutcome  # the first stock run
+    stock_peak: float  # peak megabytes of a stock run
     entries: Sequence[GroupEntry]
-    samples: Mapping[str, list[Sample]]
+    samples: Mapping[str, list[Sample]]  # by job, one a round
+    # of the machine; see `mmfast.bench.stages`
     ceilings: Mapping[str, float] = field(default_factory=dict)
-    noise: dict[str, float] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)  # by stage, filled by `rows`
 
     @property
     def rounds(self) -> int:

@@ -38,11 +38,7 @@ def accuracy_specs() -> list[str]:
 
 
 def parse_stages(text: str | Sequence[str]) -> tuple[str, ...]:
-    """Parse `"vit,llm"` into a tuple in the order of `STAGES`.
-
-    Raises:
-        MmfastError: An unknown stage, or none.
-    """
+    """Parse `"vit,llm"` into a tuple in the order of `STAGES`."""
     asked = [s.strip() for s in (text.split(",") if isinstance(text, str) else text)]
     for name in asked:
         if name not in STAGES:
@@ -53,11 +49,7 @@ def parse_stages(text: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_keep(text: str | Sequence[float] | None) -> tuple[float | int, ...]:
-    """Parse `"0.25,0.1"` into budgets; None is none.
-
-    Raises:
-        MmfastError: An invalid budget.
-    """
+    """Parse `"0.25,0.1"` into budgets; None is none."""
     if text is None:
         return ()
     parts = text.split(",") if isinstance(text, str) else list(text)
@@ -80,9 +72,6 @@ def expand(reduce: Sequence[str], keep: Sequence[float | int]) -> list[str]:
     """Give every spec without a budget each budget of `keep`.
 
     A method that chooses its own budget is unchanged unless `keep` names some.
-
-    Raises:
-        SpecError: A spec cannot be read.
     """
     specs: list[str] = []
     for text in reduce or DEFAULT:
@@ -129,12 +118,6 @@ class Twins:
     All run through `attach` like any other method, so hooks, gathers and masks are the same:
     `plain` is the spec itself, with made-up tower signals where no tower runs; `recorded` also
     keeps inputs and choices of each stage; `fixed` returns that choice without computing it.
-
-    Args:
-        text: The spec that runs.
-        key: Makes the private names unique within one benchmark.
-        towerless: No tower runs, so its signals are made up.
-        asked: The spec of the user, where `text` is only the part of it that runs here.
     """
 
     def __init__(self, text: str, key: str, towerless: bool, asked: str | None = None) -> None:

@@ -30,22 +30,15 @@ DECODE_STEPS = 8
 
 @dataclass
 class RunOutcome:
-    """The result of one run.
+    """The result of one run."""
 
-    Attributes:
-        ms: Milliseconds by stage; `decode` is per token.
-        values: Logits of the last position `[1, 1, V]`, or tower features `[N, D]`.
-        reducing_ms: Time of choosing and compacting inside the run, at all sites.
-        share: Its share of the run, both by the wall clock.
-        lengths: Tokens in each decoder layer; empty for the tower.
-        leaving: Tokens leaving each tower block, where they were observed.
-    """
-
-    ms: dict[str, float]
-    values: Tensor
-    reducing_ms: float = 0.0
-    share: float = 0.0
+    ms: dict[str, float]  # milliseconds by stage; `decode` is per token
+    values: Tensor  # logits of the last position `[1, 1, V]`, or tower features `[N, D]`
+    reducing_ms: float = 0.0  # time of choosing and compacting inside the run, at all sites
+    share: float = 0.0  # its share of the run, both by the wall clock
+    # tokens in each decoder layer; empty for the tower
     lengths: list[int] = field(default_factory=list)
+    # tokens leaving each tower block, where they were observed
     leaving: list[int] = field(default_factory=list)
 
 
@@ -277,11 +270,7 @@ def check_fits(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Refuse a run that would exhaust the memory.
-
-    Raises:
-        MmfastError: Names the needed and the free memory, and options that need less.
-    """
+    """Refuse a run that would exhaust the memory."""
     free = free_bytes(device)
     needed = needed_bytes(preset, stages, frames, dtype) + _OWN_BYTES
     if free is None or needed <= free:
@@ -300,11 +289,7 @@ def check_fits(
 
 @contextmanager
 def one_line_when_full(preset: str, frames: int) -> Iterator[None]:
-    """Report exhausted memory in one line.
-
-    Raises:
-        MmfastError: In place of the allocator's error.
-    """
+    """Report exhausted memory in one line."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -327,14 +312,6 @@ def ceilings(device: torch.device | str, dtype: torch.dtype | None = None) -> di
     """Measure copy bandwidth and matrix product of a device, the best of a few runs.
 
     Measured once per process, device, type and number of CPU threads.
-
-    Args:
-        device: `cpu` or `cuda`.
-        dtype: Of the matrices; float32 on the CPU and bfloat16 on CUDA if None.
-
-    Returns:
-        `copy_gb_s`, gigabytes per second read plus written; `matmul_tflop_s`, 10^12 multiplies
-        and adds per second.
     """
     where = torch.device(device)
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)

@@ -139,15 +139,7 @@ def noise(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 class PairedTimes:
-    """Milliseconds of jobs by round, compared with a baseline that ran twice a round.
-
-    Args:
-        times: By job, the baseline first; `again` holds its second run.
-
-    Attributes:
-        base: Mean of both runs of the baseline in every round.
-        noise: Noise floor of the pair, as a share.
-    """
+    """Milliseconds of jobs by round, compared with a baseline that ran twice a round."""
 
     def __init__(self, times: Mapping[str, Sequence[float]]) -> None:
         self.first, second = next(iter(times)), times[AGAIN]
@@ -179,13 +171,6 @@ def compare_jobs(
     extra: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Time jobs in turn on one thread without gradients, and compare them with the first.
-
-    Args:
-        jobs: The baseline first.
-        rounds: Runs of each; the baseline runs twice.
-        shared: Fields of all rows.
-        device: `cpu` or `cuda`.
-        extra: Further fields by job.
 
     Returns:
         A row per job: `shared`, `job`, `median_ms`, `p20_ms`, `p80_ms`, `speedup` over the first
@@ -289,17 +274,6 @@ def device_times(
     this process, all threads added up, so other load on the machine counts little. Each job is
     warmed up ten times first, one that takes long less often. A job that should not find its
     input in a cache has to rotate inputs itself: the same call may use another set each time.
-
-    Args:
-        jobs: What to run, by name.
-        rounds: Runs of each.
-        device: Where the jobs run; they move nothing there themselves.
-        flush: Overwrite the second-level cache before each run on CUDA. The writing also keeps
-            the device busy while the host queues the job: without it a job shorter than its
-            launch is timed with its launch.
-
-    Raises:
-        MmfastError: No job, no round, or a device that is neither CPU nor CUDA.
     """
     where = torch.device(device)
     if not jobs or rounds < 1:

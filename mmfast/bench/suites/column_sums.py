@@ -197,9 +197,6 @@ def column_sums(tick: Tick) -> list[Row]:
         `peak_over_sdpa`, the growth of inputs and peak over those of sdpa, `max_error`
         against float64 as a share of the largest sum, the goal where there is one, and the seconds
         FlexAttention takes to compile.
-
-    Raises:
-        MmfastError: Our sums are wrong.
     """
     with frozen(), torch.inference_mode():
         return over_cases(CASES, ONE_DTYPE, _rows, tick)

@@ -69,18 +69,7 @@ def compiled_rows(
     options: dict[str, Any] | None = None,
     tick: Tick = quiet,
 ) -> list[Row]:
-    """Measure specs on one shape.
-
-    Args:
-        preset: Model shape.
-        frames: Frames of the clip in the prompt.
-        steps: Decode steps per sample; tokens of eager and compiled steps are compared.
-        rounds: Samples of each way.
-        specs: Reducers to attach; None is the stock model.
-        device: CUDA where there is one if None.
-        options: Of torch.compile; inductor, with CUDA graphs on a GPU, if None.
-        tick: Called after every spec.
-    """
+    """Measure specs on one shape."""
     case, shared = _case(preset, frames, device)
     shared |= {"steps": steps, "n": rounds}
     options = default_options(case.device) if options is None else options
@@ -100,17 +89,12 @@ def default_options(device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Compilation:
-    """Graphs and graph breaks of a compiled step.
-
-    Attributes:
-        again: Compilations after the first step.
-        seconds: Of the first step.
-    """
+    """Graphs and graph breaks of a compiled step."""
 
     graphs: int
     breaks: int
-    again: int
-    seconds: float
+    again: int  # compilations after the first step
+    seconds: float  # of the first step
 
 
 def _compiled_row(
@@ -263,17 +247,7 @@ def hook_rows(
     device: str | None = None,
     tick: Tick = quiet,
 ) -> list[Row]:
-    """Measure jobs on one shape.
-
-    Args:
-        preset: Model shape.
-        frames: Frames of the clip in the prompt.
-        steps: Decode steps per sample.
-        rounds: Samples of each job, of its twin, and of the twin again.
-        jobs: Specs to attach.
-        device: CUDA where there is one if None.
-        tick: Called after every job.
-    """
+    """Measure jobs on one shape."""
     case, shared = _case(preset, frames, device)
     found: list[Row] = []
     with torch.no_grad(), one_thread(), frozen():

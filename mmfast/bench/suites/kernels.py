@@ -59,14 +59,7 @@ def over_cases(
     measure: Callable[[C, torch.dtype, str], list[Row]],
     tick: Tick,
 ) -> list[Row]:
-    """Measure every case in every dtype: those of CUDA where there is a GPU, else of the CPU.
-
-    Args:
-        cases: Cases by kind of device.
-        dtypes: Dtypes by kind of device.
-        measure: Returns the rows of a case in a dtype on a device.
-        tick: Called before every case and at the end.
-    """
+    """Measure every case in every dtype: those of CUDA where there is a GPU, else of the CPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     jobs = [(case, dtype) for case in cases[device] for dtype in dtypes[device]]
     found: list[Row] = []
@@ -154,9 +147,6 @@ def max_min_select(tick: Tick) -> list[Row]:
         loop that keeps a running minimum (None where it would take too long), `cover`, the
         cosine of the worst covered token with its nearest pick, `goal_ms` on an H200 and
         `extra_mb` of memory above that in use before.
-
-    Raises:
-        MmfastError: Picks repeat, or do not cover the tokens as well as the loop's.
     """
     return over_cases(PICKS, ONE_DTYPE, _pick_rows, tick)
 
@@ -257,9 +247,6 @@ def segment_merges(tick: Tick) -> list[Row]:
         A row per case and way: milliseconds, `speedup` over `index_add_` in float32, `repeatable`
         (the same bits five times), `max_error` against float64 as a share of the largest number,
         and on CUDA `gb_s` of the rows read and written once, and its share of a copy.
-
-    Raises:
-        MmfastError: A merge is wrong or not repeatable.
     """
     return over_cases(MERGES, DTYPES, _merge_rows, tick)
 
@@ -379,9 +366,6 @@ def temporal_differences(tick: Tick) -> list[Row]:
         A row per case and way: milliseconds, `speedup` over eager torch with the same results,
         and on CUDA `gb_s` of the clip read once, and its share of a copy. The rows of ours have
         `max_error` against float64.
-
-    Raises:
-        MmfastError: A difference is wrong.
     """
     return over_cases(CLIPS, DTYPES, _difference_rows, tick)
 

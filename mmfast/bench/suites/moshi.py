@@ -102,18 +102,7 @@ def measure(
     copy_gb_s: float | None = None,
     tick: Tick = quiet,
 ) -> list[Row]:
-    """Measure every batch and way.
-
-    Args:
-        sizes: Options of `MoshiConfig` that differ from the 7B shape.
-        name: Name of the shape in the rows.
-        batches: Numbers of conversations.
-        frames: Timed frames, after a few untimed ones.
-        device: `cpu` or `cuda`.
-        compiled: A further way to record, beside that of the device.
-        copy_gb_s: Bandwidth of the lower bound; measured if None.
-        tick: Called after every batch.
-    """
+    """Measure every batch and way."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = build(sizes, device, dtype)
     voice = MoshiVoice(model, text=Sampling(), audio=Sampling())

@@ -46,9 +46,6 @@ def reader(tick: Tick, shape: ClipShape | None = None, rounds: int = 5) -> list[
     """Compare PyAV on one thread, PyAV with frame threads, and slices in parallel.
 
     The wall clock shows the gain of threads; the processor time beside it excludes other load.
-
-    Raises:
-        MmfastError: The frames differ, so a time would be meaningless.
     """
     shape = shape or ClipShape()
     with tempfile.TemporaryDirectory() as folder:

@@ -77,16 +77,7 @@ TEXTBOOKS: dict[str, Callable[[Tokens, int], Tensor]] = {
 def _textbook_windows(
     similarity: Tensor, tau: float, longest: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Find the windows that save the most tokens, comparing the gains of all pairs of frames.
-
-    Args:
-        similarity: `[T - 1, n]` of every place with the frame after.
-        tau: A place above it is static.
-        longest: Most frames in a window.
-
-    Returns:
-        First and last frame of all segments in order, and the tokens saved.
-    """
+    """Find the windows that save the most tokens, comparing the gains of all pairs of frames."""
     frames = len(similarity) + 1
     gains = torch.zeros(frames, frames)
     for first in range(frames - 1):
@@ -110,16 +101,7 @@ def _textbook_windows(
 
 
 def _textbook_importance(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute causal attention with its weights, as `output_attentions=True` does.
-
-    Args:
-        query: `[1, H, L, d]`.
-        key: `[1, Hkv, L, d]`.
-        value: `[1, Hkv, L, d]`.
-
-    Returns:
-        The output `[1, H, L, d]` and the attention received by each key `[1, L]`.
-    """
+    """Compute causal attention with its weights, as `output_attentions=True` does."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     hidden = torch.full((length, length), torch.finfo(query.dtype).min).triu(1)
@@ -135,17 +117,12 @@ def _textbook_gather(states: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SelectionJob:
-    """The fast and the papers' formulation of one rule.
-
-    Attributes:
-        same: Compares their results.
-        memory: Measure the peak memory of both.
-    """
+    """The fast and the papers' formulation of one rule."""
 
     ours: Callable[[], Any]
     textbook: Callable[[], Any]
-    same: Callable[[Any, Any], bool]
-    memory: bool = False
+    same: Callable[[Any, Any], bool]  # compares their results
+    memory: bool = False  # measure the peak memory of both
 
 
 @dataclass(frozen=True)
@@ -169,11 +146,7 @@ def method_case(method: str, grid: tuple[int, int, int], d: int, share: float) -
 
 
 def _method_job(method: str, grid: tuple[int, int, int], d: int, budget: int) -> SelectionJob:
-    """Build the method and its textbook on a synthetic video.
-
-    Raises:
-        MmfastError: The method has no textbook formulation here.
-    """
+    """Build the method and its textbook on a synthetic video."""
     name = method.partition("@")[0]
     if name not in TEXTBOOKS:
         raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")
@@ -276,18 +249,11 @@ CASES = (
 def measure(cases: Sequence[SelectionCase] = CASES, repeats: int = 9) -> Iterator[Row]:
     """Time every case on one thread, ours and textbook in turn.
 
-    Args:
-        cases: What to measure.
-        repeats: Rounds; a textbook of more than a second runs once.
-
     Yields:
         Rows with `method`, `n`, `d`, `budget`, the medians `ms` and `textbook_ms` in processor
         milliseconds, `speedup`, `same_indices` and `noise`, the difference of two runs of ours in
         a round; `extra_mb` and `textbook_extra_mb`, the peak of memory above that in use
         before, of cases with `memory`; `case` and `median_ms` are for the table.
-
-    Raises:
-        MmfastError: A method has no textbook formulation here.
     """
     for case in cases:
         with one_thread():

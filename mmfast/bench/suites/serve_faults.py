@@ -89,18 +89,7 @@ def trial(
     tokens: int = 1500,
     patience: float = 300.0,
 ) -> Row:
-    """Kill one worker of a role while answers run, and count the outcomes.
-
-    Args:
-        engine: `Processes` or `RayEngine` with a delay in encoding (and prefill), so that there
-            is always a request in it.
-        role: Of the worker.
-        later: Requests submitted after the kill.
-        bystanders: Long answers that run meanwhile.
-        every: Seconds between two requests.
-        tokens: Length of a long answer.
-        patience: Seconds to wait for an answer or for recovery.
-    """
+    """Kill one worker of a role while answers run, and count the outcomes."""
     before = engine.health().gauges[f"workers_{role}"]
     long = [FaultRecord(engine, tokens) for _ in range(bystanders)]
     _await([each.begun for each in long], patience)
@@ -168,11 +157,7 @@ def _await(events: list[threading.Event], patience: float) -> None:
 
 
 def _recovery(count: Callable[[], float], full: float, start: float, patience: float) -> list[Any]:
-    """Start a thread that waits until workers are fewer and then as many again.
-
-    Returns:
-        The thread, and the seconds, which it fills in.
-    """
+    """Start a thread that waits until workers are fewer and then as many again."""
     found: list[Any] = [None, None]
 
     def wait() -> None:

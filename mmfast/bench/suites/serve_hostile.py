@@ -168,12 +168,7 @@ def _status_of(pid: int, name: str) -> int:
 
 @contextlib.contextmanager
 def serving(internet: int, **options: Any) -> Iterator[ServerUnderTest]:
-    """Run the real server with an engine without a model, after its first requests.
-
-    Args:
-        internet: Port of the simulated internet.
-        options: Of `ServerConfig`.
-    """
+    """Run the real server with an engine without a model, after its first requests."""
     module = "mmfast.bench.suites.hostile_server"
     hosts = json.dumps({"remote_hosts": ["*"], **options})
     command = [sys.executable, "-m", module, str(internet), hosts]
@@ -196,18 +191,12 @@ _WAIT = 60.0  # seconds until the client gives up
 
 @dataclass(frozen=True)
 class HostileRequest:
-    """One request.
-
-    Attributes:
-        sent: Bytes to send; 0 for an endless one.
-        send: Called with the server's port; returns the status.
-        timeout: The option of the server that ends this one.
-    """
+    """One request."""
 
     name: str
-    sent: int
-    send: Callable[[int], int]
-    timeout: str = ""
+    sent: int  # bytes to send; 0 for an endless one
+    send: Callable[[int], int]  # called with the server's port; returns the status
+    timeout: str = ""  # the option of the server that ends this one
 
 
 def chat(port: int, kind: str, url: str) -> int:

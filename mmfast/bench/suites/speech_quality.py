@@ -90,14 +90,7 @@ def count_errors(reference: str, heard: str) -> WordErrors:
 
 
 class Recogniser:
-    """Pocketsphinx with a grammar; its words do not depend on earlier utterances.
-
-    Args:
-        grammar: In the JSpeech Grammar Format; that of the domain if None.
-
-    Raises:
-        MmfastError: Pocketsphinx is missing, or rejects the grammar.
-    """
+    """Pocketsphinx with a grammar; its words do not depend on earlier utterances."""
 
     def __init__(self, grammar: str | None = None) -> None:
         try:
@@ -115,11 +108,7 @@ class Recogniser:
         self.decoder.activate_search("domain")
 
     def transcribe(self, pcm: Tensor, rate: int = RATE) -> str:
-        """Return the likeliest words of the grammar for `[n]` float32 in -1..1, "" for none.
-
-        Raises:
-            SpecError: Another rate than 16,000 samples per second.
-        """
+        """Return the likeliest words of the grammar for `[n]` float32 in -1..1, "" for none."""
         if rate != RATE:
             raise SpecError(
                 f"rate={rate} is not {RATE}; resample with mmfast.frontends.audio.reader"
@@ -244,15 +233,7 @@ def speaking_rows(
     modes: Sequence[str],
     progress: Tick,
 ) -> list[Row]:
-    """Measure the word error rate of the recordings, of the codec alone, and of every mode.
-
-    Args:
-        model: A `Speaker` with `codec`; see `mmfast.models.speech.embedded.load_speech`.
-        lines: Sentences to say.
-        recognise: Sound `[n]` at 16 kHz to text.
-        modes: Of MODES.
-        progress: Called with a label, sentences done and sentences in all.
-    """
+    """Measure the word error rate of the recordings, of the codec alone, and of every mode."""
     recorded = [say(line.text, line.voice).pcm for line in lines]
     recogniser, total = CachedRecogniser(recognise), len(lines) * (len(modes) + 2)
     rows, done = list[Row](), 0
@@ -355,14 +336,7 @@ def unseen_questions(n: int, seed: int) -> list[SpokenQuestion]:
 def listening_rows(
     model: Any, asked: Sequence[SpokenQuestion], answer: Answer, progress: Tick
 ) -> list[Row]:
-    """Measure right answers to typed questions, and to the same questions spoken.
-
-    Args:
-        model: A `Listener`.
-        asked: Questions, see `unseen_questions`.
-        answer: Answers of a video model to cases.
-        progress: Called with a label, questions done and questions in all.
-    """
+    """Measure right answers to typed questions, and to the same questions spoken."""
     heard, errors, exact = list[SuiteCase](), WordErrors(), 0
     for i, each in enumerate(asked):
         text = model.transcribe(say(each.text, each.voice).pcm, 16000)
@@ -528,9 +502,6 @@ def quality(reference: Sequence[Tensor], coded: Sequence[Tensor]) -> Row:
     """Return medians of wide-band PESQ (ITU-T P.862.2), STOI, and log-mel distance in dB.
 
     Both lists hold sounds `[n]` at 16 kHz of equal lengths.
-
-    Raises:
-        MmfastError: `pesq` or `pystoi` is missing.
     """
     try:
         pesq: Any = importlib.import_module("pesq").pesq

@@ -61,12 +61,7 @@ def read(pcm: Tensor) -> str:
 
 
 class HumSpeaker:
-    """A speaker that turns text into tones.
-
-    Args:
-        piece: Samples of a piece at most; a piece is of one word.
-        each: Called before every piece, to advance a simulated clock.
-    """
+    """A speaker that turns text into tones."""
 
     sample_rate = RATE
 
@@ -99,12 +94,7 @@ def _words(parts: Iterable[str]) -> Iterator[str]:
 
 
 class HumEar:
-    """A voice detector that finds tones by their loudness, 10 ms at a time.
-
-    Args:
-        pause: Seconds of silence that end a turn.
-        padding: Seconds before a turn that belong to it.
-    """
+    """A voice detector that finds tones by their loudness, 10 ms at a time."""
 
     def __init__(self, pause: float = 0.3, padding: float = 0.1) -> None:
         self._pause, self._padding = round(pause * 100), round(padding * 100)
@@ -146,12 +136,7 @@ class HumEar:
 
 
 class HumChatter:
-    """A chatter that reads tones and answers in tones.
-
-    Args:
-        answer: Returns the answer to the turns so far, the last of which is the user's.
-        speaker: Turns the answer into tones.
-    """
+    """A chatter that reads tones and answers in tones."""
 
     sample_rate = RATE
 
@@ -218,12 +203,7 @@ def whole_words(text: str, letters: int) -> str:
 
 
 class Soak:
-    """A conversation with a simulated user, checked against the loudspeaker.
-
-    Args:
-        seed: Of the texts of both sides, and their times.
-        speaker: Turns the answers into tones.
-    """
+    """A conversation with a simulated user, checked against the loudspeaker."""
 
     def __init__(self, seed: int = 0, speaker: HumSpeaker | None = None) -> None:
         self.random = np.random.default_rng(seed)

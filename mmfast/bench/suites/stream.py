@@ -61,14 +61,6 @@ def bounded_row(
 ) -> Row:
     """Compare time and memory after `early` frames with those before.
 
-    Args:
-        pipe: A `video-stream` pipeline.
-        frames: Frames in all.
-        early: Memory up to this frame is compared with that of all.
-        part: Frames before `early`, and at the end, whose times are compared.
-        side: Height and width of a frame.
-        tick: Moves a progress bar.
-
     Returns:
         A row: bytes that the session holds and resident bytes of the process, each as the highest
         value up to `early` and of all, `growth` of both as shares, median processor time per
@@ -216,11 +208,7 @@ def append_frames(case: Case, spec: str | None) -> tuple[DynamicCache, Tensor]:
 
 
 def _check_prefill(case: Case) -> int:
-    """Return the number of kept tokens.
-
-    Raises:
-        MmfastError: Prefill frame by frame differs from prefill at once.
-    """
+    """Return the number of kept tokens."""
     cache, last = append_frames(case, None)
     decoder: Any = case.model.get_decoder()
     at_once = decoder(inputs_embeds=case.visual[None]).last_hidden_state[0, -1]
@@ -257,9 +245,6 @@ def frame_cache_rows(name: str, rounds: int) -> list[Row]:
 
     Every frame differs a little from the one before in all patches, so that the cache computes
     exactly its share of each; the rule that finds scene cuts is off.
-
-    Raises:
-        MmfastError: The cache failed its checks, so a time would be meaningless.
     """
     preset, frames, note = SHAPES[name]
     case = build(preset, ("vit",), frames=frames)
@@ -329,11 +314,7 @@ QUALITY_CASES: tuple[tuple[float, dict[str, Any]], ...] = (
 
 @benchmark("stream", "frame-cache-quality")
 def frame_cache_quality(tick: Tick) -> list[Row]:
-    """Compare features of the frame cache with the stock tower's on the embedded clips.
-
-    Raises:
-        MmfastError: The clips are missing.
-    """
+    """Compare features of the frame cache with the stock tower's on the embedded clips."""
     paths = sorted(CLIPS.glob("*.mp4"))
     if not paths:
         raise MmfastError(f"no clips at {str(CLIPS)!r}; run in a checkout of mmfast")

@@ -92,11 +92,7 @@ def encode(case: Case) -> Tensor:
 
 
 def check(found: Tensor, expected: Tensor, limit: float) -> float:
-    """Return the largest difference as a share of the largest value.
-
-    Raises:
-        MmfastError: It exceeds `limit`, so a time would be meaningless.
-    """
+    """Return the largest difference as a share of the largest value."""
     difference = (found.float() - expected.float()).abs().max()
     far = float(difference / expected.float().abs().max())
     if not far <= limit:
@@ -269,11 +265,7 @@ def merging(
 
 
 def _merge_rows(name: str, specs: Sequence[str], rounds: int, layers: int) -> list[Row]:
-    """Measure one tower.
-
-    Raises:
-        MmfastError: Features of a spec are of another shape, or not finite.
-    """
+    """Measure one tower."""
     tower, where = TOWERS[name], pick_device(None)
     layers, frames = (tower.blocks, 32) if where.type == "cuda" else (layers, tower.frames)
     case = tower.case(layers, frames)
