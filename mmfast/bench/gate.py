@@ -41,7 +41,7 @@ class Checked:
 
 
 def check(stage: MeasuredStage, twins: Twins, stock: RunOutcome, whole: bool = True) -> Checked:
-    """Compare keep 1.0 with the stock model, and the pruned run with the decisions of the methods."""
+    """Compare keep 1.0 with the stock model, and a pruned run with the methods' decisions."""
     try:
         return _check(stage, twins, stock, whole)
     except (SpecError, ModelError):

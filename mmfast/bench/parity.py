@@ -18,16 +18,10 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import reduce
 from mmfast.core.tokens import Tokens
 from mmfast.models.reduction.probe import last_query_scores
+from mmfast.ops import video
 from mmfast.ops.max_min import max_min, max_min_reference
 from mmfast.ops.merging import match
 from mmfast.ops.ranking import outlier_count, stable_topk
-from mmfast.ops.video import (
-    ChunkMemory,
-    familiarity,
-    static_windows,
-    steady_channels,
-    temporal_cosine,
-)
 from mmfast.reducers.attention.vidcom2 import frame_shares, video_scores
 from mmfast.reducers.diversity.cdpruner import picks, relevance
 from mmfast.reducers.video.stc_pruner import prune_chunk
@@ -151,11 +145,11 @@ def _stc_pruner(arrays: Arrays, params: Params) -> Outcome:
     n, keep = _FRAME_TOKENS[params["model"]], params["keep_per_frame"]
     found: dict[str, list[Tensor]] = {name: [] for name in ("indices", "channels", "score", "raw")}
     faults: list[str] = []
-    memory: ChunkMemory | None = None
+    memory: video.ChunkMemory | None = None
     for chunk in arrays["x"].split([frames * n for frames in params["chunk_frames"]]):
         frames = len(chunk) // n
         tokens = Tokens(chunk, grid=(frames, 1, n))
-        scores = familiarity(chunk, frames, memory)
+        scores = video.familiarity(chunk, frames, memory)
         pruned, after = prune_chunk(tokens, keep * frames, memory)
         alone = run(tokens, f"stc_pruner:{keep * frames}")
         if memory is None and not alone.keep.equal(pruned.keep):
@@ -189,7 +183,7 @@ def _vidcom2(arrays: Arrays, params: Params) -> Outcome:
     outputs = {
         "indices": found.keep,
         "per_frame": mask_of(found).reshape(frames, n).sum(-1),
-        "channels": steady_channels(x.double(), x.shape[1] // 2).sort().values,
+        "channels": video.steady_channels(x.double(), x.shape[1] // 2).sort().values,
         "scales": frame_shares(unusual, params["base_scale"]),
         "score": score,
     }
@@ -314,8 +308,8 @@ def _holitom(arrays: Arrays, params: Params) -> Outcome:
     }
     spec = "holitom?parity=true&" + "&".join(f"{name}={value}" for name, value in knobs.items())
     merged = run(Tokens(x, attn=arrays["attn"].flatten(), grid=(frames, 1, n)), spec)
-    similarity = temporal_cosine(x, frames)
-    segments, saved = static_windows(similarity > params["tau"], params["max_window_size"])
+    similarity = video.temporal_cosine(x, frames)
+    segments, saved = video.static_windows(similarity > params["tau"], params["max_window_size"])
     order = order_of(merged)
     place = merged.keep[order]
     frame = place // n

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mmfast.bench import timing
 from mmfast.bench.cases import Case, build, pick_device, pick_dtype, video_grid
 from mmfast.bench.gate import Checked, check
 from mmfast.bench.presets import get_preset
@@ -33,21 +34,6 @@ from mmfast.bench.stages import (
     one_line_when_full,
     peaks_in,
     spans,
-)
-from mmfast.bench.timing import (
-    AGAIN,
-    Clock,
-    PairedTimes,
-    Sample,
-    clock_of,
-    frozen,
-    interleave,
-    paired,
-    peak_during,
-    spread,
-    threads_set,
-    timed,
-    warm_up,
 )
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
@@ -88,7 +74,7 @@ class Measured:
     stock: RunOutcome  # the first stock run
     stock_peak: float  # peak megabytes of a stock run
     entries: Sequence[GroupEntry]
-    samples: Mapping[str, list[Sample]]  # by job, one a round
+    samples: Mapping[str, list[timing.Sample]]  # by job, one a round
     # of the machine; see `mmfast.bench.stages`
     ceilings: Mapping[str, float] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)  # by stage, filled by `rows`
@@ -100,13 +86,14 @@ class Measured:
 
     def rows(self, stage: str) -> Iterator[dict[str, Any]]:
         """Yield the rows of one timed stage, stock first."""
-        times = PairedTimes({k: [s[stage] for s in self.samples[k]] for k in ("stock", AGAIN)})
+        pair = {k: [s[stage] for s in self.samples[k]] for k in ("stock", timing.AGAIN)}
+        times, both = timing.PairedTimes(pair), [ms for mine in pair.values() for ms in mine]
         self.noise[stage] = floor = times.noise
-        stock, both = times.base, [s[stage] for k in ("stock", AGAIN) for s in self.samples[k]]
+        stock = times.base
         shared = {"stage": stage, "tokens": self.stage.case.n, "noise": floor}
         still = {"speedup": 1.0, "ideal": 1.0, "of_ideal": 1.0, "of_oracle": 1.0}
         full = self.stage.cost(self.stock, stage)
-        yield {"reduce": None, **shared, **spread(both), **still} | {
+        yield {"reduce": None, **shared, **timing.spread(both), **still} | {
             **self._achieved(stage, full, median(both)),
             "kept": self.stage.case.n,
             "selection_ms": 0.0,
@@ -123,9 +110,9 @@ class Measured:
         mine = self.samples[f"plain {entry.text}"]
         times = [s[stage] for s in mine]
         outcome = entry.checked.outcome or self.stock
-        cost, speedup = self.stage.cost(outcome, stage), paired(stock, times)
+        cost, speedup = self.stage.cost(outcome, stage), timing.paired(stock, times)
         row = {
-            **spread(times),
+            **timing.spread(times),
             "speedup": speedup,
             "ideal": full / cost,
             "of_ideal": speedup * cost / full,
@@ -157,7 +144,7 @@ class Measured:
         fixed = self.samples.get(f"fixed {entry.text}")
         if fixed is None or stage == "decode":
             return None
-        return paired([s[stage] for s in fixed], times)
+        return timing.paired([s[stage] for s in fixed], times)
 
     def selection_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the time of choosing and compacting inside the runs, and its share of them."""
@@ -167,7 +154,7 @@ class Measured:
             fixed = self.samples.get(f"fixed {entry.text}")
             yield {"reduce": entry.text, "stage": "selection", "tokens": self.stage.case.n} | {
                 "noise": self.noise[host],
-                **spread([s[REDUCING] for s in mine]),
+                **timing.spread([s[REDUCING] for s in mine]),
                 **_NO_SPEED,
                 "share": median(s[SHARE] for s in mine),
                 "share_of": host,
@@ -199,7 +186,7 @@ class SpecGroup:
         name: str,
         stages: tuple[str, ...],
         specs: list[str],
-        clock: Clock = time.perf_counter,
+        clock: timing.Clock = time.perf_counter,
         full: bool = True,
     ) -> None:
         self.stage = MeasuredStage(case, name, stages, clock)
@@ -225,7 +212,7 @@ class SpecGroup:
         self.stock = self.stage.observe(None)
         self.stock_peak, self.stock_spans = 0.0, dict[Span, float]()
         if self.full:
-            self.stock_peak = peak_during(partial(self.stage.run, None))
+            self.stock_peak = timing.peak_during(partial(self.stage.run, None))
             self.stock_spans = self._stock_spans()
         tick()
         seen: set[str] = set()
@@ -247,7 +234,7 @@ class SpecGroup:
         alone = _selection(twins, self.stage.clock)
         peaks = peaks_in(self.stage.case.model, where, run)
         stock = {span: self.stock_spans[span] for span in where}
-        return GroupEntry(twins.asked, checked, alone, peak_during(run), peaks, stock)
+        return GroupEntry(twins.asked, checked, alone, timing.peak_during(run), peaks, stock)
 
     def _spans(self, twins: Twins) -> list[Span]:
         tower = self.stage.group != "llm"
@@ -270,32 +257,32 @@ class SpecGroup:
                 stack.enter_context(twins.registered())
             jobs = self._jobs()
             self.warm = min(self._warm(name, job) for name, job in jobs.items())
-            samples = interleave(jobs, rounds, tick, enough)
+            samples = timing.interleave(jobs, rounds, tick, enough)
         return Measured(self.stage, self.stock, self.stock_peak, self.entries, samples)
 
-    def _jobs(self) -> dict[str, Callable[[], Sample]]:
+    def _jobs(self) -> dict[str, Callable[[], timing.Sample]]:
         """Return stock first, stock again in the middle, methods beside fixed-index twins."""
         specs: dict[str, str | None] = {"stock": None}
         for index, entry in enumerate(self.entries):
             if index == len(self.entries) // 2:
-                specs[AGAIN] = None
+                specs[timing.AGAIN] = None
             chosen = any(recording.results for recording in entry.checked.twins.recordings)
             for role in ("plain", "fixed")[: self._jobs_per_spec() if chosen else 1]:
                 specs[f"{role} {entry.text}"] = entry.checked.twins.spec(role)
-        specs.setdefault(AGAIN, None)
+        specs.setdefault(timing.AGAIN, None)
         return {name: partial(self._sample, spec) for name, spec in specs.items()}
 
-    def _sample(self, spec: str | None) -> Sample:
+    def _sample(self, spec: str | None) -> timing.Sample:
         outcome = self.stage.run(spec)
         return {**outcome.ms, REDUCING: outcome.reducing_ms, SHARE: outcome.share}
 
-    def _warm(self, name: str, job: Callable[[], Sample]) -> int:
+    def _warm(self, name: str, job: Callable[[], timing.Sample]) -> int:
         """Warm a job up, unless it takes long: the gate ran it already."""
         spec = name.partition(" ")[2]
         known = {e.text: e.checked.outcome for e in self.entries}.get(spec) or self.stock
         if sum(known.ms.values()) > WARM_ENOUGH_MS:
             return 1
-        return 1 + warm_up(job)
+        return 1 + timing.warm_up(job)
 
 
 def _part(text: str, group: str) -> str | None:
@@ -310,11 +297,11 @@ def _part(text: str, group: str) -> str | None:
     return "+".join(map(str, stages)) or None
 
 
-def _selection(twins: Twins, clock: Clock) -> float:
+def _selection(twins: Twins, clock: timing.Clock) -> float:
     """Measure the methods alone: milliseconds, median of five runs after that of the gate."""
     with torch.no_grad():
         calls = twins.selection()
-        return sum((median(timed(call, clock)[1] for _ in range(5)) for call in calls), 0.0)
+        return sum((median(timing.timed(call, clock)[1] for _ in range(5)) for call in calls), 0.0)
 
 
 Progress = Callable[[int, int], None]
@@ -365,10 +352,14 @@ def run_bench(
     kind = pick_dtype(dtype, shape, where)
     video_grid(shape, frames)
     rounds = _positive("iters", iters) or _default_rounds(preset, where)
-    with _on(where), threads_set(_positive("threads", threads)), one_line_when_full(preset, frames):
+    with (
+        _on(where),
+        timing.threads_set(_positive("threads", threads)),
+        one_line_when_full(preset, frames),
+    ):
         check_fits(shape, wanted, frames, kind, where)
         limits = ceilings(where, kind)
-        clock, clock_name = clock_of(where, torch.get_num_threads())
+        clock, clock_name = timing.clock_of(where, torch.get_num_threads())
         case = build(shape, wanted, frames, where, kind)
         named = [name for name in GROUPS if set(GROUPS[name]) & set(wanted)]
         groups = [SpecGroup(case, name, wanted, specs, clock) for name in named]
@@ -400,7 +391,7 @@ def _measure(
     rows: list[dict[str, Any]] = []
     floors: dict[str, float] = {}
     warm, ran = [], []
-    with frozen():
+    with timing.frozen():
         for group in groups:
             faults += group.prepare(ticks)
             if faults:

@@ -15,20 +15,11 @@ import torch
 from torch import Tensor
 
 from mmfast.attach import attach
+from mmfast.bench import timing
 from mmfast.bench.cases import Case, build, pick_device, pick_dtype
 from mmfast.bench.presets import get_preset
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row, dtype_name
-from mmfast.bench.timing import (
-    AGAIN,
-    PairedTimes,
-    Sample,
-    frozen,
-    interleave,
-    one_thread,
-    paired,
-    timed,
-)
 
 
 def _case(preset: str, frames: int, device: str | None) -> tuple[Case, Row]:
@@ -74,7 +65,7 @@ def compiled_rows(
     shared |= {"steps": steps, "n": rounds}
     options = default_options(case.device) if options is None else options
     found: list[Row] = []
-    with torch.no_grad(), one_thread(), frozen():
+    with torch.no_grad(), timing.one_thread(), timing.frozen():
         for number, spec in enumerate(specs):
             figures = _compiled_row(case, spec, steps, rounds, options)
             found.append({**shared, "reduce": spec, **figures})
@@ -105,19 +96,19 @@ def _compiled_row(
         step = torch.compile(case.model, fullgraph=True, **options)
         eager = run.tokens(case.model)
         mine, did = run.compile(step)
-    ways: dict[str, Callable[[], Sample]] = {
+    ways: dict[str, Callable[[], timing.Sample]] = {
         "eager": partial(run.sample, spec, case.model),
         "compiled": partial(run.sample, spec, step),
     }
     for run_once in ways.values():  # attached anew: nothing is to be compiled again
         run_once()
     again = _graphs() - did.graphs
-    taken = interleave(ways, rounds)
+    taken = timing.interleave(ways, rounds)
     slow, fast = ([s["ms"] for s in taken[name]] for name in ways)
     return {
         "eager_ms": median(slow),
         "compiled_ms": median(fast),
-        "speedup": paired(slow, fast),
+        "speedup": timing.paired(slow, fast),
         "graphs": did.graphs,
         "breaks": did.breaks,
         "recompiles": did.again,
@@ -187,14 +178,14 @@ class CompiledRun:
         did = Compilation(_graphs(), breaks, _graphs() - first, seconds)
         return torch.cat(found, dim=1), did
 
-    def sample(self, spec: str | None, step: Any) -> Sample:
+    def sample(self, spec: str | None, step: Any) -> timing.Sample:
         """Measure milliseconds per step, without the first one."""
         with self.attached(spec):
             cache, token = self.prefill()
             token = self.decode(step, cache, token, 0, 1)[0]
             rest = self.steps - 1
             work = partial(self.decode, step, cache, token, 1, rest)
-            _, ms = timed(work, _clock(self.case))
+            _, ms = timing.timed(work, _clock(self.case))
         return {"ms": ms / rest}
 
 
@@ -250,7 +241,7 @@ def hook_rows(
     """Measure jobs on one shape."""
     case, shared = _case(preset, frames, device)
     found: list[Row] = []
-    with torch.no_grad(), one_thread(), frozen():
+    with torch.no_grad(), timing.one_thread(), timing.frozen():
         for number, job in enumerate(jobs):
             found.append({**shared, **_hook_row(case, job, steps, rounds)})
             tick(f"{preset} {job.name}", number + 1, len(jobs))
@@ -263,17 +254,21 @@ def _hook_row(case: Case, job: HookJob, steps: int, rounds: int) -> Row:
         held = case.model(**inputs, use_cache=True).past_key_values
     plain = partial(_steps, case, _twin(held), steps)
 
-    def attached() -> Sample:
+    def attached() -> timing.Sample:
         with attach(case.model, job.reduce, job.cache):
             return _steps(case, held, steps)
 
-    ways: Mapping[str, Callable[[], Sample]] = {"twin": plain, "attached": attached, AGAIN: plain}
+    ways: Mapping[str, Callable[[], timing.Sample]] = {
+        "twin": plain,
+        "attached": attached,
+        timing.AGAIN: plain,
+    }
     for run in ways.values():
         run()
-    taken = interleave(ways, rounds)
-    times = PairedTimes.of(taken)
+    taken = timing.interleave(ways, rounds)
+    times = timing.PairedTimes.of(taken)
     mine, base = times.times["attached"], times.base
-    again = [sample["ms"] for sample in taken[AGAIN]]
+    again = [sample["ms"] for sample in taken[timing.AGAIN]]
     return {
         "job": job.name,
         "reduce": job.reduce,
@@ -283,7 +278,7 @@ def _hook_row(case: Case, job: HookJob, steps: int, rounds: int) -> Row:
         "held": [_length(layer) for layer in held.layers],
         "step_ms": median(mine),
         "twin_ms": median(base),
-        "overhead": paired(mine, base) - 1,
+        "overhead": timing.paired(mine, base) - 1,
         "overhead_us": 1e3 * median(a - b for a, b in zip(mine, base, strict=True)),
         "noise": times.noise,
         "noise_us": 1e3
@@ -293,7 +288,7 @@ def _hook_row(case: Case, job: HookJob, steps: int, rounds: int) -> Row:
     }
 
 
-def _steps(case: Case, cache: Any, steps: int) -> Sample:
+def _steps(case: Case, cache: Any, steps: int) -> timing.Sample:
     """Measure milliseconds per step on a copy of the cache, without the first step."""
     own, token = copy.deepcopy(cache), case.prompt["input_ids"][:, :1]
 
@@ -302,7 +297,7 @@ def _steps(case: Case, cache: Any, steps: int) -> Sample:
             case.model(input_ids=token, past_key_values=own, use_cache=True)
 
     run(1)
-    _, ms = timed(partial(run, steps), _clock(case))
+    _, ms = timing.timed(partial(run, steps), _clock(case))
     return {"ms": ms / steps}
 
 

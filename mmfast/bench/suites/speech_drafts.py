@@ -16,35 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmfast.bench import timing
 from mmfast.bench.cases import fill_
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.suites.speech_speed import draft_weights, trunk_weights
-from mmfast.bench.timing import (
-    AGAIN,
-    PROCESSOR_CLOCK,
-    PairedTimes,
-    Sample,
-    frozen,
-    interleave,
-    one_thread,
-    paired,
-    timed,
-)
+from mmfast.decoding import codebooks
 from mmfast.decoding.adapt import Costs
-from mmfast.decoding.codebooks import (
-    BlockPlan,
-    CodeChoice,
-    Drafter,
-    FrameCount,
-    FrameDecoder,
-    FrameDrafts,
-    copy_frame,
-    draft_and_check,
-    measure_share,
-    one_by_one,
-    parallel,
-)
 from mmfast.decoding.drafting import parse_schedule
 from mmfast.decoding.loop import SingleDecoder
 from mmfast.decoding.row import Open
@@ -151,12 +129,12 @@ def shape_rows(
     backbone, head = build_language_model(shape, dtype := dtype or _dtype())
     wide = 1 + parse_schedule("turbo").most
     clocked, audio = _ClockedHead(head), slice(shape.vocabulary - shape.audio, shape.vocabulary)
-    done, names = 0, [*SCHEDULES, AGAIN, "wide"]
+    done, names = 0, [*SCHEDULES, timing.AGAIN, "wide"]
 
-    def job(name: str) -> Callable[[], Sample]:
-        mode = "vanilla" if name == AGAIN else name
+    def job(name: str) -> Callable[[], timing.Sample]:
+        mode = "vanilla" if name == timing.AGAIN else name
 
-        def run() -> Sample:
+        def run() -> timing.Sample:
             nonlocal done
             done += 1
             tick(name, done, (rounds + 1) * len(names))
@@ -167,10 +145,10 @@ def shape_rows(
         return run
 
     jobs = {name: job(name) for name in names}
-    with torch.inference_mode(), one_thread(), frozen():
+    with torch.inference_mode(), timing.one_thread(), timing.frozen():
         for run in jobs.values():  # warm-up
             run()
-        samples = interleave(jobs, rounds)
+        samples = timing.interleave(jobs, rounds)
     share = draft_weights(head, shape.audio) / trunk_weights(backbone, shape.audio)
     shared = {
         "preset": shape.name,
@@ -178,22 +156,25 @@ def shape_rows(
         "distinct_layers": shape.distinct,
         "module_share": share,
         "n": rounds,
-        "clock": PROCESSOR_CLOCK,
+        "clock": timing.PROCESSOR_CLOCK,
         "threads": 1,
         "device": "cpu",
     }
-    times = PairedTimes.of(samples)
+    times = timing.PairedTimes.of(samples)
     return [{**shared, **_shape_row(name, times, samples, share)} for name in SCHEDULES]
 
 
 def _shape_row(
-    name: str, times: PairedTimes, samples: Mapping[str, Sequence[Sample]], share: float
+    name: str,
+    times: timing.PairedTimes,
+    samples: Mapping[str, Sequence[timing.Sample]],
+    share: float,
 ) -> Row:
     def middle(part: str, *jobs: str) -> float:
         return median(sample[part] for job in jobs for sample in samples[job])
 
     speedup, ideal = times.speedup(name), ideal_speedup(name, share)
-    module, pass_ms = middle("module", name), middle("main", "vanilla", AGAIN)
+    module, pass_ms = middle("module", name), middle("main", "vanilla", timing.AGAIN)
     wide = median(times.times["wide"])
     here = 1.0 if name == "vanilla" else ideal_speedup(name, share, wide / pass_ms)
     return {
@@ -323,42 +304,42 @@ def depth_shape(tick: Tick) -> list[Row]:
 def depth_rows(rounds: int, tick: Tick, **sizes: Any) -> list[Row]:
     """Measure depth passes of CSM, or of other sizes."""
     model = build_depth_decoder(**sizes)
-    core, config, choice = csm_depth(model), model.config, CodeChoice()
+    core, config, choice = csm_depth(model), model.config, codebooks.CodeChoice()
     dtype = model.model.norm.weight.dtype
     hidden = torch.randn(1, config.backbone_hidden_size, dtype=dtype)
     first = torch.randint(config.vocab_size, (1,))
-    right = one_by_one(core, hidden, first, choice)
+    right = codebooks.one_by_one(core, hidden, first, choice)
     stock = _stock_depth(model, hidden, first, core.codes)
     same = torch.equal(stock(), right)
     tokens = torch.cat([first[:, None], right[:, :-1]], dim=1)
     frame = core.begin(hidden)
     one, all_of = (partial(core.run, frame, tokens[:, :n], 0) for n in (1, core.codes))
-    share = measure_share(one, all_of, core.codes, time.process_time)
+    share = codebooks.measure_share(one, all_of, core.codes, time.process_time)
     ways: dict[str, Callable[[], Tensor]] = {
         "stock": stock,
-        "code by code": lambda: one_by_one(core, hidden, first, choice),
+        "code by code": lambda: codebooks.one_by_one(core, hidden, first, choice),
     }
     counts = {"stock": core.codes, "code by code": core.codes}
     for wrong in WRONG:
         noise = torch.rand(right.shape) < wrong
-        drafts = FrameDrafts(torch.where(noise, (right + 1) % core.size, right))
-        count, name = FrameCount(core.codes), f"drafts {1 - wrong:.0%} right"
+        drafts = codebooks.FrameDrafts(torch.where(noise, (right + 1) % core.size, right))
+        count, name = codebooks.FrameCount(core.codes), f"drafts {1 - wrong:.0%} right"
         inputs = (core, hidden, first, drafts, choice)
-        draft_and_check(*inputs, None, count)
+        codebooks.draft_and_check(*inputs, None, count)
         counts[name] = count.rounds
-        ways[name] = partial(draft_and_check, *inputs, BlockPlan(core.codes))
+        ways[name] = partial(codebooks.draft_and_check, *inputs, codebooks.BlockPlan(core.codes))
         same &= torch.equal(ways[name](), right)
 
-    def job(name: str) -> Callable[[], Sample]:
-        def run() -> Sample:
-            spent = timed(ways[name], time.process_time)[1]
+    def job(name: str) -> Callable[[], timing.Sample]:
+        def run() -> timing.Sample:
+            spent = timing.timed(ways[name], time.process_time)[1]
             tick(name, 0, 0)
             return {"ms": spent}
 
         return run
 
-    with one_thread(), frozen():
-        taken = interleave({name: job(name) for name in ways}, rounds)
+    with timing.one_thread(), timing.frozen():
+        taken = timing.interleave({name: job(name) for name in ways}, rounds)
     times = {name: [each["ms"] for each in samples] for name, samples in taken.items()}
     return [
         {
@@ -367,10 +348,10 @@ def depth_rows(rounds: int, tick: Tick, **sizes: Any) -> list[Row]:
             "codebooks": core.codes,
             "passes_per_frame": counts[name],
             "median_ms": median(spent),
-            "score": paired(times["code by code"], spent),
+            "score": timing.paired(times["code by code"], spent),
             "share_of_a_code": share,
             "identical": float(same),
-            "clock": PROCESSOR_CLOCK,
+            "clock": timing.PROCESSOR_CLOCK,
             "n": rounds,
             "device": "cpu",
         }
@@ -472,9 +453,11 @@ def _optimise(weights: list[Any], steps: int, loss: Any) -> None:
         plan.step()
 
 
-def train_drafters(model: FrameModel, codes: Any, steps: int, seed: int = 1) -> dict[str, Drafter]:
+def train_drafters(
+    model: FrameModel, codes: Any, steps: int, seed: int = 1
+) -> dict[str, codebooks.Drafter]:
     """Train drafters to predict the codes of the depth head."""
-    mlp, choice = CodeMlp(WIDTH, BOOKS, SIZE, 1, 2 * WIDTH), CodeChoice()
+    mlp, choice = CodeMlp(WIDTH, BOOKS, SIZE, 1, 2 * WIDTH), codebooks.CodeChoice()
     groups = GroupsHead(WIDTH, BOOKS, SIZE, groups=4, dim=WIDTH, layers=1, ffn=2 * WIDTH)
     source = torch.Generator().manual_seed(seed)
 
@@ -484,7 +467,7 @@ def train_drafters(model: FrameModel, codes: Any, steps: int, seed: int = 1) -> 
             hidden = model.hidden(spans)
             flat = hidden.flatten(0, 1)
             front = model.head.fronts(flat)
-            said = one_by_one(model.head, flat, front, choice).view_as(spans)
+            said = codebooks.one_by_one(model.head, flat, front, choice).view_as(spans)
             before = torch.cat([spans[:, :1], spans[:, :-1]], dim=1).flatten(0, 1)
         guess = mlp.guess(flat, front, before)
         one = torch.nn.functional.cross_entropy(guess.flatten(0, 1), said.flatten())
@@ -492,17 +475,17 @@ def train_drafters(model: FrameModel, codes: Any, steps: int, seed: int = 1) -> 
         return one + two
 
     _optimise([*mlp.parameters(), *groups.parameters()], steps, loss)
-    made = {"copy": copy_frame, "mlp": parallel(mlp.eval().guess)}
-    return made | {"groups": parallel(groups.eval().guess)}
+    made = {"copy": codebooks.copy_frame, "mlp": codebooks.parallel(mlp.eval().guess)}
+    return made | {"groups": codebooks.parallel(groups.eval().guess)}
 
 
 @torch.no_grad()
 def draft_row(
-    model: FrameModel, codes: Any, name: str, drafter: Drafter, sampling: Sampling
+    model: FrameModel, codes: Any, name: str, drafter: codebooks.Drafter, sampling: Sampling
 ) -> Row:
     """Decode frames of unseen recordings, each separately."""
-    decoder = FrameDecoder(model.head, drafter, BlockPlan(BOOKS))
-    choice, same, frames = CodeChoice(sampling), 0, 0
+    decoder = codebooks.FrameDecoder(model.head, drafter, codebooks.BlockPlan(BOOKS))
+    choice, same, frames = codebooks.CodeChoice(sampling), 0, 0
     for line in codes:
         hidden = model.hidden(line[None])[0]
         for at in range(1, len(line), 4):
@@ -510,7 +493,7 @@ def draft_row(
             said = decoder.frame(one, model.head.fronts(one), line[at - 1][None], choice)
             frames += 1
             if sampling.greedy:
-                alone = one_by_one(model.head, one, model.head.fronts(one), choice)
+                alone = codebooks.one_by_one(model.head, one, model.head.fronts(one), choice)
                 same += int(torch.equal(said, alone))
     figures = decoder.count.to_dict()
     return {

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mmfast.bench import timing
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.suites.speech_quality import (
@@ -18,15 +19,6 @@ from mmfast.bench.suites.speech_quality import (
     SpokenLine,
     unseen_lines,
     unseen_questions,
-)
-from mmfast.bench.timing import (
-    AGAIN,
-    PROCESSOR_CLOCK,
-    PairedTimes,
-    frozen,
-    interleave,
-    one_thread,
-    quantile,
 )
 from mmfast.core.speech import Sound
 from mmfast.decoding.loop import SingleDecoder
@@ -98,8 +90,8 @@ def mode_rows(model: Any, lines: Sequence[SpokenLine], rounds: int, tick: Tick) 
     """
     chosen = decode_modes([name for name in ("mctp", "mtp") if name in model.heads])
     counts = {mode.name: DecodeCounts() for mode in chosen}
-    turn = dict.fromkeys((*counts, AGAIN), 0)
-    modes = {mode.name: mode for mode in chosen} | {AGAIN: chosen[0]}
+    turn = dict.fromkeys((*counts, timing.AGAIN), 0)
+    modes = {mode.name: mode for mode in chosen} | {timing.AGAIN: chosen[0]}
 
     def job(name: str) -> Callable[[], dict[str, float]]:
         def run() -> dict[str, float]:
@@ -115,10 +107,12 @@ def mode_rows(model: Any, lines: Sequence[SpokenLine], rounds: int, tick: Tick) 
 
         return run
 
-    with one_thread(), frozen():
+    with timing.one_thread(), timing.frozen():
         for mode in modes.values():  # warm-up
             decode_line(model, lines[0], mode)
-        times = PairedTimes.of(interleave({name: job(name) for name in modes}, rounds))
+        times = timing.PairedTimes.of(
+            timing.interleave({name: job(name) for name in modes}, rounds)
+        )
     return [_mode_row(model, mode, times, counts) for mode in chosen]
 
 
@@ -135,7 +129,7 @@ def decode_line(model: Any, line: SpokenLine, mode: DecodeMode) -> tuple[Stats, 
 
 
 def _mode_row(
-    model: Any, mode: DecodeMode, times: PairedTimes, counts: dict[str, DecodeCounts]
+    model: Any, mode: DecodeMode, times: timing.PairedTimes, counts: dict[str, DecodeCounts]
 ) -> Row:
     mine, vanilla = counts[mode.name], counts[times.first]
     per_pass = mine.tokens / max(1, mine.passes)
@@ -164,7 +158,7 @@ def _mode_row(
         "n": len(times.times[mode.name]),
         "tokens": mine.tokens,
         "seed": MODES_SEED,
-        "clock": PROCESSOR_CLOCK,
+        "clock": timing.PROCESSOR_CLOCK,
         "threads": 1,
         "dtype": dtype_name(model.backbone.dtype),
         "device": "cpu",
@@ -221,7 +215,7 @@ def sound_rows(
     It is the wall clock, as for a listener; the processor time beside it excludes other load.
     """
     found, done, total = [], 0, len(SOUND_MODES) * (len(lines) + len(asked))
-    with frozen():
+    with timing.frozen():
         for mode in SOUND_MODES:
             jobs: dict[str, list[Callable[[], Iterable[Sound]]]] = {
                 "say": [_say(model, line, mode) for line in lines],
@@ -276,7 +270,7 @@ def _sound_row(figures: Sequence[Row]) -> Row:
     return {
         "score": median(first),
         "first_ms": median(first),
-        "first_p95_ms": quantile(first, 0.95),
+        "first_p95_ms": timing.quantile(first, 0.95),
         "rtf": median(row["rtf"] for row in figures),
         "first_cpu_ms": median(row["first_cpu_ms"] for row in figures),
         "cpu_rtf": median(row["cpu_rtf"] for row in figures),
