@@ -16,9 +16,9 @@ from typing import Any
 
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
-from mmfast.bench.suites.serve import chat
+from mmfast.bench.suites.serve import ChatRecord, chat
 from mmfast.models.loading import embedded_path
-from mmfast.serve.engine.base import BusyError, Delta, Event, Failure, Finish
+from mmfast.serve.engine.base import BusyError, Failure, Finish
 
 REPLICAS, LATER, BYSTANDERS, LINGER, EVERY = 2, 8, 4, 1.0, 0.2
 
@@ -62,24 +62,6 @@ def endless_model() -> Iterator[Path]:
         yield path
 
 
-class FaultRecord:
-    """Submits a request for an answer of `tokens` tokens and records its outcome."""
-
-    def __init__(self, engine: Any, tokens: int) -> None:
-        request = chat(tokens)
-        self.name = request.id
-        self.begun, self.over = threading.Event(), threading.Event()
-        self.last: Event | None = None
-        self.at = 0.0
-        engine.submit(request, self._receive)
-
-    def _receive(self, event: Event) -> None:
-        self.begun.set()
-        if not isinstance(event, Delta):
-            self.last, self.at = event, time.perf_counter()
-            self.over.set()
-
-
 def trial(
     engine: Any,
     role: str,
@@ -91,9 +73,9 @@ def trial(
 ) -> Row:
     """Kill one worker of a role while answers run, and count the outcomes."""
     before = engine.health().gauges[f"workers_{role}"]
-    long = [FaultRecord(engine, tokens) for _ in range(bystanders)]
+    long = [ChatRecord(engine, chat(tokens)) for _ in range(bystanders)]
     _await([each.begun for each in long], patience)
-    fed: list[FaultRecord] = []
+    fed: list[ChatRecord] = []
     while not (fed and fed[0].begun.is_set()):  # then every role holds a request
         _feed(engine, fed, every, patience)
     begun = {each.name for each in (*long, *fed) if each.begun.is_set() and not each.over.is_set()}
@@ -127,25 +109,25 @@ def trial(
     }
 
 
-def _feed(engine: Any, fed: list[FaultRecord], every: float, patience: float) -> None:
+def _feed(engine: Any, fed: list[ChatRecord], every: float, patience: float) -> None:
     until = time.monotonic() + patience
     while time.monotonic() < until:
         time.sleep(every)
         try:
-            fed.append(FaultRecord(engine, 16))
+            fed.append(ChatRecord(engine, chat(16)))
             return
         except BusyError:
             continue
     raise TimeoutError(f"the engine took no request in {patience} s")
 
 
-def _victim(engine: Any, role: str, long: list[FaultRecord]) -> int:
+def _victim(engine: Any, role: str, long: list[ChatRecord]) -> int:
     """Return the worker of a role that served a running answer, or the first of the role."""
     known = engine.workers(long[0].name)
     return int(known[role] if role in known else engine.pids(role)[0])
 
 
-def _lost(each: FaultRecord) -> bool:
+def _lost(each: ChatRecord) -> bool:
     return isinstance(each.last, Failure) and each.last.kind == "replica_lost"
 
 
