@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from mmfast.core.errors import MmfastError
@@ -32,6 +33,7 @@ T = TypeVar("T")
 Timer = Callable[[Callable[[], T]], tuple[T, float]]
 
 PROCESSOR_CLOCK = "processor time of the process"
+ON_ONE_THREAD = {"clock": PROCESSOR_CLOCK, "threads": 1, "device": "cpu"}  # fields of rows
 AGAIN = "again"  # the second run of the baseline in a round
 WARM_UPS = 10
 FEWEST = 3  # rounds, however short the time is
@@ -107,21 +109,14 @@ def interleave(
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Return the linearly interpolated quantile, as numpy does by default."""
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    """Return the linearly interpolated quantile."""
+    return float(np.quantile(values, q))
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
     """Return the median of milliseconds, and the quantiles 0.2 and 0.8."""
-    return {
-        "median_ms": median(times),
-        "p20_ms": quantile(times, 0.2),
-        "p80_ms": quantile(times, 0.8),
-    }
+    low, high = quantile(times, 0.2), quantile(times, 0.8)
+    return {"median_ms": median(times), "p20_ms": low, "p80_ms": high}
 
 
 def paired(above: Sequence[float], below: Sequence[float]) -> float:
@@ -139,7 +134,11 @@ def noise(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 class PairedTimes:
-    """Milliseconds of jobs by round, compared with a baseline that ran twice a round."""
+    """Milliseconds of jobs by round, compared with a baseline that ran twice a round.
+
+    The baseline is the first job, its second run a round is called `again`; `base` is the mean of
+    both in every round, and `noise` the noise floor of the pair, as a share.
+    """
 
     def __init__(self, times: Mapping[str, Sequence[float]]) -> None:
         self.first, second = next(iter(times)), times[AGAIN]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,8 +77,7 @@ def default_options(device: torch.device) -> dict[str, Any]:
     return {"mode": "reduce-overhead"} if device.type == "cuda" else {"backend": "inductor"}
 
 
-@dataclass(frozen=True)
-class Compilation:
+class Compilation(NamedTuple):
     """Graphs and graph breaks of a compiled step."""
 
     graphs: int
@@ -92,7 +90,7 @@ def _compiled_row(
     case: Case, spec: str | None, steps: int, rounds: int, options: dict[str, Any]
 ) -> Row:
     run = CompiledRun(case, steps)
-    with run.attached(spec):
+    with attach(case.model, spec):
         step = torch.compile(case.model, fullgraph=True, **options)
         eager = run.tokens(case.model)
         mine, did = run.compile(step)
@@ -103,20 +101,12 @@ def _compiled_row(
     for run_once in ways.values():  # attached anew: nothing is to be compiled again
         run_once()
     again = _graphs() - did.graphs
-    taken = timing.interleave(ways, rounds)
-    slow, fast = ([s["ms"] for s in taken[name]] for name in ways)
-    return {
-        "eager_ms": median(slow),
-        "compiled_ms": median(fast),
-        "speedup": timing.paired(slow, fast),
-        "graphs": did.graphs,
-        "breaks": did.breaks,
-        "recompiles": did.again,
-        "recompiles_attached_anew": again,
-        "compile_s": did.seconds,
-        "same_tokens": torch.equal(eager, mine),
-        "compiler": str(options.get("mode") or options.get("backend")),
-    }
+    slow, fast = ([s["ms"] for s in mine] for mine in timing.interleave(ways, rounds).values())
+    row: Row = {"eager_ms": median(slow), "compiled_ms": median(fast)}
+    row |= {"speedup": timing.paired(slow, fast), "graphs": did.graphs, "breaks": did.breaks}
+    row |= {"recompiles": did.again, "recompiles_attached_anew": again, "compile_s": did.seconds}
+    compiler = str(options.get("mode") or options.get("backend"))
+    return row | {"same_tokens": torch.equal(eager, mine), "compiler": compiler}
 
 
 def _graphs() -> int:
@@ -131,10 +121,6 @@ class CompiledRun:
     def __init__(self, case: Case, steps: int) -> None:
         self.case, self.steps = case, steps
         self.length = int(case.prompt["input_ids"].shape[1])
-
-    def attached(self, spec: str | None) -> AbstractContextManager[Any]:
-        """Attach a spec, or nothing, to the model."""
-        return attach(self.case.model, spec)
 
     def prefill(self) -> tuple[Any, Tensor]:
         """Return a static cache with the prompt in it, and the first token `[1, 1]`."""
@@ -180,7 +166,7 @@ class CompiledRun:
 
     def sample(self, spec: str | None, step: Any) -> timing.Sample:
         """Measure milliseconds per step, without the first one."""
-        with self.attached(spec):
+        with attach(self.case.model, spec):
             cache, token = self.prefill()
             token = self.decode(step, cache, token, 0, 1)[0]
             rest = self.steps - 1
@@ -269,23 +255,14 @@ def _hook_row(case: Case, job: HookJob, steps: int, rounds: int) -> Row:
     times = timing.PairedTimes.of(taken)
     mine, base = times.times["attached"], times.base
     again = [sample["ms"] for sample in taken[timing.AGAIN]]
-    return {
-        "job": job.name,
-        "reduce": job.reduce,
-        "cache": job.cache,
-        "work": job.work,
-        "layers": len(held.layers),
-        "held": [_length(layer) for layer in held.layers],
-        "step_ms": median(mine),
-        "twin_ms": median(base),
-        "overhead": timing.paired(mine, base) - 1,
-        "overhead_us": 1e3 * median(a - b for a, b in zip(mine, base, strict=True)),
-        "noise": times.noise,
-        "noise_us": 1e3
-        * median(abs(a - b) for a, b in zip(times.times["twin"], again, strict=True)),
-        "steps": steps,
-        "n": rounds,
-    }
+    pairs = list(zip(times.times["twin"], again, strict=True))
+    row = {"job": job.name, "reduce": job.reduce, "cache": job.cache, "work": job.work}
+    row |= {"layers": len(held.layers), "held": [_length(layer) for layer in held.layers]}
+    row |= {"step_ms": median(mine), "twin_ms": median(base), "noise": times.noise}
+    row["overhead"] = timing.paired(mine, base) - 1
+    row["overhead_us"] = 1e3 * median(a - b for a, b in zip(mine, base, strict=True))
+    row["noise_us"] = 1e3 * median(abs(a - b) for a, b in pairs)
+    return row | {"steps": steps, "n": rounds}
 
 
 def _steps(case: Case, cache: Any, steps: int) -> timing.Sample:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -129,37 +130,23 @@ def shape_rows(
     backbone, head = build_language_model(shape, dtype := dtype or _dtype())
     wide = 1 + parse_schedule("turbo").most
     clocked, audio = _ClockedHead(head), slice(shape.vocabulary - shape.audio, shape.vocabulary)
-    done, names = 0, [*SCHEDULES, timing.AGAIN, "wide"]
+    names, steps = [*SCHEDULES, timing.AGAIN, "wide"], itertools.count(1)
 
-    def job(name: str) -> Callable[[], timing.Sample]:
+    def job(name: str) -> timing.Sample:
+        tick(name, next(steps), (rounds + 1) * len(names))
+        if name == "wide":
+            return {"ms": wide_pass(backbone, wide, audio)}
         mode = "vanilla" if name == timing.AGAIN else name
+        return decode(backbone, clocked, mode, SCHEDULES[mode], audio)
 
-        def run() -> timing.Sample:
-            nonlocal done
-            done += 1
-            tick(name, done, (rounds + 1) * len(names))
-            if name == "wide":
-                return {"ms": wide_pass(backbone, wide, audio)}
-            return decode(backbone, clocked, mode, SCHEDULES[mode], audio)
-
-        return run
-
-    jobs = {name: job(name) for name in names}
+    jobs = {name: partial(job, name) for name in names}
     with torch.inference_mode(), timing.one_thread(), timing.frozen():
         for run in jobs.values():  # warm-up
             run()
         samples = timing.interleave(jobs, rounds)
     share = draft_weights(head, shape.audio) / trunk_weights(backbone, shape.audio)
-    shared = {
-        "preset": shape.name,
-        "dtype": dtype_name(dtype),
-        "distinct_layers": shape.distinct,
-        "module_share": share,
-        "n": rounds,
-        "clock": timing.PROCESSOR_CLOCK,
-        "threads": 1,
-        "device": "cpu",
-    }
+    shared = {"preset": shape.name, "dtype": dtype_name(dtype), "distinct_layers": shape.distinct}
+    shared |= {"module_share": share, "n": rounds, **timing.ON_ONE_THREAD}
     times = timing.PairedTimes.of(samples)
     return [{**shared, **_shape_row(name, times, samples, share)} for name in SCHEDULES]
 
@@ -177,22 +164,11 @@ def _shape_row(
     module, pass_ms = middle("module", name), middle("main", "vanilla", timing.AGAIN)
     wide = median(times.times["wide"])
     here = 1.0 if name == "vanilla" else ideal_speedup(name, share, wide / pass_ms)
-    return {
-        "job": name,
-        "score": speedup,
-        "ms_per_token": median(times.times[name]),
-        "pass_ms": pass_ms,
-        "main_ms": middle("main", name),
-        "module_ms": module,
-        "module_cost": module / pass_ms,
-        "speedup": speedup,
-        "ideal": ideal,
-        "of_ideal": speedup / ideal,
-        "wide_ms": wide,
-        "ideal_here": here,
-        "of_ideal_here": speedup / here,
-        "noise": times.noise,
-    }
+    row = {"job": name, "score": speedup, "ms_per_token": median(times.times[name])}
+    row |= {"pass_ms": pass_ms, "main_ms": middle("main", name), "wide_ms": wide}
+    row |= {"module_ms": module, "module_cost": module / pass_ms, "noise": times.noise}
+    row |= {"speedup": speedup, "ideal": ideal, "of_ideal": speedup / ideal}
+    return row | {"ideal_here": here, "of_ideal_here": speedup / here}
 
 
 class _ClockedHead:
@@ -330,31 +306,18 @@ def depth_rows(rounds: int, tick: Tick, **sizes: Any) -> list[Row]:
         ways[name] = partial(codebooks.draft_and_check, *inputs, codebooks.BlockPlan(core.codes))
         same &= torch.equal(ways[name](), right)
 
-    def job(name: str) -> Callable[[], timing.Sample]:
-        def run() -> timing.Sample:
-            spent = timing.timed(ways[name], time.process_time)[1]
-            tick(name, 0, 0)
-            return {"ms": spent}
-
-        return run
+    def job(name: str) -> timing.Sample:
+        tick(name, 0, 0)
+        return {"ms": timing.timed(ways[name], time.process_time)[1]}
 
     with timing.one_thread(), timing.frozen():
-        taken = timing.interleave({name: job(name) for name in ways}, rounds)
+        taken = timing.interleave({name: partial(job, name) for name in ways}, rounds)
     times = {name: [each["ms"] for each in samples] for name, samples in taken.items()}
+    shared = {"preset": "csm", "codebooks": core.codes, "n": rounds, "device": "cpu"}
+    shared |= {"share_of_a_code": share, "identical": float(same), "clock": timing.PROCESSOR_CLOCK}
     return [
-        {
-            "job": name,
-            "preset": "csm",
-            "codebooks": core.codes,
-            "passes_per_frame": counts[name],
-            "median_ms": median(spent),
-            "score": timing.paired(times["code by code"], spent),
-            "share_of_a_code": share,
-            "identical": float(same),
-            "clock": timing.PROCESSOR_CLOCK,
-            "n": rounds,
-            "device": "cpu",
-        }
+        {"job": name, "passes_per_frame": counts[name], "median_ms": median(spent)}
+        | {"score": timing.paired(times["code by code"], spent), **shared}
         for name, spent in times.items()
     ]
 
@@ -419,15 +382,9 @@ def train_frame_model(codes: Any, steps: int, seed: int = 0) -> FrameModel:
     from transformers import LlamaConfig, LlamaModel
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=1,
-        bos_token_id=None,
-        eos_token_id=None,
-        hidden_size=WIDTH,
-        intermediate_size=3 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": 2}
+    ids = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None}
+    config = LlamaConfig(**ids, **sizes, num_attention_heads=4)
     head = DepthHead(WIDTH, BOOKS, SIZE, dim=WIDTH, layers=2, ffn=2 * WIDTH, per_step=False)
     model, source = FrameModel(LlamaModel(config), head), torch.Generator().manual_seed(seed)
     weights = [*model.body.parameters(), *head.parameters()]
@@ -495,19 +452,11 @@ def draft_row(
             if sampling.greedy:
                 alone = codebooks.one_by_one(model.head, one, model.head.fronts(one), choice)
                 same += int(torch.equal(said, alone))
-    figures = decoder.count.to_dict()
-    return {
-        "job": name,
-        "mode": "greedy" if sampling.greedy else f"T {sampling.temperature:g}",
-        "score": decoder.count.rounds / frames,
-        "codebooks": BOOKS,
-        "n": frames,
-        "passes_per_frame": round(decoder.count.rounds / frames, 3),
-        "identical": same / frames if sampling.greedy else None,
-        "acceptance": figures["acceptance"],
-        "seed": 0,
-        "device": "cpu",
-    }
+    passes, mode = decoder.count.rounds / frames, f"T {sampling.temperature:g}"
+    row = {"job": name, "mode": "greedy" if sampling.greedy else mode, "codebooks": BOOKS}
+    row |= {"score": passes, "passes_per_frame": round(passes, 3), "n": frames}
+    row["identical"] = same / frames if sampling.greedy else None
+    return row | {"acceptance": decoder.count.to_dict()["acceptance"], "seed": 0, "device": "cpu"}
 
 
 @benchmark("speech", "depth-drafts")

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row
-from mmfast.bench.timing import PROCESSOR_CLOCK, one_thread
+from mmfast.bench.timing import PROCESSOR_CLOCK, one_thread, timed
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.speech import Sound
 from mmfast.frontends.codecs.embedded.codec import load_embedded
@@ -65,6 +66,12 @@ class WordErrors:
 
     def __add__(self, other: WordErrors) -> WordErrors:
         return WordErrors(self.errors + other.errors, self.words + other.words)
+
+    def row(self) -> Row:
+        """Return the fields of a row; the score is the rate."""
+        between = interval(min(self.errors, self.words), self.words)
+        counts = {"errors": self.errors, "words": self.words}
+        return {"score": self.rate, "wer": self.rate, "interval": between, **counts}
 
 
 def edit_distance(reference: list[str], heard: list[str]) -> int:
@@ -140,14 +147,8 @@ def word_error_rate(
 _SPEAKING, _LISTENING = 77, 78  # separate these draws from others of the same seed
 
 # Schedule of draft modules, and verification of their drafts.
-MODES: dict[str, tuple[str, str]] = {
-    "vanilla": ("vanilla", "none"),
-    "balance": ("balance", "none"),
-    "boost": ("boost", "none"),
-    "turbo": ("turbo", "none"),
-    "exact": ("turbo", "exact"),
-    "typical": ("turbo", "typical:0.3"),
-}
+MODES = {name: (name, "none") for name in ("vanilla", "balance", "boost", "turbo")}
+MODES |= {"exact": ("turbo", "exact"), "typical": ("turbo", "typical:0.3")}
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,6 @@ class SpeechTally:
     passes: int = 0
     drafts: int = 0
     tokens: int = 0
-    same: int = 0
     codes: list[Tensor | None] = field(default_factory=list)
 
     def add(self, line: SpokenLine, heard: str, pcm: Tensor) -> None:
@@ -212,18 +212,8 @@ class SpeechTally:
     def row(self, n: int) -> Row:
         """Return the figures of `n` sentences."""
         rate = {name: round(found.rate, 5) for name, found in sorted(self.voices.items())}
-        errors, words = self.errors.errors, self.errors.words
-        return {
-            "task": "speaking",
-            "score": self.errors.rate,
-            "wer": self.errors.rate,
-            "interval": interval(min(errors, words), words),
-            "errors": errors,
-            "words": words,
-            "by_voice": rate,
-            "sentences": n,
-            "seconds": self.seconds,
-        }
+        sums = {"by_voice": rate, "sentences": n, "seconds": self.seconds}
+        return {"task": "speaking", **self.errors.row(), **sums}
 
 
 def speaking_rows(
@@ -264,19 +254,14 @@ def through_codec(codec: Any, pcm: Tensor) -> Tensor:
     return back[: len(pcm)]
 
 
-def join_pieces(pieces: Sequence[Sound]) -> tuple[Tensor, Tensor | None]:
-    """Join the sound `[n]` and the codes `[Q, T]` of all pieces."""
-    codes = [piece.codes for piece in pieces if piece.codes is not None]
-    return torch.cat([piece.pcm for piece in pieces]), torch.cat(codes, 1) if codes else None
-
-
 def _speak(
-    model: Any, line: SpokenLine, name: str, tally: SpeechTally, recogniser: CachedRecogniser
+    model: Any, line: SpokenLine, name: str, tally: SpeechTally, recogniser: Recognise
 ) -> None:
     mode, verify = MODES[name]
-    pieces = list(model.speak(line.text, mode=mode, verify=verify, **line.options))
-    pcm, codes = join_pieces(pieces)
-    tally.codes.append(codes)
+    pieces: list[Sound] = list(model.speak(line.text, mode=mode, verify=verify, **line.options))
+    codes = [piece.codes for piece in pieces if piece.codes is not None]
+    pcm = torch.cat([piece.pcm for piece in pieces])
+    tally.codes.append(torch.cat(codes, 1) if codes else None)
     tally.passes += sum(piece.passes for piece in pieces)
     tally.drafts += sum(piece.drafts for piece in pieces)
     tally.tokens += sum(piece.tokens for piece in pieces)
@@ -285,16 +270,9 @@ def _speak(
 
 def _mode_row(name: str, tally: SpeechTally, n: int) -> Row:
     mode, verify = MODES[name]
-    return {
-        "mode": name,
-        "schedule": mode,
-        "verify": verify,
-        **tally.row(n),
-        "tokens": tally.tokens,
-        "passes": tally.passes,
-        "draft_passes": tally.drafts,
-        "tokens_per_pass": tally.tokens / max(1, tally.passes),
-    }
+    counts = {"tokens": tally.tokens, "passes": tally.passes, "draft_passes": tally.drafts}
+    way = {"mode": name, "schedule": mode, "verify": verify}
+    return {**way, **tally.row(n), **counts, "tokens_per_pass": tally.tokens / max(1, tally.passes)}
 
 
 def _identical(tally: SpeechTally, vanilla: SpeechTally | None) -> Row:
@@ -347,15 +325,8 @@ def listening_rows(
     typed_row = _listening_row("typed", [each.case for each in asked], answer, progress)
     spoken_row = _listening_row("spoken", heard, answer, progress)
     base = typed_row["accuracy"]
-    return [
-        typed_row,
-        {
-            **spoken_row,
-            "relative": spoken_row["accuracy"] / base if base else None,
-            "wer": errors.rate,
-            "exact": exact / max(1, len(asked)),
-        },
-    ]
+    spoken_row["relative"] = spoken_row["accuracy"] / base if base else None
+    return [typed_row, spoken_row | {"wer": errors.rate, "exact": exact / max(1, len(asked))}]
 
 
 def _listening_row(mode: str, cases: Sequence[SuiteCase], answer: Answer, progress: Tick) -> Row:
@@ -367,15 +338,10 @@ def _listening_row(mode: str, cases: Sequence[SuiteCase], answer: Answer, progre
         progress(f"answers, {mode}", min(at + BATCH, len(cases)), len(cases))
     right = sum(sum(each) for each in marks.values())
     accuracy = right / max(1, len(cases))
-    return {
-        "task": "listening",
-        "mode": mode,
-        "score": accuracy,
-        "accuracy": accuracy,
-        "interval": interval(right, len(cases)) if cases else [0.0, 1.0],
-        "by_kind": {kind: sum(each) / len(each) for kind, each in sorted(marks.items())},
-        "questions": len(cases),
-    }
+    between = interval(right, len(cases)) if cases else [0.0, 1.0]
+    kinds = {kind: sum(each) / len(each) for kind, each in sorted(marks.items())}
+    found = {"task": "listening", "mode": mode, "score": accuracy, "accuracy": accuracy}
+    return {**found, "interval": between, "by_kind": kinds, "questions": len(cases)}
 
 
 TASKS = ("speaking", "listening")
@@ -410,9 +376,8 @@ def run_speech_eval(
         MmfastError: An unknown mode or task, or something that has to be installed.
     """
     for what, asked, known in (("mode", modes, tuple(MODES)), ("task", tasks, TASKS)):
-        for name in asked:
-            if name not in known:
-                raise MmfastError(unknown(what, name, known))
+        for name in set(asked) - set(known):
+            raise MmfastError(unknown(what, name, known))
     speech, name = _load(model)
     tick = progress or quiet
     rows: list[Row] = []
@@ -469,9 +434,7 @@ def codec_rows(
         for i, (line, pcm) in enumerate(zip(lines, sounds, strict=True)):
             errors += count_errors(line.text, recognise(pcm))
             tick(job, i + 1, len(lines))
-        same = (errors.rate, interval(min(errors.errors, errors.words), errors.words))
-        row: Row = {"job": job, "score": same[0], "wer": same[0], "interval": same[1]}
-        found.append({**row, "errors": errors.errors, "words": errors.words, "n": len(lines)})
+        found.append({"job": job, **errors.row(), "n": len(lines)})
     found[1].update(quality(recorded, coded))
     seconds = sum(len(pcm) for pcm in recorded) / RATE
     speed = {"encode_rtf": encoding / seconds, "decode_rtf": decoding / seconds, "threads": 1}
@@ -488,13 +451,10 @@ def _through(codec: Any, recorded: Sequence[Tensor]) -> tuple[list[Tensor], floa
     with torch.inference_mode(), one_thread():
         codec.decode(codec.encode(recorded[0][None]))  # warm-up
         for pcm in recorded:
-            start = time.process_time()
-            codes = codec.encode(pcm[None])
-            between = time.process_time()
-            sound = codec.decode(codes)[0, : len(pcm)]
-            decoding += time.process_time() - between
-            encoding += between - start
-            coded.append(sound)
+            codes, there = timed(partial(codec.encode, pcm[None]), time.process_time)
+            sound, back = timed(partial(codec.decode, codes), time.process_time)
+            coded.append(sound[0, : len(pcm)])
+            encoding, decoding = encoding + there / 1e3, decoding + back / 1e3
     return coded, encoding, decoding
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +31,7 @@ from mmfast.tiny.speech.text import groups
 ROUNDS, MODES_SEED = 24, 3
 
 
-@dataclass(frozen=True)
-class DecodeMode:
+class DecodeMode(NamedTuple):
     """A draft head, its schedule, and the verification of drafts."""
 
     name: str
@@ -138,38 +138,21 @@ def _mode_row(
     ideal = per_pass / (1 + share * drafts) / (vanilla.tokens / max(1, vanilla.passes))
     speedup, ms = times.speedup(mode.name), median(times.times[mode.name])
     same = [vanilla.said.get(i) == said for i, said in mine.said.items()]
-    return {
-        "job": mode.name,
-        "head": mode.head,
-        "schedule": mode.mode,
-        "verify": mode.verify,
-        "score": speedup,
-        "tokens_per_second": 1e3 / ms,
-        "ms_per_token": ms,
-        "speedup": speedup,
-        "ideal": ideal,
-        "of_ideal": speedup / ideal,
-        "tokens_per_pass": per_pass,
-        "drafts_per_pass": drafts,
-        "module_share": share,
-        "acceptance": {str(b): stood / max(1, n) for b, (n, stood) in sorted(mine.books.items())},
-        "identical": sum(same) / max(1, len(same)),
-        "noise": times.noise,
-        "n": len(times.times[mode.name]),
-        "tokens": mine.tokens,
-        "seed": MODES_SEED,
-        "clock": timing.PROCESSOR_CLOCK,
-        "threads": 1,
-        "dtype": dtype_name(model.backbone.dtype),
-        "device": "cpu",
-    }
+    way = {"job": mode.name, "head": mode.head, "schedule": mode.mode, "verify": mode.verify}
+    speed = {"score": speedup, "tokens_per_second": 1e3 / ms, "ms_per_token": ms}
+    gain = {"speedup": speedup, "ideal": ideal, "of_ideal": speedup / ideal}
+    shares = {"tokens_per_pass": per_pass, "drafts_per_pass": drafts, "module_share": share}
+    books = {str(b): stood / max(1, n) for b, (n, stood) in sorted(mine.books.items())}
+    found = {"acceptance": books, "identical": sum(same) / max(1, len(same)), "noise": times.noise}
+    found |= {"n": len(times.times[mode.name]), "tokens": mine.tokens, "seed": MODES_SEED}
+    found |= {"dtype": dtype_name(model.backbone.dtype), **timing.ON_ONE_THREAD}
+    return {**way, **speed, **gain, **shares, **found}
 
 
 def module_share(model: Any, head: str) -> float:
     """Return the weights a draft module reads, relative to a pass of the backbone."""
-    return draft_weights(model.heads[head], model.layout.total - model.layout.texts) / (
-        trunk_weights(model.backbone, model.layout.total - model.layout.texts)
-    )
+    entries = model.layout.total - model.layout.texts
+    return draft_weights(model.heads[head], entries) / trunk_weights(model.backbone, entries)
 
 
 def trunk_weights(backbone: Any, entries: int) -> int:
@@ -181,9 +164,7 @@ def trunk_weights(backbone: Any, entries: int) -> int:
 
 def draft_weights(head: Any, entries: int) -> float:
     """Count the weights that one of its modules reads, on average."""
-    alone = (
-        head.window == 1 and head.trunk.lean
-    )  # a single position attends to itself: no queries, no keys
+    alone = head.window == 1 and head.trunk.lean  # a position attends to itself: no queries, keys
     unread = ("q_proj", "k_proj") if alone else ()
     own = sum(
         p.numel()
@@ -217,9 +198,10 @@ def sound_rows(
     found, done, total = [], 0, len(SOUND_MODES) * (len(lines) + len(asked))
     with timing.frozen():
         for mode in SOUND_MODES:
+            how = dict(zip(("mode", "verify"), MODES[mode], strict=True))
             jobs: dict[str, list[Callable[[], Iterable[Sound]]]] = {
-                "say": [_say(model, line, mode) for line in lines],
-                "reply": [_reply(model, pcm, mode) for pcm in asked],
+                "say": [partial(model.speak, each.text, **how, **each.options) for each in lines],
+                "reply": [partial(model.reply, pcm, RATE, **how) for pcm in asked],
             }
             for job, tries in jobs.items():
                 if not tries:
@@ -230,9 +212,8 @@ def sound_rows(
                     figures.append(sound_figures(each()))
                     done += 1
                     tick(f"{job}, {mode}", done, total)
-                found.append(
-                    {"job": job, "mode": mode, **_sound_row(figures), "rate": model.sample_rate}
-                )
+                common = {"job": job, "mode": mode, "rate": model.sample_rate}
+                found.append({**common, **_sound_row(figures)})
     return found
 
 
@@ -253,46 +234,18 @@ def sound_figures(pieces: Iterable[Sound]) -> Row:
             samples, rate = samples + len(piece.pcm), piece.rate
     total, worked = time.perf_counter() - start, time.process_time() - work
     seconds = samples / rate
-    return {
-        "first_ms": 1e3 * first,
-        "rtf": total / seconds if seconds else 0.0,
-        "first_cpu_ms": 1e3 * early,
-        "cpu_rtf": worked / seconds if seconds else 0.0,
-        "passes": passes,
-        "chunk_ms": 1e3 * chunk / rate,
-        "gap_ms": 1e3 * gaps,
-        "seconds": seconds,
-    }
+    rtf, cpu_rtf = (each / seconds if seconds else 0.0 for each in (total, worked))
+    row = {"first_ms": 1e3 * first, "first_cpu_ms": 1e3 * early, "passes": passes}
+    row |= {"chunk_ms": 1e3 * chunk / rate, "gap_ms": 1e3 * gaps, "seconds": seconds}
+    return row | {"rtf": rtf, "cpu_rtf": cpu_rtf}
 
 
 def _sound_row(figures: Sequence[Row]) -> Row:
-    first = [row["first_ms"] for row in figures]
-    return {
-        "score": median(first),
-        "first_ms": median(first),
-        "first_p95_ms": timing.quantile(first, 0.95),
-        "rtf": median(row["rtf"] for row in figures),
-        "first_cpu_ms": median(row["first_cpu_ms"] for row in figures),
-        "cpu_rtf": median(row["cpu_rtf"] for row in figures),
-        "passes_before": median(row["passes"] for row in figures),
-        "chunk_ms": median(row["chunk_ms"] for row in figures),
-        "gap_ms": max(row["gap_ms"] for row in figures),
-        "seconds": sum(row["seconds"] for row in figures),
-        "n": len(figures),
-        "seed": SOUND_SEED,
-        "clock": "wall",
-        "threads": torch.get_num_threads(),
-        "device": "cpu",
-    }
-
-
-def _say(model: Any, line: SpokenLine, mode: str) -> Callable[[], Iterable[Sound]]:
-    return lambda: model.speak(line.text, **_options(mode), **line.options)
-
-
-def _reply(model: Any, pcm: Any, mode: str) -> Callable[[], Iterable[Sound]]:
-    return lambda: model.reply(pcm, RATE, **_options(mode))
-
-
-def _options(mode: str) -> dict[str, str]:
-    return dict(zip(("mode", "verify"), MODES[mode], strict=True))
+    columns = {name: [row[name] for row in figures] for name in figures[0]}
+    medians = ("first_ms", "rtf", "first_cpu_ms", "cpu_rtf", "chunk_ms")
+    shared = {"clock": "wall", "threads": torch.get_num_threads(), "device": "cpu"}
+    row = {"score": median(columns["first_ms"])}
+    row |= {"first_p95_ms": timing.quantile(columns["first_ms"], 0.95), "n": len(figures)}
+    row |= {name: median(columns[name]) for name in medians}
+    row |= {"passes_before": median(columns["passes"]), "gap_ms": max(columns["gap_ms"])}
+    return row | {"seconds": sum(columns["seconds"]), "seed": SOUND_SEED, **shared}

@@ -8,9 +8,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
 from mmfast.bench.suites.vision import qwen_shape, siglip_shape
-from mmfast.bench.timing import PROCESSOR_CLOCK, compare_jobs, one_thread, resident_bytes
+from mmfast.bench.timing import ON_ONE_THREAD, compare_jobs, one_thread, resident_bytes
 from mmfast.core.errors import MmfastError
 from mmfast.core.tokens import Tokens
 from mmfast.frontends.video.reader import read_video
@@ -71,42 +71,31 @@ def bounded_row(
     before = statistics.median(seen.spent[early - part : early])
     after = statistics.median(seen.spent[-part:])
     memory = figures["memory"]
-    return {
-        "memory": MEMORY,
-        "reduce": pipe.stream_model.reduce,
-        "n": frames,
-        "early": early,
-        "held_early_mb": max(seen.held[:samples]) / 1e6,
-        "held_mb": max(seen.held) / 1e6,
-        "held_growth": max(seen.held) / max(seen.held[:samples]) - 1,
-        "resident_early_mb": max(seen.resident[:samples]) / 1e6,
-        "resident_mb": max(seen.resident) / 1e6,
-        "growth": max(seen.resident) / max(seen.resident[:samples]) - 1,
-        "early_ms": before,
-        "late_ms": after,
-        "slowdown": after / before - 1,
-        "evicted": memory["evicted_blocks"],
-        "rebases": memory["rebases"],
-        "stored": memory["archive"]["blocks"],
-        "clock": PROCESSOR_CLOCK,
-        "threads": 1,
-        "device": str(pipe.model.device),
-    }
+    row = {"memory": MEMORY, "reduce": pipe.stream_model.reduce, "n": frames, "early": early}
+    for name, growth, values in (
+        ("held", "held_growth", seen.held),
+        ("resident", "growth", seen.resident),
+    ):
+        first, most = max(values[:samples]), max(values)
+        row |= {f"{name}_early_mb": first / 1e6, f"{name}_mb": most / 1e6, growth: most / first - 1}
+    row |= {"early_ms": before, "late_ms": after, "slowdown": after / before - 1}
+    row |= {"evicted": memory["evicted_blocks"], "rebases": memory["rebases"]}
+    row |= {"stored": memory["archive"]["blocks"], **ON_ONE_THREAD}
+    return row | {"device": str(pipe.model.device)}
 
 
-@dataclass
-class _MemoryRecord:
+class _MemoryRecord(NamedTuple):
     """Bytes held by the session, resident bytes of the process, and milliseconds per frame."""
 
-    held: list[int] = field(default_factory=list)
-    resident: list[int] = field(default_factory=list)
-    spent: list[float] = field(default_factory=list)
+    held: list[int]
+    resident: list[int]
+    spent: list[float]
 
 
 def _watch(
     pipe: Any, frames: int, side: int, tick: Callable[[int, int], None]
 ) -> tuple[_MemoryRecord, dict[str, Any]]:
-    seen = _MemoryRecord()
+    seen = _MemoryRecord([], [], [])
     with tempfile.TemporaryDirectory() as folder, one_thread():
         options = {"host_bytes": "2MB", "disk_bytes": "2MB", "folder": Path(folder)}
         with pipe.open(MEMORY, **options) as session:
@@ -164,13 +153,9 @@ def prefill_rows(layers: int, frames: int, rounds: int) -> list[Row]:
     with torch.no_grad():
         kept = _check_prefill(case)
     jobs = {"whole": lambda: append_frames(case, None), SPEC: lambda: append_frames(case, SPEC)}
-    shared = {
-        "preset": PRESET,
-        "note": f"{layers} of {shape.text['num_hidden_layers']} layers, {frames} frames one by one",
-        "dtype": "float32",
-        "tokens": case.n,
-        "frames": frames,
-    }
+    note = f"{layers} of {shape.text['num_hidden_layers']} layers, {frames} frames one by one"
+    shared = {"preset": PRESET, "note": note, "dtype": "float32", "tokens": case.n}
+    shared["frames"] = frames
     extra: dict[str, Row] = {
         "whole": {"method": None, "knobs": {}, "kept": case.n},
         SPEC: {"method": "stc_pruner", "knobs": {"budget": 0.3}, "kept": kept},
@@ -341,21 +326,11 @@ def quality_row(
         cosines.append(F.cosine_similarity(cached, stock, dim=-1)[1:])
         counts = {name: total + state.stats()[name] for name, total in counts.items()}
     cosine = torch.cat(cosines)  # [frames, tokens]
-    return {
-        "model": MODEL,
-        "method": "frame_cache",
-        "knobs": knobs,
-        "fps": fps,
-        "n": len(paths),
-        "cosine": cosine.mean().item(),
-        "cosine_worst_frame": cosine.mean(-1).min().item(),
-        "cosine_worst_token": cosine.min().item(),
-        "computed": counts["computed"] / counts["patches"],
-        "frames": counts["frames"],
-        "whole": counts["whole"],
-        "device": "cpu",
-        "dtype": "float32",
-    }
+    row = {"model": MODEL, "method": "frame_cache", "knobs": knobs, "fps": fps, "n": len(paths)}
+    row |= {"cosine": cosine.mean().item(), "cosine_worst_token": cosine.min().item()}
+    row |= {"cosine_worst_frame": cosine.mean(-1).min().item(), "whole": counts["whole"]}
+    row |= {"computed": counts["computed"] / counts["patches"], "frames": counts["frames"]}
+    return row | {"device": "cpu", "dtype": "float32"}
 
 
 def _frame_features(encoder: FrameEncoder, shots: Sequence[Any], state: Any) -> Tensor:

@@ -35,12 +35,8 @@ from mmfast.ops.attention import segment_attention
 
 Jobs = dict[str, Callable[[], Any]]
 _SPECIAL = {"image_token_index": 510, "video_token_index": 511}
-_SMALL_TEXT = {
-    "vocab_size": 512,
-    "intermediate_size": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+_SMALL_TEXT = {"vocab_size": 512, "intermediate_size": 64}
+_SMALL_TEXT |= {"bos_token_id": None, "eos_token_id": None}
 
 
 def only_tower(shape: Preset) -> Preset:
@@ -131,43 +127,31 @@ def _attention_rows(name: str, rounds: int) -> list[Row]:
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     gen = torch.Generator().manual_seed(0)
     size = (sum(lengths), heads, width)
-    q, k, v = (torch.randn(size, generator=gen).to(where, dtype) for _ in range(3))
+    inputs = [torch.randn(size, generator=gen).to(where, dtype) for _ in range(3)]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=where)
-    scale = width**-0.5
+    together = partial(segment_attention, scale=width**-0.5, longest=max(lengths))
     jobs: Jobs = {
-        "eager, one by one": partial(_by_segment, _eager, q, k, v, lengths, scale),
-        "sdpa, one by one": partial(_by_segment, _sdpa, q, k, v, lengths, scale),
-        "together": partial(segment_attention, q, k, v, ends, scale=scale, longest=max(lengths)),
+        "eager, one by one": partial(_by_segment, _eager, inputs, lengths),
+        "sdpa, one by one": partial(_by_segment, F.scaled_dot_product_attention, inputs, lengths),
+        "together": partial(together, *inputs, ends),
     }
     expected = jobs["eager, one by one"]()
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     extra = {job: {"difference": check(run(), expected, limit)} for job, run in jobs.items()}
-    shared: Row = {"shape": name, "segments": len(lengths), "tokens": len(q), "heads": heads}
+    shared: Row = {"shape": name, "segments": len(lengths), "tokens": sum(lengths), "heads": heads}
     shared |= {"head_dim": width, "dtype": dtype_name(dtype)}
     return compare_jobs(jobs, rounds, shared, where, extra)
 
 
-def _by_segment(
-    attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: list[int],
-    scale: float,
-) -> Tensor:
+def _by_segment(attend: Callable[..., Tensor], inputs: Sequence[Tensor], lengths: Any) -> Tensor:
     """Split, attend to each segment, and join, as stock towers do; `[S, H, d]`."""
-    heads = (x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v))
-    parts = zip(*heads, strict=True)
-    return torch.cat([attend(a, b, c, scale) for a, b, c in parts], 1)[0]
+    parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in inputs), strict=True)
+    return torch.cat([attend(*each).transpose(1, 2).contiguous() for each in parts], 1)[0]
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    weights = torch.softmax(q @ k.transpose(2, 3) * scale, -1, dtype=torch.float32).to(q.dtype)
-    return (weights @ v).transpose(1, 2).contiguous()
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).contiguous()
+def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    return torch.softmax(logits, -1, dtype=torch.float32).to(q.dtype) @ v
 
 
 PER_CALL = (1, 2, 4, 8)
@@ -240,13 +224,8 @@ def _available(mode: str, device: torch.device) -> bool:
     return True
 
 
-MERGES = (
-    "tome@vit:0.75",
-    "tome@vit:0.5",
-    "tome@vit:0.5?until=0.5",
-    "tome@vit:0.25",
-    "saint@vit:0.5",
-)
+_TOME = tuple(f"tome@vit:{keep}" for keep in ("0.75", "0.5", "0.5?until=0.5", "0.25"))
+MERGES = (*_TOME, "saint@vit:0.5")
 
 
 @benchmark("encoder", "merge")
