@@ -92,15 +92,9 @@ def run_break_even(
     todo, found = points(preset), []
     with threads_set(threads), frozen():
         clock, clock_name = clock_of(where, torch.get_num_threads())
-        shared = {
-            "suite": "breakeven",
-            "preset": preset,
-            "device": where.type,
-            "dtype": dtype_name(kind),
-            "threads": torch.get_num_threads(),
-            "clock": clock_name,
-            **environment(where),
-        }
+        shared = {"suite": "breakeven", "preset": preset, "device": where.type}
+        shared |= {"dtype": dtype_name(kind), "threads": torch.get_num_threads()}
+        shared |= {"clock": clock_name, **environment(where)}
         for number, point in enumerate(todo):
             check_fits(point.preset, ("llm",), point.frames * point.batch, kind, where)
             tick(number, len(todo), f"{point.bench} {number + 1}")
@@ -123,14 +117,8 @@ def _rows(case: Case, point: CurvePoint, clock: Clock) -> Iterator[Row]:
     for stage in point.stages:
         stock, *rows = measured.rows(stage)
         for row in rows:
-            gain, noise = row["speedup"], row["noise"]
-            yield {
-                **{key: row[key] for key in ("stage", "reduce", "tokens", "median_ms", "ideal")},
-                "bench": point.bench,
-                "batch": point.batch,
-                "stock_ms": stock["median_ms"],
-                "speedup": gain,
-                "noise": noise,
-                "pays": None if abs(gain - 1) <= noise else gain > 1,
-                "n": measured.rounds,
-            }
+            gain = row["speedup"]
+            pays = None if abs(gain - 1) <= row["noise"] else gain > 1
+            found = {"bench": point.bench, "batch": point.batch, "stock_ms": stock["median_ms"]}
+            kept = ("stage", "reduce", "tokens", "median_ms", "ideal", "speedup", "noise")
+            yield {key: row[key] for key in kept} | {**found, "pays": pays, "n": measured.rounds}

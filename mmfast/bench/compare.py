@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmfast.bench.results import Row
@@ -55,12 +55,8 @@ class Pair:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON document."""
-        return {
-            **{key: getattr(self, key) for key in ("name", "metric", "old", "new")},
-            **{key: getattr(self, key) for key in ("slowdown", "noise", "verdict")},
-            "ratio": self.new / self.old,
-            "notes": list(self.notes),
-        }
+        document = asdict(self) | {"verdict": self.verdict, "notes": list(self.notes)}
+        return {**document, "ratio": self.new / self.old}
 
 
 @dataclass(frozen=True)
@@ -87,13 +83,10 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON document."""
-        return {
-            "rows": [pair.to_dict() for pair in self.pairs],
-            "regressions": [pair.name for pair in self.regressions],
-            "only_old": list(self.only_old),
-            "only_new": list(self.only_new),
-            "notes": list(self.notes),
-        }
+        rows = [pair.to_dict() for pair in self.pairs]
+        alone = {"only_old": list(self.only_old), "only_new": list(self.only_new)}
+        regressions = [pair.name for pair in self.regressions]
+        return {"rows": rows, "regressions": regressions, **alone, "notes": list(self.notes)}
 
 
 def compare(old: Sequence[Row], new: Sequence[Row]) -> Comparison:
@@ -149,23 +142,15 @@ def _pair(key: str, old: Row, new: Row) -> Pair | None:
 
 def _noise(old: Row, new: Row) -> float:
     floors = [row["noise"] for row in (old, new) if isinstance(row.get("noise"), (int, float))]
-    return float(max(floors)) if floors else DEFAULT_NOISE
+    return float(max(floors, default=DEFAULT_NOISE))
 
 
 def _notes(old: Row, new: Row) -> tuple[str, ...]:
     pairs = [(key, old.get(key), new.get(key)) for key in ("processor", "clock")]
-    before, after = _versions(old), _versions(new)
+    before, after = (dict(row.get("versions") or {}) for row in (old, new))
     pairs += [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])]
-    return tuple(f"{key}: {_plain(a)} and {_plain(b)}" for key, a, b in pairs if a != b)
-
-
-def _plain(value: object) -> str:
-    return "not stated" if value is None else str(value)
-
-
-def _versions(row: Row) -> Mapping[str, Any]:
-    found = row.get("versions")
-    return found if isinstance(found, dict) else {}
+    stated = [(k, *("not stated" if v is None else v for v in both)) for k, *both in pairs]
+    return tuple(f"{key}: {a} and {b}" for key, a, b in stated if a != b)
 
 
 def _label(row: Row) -> str:

@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,7 +113,9 @@ def run_full(
         left = 60 * minutes - (begun - start)
         ahead = sum(each.weight for each in steps[number:])
         progress = _progress(tick, whole - ahead, step, whole)
-        state, found, reason = _do(step, begun + left * step.weight / ahead, left, progress, clock)
+        late = begun + left * step.weight / ahead
+        enough = partial(lambda end: clock() > end, late)
+        state, found, reason = _do(step, left, progress, enough)
         sink(found)
         rows += found
         seconds = clock() - begun
@@ -120,18 +123,16 @@ def run_full(
         report[-1] |= {"rows": len(found), "reason": reason}
         if reason:
             tell(f"{state}: {step.label}: {reason}")
-        _free(where)
+        gc.collect()
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
     ok = all(step["state"] != "failed" for step in report)
     document = {"ok": ok, "device": where.type, "seconds": clock() - start}
     return {**document, "steps": report, "rows": rows}
 
 
 def _do(
-    step: RunStep,
-    deadline: float,
-    left: float,
-    progress: Callable[[int, int], None],
-    clock: Callable[[], float],
+    step: RunStep, left: float, progress: Callable[[int, int], None], enough: Callable[[], bool]
 ) -> tuple[str, list[Row], str]:
     """Run one step; return (state, rows, reason), also after an error in it."""
     if left <= 0:
@@ -141,7 +142,7 @@ def _do(
     except MmfastError as error:
         return "left out", [], str(error)
     try:
-        return "done", step.run(progress, lambda: clock() > deadline), ""
+        return "done", step.run(progress, enough), ""
     except MmfastError as error:
         return "failed", [], str(error)
     except Exception as error:  # of a compiler or driver: the other steps still run
@@ -171,17 +172,9 @@ def _shape(
         check_fits(shape, parse_stages(stages), frames, kind, device)
 
     def run(progress: Callable[[int, int], None], enough: Callable[[], bool]) -> list[Row]:
-        document = run_bench(
-            preset=preset,
-            reduce=list(methods),
-            frames=frames,
-            keep=KEEP,
-            stages=stages,
-            device=str(device),
-            iters=rounds,
-            progress=progress,
-            enough=enough,
-        )
+        asked: dict[str, Any] = {"keep": KEEP, "stages": stages, "device": str(device)}
+        asked |= {"iters": rounds, "progress": progress, "enough": enough}
+        document = run_bench(preset, list(methods), frames, **asked)
         if not document["ok"]:
             raise MmfastError("gate: " + "; ".join(document["faults"]))
         return bench_rows(document)
@@ -198,12 +191,6 @@ def _progress(tick: Tick, behind: float, step: RunStep, whole: float) -> Callabl
 
     progress(0, 1)
     return progress
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 _SMALL = "llava-onevision-0.5b"
@@ -243,14 +230,6 @@ def _gain(preset: str, device: str, stage: str, kept: float, least: float) -> Go
     return Goal(what + "language model", f"{least}x", where, selects, "speedup", least)
 
 
-def _in_tower(preset: str, least: float) -> Goal:
-    def selects(row: Row) -> bool:
-        return "@vit" in (row["reduce"] or "") and str(row["reduce"]).endswith(":0.1")
-
-    what = f"{preset}, CUDA, tower and prefill, merged in the tower too, 10 % kept"
-    return Goal(what, f"{least}x", (preset, "cuda", "ttft"), selects, "speedup", least)
-
-
 def _oracle(methods: tuple[str, ...], least: float) -> Goal:
     what = f"{_BIG}, CUDA, first token with fixed indices / with {' or '.join(methods)}"
     place = (_BIG, "cuda", "ttft")
@@ -272,7 +251,12 @@ GOALS = (
     _gain(_BIG, "cuda", "llm", 0.1, 7.5),
     _gain(_BIG, "cuda", "ttft", 0.25, 2.1),
     _gain(_BIG, "cuda", "ttft", 0.1, 2.6),
-    _in_tower(_BIG, 3.2),
+    Goal(
+        f"{_BIG}, CUDA, tower and prefill, merged in the tower too, 10 % kept",
+        *("3.2x", (_BIG, "cuda", "ttft")),
+        lambda row: "@vit" in (row["reduce"] or "") and str(row["reduce"]).endswith(":0.1"),
+        *("speedup", 3.2),
+    ),
     _at_most("choosing and compacting, of the time to first token", "selection", "share", 0.03),
     _oracle(("evs", "fastv"), 0.97),
     _oracle(("divprune", "holitom"), 0.93),
@@ -284,14 +268,10 @@ GOALS = (
 
 def goals(rows: Sequence[Row]) -> list[str]:
     """Every goal with the least and the best of the latest rows that speak about it."""
-    latest = list({_key(row): row for row in rows}.values())
+    keys = ("preset", "processor", "dtype", "threads", "frames", "stage", "reduce")
+    latest = list({tuple(row[key] for key in keys): row for row in rows}.values())
     lines = [(goal.what, goal.bound, *_found(goal, latest)) for goal in GOALS]
     return markdown(("what", "at least", "measured", "met"), lines)
-
-
-def _key(row: Row) -> tuple[object, ...]:
-    keys = ("preset", "processor", "dtype", "threads", "frames", "stage", "reduce")
-    return tuple(row[key] for key in keys)
 
 
 def _found(goal: Goal, rows: Sequence[Row]) -> tuple[str, str]:

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -133,9 +132,6 @@ class ParityRow:
     ok: bool
     detail: str
 
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self, key)
-
 
 def verify(directory: Path) -> list[ParityRow]:
     """Compare every golden file of a directory with the reducers, by name.
@@ -170,7 +166,7 @@ def _verify_file(path: Path) -> ParityRow:
         ok, detail = _compare_file(arrays, metadata)
     except Exception as error:  # of a broken file; the error is the result of this row
         reason = " ".join(str(error).split()) or "no reason given"
-        return ParityRow(path.name, method, False, f"{type(error).__name__}: {reason}")
+        ok, detail = False, f"{type(error).__name__}: {reason}"
     return ParityRow(path.name, method, ok, detail)
 
 

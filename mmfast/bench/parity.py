@@ -59,12 +59,10 @@ def _hiprune(arrays: Arrays, params: Params) -> Outcome:
     budget = int(params["retention"] / len(deep))
     side = round(deep.shape[1] ** 0.5)
     spec = f"hiprune:{budget}?parity=true&alpha={params['alpha']}"
+    signals = [{"attn_visual": d, "attn_middle": m} for d, m in zip(deep, middle, strict=True)]
+    grid = (1, side, side)
     crops = [
-        run(
-            Tokens(d[:, None], grid=(1, side, side), signals={"attn_visual": d, "attn_middle": m}),
-            spec,
-        )
-        for d, m in zip(deep, middle, strict=True)
+        run(Tokens(each["attn_visual"][:, None], grid=grid, signals=each), spec) for each in signals
     ]
     outputs = {
         "mask": torch.stack([mask_of(crop) for crop in crops]),
@@ -330,20 +328,7 @@ def _holitom(arrays: Arrays, params: Params) -> Outcome:
     return outputs, []
 
 
-DRIVERS: dict[str, Driver] = {
-    "cdpruner": _cdpruner,
-    "divprune": _divprune,
-    "dycoke": _dycoke,
-    "evs": _evs,
-    "fastv": _fastv,
-    "hiprune": _hiprune,
-    "hired": _hired,
-    "holitom": _holitom,
-    "pixelprune": _pixelprune,
-    "prumerge": _prumerge,
-    "prumerge_plus": partial(_prumerge, name="prumerge_plus"),
-    "stc_pruner": _stc_pruner,
-    "tome": _tome,
-    "vidcom2": _vidcom2,
-    "visionzip": _visionzip,
-}
+_DRIVERS: list[Callable[..., Outcome]] = [_cdpruner, _divprune, _dycoke, _evs, _fastv, _hiprune]
+_DRIVERS += [_hired, _holitom, _pixelprune, _prumerge, _stc_pruner, _tome, _vidcom2, _visionzip]
+DRIVERS: dict[str, Driver] = {driver.__name__.removeprefix("_"): driver for driver in _DRIVERS}
+DRIVERS["prumerge_plus"] = partial(_prumerge, name="prumerge_plus")

@@ -44,18 +44,10 @@ from mmfast.planner.target import Target
 SHORT_MS = 1000.0  # a call this short is measured five times
 
 
-@dataclass(frozen=True)
-class ShapePlanner:
-    """A planner for a model shape, and the inputs of its request."""
-
-    planner: Planner
-    inputs: Mapping[str, Any]
-
-
 def shape_planner(
     preset: str, frames: int = 8, device: str | None = None, dtype: str = "auto"
-) -> ShapePlanner:
-    """Build one layer and one block of a shape, with random weights."""
+) -> tuple[Planner, dict[str, Any]]:
+    """Return a planner for a shape with random weights, of one layer and block, and its inputs."""
     shape, where = get_preset(preset), pick_device(device)
     kind = pick_dtype(dtype, shape, where)
     video_grid(shape, frames)
@@ -65,7 +57,7 @@ def shape_planner(
         for k, v in pixel_inputs(shape, frames, 0).items()
     }
     planner = Planner(case.model, shape=whole_shape(shape, case.model))
-    return ShapePlanner(planner, {**case.prompt, **pixels})
+    return planner, {**case.prompt, **pixels}
 
 
 def plan_shape(
@@ -78,10 +70,10 @@ def plan_shape(
     fresh: bool = False,
 ) -> Plan:
     """Plan for a clip of `frames` frames on a model shape; `fresh` measures the device anew."""
-    made = shape_planner(preset, frames, device, dtype)
+    planner, inputs = shape_planner(preset, frames, device, dtype)
     if fresh:
-        made.planner.learner.forget()
-    return made.planner.plan(made.inputs, target, call="forward", tick=tick)
+        planner.learner.forget()
+    return planner.plan(inputs, target, call="forward", tick=tick)
 
 
 def whole_shape(preset: Preset, model: Any) -> ModelShape:
@@ -118,16 +110,9 @@ def measured(case: Case, group: str, spec: str | None) -> float:
 
 
 # Reduction before the model and inside it, with cheap and with costly selection.
-SPECS = (
-    None,
-    "evs:0.5",
-    "evs:0.25",
-    "evs:0.1",
-    "divprune:0.25",
-    "fastv@llm8:0.5",
-    "fastv@llm8:0.1",
-)
-SHALLOW = (None, "evs:0.5", "evs:0.25", "evs:0.1", "divprune:0.25", "fastv@llm1:0.25")
+_EARLY = (None, "evs:0.5", "evs:0.25", "evs:0.1", "divprune:0.25")
+SPECS = (*_EARLY, "fastv@llm8:0.5", "fastv@llm8:0.1")
+SHALLOW = (*_EARLY, "fastv@llm1:0.25")
 WHOLE = (None, "evs:0.25", "visionzip:0.1")
 EMBEDDED_SPECS = (
     *(None, "evs:0.5", "evs:0.25", "divprune:0.1", "visionzip:0.25", "holitom:0.1"),
@@ -199,9 +184,9 @@ def _check(check: PlanCheck, clock: Clock) -> list[Row]:
     inputs = {**case.prompt, **case.pixels}
     if check.stage == "llm":
         inputs["mm_encoder_outputs"] = case.features()
-    work = (
-        _behind(case.n, case.grid, inputs) if check.stage == "llm" else work_of(case.model, inputs)
-    )
+        work = Work(inputs["input_ids"].shape[1], 1, (case.n,), 0, (case.grid,))
+    else:
+        work = work_of(case.model, inputs)
 
     def run(spec: str | None) -> float:
         return stage.run(spec).ms[check.stage]
@@ -211,10 +196,6 @@ def _check(check: PlanCheck, clock: Clock) -> list[Row]:
     shared = {"preset": check.preset, "stage": check.stage, "frames": check.frames}
     shared |= {"layers": check.layers, "dtype": dtype_name(case.visual.dtype)}
     return _rows(learner, work, "forward", run, check.specs, shared)
-
-
-def _behind(n: int, grid: tuple[int, int, int], inputs: Mapping[str, Any]) -> Work:
-    return Work(inputs["input_ids"].shape[1], 1, (n,), 0, (grid,))
 
 
 def embedded_rows(clock: Clock = time.perf_counter) -> list[Row]:
@@ -244,12 +225,7 @@ def first_token(pipe: Any, inputs: Mapping[str, Any], clock: Clock, spec: str | 
 
 
 def _rows(
-    learner: Learner,
-    work: Work,
-    call: str,
-    run: Run,
-    specs: Sequence[str | None],
-    shared: Mapping[str, Any],
+    learner: Learner, work: Work, call: str, run: Run, specs: Sequence[str | None], shared: Row
 ) -> list[Row]:
     for spec in specs:
         learner.price(parse(spec), work)
@@ -267,12 +243,6 @@ def _rows(
 
 def _row(spec: str | None, cost: Cost, times: Sequence[float]) -> Row:
     ms = median(times[1:])  # the first run warmed up
-    return {
-        "reduce": spec,
-        "kept": cost.kept,
-        "predicted_ms": cost.ttft,
-        "measured_ms": ms,
-        "ratio": ms / cost.ttft,
-        "n": len(times) - 1,
-        "parts": {p: getattr(cost, p) for p in ("encode", "select", "prefill", "overhead")},
-    }
+    row = {"reduce": spec, "kept": cost.kept, "predicted_ms": cost.ttft, "measured_ms": ms}
+    parts = {p: getattr(cost, p) for p in ("encode", "select", "prefill", "overhead")}
+    return {**row, "ratio": ms / cost.ttft, "n": len(times) - 1, "parts": parts}

@@ -57,12 +57,11 @@ class GroupEntry:
 
     def scoring(self) -> dict[str, float | None]:
         """Return the span that grew most, beside stock with its fused attention."""
-        worst = max(
-            self.spans, key=lambda span: self.spans[span] / self.stock_spans[span], default=None
-        )
-        mine = None if worst is None else self.spans[worst]
-        stock = None if worst is None else self.stock_spans[worst]
-        over = None if mine is None or stock is None else mine / stock - 1.0
+        pairs = [(mb, self.stock_spans[span]) for span, mb in self.spans.items()]
+        if not pairs:
+            return dict.fromkeys(("scoring_mb", "scoring_stock_mb", "scoring_over"))
+        mine, stock = max(pairs, key=lambda pair: pair[0] / pair[1])
+        over = mine / stock - 1.0
         return {"scoring_mb": mine, "scoring_stock_mb": stock, "scoring_over": over}
 
 
@@ -93,14 +92,10 @@ class Measured:
         shared = {"stage": stage, "tokens": self.stage.case.n, "noise": floor}
         still = {"speedup": 1.0, "ideal": 1.0, "of_ideal": 1.0, "of_oracle": 1.0}
         full = self.stage.cost(self.stock, stage)
-        yield {"reduce": None, **shared, **timing.spread(both), **still} | {
-            **self._achieved(stage, full, median(both)),
-            "kept": self.stage.case.n,
-            "selection_ms": 0.0,
-            "first_ms": self.stock.ms[stage],
-            "peak_mb": self.stock_peak,
-            "equal": True,
-        }
+        figures = {"kept": self.stage.case.n, "selection_ms": 0.0, "equal": True}
+        figures |= {"first_ms": self.stock.ms[stage], "peak_mb": self.stock_peak}
+        still |= {**self._achieved(stage, full, median(both)), **figures}
+        yield {"reduce": None, **shared, **timing.spread(both), **still}
         for entry in self.entries:
             yield {"reduce": entry.text, **shared, **self._entry_row(entry, stage, stock, full)}
 
@@ -111,26 +106,15 @@ class Measured:
         times = [s[stage] for s in mine]
         outcome = entry.checked.outcome or self.stock
         cost, speedup = self.stage.cost(outcome, stage), timing.paired(stock, times)
-        row = {
-            **timing.spread(times),
-            "speedup": speedup,
-            "ideal": full / cost,
-            "of_ideal": speedup * cost / full,
-            "of_oracle": self._of_oracle(entry, stage, times),
-            **self._achieved(stage, cost, median(times)),
-            "kept": entry.checked.kept or self.stage.case.n,
-            "selection_ms": entry.selection_ms,
-            "first_ms": outcome.ms[stage],
-            "peak_mb": entry.peak_mb,
-            "equal": abs(speedup - 1.0) <= self.noise[stage],
-        }
-        if stage == "decode":
-            return row
-        inside = {
-            "reducing_ms": median(s[REDUCING] for s in mine),
-            "reducing_share": median(s[SHARE] for s in mine),
-        }
-        return {**row, **inside, **entry.scoring()}
+        row = {"speedup": speedup, "ideal": full / cost, "of_ideal": speedup * cost / full}
+        row |= {"of_oracle": self._of_oracle(entry, stage, times), "peak_mb": entry.peak_mb}
+        row |= {**timing.spread(times), **self._achieved(stage, cost, median(times))}
+        row |= {"kept": entry.checked.kept or self.stage.case.n, "first_ms": outcome.ms[stage]}
+        row |= {"selection_ms": entry.selection_ms, "equal": abs(speedup - 1) <= self.noise[stage]}
+        if stage != "decode":
+            row |= {"reducing_ms": median(s[REDUCING] for s in mine), **entry.scoring()}
+            row["reducing_share"] = median(s[SHARE] for s in mine)
+        return row
 
     def _achieved(self, stage: str, cost: int, ms: float) -> dict[str, float | None]:
         """Return the share of the ceiling: bytes bound a decoding step, FLOPs the other stages."""
@@ -152,23 +136,13 @@ class Measured:
         for entry in self.entries:
             mine = self.samples[f"plain {entry.text}"]
             fixed = self.samples.get(f"fixed {entry.text}")
-            yield {"reduce": entry.text, "stage": "selection", "tokens": self.stage.case.n} | {
-                "noise": self.noise[host],
-                **timing.spread([s[REDUCING] for s in mine]),
-                **_NO_SPEED,
-                "share": median(s[SHARE] for s in mine),
-                "share_of": host,
-                "compact_ms": None if fixed is None else median(s[REDUCING] for s in fixed),
-                "kept": entry.checked.kept or self.stage.case.n,
-                "selection_ms": entry.selection_ms,
-                "peak_mb": entry.peak_mb,
-                "equal": False,
-            }
-
-
-def host_of(stages: Sequence[str]) -> str:
-    """Return the stage whose selection is measured: time to the first token if it runs."""
-    return "ttft" if "ttft" in stages else "llm"
+            n = self.stage.case.n
+            alone = None if fixed is None else median(s[REDUCING] for s in fixed)
+            row = {"reduce": entry.text, "stage": "selection", "tokens": n, "equal": False}
+            row |= {"noise": self.noise[host], **timing.spread([s[REDUCING] for s in mine])}
+            row |= {"share": median(s[SHARE] for s in mine), "share_of": host, "compact_ms": alone}
+            row |= {"kept": entry.checked.kept or n, "selection_ms": entry.selection_ms}
+            yield {**row, **_NO_SPEED, "peak_mb": entry.peak_mb}
 
 
 WARM_ENOUGH_MS = 1000.0  # a run this long is its own warm-up; the gate made several
@@ -190,7 +164,8 @@ class SpecGroup:
         full: bool = True,
     ) -> None:
         self.stage = MeasuredStage(case, name, stages, clock)
-        self.selection = "selection" in stages and name == host_of(stages)
+        # Selection is measured inside the time to the first token if that is measured.
+        self.selection = "selection" in stages and name == ("ttft" if "ttft" in stages else "llm")
         self.twins = [
             Twins(part, f"{name}{i}", towerless=name == "llm", asked=text)
             for i, text in enumerate(specs)
@@ -231,14 +206,15 @@ class SpecGroup:
             return GroupEntry(twins.asked, checked, 0.0, 0.0)
         run = partial(self.stage.run, twins.spec())
         where = self._spans(twins)
-        alone = _selection(twins, self.stage.clock)
+        with torch.no_grad():  # the methods alone, after the run of the gate
+            calls = [partial(timing.timed, call, self.stage.clock) for call in twins.selection()]
+            alone = sum((median(call()[1] for _ in range(5)) for call in calls), 0.0)
         peaks = peaks_in(self.stage.case.model, where, run)
         stock = {span: self.stock_spans[span] for span in where}
         return GroupEntry(twins.asked, checked, alone, timing.peak_during(run), peaks, stock)
 
     def _spans(self, twins: Twins) -> list[Span]:
-        tower = self.stage.group != "llm"
-        return spans(self.stage.case.model, twins.stages, tower)
+        return spans(self.stage.case.model, twins.stages, tower=self.stage.group != "llm")
 
     def _stock_spans(self) -> dict[Span, float]:
         """Measure the stock model in layers whose attention some method reads."""
@@ -297,13 +273,6 @@ def _part(text: str, group: str) -> str | None:
     return "+".join(map(str, stages)) or None
 
 
-def _selection(twins: Twins, clock: timing.Clock) -> float:
-    """Measure the methods alone: milliseconds, median of five runs after that of the gate."""
-    with torch.no_grad():
-        calls = twins.selection()
-        return sum((median(timing.timed(call, clock)[1] for _ in range(5)) for call in calls), 0.0)
-
-
 Progress = Callable[[int, int], None]
 
 
@@ -351,12 +320,10 @@ def run_bench(
     specs = expand(reduce, parse_keep(keep))
     kind = pick_dtype(dtype, shape, where)
     video_grid(shape, frames)
-    rounds = _positive("iters", iters) or _default_rounds(preset, where)
-    with (
-        _on(where),
-        timing.threads_set(_positive("threads", threads)),
-        one_line_when_full(preset, frames),
-    ):
+    cuda, count = where.type == "cuda", _positive("threads", threads)
+    rounds = _positive("iters", iters) or (30 if cuda else 10 if preset == "tiny" else 5)
+    there: AbstractContextManager[Any] = torch.cuda.device(where) if cuda else nullcontext()
+    with there, timing.threads_set(count), one_line_when_full(preset, frames):
         check_fits(shape, wanted, frames, kind, where)
         limits = ceilings(where, kind)
         clock, clock_name = timing.clock_of(where, torch.get_num_threads())
@@ -365,17 +332,10 @@ def run_bench(
         groups = [SpecGroup(case, name, wanted, specs, clock) for name in named]
         measured = _measure(groups, rounds, limits, _Ticks(progress), enough)
         measured["rows"] = [row for row in measured["rows"] if row["stage"] in asked]
-        found = {"preset": preset, **_described(case, kind), "frames": frames}
+        found = {"preset": preset, "device": case.device.type, "dtype": dtype_name(kind)}
+        found |= {"threads": torch.get_num_threads(), "frames": frames}
         limited = {"clock": clock_name, "ceilings": limits, **measured}
         return {**found, "tokens": case.n, **limited, "environment": environment(where)}
-
-
-def _described(case: Case, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "device": case.device.type,
-        "dtype": dtype_name(dtype),
-        "threads": torch.get_num_threads(),
-    }
 
 
 def _measure(
@@ -403,24 +363,9 @@ def _measure(
             floors |= measured.noise
             warm.append(group.warm)
             ran.append(measured.rounds)
-    return {
-        "iters": min(ran, default=rounds),
-        "warm_ups": min(warm, default=0),
-        "noise": floors,
-        "ok": not faults,
-        "faults": faults,
-        "rows": [] if faults else rows,
-    }
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _default_rounds(preset: str, device: torch.device) -> int:
-    if device.type == "cuda":
-        return 30
-    return 10 if preset == "tiny" else 5
+    counts = {"iters": min(ran, default=rounds), "warm_ups": min(warm, default=0)}
+    found = {"ok": not faults, "faults": faults, "rows": [] if faults else rows}
+    return {**counts, "noise": floors, **found}
 
 
 def _positive(name: str, value: int | None) -> int | None:

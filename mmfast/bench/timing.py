@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -213,15 +214,10 @@ def reset_peak() -> None:
 
 def peak_now() -> float:
     """Return peak megabytes since `reset_peak`; see `peak_during`."""
-    return (peak_bytes() if torch.cuda.is_initialized() else _resident_peak()) / 1e6
-
-
-def _resident_peak() -> int:
-    if sys.platform != "linux":
-        return peak_bytes()
+    if torch.cuda.is_initialized() or sys.platform != "linux":
+        return peak_bytes() / 1e6
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
 def resident_bytes() -> int:
@@ -262,10 +258,7 @@ Job = Callable[[], object]
 
 
 def device_times(
-    jobs: Mapping[str, Job],
-    rounds: int,
-    device: torch.device | str,
-    flush: bool = True,
+    jobs: Mapping[str, Job], rounds: int, device: torch.device | str, flush: bool = True
 ) -> dict[str, list[float]]:
     """Return milliseconds of every job in every round, the jobs of a round in shuffled order.
 
@@ -273,6 +266,8 @@ def device_times(
     this process, all threads added up, so other load on the machine counts little. Each job is
     warmed up ten times first, one that takes long less often. A job that should not find its
     input in a cache has to rotate inputs itself: the same call may use another set each time.
+    `flush` overwrites the second-level cache before each run on CUDA; the writing also keeps the
+    device busy while the host queues the job, which else would be timed with its launch.
     """
     where = torch.device(device)
     if not jobs or rounds < 1:
@@ -280,7 +275,7 @@ def device_times(
     if where.type not in ("cpu", "cuda"):
         raise MmfastError(f"no clock for device {str(device)!r}; choices: cpu, cuda")
     for job in jobs.values():
-        warm_up(_drained(job, where))
+        warm_up(partial(timed, job))
     one_round = _cuda_rounds(where, flush) if where.type == "cuda" else _process_round
     order, dice = list(jobs), random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in jobs}
@@ -295,18 +290,6 @@ def device_times(
             finally:
                 gc.enable()
     return times
-
-
-def _drained(job: Job, device: torch.device) -> Job:
-    """Synchronise after the job, so that warming up measures all of it."""
-    if device.type != "cuda":
-        return job
-
-    def run() -> None:
-        job()
-        torch.cuda.synchronize(device)
-
-    return run
 
 
 def _process_round(jobs: Mapping[str, Job]) -> dict[str, float]:
