@@ -81,11 +81,9 @@ def run_break_even(
     device: str | None = None,
     tick: Tick = lambda done, total, label: None,
 ) -> list[Row]:
-    """Measure all points of a shape.
+    """Return rows of all points of a shape.
 
-    Returns:
-        Rows of suite `breakeven`. `pays` is True where the gain is beyond noise, False where the
-        loss is, None between.
+    `pays` is True where the gain is beyond noise, False where the loss is, None between.
     """
     where = pick_device(device)
     kind = pick_dtype("auto", get_preset(preset), where)

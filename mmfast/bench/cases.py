@@ -22,40 +22,33 @@ _PERIOD = 1_048_583
 def fill_(model: nn.Module, seed: int = 0) -> None:
     """Fill every parameter with plausible values at memory speed: seconds for 7 billion.
 
-    Matrices hold normal noise with variance 1 / fan-in, so that activations neither vanish nor
-    explode and attention is not flat; embeddings have variance 1, norms are 1, biases small.
-    Zeros would run faster than real weights.
+    Matrices hold normal noise with variance 1 / fan-in, so that attention is not flat; embeddings
+    have variance 1, norms are 1, biases small. Zeros would run faster than real weights.
     """
     noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
     for index, (name, parameter) in enumerate(model.named_parameters()):
         if parameter.ndim == 1 and name.endswith("weight"):
             parameter.fill_(1.0)
             continue
-        scale = 0.02 if parameter.ndim == 1 else _scale(name, parameter)
-        values = (noise * scale).to(parameter.device, parameter.dtype)
-        _tile(parameter.view(-1), values, start=index * 7919 % _PERIOD)
+        values = (noise * _scale(name, parameter)).to(parameter.device, parameter.dtype)
+        rest = parameter.view(-1)
+        for part in (values[index * 7919 % _PERIOD :], *[values] * (len(rest) // _PERIOD + 1)):
+            rest[: len(part)] = part[: len(rest)]
+            rest = rest[len(part) :]
 
 
 def _scale(name: str, parameter: Tensor) -> float:
+    if parameter.ndim == 1:
+        return 0.02
     embedding = "embed_tokens" in name or "position_embedding" in name or "pos_embed" in name
     return 1.0 if embedding else float(parameter[0].numel() ** -0.5)
 
 
-def _tile(target: Tensor, values: Tensor, start: int) -> None:
-    """Fill `target` [P] with `values` [R] over and over, from `values[start]` on."""
-    done = 0
-    while done < target.numel():
-        part = values[start : start + target.numel() - done]
-        target[done : done + part.numel()] = part
-        done, start = done + part.numel(), 0
-
-
 def video_features(grid: tuple[int, int, int], width: int, seed: int = 0) -> Tensor:
-    """Return features of a clip with a textured still background, a moving block and noise.
+    """Return `[T * H * W, width]` of a clip with a still background, a moving block and noise.
 
-    Cosine similarity of a background patch with itself a frame later is about 0.94, as on real
-    clips, so methods that search for repetition (EVS, HoliTom) find some. One camera cut at two
-    thirds replaces the background.
+    The cosine of a background patch with itself a frame later is about 0.94, as on real clips. One
+    camera cut at two thirds replaces the background.
     """
     frames, rows, columns = grid
     gen = torch.Generator().manual_seed(seed)
@@ -82,9 +75,8 @@ def textured_video(grid: tuple[int, int, int], d: int, seed: int = 0) -> Tokens:
     frames, rows, columns = grid
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(1, d, 5, 5, generator=generator)
-    scene = torch.nn.functional.interpolate(coarse, size=(rows, columns), mode="bilinear")[
-        0
-    ].permute(1, 2, 0)
+    scene = torch.nn.functional.interpolate(coarse, size=(rows, columns), mode="bilinear")
+    scene = scene[0].permute(1, 2, 0)
     scene = scene + 0.5 * torch.randn(rows, columns, d, generator=generator)
     clip = scene + 0.2 * torch.randn(frames, rows, columns, d, generator=generator)
     side = min(3, rows, columns)
@@ -137,15 +129,9 @@ def prompt_inputs(
             ids += [*text(_STAMP), start, *[video] * per_frame, end]
         ids += text(_AFTER)
     input_ids = torch.tensor([ids])
-    return {
-        "input_ids": input_ids,
-        "mm_token_type_ids": torch.where(input_ids == video, 2, 0),
-        "video_grid_thw": _grid_thw(preset, grid[0]),
-    }
-
-
-def _grid_thw(preset: Preset, steps: int) -> Tensor:
-    return torch.tensor([[steps, *preset.grid]])
+    kinds = torch.where(input_ids == video, 2, 0)
+    thw = torch.tensor([[grid[0], *preset.grid]])
+    return {"input_ids": input_ids, "mm_token_type_ids": kinds, "video_grid_thw": thw}
 
 
 def pixel_inputs(preset: Preset, frames: int, seed: int) -> dict[str, Tensor]:
@@ -154,7 +140,8 @@ def pixel_inputs(preset: Preset, frames: int, seed: int) -> dict[str, Tensor]:
     size = int(preset.vision["patch_size"])
     if preset.family != "llava_onevision":
         x = video_features((frames // 2, rows, columns), 3 * 2 * size * size, seed)
-        return {"pixel_values_videos": x, "video_grid_thw": _grid_thw(preset, frames // 2)}
+        thw = torch.tensor([[frames // 2, rows, columns]])
+        return {"pixel_values_videos": x, "video_grid_thw": thw}
     side = int(preset.vision["image_size"])
     patches = video_features((frames, rows, columns), 3 * size * size, seed)
     x = patches.reshape(frames, rows, columns, 3, size, size).permute(0, 3, 1, 4, 2, 5)
@@ -289,9 +276,13 @@ def empty_model(
     preset: Preset, stages: Collection[str], device: torch.device, dtype: torch.dtype
 ) -> Any:
     """Return the model in evaluation mode with uninitialised weights; none on `meta`."""
+    import transformers
+
     config = model_config(preset, stages)
+    names = {"llava_onevision": "LlavaOnevision", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
     with unfilled(device, dtype):
-        model = _model_class(preset.family)(config)
+        kind = getattr(transformers, f"{names[preset.family]}ForConditionalGeneration")
+        model = kind(config)
     model.tie_weights()
     return model.eval()
 
@@ -312,16 +303,6 @@ def model_config(preset: Preset, stages: Collection[str]) -> Any:
         tie_word_embeddings=preset.tied,
         **preset.special,
     )
-
-
-def _model_class(family: str) -> Any:
-    import transformers
-
-    return {
-        "llava_onevision": transformers.LlavaOnevisionForConditionalGeneration,
-        "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
-        "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
-    }[family]
 
 
 @contextmanager

@@ -78,24 +78,14 @@ def run_full(
     tell: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """Run the plan.
+    """Run the plan on a device, by default CUDA where there is one; `preset` is one shape for all.
 
-    Args:
-        device: `cpu`, `cuda`; CUDA where there is one.
-        preset: One shape instead of all.
-        minutes: Time limit. Steps share the remaining time by their weights; rounds end early,
-            and a step without any is left out.
-        tick: Called with (done, total, label).
-        sink: Receives the rows of each step as it ends.
-        tell: Receives lines of text: the plan, then the steps left out or failed.
-        clock: Seconds.
+    Steps share the remaining `minutes` by their weights; rounds end early, and a step without any
+    is left out. `sink` receives the rows of each step, `tell` lines of text.
 
     Returns:
         `ok`, `device`, `seconds`, `steps` [{label, state, seconds, rows, reason}] and `rows`; a
         step is `done`, `left out` or `failed`, and a failed one makes `ok` False.
-
-    Raises:
-        MmfastError: No such device or preset, or no time.
     """
     if not minutes > 0:
         raise MmfastError(f"--minutes {minutes} is no time to measure in; give more than 0")

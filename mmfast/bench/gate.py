@@ -134,16 +134,9 @@ class ParityRow:
 
 
 def verify(directory: Path) -> list[ParityRow]:
-    """Compare every golden file of a directory with the reducers, by name.
+    """Compare every golden file of a directory with the reducers; one row a file, broken ones too.
 
-    Args:
-        directory: Holds `*.safetensors` files of the format described in tests/golden/README.md.
-
-    Returns:
-        One row a file, also for a broken file, with the reason.
-
-    Raises:
-        MmfastError: There is no such directory, or no golden file in it.
+    tests/golden/README.md describes the format.
     """
     if not directory.is_dir():
         raise MmfastError(

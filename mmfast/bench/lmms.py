@@ -177,12 +177,10 @@ class BatchMeter:
         more = {"ttft_ms": firsts[len(firsts) // 2]} if firsts else {}
         if self.later and self.decoding:
             more["decode_tokens_per_second"] = self.later / self.decoding
-        return {
-            "total_elapsed_time": self.elapsed,
-            "total_gen_tokens": self.tokens,
-            "avg_speed": self.tokens / self.elapsed if self.elapsed else 0.0,
-            "additional_metrics": {"total_requests": self.requests, **more},
-        }
+        speed = self.tokens / self.elapsed if self.elapsed else 0.0
+        sums = {"total_elapsed_time": self.elapsed, "total_gen_tokens": self.tokens}
+        additional = {"total_requests": self.requests, **more}
+        return {**sums, "avg_speed": speed, "additional_metrics": additional}
 
 
 def generation(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

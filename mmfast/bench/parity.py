@@ -64,12 +64,8 @@ def _hiprune(arrays: Arrays, params: Params) -> Outcome:
     crops = [
         run(Tokens(each["attn_visual"][:, None], grid=grid, signals=each), spec) for each in signals
     ]
-    outputs = {
-        "mask": torch.stack([mask_of(crop) for crop in crops]),
-        "indices": torch.cat([crop.keep for crop in crops]),
-        "counts": torch.tensor([crop.m for crop in crops]),
-    }
-    return outputs, []
+    mask, indices = torch.stack(list(map(mask_of, crops))), torch.cat([c.keep for c in crops])
+    return {"mask": mask, "indices": indices, "counts": torch.tensor([c.m for c in crops])}, []
 
 
 def _hired(arrays: Arrays, params: Params) -> Outcome:
@@ -84,12 +80,11 @@ def _hired(arrays: Arrays, params: Params) -> Outcome:
         found = run(tokens, f"hired:{budget}?parity=true&alpha={params['alpha']}")
         masks.append(mask_of(found).reshape(-1, n))
     kept = [mask.sum(-1) for mask in masks]
-    outputs = {
-        "mask": torch.cat(masks),
+    budgets = {
         "kept_per_partition": torch.cat(kept),
-        "sub_budgets": torch.cat([counts[1:] for counts in kept]),
+        "sub_budgets": torch.cat([k[1:] for k in kept]),
     }
-    return outputs, []
+    return {"mask": torch.cat(masks), **budgets}, []
 
 
 def _prumerge(arrays: Arrays, params: Params, name: str = "prumerge") -> Outcome:
@@ -297,13 +292,8 @@ def _holitom(arrays: Arrays, params: Params) -> Outcome:
         )
     frames, n, _ = arrays["x"].shape
     x, total = arrays["x"].flatten(0, 1), frames * n
-    knobs = {
-        "ratio": params["retain_ratio"],
-        "tau": params["tau"],
-        "beta": params["beta"],
-        "neighbours": params["K"],
-        "window": params["max_window_size"],
-    }
+    given = {"ratio": "retain_ratio", "neighbours": "K", "window": "max_window_size"}
+    knobs = {name: params[given.get(name, name)] for name in (*given, "tau", "beta")}
     spec = "holitom?parity=true&" + "&".join(f"{name}={value}" for name, value in knobs.items())
     merged = run(Tokens(x, attn=arrays["attn"].flatten(), grid=(frames, 1, n)), spec)
     similarity = video.temporal_cosine(x, frames)

@@ -28,17 +28,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Return versions, commit, date and kind of processor; no name or path of this machine."""
-    names = ("torch", "transformers", "numpy")
-    return {
-        "versions": {
-            "mmfast": mmfast.__version__,
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in names},
-        },
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "processor": device_name(device or torch.device("cpu")),
-    }
+    versions = {"mmfast": mmfast.__version__, "python": platform.python_version()}
+    versions |= {n: importlib.metadata.version(n) for n in ("torch", "transformers", "numpy")}
+    today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    processor = device_name(device or torch.device("cpu"))
+    return {"versions": versions, "commit": _commit(), "date": today, "processor": processor}
 
 
 def _commit() -> str | None:

@@ -309,10 +309,6 @@ def run_bench(
     Returns:
         The JSON document of `mmfast bench`. `ok` is False and `rows` empty where the gate found
         a fault; `faults` names them.
-
-    Raises:
-        MmfastError: An invalid preset, spec, stage, budget, device or number, or a model that
-            does not fit.
     """
     shape, asked, where = get_preset(preset), parse_stages(stages), pick_device(device)
     alone = "selection" in asked and not {"llm", "ttft"} & set(asked)

@@ -29,9 +29,8 @@ OTHER_SITES = ("fastv", "holitom_inner")
 def accuracy_specs() -> list[str]:
     """Return the specs without budgets that the accuracy tables measure.
 
-    Every registered method at its default site, and some of the language model also before the
-    last layer of the embedded models, where they lose least. Site `pixel` needs a tower that packs
-    patches, which the embedded models lack.
+    Every registered method at its default site, some also before the last layer, where they lose
+    least. Site `pixel` needs a tower that packs patches, which the embedded models lack.
     """
     found = [method.name for method in methods("reducer") if method.sites[0] != "pixel"]
     return [*found, *(f"{name}@{LAST}" for name in OTHER_SITES)]
@@ -69,10 +68,7 @@ def parse_keep(text: str | Sequence[float] | None) -> tuple[float | int, ...]:
 
 
 def expand(reduce: Sequence[str], keep: Sequence[float | int]) -> list[str]:
-    """Give every spec without a budget each budget of `keep`.
-
-    A method that chooses its own budget is unchanged unless `keep` names some.
-    """
+    """Give every spec without a budget each of `keep`; one that chooses its own only if asked."""
     specs: list[str] = []
     for text in reduce or DEFAULT:
         bare = re.fullmatch(r"([^+:?]+)(\?[^+]*)?", text.strip())

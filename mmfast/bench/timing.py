@@ -126,10 +126,7 @@ def paired(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def noise(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the noise floor, as a share, from two runs of the same job per round.
-
-    It is the larger of the distance of the median ratio from 1 and that of a typical round.
-    """
+    """Return the noise floor: the distance of ratios from 1, of their median or a typical one."""
     ratios = [a / b for a, b in zip(first, second, strict=True)]
     return max(abs(median(ratios) - 1.0), median(abs(r - 1.0) for r in ratios))
 
@@ -172,9 +169,7 @@ def compare_jobs(
 ) -> list[dict[str, Any]]:
     """Time jobs in turn on one thread without gradients, and compare them with the first.
 
-    Returns:
-        A row per job: `shared`, `job`, `median_ms`, `p20_ms`, `p80_ms`, `speedup` over the first
-        (a median of paired ratios), `noise`, `n`, `clock`, `threads`, `device`, and `extra`.
+    Returns a row per job with the fields of `shared`, of `PairedTimes.row`, the clock, and `extra`.
     """
     kind = torch.device(device).type
     with torch.no_grad(), one_thread():
@@ -187,8 +182,7 @@ def compare_jobs(
 def peak_during(job: Callable[[], object]) -> float:
     """Return peak megabytes while `job` runs, in a separate pass: weights and activations.
 
-    CUDA: the allocator's peak. Linux: the peak resident set, reset before the run. Elsewhere
-    the process's peak so far, which is only an upper bound.
+    On Linux of the resident set, reset before; elsewhere an upper bound, the peak so far.
     """
     reset_peak()
     job()
@@ -263,11 +257,9 @@ def device_times(
     """Return milliseconds of every job in every round, the jobs of a round in shuffled order.
 
     On CUDA a job stands between two events of the current stream; on the CPU it is the time of
-    this process, all threads added up, so other load on the machine counts little. Each job is
-    warmed up ten times first, one that takes long less often. A job that should not find its
-    input in a cache has to rotate inputs itself: the same call may use another set each time.
-    `flush` overwrites the second-level cache before each run on CUDA; the writing also keeps the
-    device busy while the host queues the job, which else would be timed with its launch.
+    this process, all threads added up. A job that should not find its input in a cache has to
+    rotate inputs itself. `flush` overwrites the second-level cache before each run on CUDA; the
+    writing also keeps the device busy while the host queues the job, whose launch else counts.
     """
     where = torch.device(device)
     if not jobs or rounds < 1:

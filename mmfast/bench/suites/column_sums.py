@@ -180,13 +180,9 @@ _WITH_OUTPUT = {"sdpa and ours", "eager attention with weights", "sdpa alone"}
 def column_sums(tick: Tick) -> list[Row]:
     """Compare column sums of attention with those of eager weights.
 
-    Returns:
-        A row per case and way: milliseconds, `speedup` over eager attention (with its output
-        where the way has that, too), `tflop_s` of the logits computed once, `of_matmul`, its
-        share of a large matrix product, `extra_mb` of memory at the peak above the inputs,
-        `peak_over_sdpa`, the growth of inputs and peak over those of sdpa, `max_error`
-        against float64 as a share of the largest sum, the goal where there is one, and the seconds
-        FlexAttention takes to compile.
+    `speedup` is over eager attention, with its output where the way has that, too; `tflop_s` of the
+    logits computed once; `of_matmul` its share of a large matrix product; `peak_over_sdpa` the
+    growth of inputs and peak over those of sdpa; `max_error` a share of the largest sum.
     """
     with frozen(), torch.inference_mode():
         return over_cases(CASES, ONE_DTYPE, _rows, tick)

@@ -136,11 +136,8 @@ PICKS = {
 def max_min_select(tick: Tick) -> list[Row]:
     """Compare farthest-point selection with loops over picks.
 
-    Returns:
-        A row per case and way, products and first pick included: milliseconds, `speedup` over the
-        loop that keeps a running minimum (None where it would take too long), `cover`, the
-        cosine of the worst covered token with its nearest pick, `goal_ms` on an H200 and
-        `extra_mb` of memory above that in use before.
+    `speedup` is over the loop that keeps a running minimum (None where it would take too long),
+    `cover` the cosine of the worst covered token with its nearest pick.
     """
     return over_cases(PICKS, ONE_DTYPE, _pick_rows, tick)
 
@@ -236,10 +233,8 @@ MERGES = {
 def segment_merges(tick: Tick) -> list[Row]:
     """Compare the merging of tokens with `index_add_` and a matrix product.
 
-    Returns:
-        A row per case and way: milliseconds, `speedup` over `index_add_` in float32, `repeatable`
-        (the same bits five times), `max_error` against float64 as a share of the largest number,
-        and on CUDA `gb_s` of the rows read and written once, and its share of a copy.
+    `speedup` is over `index_add_` in float32, `repeatable` the same bits five times, `max_error` a
+    share of the largest number, and on CUDA `gb_s` that of the rows read and written once.
     """
     return over_cases(MERGES, DTYPES, _merge_rows, tick)
 
@@ -354,10 +349,7 @@ CLIPS = {
 def temporal_differences(tick: Tick) -> list[Row]:
     """Compare changes of patches between frames with eager and compiled torch.
 
-    Returns:
-        A row per case and way: milliseconds, `speedup` over eager torch with the same results,
-        and on CUDA `gb_s` of the clip read once, and its share of a copy. The rows of ours have
-        `max_error` against float64.
+    `speedup` is over eager torch with the same results, `gb_s` on CUDA that of the clip read once.
     """
     return over_cases(CLIPS, DTYPES, _difference_rows, tick)
 

@@ -44,10 +44,7 @@ class ClipShape:
 
 @benchmark("stream", "reader")
 def reader(tick: Tick, shape: ClipShape | None = None, rounds: int = 5) -> list[Row]:
-    """Compare PyAV on one thread, PyAV with frame threads, and slices in parallel.
-
-    The wall clock shows the gain of threads; the processor time beside it excludes other load.
-    """
+    """Compare PyAV on one thread, PyAV with frame threads, and slices in parallel."""
     shape = shape or ClipShape()
     with tempfile.TemporaryDirectory() as folder:
         path = write_clip(Path(folder) / "clip.mp4", shape)

@@ -25,12 +25,7 @@ _WORDS, _TILES, _IMAGES = 3, 5, 3
 
 @benchmark("kernels", "reducers")
 def reducers(tick: Tick) -> list[Row]:
-    """Measure every reducer at a quarter of the tokens on one thread.
-
-    Returns:
-        A row per reducer and shape: processor milliseconds, operations of torch, and `extra_mb` of
-        memory above that in use before, beside `input_mb` of the features.
-    """
+    """Measure every reducer at a quarter of the tokens on one thread; features take `input_mb`."""
     known = methods("reducer")
     found: list[Row] = []
     for number, (grid, d) in enumerate(SHAPES):

@@ -76,10 +76,7 @@ TEXTBOOKS: dict[str, Callable[[Tokens, int], Tensor]] = {
 def _textbook_windows(
     similarity: Tensor, tau: float, longest: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Find the windows that save the most tokens, comparing the gains of all pairs of frames.
-
-    Returns first and last frame of all segments in order, and the tokens saved.
-    """
+    """Return segments (first, last) that save the most tokens, from all pairs of frames."""
     frames = len(similarity) + 1
     gains = torch.zeros(frames, frames)
     for first in range(frames - 1):
@@ -219,13 +216,10 @@ CASES = (
 
 
 def measure(cases: Sequence[SelectionCase] = CASES, repeats: int = 9) -> Iterator[Row]:
-    """Time every case on one thread, ours and textbook in turn.
+    """Time every case on one thread, ours and textbook in turn; a slow textbook runs once.
 
-    Yields:
-        Rows with `method`, `n`, `d`, `budget`, the medians `ms` and `textbook_ms` in processor
-        milliseconds, `speedup`, `same_indices` and `noise`, the difference of two runs of ours in
-        a round; `extra_mb` and `textbook_extra_mb`, the peak of memory above that in use
-        before, of cases with `memory`; `case` and `median_ms` are for the table.
+    `noise` is the difference of two runs of ours in a round; `extra_mb` and `textbook_extra_mb` are
+    peaks of memory above that in use before.
     """
     for case in cases:
         with one_thread():
@@ -272,11 +266,7 @@ def _compare(job: SelectionJob, repeats: int) -> Row:
 
 
 def _settle_heap() -> None:
-    """Let the C library keep freed memory: page faults would dominate short jobs.
-
-    It keeps blocks up to the size of the largest one it ever returned to the system, 32 MB at
-    most, so earlier jobs would otherwise matter.
-    """
+    """Let the C library keep freed memory, up to 32 MB: page faults would dominate short jobs."""
     torch.zeros(31 << 20, dtype=torch.uint8)
 
 

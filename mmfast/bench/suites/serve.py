@@ -136,10 +136,7 @@ CHATS, MANY = 16, 64
 
 @benchmark("serve", "load")
 def load_rows(tick: Tick, rounds: int = 5, tokens: int = 32) -> list[Row]:
-    """Compare chats at once with one at a time, and measure the longest gap and an overload.
-
-    The embedded model runs on as many threads as torch uses.
-    """
+    """Compare chats at once with one at a time, and measure the longest gap and an overload."""
     with closing(engine(slots=CHATS)) as scheduler:
         one: list[TimeSpent] = []
         many: list[TimeSpent] = []
@@ -200,10 +197,7 @@ _ANSWER = 160  # tokens of the answer that a long prompt interrupts
 
 @benchmark("serve", "fairness")
 def fairness(tick: Tick, rounds: int = 5, words: int = 2000) -> list[Row]:
-    """Measure gaps in an answer during a long prompt, and the turns of two tenants.
-
-    The embedded model runs on as many threads as torch uses.
-    """
+    """Measure gaps in an answer during a long prompt, and the turns of two tenants."""
     chunks = {"chunks of 256": 256, "in one piece": 4096}
     engines = {name: engine(chunk=chunk, slots=4) for name, chunk in chunks.items()}
     chunked = engines["chunks of 256"]
@@ -267,9 +261,8 @@ def batch(
 ) -> list[Row]:
     """Measure clips per second of `mmfast batch`: in one process, and on Ray.
 
-    The rate is that of the second half of a run, when all workers have their model. The start of
-    Ray and of the models is in `start_s`, the seconds until the first answer. Each row is that of
-    the round with the median rate.
+    The rate is that of the second half of a run, when all workers have their model; `start_s` are
+    the seconds until the first answer. Each row is that of the round with the median rate.
     """
     with tempfile.TemporaryDirectory(prefix="mmfast-") as where:
         folder = Path(where) / "clips"
@@ -320,8 +313,7 @@ def start(tick: Tick, rounds: int = 5) -> list[Row]:
     """Measure a fresh `mmfast serve` up to its first answer.
 
     `listening_s` is the time until a client can connect, `answer_s` until the answer to a question
-    asked at that moment; `cpu_s` is the server's processor time until then, which excludes other
-    load.
+    asked at that moment; `cpu_s` is the server's processor time until then.
     """
     found: dict[str, list[Row]] = {name: [] for name in FIRST_QUESTIONS}
     for number in range(rounds):

@@ -96,17 +96,13 @@ def trial(
     recovered[0].join()
     lost = {each.name for each in records if _lost(each)}
     answered = [each.at for each in fed[asked:] if isinstance(each.last, Finish)]
-    return {
-        "role": role,
-        "streams": len(records),
-        "lost": len(lost),
-        "completed": sum(isinstance(each.last, Finish) for each in records),
-        "wrongly_lost": len(lost & spared),
-        "lost_later": len(lost & {each.name for each in fed[asked:]}),
-        "other_errors": sum(isinstance(e.last, Failure) and not _lost(e) for e in records),
-        "seconds_to_answer": round(min(answered) - killed, 3) if answered else None,
-        "seconds_to_recover": recovered[1],
-    }
+    later_lost = lost & {each.name for each in fed[asked:]}
+    row = {"role": role, "streams": len(records), "lost": len(lost)}
+    row |= {"wrongly_lost": len(lost & spared), "lost_later": len(later_lost)}
+    row["completed"] = sum(isinstance(each.last, Finish) for each in records)
+    row["other_errors"] = sum(isinstance(e.last, Failure) and not _lost(e) for e in records)
+    wait = round(min(answered) - killed, 3) if answered else None
+    return row | {"seconds_to_answer": wait, "seconds_to_recover": recovered[1]}
 
 
 def _feed(engine: Any, fed: list[ChatRecord], every: float, patience: float) -> None:

@@ -93,10 +93,7 @@ class ServerUnderTest:
 
 
 class MemoryWatch(Thread):
-    """Growth of memory and processor time of a process with all its descendants.
-
-    Shared pages count once (PSS), sampled; of the process itself also its own peak.
-    """
+    """Growth of memory (PSS, sampled, and the own peak) and processor time of a process tree."""
 
     def __init__(self, pid: int) -> None:
         super().__init__()

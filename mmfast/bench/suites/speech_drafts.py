@@ -59,12 +59,9 @@ class LanguageShape:
 def shape(tick: Tick) -> list[Row]:
     """Measure drafting on the shape of Qwen2-7B with VITA-Audio's vocabulary (arXiv 2505.03739).
 
-    Layers share the weights of two of them, modules too, so that the model fits in memory. A layer
-    is larger than any cache of a processor: each use reads it from memory anew, as in the whole
-    model. Modules see one position, as those of the embedded speech model do.
-
-    Two ideals: by the weights read, as if a pass over eleven tokens cost one over one; and with
-    the measured cost of that pass of the backbone.
+    Layers share the weights of two of them, modules too, so that the model fits in memory; a layer
+    is larger than any cache, so each use reads it from memory anew, as in the whole model. Two
+    ideals: by the weights read, and with the measured cost of a pass over eleven tokens.
     """
     return shape_rows(LanguageShape(), ROUNDS, tick)
 
@@ -187,10 +184,9 @@ class _ClockedHead:
 
 
 def ideal_speedup(schedule: str, share: float, wide: float = 1.0) -> float:
-    """Return tokens per weights read, relative to one token per pass, once the schedule repeats.
+    """Return the ideal by weights read: a module reads `share` of a pass.
 
-    A pass reads the same for one token or ten, a module `share` of it; a pass behind drafts
-    takes `wide` times as long.
+    A pass behind drafts takes `wide` times as long as one over a single token.
     """
     main, drafts = parse_schedule(schedule).pairs[-1]
     return (main + drafts) / (main - 1 + wide + share * drafts)
@@ -268,11 +264,7 @@ def _stock_depth(model: Any, hidden: Tensor, first: Tensor, codes: int) -> Calla
 
 @benchmark("speech", "depth-shape")
 def depth_shape(tick: Tick) -> list[Row]:
-    """Compare four ways to decode a frame of CSM's real shape, relative to code by code.
-
-    The nested `generate` of the stock class, the lean module code by code, and drafted and
-    checked with drafts of which all, or nine in ten, are right.
-    """
+    """Compare ways to decode a frame of CSM's real shape, relative to code by code."""
     return depth_rows(2, tick)
 
 
@@ -463,8 +455,8 @@ def draft_row(
 def depth_drafts(tick: Tick, count: int = 60, steps: int = 400, unseen: int = 5) -> list[Row]:
     """Measure the share of accepted drafts, codebook by codebook, and depth passes per frame.
 
-    Recordings become eight residual codebooks, a small causal language model with a depth head
-    learns them, and three drafters learn the codes of the depth head; most of the time is training.
+    A small causal language model with a depth head learns residual codebooks of recordings, and
+    three drafters learn the codes of the depth head; most of the time is training.
     """
     tick("recordings and training", 0, 2)
     seen, books = codes_of(count, seed=0)

@@ -459,10 +459,7 @@ def _through(codec: Any, recorded: Sequence[Tensor]) -> tuple[list[Tensor], floa
 
 
 def quality(reference: Sequence[Tensor], coded: Sequence[Tensor]) -> Row:
-    """Return medians of wide-band PESQ (ITU-T P.862.2), STOI, and log-mel distance in dB.
-
-    Both lists hold sounds `[n]` at 16 kHz of equal lengths.
-    """
+    """Return medians of wide-band PESQ (ITU-T P.862.2), STOI, and log-mel distance in dB."""
     try:
         pesq: Any = importlib.import_module("pesq").pesq
         stoi: Any = importlib.import_module("pystoi").stoi

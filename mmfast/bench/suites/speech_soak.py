@@ -299,11 +299,10 @@ class Soak:
 
 
 def soak(seconds: float = 3600.0, seed: int = 0) -> dict[str, Any]:
-    """Converse for a number of simulated seconds with random interruptions.
+    """Converse for simulated seconds with random interruptions; return figures and ten faults.
 
-    Returns:
-        `ok`; `faults`, the first ten; `checks` of the context against the samples played;
-        memory after a tenth of the time and at the end; and the figures of the conversation.
+    `checks` compares the context with the samples played; memory is that after a tenth of the time
+    and at the end.
     """
     run, started, marks = Soak(seed), time.perf_counter(), list[tuple[float, int]]()
     for at in run.run(seconds):
@@ -314,18 +313,12 @@ def soak(seconds: float = 3600.0, seed: int = 0) -> dict[str, Any]:
     run.session.close()
     first, last = marks[0], marks[-1]
     names = ("turns", "replies", "interrupted", "cancelled", "cut_off", "failed", "forgotten")
-    return {
-        "ok": not run.faults,
-        "faults": run.faults[:10],
-        "checks": int(run.checks),
-        "seconds": round(run.seconds, 3),
-        "wall_seconds": round(time.perf_counter() - started, 3),
-        "rss_mb": [round(first[0], 2), round(last[0], 2)],
-        "growth_mb": round(last[0] - first[0], 3),
-        "objects": [first[1], last[1]],
-        "items": stats["items"],
-        **{name: stats[name] for name in names},
-    }
+    found = {"ok": not run.faults, "faults": run.faults[:10], "checks": int(run.checks)}
+    found |= {"seconds": round(run.seconds, 3), "objects": [first[1], last[1]]}
+    found |= {"wall_seconds": round(time.perf_counter() - started, 3)}
+    found |= {"rss_mb": [round(first[0], 2), round(last[0], 2)], "items": stats["items"]}
+    found["growth_mb"] = round(last[0] - first[0], 3)
+    return found | {name: stats[name] for name in names}
 
 
 @benchmark("speech", "soak")

@@ -83,11 +83,7 @@ def decode_modes(heads: Sequence[str]) -> list[DecodeMode]:
 
 
 def mode_rows(model: Any, lines: Sequence[SpokenLine], rounds: int, tick: Tick) -> list[Row]:
-    """Measure a model of the kind of `SpeechModel`.
-
-    A round says one sentence in every mode; the clock is the processor time of the process, on one
-    thread. Sound is not synthesised: the comparison is of decoding.
-    """
+    """Measure decoding alone; a round says one sentence in every mode on one thread."""
     chosen = decode_modes([name for name in ("mctp", "mtp") if name in model.heads])
     counts = {mode.name: DecodeCounts() for mode in chosen}
     turn = dict.fromkeys((*counts, timing.AGAIN), 0)
@@ -192,8 +188,8 @@ def sound_rows(
 ) -> list[Row]:
     """Measure a `Speaker` and `Chatter` on texts to say and spoken questions `[n]`.
 
-    The clock starts at the end of the question, which is transcribed and answered from then on.
-    It is the wall clock, as for a listener; the processor time beside it excludes other load.
+    The clock starts at the end of the question. It is the wall clock, as for a listener; the
+    processor time beside it excludes other load.
     """
     found, done, total = [], 0, len(SOUND_MODES) * (len(lines) + len(asked))
     with timing.frozen():

@@ -42,8 +42,7 @@ _ASK, _SAMPLE, _SIDE = 500, 50, 96
 def bounded(tick: Tick) -> list[Row]:
     """Watch 20,000 frames with the embedded model: memory and time per frame must not grow.
 
-    The frames are noise that changes slowly; the session has a window, an archive whose quotas
-    are reached early, a gate, a reducer, and a question every 500 frames.
+    The session has a window, an archive whose quotas are reached early, a gate and a reducer.
     """
     import mmfast
 
@@ -61,10 +60,8 @@ def bounded_row(
 ) -> Row:
     """Compare time and memory after `early` frames with those before.
 
-    Returns:
-        A row: bytes that the session holds and resident bytes of the process, each as the highest
-        value up to `early` and of all, `growth` of both as shares, median processor time per
-        frame in both parts and its `slowdown`.
+    Bytes of session and process are the highest up to `early` and of all; the times are medians of
+    `part` frames.
     """
     seen, figures = _watch(pipe, frames, side, tick)
     samples = early // _SAMPLE
@@ -171,8 +168,7 @@ def _saving(rows: list[Row]) -> list[Row]:
 def append_frames(case: Case, spec: str | None) -> tuple[DynamicCache, Tensor]:
     """Append every frame to an empty cache; return it and the last hidden state `[D]`.
 
-    The kept tokens of a frame keep their positions, and the next frame begins at the position
-    behind the whole frame.
+    Kept tokens keep their positions, and the next frame begins behind the whole frame.
     """
     decoder: Any = case.model.get_decoder()
     _, rows, columns = case.grid
@@ -228,8 +224,8 @@ def frame_cache(tick: Tick) -> list[Row]:
 def frame_cache_rows(name: str, rounds: int) -> list[Row]:
     """Measure one shape of `SHAPES`.
 
-    Every frame differs a little from the one before in all patches, so that the cache computes
-    exactly its share of each; the rule that finds scene cuts is off.
+    Every frame differs a little in all patches, so that the cache computes exactly its share of
+    each; the rule that finds scene cuts is off.
     """
     preset, frames, note = SHAPES[name]
     case = build(preset, ("vit",), frames=frames)

@@ -51,10 +51,7 @@ def siglip_shape(layers: int) -> Preset:
 
 
 def qwen_shape(layers: int) -> Preset:
-    """Return the tower of Qwen2.5-VL on 392 x 392 pixels, 784 patches for two frames.
-
-    As in the checkpoint the last block of eight attends to the whole frame, the others to windows.
-    """
+    """Return Qwen2.5-VL's tower for 392 x 392 pixels, every eighth block with full attention."""
     shape = get_preset("qwen2.5-vl-7b")
     full = [*range(7, layers, 8)] or [layers - 1]
     vision = {**shape.vision, "depth": layers, "fullatt_block_indexes": full}
@@ -159,10 +156,7 @@ PER_CALL = (1, 2, 4, 8)
 
 @benchmark("encoder", "batch")
 def frames_per_call(tick: Tick, frames: int = 8, layers: int = 1, rounds: int = 5) -> list[Row]:
-    """Compare calls of one frame of the SigLIP tower with calls of several.
-
-    A GPU runs four times the frames and all blocks.
-    """
+    """Compare calls of one frame of the SigLIP tower with calls of several; all blocks on a GPU."""
     where, tower = pick_device(None), TOWERS["siglip-so400m-384"]
     if where.type == "cuda":
         frames, layers = 4 * frames, tower.blocks
