@@ -187,13 +187,11 @@ def generation(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     """Return arguments of `generate` from those of a task, and the stop strings."""
     until = arguments.get("until") or []
     temperature = float(arguments.get("temperature") or 0.0)
-    sampling = {"temperature": temperature, "top_p": arguments.get("top_p")}
-    options = {
-        "max_new_tokens": int(arguments.get("max_new_tokens", 64)),
-        "num_beams": int(arguments.get("num_beams") or 1),
-        "do_sample": temperature > 0,
-        **({k: v for k, v in sampling.items() if v is not None} if temperature > 0 else {}),
-    }
+    options: dict[str, Any] = {"max_new_tokens": int(arguments.get("max_new_tokens", 64))}
+    options |= {"num_beams": int(arguments.get("num_beams") or 1), "do_sample": temperature > 0}
+    if temperature > 0:
+        top_p = arguments.get("top_p")
+        options |= {"temperature": temperature, **({} if top_p is None else {"top_p": top_p})}
     return options, [until] if isinstance(until, str) else list(until)
 
 

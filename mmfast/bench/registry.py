@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -23,6 +23,7 @@ SUITES = {
 }
 Tick = Callable[[str, int, int], None]  # label, steps done, steps in all
 Benchmark = Callable[[Tick], list[Row]]
+K = TypeVar("K")
 F = TypeVar("F", bound=Callable[..., list[Row]])
 _KNOWN: dict[str, dict[str, Benchmark]] = {suite: {} for suite in SUITES}
 
@@ -62,6 +63,15 @@ def named_rows(suite: str, name: str, progress: Tick | None = None) -> list[Row]
 def _processor(row: Row) -> Row:
     kind = str(row.get("device"))
     return {"processor": device_name(torch.device(kind))} if kind.startswith("cuda") else {}
+
+
+def over(cases: Iterable[K], rows: Callable[[K], list[Row]], tick: Tick) -> list[Row]:
+    """Return the rows of all cases, each announced by its text."""
+    known, found = list(cases), list[Row]()
+    for number, case in enumerate(known):
+        tick(str(case), number, len(known))
+        found += rows(case)
+    return found
 
 
 def quiet(label: str, done: int, total: int) -> None:

@@ -81,25 +81,18 @@ def load(path: str | Path) -> list[Row]:
 def bench_rows(document: Row) -> list[Row]:
     """Return the rows of a document of `run_bench`."""
     keys = ("preset", "device", "dtype", "threads", "frames", "warm_ups", "clock", "ceilings")
-    shared = {
-        "suite": "bench",
-        **{key: document[key] for key in keys if key in document},
-        **document["environment"],
-        "n": document["iters"],
-    }
+    shared = {"suite": "bench", **{key: document[key] for key in keys if key in document}}
+    shared |= {**document["environment"], "n": document["iters"]}
     return [{**shared, **_method(row["reduce"]), "score": None, **row} for row in document["rows"]]
 
 
 def eval_rows(document: Row, environ: Row | None = None) -> list[Row]:
     """Return the rows of a document of `mmfast eval`; the score is the accuracy."""
     model = str(document["model"])
-    shared = {
-        "suite": document["suite"],
-        **{key: document[key] for key in ("n", "seed")},
-        "model": Path(model).name if Path(model).is_dir() else model,  # no paths in rows
-        **{key: document[key] for key in ("device", "dtype", "threads") if key in document},
-        **(environ or document.get("environment") or environment()),
-    }
+    shared = {key: document[key] for key in ("suite", "n", "seed")}
+    shared["model"] = Path(model).name if Path(model).is_dir() else model  # no paths in rows
+    shared |= {key: document[key] for key in ("device", "dtype", "threads") if key in document}
+    shared |= environ or document.get("environment") or environment()
     return [
         {**shared, **_method(row["reduce"]), "score": row["accuracy"], **row}
         for row in document["rows"]

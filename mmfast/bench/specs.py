@@ -145,16 +145,17 @@ class Twins:
     @contextmanager
     def registered(self) -> Iterator[None]:
         """Register the copies; remove them from the registry at the end."""
-        makers: dict[str, Callable[[StageRecording], Callable[..., Reduction]]] = {
-            "plain": self._plain,
-            "recorded": self._recorded,
-            "fixed": _fixed,
-        }
+        makers = {"plain": self._plain, "recorded": self._recorded, "fixed": _fixed}
         try:
             for role, make in makers.items():
                 for name, recording in zip(self._names[role], self.recordings, strict=True):
-                    needs = ("x",) if role == "fixed" else self._needs(recording.spec)
-                    _enrol(name, recording.spec, needs, make(recording))
+                    spec = recording.spec
+                    absent, own = self._made_up(spec), spec.method
+                    kept = tuple(need for need in own.needs if need not in absent)
+                    needs = ("x",) if role == "fixed" else kept
+                    where: dict[str, Any] = {"sites": (spec.site,), "scope": own.scope}
+                    where |= {"stages": own.stages, "adaptive": True}
+                    register(name, needs=needs, **where)(make(recording))
             yield
         finally:
             for name in (n for names in self._names.values() for n in names):
@@ -164,10 +165,6 @@ class Twins:
         """Return tower signals that `spec` needs where no tower runs."""
         absent = self.towerless and spec.site == "pre"
         return frozenset(from_tower(spec.method.needs)) if absent else frozenset()
-
-    def _needs(self, spec: Spec) -> tuple[str, ...]:
-        made_up = self._made_up(spec)
-        return tuple(need for need in spec.method.needs if need not in made_up)
 
     def _plain(self, recording: StageRecording) -> Callable[..., Reduction]:
         spec, made_up = recording.spec, self._made_up(recording.spec)
@@ -194,19 +191,7 @@ class Twins:
 
     def selection(self) -> list[Callable[[], Any]]:
         """Return the calls of one forward pass, to be timed outside the model."""
-        calls: list[Callable[[], Any]] = []
-        for recording in self.recordings:
-            calls += [partial(self._plain(recording), *call) for call in recording.calls]
-        return calls
-
-
-def _enrol(name: str, spec: Spec, needs: tuple[str, ...], fn: Callable[..., Reduction]) -> None:
-    """Register a twin that runs where the spec does."""
-    stages, scope = spec.method.stages, spec.method.scope
-    enrol = register(
-        name, needs=needs, sites=(spec.site,), adaptive=True, stages=stages, scope=scope
-    )
-    enrol(fn)
+        return [partial(self._plain(rec), *call) for rec in self.recordings for call in rec.calls]
 
 
 def _fixed(recording: StageRecording) -> Callable[..., Reduction]:

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from mmfast.bench.cases import Case, build, feature_rows
 from mmfast.bench.presets import Preset, get_preset
-from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.registry import Tick, benchmark, over
 from mmfast.bench.results import Row
 from mmfast.bench.suites.vision import qwen_shape, siglip_shape
 from mmfast.bench.timing import ON_ONE_THREAD, compare_jobs, one_thread, resident_bytes
@@ -214,11 +214,7 @@ SHAPES: dict[str, tuple[Preset, int, str]] = {
 @benchmark("stream", "frame-cache")
 def frame_cache(tick: Tick) -> list[Row]:
     """Compare the stock tower with the frame cache on real shapes, and its cost over a stream."""
-    found: list[Row] = []
-    for done, name in enumerate(SHAPES):
-        tick(name, done, len(SHAPES))
-        found += frame_cache_rows(name, ROUNDS)
-    return found
+    return over(SHAPES, lambda name: frame_cache_rows(name, ROUNDS), tick)
 
 
 def frame_cache_rows(name: str, rounds: int) -> list[Row]:

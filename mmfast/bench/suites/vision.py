@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmfast.attach import attach
 from mmfast.bench.cases import Case, build, feature_rows, pick_device
 from mmfast.bench.presets import Preset, get_preset
-from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.registry import Tick, benchmark, over
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.timing import compare_jobs, one_thread, peak_during, timed
 from mmfast.core.errors import MmfastError
@@ -110,11 +110,7 @@ SEGMENTS: dict[str, tuple[int, int, Sequence[int]]] = {
 @benchmark("encoder", "attention")
 def attention(tick: Tick, rounds: int = 7) -> list[Row]:
     """Compare eager and SDPA attention per segment with one call for all segments."""
-    found: list[Row] = []
-    for number, name in enumerate(SEGMENTS):
-        tick(name, number, len(SEGMENTS))
-        found += _attention_rows(name, rounds)
-    return found
+    return over(SEGMENTS, lambda name: _attention_rows(name, rounds), tick)
 
 
 def _attention_rows(name: str, rounds: int) -> list[Row]:
@@ -194,9 +190,12 @@ def _mode_rows(name: str, rounds: int, layers: int, tick: Tick) -> list[Row]:
     jobs: Jobs = {"stock": partial(encode, case)}
     extra: dict[str, Row] = {}
     limit = 1e-4 if expected.dtype == torch.float32 else 5e-2
-    available = [mode for mode in MODES if _available(mode, where)]
-    for number, mode in enumerate(available):
-        tick(f"{name}, {mode}", number, len(available))
+    for number, mode in enumerate(MODES):
+        tick(f"{name}, {mode}", number, len(MODES))
+        try:
+            check_encoder(mode, where)
+        except MmfastError:
+            continue
         run = jobs[mode] = partial(_encode_fast, case, mode)
         first, ms = timed(run)
         extra[mode] = {"difference": check(first, expected, limit), "first_call_s": ms / 1e3}
@@ -208,14 +207,6 @@ def _mode_rows(name: str, rounds: int, layers: int, tick: Tick) -> list[Row]:
 def _encode_fast(case: Case, mode: str) -> Tensor:
     with torch.no_grad(), fast_encoder(case.model, mode):
         return encode(case)
-
-
-def _available(mode: str, device: torch.device) -> bool:
-    try:
-        check_encoder(mode, device)
-    except MmfastError:
-        return False
-    return True
 
 
 _TOME = tuple(f"tome@vit:{keep}" for keep in ("0.75", "0.5", "0.5?until=0.5", "0.25"))
@@ -230,11 +221,7 @@ def merging(
 
     `ideal` is the speed-up by FLOPs, `merging_ms` the time to choose and merge.
     """
-    found: list[Row] = []
-    for number, name in enumerate(TOWERS):
-        tick(name, number, len(TOWERS))
-        found += _merge_rows(name, specs, rounds, layers)
-    return found
+    return over(TOWERS, lambda name: _merge_rows(name, specs, rounds, layers), tick)
 
 
 def _merge_rows(name: str, specs: Sequence[str], rounds: int, layers: int) -> list[Row]:
@@ -255,12 +242,9 @@ def _merge_rows(name: str, specs: Sequence[str], rounds: int, layers: int) -> li
             raise MmfastError(f"{spec!r} gave features {list(features.shape)}; run the tests")
         with torch.no_grad(), one_thread(), _merges_recorded() as clocked:
             run()
-        extra[spec] = {
-            "reduce": spec,
-            "ideal": flops / _flops(case, seen.lengths),
-            "merging_ms": clocked.ms,
-            "operations_a_block": seen.operations / layers,
-        }
+        extra[spec] = {"reduce": spec, "ideal": flops / _flops(case, seen.lengths)}
+        extra[spec]["operations_a_block"] = seen.operations / layers
+        extra[spec]["merging_ms"] = clocked.ms
     shared: Row = {"tower": name, "frames": frames, "layers": layers, "of_layers": tower.blocks}
     found = compare_jobs(jobs, rounds, shared, where, extra)
     return [{**row, "of_ideal": row["speedup"] / row["ideal"]} for row in found]
@@ -324,12 +308,9 @@ PATCHES = ("siglip-so400m-384, two frames", "qwen2.5-vl, two frames of 392 x 392
 @benchmark("encoder", "patch")
 def patches(tick: Tick) -> list[Row]:
     """Compare the stock patch convolution with the same sums as a matrix product."""
-    kinds = [(name, dtype) for name in PATCHES for dtype in (torch.float32, torch.bfloat16)]
-    found: list[Row] = []
-    for number, (name, dtype) in enumerate(kinds):
-        tick(f"{name}, {dtype}", number, len(kinds))
-        found += patch_rows(name, dtype, rounds=5)
-    return found
+    dtypes = (torch.float32, torch.bfloat16)
+    each = lambda name: [row for dtype in dtypes for row in patch_rows(name, dtype, rounds=5)]
+    return over(PATCHES, each, tick)
 
 
 def patch_rows(name: str, dtype: torch.dtype, rounds: int) -> list[Row]:
