@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -53,8 +54,7 @@ ROUND_SECONDS, MOST = 20.0, 20  # rounds of one point end at the first of both
 Tick = Callable[[int, int, str | None], None]
 
 
-@dataclass(frozen=True)
-class CurvePoint:
+class CurvePoint(NamedTuple):
     """One point of a curve."""
 
     bench: str  # the varied quantity, `tokens` or `batch`
@@ -90,7 +90,7 @@ def run_break_even(
     todo, found = points(preset), []
     with threads_set(threads), frozen():
         clock, clock_name = clock_of(where, torch.get_num_threads())
-        shared = {"suite": "breakeven", "preset": preset, "device": where.type}
+        shared: Row = {"suite": "breakeven", "preset": preset, "device": where.type}
         shared |= {"dtype": dtype_name(kind), "threads": torch.get_num_threads()}
         shared |= {"clock": clock_name, **environment(where)}
         for number, point in enumerate(todo):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,8 +35,7 @@ Tick = Callable[[int, int, str | None], None]
 Sink = Callable[[list[Row]], None]
 
 
-@dataclass(frozen=True)
-class RunStep:
+class RunStep(NamedTuple):
     """One part of the run."""
 
     label: str  # name on the terminal
@@ -188,8 +186,7 @@ BEFORE = ("uniform", "evs", "divprune", "holitom")  # reduce before the language
 _LABELS = {"llm": "prefill", "ttft": "tower and prefill"}
 
 
-@dataclass(frozen=True)
-class Goal:
+class Goal(NamedTuple):
     """A required value of rows of suite `bench`."""
 
     what: str  # description

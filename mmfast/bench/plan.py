@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -120,8 +120,7 @@ EMBEDDED_SPECS = (
 )
 
 
-@dataclass(frozen=True)
-class PlanCheck:
+class PlanCheck(NamedTuple):
     """Specs to compare on one shape."""
 
     preset: str

@@ -90,7 +90,7 @@ class Measured:
         self.noise[stage] = floor = times.noise
         stock = times.base
         shared = {"stage": stage, "tokens": self.stage.case.n, "noise": floor}
-        still = {"speedup": 1.0, "ideal": 1.0, "of_ideal": 1.0, "of_oracle": 1.0}
+        still: dict[str, Any] = {"speedup": 1.0, "ideal": 1.0, "of_ideal": 1.0, "of_oracle": 1.0}
         full = self.stage.cost(self.stock, stage)
         figures = {"kept": self.stage.case.n, "selection_ms": 0.0, "equal": True}
         figures |= {"first_ms": self.stock.ms[stage], "peak_mb": self.stock_peak}
@@ -106,7 +106,11 @@ class Measured:
         times = [s[stage] for s in mine]
         outcome = entry.checked.outcome or self.stock
         cost, speedup = self.stage.cost(outcome, stage), timing.paired(stock, times)
-        row = {"speedup": speedup, "ideal": full / cost, "of_ideal": speedup * cost / full}
+        row: dict[str, Any] = {
+            "speedup": speedup,
+            "ideal": full / cost,
+            "of_ideal": speedup * cost / full,
+        }
         row |= {"of_oracle": self._of_oracle(entry, stage, times), "peak_mb": entry.peak_mb}
         row |= {**timing.spread(times), **self._achieved(stage, cost, median(times))}
         row |= {"kept": entry.checked.kept or self.stage.case.n, "first_ms": outcome.ms[stage]}
@@ -328,7 +332,11 @@ def run_bench(
         groups = [SpecGroup(case, name, wanted, specs, clock) for name in named]
         measured = _measure(groups, rounds, limits, _Ticks(progress), enough)
         measured["rows"] = [row for row in measured["rows"] if row["stage"] in asked]
-        found = {"preset": preset, "device": case.device.type, "dtype": dtype_name(kind)}
+        found: dict[str, Any] = {
+            "preset": preset,
+            "device": case.device.type,
+            "dtype": dtype_name(kind),
+        }
         found |= {"threads": torch.get_num_threads(), "frames": frames}
         limited = {"clock": clock_name, "ceilings": limits, **measured}
         return {**found, "tokens": case.n, **limited, "environment": environment(where)}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,7 @@ ROUNDS = {"cuda": 30, "cpu": 5}
 _ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-4}  # of the largest sum: bfloat16 is exact input
 
 
-@dataclass(frozen=True)
-class ColumnSumCase:
+class ColumnSumCase(NamedTuple):
     """Attention of `items` sequences of `length` tokens."""
 
     name: str

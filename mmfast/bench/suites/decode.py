@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -174,8 +173,7 @@ class CompiledRun:
         return {"ms": ms / rest}
 
 
-@dataclass(frozen=True)
-class HookJob:
+class HookJob(NamedTuple):
     """Specs of reducers and KV policies, and their own work at every step."""
 
     reduce: str | None = None
@@ -250,11 +248,10 @@ def _hook_row(case: Case, job: HookJob, steps: int, rounds: int) -> Row:
     for run in ways.values():
         run()
     taken = timing.interleave(ways, rounds)
-    times = timing.PairedTimes.of(taken)
+    times, again = timing.PairedTimes.of(taken), [each["ms"] for each in taken[timing.AGAIN]]
     mine, base = times.times["attached"], times.base
-    again = [sample["ms"] for sample in taken[timing.AGAIN]]
     pairs = list(zip(times.times["twin"], again, strict=True))
-    row = {"job": job.name, "reduce": job.reduce, "cache": job.cache, "work": job.work}
+    row: Row = {"job": job.name, "reduce": job.reduce, "cache": job.cache, "work": job.work}
     row |= {"layers": len(held.layers), "held": [_length(layer) for layer in held.layers]}
     row |= {"step_ms": median(mine), "twin_ms": median(base), "noise": times.noise}
     row["overhead"] = timing.paired(mine, base) - 1

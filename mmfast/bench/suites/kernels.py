@@ -375,7 +375,7 @@ def _difference_rows(case: DifferenceCase, dtype: torch.dtype, device: str) -> l
 def _differences(case: DifferenceCase, device: str) -> dict[str, Callable[[Tensor], object]]:
     """Return all three results, or the cosine alone: ours, eager, and compiled on a GPU."""
     lengths = list(case.lengths)
-    cosine = lambda x: F.cosine_similarity(x[1:], x[:-1], dim=-1)
+    cosine: Merge = lambda x: F.cosine_similarity(x[1:], x[:-1], dim=-1)
     ways: dict[str, Callable[[Tensor], object]] = {
         "ours, all": lambda x: temporal_difference(x, lengths),
         "ours, cosine": lambda x: temporal_difference(x, lengths, l1=False),

@@ -7,11 +7,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -27,8 +26,7 @@ from mmfast.frontends.video.threads import cores
 FPS = 1.0
 
 
-@dataclass(frozen=True)
-class ClipShape:
+class ClipShape(NamedTuple):
     """Size, length and encoding of the generated clip."""
 
     width: int = 1280

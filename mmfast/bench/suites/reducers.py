@@ -40,7 +40,11 @@ def reducers(tick: Tick) -> list[Row]:
 
 def _row(method: Method, tokens: Tokens) -> Row:
     call, d = reduction(method, tokens), tokens.x.shape[-1]
-    row = {"case": f"{method.name}, {tokens.n:,} x {d:,}", "method": method.name, "device": "cpu"}
+    row: Row = {
+        "case": f"{method.name}, {tokens.n:,} x {d:,}",
+        "method": method.name,
+        "device": "cpu",
+    }
     row |= {"dtype": "float32", "n": tokens.n, "d": d, "budget": int(_SHARE * tokens.n)}
     row |= {"input_mb": tokens.x.nbytes / 1e6, "threads": 1}
     row |= spread(device_times({"": call}, _ROUNDS, "cpu")[""])

@@ -108,7 +108,8 @@ def gap_and_chunk(scheduler: Scheduler, share: float = 0.75) -> tuple[TimeSpent,
 
 
 def _by(summary: Any, values: Sequence[TimeSpent]) -> TimeSpent:
-    return TimeSpent(*map(summary, zip(*values or [(math.nan, math.nan)], strict=True)))
+    missing = [TimeSpent(math.nan, math.nan)]
+    return TimeSpent(*map(summary, zip(*(values or missing), strict=True)))
 
 
 def reset(scheduler: Scheduler) -> None:
@@ -317,8 +318,8 @@ def start(tick: Tick, rounds: int = 5) -> list[Row]:
     """
     found: dict[str, list[Row]] = {name: [] for name in FIRST_QUESTIONS}
     for number in range(rounds):
-        for name in FIRST_QUESTIONS:
-            found[name].append(_start(name))
+        for name, starts in found.items():
+            starts.append(_start(name))
         tick("starts", number + 1, rounds)
     shared = {"n": rounds, "threads": os.cpu_count(), "model": "tiny-video", "device": "cpu"}
     return [

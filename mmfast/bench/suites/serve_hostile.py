@@ -19,12 +19,11 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import av
@@ -69,8 +68,7 @@ def hostile_row(server: ServerUnderTest, request: HostileRequest) -> Row:
     return {**sent, **times, "mb": round(watch.grown / 1e6, 1), "load": load, "device": "cpu"}
 
 
-@dataclass(frozen=True)
-class ServerUnderTest:
+class ServerUnderTest(NamedTuple):
     """A server in its own process."""
 
     port: int
@@ -172,8 +170,7 @@ _CHAT = "/v1/chat/completions"
 _WAIT = 60.0  # seconds until the client gives up
 
 
-@dataclass(frozen=True)
-class HostileRequest:
+class HostileRequest(NamedTuple):
     """One request."""
 
     name: str

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmfast.bench import timing
-from mmfast.bench.cases import fill_
+from mmfast.bench.cases import fill_, unfilled
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.suites.speech_speed import draft_weights, trunk_weights
@@ -39,8 +39,7 @@ ROUNDS, PROMPT = 5, 8
 SCHEDULES = {"vanilla": 4, "boost": 2, "turbo": 3}  # cycles that are timed
 
 
-@dataclass(frozen=True)
-class LanguageShape:
+class LanguageShape(NamedTuple):
     """Sizes of a language model whose last rows of the vocabulary are audio tokens."""
 
     name: str = "7b"
@@ -73,35 +72,20 @@ def build_language_model(shape: LanguageShape, dtype: torch.dtype) -> tuple[Any,
     from mmfast.heads.mctp import Mctp
     from mmfast.models.decoder.backbone import Backbone
 
-    config = Qwen2Config(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.distinct,
-        intermediate_size=shape.inner,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.keys,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-    )
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model: Any = Qwen2ForCausalLM(config)
-        model = model.to_empty(device="cpu")
-        model.tie_weights()
-        fill_(model)
-        rotary = model.model.rotary_emb  # angles, which are missing on the meta device
-        model.model.rotary_emb = type(rotary)(model.config)
-        layers = model.model.layers
-        spread = [layers[i % shape.distinct] for i in range(shape.layers)]
-        model.model.layers = nn.ModuleList(spread)
-        config.layer_types = ["full_attention"] * shape.layers
-        backbone = Backbone(model.eval(), lean=False, check=False)
-        head = Mctp(_SharedTrunk(backbone, shape.distinct), shape.modules, window=1).eval()
-    finally:
-        torch.set_default_dtype(old)
-    return backbone, head
+    sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.inner}
+    sizes |= {"num_hidden_layers": shape.distinct, "num_attention_heads": shape.heads}
+    sizes |= {"num_key_value_heads": shape.keys, "vocab_size": shape.vocabulary}
+    config = Qwen2Config(**sizes, tie_word_embeddings=True, max_position_embeddings=4096)
+    with unfilled("cpu", dtype):
+        model: Any = Qwen2ForCausalLM(config)
+    model.tie_weights()
+    fill_(model)
+    layers = model.model.layers
+    model.model.layers = nn.ModuleList(layers[i % shape.distinct] for i in range(shape.layers))
+    config.layer_types = ["full_attention"] * shape.layers
+    backbone = Backbone(model.eval(), lean=False, check=False)
+    head = Mctp(_SharedTrunk(backbone, shape.distinct), shape.modules, window=1)
+    return backbone, head.to(dtype).eval()
 
 
 class _SharedTrunk:
@@ -124,7 +108,9 @@ def shape_rows(
     shape: LanguageShape, rounds: int, tick: Tick, dtype: torch.dtype | None = None
 ) -> list[Row]:
     """Measure a shape; None is bfloat16 where the processor multiplies it, else float32."""
-    backbone, head = build_language_model(shape, dtype := dtype or _dtype())
+    capable = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    dtype = dtype or (torch.bfloat16 if capable else torch.float32)
+    backbone, head = build_language_model(shape, dtype)
     wide = 1 + parse_schedule("turbo").most
     clocked, audio = _ClockedHead(head), slice(shape.vocabulary - shape.audio, shape.vocabulary)
     names, steps = [*SCHEDULES, timing.AGAIN, "wide"], itertools.count(1)
@@ -225,12 +211,6 @@ def decode(
         "main": 1e3 * (spent - head.seconds) / (stats.passes - before.passes),
         "module": 1e3 * head.seconds / modules if modules else 0.0,
     }
-
-
-def _dtype() -> torch.dtype:
-    """Return bfloat16 where the processor has instructions for it, else the faster float32."""
-    capable = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    return torch.bfloat16 if capable else torch.float32
 
 
 WRONG = (0.0, 0.1)  # share of wrong drafts

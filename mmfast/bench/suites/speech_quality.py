@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -151,8 +151,7 @@ MODES = {name: (name, "none") for name in ("vanilla", "balance", "boost", "turbo
 MODES |= {"exact": ("turbo", "exact"), "typical": ("turbo", "typical:0.3")}
 
 
-@dataclass(frozen=True)
-class SpokenLine:
+class SpokenLine(NamedTuple):
     """A sentence and the voice that says it."""
 
     text: str
@@ -289,8 +288,7 @@ def _identical(tally: SpeechTally, vanilla: SpeechTally | None) -> Row:
 BATCH, TRIES = 20, 40  # questions answered together; cases examined for one question
 
 
-@dataclass(frozen=True)
-class SpokenQuestion:
+class SpokenQuestion(NamedTuple):
     """A question about a clip, its spoken text and voice."""
 
     case: SuiteCase

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -35,7 +35,7 @@ from mmfast.ops.attention import segment_attention
 
 Jobs = dict[str, Callable[[], Any]]
 _SPECIAL = {"image_token_index": 510, "video_token_index": 511}
-_SMALL_TEXT = {"vocab_size": 512, "intermediate_size": 64}
+_SMALL_TEXT: dict[str, Any] = {"vocab_size": 512, "intermediate_size": 64}
 _SMALL_TEXT |= {"bos_token_id": None, "eos_token_id": None}
 
 
@@ -58,8 +58,7 @@ def qwen_shape(layers: int) -> Preset:
     return only_tower(replace(shape, vision=vision, grid=(28, 28), half=False))
 
 
-@dataclass(frozen=True)
-class TowerShape:
+class TowerShape(NamedTuple):
     """A tower, the number of its blocks, and its smallest number of frames in a call."""
 
     shape: Callable[[int], Preset]
