@@ -137,12 +137,9 @@ def _pair(key: str, old: Row, new: Row) -> Pair | None:
     name, more = found
     before, after = float(old[name]), float(new[name])
     slowdown = (before / after if more else after / before) - 1.0
-    return Pair(_label(new), name, before, after, slowdown, _noise(old, new), _notes(old, new))
-
-
-def _noise(old: Row, new: Row) -> float:
     floors = [row["noise"] for row in (old, new) if isinstance(row.get("noise"), (int, float))]
-    return float(max(floors, default=DEFAULT_NOISE))
+    noise = float(max(floors, default=DEFAULT_NOISE))
+    return Pair(_label(new), name, before, after, slowdown, noise, _notes(old, new))
 
 
 def _notes(old: Row, new: Row) -> tuple[str, ...]:

@@ -37,7 +37,11 @@ def matrix(rows: Sequence[Row]) -> list[str]:
             mine = [r for r in rows if (r["method"], r["family"]) == (method.name, family)]
             cells.append(_cell(mine, method.sites[0], notes))
         lines.append(f"| `{method.name}` | " + " | ".join(cells) + " |")
-    return lines + [""] + [_footnote(number, note) for note, number in notes.items()]
+    lines.append("")
+    for (site, reason), number in notes.items():
+        where = f"at `{site}`: " if site else ""
+        lines.append(f"<sup>{number}</sup> {where}{reason}.<br>")
+    return lines
 
 
 def _cell(rows: Sequence[Row], default: str, notes: dict[Note, int]) -> str:
@@ -51,9 +55,3 @@ def _cell(rows: Sequence[Row], default: str, notes: dict[Note, int]) -> str:
     numbers = [notes.setdefault(note, len(notes) + 1) for note in sorted(found)]
     tick = "✓" if any(not row["reason"] for row in rows) else ""
     return tick + (f"<sup>{','.join(map(str, sorted(numbers)))}</sup>" if numbers else "")
-
-
-def _footnote(number: int, note: Note) -> str:
-    site, reason = note
-    where = f"at `{site}`: " if site else ""
-    return f"<sup>{number}</sup> {where}{reason}.<br>"

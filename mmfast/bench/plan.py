@@ -148,14 +148,12 @@ def check_rows(
 ) -> list[Row]:
     """Return rows of predicted and measured milliseconds; a ratio of 1 is a perfect prediction."""
     rows: list[Row] = []
-    checks, embedded = (CHECKS, True) if checks is None else (checks, False)
-    for done, check in enumerate(checks):
-        if tick is not None:
-            tick(done, len(checks) + 1, f"{check.preset} {check.stage}")
+    asked, tick = CHECKS if checks is None else checks, tick or (lambda *_: None)
+    for done, check in enumerate(asked):
+        tick(done, len(asked) + 1, f"{check.preset} {check.stage}")
         rows += _check(check, clock)
-    if tick is not None:
-        tick(len(checks), len(checks) + 1, EMBEDDED)
-    return rows + embedded_rows(clock) if embedded else rows
+    tick(len(asked), len(asked) + 1, EMBEDDED)
+    return rows + embedded_rows(clock) if checks is None else rows
 
 
 def cut(preset: Preset, layers: int | None) -> Preset:

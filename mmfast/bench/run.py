@@ -351,9 +351,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Run gate and rounds of every group; after a fault the document has no speed."""
     ticks.total = sum(group.work(rounds) for group in groups)
-    faults: list[str] = []
-    rows: list[dict[str, Any]] = []
-    floors: dict[str, float] = {}
+    faults, rows, floors = list[str](), list[dict[str, Any]](), dict[str, float]()
     warm, ran = [], []
     with timing.frozen():
         for group in groups:

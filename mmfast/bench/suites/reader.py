@@ -53,7 +53,10 @@ def reader(tick: Tick, shape: ClipShape | None = None, rounds: int = 5) -> list[
         }
         expected = jobs["PyAV, one thread"]()
         for name, job in jobs.items():
-            _check(name, job(), expected)
+            frames = job()
+            same = len(frames) == len(expected) and all(map(np.array_equal, frames, expected))
+            if not same:
+                raise MmfastError(f"{name!r} reads other frames: run pytest tests/frontends/video")
         ways = {name: partial(_timed, job) for name, job in jobs.items()}
         ways[AGAIN] = ways["PyAV, one thread"]
         steps, total = itertools.count(1), rounds * len(ways)
@@ -65,12 +68,6 @@ def reader(tick: Tick, shape: ClipShape | None = None, rounds: int = 5) -> list[
 def _timed(job: Callable[[], object]) -> Sample:
     used, ms = time.process_time(), timed(job)[1]
     return {"ms": ms, "cpu_ms": (time.process_time() - used) * 1e3}
-
-
-def _check(name: str, found: list[Frame], expected: list[Frame]) -> None:
-    same = len(found) == len(expected) and all(map(np.array_equal, found, expected))
-    if not same:
-        raise MmfastError(f"{name!r} reads other frames: run pytest tests/frontends/video")
 
 
 def _rows(found: Mapping[str, list[Sample]], shape: ClipShape, frames: int) -> list[Row]:

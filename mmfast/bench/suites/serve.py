@@ -183,13 +183,10 @@ def _overload(scheduler: Scheduler, tokens: int, count: int) -> Row:
 
 def _speed(base: Sequence[TimeSpent], mine: Sequence[TimeSpent], tokens: int) -> Row:
     wall = median(each.wall for each in mine)
-    return {
-        "tokens_per_s": CHATS * tokens / wall,
-        "seconds": wall,
-        "cpu_seconds": median(each.cpu for each in mine),
-        "speedup": paired([b.wall for b in base], [m.wall for m in mine]),
-        "cpu_speedup": paired([b.cpu for b in base], [m.cpu for m in mine]),
-    }
+    cpu = median(each.cpu for each in mine)
+    gains = [paired([b[i] for b in base], [m[i] for m in mine]) for i in range(2)]
+    row = {"tokens_per_s": CHATS * tokens / wall, "seconds": wall, "cpu_seconds": cpu}
+    return {**row, "speedup": gains[0], "cpu_speedup": gains[1]}
 
 
 FROM_MANY, FROM_FEW = 24, 4  # requests of two tenants
@@ -255,10 +252,7 @@ ENGINES = (("inproc", 1), ("ray", 1), ("ray", 2))  # engine and workers
 
 @benchmark("serve", "batch")
 def batch(
-    tick: Tick,
-    engines: Sequence[tuple[str, int]] = ENGINES,
-    count: int = FILES,
-    rounds: int = 3,
+    tick: Tick, engines: Sequence[tuple[str, int]] = ENGINES, count: int = FILES, rounds: int = 3
 ) -> list[Row]:
     """Measure clips per second of `mmfast batch`: in one process, and on Ray.
 
@@ -298,11 +292,9 @@ def _run(folder: Path, out: Path, engine: str, workers: int) -> Row:
     out.unlink()
     half = next(stamp for stamp in stamps if stamp[1] >= stamps[-1][1] / 2)
     seconds, clips = stamps[-1][0] - half[0], stamps[-1][1] - half[1]
-    return {
-        "clips_per_s": round(clips / seconds, 3),
-        "start_s": round(stamps[1][0], 3),
-        "seconds": round(time.perf_counter() - start, 3),
-    }
+    row = {"clips_per_s": clips / seconds, "start_s": stamps[1][0]}
+    row["seconds"] = time.perf_counter() - start
+    return {name: round(value, 3) for name, value in row.items()}
 
 
 _TIMEOUT = 120.0  # seconds to wait for an answer

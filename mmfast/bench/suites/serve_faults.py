@@ -79,7 +79,8 @@ def trial(
     while not (fed and fed[0].begun.is_set()):  # then every role holds a request
         _feed(engine, fed, every, patience)
     begun = {each.name for each in (*long, *fed) if each.begun.is_set() and not each.over.is_set()}
-    victim = _victim(engine, role, long)
+    # The worker that served a running answer, or the first of the role.
+    victim = int(engine.workers(long[0].name).get(role) or engine.pids(role)[0])
     mine = {name for name in begun if engine.workers(name).get(role) == victim}
     # Answers that have begun have passed encode and prefill.
     spared = begun - mine if role == "decode" else begun
@@ -115,12 +116,6 @@ def _feed(engine: Any, fed: list[ChatRecord], every: float, patience: float) -> 
         except BusyError:
             continue
     raise TimeoutError(f"the engine took no request in {patience} s")
-
-
-def _victim(engine: Any, role: str, long: list[ChatRecord]) -> int:
-    """Return the worker of a role that served a running answer, or the first of the role."""
-    known = engine.workers(long[0].name)
-    return int(known[role] if role in known else engine.pids(role)[0])
 
 
 def _lost(each: ChatRecord) -> bool:

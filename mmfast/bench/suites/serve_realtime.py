@@ -193,6 +193,6 @@ def _row(figures: list[Row]) -> Row:
         values = [each[name] for each in kept]
         found[name] = round(statistics.median(values), 2)
         found[name.replace("_ms", "_p95_ms")] = round(quantile(values, 0.95), 2)
-    main = "first_audio_ms" if "first_audio_ms" in found else "barge_in_ms"
-    threads = torch.get_num_threads()
-    return {"score": found.get(main), **found, "clock": "wall", "threads": threads, "device": "cpu"}
+    score = found.get("first_audio_ms", found.get("barge_in_ms"))
+    shared = {"clock": "wall", "threads": torch.get_num_threads(), "device": "cpu"}
+    return {"score": score, **found, **shared}

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -131,17 +131,6 @@ class Recogniser:
         self.decoder.end_utt()
         found = self.decoder.hyp()
         return "" if found is None else str(found.hypstr)
-
-
-def word_error_rate(
-    recogniser: Recogniser, spoken: Iterable[tuple[str, Tensor]]
-) -> tuple[WordErrors, list[str]]:
-    """Count the errors over texts and their sound `[n]`; return the recognised texts too."""
-    total, heard = WordErrors(), []
-    for text, pcm in spoken:
-        heard.append(recogniser.transcribe(pcm))
-        total += count_errors(text, heard[-1])
-    return total, heard
 
 
 _SPEAKING, _LISTENING = 77, 78  # separate these draws from others of the same seed
@@ -385,7 +374,12 @@ def run_speech_eval(
         rows += speaking_rows(speech, lines, recognise, modes or tuple(MODES), tick)
     if "listening" in tasks:
         tick("making clips", 0, n)
-        rows += listening_rows(speech, unseen_questions(n, seed), answer or _answers(), tick)
+        if answer is None:
+            from mmfast.tiny.evaluate import Subject
+
+            subject = Subject()
+            answer = lambda cases: subject.answers(subject.inputs(cases))
+        rows += listening_rows(speech, unseen_questions(n, seed), answer, tick)
     return {"suite": "speech", "n": n, "seed": seed, "model": name, "rows": rows}
 
 
@@ -401,13 +395,6 @@ def _load(model: Any) -> tuple[Any, str]:
     from mmfast.models.speech.embedded import load_speech
 
     return load_speech(model), "tiny-speech" if model is None else Path(model).name
-
-
-def _answers() -> Answer:
-    from mmfast.tiny.evaluate import Subject
-
-    subject = Subject()
-    return lambda cases: subject.answers(subject.inputs(cases))
 
 
 SENTENCES, SEED = 60, 0
