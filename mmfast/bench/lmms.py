@@ -1,8 +1,7 @@
 """Model plugin for lmms-eval: any supported checkpoint, with `reduce=` and `cache=`.
 
-lmms-eval finds it through the entry point `lmms_eval.models`; this module is imported only for
-this model. Beside the answers it reports figures that lmms-eval lacks for Hugging Face models: time
-to first token, and tokens per second of decoding alone.
+Found through the entry point `lmms_eval.models`. Beside the answers it reports time to first token
+and tokens per second of decoding alone, which lmms-eval lacks for Hugging Face models.
 """
 
 from __future__ import annotations

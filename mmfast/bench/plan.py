@@ -1,9 +1,8 @@
 """Plans for model shapes, and predicted against measured times to the first token.
 
 One layer and one tower block are built and timed, the others are counted, so that a shape can be
-planned that does not fit on this machine; `check_plan` builds all of it. To compare predictions,
-the rates are measured anew in the same process, then every spec runs in turn, so that the load of a
-shared machine affects prediction and measurement alike.
+planned that does not fit on this machine; `check_plan` builds all of it. For comparisons the rates
+are measured in the same process, so that other load affects prediction and measurement alike.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`mmfast bench`: the gain of a reduction on a real model shape, beside the possible gain.
 
-Protocol: the ceilings of the machine (copy, matrix product); a gate (keep 1.0 equals the stock
-model bit for bit, counts are exact); peak memory in a separate pass; then rounds in which stock,
-stock again, every method and its fixed-index twin each run once. Speed-ups are medians over rounds
-of paired ratios; the two stock runs give the noise floor.
+Protocol: ceilings of the machine; a gate (keep 1.0 equals the stock model bit for bit, counts are
+exact); peak memory in a separate pass; then rounds of stock, stock again, every method and its
+fixed-index twin. Speed-ups are medians of paired ratios; the stock runs give the noise floor.
 """
 
 from __future__ import annotations

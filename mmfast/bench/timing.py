@@ -1,8 +1,4 @@
-"""Timing on a shared machine: interleaved rounds, medians, and an A/A pair for the noise.
-
-`compare_jobs` is the loop of most benchmarks: warm-up, a baseline that runs twice a round, variants
-in between, and rows with medians, paired speed-ups and the noise floor.
-"""
+"""Timing on a shared machine: interleaved rounds, medians, and an A/A pair for the noise."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Benchmark of a frame of Moshi, beside the lower bound that its bytes set.
 
-On a GPU the whole 7B shape (random weights): states that are values against four CUDA graphs
-(Mimi's encoder, the temporal transformer, eight depth steps, Mimi's decoder), at batch 1, 8 and
-32 with a full window. On the CPU a tiny shape, where the same functions run plain or compiled;
-the large shape is then a row without a time.
+On a GPU the whole 7B shape: states that are values against four CUDA graphs with a full window.
+On the CPU a tiny shape, plain or compiled; the large shape is then a row without a time.
 """
 
 from __future__ import annotations

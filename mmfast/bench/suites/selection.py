@@ -1,8 +1,6 @@
 """Cost of choosing tokens against the textbook formulation of the same rule.
 
-`mmfast bench --selection` times reducers, and operations behind selection and eviction at the size
-of 32 frames and a 7B decoder. The textbooks follow the papers' own code: plain, slow, and
-independent of `mmfast.ops`.
+The textbooks follow the papers' own code: plain, slow, and independent of `mmfast.ops`.
 """
 
 from __future__ import annotations

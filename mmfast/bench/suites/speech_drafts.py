@@ -1,8 +1,4 @@
-"""Benchmarks of drafted speech tokens: real shapes with random weights, and trained depth heads.
-
-`shape` measures drafting on a 7-billion model, `depth-shape` the depth passes of CSM, and
-`depth-drafts` the share of accepted drafts of learned drafters on recordings.
-"""
+"""Benchmarks of drafted speech tokens: real shapes with random weights, and trained depth heads."""
 
 from __future__ import annotations
 

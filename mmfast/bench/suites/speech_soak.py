@@ -1,7 +1,6 @@
 """Hours of conversation in simulated time: memory must not grow, the context must not drift.
 
-Doubles of models turn every letter into a tone, so the samples that a loudspeaker played can be
-read back as text, independently of the context that the session reports.
+Doubles of models turn letters into tones, so the samples a loudspeaker played can be read as text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Benchmarks of the vision tower on real shapes with random weights.
 
-Attention of a block, frames per call, compiled modes, merging between blocks, and the patch
-embedding. A variant is timed only if its features are close to those of the stock tower.
+A variant is timed only if its features are close to those of the stock tower.
 """
 
 from __future__ import annotations
