@@ -167,8 +167,8 @@ def _shape(
             raise MmfastError("gate: " + "; ".join(document["faults"]))
         return bench_rows(document)
 
-    label = f"{preset}, {frames} frames: {stages} of {', '.join(methods)}"
-    return RunStep(label, weight, run, check)
+    text = f"{preset}, {frames} frames: {stages} of {', '.join(methods)}"
+    return RunStep(text, weight, run, check)
 
 
 def _progress(tick: Tick, behind: float, step: RunStep, whole: float) -> Callable[[int, int], None]:

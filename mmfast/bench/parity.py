@@ -287,9 +287,8 @@ def _tome(arrays: Arrays, params: Params) -> Outcome:
 
 def _holitom(arrays: Arrays, params: Params) -> Outcome:
     if params["D"] != 0:
-        raise MmfastError(
-            f"parameter D={params['D']}: contextual tokens of a frame are not covered"
-        )
+        reason = "contextual tokens of a frame are not covered"
+        raise MmfastError(f"parameter D={params['D']}: {reason}")
     frames, n, _ = arrays["x"].shape
     x, total = arrays["x"].flatten(0, 1), frames * n
     given = {"ratio": "retain_ratio", "neighbours": "K", "window": "max_window_size"}

@@ -93,10 +93,8 @@ def eval_rows(document: Row, environ: Row | None = None) -> list[Row]:
     shared["model"] = Path(model).name if Path(model).is_dir() else model  # no paths in rows
     shared |= {key: document[key] for key in ("device", "dtype", "threads") if key in document}
     shared |= environ or document.get("environment") or environment()
-    return [
-        {**shared, **_method(row["reduce"]), "score": row["accuracy"], **row}
-        for row in document["rows"]
-    ]
+    rows = [{"score": row["accuracy"], **row} for row in document["rows"]]
+    return [{**shared, **_method(row["reduce"]), **row} for row in rows]
 
 
 def _method(reduce: str | None) -> Row:
