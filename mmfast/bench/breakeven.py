@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -26,11 +27,7 @@ TINY_SIDES, TINY_FRAMES = (2, 3), (1, 4, 8, 16, 64, 128)
 
 
 def shapes(preset: Preset) -> list[tuple[Preset, int]]:
-    """Return (shape, frames) with increasing visual tokens.
-
-    Raises:
-        MmfastError: The family takes no images of these sizes.
-    """
+    """Return (shape, frames) with increasing visual tokens."""
     if preset.family != "llava_onevision":
         raise MmfastError(
             f"--break-even takes LLaVA-OneVision shapes and tiny, not {preset.name!r}"
@@ -57,25 +54,15 @@ ROUND_SECONDS, MOST = 20.0, 20  # rounds of one point end at the first of both
 Tick = Callable[[int, int, str | None], None]
 
 
-@dataclass(frozen=True)
-class CurvePoint:
-    """One point of a curve.
+class CurvePoint(NamedTuple):
+    """One point of a curve."""
 
-    Attributes:
-        bench: The varied quantity, `tokens` or `batch`.
-        preset: The shape, its grid chosen for the count.
-        frames: Frames of the clip.
-        batch: Prompts at once.
-        methods: Methods to compare with stock.
-        stages: `llm`, or `llm` and `decode`.
-    """
-
-    bench: str
-    preset: Preset
-    frames: int
-    batch: int
-    methods: tuple[str, ...]
-    stages: tuple[str, ...]
+    bench: str  # the varied quantity, `tokens` or `batch`
+    preset: Preset  # the shape, its grid chosen for the count
+    frames: int  # frames of the clip
+    batch: int  # prompts at once
+    methods: tuple[str, ...]  # methods to compare with stock
+    stages: tuple[str, ...]  # `llm`, or `llm` and `decode`
 
 
 def points(preset: str) -> list[CurvePoint]:
@@ -94,36 +81,18 @@ def run_break_even(
     device: str | None = None,
     tick: Tick = lambda done, total, label: None,
 ) -> list[Row]:
-    """Measure all points of a shape.
+    """Return rows of all points of a shape.
 
-    Args:
-        preset: A LLaVA-OneVision shape or `tiny`.
-        threads: CPU threads; torch's own choice if None.
-        device: `cpu` or `cuda`; CUDA where there is one.
-        tick: Called with (done, total, label).
-
-    Returns:
-        Rows of suite `breakeven`. `pays` is True where the gain is beyond noise, False where the
-        loss is, None between.
-
-    Raises:
-        MmfastError: A shape of another family, a device that is not there, too little memory, or
-            a method that fails the gate.
+    `pays` is True where the gain is beyond noise, False where the loss is, None between.
     """
     where = pick_device(device)
     kind = pick_dtype("auto", get_preset(preset), where)
     todo, found = points(preset), []
     with threads_set(threads), frozen():
         clock, clock_name = clock_of(where, torch.get_num_threads())
-        shared = {
-            "suite": "breakeven",
-            "preset": preset,
-            "device": where.type,
-            "dtype": dtype_name(kind),
-            "threads": torch.get_num_threads(),
-            "clock": clock_name,
-            **environment(where),
-        }
+        shared: Row = {"suite": "breakeven", "preset": preset, "device": where.type}
+        shared |= {"dtype": dtype_name(kind), "threads": torch.get_num_threads()}
+        shared |= {"clock": clock_name, **environment(where)}
         for number, point in enumerate(todo):
             check_fits(point.preset, ("llm",), point.frames * point.batch, kind, where)
             tick(number, len(todo), f"{point.bench} {number + 1}")
@@ -146,14 +115,8 @@ def _rows(case: Case, point: CurvePoint, clock: Clock) -> Iterator[Row]:
     for stage in point.stages:
         stock, *rows = measured.rows(stage)
         for row in rows:
-            gain, noise = row["speedup"], row["noise"]
-            yield {
-                **{key: row[key] for key in ("stage", "reduce", "tokens", "median_ms", "ideal")},
-                "bench": point.bench,
-                "batch": point.batch,
-                "stock_ms": stock["median_ms"],
-                "speedup": gain,
-                "noise": noise,
-                "pays": None if abs(gain - 1) <= noise else gain > 1,
-                "n": measured.rounds,
-            }
+            gain = row["speedup"]
+            pays = None if abs(gain - 1) <= row["noise"] else gain > 1
+            found = {"bench": point.bench, "batch": point.batch, "stock_ms": stock["median_ms"]}
+            kept = ("stage", "reduce", "tokens", "median_ms", "ideal", "speedup", "noise")
+            yield {key: row[key] for key in kept} | {**found, "pays": pays, "n": measured.rounds}

@@ -22,43 +22,33 @@ _PERIOD = 1_048_583
 def fill_(model: nn.Module, seed: int = 0) -> None:
     """Fill every parameter with plausible values at memory speed: seconds for 7 billion.
 
-    Matrices hold normal noise with variance 1 / fan-in, so that activations neither vanish nor
-    explode and attention is not flat; embeddings have variance 1, norms are 1, biases small.
-    Zeros would run faster than real weights.
+    Matrices hold normal noise with variance 1 / fan-in, so that attention is not flat; embeddings
+    have variance 1, norms are 1, biases small. Zeros would run faster than real weights.
     """
     noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
     for index, (name, parameter) in enumerate(model.named_parameters()):
         if parameter.ndim == 1 and name.endswith("weight"):
             parameter.fill_(1.0)
             continue
-        scale = 0.02 if parameter.ndim == 1 else _scale(name, parameter)
-        values = (noise * scale).to(parameter.device, parameter.dtype)
-        _tile(parameter.view(-1), values, start=index * 7919 % _PERIOD)
+        values = (noise * _scale(name, parameter)).to(parameter.device, parameter.dtype)
+        rest = parameter.view(-1)
+        for part in (values[index * 7919 % _PERIOD :], *[values] * (len(rest) // _PERIOD + 1)):
+            rest[: len(part)] = part[: len(rest)]
+            rest = rest[len(part) :]
 
 
 def _scale(name: str, parameter: Tensor) -> float:
+    if parameter.ndim == 1:
+        return 0.02
     embedding = "embed_tokens" in name or "position_embedding" in name or "pos_embed" in name
     return 1.0 if embedding else float(parameter[0].numel() ** -0.5)
 
 
-def _tile(target: Tensor, values: Tensor, start: int) -> None:
-    """Fill `target` [P] with `values` [R] over and over, from `values[start]` on."""
-    done = 0
-    while done < target.numel():
-        part = values[start : start + target.numel() - done]
-        target[done : done + part.numel()] = part
-        done, start = done + part.numel(), 0
-
-
 def video_features(grid: tuple[int, int, int], width: int, seed: int = 0) -> Tensor:
-    """Return features of a clip with a textured still background, a moving block and noise.
+    """Return `[T * H * W, width]` of a clip with a still background, a moving block and noise.
 
-    Cosine similarity of a background patch with itself a frame later is about 0.94, as on real
-    clips, so methods that search for repetition (EVS, HoliTom) find some. One camera cut at two
-    thirds replaces the background.
-
-    Returns:
-        `[T * H * W, width]` float32, about unit variance.
+    The cosine of a background patch with itself a frame later is about 0.94, as on real clips. One
+    camera cut at two thirds replaces the background.
     """
     frames, rows, columns = grid
     gen = torch.Generator().manual_seed(seed)
@@ -85,9 +75,8 @@ def textured_video(grid: tuple[int, int, int], d: int, seed: int = 0) -> Tokens:
     frames, rows, columns = grid
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(1, d, 5, 5, generator=generator)
-    scene = torch.nn.functional.interpolate(coarse, size=(rows, columns), mode="bilinear")[
-        0
-    ].permute(1, 2, 0)
+    scene = torch.nn.functional.interpolate(coarse, size=(rows, columns), mode="bilinear")
+    scene = scene[0].permute(1, 2, 0)
     scene = scene + 0.5 * torch.randn(rows, columns, d, generator=generator)
     clip = scene + 0.2 * torch.randn(frames, rows, columns, d, generator=generator)
     side = min(3, rows, columns)
@@ -104,11 +93,7 @@ _STAMP = 7  # Qwen3-VL writes "<12.5 seconds>" before every frame
 
 
 def video_grid(preset: Preset, frames: int) -> tuple[int, int, int]:
-    """Return (frames, rows, columns) of the tokens that the language model reads.
-
-    Raises:
-        MmfastError: The family takes pairs of frames, or `frames` is below 1.
-    """
+    """Return (frames, rows, columns) of the tokens that the language model reads."""
     rows, columns = preset.grid
     if frames < 1:
         raise MmfastError(f"--frames {frames} is no clip; give at least 1")
@@ -144,15 +129,9 @@ def prompt_inputs(
             ids += [*text(_STAMP), start, *[video] * per_frame, end]
         ids += text(_AFTER)
     input_ids = torch.tensor([ids])
-    return {
-        "input_ids": input_ids,
-        "mm_token_type_ids": torch.where(input_ids == video, 2, 0),
-        "video_grid_thw": _grid_thw(preset, grid[0]),
-    }
-
-
-def _grid_thw(preset: Preset, steps: int) -> Tensor:
-    return torch.tensor([[steps, *preset.grid]])
+    kinds = torch.where(input_ids == video, 2, 0)
+    thw = torch.tensor([[grid[0], *preset.grid]])
+    return {"input_ids": input_ids, "mm_token_type_ids": kinds, "video_grid_thw": thw}
 
 
 def pixel_inputs(preset: Preset, frames: int, seed: int) -> dict[str, Tensor]:
@@ -161,7 +140,8 @@ def pixel_inputs(preset: Preset, frames: int, seed: int) -> dict[str, Tensor]:
     size = int(preset.vision["patch_size"])
     if preset.family != "llava_onevision":
         x = video_features((frames // 2, rows, columns), 3 * 2 * size * size, seed)
-        return {"pixel_values_videos": x, "video_grid_thw": _grid_thw(preset, frames // 2)}
+        thw = torch.tensor([[frames // 2, rows, columns]])
+        return {"pixel_values_videos": x, "video_grid_thw": thw}
     side = int(preset.vision["image_size"])
     patches = video_features((frames, rows, columns), 3 * size * size, seed)
     x = patches.reshape(frames, rows, columns, 3, size, size).permute(0, 3, 1, 4, 2, 5)
@@ -201,26 +181,18 @@ LLM_STAGES = frozenset({"llm", "decode", "ttft"})
 
 @dataclass
 class Case:
-    """A model and its inputs.
+    """A model and its inputs."""
 
-    Attributes:
-        preset: The shape it was built from.
-        model: A stock model class, random weights, evaluation mode.
-        grid: (frames, rows, columns) of the visual tokens that the language model reads.
-        prompt: Keyword arguments of `model(...)` without visual inputs.
-        pixels: Keyword arguments of `model.get_video_features`; empty without a tower stage.
-        visual: Features `[N, D]` in place of a tower's output.
-        batch: Copies of the prompt.
-    """
-
-    preset: Preset
-    model: Any
+    preset: Preset  # the shape it was built from
+    model: Any  # A stock model class, random weights, evaluation mode
+    # (frames, rows, columns) of the visual tokens that the language model reads
     grid: tuple[int, int, int]
-    prompt: dict[str, Any]
+    prompt: dict[str, Any]  # keyword arguments of `model(...)` without visual inputs
+    # keyword arguments of `model.get_video_features`; empty without a tower stage
     pixels: dict[str, Any]
-    visual: Tensor
+    visual: Tensor  # features `[N, D]` in place of a tower's output
     deepstack: list[Tensor] = field(default_factory=list)
-    batch: int = 1
+    batch: int = 1  # copies of the prompt
 
     @property
     def device(self) -> torch.device:
@@ -246,11 +218,7 @@ class Case:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Return a device; `None` is the first CUDA device, or the CPU where there is none.
-
-    Raises:
-        MmfastError: No such device.
-    """
+    """Return a device; `None` is the first CUDA device, or the CPU where there is none."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -265,11 +233,7 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def pick_dtype(name: str, preset: Preset, device: torch.device) -> torch.dtype:
-    """Return a dtype; `auto` is float32 on the CPU where that fits, else bfloat16.
-
-    Raises:
-        MmfastError: Unknown name.
-    """
+    """Return a dtype; `auto` is float32 on the CPU where that fits, else bfloat16."""
     if name == "auto":
         return torch.bfloat16 if preset.half or device.type == "cuda" else torch.float32
     if name not in DTYPES:
@@ -285,11 +249,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Case:
-    """Build only what `stages` need: no tower for `llm`, one decoder layer for `vit`.
-
-    Raises:
-        MmfastError: Unknown preset, or a number of frames the family cannot take.
-    """
+    """Build only what `stages` need: no tower for `llm`, one decoder layer for `vit`."""
     shape = preset if isinstance(preset, Preset) else get_preset(preset)
     device = device or torch.device("cpu")
     model = empty_model(shape, stages, device, dtype)
@@ -316,9 +276,13 @@ def empty_model(
     preset: Preset, stages: Collection[str], device: torch.device, dtype: torch.dtype
 ) -> Any:
     """Return the model in evaluation mode with uninitialised weights; none on `meta`."""
+    import transformers
+
     config = model_config(preset, stages)
+    names = {"llava_onevision": "LlavaOnevision", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
     with unfilled(device, dtype):
-        model = _model_class(preset.family)(config)
+        kind = getattr(transformers, f"{names[preset.family]}ForConditionalGeneration")
+        model = kind(config)
     model.tie_weights()
     return model.eval()
 
@@ -339,16 +303,6 @@ def model_config(preset: Preset, stages: Collection[str]) -> Any:
         tie_word_embeddings=preset.tied,
         **preset.special,
     )
-
-
-def _model_class(family: str) -> Any:
-    import transformers
-
-    return {
-        "llava_onevision": transformers.LlavaOnevisionForConditionalGeneration,
-        "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
-        "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
-    }[family]
 
 
 @contextmanager

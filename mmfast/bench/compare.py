@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmfast.bench.results import Row
@@ -36,25 +36,15 @@ DEFAULT_NOISE = 0.05  # of rows without a noise floor
 
 @dataclass(frozen=True)
 class Pair:
-    """One row of both files.
+    """One row of both files."""
 
-    Attributes:
-        name: Label of the row.
-        metric: Field that is compared.
-        old: Its value in the first file.
-        new: Its value in the second file.
-        slowdown: 0.1 takes a tenth longer, -0.1 a tenth less.
-        noise: Smaller differences are insignificant.
-        notes: Processors and versions that differ.
-    """
-
-    name: str
-    metric: str
-    old: float
-    new: float
-    slowdown: float
-    noise: float
-    notes: tuple[str, ...] = ()
+    name: str  # label of the row
+    metric: str  # field that is compared
+    old: float  # its value in the first file
+    new: float  # its value in the second file
+    slowdown: float  # 0.1 takes a tenth longer, -0.1 a tenth less
+    noise: float  # smaller differences are insignificant
+    notes: tuple[str, ...] = ()  # processors and versions that differ
 
     @property
     def verdict(self) -> str:
@@ -65,12 +55,8 @@ class Pair:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON document."""
-        return {
-            **{key: getattr(self, key) for key in ("name", "metric", "old", "new")},
-            **{key: getattr(self, key) for key in ("slowdown", "noise", "verdict")},
-            "ratio": self.new / self.old,
-            "notes": list(self.notes),
-        }
+        document = asdict(self) | {"verdict": self.verdict, "notes": list(self.notes)}
+        return {**document, "ratio": self.new / self.old}
 
 
 @dataclass(frozen=True)
@@ -97,21 +83,14 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON document."""
-        return {
-            "rows": [pair.to_dict() for pair in self.pairs],
-            "regressions": [pair.name for pair in self.regressions],
-            "only_old": list(self.only_old),
-            "only_new": list(self.only_new),
-            "notes": list(self.notes),
-        }
+        rows = [pair.to_dict() for pair in self.pairs]
+        alone = {"only_old": list(self.only_old), "only_new": list(self.only_new)}
+        regressions = [pair.name for pair in self.regressions]
+        return {"rows": rows, "regressions": regressions, **alone, "notes": list(self.notes)}
 
 
 def compare(old: Sequence[Row], new: Sequence[Row]) -> Comparison:
-    """Match rows by identity; of equal ones in a file the latest counts.
-
-    Raises:
-        MmfastError: A file has no row with a metric.
-    """
+    """Match rows by identity; of equal ones in a file the latest counts."""
     before, after = _by_identity(old), _by_identity(new)
     if not before or not after:
         which = "first" if not before else "second"
@@ -158,28 +137,17 @@ def _pair(key: str, old: Row, new: Row) -> Pair | None:
     name, more = found
     before, after = float(old[name]), float(new[name])
     slowdown = (before / after if more else after / before) - 1.0
-    return Pair(_label(new), name, before, after, slowdown, _noise(old, new), _notes(old, new))
-
-
-def _noise(old: Row, new: Row) -> float:
     floors = [row["noise"] for row in (old, new) if isinstance(row.get("noise"), (int, float))]
-    return float(max(floors)) if floors else DEFAULT_NOISE
+    noise = float(max(floors, default=DEFAULT_NOISE))
+    return Pair(_label(new), name, before, after, slowdown, noise, _notes(old, new))
 
 
 def _notes(old: Row, new: Row) -> tuple[str, ...]:
     pairs = [(key, old.get(key), new.get(key)) for key in ("processor", "clock")]
-    before, after = _versions(old), _versions(new)
+    before, after = (dict(row.get("versions") or {}) for row in (old, new))
     pairs += [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])]
-    return tuple(f"{key}: {_plain(a)} and {_plain(b)}" for key, a, b in pairs if a != b)
-
-
-def _plain(value: object) -> str:
-    return "not stated" if value is None else str(value)
-
-
-def _versions(row: Row) -> Mapping[str, Any]:
-    found = row.get("versions")
-    return found if isinstance(found, dict) else {}
+    stated = [(k, *("not stated" if v is None else v for v in both)) for k, *both in pairs]
+    return tuple(f"{key}: {a} and {b}" for key, a, b in stated if a != b)
 
 
 def _label(row: Row) -> str:

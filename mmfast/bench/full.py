@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,33 +35,19 @@ Tick = Callable[[int, int, str | None], None]
 Sink = Callable[[list[Row]], None]
 
 
-@dataclass(frozen=True)
-class RunStep:
-    """One part of the run.
+class RunStep(NamedTuple):
+    """One part of the run."""
 
-    Attributes:
-        label: Name on the terminal.
-        weight: Share of the time, relative to the other steps.
-        run: From a tick and a condition that ends its rounds early to rows.
-        check: Raises an MmfastError where the model does not fit in memory.
-    """
-
-    label: str
-    weight: float
+    label: str  # name on the terminal
+    weight: float  # share of the time, relative to the other steps
+    # from a tick and a condition that ends its rounds early to rows
     run: Callable[[Callable[[int, int], None], Callable[[], bool]], list[Row]]
+    # raises an MmfastError where the model does not fit in memory
     check: Callable[[], None] = lambda: None
 
 
 def plan(device: torch.device, preset: str | None = None) -> list[RunStep]:
-    """Return the steps of `--full` on a device, the most important first.
-
-    Args:
-        device: CUDA gets real shapes, the CPU tiny ones.
-        preset: Measure this shape alone.
-
-    Raises:
-        MmfastError: There is no such preset.
-    """
+    """Return the steps of `--full` on a device, the most important first."""
     cuda = device.type == "cuda"
     steps = [_named("kernels", name, 1.0) for name in names("kernels")]
     if preset is not None:
@@ -90,24 +76,14 @@ def run_full(
     tell: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """Run the plan.
+    """Run the plan on a device, by default CUDA where there is one; `preset` is one shape for all.
 
-    Args:
-        device: `cpu`, `cuda`; CUDA where there is one.
-        preset: One shape instead of all.
-        minutes: Time limit. Steps share the remaining time by their weights; rounds end early,
-            and a step without any is left out.
-        tick: Called with (done, total, label).
-        sink: Receives the rows of each step as it ends.
-        tell: Receives lines of text: the plan, then the steps left out or failed.
-        clock: Seconds.
+    Steps share the remaining `minutes` by their weights; rounds end early, and a step without any
+    is left out. `sink` receives the rows of each step, `tell` lines of text.
 
     Returns:
         `ok`, `device`, `seconds`, `steps` [{label, state, seconds, rows, reason}] and `rows`; a
         step is `done`, `left out` or `failed`, and a failed one makes `ok` False.
-
-    Raises:
-        MmfastError: No such device or preset, or no time.
     """
     if not minutes > 0:
         raise MmfastError(f"--minutes {minutes} is no time to measure in; give more than 0")
@@ -125,7 +101,9 @@ def run_full(
         left = 60 * minutes - (begun - start)
         ahead = sum(each.weight for each in steps[number:])
         progress = _progress(tick, whole - ahead, step, whole)
-        state, found, reason = _do(step, begun + left * step.weight / ahead, left, progress, clock)
+        late = begun + left * step.weight / ahead
+        enough = partial(lambda end: clock() > end, late)
+        state, found, reason = _do(step, left, progress, enough)
         sink(found)
         rows += found
         seconds = clock() - begun
@@ -133,18 +111,16 @@ def run_full(
         report[-1] |= {"rows": len(found), "reason": reason}
         if reason:
             tell(f"{state}: {step.label}: {reason}")
-        _free(where)
+        gc.collect()
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
     ok = all(step["state"] != "failed" for step in report)
     document = {"ok": ok, "device": where.type, "seconds": clock() - start}
     return {**document, "steps": report, "rows": rows}
 
 
 def _do(
-    step: RunStep,
-    deadline: float,
-    left: float,
-    progress: Callable[[int, int], None],
-    clock: Callable[[], float],
+    step: RunStep, left: float, progress: Callable[[int, int], None], enough: Callable[[], bool]
 ) -> tuple[str, list[Row], str]:
     """Run one step; return (state, rows, reason), also after an error in it."""
     if left <= 0:
@@ -154,7 +130,7 @@ def _do(
     except MmfastError as error:
         return "left out", [], str(error)
     try:
-        return "done", step.run(progress, lambda: clock() > deadline), ""
+        return "done", step.run(progress, enough), ""
     except MmfastError as error:
         return "failed", [], str(error)
     except Exception as error:  # of a compiler or driver: the other steps still run
@@ -184,23 +160,15 @@ def _shape(
         check_fits(shape, parse_stages(stages), frames, kind, device)
 
     def run(progress: Callable[[int, int], None], enough: Callable[[], bool]) -> list[Row]:
-        document = run_bench(
-            preset=preset,
-            reduce=list(methods),
-            frames=frames,
-            keep=KEEP,
-            stages=stages,
-            device=str(device),
-            iters=rounds,
-            progress=progress,
-            enough=enough,
-        )
+        asked: dict[str, Any] = {"keep": KEEP, "stages": stages, "device": str(device)}
+        asked |= {"iters": rounds, "progress": progress, "enough": enough}
+        document = run_bench(preset, list(methods), frames, **asked)
         if not document["ok"]:
             raise MmfastError("gate: " + "; ".join(document["faults"]))
         return bench_rows(document)
 
-    label = f"{preset}, {frames} frames: {stages} of {', '.join(methods)}"
-    return RunStep(label, weight, run, check)
+    text = f"{preset}, {frames} frames: {stages} of {', '.join(methods)}"
+    return RunStep(text, weight, run, check)
 
 
 def _progress(tick: Tick, behind: float, step: RunStep, whole: float) -> Callable[[int, int], None]:
@@ -213,39 +181,22 @@ def _progress(tick: Tick, behind: float, step: RunStep, whole: float) -> Callabl
     return progress
 
 
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 _SMALL = "llava-onevision-0.5b"
 BEFORE = ("uniform", "evs", "divprune", "holitom")  # reduce before the language model
 _LABELS = {"llm": "prefill", "ttft": "tower and prefill"}
 
 
-@dataclass(frozen=True)
-class Goal:
-    """A required value of rows of suite `bench`.
+class Goal(NamedTuple):
+    """A required value of rows of suite `bench`."""
 
-    Attributes:
-        what: Description.
-        bound: The required value as text.
-        where: Preset, device and stage of the rows.
-        selects: Selects rows among them.
-        key: Field of the value.
-        limit: The least value, or the largest where `most`.
-        text: Formats a value.
-    """
-
-    what: str
-    bound: str
-    where: tuple[str, str, str]
-    selects: Callable[[Row], bool]
-    key: str
-    limit: float
+    what: str  # description
+    bound: str  # the required value as text
+    where: tuple[str, str, str]  # preset, device and stage of the rows
+    selects: Callable[[Row], bool]  # selects rows among them
+    key: str  # field of the value
+    limit: float  # the least value, or the largest where `most`
     most: bool = False
-    text: Callable[[float], str] = "{:.2f}x".format
+    text: Callable[[float], str] = "{:.2f}x".format  # formats a value
 
     def fits(self, row: Row) -> bool:
         """Match the place of a row, then its spec."""
@@ -264,14 +215,6 @@ def _gain(preset: str, device: str, stage: str, kept: float, least: float) -> Go
     what = f"{preset}, {device.upper()}, {_LABELS[stage]}, {100 * kept:.0f} % kept before the "
     where = (preset, device, stage)
     return Goal(what + "language model", f"{least}x", where, selects, "speedup", least)
-
-
-def _in_tower(preset: str, least: float) -> Goal:
-    def selects(row: Row) -> bool:
-        return "@vit" in (row["reduce"] or "") and str(row["reduce"]).endswith(":0.1")
-
-    what = f"{preset}, CUDA, tower and prefill, merged in the tower too, 10 % kept"
-    return Goal(what, f"{least}x", (preset, "cuda", "ttft"), selects, "speedup", least)
 
 
 def _oracle(methods: tuple[str, ...], least: float) -> Goal:
@@ -295,7 +238,12 @@ GOALS = (
     _gain(_BIG, "cuda", "llm", 0.1, 7.5),
     _gain(_BIG, "cuda", "ttft", 0.25, 2.1),
     _gain(_BIG, "cuda", "ttft", 0.1, 2.6),
-    _in_tower(_BIG, 3.2),
+    Goal(
+        f"{_BIG}, CUDA, tower and prefill, merged in the tower too, 10 % kept",
+        *("3.2x", (_BIG, "cuda", "ttft")),
+        lambda row: "@vit" in (row["reduce"] or "") and str(row["reduce"]).endswith(":0.1"),
+        *("speedup", 3.2),
+    ),
     _at_most("choosing and compacting, of the time to first token", "selection", "share", 0.03),
     _oracle(("evs", "fastv"), 0.97),
     _oracle(("divprune", "holitom"), 0.93),

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -41,18 +40,7 @@ class Checked:
 
 
 def check(stage: MeasuredStage, twins: Twins, stock: RunOutcome, whole: bool = True) -> Checked:
-    """Compare keep 1.0 with the stock model, and the pruned run with the decisions of the methods.
-
-    Args:
-        stage: Runs the model.
-        twins: The spec.
-        stock: Outcome of the stock model.
-        whole: Check keep 1.0 too; once suffices for all budgets of a spec.
-
-    Raises:
-        SpecError: The spec needs a signal or site that this model lacks.
-        ModelError: The model cannot run it.
-    """
+    """Compare keep 1.0 with the stock model, and a pruned run with the methods' decisions."""
     try:
         return _check(stage, twins, stock, whole)
     except (SpecError, ModelError):
@@ -144,21 +132,11 @@ class ParityRow:
     ok: bool
     detail: str
 
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self, key)
-
 
 def verify(directory: Path) -> list[ParityRow]:
-    """Compare every golden file of a directory with the reducers, by name.
+    """Compare every golden file of a directory with the reducers; one row a file, broken ones too.
 
-    Args:
-        directory: Holds `*.safetensors` files of the format described in tests/golden/README.md.
-
-    Returns:
-        One row a file, also for a broken file, with the reason.
-
-    Raises:
-        MmfastError: There is no such directory, or no golden file in it.
+    tests/golden/README.md describes the format.
     """
     if not directory.is_dir():
         raise MmfastError(
@@ -181,7 +159,7 @@ def _verify_file(path: Path) -> ParityRow:
         ok, detail = _compare_file(arrays, metadata)
     except Exception as error:  # of a broken file; the error is the result of this row
         reason = " ".join(str(error).split()) or "no reason given"
-        return ParityRow(path.name, method, False, f"{type(error).__name__}: {reason}")
+        ok, detail = False, f"{type(error).__name__}: {reason}"
     return ParityRow(path.name, method, ok, detail)
 
 

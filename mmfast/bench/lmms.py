@@ -1,8 +1,7 @@
 """Model plugin for lmms-eval: any supported checkpoint, with `reduce=` and `cache=`.
 
-lmms-eval finds it through the entry point `lmms_eval.models`; this module is imported only for
-this model. Beside the answers it reports figures that lmms-eval lacks for Hugging Face models: time
-to first token, and tokens per second of decoding alone.
+Found through the entry point `lmms_eval.models`. Beside the answers it reports time to first token
+and tokens per second of decoding alone, which lmms-eval lacks for Hugging Face models.
 """
 
 from __future__ import annotations
@@ -177,25 +176,21 @@ class BatchMeter:
         more = {"ttft_ms": firsts[len(firsts) // 2]} if firsts else {}
         if self.later and self.decoding:
             more["decode_tokens_per_second"] = self.later / self.decoding
-        return {
-            "total_elapsed_time": self.elapsed,
-            "total_gen_tokens": self.tokens,
-            "avg_speed": self.tokens / self.elapsed if self.elapsed else 0.0,
-            "additional_metrics": {"total_requests": self.requests, **more},
-        }
+        speed = self.tokens / self.elapsed if self.elapsed else 0.0
+        sums = {"total_elapsed_time": self.elapsed, "total_gen_tokens": self.tokens}
+        additional = {"total_requests": self.requests, **more}
+        return {**sums, "avg_speed": speed, "additional_metrics": additional}
 
 
 def generation(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return arguments of `generate` from those of a task, and the stop strings."""
     until = arguments.get("until") or []
     temperature = float(arguments.get("temperature") or 0.0)
-    sampling = {"temperature": temperature, "top_p": arguments.get("top_p")}
-    options = {
-        "max_new_tokens": int(arguments.get("max_new_tokens", 64)),
-        "num_beams": int(arguments.get("num_beams") or 1),
-        "do_sample": temperature > 0,
-        **({k: v for k, v in sampling.items() if v is not None} if temperature > 0 else {}),
-    }
+    options: dict[str, Any] = {"max_new_tokens": int(arguments.get("max_new_tokens", 64))}
+    options |= {"num_beams": int(arguments.get("num_beams") or 1), "do_sample": temperature > 0}
+    if temperature > 0:
+        top_p = arguments.get("top_p")
+        options |= {"temperature": temperature, **({} if top_p is None else {"top_p": top_p})}
     return options, [until] if isinstance(until, str) else list(until)
 
 

@@ -82,14 +82,8 @@ def write_task(folder: Path, name: str = "video", n: int = 40, seed: int = 1000)
         files = [f"{number}-{i}.{suffix}" for i in range(len(case.media))]
         for file, content in zip(files, case.media, strict=True):
             (folder / file).write_bytes(content)
-        rows.append(
-            {
-                "question": case.question,
-                "answer": case.answer,
-                "media": files,
-                "media_kind": asked.media,
-            }
-        )
+        row = {"question": case.question, "answer": case.answer, "media": files}
+        rows.append({**row, "media_kind": asked.media})
     questions = folder / "questions.json"
     questions.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     (folder / "utils.py").write_text(UTILS, encoding="utf-8")

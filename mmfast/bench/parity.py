@@ -18,16 +18,10 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import reduce
 from mmfast.core.tokens import Tokens
 from mmfast.models.reduction.probe import last_query_scores
+from mmfast.ops import video
 from mmfast.ops.max_min import max_min, max_min_reference
 from mmfast.ops.merging import match
 from mmfast.ops.ranking import outlier_count, stable_topk
-from mmfast.ops.video import (
-    ChunkMemory,
-    familiarity,
-    static_windows,
-    steady_channels,
-    temporal_cosine,
-)
 from mmfast.reducers.attention.vidcom2 import frame_shares, video_scores
 from mmfast.reducers.diversity.cdpruner import picks, relevance
 from mmfast.reducers.video.stc_pruner import prune_chunk
@@ -65,19 +59,13 @@ def _hiprune(arrays: Arrays, params: Params) -> Outcome:
     budget = int(params["retention"] / len(deep))
     side = round(deep.shape[1] ** 0.5)
     spec = f"hiprune:{budget}?parity=true&alpha={params['alpha']}"
+    signals = [{"attn_visual": d, "attn_middle": m} for d, m in zip(deep, middle, strict=True)]
+    grid = (1, side, side)
     crops = [
-        run(
-            Tokens(d[:, None], grid=(1, side, side), signals={"attn_visual": d, "attn_middle": m}),
-            spec,
-        )
-        for d, m in zip(deep, middle, strict=True)
+        run(Tokens(each["attn_visual"][:, None], grid=grid, signals=each), spec) for each in signals
     ]
-    outputs = {
-        "mask": torch.stack([mask_of(crop) for crop in crops]),
-        "indices": torch.cat([crop.keep for crop in crops]),
-        "counts": torch.tensor([crop.m for crop in crops]),
-    }
-    return outputs, []
+    mask, indices = torch.stack(list(map(mask_of, crops))), torch.cat([c.keep for c in crops])
+    return {"mask": mask, "indices": indices, "counts": torch.tensor([c.m for c in crops])}, []
 
 
 def _hired(arrays: Arrays, params: Params) -> Outcome:
@@ -92,12 +80,11 @@ def _hired(arrays: Arrays, params: Params) -> Outcome:
         found = run(tokens, f"hired:{budget}?parity=true&alpha={params['alpha']}")
         masks.append(mask_of(found).reshape(-1, n))
     kept = [mask.sum(-1) for mask in masks]
-    outputs = {
-        "mask": torch.cat(masks),
+    budgets = {
         "kept_per_partition": torch.cat(kept),
-        "sub_budgets": torch.cat([counts[1:] for counts in kept]),
+        "sub_budgets": torch.cat([k[1:] for k in kept]),
     }
-    return outputs, []
+    return {"mask": torch.cat(masks), **budgets}, []
 
 
 def _prumerge(arrays: Arrays, params: Params, name: str = "prumerge") -> Outcome:
@@ -151,11 +138,11 @@ def _stc_pruner(arrays: Arrays, params: Params) -> Outcome:
     n, keep = _FRAME_TOKENS[params["model"]], params["keep_per_frame"]
     found: dict[str, list[Tensor]] = {name: [] for name in ("indices", "channels", "score", "raw")}
     faults: list[str] = []
-    memory: ChunkMemory | None = None
+    memory: video.ChunkMemory | None = None
     for chunk in arrays["x"].split([frames * n for frames in params["chunk_frames"]]):
         frames = len(chunk) // n
         tokens = Tokens(chunk, grid=(frames, 1, n))
-        scores = familiarity(chunk, frames, memory)
+        scores = video.familiarity(chunk, frames, memory)
         pruned, after = prune_chunk(tokens, keep * frames, memory)
         alone = run(tokens, f"stc_pruner:{keep * frames}")
         if memory is None and not alone.keep.equal(pruned.keep):
@@ -189,7 +176,7 @@ def _vidcom2(arrays: Arrays, params: Params) -> Outcome:
     outputs = {
         "indices": found.keep,
         "per_frame": mask_of(found).reshape(frames, n).sum(-1),
-        "channels": steady_channels(x.double(), x.shape[1] // 2).sort().values,
+        "channels": video.steady_channels(x.double(), x.shape[1] // 2).sort().values,
         "scales": frame_shares(unusual, params["base_scale"]),
         "score": score,
     }
@@ -300,22 +287,16 @@ def _tome(arrays: Arrays, params: Params) -> Outcome:
 
 def _holitom(arrays: Arrays, params: Params) -> Outcome:
     if params["D"] != 0:
-        raise MmfastError(
-            f"parameter D={params['D']}: contextual tokens of a frame are not covered"
-        )
+        reason = "contextual tokens of a frame are not covered"
+        raise MmfastError(f"parameter D={params['D']}: {reason}")
     frames, n, _ = arrays["x"].shape
     x, total = arrays["x"].flatten(0, 1), frames * n
-    knobs = {
-        "ratio": params["retain_ratio"],
-        "tau": params["tau"],
-        "beta": params["beta"],
-        "neighbours": params["K"],
-        "window": params["max_window_size"],
-    }
+    given = {"ratio": "retain_ratio", "neighbours": "K", "window": "max_window_size"}
+    knobs = {name: params[given.get(name, name)] for name in (*given, "tau", "beta")}
     spec = "holitom?parity=true&" + "&".join(f"{name}={value}" for name, value in knobs.items())
     merged = run(Tokens(x, attn=arrays["attn"].flatten(), grid=(frames, 1, n)), spec)
-    similarity = temporal_cosine(x, frames)
-    segments, saved = static_windows(similarity > params["tau"], params["max_window_size"])
+    similarity = video.temporal_cosine(x, frames)
+    segments, saved = video.static_windows(similarity > params["tau"], params["max_window_size"])
     order = order_of(merged)
     place = merged.keep[order]
     frame = place // n
@@ -336,20 +317,7 @@ def _holitom(arrays: Arrays, params: Params) -> Outcome:
     return outputs, []
 
 
-DRIVERS: dict[str, Driver] = {
-    "cdpruner": _cdpruner,
-    "divprune": _divprune,
-    "dycoke": _dycoke,
-    "evs": _evs,
-    "fastv": _fastv,
-    "hiprune": _hiprune,
-    "hired": _hired,
-    "holitom": _holitom,
-    "pixelprune": _pixelprune,
-    "prumerge": _prumerge,
-    "prumerge_plus": partial(_prumerge, name="prumerge_plus"),
-    "stc_pruner": _stc_pruner,
-    "tome": _tome,
-    "vidcom2": _vidcom2,
-    "visionzip": _visionzip,
-}
+_DRIVERS: list[Callable[..., Outcome]] = [_cdpruner, _divprune, _dycoke, _evs, _fastv, _hiprune]
+_DRIVERS += [_hired, _holitom, _pixelprune, _prumerge, _stc_pruner, _tome, _vidcom2, _visionzip]
+DRIVERS: dict[str, Driver] = {driver.__name__.removeprefix("_"): driver for driver in _DRIVERS}
+DRIVERS["prumerge_plus"] = partial(_prumerge, name="prumerge_plus")

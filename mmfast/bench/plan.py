@@ -1,19 +1,18 @@
 """Plans for model shapes, and predicted against measured times to the first token.
 
 One layer and one tower block are built and timed, the others are counted, so that a shape can be
-planned that does not fit on this machine; `check_plan` builds all of it. To compare predictions,
-the rates are measured anew in the same process, then every spec runs in turn, so that the load of a
-shared machine affects prediction and measurement alike.
+planned that does not fit on this machine; `check_plan` builds all of it. For comparisons the rates
+are measured in the same process, so that other load affects prediction and measurement alike.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,22 +43,10 @@ from mmfast.planner.target import Target
 SHORT_MS = 1000.0  # a call this short is measured five times
 
 
-@dataclass(frozen=True)
-class ShapePlanner:
-    """A planner for a model shape, and the inputs of its request."""
-
-    planner: Planner
-    inputs: Mapping[str, Any]
-
-
 def shape_planner(
     preset: str, frames: int = 8, device: str | None = None, dtype: str = "auto"
-) -> ShapePlanner:
-    """Build one layer and one block of a shape, with random weights.
-
-    Raises:
-        MmfastError: An unknown preset, device or dtype, or frames that the family cannot take.
-    """
+) -> tuple[Planner, dict[str, Any]]:
+    """Return a planner for a shape with random weights, of one layer and block, and its inputs."""
     shape, where = get_preset(preset), pick_device(device)
     kind = pick_dtype(dtype, shape, where)
     video_grid(shape, frames)
@@ -69,7 +56,7 @@ def shape_planner(
         for k, v in pixel_inputs(shape, frames, 0).items()
     }
     planner = Planner(case.model, shape=whole_shape(shape, case.model))
-    return ShapePlanner(planner, {**case.prompt, **pixels})
+    return planner, {**case.prompt, **pixels}
 
 
 def plan_shape(
@@ -81,15 +68,11 @@ def plan_shape(
     tick: Tick | None = None,
     fresh: bool = False,
 ) -> Plan:
-    """Plan for a clip of `frames` frames on a model shape; `fresh` measures the device anew.
-
-    Raises:
-        MmfastError: Also where nothing meets the target.
-    """
-    made = shape_planner(preset, frames, device, dtype)
+    """Plan for a clip of `frames` frames on a model shape; `fresh` measures the device anew."""
+    planner, inputs = shape_planner(preset, frames, device, dtype)
     if fresh:
-        made.planner.learner.forget()
-    return made.planner.plan(made.inputs, target, call="forward", tick=tick)
+        planner.learner.forget()
+    return planner.plan(inputs, target, call="forward", tick=tick)
 
 
 def whole_shape(preset: Preset, model: Any) -> ModelShape:
@@ -126,16 +109,9 @@ def measured(case: Case, group: str, spec: str | None) -> float:
 
 
 # Reduction before the model and inside it, with cheap and with costly selection.
-SPECS = (
-    None,
-    "evs:0.5",
-    "evs:0.25",
-    "evs:0.1",
-    "divprune:0.25",
-    "fastv@llm8:0.5",
-    "fastv@llm8:0.1",
-)
-SHALLOW = (None, "evs:0.5", "evs:0.25", "evs:0.1", "divprune:0.25", "fastv@llm1:0.25")
+_EARLY = (None, "evs:0.5", "evs:0.25", "evs:0.1", "divprune:0.25")
+SPECS = (*_EARLY, "fastv@llm8:0.5", "fastv@llm8:0.1")
+SHALLOW = (*_EARLY, "fastv@llm1:0.25")
 WHOLE = (None, "evs:0.25", "visionzip:0.1")
 EMBEDDED_SPECS = (
     *(None, "evs:0.5", "evs:0.25", "divprune:0.1", "visionzip:0.25", "holitom:0.1"),
@@ -143,19 +119,14 @@ EMBEDDED_SPECS = (
 )
 
 
-@dataclass(frozen=True)
-class PlanCheck:
-    """Specs to compare on one shape.
-
-    Attributes:
-        stage: `llm`, behind the encoder, or `ttft`, with it.
-        layers: Decoder layers and tower blocks of a cut shape; None is the whole model.
-    """
+class PlanCheck(NamedTuple):
+    """Specs to compare on one shape."""
 
     preset: str
-    stage: str
+    stage: str  # `llm`, behind the encoder, or `ttft`, with it
     frames: int
     specs: Sequence[str | None]
+    # decoder layers and tower blocks of a cut shape; None is the whole model
     layers: int | None = None
 
 
@@ -174,22 +145,14 @@ def check_rows(
     checks: Sequence[PlanCheck] | None = None,
     clock: Clock = time.perf_counter,
 ) -> list[Row]:
-    """Return rows of predicted and measured milliseconds; a ratio of 1 is a perfect prediction.
-
-    Args:
-        tick: Moves a progress bar.
-        checks: Comparisons; all of `CHECKS` and the embedded model if None.
-        clock: Seconds; of the processor on a busy machine.
-    """
+    """Return rows of predicted and measured milliseconds; a ratio of 1 is a perfect prediction."""
     rows: list[Row] = []
-    checks, embedded = (CHECKS, True) if checks is None else (checks, False)
-    for done, check in enumerate(checks):
-        if tick is not None:
-            tick(done, len(checks) + 1, f"{check.preset} {check.stage}")
+    asked, tick = CHECKS if checks is None else checks, tick or (lambda *_: None)
+    for done, check in enumerate(asked):
+        tick(done, len(asked) + 1, f"{check.preset} {check.stage}")
         rows += _check(check, clock)
-    if tick is not None:
-        tick(len(checks), len(checks) + 1, EMBEDDED)
-    return rows + embedded_rows(clock) if embedded else rows
+    tick(len(asked), len(asked) + 1, EMBEDDED)
+    return rows + embedded_rows(clock) if checks is None else rows
 
 
 def cut(preset: Preset, layers: int | None) -> Preset:
@@ -217,9 +180,9 @@ def _check(check: PlanCheck, clock: Clock) -> list[Row]:
     inputs = {**case.prompt, **case.pixels}
     if check.stage == "llm":
         inputs["mm_encoder_outputs"] = case.features()
-    work = (
-        _behind(case.n, case.grid, inputs) if check.stage == "llm" else work_of(case.model, inputs)
-    )
+        work = Work(inputs["input_ids"].shape[1], 1, (case.n,), 0, (case.grid,))
+    else:
+        work = work_of(case.model, inputs)
 
     def run(spec: str | None) -> float:
         return stage.run(spec).ms[check.stage]
@@ -229,10 +192,6 @@ def _check(check: PlanCheck, clock: Clock) -> list[Row]:
     shared = {"preset": check.preset, "stage": check.stage, "frames": check.frames}
     shared |= {"layers": check.layers, "dtype": dtype_name(case.visual.dtype)}
     return _rows(learner, work, "forward", run, check.specs, shared)
-
-
-def _behind(n: int, grid: tuple[int, int, int], inputs: Mapping[str, Any]) -> Work:
-    return Work(inputs["input_ids"].shape[1], 1, (n,), 0, (grid,))
 
 
 def embedded_rows(clock: Clock = time.perf_counter) -> list[Row]:
@@ -262,12 +221,7 @@ def first_token(pipe: Any, inputs: Mapping[str, Any], clock: Clock, spec: str | 
 
 
 def _rows(
-    learner: Learner,
-    work: Work,
-    call: str,
-    run: Run,
-    specs: Sequence[str | None],
-    shared: Mapping[str, Any],
+    learner: Learner, work: Work, call: str, run: Run, specs: Sequence[str | None], shared: Row
 ) -> list[Row]:
     for spec in specs:
         learner.price(parse(spec), work)
@@ -285,12 +239,6 @@ def _rows(
 
 def _row(spec: str | None, cost: Cost, times: Sequence[float]) -> Row:
     ms = median(times[1:])  # the first run warmed up
-    return {
-        "reduce": spec,
-        "kept": cost.kept,
-        "predicted_ms": cost.ttft,
-        "measured_ms": ms,
-        "ratio": ms / cost.ttft,
-        "n": len(times) - 1,
-        "parts": {p: getattr(cost, p) for p in ("encode", "select", "prefill", "overhead")},
-    }
+    row = {"reduce": spec, "kept": cost.kept, "predicted_ms": cost.ttft, "measured_ms": ms}
+    parts = {p: getattr(cost, p) for p in ("encode", "select", "prefill", "overhead")}
+    return {**row, "ratio": ms / cost.ttft, "n": len(times) - 1, "parts": parts}

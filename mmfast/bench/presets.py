@@ -7,7 +7,7 @@ Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,62 +16,38 @@ from mmfast.core.errors import MmfastError, unknown
 
 @dataclass(frozen=True)
 class Preset:
-    """One model shape.
+    """One model shape."""
 
-    Attributes:
-        name: What `--preset` takes.
-        family: The transformers model type: `llava_onevision`, `qwen2_5_vl` or `qwen3_vl`.
-        vision: Arguments of the vision config.
-        text: Arguments of the text config.
-        grid: Patches (rows, columns) the tower sees of one frame.
-        half: Use bfloat16 on the CPU too: in float32 the weights would not fit 24 GB.
-        tied: The output head shares the embedding's weights.
-    """
-
-    name: str
-    family: str
-    vision: Mapping[str, Any]
-    text: Mapping[str, Any]
-    grid: tuple[int, int]
-    half: bool = False
-    tied: bool = False
+    name: str  # what `--preset` takes
+    family: str  # the transformers model type: `llava_onevision`, `qwen2_5_vl` or `qwen3_vl`
+    vision: Mapping[str, Any]  # arguments of the vision config
+    text: Mapping[str, Any]  # arguments of the text config
+    grid: tuple[int, int]  # patches (rows, columns) the tower sees of one frame
+    half: bool = False  # use bfloat16 on the CPU too: in float32 the weights would not fit 24 GB
+    tied: bool = False  # the output head shares the embedding's weights
     special: Mapping[str, int] = field(default_factory=dict)
 
 
-_SIGLIP = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 16,
-    "image_size": 384,
-    "patch_size": 14,
-    "vision_use_head": False,
-}
-_QWEN2_7B = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-}
+def _table(*names: str) -> Callable[..., dict[str, Any]]:
+    """Return a function from values in the order of `names`, and further options, to a config."""
+    return lambda *values, **more: {**dict(zip(names, values, strict=True)), **more}
+
+
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_siglip = _table(*_SIZES, "image_size", "patch_size")
+_qwen_tower = _table("hidden_size", "intermediate_size", "depth", "num_heads", "patch_size")
+_text = _table(*_SIZES, "num_key_value_heads", "vocab_size")
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
+_QWEN2: dict[str, Any] = {"model_type": "qwen2", "rope_parameters": _ROPE}
+_QWEN2_7B = (3584, 18944, 28, 28, 4)
+_SIGLIP_PARTS: dict[str, Any] = {"model_type": "siglip_vision_model", "vision_use_head": False}
+_SIGLIP = _siglip(1152, 4304, 26, 16, 384, 14, **_SIGLIP_PARTS)
 
 _ONEVISION_05B = Preset(
     "llava-onevision-0.5b",
     "llava_onevision",
     _SIGLIP,
-    {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 152000,
-        "rope_parameters": _ROPE,
-        "tie_word_embeddings": True,
-    },
+    _text(896, 4864, 24, 14, 2, 152000, **_QWEN2, tie_word_embeddings=True),
     grid=(27, 27),
     tied=True,
 )
@@ -79,7 +55,7 @@ _ONEVISION_7B = Preset(
     "llava-onevision-7b",
     "llava_onevision",
     _SIGLIP,
-    {"model_type": "qwen2", **_QWEN2_7B, "vocab_size": 152128, "rope_parameters": _ROPE},
+    _text(*_QWEN2_7B, 152128, **_QWEN2),
     grid=(27, 27),
     half=True,
 )
@@ -90,83 +66,37 @@ _ONEVISION_7B_CUT = replace(
     text={**_ONEVISION_7B.text, "num_hidden_layers": 2},
     half=False,
 )
+_WINDOWS: dict[str, Any] = {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+_MROPE = {**_ROPE, "mrope_section": [16, 24, 24]}
 _QWEN25_7B = Preset(
     "qwen2.5-vl-7b",
     "qwen2_5_vl",
-    {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "patch_size": 14,
-        "window_size": 112,
-        "out_hidden_size": 3584,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-        "tokens_per_second": 2,
-    },
-    {
-        **_QWEN2_7B,
-        "vocab_size": 152064,
-        "rope_parameters": {**_ROPE, "mrope_section": [16, 24, 24]},
-        "rms_norm_eps": 1e-6,
-    },
+    _qwen_tower(1280, 3420, 32, 16, 14, out_hidden_size=3584, tokens_per_second=2, **_WINDOWS),
+    _text(*_QWEN2_7B, 152064, rope_parameters=_MROPE, rms_norm_eps=1e-6),
     # 392 x 784 pixels: 392 tokens per two frames, as many per second as LLaVA-OneVision's 196 each
     grid=(28, 56),
     half=True,
 )
+_DEEPSTACK: dict[str, Any] = {"deepstack_visual_indexes": [8, 16, 24]}
+_DEEPSTACK |= {"out_hidden_size": 4096, "num_position_embeddings": 2304}
+_MROPE3 = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
 _QWEN3_8B = Preset(
     "qwen3-vl-8b",
     "qwen3_vl",
-    {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "patch_size": 16,
-        "out_hidden_size": 4096,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [8, 16, 24],
-    },
-    {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5e6,
-            "mrope_section": [24, 20, 20],
-            "mrope_interleaved": True,
-        },
-    },
+    _qwen_tower(1152, 4304, 27, 16, 16, **_DEEPSTACK),
+    _text(
+        *(4096, 12288, 36, 32, 8, 151936),
+        head_dim=128,
+        rope_parameters={**_MROPE3, "mrope_interleaved": True},
+    ),
     grid=(28, 56),
     half=True,
 )
 _TINY = Preset(
     "tiny",
     "llava_onevision",
-    {
-        **_SIGLIP,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 64,
-        "patch_size": 8,
-    },
-    {
-        "model_type": "qwen2",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "rope_parameters": _ROPE,
-    },
+    _siglip(32, 64, 3, 2, 64, 8, **_SIGLIP_PARTS),
+    _text(64, 128, 4, 4, 2, 512, **_QWEN2),
     grid=(8, 8),
     special={"image_token_index": 510, "video_token_index": 511},
 )
@@ -176,11 +106,7 @@ PRESETS = {p.name: p for p in _ALL}
 
 
 def get_preset(name: str) -> Preset:
-    """Return the preset called `name`.
-
-    Raises:
-        MmfastError: There is none; names the choices and the nearest.
-    """
+    """Return the preset called `name`."""
     if name not in PRESETS:
         raise MmfastError(unknown("preset", name, PRESETS))
     return PRESETS[name]

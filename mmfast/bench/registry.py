@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -23,6 +23,7 @@ SUITES = {
 }
 Tick = Callable[[str, int, int], None]  # label, steps done, steps in all
 Benchmark = Callable[[Tick], list[Row]]
+K = TypeVar("K")
 F = TypeVar("F", bound=Callable[..., list[Row]])
 _KNOWN: dict[str, dict[str, Benchmark]] = {suite: {} for suite in SUITES}
 
@@ -45,11 +46,7 @@ def names(suite: str) -> list[str]:
 
 
 def find(suite: str, name: str) -> Benchmark:
-    """Return one benchmark.
-
-    Raises:
-        MmfastError: There is none of that name; names the choices and the nearest.
-    """
+    """Return one benchmark."""
     known = names(suite)
     if name not in known:
         raise MmfastError(unknown(f"{suite} benchmark", name, known))
@@ -57,11 +54,7 @@ def find(suite: str, name: str) -> Benchmark:
 
 
 def named_rows(suite: str, name: str, progress: Tick | None = None) -> list[Row]:
-    """Run one benchmark; return its rows with the environment that repeats them.
-
-    Raises:
-        MmfastError: There is none of that name; names the choices and the nearest.
-    """
+    """Run one benchmark; return its rows with the environment that repeats them."""
     run = find(suite, name)
     shared = {"suite": suite, "bench": name, **environment()}
     return [{**shared, **_processor(row), **row} for row in run(progress or quiet)]
@@ -70,6 +63,15 @@ def named_rows(suite: str, name: str, progress: Tick | None = None) -> list[Row]
 def _processor(row: Row) -> Row:
     kind = str(row.get("device"))
     return {"processor": device_name(torch.device(kind))} if kind.startswith("cuda") else {}
+
+
+def over(cases: Iterable[K], rows: Callable[[K], list[Row]], tick: Tick) -> list[Row]:
+    """Return the rows of all cases, each announced by its text."""
+    known, found = list(cases), list[Row]()
+    for number, case in enumerate(known):
+        tick(str(case), number, len(known))
+        found += rows(case)
+    return found
 
 
 def quiet(label: str, done: int, total: int) -> None:

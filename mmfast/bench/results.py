@@ -28,17 +28,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Return versions, commit, date and kind of processor; no name or path of this machine."""
-    names = ("torch", "transformers", "numpy")
-    return {
-        "versions": {
-            "mmfast": mmfast.__version__,
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in names},
-        },
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "processor": device_name(device or torch.device("cpu")),
-    }
+    versions = {"mmfast": mmfast.__version__, "python": platform.python_version()}
+    versions |= {n: importlib.metadata.version(n) for n in ("torch", "transformers", "numpy")}
+    today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    processor = device_name(device or torch.device("cpu"))
+    return {"versions": versions, "commit": _commit(), "date": today, "processor": processor}
 
 
 def _commit() -> str | None:
@@ -56,11 +50,7 @@ def _commit() -> str | None:
 
 
 def append(path: str | Path, rows: Iterable[Row]) -> None:
-    """Append rows to a .jsonl file, folders made as needed.
-
-    Raises:
-        MmfastError: The path is a directory or cannot be written.
-    """
+    """Append rows to a .jsonl file, folders made as needed."""
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -75,11 +65,7 @@ def append(path: str | Path, rows: Iterable[Row]) -> None:
 
 
 def load(path: str | Path) -> list[Row]:
-    """Return the rows of a .jsonl file, in order.
-
-    Raises:
-        MmfastError: The file is missing or a line is no JSON object.
-    """
+    """Return the rows of a .jsonl file, in order."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
@@ -95,29 +81,20 @@ def load(path: str | Path) -> list[Row]:
 def bench_rows(document: Row) -> list[Row]:
     """Return the rows of a document of `run_bench`."""
     keys = ("preset", "device", "dtype", "threads", "frames", "warm_ups", "clock", "ceilings")
-    shared = {
-        "suite": "bench",
-        **{key: document[key] for key in keys if key in document},
-        **document["environment"],
-        "n": document["iters"],
-    }
+    shared = {"suite": "bench", **{key: document[key] for key in keys if key in document}}
+    shared |= {**document["environment"], "n": document["iters"]}
     return [{**shared, **_method(row["reduce"]), "score": None, **row} for row in document["rows"]]
 
 
 def eval_rows(document: Row, environ: Row | None = None) -> list[Row]:
     """Return the rows of a document of `mmfast eval`; the score is the accuracy."""
     model = str(document["model"])
-    shared = {
-        "suite": document["suite"],
-        **{key: document[key] for key in ("n", "seed")},
-        "model": Path(model).name if Path(model).is_dir() else model,  # no paths in rows
-        **{key: document[key] for key in ("device", "dtype", "threads") if key in document},
-        **(environ or document.get("environment") or environment()),
-    }
-    return [
-        {**shared, **_method(row["reduce"]), "score": row["accuracy"], **row}
-        for row in document["rows"]
-    ]
+    shared = {key: document[key] for key in ("suite", "n", "seed")}
+    shared["model"] = Path(model).name if Path(model).is_dir() else model  # no paths in rows
+    shared |= {key: document[key] for key in ("device", "dtype", "threads") if key in document}
+    shared |= environ or document.get("environment") or environment()
+    rows = [{"score": row["accuracy"], **row} for row in document["rows"]]
+    return [{**shared, **_method(row["reduce"]), **row} for row in rows]
 
 
 def _method(reduce: str | None) -> Row:

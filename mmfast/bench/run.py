@@ -1,9 +1,8 @@
 """`mmfast bench`: the gain of a reduction on a real model shape, beside the possible gain.
 
-Protocol: the ceilings of the machine (copy, matrix product); a gate (keep 1.0 equals the stock
-model bit for bit, counts are exact); peak memory in a separate pass; then rounds in which stock,
-stock again, every method and its fixed-index twin each run once. Speed-ups are medians over rounds
-of paired ratios; the two stock runs give the noise floor.
+Protocol: ceilings of the machine; a gate (keep 1.0 equals the stock model bit for bit, counts are
+exact); peak memory in a separate pass; then rounds of stock, stock again, every method and its
+fixed-index twin. Speed-ups are medians of paired ratios; the stock runs give the noise floor.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mmfast.bench import timing
 from mmfast.bench.cases import Case, build, pick_device, pick_dtype, video_grid
 from mmfast.bench.gate import Checked, check
 from mmfast.bench.presets import get_preset
@@ -34,21 +34,6 @@ from mmfast.bench.stages import (
     peaks_in,
     spans,
 )
-from mmfast.bench.timing import (
-    AGAIN,
-    Clock,
-    PairedTimes,
-    Sample,
-    clock_of,
-    frozen,
-    interleave,
-    paired,
-    peak_during,
-    spread,
-    threads_set,
-    timed,
-    warm_up,
-)
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.models.reduction.signals import from_tower
@@ -59,55 +44,38 @@ _NO_SPEED = dict.fromkeys(("speedup", "ideal", "of_ideal", "of_oracle"))
 
 @dataclass
 class GroupEntry:
-    """One spec of a group, with the results of the untimed passes.
+    """One spec of a group, with the results of the untimed passes."""
 
-    Attributes:
-        text: The spec as the user wrote it.
-        checked: Result of the gate, whose run was the first of this spec.
-        selection_ms: The methods alone, outside the model.
-        peak_mb: Of the whole run.
-        spans: Peak megabytes in layers whose attention is read.
-        stock_spans: The same of the stock model.
-    """
-
-    text: str
-    checked: Checked
-    selection_ms: float
-    peak_mb: float
+    text: str  # the spec as the user wrote it
+    checked: Checked  # result of the gate, whose run was the first of this spec
+    selection_ms: float  # the methods alone, outside the model
+    peak_mb: float  # of the whole run
+    # peak megabytes in layers whose attention is read
     spans: Mapping[Span, float] = field(default_factory=dict)
-    stock_spans: Mapping[Span, float] = field(default_factory=dict)
+    stock_spans: Mapping[Span, float] = field(default_factory=dict)  # the same of the stock model
 
     def scoring(self) -> dict[str, float | None]:
         """Return the span that grew most, beside stock with its fused attention."""
-        worst = max(
-            self.spans, key=lambda span: self.spans[span] / self.stock_spans[span], default=None
-        )
-        mine = None if worst is None else self.spans[worst]
-        stock = None if worst is None else self.stock_spans[worst]
-        over = None if mine is None or stock is None else mine / stock - 1.0
+        pairs = [(mb, self.stock_spans[span]) for span, mb in self.spans.items()]
+        if not pairs:
+            return dict.fromkeys(("scoring_mb", "scoring_stock_mb", "scoring_over"))
+        mine, stock = max(pairs, key=lambda pair: pair[0] / pair[1])
+        over = mine / stock - 1.0
         return {"scoring_mb": mine, "scoring_stock_mb": stock, "scoring_over": over}
 
 
 @dataclass
 class Measured:
-    """All samples of one group.
+    """All samples of one group."""
 
-    Attributes:
-        stage: Computes the cost of a run.
-        stock: The first stock run.
-        stock_peak: Peak megabytes of a stock run.
-        samples: By job, one a round.
-        ceilings: Of the machine; see `mmfast.bench.stages`.
-        noise: By stage, filled by `rows`.
-    """
-
-    stage: MeasuredStage
-    stock: RunOutcome
-    stock_peak: float
+    stage: MeasuredStage  # computes the cost of a run
+    stock: RunOutcome  # the first stock run
+    stock_peak: float  # peak megabytes of a stock run
     entries: Sequence[GroupEntry]
-    samples: Mapping[str, list[Sample]]
+    samples: Mapping[str, list[timing.Sample]]  # by job, one a round
+    # of the machine; see `mmfast.bench.stages`
     ceilings: Mapping[str, float] = field(default_factory=dict)
-    noise: dict[str, float] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)  # by stage, filled by `rows`
 
     @property
     def rounds(self) -> int:
@@ -116,20 +84,17 @@ class Measured:
 
     def rows(self, stage: str) -> Iterator[dict[str, Any]]:
         """Yield the rows of one timed stage, stock first."""
-        times = PairedTimes({k: [s[stage] for s in self.samples[k]] for k in ("stock", AGAIN)})
+        pair = {k: [s[stage] for s in self.samples[k]] for k in ("stock", timing.AGAIN)}
+        times, both = timing.PairedTimes(pair), [ms for mine in pair.values() for ms in mine]
         self.noise[stage] = floor = times.noise
-        stock, both = times.base, [s[stage] for k in ("stock", AGAIN) for s in self.samples[k]]
+        stock = times.base
         shared = {"stage": stage, "tokens": self.stage.case.n, "noise": floor}
-        still = {"speedup": 1.0, "ideal": 1.0, "of_ideal": 1.0, "of_oracle": 1.0}
+        still: dict[str, Any] = {"speedup": 1.0, "ideal": 1.0, "of_ideal": 1.0, "of_oracle": 1.0}
         full = self.stage.cost(self.stock, stage)
-        yield {"reduce": None, **shared, **spread(both), **still} | {
-            **self._achieved(stage, full, median(both)),
-            "kept": self.stage.case.n,
-            "selection_ms": 0.0,
-            "first_ms": self.stock.ms[stage],
-            "peak_mb": self.stock_peak,
-            "equal": True,
-        }
+        figures = {"kept": self.stage.case.n, "selection_ms": 0.0, "equal": True}
+        figures |= {"first_ms": self.stock.ms[stage], "peak_mb": self.stock_peak}
+        still |= {**self._achieved(stage, full, median(both)), **figures}
+        yield {"reduce": None, **shared, **timing.spread(both), **still}
         for entry in self.entries:
             yield {"reduce": entry.text, **shared, **self._entry_row(entry, stage, stock, full)}
 
@@ -139,27 +104,20 @@ class Measured:
         mine = self.samples[f"plain {entry.text}"]
         times = [s[stage] for s in mine]
         outcome = entry.checked.outcome or self.stock
-        cost, speedup = self.stage.cost(outcome, stage), paired(stock, times)
-        row = {
-            **spread(times),
+        cost, speedup = self.stage.cost(outcome, stage), timing.paired(stock, times)
+        row: dict[str, Any] = {
             "speedup": speedup,
             "ideal": full / cost,
             "of_ideal": speedup * cost / full,
-            "of_oracle": self._of_oracle(entry, stage, times),
-            **self._achieved(stage, cost, median(times)),
-            "kept": entry.checked.kept or self.stage.case.n,
-            "selection_ms": entry.selection_ms,
-            "first_ms": outcome.ms[stage],
-            "peak_mb": entry.peak_mb,
-            "equal": abs(speedup - 1.0) <= self.noise[stage],
         }
-        if stage == "decode":
-            return row
-        inside = {
-            "reducing_ms": median(s[REDUCING] for s in mine),
-            "reducing_share": median(s[SHARE] for s in mine),
-        }
-        return {**row, **inside, **entry.scoring()}
+        row |= {"of_oracle": self._of_oracle(entry, stage, times), "peak_mb": entry.peak_mb}
+        row |= {**timing.spread(times), **self._achieved(stage, cost, median(times))}
+        row |= {"kept": entry.checked.kept or self.stage.case.n, "first_ms": outcome.ms[stage]}
+        row |= {"selection_ms": entry.selection_ms, "equal": abs(speedup - 1) <= self.noise[stage]}
+        if stage != "decode":
+            row |= {"reducing_ms": median(s[REDUCING] for s in mine), **entry.scoring()}
+            row["reducing_share"] = median(s[SHARE] for s in mine)
+        return row
 
     def _achieved(self, stage: str, cost: int, ms: float) -> dict[str, float | None]:
         """Return the share of the ceiling: bytes bound a decoding step, FLOPs the other stages."""
@@ -173,7 +131,7 @@ class Measured:
         fixed = self.samples.get(f"fixed {entry.text}")
         if fixed is None or stage == "decode":
             return None
-        return paired([s[stage] for s in fixed], times)
+        return timing.paired([s[stage] for s in fixed], times)
 
     def selection_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the time of choosing and compacting inside the runs, and its share of them."""
@@ -181,23 +139,13 @@ class Measured:
         for entry in self.entries:
             mine = self.samples[f"plain {entry.text}"]
             fixed = self.samples.get(f"fixed {entry.text}")
-            yield {"reduce": entry.text, "stage": "selection", "tokens": self.stage.case.n} | {
-                "noise": self.noise[host],
-                **spread([s[REDUCING] for s in mine]),
-                **_NO_SPEED,
-                "share": median(s[SHARE] for s in mine),
-                "share_of": host,
-                "compact_ms": None if fixed is None else median(s[REDUCING] for s in fixed),
-                "kept": entry.checked.kept or self.stage.case.n,
-                "selection_ms": entry.selection_ms,
-                "peak_mb": entry.peak_mb,
-                "equal": False,
-            }
-
-
-def host_of(stages: Sequence[str]) -> str:
-    """Return the stage whose selection is measured: time to the first token if it runs."""
-    return "ttft" if "ttft" in stages else "llm"
+            n = self.stage.case.n
+            alone = None if fixed is None else median(s[REDUCING] for s in fixed)
+            row = {"reduce": entry.text, "stage": "selection", "tokens": n, "equal": False}
+            row |= {"noise": self.noise[host], **timing.spread([s[REDUCING] for s in mine])}
+            row |= {"share": median(s[SHARE] for s in mine), "share_of": host, "compact_ms": alone}
+            row |= {"kept": entry.checked.kept or n, "selection_ms": entry.selection_ms}
+            yield {**row, **_NO_SPEED, "peak_mb": entry.peak_mb}
 
 
 WARM_ENOUGH_MS = 1000.0  # a run this long is its own warm-up; the gate made several
@@ -215,11 +163,12 @@ class SpecGroup:
         name: str,
         stages: tuple[str, ...],
         specs: list[str],
-        clock: Clock = time.perf_counter,
+        clock: timing.Clock = time.perf_counter,
         full: bool = True,
     ) -> None:
         self.stage = MeasuredStage(case, name, stages, clock)
-        self.selection = "selection" in stages and name == host_of(stages)
+        # Selection is measured inside the time to the first token if that is measured.
+        self.selection = "selection" in stages and name == ("ttft" if "ttft" in stages else "llm")
         self.twins = [
             Twins(part, f"{name}{i}", towerless=name == "llm", asked=text)
             for i, text in enumerate(specs)
@@ -241,7 +190,7 @@ class SpecGroup:
         self.stock = self.stage.observe(None)
         self.stock_peak, self.stock_spans = 0.0, dict[Span, float]()
         if self.full:
-            self.stock_peak = peak_during(partial(self.stage.run, None))
+            self.stock_peak = timing.peak_during(partial(self.stage.run, None))
             self.stock_spans = self._stock_spans()
         tick()
         seen: set[str] = set()
@@ -260,14 +209,15 @@ class SpecGroup:
             return GroupEntry(twins.asked, checked, 0.0, 0.0)
         run = partial(self.stage.run, twins.spec())
         where = self._spans(twins)
-        alone = _selection(twins, self.stage.clock)
+        with torch.no_grad():  # the methods alone, after the run of the gate
+            calls = [partial(timing.timed, call, self.stage.clock) for call in twins.selection()]
+            alone = sum((median(call()[1] for _ in range(5)) for call in calls), 0.0)
         peaks = peaks_in(self.stage.case.model, where, run)
         stock = {span: self.stock_spans[span] for span in where}
-        return GroupEntry(twins.asked, checked, alone, peak_during(run), peaks, stock)
+        return GroupEntry(twins.asked, checked, alone, timing.peak_during(run), peaks, stock)
 
     def _spans(self, twins: Twins) -> list[Span]:
-        tower = self.stage.group != "llm"
-        return spans(self.stage.case.model, twins.stages, tower)
+        return spans(self.stage.case.model, twins.stages, tower=self.stage.group != "llm")
 
     def _stock_spans(self) -> dict[Span, float]:
         """Measure the stock model in layers whose attention some method reads."""
@@ -286,32 +236,32 @@ class SpecGroup:
                 stack.enter_context(twins.registered())
             jobs = self._jobs()
             self.warm = min(self._warm(name, job) for name, job in jobs.items())
-            samples = interleave(jobs, rounds, tick, enough)
+            samples = timing.interleave(jobs, rounds, tick, enough)
         return Measured(self.stage, self.stock, self.stock_peak, self.entries, samples)
 
-    def _jobs(self) -> dict[str, Callable[[], Sample]]:
+    def _jobs(self) -> dict[str, Callable[[], timing.Sample]]:
         """Return stock first, stock again in the middle, methods beside fixed-index twins."""
         specs: dict[str, str | None] = {"stock": None}
         for index, entry in enumerate(self.entries):
             if index == len(self.entries) // 2:
-                specs[AGAIN] = None
+                specs[timing.AGAIN] = None
             chosen = any(recording.results for recording in entry.checked.twins.recordings)
             for role in ("plain", "fixed")[: self._jobs_per_spec() if chosen else 1]:
                 specs[f"{role} {entry.text}"] = entry.checked.twins.spec(role)
-        specs.setdefault(AGAIN, None)
+        specs.setdefault(timing.AGAIN, None)
         return {name: partial(self._sample, spec) for name, spec in specs.items()}
 
-    def _sample(self, spec: str | None) -> Sample:
+    def _sample(self, spec: str | None) -> timing.Sample:
         outcome = self.stage.run(spec)
         return {**outcome.ms, REDUCING: outcome.reducing_ms, SHARE: outcome.share}
 
-    def _warm(self, name: str, job: Callable[[], Sample]) -> int:
+    def _warm(self, name: str, job: Callable[[], timing.Sample]) -> int:
         """Warm a job up, unless it takes long: the gate ran it already."""
         spec = name.partition(" ")[2]
         known = {e.text: e.checked.outcome for e in self.entries}.get(spec) or self.stock
         if sum(known.ms.values()) > WARM_ENOUGH_MS:
             return 1
-        return 1 + warm_up(job)
+        return 1 + timing.warm_up(job)
 
 
 def _part(text: str, group: str) -> str | None:
@@ -324,13 +274,6 @@ def _part(text: str, group: str) -> str | None:
     ):
         return None
     return "+".join(map(str, stages)) or None
-
-
-def _selection(twins: Twins, clock: Clock) -> float:
-    """Measure the methods alone: milliseconds, median of five runs after that of the gate."""
-    with torch.no_grad():
-        calls = twins.selection()
-        return sum((median(timed(call, clock)[1] for _ in range(5)) for call in calls), 0.0)
 
 
 Progress = Callable[[int, int], None]
@@ -369,10 +312,6 @@ def run_bench(
     Returns:
         The JSON document of `mmfast bench`. `ok` is False and `rows` empty where the gate found
         a fault; `faults` names them.
-
-    Raises:
-        MmfastError: An invalid preset, spec, stage, budget, device or number, or a model that
-            does not fit.
     """
     shape, asked, where = get_preset(preset), parse_stages(stages), pick_device(device)
     alone = "selection" in asked and not {"llm", "ttft"} & set(asked)
@@ -380,27 +319,26 @@ def run_bench(
     specs = expand(reduce, parse_keep(keep))
     kind = pick_dtype(dtype, shape, where)
     video_grid(shape, frames)
-    rounds = _positive("iters", iters) or _default_rounds(preset, where)
-    with _on(where), threads_set(_positive("threads", threads)), one_line_when_full(preset, frames):
+    cuda, count = where.type == "cuda", _positive("threads", threads)
+    rounds = _positive("iters", iters) or (30 if cuda else 10 if preset == "tiny" else 5)
+    there: AbstractContextManager[Any] = torch.cuda.device(where) if cuda else nullcontext()
+    with there, timing.threads_set(count), one_line_when_full(preset, frames):
         check_fits(shape, wanted, frames, kind, where)
         limits = ceilings(where, kind)
-        clock, clock_name = clock_of(where, torch.get_num_threads())
+        clock, clock_name = timing.clock_of(where, torch.get_num_threads())
         case = build(shape, wanted, frames, where, kind)
         named = [name for name in GROUPS if set(GROUPS[name]) & set(wanted)]
         groups = [SpecGroup(case, name, wanted, specs, clock) for name in named]
         measured = _measure(groups, rounds, limits, _Ticks(progress), enough)
         measured["rows"] = [row for row in measured["rows"] if row["stage"] in asked]
-        found = {"preset": preset, **_described(case, kind), "frames": frames}
+        found: dict[str, Any] = {
+            "preset": preset,
+            "device": case.device.type,
+            "dtype": dtype_name(kind),
+        }
+        found |= {"threads": torch.get_num_threads(), "frames": frames}
         limited = {"clock": clock_name, "ceilings": limits, **measured}
         return {**found, "tokens": case.n, **limited, "environment": environment(where)}
-
-
-def _described(case: Case, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "device": case.device.type,
-        "dtype": dtype_name(dtype),
-        "threads": torch.get_num_threads(),
-    }
 
 
 def _measure(
@@ -412,11 +350,9 @@ def _measure(
 ) -> dict[str, Any]:
     """Run gate and rounds of every group; after a fault the document has no speed."""
     ticks.total = sum(group.work(rounds) for group in groups)
-    faults: list[str] = []
-    rows: list[dict[str, Any]] = []
-    floors: dict[str, float] = {}
+    faults, rows, floors = list[str](), list[dict[str, Any]](), dict[str, float]()
     warm, ran = [], []
-    with frozen():
+    with timing.frozen():
         for group in groups:
             faults += group.prepare(ticks)
             if faults:
@@ -428,24 +364,9 @@ def _measure(
             floors |= measured.noise
             warm.append(group.warm)
             ran.append(measured.rounds)
-    return {
-        "iters": min(ran, default=rounds),
-        "warm_ups": min(warm, default=0),
-        "noise": floors,
-        "ok": not faults,
-        "faults": faults,
-        "rows": [] if faults else rows,
-    }
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _default_rounds(preset: str, device: torch.device) -> int:
-    if device.type == "cuda":
-        return 30
-    return 10 if preset == "tiny" else 5
+    counts = {"iters": min(ran, default=rounds), "warm_ups": min(warm, default=0)}
+    found = {"ok": not faults, "faults": faults, "rows": [] if faults else rows}
+    return {**counts, "noise": floors, **found}
 
 
 def _positive(name: str, value: int | None) -> int | None:

@@ -29,20 +29,15 @@ OTHER_SITES = ("fastv", "holitom_inner")
 def accuracy_specs() -> list[str]:
     """Return the specs without budgets that the accuracy tables measure.
 
-    Every registered method at its default site, and some of the language model also before the
-    last layer of the embedded models, where they lose least. Site `pixel` needs a tower that packs
-    patches, which the embedded models lack.
+    Every registered method at its default site, some also before the last layer, where they lose
+    least. Site `pixel` needs a tower that packs patches, which the embedded models lack.
     """
     found = [method.name for method in methods("reducer") if method.sites[0] != "pixel"]
     return [*found, *(f"{name}@{LAST}" for name in OTHER_SITES)]
 
 
 def parse_stages(text: str | Sequence[str]) -> tuple[str, ...]:
-    """Parse `"vit,llm"` into a tuple in the order of `STAGES`.
-
-    Raises:
-        MmfastError: An unknown stage, or none.
-    """
+    """Parse `"vit,llm"` into a tuple in the order of `STAGES`."""
     asked = [s.strip() for s in (text.split(",") if isinstance(text, str) else text)]
     for name in asked:
         if name not in STAGES:
@@ -53,11 +48,7 @@ def parse_stages(text: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_keep(text: str | Sequence[float] | None) -> tuple[float | int, ...]:
-    """Parse `"0.25,0.1"` into budgets; None is none.
-
-    Raises:
-        MmfastError: An invalid budget.
-    """
+    """Parse `"0.25,0.1"` into budgets; None is none."""
     if text is None:
         return ()
     parts = text.split(",") if isinstance(text, str) else list(text)
@@ -77,13 +68,7 @@ def parse_keep(text: str | Sequence[float] | None) -> tuple[float | int, ...]:
 
 
 def expand(reduce: Sequence[str], keep: Sequence[float | int]) -> list[str]:
-    """Give every spec without a budget each budget of `keep`.
-
-    A method that chooses its own budget is unchanged unless `keep` names some.
-
-    Raises:
-        SpecError: A spec cannot be read.
-    """
+    """Give every spec without a budget each of `keep`; one that chooses its own only if asked."""
     specs: list[str] = []
     for text in reduce or DEFAULT:
         bare = re.fullmatch(r"([^+:?]+)(\?[^+]*)?", text.strip())
@@ -129,12 +114,6 @@ class Twins:
     All run through `attach` like any other method, so hooks, gathers and masks are the same:
     `plain` is the spec itself, with made-up tower signals where no tower runs; `recorded` also
     keeps inputs and choices of each stage; `fixed` returns that choice without computing it.
-
-    Args:
-        text: The spec that runs.
-        key: Makes the private names unique within one benchmark.
-        towerless: No tower runs, so its signals are made up.
-        asked: The spec of the user, where `text` is only the part of it that runs here.
     """
 
     def __init__(self, text: str, key: str, towerless: bool, asked: str | None = None) -> None:
@@ -166,16 +145,17 @@ class Twins:
     @contextmanager
     def registered(self) -> Iterator[None]:
         """Register the copies; remove them from the registry at the end."""
-        makers: dict[str, Callable[[StageRecording], Callable[..., Reduction]]] = {
-            "plain": self._plain,
-            "recorded": self._recorded,
-            "fixed": _fixed,
-        }
+        makers = {"plain": self._plain, "recorded": self._recorded, "fixed": _fixed}
         try:
             for role, make in makers.items():
                 for name, recording in zip(self._names[role], self.recordings, strict=True):
-                    needs = ("x",) if role == "fixed" else self._needs(recording.spec)
-                    _enrol(name, recording.spec, needs, make(recording))
+                    spec = recording.spec
+                    absent, own = self._made_up(spec), spec.method
+                    kept = tuple(need for need in own.needs if need not in absent)
+                    needs = ("x",) if role == "fixed" else kept
+                    where: dict[str, Any] = {"sites": (spec.site,), "scope": own.scope}
+                    where |= {"stages": own.stages, "adaptive": True}
+                    register(name, needs=needs, **where)(make(recording))
             yield
         finally:
             for name in (n for names in self._names.values() for n in names):
@@ -185,10 +165,6 @@ class Twins:
         """Return tower signals that `spec` needs where no tower runs."""
         absent = self.towerless and spec.site == "pre"
         return frozenset(from_tower(spec.method.needs)) if absent else frozenset()
-
-    def _needs(self, spec: Spec) -> tuple[str, ...]:
-        made_up = self._made_up(spec)
-        return tuple(need for need in spec.method.needs if need not in made_up)
 
     def _plain(self, recording: StageRecording) -> Callable[..., Reduction]:
         spec, made_up = recording.spec, self._made_up(recording.spec)
@@ -215,19 +191,7 @@ class Twins:
 
     def selection(self) -> list[Callable[[], Any]]:
         """Return the calls of one forward pass, to be timed outside the model."""
-        calls: list[Callable[[], Any]] = []
-        for recording in self.recordings:
-            calls += [partial(self._plain(recording), *call) for call in recording.calls]
-        return calls
-
-
-def _enrol(name: str, spec: Spec, needs: tuple[str, ...], fn: Callable[..., Reduction]) -> None:
-    """Register a twin that runs where the spec does."""
-    stages, scope = spec.method.stages, spec.method.scope
-    enrol = register(
-        name, needs=needs, sites=(spec.site,), adaptive=True, stages=stages, scope=scope
-    )
-    enrol(fn)
+        return [partial(self._plain(rec), *call) for rec in self.recordings for call in rec.calls]
 
 
 def _fixed(recording: StageRecording) -> Callable[..., Reduction]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,15 @@ DECODE_STEPS = 8
 
 @dataclass
 class RunOutcome:
-    """The result of one run.
+    """The result of one run."""
 
-    Attributes:
-        ms: Milliseconds by stage; `decode` is per token.
-        values: Logits of the last position `[1, 1, V]`, or tower features `[N, D]`.
-        reducing_ms: Time of choosing and compacting inside the run, at all sites.
-        share: Its share of the run, both by the wall clock.
-        lengths: Tokens in each decoder layer; empty for the tower.
-        leaving: Tokens leaving each tower block, where they were observed.
-    """
-
-    ms: dict[str, float]
-    values: Tensor
-    reducing_ms: float = 0.0
-    share: float = 0.0
+    ms: dict[str, float]  # milliseconds by stage; `decode` is per token
+    values: Tensor  # logits of the last position `[1, 1, V]`, or tower features `[N, D]`
+    reducing_ms: float = 0.0  # time of choosing and compacting inside the run, at all sites
+    share: float = 0.0  # its share of the run, both by the wall clock
+    # tokens in each decoder layer; empty for the tower
     lengths: list[int] = field(default_factory=list)
+    # tokens leaving each tower block, where they were observed
     leaving: list[int] = field(default_factory=list)
 
 
@@ -53,16 +47,11 @@ class MeasuredStage:
     """One group of stages that one run of the model measures together.
 
     `vit` is the tower with its projector; `llm` the prefill behind the encoder, one logit row,
-    followed by `decode`; `ttft` both halves in one call. `attach` is entered outside the clock:
-    a user enters it once and calls the model many times.
+    followed by `decode`; `ttft` both halves. `attach` is entered outside the clock, as by users.
     """
 
     def __init__(
-        self,
-        case: Case,
-        group: str,
-        stages: tuple[str, ...],
-        clock: Clock = time.perf_counter,
+        self, case: Case, group: str, stages: tuple[str, ...], clock: Clock = time.perf_counter
     ) -> None:
         self.case, self.group, self.clock = case, group, clock
         self.stages = tuple(s for s in GROUPS[group] if s in stages)
@@ -137,14 +126,9 @@ class MeasuredStage:
             return weights + self.case.batch * (decode_bytes(model, outcome.lengths) - weights)
         total = prefill_flops(model, outcome.lengths) if stage != "vit" else 0
         if stage != "llm":
-            total += self._tower_flops(outcome.leaving)
+            grid, leaving = (self.case.grid[0], *self.case.preset.grid), outcome.leaving
+            total += tower_flops(model, grid, [math.prod(grid), *leaving[:-1]], leaving)
         return total
-
-    def _tower_flops(self, leaving: list[int]) -> int:
-        rows, columns = self.case.preset.grid
-        grid = (self.case.grid[0], rows, columns)
-        entering = [grid[0] * rows * columns, *leaving[:-1]]
-        return tower_flops(self.case.model, grid, entering, leaving)
 
 
 @contextmanager
@@ -155,22 +139,17 @@ def _leaving(model: Any) -> Iterator[list[int]]:
         hidden = output[0] if isinstance(output, tuple) else output  # [..., n, D]
         counts.append(hidden.shape[:-1].numel())
 
-    handles = [block.register_forward_hook(count) for block in tower_blocks(model)]
-    try:
+    with ExitStack() as stack:
+        for block in tower_blocks(model):
+            stack.callback(block.register_forward_hook(count).remove)
         yield counts
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 Span = tuple[str, int]  # ("tower", 0), or ("layer", number)
 
 
 def spans(model: Any, specs: Sequence[Spec], tower: bool) -> list[Span]:
-    """Return the spans whose attention the methods read: the vision tower, and decoder layers.
-
-    Methods can read the tower only where it runs (`tower`).
-    """
+    """Return the spans whose attention is read: the tower, if it runs, and decoder layers."""
     found: list[Span] = []
     for spec in expand(tuple(specs), len(model.get_decoder().layers)):
         if spec.site == "llm" and spec.layer and INNER & set(spec.method.needs):
@@ -195,32 +174,27 @@ def peaks_in(model: Any, where: Sequence[Span], run: Callable[[], object]) -> di
 @contextmanager
 def _watched(model: Any, where: Sequence[Span], peaks: dict[Span, float]) -> Iterator[None]:
     layers, tower = model.get_decoder().layers, model.get_encoder("image")
-    handles: list[Any] = []
 
-    def read(span: Span) -> Callable[..., None]:
-        def note(*_: Any) -> None:
-            _wait()
-            peaks[span] = max(peaks.get(span, 0.0), peak_now())
-
-        return note
+    def note(span: Span, *_: Any) -> None:
+        _wait()
+        peaks[span] = max(peaks.get(span, 0.0), peak_now())
 
     def reset(*_: Any) -> None:
         _wait()
         reset_peak()
 
-    for span in where:
-        kind, number = span
-        first = tower if kind == "tower" else layers[number]
-        handles.append(first.register_forward_pre_hook(reset))
-        if kind == "tower":
-            handles.append(tower.register_forward_hook(read(span)))
-        elif number + 1 < len(layers):
-            handles.append(layers[number + 1].register_forward_pre_hook(read(span)))
-    try:
+    with ExitStack() as stack:
+        for span in where:
+            kind, number = span
+            first, read = tower if kind == "tower" else layers[number], partial(note, span)
+            handles = [first.register_forward_pre_hook(reset)]
+            if kind == "tower":
+                handles.append(tower.register_forward_hook(read))
+            elif number + 1 < len(layers):
+                handles.append(layers[number + 1].register_forward_pre_hook(read))
+            for handle in handles:
+                stack.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _wait() -> None:
@@ -271,17 +245,9 @@ def _group_bytes(folder: Path, otherwise: int) -> int:
 
 
 def check_fits(
-    preset: Preset,
-    stages: Collection[str],
-    frames: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    preset: Preset, stages: Collection[str], frames: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Refuse a run that would exhaust the memory.
-
-    Raises:
-        MmfastError: Names the needed and the free memory, and options that need less.
-    """
+    """Refuse a run that would exhaust the memory."""
     free = free_bytes(device)
     needed = needed_bytes(preset, stages, frames, dtype) + _OWN_BYTES
     if free is None or needed <= free:
@@ -300,11 +266,7 @@ def check_fits(
 
 @contextmanager
 def one_line_when_full(preset: str, frames: int) -> Iterator[None]:
-    """Report exhausted memory in one line.
-
-    Raises:
-        MmfastError: In place of the allocator's error.
-    """
+    """Report exhausted memory in one line."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -324,18 +286,7 @@ SLOW = 2.0  # seconds: smaller matrices are used where a product would take long
 
 
 def ceilings(device: torch.device | str, dtype: torch.dtype | None = None) -> dict[str, float]:
-    """Measure copy bandwidth and matrix product of a device, the best of a few runs.
-
-    Measured once per process, device, type and number of CPU threads.
-
-    Args:
-        device: `cpu` or `cuda`.
-        dtype: Of the matrices; float32 on the CPU and bfloat16 on CUDA if None.
-
-    Returns:
-        `copy_gb_s`, gigabytes per second read plus written; `matmul_tflop_s`, 10^12 multiplies
-        and adds per second.
-    """
+    """Return `copy_gb_s`, read plus written, and `matmul_tflop_s`, the best of a few runs."""
     where = torch.device(device)
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
     copy, product = _measured(str(where), kind, torch.get_num_threads())
@@ -378,11 +329,6 @@ def _product_seconds(side: int, device: str, dtype: torch.dtype, cuda: bool) -> 
 
 def _best_seconds(job: Callable[[], object], cuda: bool) -> float:
     """Return seconds of the fastest run, without the first one, a warm-up."""
-    return min([_seconds(job, cuda) for _ in range(ROUNDS * 4 + 1 if cuda else ROUNDS + 1)][1:])
-
-
-def _seconds(job: Callable[[], object], cuda: bool) -> float:
-    if cuda:
-        return timed_by_events(job)[1] / 1e3
     clock, _ = clock_of(torch.device("cpu"), torch.get_num_threads())
-    return timed(job, clock)[1] / 1e3
+    once = partial(timed_by_events, job) if cuda else partial(timed, job, clock)
+    return min([once()[1] for _ in range(ROUNDS * 4 + 1 if cuda else ROUNDS + 1)][1:]) / 1e3

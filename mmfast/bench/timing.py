@@ -1,8 +1,4 @@
-"""Timing on a shared machine: interleaved rounds, medians, and an A/A pair for the noise.
-
-`compare_jobs` is the loop of most benchmarks: warm-up, a baseline that runs twice a round, variants
-in between, and rows with medians, paired speed-ups and the noise floor.
-"""
+"""Timing on a shared machine: interleaved rounds, medians, and an A/A pair for the noise."""
 
 from __future__ import annotations
 
@@ -14,10 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from mmfast.core.errors import MmfastError
@@ -32,6 +30,7 @@ T = TypeVar("T")
 Timer = Callable[[Callable[[], T]], tuple[T, float]]
 
 PROCESSOR_CLOCK = "processor time of the process"
+ON_ONE_THREAD = {"clock": PROCESSOR_CLOCK, "threads": 1, "device": "cpu"}  # fields of rows
 AGAIN = "again"  # the second run of the baseline in a round
 WARM_UPS = 10
 FEWEST = 3  # rounds, however short the time is
@@ -107,21 +106,14 @@ def interleave(
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Return the linearly interpolated quantile, as numpy does by default."""
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    """Return the linearly interpolated quantile."""
+    return float(np.quantile(values, q))
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
     """Return the median of milliseconds, and the quantiles 0.2 and 0.8."""
-    return {
-        "median_ms": median(times),
-        "p20_ms": quantile(times, 0.2),
-        "p80_ms": quantile(times, 0.8),
-    }
+    low, high = quantile(times, 0.2), quantile(times, 0.8)
+    return {"median_ms": median(times), "p20_ms": low, "p80_ms": high}
 
 
 def paired(above: Sequence[float], below: Sequence[float]) -> float:
@@ -130,10 +122,7 @@ def paired(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def noise(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the noise floor, as a share, from two runs of the same job per round.
-
-    It is the larger of the distance of the median ratio from 1 and that of a typical round.
-    """
+    """Return the noise floor: the distance of ratios from 1, of their median or a typical one."""
     ratios = [a / b for a, b in zip(first, second, strict=True)]
     return max(abs(median(ratios) - 1.0), median(abs(r - 1.0) for r in ratios))
 
@@ -141,12 +130,8 @@ def noise(first: Sequence[float], second: Sequence[float]) -> float:
 class PairedTimes:
     """Milliseconds of jobs by round, compared with a baseline that ran twice a round.
 
-    Args:
-        times: By job, the baseline first; `again` holds its second run.
-
-    Attributes:
-        base: Mean of both runs of the baseline in every round.
-        noise: Noise floor of the pair, as a share.
+    The baseline is the first job, its second run a round is called `again`; `base` is the mean of
+    both in every round, and `noise` the noise floor of the pair, as a share.
     """
 
     def __init__(self, times: Mapping[str, Sequence[float]]) -> None:
@@ -180,16 +165,7 @@ def compare_jobs(
 ) -> list[dict[str, Any]]:
     """Time jobs in turn on one thread without gradients, and compare them with the first.
 
-    Args:
-        jobs: The baseline first.
-        rounds: Runs of each; the baseline runs twice.
-        shared: Fields of all rows.
-        device: `cpu` or `cuda`.
-        extra: Further fields by job.
-
-    Returns:
-        A row per job: `shared`, `job`, `median_ms`, `p20_ms`, `p80_ms`, `speedup` over the first
-        (a median of paired ratios), `noise`, `n`, `clock`, `threads`, `device`, and `extra`.
+    Returns a row per job with the fields of `shared`, of `PairedTimes.row`, the clock, and `extra`.
     """
     kind = torch.device(device).type
     with torch.no_grad(), one_thread():
@@ -202,8 +178,7 @@ def compare_jobs(
 def peak_during(job: Callable[[], object]) -> float:
     """Return peak megabytes while `job` runs, in a separate pass: weights and activations.
 
-    CUDA: the allocator's peak. Linux: the peak resident set, reset before the run. Elsewhere
-    the process's peak so far, which is only an upper bound.
+    On Linux of the resident set, reset before; elsewhere an upper bound, the peak so far.
     """
     reset_peak()
     job()
@@ -229,15 +204,10 @@ def reset_peak() -> None:
 
 def peak_now() -> float:
     """Return peak megabytes since `reset_peak`; see `peak_during`."""
-    return (peak_bytes() if torch.cuda.is_initialized() else _resident_peak()) / 1e6
-
-
-def _resident_peak() -> int:
-    if sys.platform != "linux":
-        return peak_bytes()
+    if torch.cuda.is_initialized() or sys.platform != "linux":
+        return peak_bytes() / 1e6
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
 def resident_bytes() -> int:
@@ -278,28 +248,14 @@ Job = Callable[[], object]
 
 
 def device_times(
-    jobs: Mapping[str, Job],
-    rounds: int,
-    device: torch.device | str,
-    flush: bool = True,
+    jobs: Mapping[str, Job], rounds: int, device: torch.device | str, flush: bool = True
 ) -> dict[str, list[float]]:
     """Return milliseconds of every job in every round, the jobs of a round in shuffled order.
 
     On CUDA a job stands between two events of the current stream; on the CPU it is the time of
-    this process, all threads added up, so other load on the machine counts little. Each job is
-    warmed up ten times first, one that takes long less often. A job that should not find its
-    input in a cache has to rotate inputs itself: the same call may use another set each time.
-
-    Args:
-        jobs: What to run, by name.
-        rounds: Runs of each.
-        device: Where the jobs run; they move nothing there themselves.
-        flush: Overwrite the second-level cache before each run on CUDA. The writing also keeps
-            the device busy while the host queues the job: without it a job shorter than its
-            launch is timed with its launch.
-
-    Raises:
-        MmfastError: No job, no round, or a device that is neither CPU nor CUDA.
+    this process, all threads added up. A job that should not find its input in a cache has to
+    rotate inputs itself. `flush` overwrites the second-level cache before each run on CUDA; the
+    writing also keeps the device busy while the host queues the job, whose launch else counts.
     """
     where = torch.device(device)
     if not jobs or rounds < 1:
@@ -307,7 +263,7 @@ def device_times(
     if where.type not in ("cpu", "cuda"):
         raise MmfastError(f"no clock for device {str(device)!r}; choices: cpu, cuda")
     for job in jobs.values():
-        warm_up(_drained(job, where))
+        warm_up(partial(timed, job))
     one_round = _cuda_rounds(where, flush) if where.type == "cuda" else _process_round
     order, dice = list(jobs), random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in jobs}
@@ -322,18 +278,6 @@ def device_times(
             finally:
                 gc.enable()
     return times
-
-
-def _drained(job: Job, device: torch.device) -> Job:
-    """Synchronise after the job, so that warming up measures all of it."""
-    if device.type != "cuda":
-        return job
-
-    def run() -> None:
-        job()
-        torch.cuda.synchronize(device)
-
-    return run
 
 
 def _process_round(jobs: Mapping[str, Job]) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from mmfast.attach import attach
 from mmfast.bench.cases import build
 from mmfast.bench.suites import decode
 from mmfast.bench.suites.decode import CompiledRun
@@ -34,7 +35,7 @@ def case() -> Any:
 @pytest.mark.parametrize("spec", SPECS)
 def test_one_graph_and_the_tokens_of_eager_steps(case: Any, spec: str | None) -> None:
     run = CompiledRun(case, STEPS)
-    with run.attached(spec):
+    with attach(run.case.model, spec):
         want = run.tokens(case.model)
         got, did = run.compile(torch.compile(case.model, fullgraph=True, **EAGER))
     assert torch.equal(got, want) and len(torch.unique(want)) > 2
@@ -47,7 +48,7 @@ def test_attached_anew_nothing_is_compiled_again(case: Any) -> None:
     counters.clear()
     said = []
     for _ in range(3):
-        with run.attached("evs:0.5+fastv@llm2:0.5"):
+        with attach(run.case.model, "evs:0.5+fastv@llm2:0.5"):
             said.append(run.tokens(step))
     assert counters["stats"]["unique_graphs"] == 1
     assert all(torch.equal(tokens, said[0]) for tokens in said)
@@ -58,7 +59,7 @@ def test_code_of_another_spec_is_not_used(case: Any) -> None:
     run, step = CompiledRun(case, 4), torch.compile(case.model, fullgraph=True, **EAGER)
     torch._dynamo.reset()
     for spec in (None, "fastv@llm2:0.5", "evs:0.25"):
-        with run.attached(spec):
+        with attach(run.case.model, spec):
             assert torch.equal(run.tokens(step), run.tokens(case.model)), spec
 
 
@@ -67,7 +68,7 @@ def test_an_eager_conversation_between_compiled_steps(case: Any) -> None:
     run, step = CompiledRun(case, 6), torch.compile(case.model, fullgraph=True, **EAGER)
     torch._dynamo.reset()
     inputs = {**case.prompt, "logits_to_keep": 1, "use_cache": True}
-    with run.attached("fastv@llm2:0.5"):
+    with attach(run.case.model, "fastv@llm2:0.5"):
         want = run.tokens(case.model)
         cache, token = run.prefill()
         other = case.model(input_ids=case.prompt["input_ids"][:, :5], use_cache=True)
@@ -88,7 +89,7 @@ def test_a_planted_break_is_found(case: Any, monkeypatch: pytest.MonkeyPatch) ->
         return stock(config, layer, hidden, kwargs)
 
     monkeypatch.setattr(hooks, "fit_decode", looks)
-    with run.attached("fastv@llm2:0.5"):
+    with attach(run.case.model, "fastv@llm2:0.5"):
         with pytest.raises(torch._dynamo.exc.Unsupported):
             run.compile(torch.compile(case.model, fullgraph=True, **EAGER))
         _, did = run.compile(torch.compile(case.model, **EAGER))
@@ -103,7 +104,7 @@ def test_a_planted_number_that_changes_is_found(case: Any, monkeypatch: pytest.M
         return stock(config, layer, hidden + 0 * count[0], kwargs)
 
     monkeypatch.setattr(hooks, "fit_decode", counts)
-    with run.attached("fastv@llm2:0.5"):
+    with attach(run.case.model, "fastv@llm2:0.5"):
         step = torch.compile(case.model, fullgraph=True, dynamic=False, **EAGER)
 
         def next_step(**given: Any) -> Any:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,7 @@ ROUNDS = {"cuda": 30, "cpu": 5}
 _ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-4}  # of the largest sum: bfloat16 is exact input
 
 
-@dataclass(frozen=True)
-class ColumnSumCase:
+class ColumnSumCase(NamedTuple):
     """Attention of `items` sequences of `length` tokens."""
 
     name: str
@@ -108,29 +107,15 @@ def ours(x: AttentionInputs) -> Tensor:
     return attention_column_sums(x.query, x.key, x.lse, causal=x.case.causal)
 
 
-def _ours_alone(x: AttentionInputs) -> Tensor:
-    return attention_column_sums(x.query, x.key, causal=x.case.causal)
-
-
 def _sdpa_and_ours(x: AttentionInputs) -> Tensor:
     _, lse = attend(x.query, x.key, x.value, None, x.case.causal)
     return attention_column_sums(x.query, x.key, lse, causal=x.case.causal)
-
-
-def _sdpa(x: AttentionInputs) -> Tensor:
-    return F.scaled_dot_product_attention(
-        x.query, x.key, x.value, is_causal=x.case.causal, enable_gqa=True
-    )
 
 
 def _eager(x: AttentionInputs) -> Tensor:
     weights = _weights(x)
     torch.matmul(weights, x.per_head(x.value))
     return weights.sum((1, 2), dtype=torch.float32)
-
-
-def _eager_weights(x: AttentionInputs) -> Tensor:
-    return _weights(x).sum((1, 2), dtype=torch.float32)
 
 
 def _weights(x: AttentionInputs) -> Tensor:
@@ -176,11 +161,15 @@ def swapped_flex(x: AttentionInputs, compiled: bool = True) -> Callable[[], Tens
 # The output of attention is in both of a compared pair or in none.
 WAYS: dict[str, Callable[[AttentionInputs], Tensor]] = {
     "ours": ours,
-    "ours and its log-sum-exp": _ours_alone,
-    "eager weights": _eager_weights,
+    "ours and its log-sum-exp": lambda x: attention_column_sums(
+        x.query, x.key, causal=x.case.causal
+    ),
+    "eager weights": lambda x: _weights(x).sum((1, 2), dtype=torch.float32),
     "sdpa and ours": _sdpa_and_ours,
     "eager attention with weights": _eager,
-    "sdpa alone": _sdpa,
+    "sdpa alone": lambda x: F.scaled_dot_product_attention(
+        x.query, x.key, x.value, is_causal=x.case.causal, enable_gqa=True
+    ),
 }
 _FLEX = "flex, swapped"
 _WITH_OUTPUT = {"sdpa and ours", "eager attention with weights", "sdpa alone"}
@@ -190,16 +179,9 @@ _WITH_OUTPUT = {"sdpa and ours", "eager attention with weights", "sdpa alone"}
 def column_sums(tick: Tick) -> list[Row]:
     """Compare column sums of attention with those of eager weights.
 
-    Returns:
-        A row per case and way: milliseconds, `speedup` over eager attention (with its output
-        where the way has that, too), `tflop_s` of the logits computed once, `of_matmul`, its
-        share of a large matrix product, `extra_mb` of memory at the peak above the inputs,
-        `peak_over_sdpa`, the growth of inputs and peak over those of sdpa, `max_error`
-        against float64 as a share of the largest sum, the goal where there is one, and the seconds
-        FlexAttention takes to compile.
-
-    Raises:
-        MmfastError: Our sums are wrong.
+    `speedup` is over eager attention, with its output where the way has that, too; `tflop_s` of the
+    logits computed once; `of_matmul` its share of a large matrix product; `peak_over_sdpa` the
+    growth of inputs and peak over those of sdpa; `max_error` a share of the largest sum.
     """
     with frozen(), torch.inference_mode():
         return over_cases(CASES, ONE_DTYPE, _rows, tick)
@@ -217,45 +199,30 @@ def _rows(case: ColumnSumCase, dtype: torch.dtype, device: str) -> list[Row]:
         common["flex_compile_s"] = time.perf_counter() - first_s
     peaks = _peaks(jobs, sets[0])
     times = device_times(jobs, ROUNDS[device], device)
-    middle = {name: median(mine) for name, mine in times.items()}
-    ceiling = ceilings(device)["matmul_tflop_s"]
-    return [
-        {
-            **common,
-            "way": name,
-            **spread(mine),
-            "speedup": middle[_base(name)] / middle[name],
-            **_rate(name, case, middle[name], ceiling),
-            **peaks[name],
-            "max_error": errors.get(name),
-            "goal_ms": case.goal_ms if name == "ours" else None,
-        }
-        for name, mine in times.items()
-    ]
-
-
-def _base(name: str) -> str:
-    return "eager attention with weights" if name in _WITH_OUTPUT else "eager weights"
-
-
-def _rate(name: str, case: ColumnSumCase, ms: float, ceiling: float) -> dict[str, float]:
-    if name in _WITH_OUTPUT:
-        return {}
-    reached = case.flops / ms / 1e9
-    return {"tflop_s": reached, "of_matmul": reached / ceiling}
+    ceiling, found = ceilings(device)["matmul_tflop_s"], []
+    for name, mine in times.items():
+        ms, base = median(mine), times["eager weights"]
+        row: Row = {**common, "way": name, **spread(mine), **peaks[name]}
+        row |= {"max_error": errors.get(name), "goal_ms": case.goal_ms if name == "ours" else None}
+        if name in _WITH_OUTPUT:
+            base = times["eager attention with weights"]
+        else:
+            reached = case.flops / ms / 1e9
+            row |= {"tflop_s": reached, "of_matmul": reached / ceiling}
+        found.append({**row, "speedup": median(base) / ms})
+    return found
 
 
 def _peaks(jobs: dict[str, Callable[[], Tensor]], x: AttentionInputs) -> dict[str, Row]:
     """Measure peak megabytes above those in use, each after a run that made its workspaces."""
-    extra = {}
+    found: dict[str, Row] = {}
     for name, job in jobs.items():
         job()
-        extra[name] = extra_mb(job)
-    found: dict[str, Row] = {name: {"extra_mb": mb} for name, mb in extra.items()}
+        found[name] = {"extra_mb": extra_mb(job)}
     if x.query.is_cuda:  # a resident set is too coarse for that
-        alone = extra["sdpa alone"]
+        alone, ours = found["sdpa alone"]["extra_mb"], found["sdpa and ours"]
         whole = alone + sum(each.nbytes for each in (x.query, x.key, x.value)) / 1e6
-        found["sdpa and ours"]["peak_over_sdpa"] = (extra["sdpa and ours"] - alone) / whole
+        ours["peak_over_sdpa"] = (ours["extra_mb"] - alone) / whole
     return found
 
 

@@ -5,30 +5,19 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mmfast.attach import attach
+from mmfast.bench import timing
 from mmfast.bench.cases import Case, build, pick_device, pick_dtype
 from mmfast.bench.presets import get_preset
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row, dtype_name
-from mmfast.bench.timing import (
-    AGAIN,
-    PairedTimes,
-    Sample,
-    frozen,
-    interleave,
-    one_thread,
-    paired,
-    timed,
-)
 
 
 def _case(preset: str, frames: int, device: str | None) -> tuple[Case, Row]:
@@ -52,9 +41,8 @@ COMPILED = (("tiny", 4, 33, 9), ("llava-onevision-0.5b", 1, 6, 3))  # frames, st
 def compiled(tick: Tick) -> list[Row]:
     """Compare eager with compiled decoding behind a reduced prompt: one graph, the same tokens.
 
-    The prefill is reduced eagerly, every step behind it runs compiled. Masks, positions and cache
-    lengths are tensors of fixed shape, so nothing is compiled again while the cache fills, and a
-    GPU can capture the step (`mode="reduce-overhead"`). The stock model is measured likewise.
+    Masks, positions and cache lengths are tensors of fixed shape, so nothing is compiled again
+    while the cache fills, and a GPU can capture the step. The stock model is measured likewise.
     """
     return [row for shape in COMPILED for row in compiled_rows(*shape, tick=tick)]
 
@@ -69,23 +57,12 @@ def compiled_rows(
     options: dict[str, Any] | None = None,
     tick: Tick = quiet,
 ) -> list[Row]:
-    """Measure specs on one shape.
-
-    Args:
-        preset: Model shape.
-        frames: Frames of the clip in the prompt.
-        steps: Decode steps per sample; tokens of eager and compiled steps are compared.
-        rounds: Samples of each way.
-        specs: Reducers to attach; None is the stock model.
-        device: CUDA where there is one if None.
-        options: Of torch.compile; inductor, with CUDA graphs on a GPU, if None.
-        tick: Called after every spec.
-    """
+    """Measure specs on one shape."""
     case, shared = _case(preset, frames, device)
     shared |= {"steps": steps, "n": rounds}
     options = default_options(case.device) if options is None else options
     found: list[Row] = []
-    with torch.no_grad(), one_thread(), frozen():
+    with torch.no_grad(), timing.one_thread(), timing.frozen():
         for number, spec in enumerate(specs):
             figures = _compiled_row(case, spec, steps, rounds, options)
             found.append({**shared, "reduce": spec, **figures})
@@ -98,50 +75,36 @@ def default_options(device: torch.device) -> dict[str, Any]:
     return {"mode": "reduce-overhead"} if device.type == "cuda" else {"backend": "inductor"}
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """Graphs and graph breaks of a compiled step.
-
-    Attributes:
-        again: Compilations after the first step.
-        seconds: Of the first step.
-    """
+class Compilation(NamedTuple):
+    """Graphs and graph breaks of a compiled step."""
 
     graphs: int
     breaks: int
-    again: int
-    seconds: float
+    again: int  # compilations after the first step
+    seconds: float  # of the first step
 
 
 def _compiled_row(
     case: Case, spec: str | None, steps: int, rounds: int, options: dict[str, Any]
 ) -> Row:
     run = CompiledRun(case, steps)
-    with run.attached(spec):
+    with attach(case.model, spec):
         step = torch.compile(case.model, fullgraph=True, **options)
         eager = run.tokens(case.model)
         mine, did = run.compile(step)
-    ways: dict[str, Callable[[], Sample]] = {
+    ways: dict[str, Callable[[], timing.Sample]] = {
         "eager": partial(run.sample, spec, case.model),
         "compiled": partial(run.sample, spec, step),
     }
     for run_once in ways.values():  # attached anew: nothing is to be compiled again
         run_once()
     again = _graphs() - did.graphs
-    taken = interleave(ways, rounds)
-    slow, fast = ([s["ms"] for s in taken[name]] for name in ways)
-    return {
-        "eager_ms": median(slow),
-        "compiled_ms": median(fast),
-        "speedup": paired(slow, fast),
-        "graphs": did.graphs,
-        "breaks": did.breaks,
-        "recompiles": did.again,
-        "recompiles_attached_anew": again,
-        "compile_s": did.seconds,
-        "same_tokens": torch.equal(eager, mine),
-        "compiler": str(options.get("mode") or options.get("backend")),
-    }
+    slow, fast = ([s["ms"] for s in mine] for mine in timing.interleave(ways, rounds).values())
+    row: Row = {"eager_ms": median(slow), "compiled_ms": median(fast)}
+    row |= {"speedup": timing.paired(slow, fast), "graphs": did.graphs, "breaks": did.breaks}
+    row |= {"recompiles": did.again, "recompiles_attached_anew": again, "compile_s": did.seconds}
+    compiler = str(options.get("mode") or options.get("backend"))
+    return row | {"same_tokens": torch.equal(eager, mine), "compiler": compiler}
 
 
 def _graphs() -> int:
@@ -156,10 +119,6 @@ class CompiledRun:
     def __init__(self, case: Case, steps: int) -> None:
         self.case, self.steps = case, steps
         self.length = int(case.prompt["input_ids"].shape[1])
-
-    def attached(self, spec: str | None) -> AbstractContextManager[Any]:
-        """Attach a spec, or nothing, to the model."""
-        return attach(self.case.model, spec)
 
     def prefill(self) -> tuple[Any, Tensor]:
         """Return a static cache with the prompt in it, and the first token `[1, 1]`."""
@@ -203,19 +162,18 @@ class CompiledRun:
         did = Compilation(_graphs(), breaks, _graphs() - first, seconds)
         return torch.cat(found, dim=1), did
 
-    def sample(self, spec: str | None, step: Any) -> Sample:
+    def sample(self, spec: str | None, step: Any) -> timing.Sample:
         """Measure milliseconds per step, without the first one."""
-        with self.attached(spec):
+        with attach(self.case.model, spec):
             cache, token = self.prefill()
             token = self.decode(step, cache, token, 0, 1)[0]
             rest = self.steps - 1
             work = partial(self.decode, step, cache, token, 1, rest)
-            _, ms = timed(work, _clock(self.case))
+            _, ms = timing.timed(work, _clock(self.case))
         return {"ms": ms / rest}
 
 
-@dataclass(frozen=True)
-class HookJob:
+class HookJob(NamedTuple):
     """Specs of reducers and KV policies, and their own work at every step."""
 
     reduce: str | None = None
@@ -246,10 +204,9 @@ HOOKED = (("tiny", 4, 32, 15), ("llava-onevision-0.5b", 2, 4, 7))  # frames, ste
 def hooks(tick: Tick) -> list[Row]:
     """Measure the overhead of `attach` in one decode step, on the tiny and the 0.5B shape.
 
-    The twin is the stock model on a stock cache that holds as many entries in every layer: both do
-    the same arithmetic, so the difference is the cost of hooks, shortened cache layers and
-    policies. Policies that evict at every step (`sink`, `window`), unpack the entries they read
-    (`quant`) or read a part (`retrieve`) do work of their own, which `work` names.
+    The twin is the stock model on a stock cache that holds as many entries in every layer, so the
+    difference is the cost of hooks, shortened cache layers and policies. Policies that evict,
+    unpack or read a part at every step do work of their own, which `work` names.
     """
     return [row for shape in HOOKED for row in hook_rows(*shape, tick=tick)]
 
@@ -263,20 +220,10 @@ def hook_rows(
     device: str | None = None,
     tick: Tick = quiet,
 ) -> list[Row]:
-    """Measure jobs on one shape.
-
-    Args:
-        preset: Model shape.
-        frames: Frames of the clip in the prompt.
-        steps: Decode steps per sample.
-        rounds: Samples of each job, of its twin, and of the twin again.
-        jobs: Specs to attach.
-        device: CUDA where there is one if None.
-        tick: Called after every job.
-    """
+    """Measure jobs on one shape."""
     case, shared = _case(preset, frames, device)
     found: list[Row] = []
-    with torch.no_grad(), one_thread(), frozen():
+    with torch.no_grad(), timing.one_thread(), timing.frozen():
         for number, job in enumerate(jobs):
             found.append({**shared, **_hook_row(case, job, steps, rounds)})
             tick(f"{preset} {job.name}", number + 1, len(jobs))
@@ -289,37 +236,31 @@ def _hook_row(case: Case, job: HookJob, steps: int, rounds: int) -> Row:
         held = case.model(**inputs, use_cache=True).past_key_values
     plain = partial(_steps, case, _twin(held), steps)
 
-    def attached() -> Sample:
+    def attached() -> timing.Sample:
         with attach(case.model, job.reduce, job.cache):
             return _steps(case, held, steps)
 
-    ways: Mapping[str, Callable[[], Sample]] = {"twin": plain, "attached": attached, AGAIN: plain}
+    ways: Mapping[str, Callable[[], timing.Sample]] = {
+        "twin": plain,
+        "attached": attached,
+        timing.AGAIN: plain,
+    }
     for run in ways.values():
         run()
-    taken = interleave(ways, rounds)
-    times = PairedTimes.of(taken)
+    taken = timing.interleave(ways, rounds)
+    times, again = timing.PairedTimes.of(taken), [each["ms"] for each in taken[timing.AGAIN]]
     mine, base = times.times["attached"], times.base
-    again = [sample["ms"] for sample in taken[AGAIN]]
-    return {
-        "job": job.name,
-        "reduce": job.reduce,
-        "cache": job.cache,
-        "work": job.work,
-        "layers": len(held.layers),
-        "held": [_length(layer) for layer in held.layers],
-        "step_ms": median(mine),
-        "twin_ms": median(base),
-        "overhead": paired(mine, base) - 1,
-        "overhead_us": 1e3 * median(a - b for a, b in zip(mine, base, strict=True)),
-        "noise": times.noise,
-        "noise_us": 1e3
-        * median(abs(a - b) for a, b in zip(times.times["twin"], again, strict=True)),
-        "steps": steps,
-        "n": rounds,
-    }
+    pairs = list(zip(times.times["twin"], again, strict=True))
+    row: Row = {"job": job.name, "reduce": job.reduce, "cache": job.cache, "work": job.work}
+    row |= {"layers": len(held.layers), "held": [_length(layer) for layer in held.layers]}
+    row |= {"step_ms": median(mine), "twin_ms": median(base), "noise": times.noise}
+    row["overhead"] = timing.paired(mine, base) - 1
+    row["overhead_us"] = 1e3 * median(a - b for a, b in zip(mine, base, strict=True))
+    row["noise_us"] = 1e3 * median(abs(a - b) for a, b in pairs)
+    return row | {"steps": steps, "n": rounds}
 
 
-def _steps(case: Case, cache: Any, steps: int) -> Sample:
+def _steps(case: Case, cache: Any, steps: int) -> timing.Sample:
     """Measure milliseconds per step on a copy of the cache, without the first step."""
     own, token = copy.deepcopy(cache), case.prompt["input_ids"][:, :1]
 
@@ -328,7 +269,7 @@ def _steps(case: Case, cache: Any, steps: int) -> Sample:
             case.model(input_ids=token, past_key_values=own, use_cache=True)
 
     run(1)
-    _, ms = timed(partial(run, steps), _clock(case))
+    _, ms = timing.timed(partial(run, steps), _clock(case))
     return {"ms": ms / steps}
 
 

@@ -37,9 +37,8 @@ def network(port: int) -> fetch.Network:
         asked[host] += 1
         return NAMES[host][asked[host] > 1] if host in NAMES else [host]
 
-    async def connect(
-        *_: object,
-    ) -> Any:  # also to private addresses, so that a failing guard shows
+    async def connect(*_: object) -> Any:
+        # Also to private addresses, so that a failing guard shows.
         return await asyncio.open_connection("127.0.0.1", port)
 
     return fetch.Network(resolve, connect)

@@ -6,11 +6,12 @@ a kernel is timed, its result is compared with a reference; a wrong one is not t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +27,7 @@ from mmfast.core.reduction import Segments
 from mmfast.ops.max_min import max_min, max_min_plain, max_min_reference
 from mmfast.ops.merging import segment_merge, segment_merge_reference
 from mmfast.ops.similarity import unit_rows
-from mmfast.ops.temporal_difference import (
-    Difference,
-    reference,
-    static_runs,
-    temporal_difference,
-)
+from mmfast.ops.temporal_difference import reference, static_runs, temporal_difference
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,14 +55,7 @@ def over_cases(
     measure: Callable[[C, torch.dtype, str], list[Row]],
     tick: Tick,
 ) -> list[Row]:
-    """Measure every case in every dtype: those of CUDA where there is a GPU, else of the CPU.
-
-    Args:
-        cases: Cases by kind of device.
-        dtypes: Dtypes by kind of device.
-        measure: Returns the rows of a case in a dtype on a device.
-        tick: Called before every case and at the end.
-    """
+    """Measure every case in every dtype: those of CUDA where there is a GPU, else of the CPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     jobs = [(case, dtype) for case in cases[device] for dtype in dtypes[device]]
     found: list[Row] = []
@@ -111,26 +100,24 @@ _REFERENCE = 1000  # picks up to which the authors' loop is measured too
 _STRIDE = 16  # of the tokens that the result is checked at, in float64
 
 
-@dataclass(frozen=True)
-class PickCase:
+class PickCase(NamedTuple):
     """`items` videos of `grid` with features of width `d`, and `count` picks of each."""
 
     items: int
     grid: tuple[int, int, int]
     d: int
-    count: int
+    picks: int
     goal_ms: float | None = None  # on an H200
 
     @property
     def n(self) -> int:
         """Tokens of an item."""
-        frames, rows, columns = self.grid
-        return frames * rows * columns
+        return math.prod(self.grid)
 
     @property
     def name(self) -> str:
         """Sizes in words."""
-        what = f"{self.count:,} of {self.n:,} tokens x {self.d:,}"
+        what = f"{self.picks:,} of {self.n:,} tokens x {self.d:,}"
         return f"{self.items} times {what}" if self.items > 1 else what
 
 
@@ -149,14 +136,8 @@ PICKS = {
 def max_min_select(tick: Tick) -> list[Row]:
     """Compare farthest-point selection with loops over picks.
 
-    Returns:
-        A row per case and way, products and first pick included: milliseconds, `speedup` over the
-        loop that keeps a running minimum (None where it would take too long), `cover`, the
-        cosine of the worst covered token with its nearest pick, `goal_ms` on an H200 and
-        `extra_mb` of memory above that in use before.
-
-    Raises:
-        MmfastError: Picks repeat, or do not cover the tokens as well as the loop's.
+    `speedup` is over the loop that keeps a running minimum (None where it would take too long),
+    `cover` the cosine of the worst covered token with its nearest pick.
     """
     return over_cases(PICKS, ONE_DTYPE, _pick_rows, tick)
 
@@ -165,11 +146,11 @@ def _pick_rows(case: PickCase, dtype: torch.dtype, device: str) -> list[Row]:
     seed = torch.seed() % 2**31
     clips = [textured_video(case.grid, case.d, seed + item).x for item in range(case.items)]
     x = torch.stack(clips).to(device, dtype)  # [B, N, D]
-    ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: max_min(x, case.count)}
+    ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: max_min(x, case.picks)}
     if case.n <= _LOOPED:
-        ways["loop"] = lambda: _loop(x, case.count)
-    if case.items == 1 and case.count <= _REFERENCE:
-        ways["reference"] = lambda: max_min_reference(x[0], case.count)[None]
+        ways["loop"] = lambda: _loop(x, case.picks)
+    if case.items == 1 and case.picks <= _REFERENCE:
+        ways["reference"] = lambda: max_min_reference(x[0], case.picks)[None]
     cover = {name: _cover(name, way(), x, case) for name, way in ways.items()}
     if "loop" in cover and abs(cover["ours"] - cover["loop"]) > 1e-3:
         raise MmfastError(
@@ -178,7 +159,7 @@ def _pick_rows(case: PickCase, dtype: torch.dtype, device: str) -> list[Row]:
         )
     times = device_times(ways, ROUNDS, device)
     base = median(times["loop"]) if "loop" in times else None
-    common: Row = {"items": case.items, "n": case.n, "d": case.d, "budget": case.count}
+    common: Row = {"items": case.items, "n": case.n, "d": case.d, "budget": case.picks}
     common |= {"goal_ms": case.goal_ms if device == "cuda" else None}
     return [
         {**common, "way": name, **spread(times[name]), "cover": cover[name]}
@@ -197,7 +178,7 @@ def _loop(x: Tensor, count: int) -> Tensor:
 def _cover(name: str, picks: Tensor, x: Tensor, case: PickCase) -> float:
     """Return the worst token's cosine with its nearest pick, over a part of the tokens."""
     distinct = [len(set(item)) for item in picks.tolist()]
-    if name == "ours" and min(distinct) < case.count:
+    if name == "ours" and min(distinct) < case.picks:
         raise MmfastError(f"max_min_select repeats picks at {case.n} tokens; no speed is measured")
     worst = 1.0
     for tokens, chosen in zip(x, picks, strict=True):
@@ -210,8 +191,7 @@ _MERGE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # of the largest nu
 Merge = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class MergeCase:
+class MergeCase(NamedTuple):
     """`items` merges of n rows onto m; `skew` above 0 gives few outputs most of the rows."""
 
     name: str
@@ -253,13 +233,8 @@ MERGES = {
 def segment_merges(tick: Tick) -> list[Row]:
     """Compare the merging of tokens with `index_add_` and a matrix product.
 
-    Returns:
-        A row per case and way: milliseconds, `speedup` over `index_add_` in float32, `repeatable`
-        (the same bits five times), `max_error` against float64 as a share of the largest number,
-        and on CUDA `gb_s` of the rows read and written once, and its share of a copy.
-
-    Raises:
-        MmfastError: A merge is wrong or not repeatable.
+    `speedup` is over `index_add_` in float32, `repeatable` the same bits five times, `max_error` a
+    share of the largest number, and on CUDA `gb_s` that of the rows read and written once.
     """
     return over_cases(MERGES, DTYPES, _merge_rows, tick)
 
@@ -347,8 +322,7 @@ _DIFFERENCE_ERROR = 4e-6  # float32 sums of some thousand terms; cosines are at 
 _EAGER = {"all": "eager, all", "cosine": "eager, cosine"}
 
 
-@dataclass(frozen=True)
-class DifferenceCase:
+class DifferenceCase(NamedTuple):
     """Clips of `lengths` frames of n patches of width d."""
 
     name: str
@@ -375,13 +349,7 @@ CLIPS = {
 def temporal_differences(tick: Tick) -> list[Row]:
     """Compare changes of patches between frames with eager and compiled torch.
 
-    Returns:
-        A row per case and way: milliseconds, `speedup` over eager torch with the same results,
-        and on CUDA `gb_s` of the clip read once, and its share of a copy. The rows of ours have
-        `max_error` against float64.
-
-    Raises:
-        MmfastError: A difference is wrong.
+    `speedup` is over eager torch with the same results, `gb_s` on CUDA that of the clip read once.
     """
     return over_cases(CLIPS, DTYPES, _difference_rows, tick)
 
@@ -407,14 +375,15 @@ def _difference_rows(case: DifferenceCase, dtype: torch.dtype, device: str) -> l
 def _differences(case: DifferenceCase, device: str) -> dict[str, Callable[[Tensor], object]]:
     """Return all three results, or the cosine alone: ours, eager, and compiled on a GPU."""
     lengths = list(case.lengths)
+    cosine: Merge = lambda x: F.cosine_similarity(x[1:], x[:-1], dim=-1)
     ways: dict[str, Callable[[Tensor], object]] = {
         "ours, all": lambda x: temporal_difference(x, lengths),
         "ours, cosine": lambda x: temporal_difference(x, lengths, l1=False),
         "ours, cosine and runs": lambda x: static_runs(
             temporal_difference(x, lengths, l1=False).cosine > 0.9
         ),
-        _EAGER["all"]: _eager,
-        _EAGER["cosine"]: lambda x: F.cosine_similarity(x[1:], x[:-1], dim=-1),
+        _EAGER["all"]: lambda x: (cosine(x), (x[1:] - x[:-1]).abs().mean(-1), x.norm(dim=-1)),
+        _EAGER["cosine"]: cosine,
     }
     if device == "cuda":
         # A process compiles a function for a limited number of shapes.
@@ -424,15 +393,9 @@ def _differences(case: DifferenceCase, device: str) -> dict[str, Callable[[Tenso
     return ways
 
 
-def _eager(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    cosine = F.cosine_similarity(x[1:], x[:-1], dim=-1)
-    return cosine, (x[1:] - x[:-1]).abs().mean(-1), x.norm(dim=-1)
-
-
 def _fused(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    wide = x.float()
-    change = (wide[1:] - wide[:-1]).abs().mean(-1)
-    return _fused_cosine(x), change, wide.square().sum(-1).sqrt()
+    change = (x[1:].float() - x[:-1].float()).abs().mean(-1)
+    return _fused_cosine(x), change, x.float().square().sum(-1).sqrt()
 
 
 def _fused_cosine(x: Tensor) -> Tensor:
@@ -447,12 +410,16 @@ def _check_difference(x: Tensor, case: DifferenceCase) -> float:
     with poisoned(warn_only=True):
         found = temporal_difference(x, case.lengths)
         runs = static_runs(found.cosine > 0.0)
-    error = max(
-        _largest_error(mine[part], other[skip:])
-        for part, skip, expected in _expected(x, case.lengths)
-        for mine, other in zip(found, expected, strict=True)
-        if mine is not None and other is not None
-    )
+    error = 0.0
+    starts = accumulate(case.lengths[:-1], initial=0)
+    for clip, start in zip(x.split([*case.lengths]), starts, strict=True):
+        for first in range(0, len(clip), _PART):
+            lead, end = min(first, 1), min(first + _PART, len(clip))
+            expected = reference(clip[first - lead : end].double())
+            for mine, other in zip(found, expected, strict=True):
+                if mine is not None and other is not None:
+                    part = mine[start + first : start + end]
+                    error = max(error, _largest_error(part, other[lead:]))
     same = float(found.cosine[1, 0]) == 1.0
     counted = static_runs((found.cosine > 0.0).cpu()).equal(runs.cpu())
     if not error <= _DIFFERENCE_ERROR or not same or not counted:
@@ -462,17 +429,6 @@ def _check_difference(x: Tensor, case: DifferenceCase) -> float:
             "no speed is measured"
         )
     return error
-
-
-def _expected(x: Tensor, lengths: Iterable[int]) -> Iterator[tuple[slice, int, Difference]]:
-    """Yield frames, leading frames to skip, and the formulas of the frames in float64."""
-    begin = 0
-    for length in lengths:
-        for first in range(begin, begin + length, _PART):
-            end = min(first + _PART, begin + length)
-            lead = min(first - begin, 1)
-            yield slice(first, end), lead, reference(x[first - lead : end].double())
-        begin += length
 
 
 def _largest_error(mine: Tensor, expected: Tensor) -> float:

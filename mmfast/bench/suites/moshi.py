@@ -1,9 +1,7 @@
 """Benchmark of a frame of Moshi, beside the lower bound that its bytes set.
 
-On a GPU the whole 7B shape (random weights): states that are values against four CUDA graphs
-(Mimi's encoder, the temporal transformer, eight depth steps, Mimi's decoder), at batch 1, 8 and
-32 with a full window. On the CPU a tiny shape, where the same functions run plain or compiled;
-the large shape is then a row without a time.
+On a GPU the whole 7B shape: states that are values against four CUDA graphs with a full window.
+On the CPU a tiny shape, plain or compiled; the large shape is then a row without a time.
 """
 
 from __future__ import annotations
@@ -30,38 +28,18 @@ BATCHES, FRAMES, BUDGET_MS = (1, 8, 32), 200, 80.0
 GOAL_MS = {1: 6.5, 32: 20.0}  # by batch, on an H200
 CHECKED = 8  # frames whose codes are compared between both ways
 SEVEN_B: dict[str, Any] = {"audio_vocab_size": 2048}  # the rest is the default of MoshiConfig
+_WIDE = ("hidden_size", "vocab_size", "audio_vocab_size", "sliding_window")
+_SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+_LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+_MIMI = {"codebook_size": 64, "num_filters": 4, "num_quantizers": 8, "upsample_groups": 32}
+_MIMI |= dict.fromkeys(("codebook_dim", "vector_quantization_hidden_dimension", "head_dim"), 16)
+_MIMI |= {"hidden_size": 32, "intermediate_size": 32, "sliding_window": 50, **_LAYERS}
 TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
+    **dict.fromkeys((*_WIDE, "max_position_embeddings"), 64),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_codebooks"), 4),
     "ffn_dim": 128,
-    "vocab_size": 64,
-    "num_codebooks": 4,
-    "audio_vocab_size": 64,
-    "sliding_window": 64,
-    "max_position_embeddings": 64,
-    "depth_decoder_config": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_dim": 64,
-    },
-    "audio_encoder_config": {
-        "model_type": "mimi",
-        "hidden_size": 32,
-        "num_filters": 4,
-        "codebook_size": 64,
-        "codebook_dim": 16,
-        "vector_quantization_hidden_dimension": 16,
-        "num_hidden_layers": 1,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_quantizers": 8,
-        "upsample_groups": 32,
-        "sliding_window": 50,
-    },
+    "depth_decoder_config": {"hidden_size": 32, **_SMALL},
+    "audio_encoder_config": {"model_type": "mimi", **_MIMI},
 }
 Frame = Callable[[Tensor], UserSound]
 
@@ -80,15 +58,9 @@ def unmeasured(sizes: Mapping[str, Any], name: str, batch: int) -> Row:
     """Return the bytes of a shape that this machine cannot run, without a time."""
     model = build(sizes, "meta", torch.bfloat16)
     parts = frame_bytes(model, batch)
-    return {
-        "preset": name,
-        "job": "graphs",
-        "batch": batch,
-        "device": "not measured",
-        "mb": sum(parts.values()) / 1e6,
-        "median_ms": None,
-        "goal_ms": GOAL_MS.get(batch),
-    }
+    row = {"preset": name, "job": "graphs", "batch": batch, "device": "not measured"}
+    mb = sum(parts.values()) / 1e6
+    return {**row, "mb": mb, "median_ms": None, "goal_ms": GOAL_MS.get(batch)}
 
 
 @torch.no_grad()
@@ -102,18 +74,7 @@ def measure(
     copy_gb_s: float | None = None,
     tick: Tick = quiet,
 ) -> list[Row]:
-    """Measure every batch and way.
-
-    Args:
-        sizes: Options of `MoshiConfig` that differ from the 7B shape.
-        name: Name of the shape in the rows.
-        batches: Numbers of conversations.
-        frames: Timed frames, after a few untimed ones.
-        device: `cpu` or `cuda`.
-        compiled: A further way to record, beside that of the device.
-        copy_gb_s: Bandwidth of the lower bound; measured if None.
-        tick: Called after every batch.
-    """
+    """Measure every batch and way."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = build(sizes, device, dtype)
     voice = MoshiVoice(model, text=Sampling(), audio=Sampling())
@@ -150,19 +111,12 @@ def _rows(
     times = _times(ways, pcm[CHECKED:], device)
     for way, ms in times.items():
         same = torch.stack(said[way]) == torch.stack(said["steps"])
-        yield {
-            "job": way,
-            "median_ms": median(ms),
-            "p99_ms": quantile(ms, 0.99),
-            "p99_of_median": quantile(ms, 0.99) / median(ms),
-            "speedup": median(times["steps"]) / median(ms),
-            "same_codes": float(same.float().mean()),
-            "prepare_s": spent[way],
-            "goal_ms": GOAL_MS.get(batch) if device == "cuda" else None,
-            "budget_ms": BUDGET_MS,
-            "n": frames,
-            "clock": "wall, sound on the host" if device == "cuda" else "processor time",
-        }
+        middle, late, cuda = median(ms), quantile(ms, 0.99), device == "cuda"
+        row = {"job": way, "median_ms": middle, "p99_ms": late, "p99_of_median": late / middle}
+        row |= {"speedup": median(times["steps"]) / middle, "prepare_s": spent[way], "n": frames}
+        row |= {"goal_ms": GOAL_MS.get(batch) if cuda else None, "budget_ms": BUDGET_MS}
+        clock = "wall, sound on the host" if cuda else "processor time"
+        yield {**row, "same_codes": float(same.float().mean()), "clock": clock}
 
 
 def _times(ways: Mapping[str, Frame], pcm: Tensor, device: str) -> dict[str, list[float]]:

@@ -7,17 +7,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
 
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
-from mmfast.bench.timing import AGAIN, PairedTimes, Sample, frozen, interleave
+from mmfast.bench.timing import AGAIN, PairedTimes, Sample, frozen, interleave, timed
 from mmfast.core.errors import MmfastError
 from mmfast.frontends.clip import Frame
 from mmfast.frontends.video.reader import iter_video
@@ -26,8 +26,7 @@ from mmfast.frontends.video.threads import cores
 FPS = 1.0
 
 
-@dataclass(frozen=True)
-class ClipShape:
+class ClipShape(NamedTuple):
     """Size, length and encoding of the generated clip."""
 
     width: int = 1280
@@ -43,13 +42,7 @@ class ClipShape:
 
 @benchmark("stream", "reader")
 def reader(tick: Tick, shape: ClipShape | None = None, rounds: int = 5) -> list[Row]:
-    """Compare PyAV on one thread, PyAV with frame threads, and slices in parallel.
-
-    The wall clock shows the gain of threads; the processor time beside it excludes other load.
-
-    Raises:
-        MmfastError: The frames differ, so a time would be meaningless.
-    """
+    """Compare PyAV on one thread, PyAV with frame threads, and slices in parallel."""
     shape = shape or ClipShape()
     with tempfile.TemporaryDirectory() as folder:
         path = write_clip(Path(folder) / "clip.mp4", shape)
@@ -60,48 +53,30 @@ def reader(tick: Tick, shape: ClipShape | None = None, rounds: int = 5) -> list[
         }
         expected = jobs["PyAV, one thread"]()
         for name, job in jobs.items():
-            _check(name, job(), expected)
-        timed = {name: _timed(job) for name, job in jobs.items()}
-        timed[AGAIN] = timed["PyAV, one thread"]
-        steps, total = itertools.count(1), rounds * len(timed)
+            frames = job()
+            same = len(frames) == len(expected) and all(map(np.array_equal, frames, expected))
+            if not same:
+                raise MmfastError(f"{name!r} reads other frames: run pytest tests/frontends/video")
+        ways = {name: partial(_timed, job) for name, job in jobs.items()}
+        ways[AGAIN] = ways["PyAV, one thread"]
+        steps, total = itertools.count(1), rounds * len(ways)
         with frozen():
-            found = interleave(timed, rounds, lambda: tick("read", next(steps), total))
+            found = interleave(ways, rounds, lambda: tick("read", next(steps), total))
     return _rows(found, shape, len(expected))
 
 
-def _timed(job: Callable[[], object]) -> Callable[[], Sample]:
-    def run() -> Sample:
-        wall, used = time.perf_counter(), time.process_time()
-        job()
-        return {
-            "ms": (time.perf_counter() - wall) * 1e3,
-            "cpu_ms": (time.process_time() - used) * 1e3,
-        }
-
-    return run
-
-
-def _check(name: str, found: list[Frame], expected: list[Frame]) -> None:
-    same = len(found) == len(expected) and all(map(np.array_equal, found, expected))
-    if not same:
-        raise MmfastError(f"{name!r} reads other frames: run pytest tests/frontends/video")
+def _timed(job: Callable[[], object]) -> Sample:
+    used, ms = time.process_time(), timed(job)[1]
+    return {"ms": ms, "cpu_ms": (time.process_time() - used) * 1e3}
 
 
 def _rows(found: Mapping[str, list[Sample]], shape: ClipShape, frames: int) -> list[Row]:
     wall, cpu = PairedTimes.of(found), PairedTimes.of(found, "cpu_ms")
+    shared = {"clock": "wall", "device": "cpu", "clip": str(shape), "fps": FPS, "frames": frames}
     return [
-        {
-            **wall.row(name),
-            "cpu_median_ms": statistics.median(cpu.times[name]),
-            "cpu_speedup": cpu.speedup(name),
-            "clock": "wall",
-            "threads": 1 if name == wall.first else cores(),
-            "device": "cpu",
-            "clip": str(shape),
-            "fps": FPS,
-            "frames": frames,
-            "identical": True,
-        }
+        {**wall.row(name), "cpu_median_ms": statistics.median(cpu.times[name])}
+        | {"cpu_speedup": cpu.speedup(name), "threads": 1 if name == wall.first else cores()}
+        | {**shared, "identical": True}
         for name in wall.times
     ]
 

@@ -25,12 +25,7 @@ _WORDS, _TILES, _IMAGES = 3, 5, 3
 
 @benchmark("kernels", "reducers")
 def reducers(tick: Tick) -> list[Row]:
-    """Measure every reducer at a quarter of the tokens on one thread.
-
-    Returns:
-        A row per reducer and shape: processor milliseconds, operations of torch, and `extra_mb` of
-        memory above that in use before, beside `input_mb` of the features.
-    """
+    """Measure every reducer at a quarter of the tokens on one thread; features take `input_mb`."""
     known = methods("reducer")
     found: list[Row] = []
     for number, (grid, d) in enumerate(SHAPES):
@@ -45,20 +40,15 @@ def reducers(tick: Tick) -> list[Row]:
 
 def _row(method: Method, tokens: Tokens) -> Row:
     call, d = reduction(method, tokens), tokens.x.shape[-1]
-    return {
+    row: Row = {
         "case": f"{method.name}, {tokens.n:,} x {d:,}",
         "method": method.name,
         "device": "cpu",
-        "dtype": "float32",
-        "n": tokens.n,
-        "d": d,
-        "budget": int(_SHARE * tokens.n),
-        "input_mb": tokens.x.nbytes / 1e6,
-        "threads": 1,
-        **spread(device_times({"": call}, _ROUNDS, "cpu")[""]),
-        "operations": counted(call).count,
-        "extra_mb": extra_mb(call),
     }
+    row |= {"dtype": "float32", "n": tokens.n, "d": d, "budget": int(_SHARE * tokens.n)}
+    row |= {"input_mb": tokens.x.nbytes / 1e6, "threads": 1}
+    row |= spread(device_times({"": call}, _ROUNDS, "cpu")[""])
+    return row | {"operations": counted(call).count, "extra_mb": extra_mb(call)}
 
 
 @dataclass

@@ -1,8 +1,6 @@
 """Cost of choosing tokens against the textbook formulation of the same rule.
 
-`mmfast bench --selection` times reducers, and operations behind selection and eviction at the size
-of 32 frames and a 7B decoder. The textbooks follow the papers' own code: plain, slow, and
-independent of `mmfast.ops`.
+The textbooks follow the papers' own code: plain, slow, and independent of `mmfast.ops`.
 """
 
 from __future__ import annotations
@@ -10,10 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -77,49 +74,26 @@ TEXTBOOKS: dict[str, Callable[[Tokens, int], Tensor]] = {
 def _textbook_windows(
     similarity: Tensor, tau: float, longest: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Find the windows that save the most tokens, comparing the gains of all pairs of frames.
-
-    Args:
-        similarity: `[T - 1, n]` of every place with the frame after.
-        tau: A place above it is static.
-        longest: Most frames in a window.
-
-    Returns:
-        First and last frame of all segments in order, and the tokens saved.
-    """
+    """Return segments (first, last) that save the most tokens, from all pairs of frames."""
     frames = len(similarity) + 1
     gains = torch.zeros(frames, frames)
     for first in range(frames - 1):
         still = (similarity[first:] > tau).cumprod(0).sum(1)
         gains[first, first + 1 :] = still * torch.arange(1, frames - first)
-    best, begins = torch.zeros(frames), torch.zeros(frames, dtype=torch.int64)
+    best = torch.zeros(frames + 1)  # tokens saved in the first frames
+    segments: list[list[tuple[int, int]]] = [[]]
     for last in range(frames):
-        most = best[last - 1] if last else torch.tensor(0.0)
-        begin = last
-        for width in range(2, min(last + 1, longest) + 1):
-            before = best[last - width] if last >= width else 0
-            total = before + gains[last - width + 1, last]
-            if total > most:
-                most, begin = total, last - width + 1
-        best[last], begins[last] = most, begin
-    segments = [(int(begins[-1]), frames - 1)]
-    while segments[-1][0] > 0:
-        last = segments[-1][0] - 1
-        segments.append((int(begins[last]), last))
-    return segments[::-1], int(best[-1])
+        begin, best[last + 1] = last, best[last]
+        for first in range(last - 1, max(last - longest, -1), -1):
+            total = best[first] + gains[first, last]
+            if total > best[last + 1]:
+                begin, best[last + 1] = first, total
+        segments.append([*segments[begin], (begin, last)])
+    return segments[-1], int(best[-1])
 
 
 def _textbook_importance(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute causal attention with its weights, as `output_attentions=True` does.
-
-    Args:
-        query: `[1, H, L, d]`.
-        key: `[1, Hkv, L, d]`.
-        value: `[1, Hkv, L, d]`.
-
-    Returns:
-        The output `[1, H, L, d]` and the attention received by each key `[1, L]`.
-    """
+    """Return causal attention `[1, H, L, d]` and that received by each key `[1, L]`, by weights."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     hidden = torch.full((length, length), torch.finfo(query.dtype).min).triu(1)
@@ -128,28 +102,16 @@ def _textbook_importance(query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
     return weights @ value, weights.mean(1).mean(1)
 
 
-def _textbook_gather(states: Tensor, index: Tensor) -> Tensor:
-    """Gather the entries of every head by an index as wide as the states."""
-    return states.gather(2, index[None, :, :, None].expand(-1, -1, -1, states.shape[-1]))
-
-
-@dataclass(frozen=True)
-class SelectionJob:
-    """The fast and the papers' formulation of one rule.
-
-    Attributes:
-        same: Compares their results.
-        memory: Measure the peak memory of both.
-    """
+class SelectionJob(NamedTuple):
+    """The fast and the papers' formulation of one rule."""
 
     ours: Callable[[], Any]
     textbook: Callable[[], Any]
-    same: Callable[[Any, Any], bool]
-    memory: bool = False
+    same: Callable[[Any, Any], bool]  # compares their results
+    memory: bool = False  # measure the peak memory of both
 
 
-@dataclass(frozen=True)
-class SelectionCase:
+class SelectionCase(NamedTuple):
     """A rule and its sizes; `build` makes the inputs when it is measured."""
 
     case: str
@@ -169,11 +131,7 @@ def method_case(method: str, grid: tuple[int, int, int], d: int, share: float) -
 
 
 def _method_job(method: str, grid: tuple[int, int, int], d: int, budget: int) -> SelectionJob:
-    """Build the method and its textbook on a synthetic video.
-
-    Raises:
-        MmfastError: The method has no textbook formulation here.
-    """
+    """Build the method and its textbook on a synthetic video."""
     name = method.partition("@")[0]
     if name not in TEXTBOOKS:
         raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")
@@ -209,26 +167,17 @@ def importance(
     key, value = make(1, kv_heads, length, width), make(1, kv_heads, length, width)
 
     def same(ours: tuple[Tensor, Tensor], textbook: tuple[Tensor, Tensor]) -> bool:
-        kept = [
-            scores.topk(int(share * length)).indices.sort().values for _, scores in (ours, textbook)
-        ]
-        close = all(
-            torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(ours, textbook, strict=True)
-        )
-        return close and kept[0].equal(kept[1])
+        count = int(share * length)
+        kept = [found[1].topk(count).indices.sort().values for found in (ours, textbook)]
+        near = partial(torch.allclose, rtol=1e-4, atol=1e-5)
+        return all(map(near, ours, textbook)) and kept[0].equal(kept[1])
 
-    return SelectionJob(
-        lambda: _importance(query, key, value),
-        lambda: _textbook_importance(query, key, value),
-        same,
-        memory=True,
-    )
+    def fast() -> tuple[Tensor, Tensor]:
+        output, lse = attend(query, key, value, causal=True)
+        return output, attention_column_sums(query, key, lse, causal=True) / (heads * length)
 
-
-def _importance(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    output, lse = attend(query, key, value, causal=True)
-    sums = attention_column_sums(query, key, lse, causal=True)
-    return output, sums / query.shape[1:3].numel()
+    textbook = partial(_textbook_importance, query, key, value)
+    return SelectionJob(fast, textbook, same, memory=True)
 
 
 def head_gather(heads: int, length: int, kept: int, width: int) -> SelectionJob:
@@ -237,13 +186,21 @@ def head_gather(heads: int, length: int, kept: int, width: int) -> SelectionJob:
     states = torch.randn(1, heads, length, width, generator=generator)
     order = torch.rand(heads, length, generator=generator).argsort()
     index = order[:, :kept].sort().values
-    return SelectionJob(
-        lambda: gather_rows(states, index[None]),
-        lambda: _textbook_gather(states, index),
-        torch.equal,
-    )
+    # The textbook's index is as wide as the states.
+    textbook = lambda: states.gather(2, index[None, :, :, None].expand(-1, -1, -1, width))
+    return SelectionJob(lambda: gather_rows(states, index[None]), textbook, torch.equal)
 
 
+_ATTENTION = "attention with importance, 2,880 tokens"
+_WINDOWS = "holitom segmentation, 128 frames x 196"
+_GATHER = "KV gather per head, 1,584 of 6,336, 4 heads x 128"
+_IMPORTANCE = ("importance", 2880, 128, 720)
+_OTHERS: tuple[tuple[Any, ...], ...] = (
+    (_WINDOWS, "holitom_windows", 128, 196, None, partial(segmentation, 128, 196)),
+    (f"{_ATTENTION}, 28 / 4 heads x 128", *_IMPORTANCE, partial(importance, 28, 4, 2880, 128)),
+    (f"{_ATTENTION}, 32 heads x 128", *_IMPORTANCE, partial(importance, 32, 32, 2880, 128)),
+    (_GATHER, "head_gather", 6336, 128, 1584, partial(head_gather, 4, 6336, 1584, 128)),
+)
 CASES = (
     method_case("divprune", (32, 14, 14), 1024, 0.25),
     method_case("divprune", (8, 14, 14), 896, 0.25),
@@ -252,42 +209,15 @@ CASES = (
     method_case("evs", (32, 14, 14), 1024, 0.25),
     method_case("evs", (32, 14, 14), 3584, 0.25),
     method_case("holitom_inner@llm2", (8, 14, 14), 896, 0.25),
-    SelectionCase(
-        *("holitom segmentation, 128 frames x 196", "holitom_windows", 128, 196, None),
-        build=partial(segmentation, 128, 196),
-    ),
-    SelectionCase(
-        *("attention with importance, 2,880 tokens, 28 / 4 heads x 128", "importance"),
-        *(2880, 128, 720),
-        build=partial(importance, 28, 4, 2880, 128),
-    ),
-    SelectionCase(
-        *("attention with importance, 2,880 tokens, 32 heads x 128", "importance"),
-        *(2880, 128, 720),
-        build=partial(importance, 32, 32, 2880, 128),
-    ),
-    SelectionCase(
-        *("KV gather per head, 1,584 of 6,336, 4 heads x 128", "head_gather", 6336, 128, 1584),
-        build=partial(head_gather, 4, 6336, 1584, 128),
-    ),
+    *(SelectionCase(*each) for each in _OTHERS),
 )
 
 
 def measure(cases: Sequence[SelectionCase] = CASES, repeats: int = 9) -> Iterator[Row]:
-    """Time every case on one thread, ours and textbook in turn.
+    """Time every case on one thread, ours and textbook in turn; a slow textbook runs once.
 
-    Args:
-        cases: What to measure.
-        repeats: Rounds; a textbook of more than a second runs once.
-
-    Yields:
-        Rows with `method`, `n`, `d`, `budget`, the medians `ms` and `textbook_ms` in processor
-        milliseconds, `speedup`, `same_indices` and `noise`, the difference of two runs of ours in
-        a round; `extra_mb` and `textbook_extra_mb`, the peak of memory above that in use
-        before, of cases with `memory`; `case` and `median_ms` are for the table.
-
-    Raises:
-        MmfastError: A method has no textbook formulation here.
+    `noise` is the difference of two runs of ours in a round; `extra_mb` and `textbook_extra_mb` are
+    peaks of memory above that in use before.
     """
     for case in cases:
         with one_thread():
@@ -327,23 +257,14 @@ def _compare(job: SelectionJob, repeats: int) -> Row:
     if job.memory:
         memory = {"extra_mb": extra_mb(job.ours), "textbook_extra_mb": extra_mb(job.textbook)}
     ms, textbook_ms = median(samples["ours"]), median(samples["textbook"])
-    return {
-        "ms": ms,
-        "median_ms": ms,
-        "textbook_ms": textbook_ms,
-        "speedup": textbook_ms / ms,
-        "same_indices": job.same(runs["ours"][0], runs["textbook"][0]),
-        "noise": noise(samples["ours"], samples["again"]),
-        **memory,
-    }
+    times = {"ms": ms, "median_ms": ms, "textbook_ms": textbook_ms, "speedup": textbook_ms / ms}
+    same = job.same(runs["ours"][0], runs["textbook"][0])
+    floor = noise(samples["ours"], samples["again"])
+    return {**times, "same_indices": same, "noise": floor, **memory}
 
 
 def _settle_heap() -> None:
-    """Let the C library keep freed memory: page faults would dominate short jobs.
-
-    It keeps blocks up to the size of the largest one it ever returned to the system, 32 MB at
-    most, so earlier jobs would otherwise matter.
-    """
+    """Let the C library keep freed memory, up to 32 MB: page faults would dominate short jobs."""
     torch.zeros(31 << 20, dtype=torch.uint8)
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import math
 import os
-import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,25 +68,22 @@ def chat(tokens: int, text: str = "what is it?", image: bool = True, tenant: str
 
 
 class ChatRecord:
-    """Submits a request and receives its events."""
+    """Submits a request; records its last event and the time of that."""
 
-    def __init__(self, scheduler: Scheduler, request: Request) -> None:
-        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        scheduler.submit(request, self._inbox.put)
+    def __init__(self, engine: Any, request: Request) -> None:
+        self.name, self.begun, self.over = request.id, threading.Event(), threading.Event()
+        self.last: Event | None = None
+        self.at = 0.0
+        engine.submit(request, self._receive)
 
-    def first(self) -> None:
-        """Wait for the first event."""
-        self._inbox.get()
-
-    def end(self) -> Event:
-        """Wait for the last event."""
-        while isinstance(event := self._inbox.get(), Delta):
-            pass
-        return event
+    def _receive(self, event: Event) -> None:
+        self.begun.set()
+        if not isinstance(event, Delta):
+            self.last, self.at = event, time.perf_counter()
+            self.over.set()
 
 
-@dataclass(frozen=True)
-class TimeSpent:
+class TimeSpent(NamedTuple):
     """Seconds of the wall clock and of the processor."""
 
     wall: float
@@ -110,9 +108,8 @@ def gap_and_chunk(scheduler: Scheduler, share: float = 0.75) -> tuple[TimeSpent,
 
 
 def _by(summary: Any, values: Sequence[TimeSpent]) -> TimeSpent:
-    if not values:
-        return TimeSpent(float("nan"), float("nan"))
-    return TimeSpent(summary([v.wall for v in values]), summary([v.cpu for v in values]))
+    missing = [TimeSpent(math.nan, math.nan)]
+    return TimeSpent(*map(summary, zip(*(values or missing), strict=True)))
 
 
 def reset(scheduler: Scheduler) -> None:
@@ -126,15 +123,13 @@ def reset(scheduler: Scheduler) -> None:
 
 
 def _gap_row(gaps: Sequence[TimeSpent], chunks: Sequence[TimeSpent]) -> Row:
-    both = list(zip(gaps, chunks, strict=True))
-    return {
-        "gap_ms": 1e3 * median(gap.wall for gap in gaps),
-        "chunk_ms": 1e3 * median(chunk.wall for chunk in chunks),
-        "gap_chunks": median(gap.wall / chunk.wall for gap, chunk in both),
-        "cpu_gap_ms": 1e3 * median(gap.cpu for gap in gaps),
-        "cpu_chunk_ms": 1e3 * median(chunk.cpu for chunk in chunks),
-        "cpu_gap_chunks": median(gap.cpu / chunk.cpu for gap, chunk in both),
-    }
+    found: Row = {}
+    for clock, prefix in enumerate(("", "cpu_")):
+        mine, theirs = ([each[clock] for each in kind] for kind in (gaps, chunks))
+        found[f"{prefix}gap_ms"] = 1e3 * median(mine)
+        found[f"{prefix}chunk_ms"] = 1e3 * median(theirs)
+        found[f"{prefix}gap_chunks"] = paired(mine, theirs)
+    return found
 
 
 CHATS, MANY = 16, 64
@@ -142,35 +137,24 @@ CHATS, MANY = 16, 64
 
 @benchmark("serve", "load")
 def load_rows(tick: Tick, rounds: int = 5, tokens: int = 32) -> list[Row]:
-    """Compare chats at once with one at a time, and measure the longest gap and an overload.
-
-    The embedded model runs on as many threads as torch uses.
-    """
+    """Compare chats at once with one at a time, and measure the longest gap and an overload."""
     with closing(engine(slots=CHATS)) as scheduler:
         one: list[TimeSpent] = []
         many: list[TimeSpent] = []
         gaps: list[tuple[TimeSpent, TimeSpent]] = []
         with frozen():
-            _one_by_one(scheduler, tokens, 2)  # warm-up
-            _at_once(scheduler, tokens, CHATS)
+            _answer(scheduler, tokens, 2, together=False)  # warm-up
+            _answer(scheduler, tokens, CHATS, together=True)
             for number in range(rounds):
                 for together in (False, True) if number % 2 else (True, False):
                     reset(scheduler)
-                    if together:
-                        many.append(spent(lambda: _at_once(scheduler, tokens, CHATS)))
-                        gaps.append(gap_and_chunk(scheduler))
-                    else:
-                        one.append(spent(lambda: _one_by_one(scheduler, tokens, CHATS)))
+                    job = partial(_answer, scheduler, tokens, CHATS, together)
+                    (many if together else one).append(spent(job))
+                    gaps += [gap_and_chunk(scheduler)] if together else []
                 tick(f"{CHATS} chats", number + 1, rounds)
         overload = _overload(scheduler, tokens, MANY)
-    shared = {
-        "chats": CHATS,
-        "tokens": tokens,
-        "n": rounds,
-        "threads": torch.get_num_threads(),
-        "model": scheduler.model,
-        "device": "cpu",
-    }
+    shared = {"chats": CHATS, "tokens": tokens, "n": rounds, "model": scheduler.model}
+    shared |= {"threads": torch.get_num_threads(), "device": "cpu"}
     gap_row = _gap_row(*zip(*gaps, strict=True))
     return [
         {"job": "one at a time", **shared, **_speed(one, one, tokens)},
@@ -179,17 +163,10 @@ def load_rows(tick: Tick, rounds: int = 5, tokens: int = 32) -> list[Row]:
     ]
 
 
-def _one_by_one(scheduler: Scheduler, tokens: int, count: int) -> None:
-    for _ in range(count):
-        ChatRecord(scheduler, chat(tokens)).end()
-
-
-def _at_once(scheduler: Scheduler, tokens: int, count: int) -> None:
-    _ends([ChatRecord(scheduler, chat(tokens)) for _ in range(count)])
-
-
-def _ends(records: Iterable[ChatRecord]) -> list[Event]:
-    return [record.end() for record in records]
+def _answer(scheduler: Scheduler, tokens: int, count: int, together: bool) -> None:
+    records = (ChatRecord(scheduler, chat(tokens)) for _ in range(count))
+    for record in list(records) if together else records:
+        record.over.wait()
 
 
 def _overload(scheduler: Scheduler, tokens: int, count: int) -> Row:
@@ -200,19 +177,16 @@ def _overload(scheduler: Scheduler, tokens: int, count: int) -> Row:
             records.append(ChatRecord(scheduler, chat(tokens)))
         except BusyError as error:
             busy, retry = busy + 1, error.retry_after
-    ended = sum(isinstance(event, Finish) for event in _ends(records))
+    ended = sum(record.over.wait() and isinstance(record.last, Finish) for record in records)
     return {"answered": ended, "busy": busy, "lost": count - ended - busy, "retry_after_s": retry}
 
 
 def _speed(base: Sequence[TimeSpent], mine: Sequence[TimeSpent], tokens: int) -> Row:
     wall = median(each.wall for each in mine)
-    return {
-        "tokens_per_s": CHATS * tokens / wall,
-        "seconds": wall,
-        "cpu_seconds": median(each.cpu for each in mine),
-        "speedup": paired([b.wall for b in base], [m.wall for m in mine]),
-        "cpu_speedup": paired([b.cpu for b in base], [m.cpu for m in mine]),
-    }
+    cpu = median(each.cpu for each in mine)
+    gains = [paired([b[i] for b in base], [m[i] for m in mine]) for i in range(2)]
+    row = {"tokens_per_s": CHATS * tokens / wall, "seconds": wall, "cpu_seconds": cpu}
+    return {**row, "speedup": gains[0], "cpu_speedup": gains[1]}
 
 
 FROM_MANY, FROM_FEW = 24, 4  # requests of two tenants
@@ -221,10 +195,7 @@ _ANSWER = 160  # tokens of the answer that a long prompt interrupts
 
 @benchmark("serve", "fairness")
 def fairness(tick: Tick, rounds: int = 5, words: int = 2000) -> list[Row]:
-    """Measure gaps in an answer during a long prompt, and the turns of two tenants.
-
-    The embedded model runs on as many threads as torch uses.
-    """
+    """Measure gaps in an answer during a long prompt, and the turns of two tenants."""
     chunks = {"chunks of 256": 256, "in one piece": 4096}
     engines = {name: engine(chunk=chunk, slots=4) for name, chunk in chunks.items()}
     chunked = engines["chunks of 256"]
@@ -237,7 +208,7 @@ def fairness(tick: Tick, rounds: int = 5, words: int = 2000) -> list[Row]:
                     reset(engines[name])
                     found[name].append(_during_prompt(engines[name], words))
                 reset(chunked)
-                ChatRecord(chunked, chat(_ANSWER, image=False)).end()
+                ChatRecord(chunked, chat(_ANSWER, image=False)).over.wait()
                 alone.append(gap_and_chunk(chunked)[0])
                 tick(f"{words} tokens", number, rounds)
             turns = _turns(chunked)
@@ -257,28 +228,21 @@ def fairness(tick: Tick, rounds: int = 5, words: int = 2000) -> list[Row]:
 def _during_prompt(scheduler: Scheduler, words: int) -> tuple[TimeSpent, TimeSpent]:
     """Submit a long prompt during an answer; return the longest gap in it, and a chunk."""
     running = ChatRecord(scheduler, chat(_ANSWER, image=False))
-    running.first()
-    ChatRecord(scheduler, chat(2, " ".join(["red"] * words), image=False)).end()
-    running.end()
+    running.begun.wait()
+    ChatRecord(scheduler, chat(2, " ".join(["red"] * words), image=False)).over.wait()
+    running.over.wait()
     return gap_and_chunk(scheduler)
 
 
 def _turns(scheduler: Scheduler) -> Row:
     """Submit many requests of one tenant, then few of another; return the places of the few."""
     reset(scheduler)
-    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def ask(tenant: str) -> None:
-        def receive(event: Event) -> None:
-            if not isinstance(event, Delta):
-                ended.put(tenant)
-
-        scheduler.submit(chat(8, tenant=tenant), receive)
-
-    for tenant in ["many"] * FROM_MANY + ["few"] * FROM_FEW:
-        ask(tenant)
-    order = [ended.get() for _ in range(FROM_MANY + FROM_FEW)]
-    places = [i + 1 for i, tenant in enumerate(order) if tenant == "few"]
+    tenants = ["many"] * FROM_MANY + ["few"] * FROM_FEW
+    records = [ChatRecord(scheduler, chat(8, tenant=tenant)) for tenant in tenants]
+    for record in records:
+        record.over.wait()
+    order = sorted(records, key=lambda record: record.at)
+    places = sorted(order.index(record) + 1 for record in records[FROM_MANY:])
     return {"of": len(order), "asked_last": FROM_FEW, "places": places, "last_place": max(places)}
 
 
@@ -288,16 +252,12 @@ ENGINES = (("inproc", 1), ("ray", 1), ("ray", 2))  # engine and workers
 
 @benchmark("serve", "batch")
 def batch(
-    tick: Tick,
-    engines: Sequence[tuple[str, int]] = ENGINES,
-    count: int = FILES,
-    rounds: int = 3,
+    tick: Tick, engines: Sequence[tuple[str, int]] = ENGINES, count: int = FILES, rounds: int = 3
 ) -> list[Row]:
     """Measure clips per second of `mmfast batch`: in one process, and on Ray.
 
-    The rate is that of the second half of a run, when all workers have their model. The start of
-    Ray and of the models is in `start_s`, the seconds until the first answer. Each row is that of
-    the round with the median rate.
+    The rate is that of the second half of a run, when all workers have their model; `start_s` are
+    the seconds until the first answer. Each row is that of the round with the median rate.
     """
     with tempfile.TemporaryDirectory(prefix="mmfast-") as where:
         folder = Path(where) / "clips"
@@ -332,11 +292,9 @@ def _run(folder: Path, out: Path, engine: str, workers: int) -> Row:
     out.unlink()
     half = next(stamp for stamp in stamps if stamp[1] >= stamps[-1][1] / 2)
     seconds, clips = stamps[-1][0] - half[0], stamps[-1][1] - half[1]
-    return {
-        "clips_per_s": round(clips / seconds, 3),
-        "start_s": round(stamps[1][0], 3),
-        "seconds": round(time.perf_counter() - start, 3),
-    }
+    row = {"clips_per_s": clips / seconds, "start_s": stamps[1][0]}
+    row["seconds"] = time.perf_counter() - start
+    return {name: round(value, 3) for name, value in row.items()}
 
 
 _TIMEOUT = 120.0  # seconds to wait for an answer
@@ -348,24 +306,18 @@ def start(tick: Tick, rounds: int = 5) -> list[Row]:
     """Measure a fresh `mmfast serve` up to its first answer.
 
     `listening_s` is the time until a client can connect, `answer_s` until the answer to a question
-    asked at that moment; `cpu_s` is the server's processor time until then, which excludes other
-    load.
+    asked at that moment; `cpu_s` is the server's processor time until then.
     """
     found: dict[str, list[Row]] = {name: [] for name in FIRST_QUESTIONS}
     for number in range(rounds):
-        for name in FIRST_QUESTIONS:
-            found[name].append(_start(name))
+        for name, starts in found.items():
+            starts.append(_start(name))
         tick("starts", number + 1, rounds)
+    shared = {"n": rounds, "threads": os.cpu_count(), "model": "tiny-video", "device": "cpu"}
     return [
-        {
-            "job": f"first {name}",
-            **{key: round(median(each[key] for each in starts), 3) for key in starts[0]},
-            "worst_s": round(max(each["answer_s"] for each in starts), 3),
-            "n": len(starts),
-            "threads": os.cpu_count(),
-            "model": "tiny-video",
-            "device": "cpu",
-        }
+        {"job": f"first {name}"}
+        | {key: round(median(each[key] for each in starts), 3) for key in starts[0]}
+        | {"worst_s": round(max(each["answer_s"] for each in starts), 3), **shared}
         for name, starts in found.items()
     ]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
-from mmfast.bench.suites.serve import chat
+from mmfast.bench.suites.serve import ChatRecord, chat
 from mmfast.models.loading import embedded_path
-from mmfast.serve.engine.base import BusyError, Delta, Event, Failure, Finish
+from mmfast.serve.engine.base import BusyError, Failure, Finish
 
 REPLICAS, LATER, BYSTANDERS, LINGER, EVERY = 2, 8, 4, 1.0, 0.2
 
@@ -62,24 +62,6 @@ def endless_model() -> Iterator[Path]:
         yield path
 
 
-class FaultRecord:
-    """Submits a request for an answer of `tokens` tokens and records its outcome."""
-
-    def __init__(self, engine: Any, tokens: int) -> None:
-        request = chat(tokens)
-        self.name = request.id
-        self.begun, self.over = threading.Event(), threading.Event()
-        self.last: Event | None = None
-        self.at = 0.0
-        engine.submit(request, self._receive)
-
-    def _receive(self, event: Event) -> None:
-        self.begun.set()
-        if not isinstance(event, Delta):
-            self.last, self.at = event, time.perf_counter()
-            self.over.set()
-
-
 def trial(
     engine: Any,
     role: str,
@@ -89,26 +71,16 @@ def trial(
     tokens: int = 1500,
     patience: float = 300.0,
 ) -> Row:
-    """Kill one worker of a role while answers run, and count the outcomes.
-
-    Args:
-        engine: `process_engine` or `RayEngine`, whose encoding and prefill
-            linger, so that there is always a request in them.
-        role: Of the worker.
-        later: Requests submitted after the kill.
-        bystanders: Long answers that run meanwhile.
-        every: Seconds between two requests.
-        tokens: Length of a long answer.
-        patience: Seconds to wait for an answer or for recovery.
-    """
+    """Kill one worker of a role while answers run, and count the outcomes."""
     before = engine.health().gauges[f"workers_{role}"]
-    long = [FaultRecord(engine, tokens) for _ in range(bystanders)]
+    long = [ChatRecord(engine, chat(tokens)) for _ in range(bystanders)]
     _await([each.begun for each in long], patience)
-    fed: list[FaultRecord] = []
+    fed: list[ChatRecord] = []
     while not (fed and fed[0].begun.is_set()):  # then every role holds a request
         _feed(engine, fed, every, patience)
     begun = {each.name for each in (*long, *fed) if each.begun.is_set() and not each.over.is_set()}
-    victim = _victim(engine, role, long)
+    # The worker that served a running answer, or the first of the role.
+    victim = int(engine.workers(long[0].name).get(role) or engine.pids(role)[0])
     mine = {name for name in begun if engine.workers(name).get(role) == victim}
     # Answers that have begun have passed encode and prefill.
     spared = begun - mine if role == "decode" else begun
@@ -125,38 +97,28 @@ def trial(
     recovered[0].join()
     lost = {each.name for each in records if _lost(each)}
     answered = [each.at for each in fed[asked:] if isinstance(each.last, Finish)]
-    return {
-        "role": role,
-        "streams": len(records),
-        "lost": len(lost),
-        "completed": sum(isinstance(each.last, Finish) for each in records),
-        "wrongly_lost": len(lost & spared),
-        "lost_later": len(lost & {each.name for each in fed[asked:]}),
-        "other_errors": sum(isinstance(e.last, Failure) and not _lost(e) for e in records),
-        "seconds_to_answer": round(min(answered) - killed, 3) if answered else None,
-        "seconds_to_recover": recovered[1],
-    }
+    later_lost = lost & {each.name for each in fed[asked:]}
+    row = {"role": role, "streams": len(records), "lost": len(lost)}
+    row |= {"wrongly_lost": len(lost & spared), "lost_later": len(later_lost)}
+    row["completed"] = sum(isinstance(each.last, Finish) for each in records)
+    row["other_errors"] = sum(isinstance(e.last, Failure) and not _lost(e) for e in records)
+    wait = round(min(answered) - killed, 3) if answered else None
+    return row | {"seconds_to_answer": wait, "seconds_to_recover": recovered[1]}
 
 
-def _feed(engine: Any, fed: list[FaultRecord], every: float, patience: float) -> None:
+def _feed(engine: Any, fed: list[ChatRecord], every: float, patience: float) -> None:
     until = time.monotonic() + patience
     while time.monotonic() < until:
         time.sleep(every)
         try:
-            fed.append(FaultRecord(engine, 16))
+            fed.append(ChatRecord(engine, chat(16)))
             return
         except BusyError:
             continue
     raise TimeoutError(f"the engine took no request in {patience} s")
 
 
-def _victim(engine: Any, role: str, long: list[FaultRecord]) -> int:
-    """Return the worker of a role that served a running answer, or the first of the role."""
-    known = engine.workers(long[0].name)
-    return int(known[role] if role in known else engine.pids(role)[0])
-
-
-def _lost(each: FaultRecord) -> bool:
+def _lost(each: ChatRecord) -> bool:
     return isinstance(each.last, Failure) and each.last.kind == "replica_lost"
 
 
@@ -168,11 +130,7 @@ def _await(events: list[threading.Event], patience: float) -> None:
 
 
 def _recovery(count: Callable[[], float], full: float, start: float, patience: float) -> list[Any]:
-    """Start a thread that waits until workers are fewer and then as many again.
-
-    Returns:
-        The thread, and the seconds, which it fills in.
-    """
+    """Start a thread that waits until workers are fewer and then as many again."""
     found: list[Any] = [None, None]
 
     def wait() -> None:

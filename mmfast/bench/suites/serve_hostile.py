@@ -18,14 +18,12 @@ import subprocess
 import sys
 import time
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import av
@@ -63,21 +61,14 @@ def hostile_row(server: ServerUnderTest, request: HostileRequest) -> Row:
         status = request.send(server.port)
         ms = (time.perf_counter() - start) * 1e3
     allowed = 1e3 * TIMEOUTS.get(request.timeout, 0.0)
-    return {
-        "job": request.name,
-        "sent_bytes": request.sent,
-        "status": status,
-        "ms": round(ms - allowed, 1),
-        "allowed_ms": allowed,
-        "cpu_ms": round(1e3 * watch.worked),
-        "mb": round(watch.grown / 1e6, 1),
-        "load": round(os.getloadavg()[0] / (os.cpu_count() or 1), 1),  # of all processes
-        "device": "cpu",
-    }
+    times = {"ms": round(ms - allowed, 1), "allowed_ms": allowed}
+    times["cpu_ms"] = round(1e3 * watch.worked)
+    load = round(os.getloadavg()[0] / (os.cpu_count() or 1), 1)  # of all processes
+    sent = {"job": request.name, "sent_bytes": request.sent, "status": status}
+    return {**sent, **times, "mb": round(watch.grown / 1e6, 1), "load": load, "device": "cpu"}
 
 
-@dataclass(frozen=True)
-class ServerUnderTest:
+class ServerUnderTest(NamedTuple):
     """A server in its own process."""
 
     port: int
@@ -91,26 +82,23 @@ class ServerUnderTest:
     def watched(self) -> Iterator[MemoryWatch]:
         """Measure the memory of the server and all its child processes."""
         watch = MemoryWatch(self.pid)
-        thread = Thread(target=watch.run)
-        thread.start()
+        watch.start()
         try:
             yield watch
         finally:
             watch.stop.set()
-            thread.join()
+            watch.join()
 
 
-class MemoryWatch:
-    """Growth of memory and processor time of a process with all its descendants.
-
-    Shared pages count once (PSS), sampled; of the process itself also its own peak.
-    """
+class MemoryWatch(Thread):
+    """Growth of memory (PSS, sampled, and the own peak) and processor time of a process tree."""
 
     def __init__(self, pid: int) -> None:
+        super().__init__()
         self._pid, self.stop = pid, Event()
         with contextlib.suppress(OSError):  # the peak from here on
             Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
-        self._first, self._first_peak = self._tree(), _status_of(pid, "VmHWM:")
+        self._first, self._first_peak = self._tree(), _bytes_in(f"/proc/{pid}/status", "VmHWM:")
         self._most = 0
         self._clocks = {each: _cpu(each) for each in _descendants(pid)}
         self._before = sum(self._clocks.values())
@@ -130,10 +118,12 @@ class MemoryWatch:
     @property
     def grown(self) -> int:
         """Bytes above those at the start."""
-        return max(self._most, _status_of(self._pid, "VmHWM:") - self._first_peak, 0)
+        peak = _bytes_in(f"/proc/{self._pid}/status", "VmHWM:")
+        return max(self._most, peak - self._first_peak, 0)
 
     def _tree(self) -> int:
-        return sum(map(_pss, _descendants(self._pid)))
+        pids = _descendants(self._pid)
+        return sum(_bytes_in(f"/proc/{pid}/smaps_rollup", "Pss:") for pid in pids)
 
 
 def _cpu(pid: int) -> float:
@@ -150,17 +140,9 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _pss(pid: int) -> int:
+def _bytes_in(path: str, name: str) -> int:
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    return 0
-
-
-def _status_of(pid: int, name: str) -> int:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+        for line in Path(path).read_text(encoding="ascii").splitlines():
             if line.startswith(name):
                 return int(line.split()[1]) << 10
     return 0
@@ -168,12 +150,7 @@ def _status_of(pid: int, name: str) -> int:
 
 @contextlib.contextmanager
 def serving(internet: int, **options: Any) -> Iterator[ServerUnderTest]:
-    """Run the real server with an engine without a model, after its first requests.
-
-    Args:
-        internet: Port of the simulated internet.
-        options: Of `ServerConfig`.
-    """
+    """Run the real server with an engine without a model, after its first requests."""
     module = "mmfast.bench.suites.hostile_server"
     hosts = json.dumps({"remote_hosts": ["*"], **options})
     command = [sys.executable, "-m", module, str(internet), hosts]
@@ -190,24 +167,16 @@ def serving(internet: int, **options: Any) -> Iterator[ServerUnderTest]:
 
 
 _CHAT = "/v1/chat/completions"
-_JSON = {"Content-Type": "application/json"}
 _WAIT = 60.0  # seconds until the client gives up
 
 
-@dataclass(frozen=True)
-class HostileRequest:
-    """One request.
-
-    Attributes:
-        sent: Bytes to send; 0 for an endless one.
-        send: Called with the server's port; returns the status.
-        timeout: The option of the server that ends this one.
-    """
+class HostileRequest(NamedTuple):
+    """One request."""
 
     name: str
-    sent: int
-    send: Callable[[int], int]
-    timeout: str = ""
+    sent: int  # bytes to send; 0 for an endless one
+    send: Callable[[int], int]  # called with the server's port; returns the status
+    timeout: str = ""  # the option of the server that ends this one
 
 
 def chat(port: int, kind: str, url: str) -> int:
@@ -223,87 +192,67 @@ def _question(kind: str, url: str) -> dict[str, Any]:
 
 def post(port: int, body: Any, chunked: bool = False) -> int:
     """Send a request; return the status."""
-    sent = {**_JSON, **({"Transfer-Encoding": "chunked"} if chunked else {})}
+    sent = {"Content-Type": "application/json"}
+    sent |= {"Transfer-Encoding": "chunked"} if chunked else {}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_WAIT)
     with contextlib.closing(connection):
-        with contextlib.suppress(
-            ConnectionError
-        ):  # the server may answer and close before it has read all
+        # The server may answer and close before it has read all.
+        with contextlib.suppress(ConnectionError):
             connection.request("POST", _CHAT, body, sent, encode_chunked=chunked)
         return connection.getresponse().status
 
 
 def hostile_requests() -> list[HostileRequest]:
     """Return all hostile requests."""
-    found = [_media_request(*each) for each in _files()]
-    found += [HostileRequest(name, len(body), partial(post, body=body)) for name, body in _bodies()]
-    found += [
+    bodies = [
+        *((name, json.dumps(_question(kind, url)).encode()) for name, kind, url in _files()),
+        ("JSON, 100,000 deep", b'{"messages":' + b"[" * 100_000),
+        ("JSON of 4 million lists", b'{"messages":[' + b"[]," * 4_000_000 + b"[]]}"),
+    ]
+    return [
+        *(HostileRequest(name, len(body), partial(post, body=body)) for name, body in bodies),
         HostileRequest("endless body", 0, _endless),
         HostileRequest("10,000 headers", 100_000, _headers),
-        HostileRequest(
-            "slow-loris, headers", 0, lambda port: _slow(port, _START), "header_seconds"
+        HostileRequest("slow-loris, headers", 0, partial(_slow, start=_START), "header_seconds"),
+        HostileRequest("slow-loris, body", 0, partial(_slow, start=_HALF), "body_seconds"),
+        *(
+            HostileRequest(name, len(url), partial(chat, kind="image", url=url))
+            for name, url in _urls()
         ),
-        HostileRequest("slow-loris, body", 0, lambda port: _slow(port, _HALF), "body_seconds"),
     ]
-    return found + [_url_request(*each) for each in _urls()]
 
 
-def _media_request(name: str, kind: str, claimed: str, data: bytes) -> HostileRequest:
-    body = json.dumps(_question(kind, encode(data, claimed))).encode()
-    return HostileRequest(name, len(body), lambda port: post(port, body))
-
-
-def _files() -> Iterator[tuple[str, str, str, bytes]]:
+def _files() -> Iterator[tuple[str, str, str]]:
+    """Yield the name of a request, the kind of its media, and their data URL."""
     clip = mp4()
-    yield "PNG of 500 MB", "image", "image/png", png()
-    yield "mp4 of 4.4 GB", "video", "video/mp4", clip
-    yield "mp4, cut in half", "video", "video/mp4", clip[: len(clip) // 2]
-    yield "PNG, cut in half", "image", "image/png", picture(width=2000, height=2000)[:3000]
-    yield "animated GIF of 3.6 GB", "video", "image/gif", gif()
-    yield "animated WebP of 48 GB", "video", "image/webp", webp()
-    yield "WebP of 16,383 squared", "image", "image/webp", webp(16_383, 3)
-    yield "zip as a video", "video", "video/mp4", archive()
-    yield "playlist as a video", "video", "video/mp4", b"#EXTM3U\nfile:///etc/passwd\n" * 9
-
-
-def _bodies() -> Iterator[tuple[str, bytes]]:
-    yield "JSON, 100,000 deep", b'{"messages":' + b"[" * 100_000
-    yield "JSON of 4 million lists", b'{"messages":[' + b"[]," * 4_000_000 + b"[]]}"
-    yield "base64 that is none", json.dumps(_question("image", "data:image/png;base64,!!")).encode()
+    torn = picture(width=2000, height=2000)[:3000]
+    yield "PNG of 500 MB", "image", encode(png(), "image/png")
+    yield "mp4 of 4.4 GB", "video", encode(clip, "video/mp4")
+    yield "mp4, cut in half", "video", encode(clip[: len(clip) // 2], "video/mp4")
+    yield "PNG, cut in half", "image", encode(torn, "image/png")
+    yield "animated GIF of 3.6 GB", "video", encode(gif(), "image/gif")
+    yield "animated WebP of 48 GB", "video", encode(webp(), "image/webp")
+    yield "WebP of 16,383 squared", "image", encode(webp(16_383, 3), "image/webp")
+    yield "zip as a video", "video", encode(archive(), "video/mp4")
+    playlist = b"#EXTM3U\nfile:///etc/passwd\n" * 9
+    yield "playlist as a video", "video", encode(playlist, "video/mp4")
+    yield "base64 that is none", "image", "data:image/png;base64,!!"
 
 
 def _urls() -> Iterator[tuple[str, str]]:
     good = "http://good.example/to?"
-    for where in (
-        "http://127.0.0.1/",
-        "http://169.254.169.254/latest/meta-data/",
-        "http://[::ffff:127.0.0.1]/",
-        "http://[2002:7f00:1::]/",
-        "http://[64:ff9b::7f00:1]/",
-        "http://inside.example/",
-        "file:///etc/passwd",
-    ):
+    inside = ("127.0.0.1", "169.254.169.254/latest/meta-data", "[::ffff:127.0.0.1]")
+    mapped = ("[2002:7f00:1::]", "[64:ff9b::7f00:1]", "inside.example")
+    for where in (*(f"http://{host}/" for host in (*inside, *mapped)), "file:///etc/passwd"):
         yield f"redirect to {where}", good + quote(where)
     yield "redirects without end", good + quote(good)
     yield "name that changes", "http://rebind.example/to?" + quote("http://rebind.example/picture")
     yield "name of two addresses", "http://half.example/picture"
     yield "endless file", "http://good.example/endless"
-    for where in (
-        "file:///etc/passwd",
-        "/etc/passwd",
-        "http://127.0.0.1/",
-        "http://2130706433/",
-        "http://0177.0.0.1/",
-        "http://0x7f.1/",
-        "http://[::ffff:7f00:1]/",
-        "http://good.example@127.0.0.1/",
-        "http://good.example\\@127.0.0.1/",
-    ):
-        yield where, where
-
-
-def _url_request(name: str, url: str) -> HostileRequest:
-    return HostileRequest(name, len(url), lambda port: chat(port, "image", url))
+    numbers = ("127.0.0.1", "2130706433", "0177.0.0.1", "0x7f.1", "[::ffff:7f00:1]")
+    disguised = ("good.example@127.0.0.1", "good.example\\@127.0.0.1")
+    hosts = (f"http://{host}/" for host in (*numbers, *disguised))
+    yield from ((where, where) for where in ("file:///etc/passwd", "/etc/passwd", *hosts))
 
 
 def _endless(port: int) -> int:
@@ -325,21 +274,20 @@ def _headers(port: int) -> int:
     lines = b"".join(b"x-%05d: a\r\n" % i for i in range(10_000))
     with socket.create_connection(("127.0.0.1", port), _WAIT) as sock:
         with contextlib.suppress(ConnectionError):
-            sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + lines + b"\r\n")
+            sock.sendall(_START + b"Host: x\r\n" + lines + b"\r\n")
         return _status(sock)
 
 
 def _slow(port: int, start: bytes) -> int:
     """Send a byte every 0.1 seconds."""
-    with socket.create_connection(("127.0.0.1", port), _WAIT) as sock:
+    end = time.monotonic() + _WAIT
+    with socket.create_connection(("127.0.0.1", port), 0.1) as sock:
         sock.sendall(start)
-        sock.settimeout(0.1)
-        end = time.monotonic() + _WAIT
         while time.monotonic() < end:
             with contextlib.suppress(TimeoutError):
                 return _status(sock)
             sock.sendall(b"x")
-        raise TimeoutError("the server does not time out")
+    raise TimeoutError("the server does not time out")
 
 
 def _status(sock: socket.socket) -> int:
@@ -391,20 +339,13 @@ def simulated_internet() -> Iterator[int]:
 
 def png(side: int = 13_000) -> bytes:
     """Return a black grey picture: 164 kB that decode to 500 MB of RGB."""
-    size = side * (side + 1)  # a filter byte before each row
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
-    piece = packer.compress(bytes(size // 100)) + packer.flush(zlib.Z_FULL_FLUSH)
-    last = zlib.compressobj(9, zlib.DEFLATED, -15)
-    rest = last.compress(bytes(size - size // 100 * 100)) + last.flush()
-    check = struct.pack(">I", size % 65521 << 16 | 1)  # Adler's sum of that many zeros
-    body = b"\x78\xda" + piece * 100 + rest + check
-    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_png_chunk(*each) for each in chunks)
+    return _saved(Image.new("L", (side, side)), "PNG", compress_level=9)
 
 
-def _png_chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+def _saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    target = io.BytesIO()
+    image.save(target, kind, **options)
+    return target.getvalue()
 
 
 def mp4(side: int = 4096, count: int = 88, group: int = 4) -> bytes:
@@ -435,9 +376,7 @@ def video(frame: np.ndarray[Any, Any], count: int, group: int = 8) -> bytes:
 
 def gif(side: int = 2000, count: int = 300) -> bytes:
     """Return an animation that repeats one frame."""
-    target = io.BytesIO()
-    Image.new("P", (side, side)).save(target, "GIF")
-    data = target.getvalue()
+    data = _saved(Image.new("P", (side, side)), "GIF")
     start = 13 + 3 * (2 << (data[10] & 7))  # header and colour table
     frame = data[data.index(b"\x2c", start) : -1]
     control = b"\x21\xf9\x04\0\x01\0\0\0"
@@ -446,9 +385,7 @@ def gif(side: int = 2000, count: int = 300) -> bytes:
 
 def webp(side: int = 4000, count: int = 1000) -> bytes:
     """Return a large canvas on which a small frame is drawn repeatedly, fifty bytes each."""
-    target = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(target, "WEBP", lossless=True)
-    still = target.getvalue()[12:]  # its VP8L chunk
+    still = _saved(Image.new("RGB", (16, 16)), "WEBP", lossless=True)[12:]  # its VP8L chunk
     size, small = struct.pack("<I", side - 1)[:3], b"\x0f\0\0"
     frame = b"\0" * 6 + small * 2 + b"\x01\0\0" + b"\0" + still
     chunks = _riff(b"VP8X", b"\x02\0\0\0" + size * 2) + _riff(b"ANIM", b"\0" * 6)
@@ -469,6 +406,4 @@ def archive() -> bytes:
 
 def picture(kind: str = "PNG", width: int = 64, height: int = 48) -> bytes:
     """Return a harmless picture."""
-    target = io.BytesIO()
-    Image.linear_gradient("L").resize((width, height)).convert("RGB").save(target, kind)
-    return target.getvalue()
+    return _saved(Image.linear_gradient("L").resize((width, height)).convert("RGB"), kind)

@@ -45,14 +45,13 @@ def realtime_rows(tick: Tick) -> list[Row]:
     asked = [say(each.text, each.voice).pcm for each in unseen_questions(QUESTIONS, SEED)]
     story = ChatterVoices(Cascade(speech, lambda turns: STORY, speech))
     omni = load_voices(ServerConfig(), speech)
-    found, done, total = [], 0, 2 * len(SESSIONS)
+    found: list[Row] = []
     for job, voices, probe in (("reply", omni, _replies), ("barge-in", story, _interruptions)):
         for sessions in SESSIONS:
             with frozen():
                 figures = measure(voices, sessions, asked, probe)
             found.append({"job": job, "sessions": sessions, **_row(figures)})
-            done += 1
-            tick(f"{job}, {sessions} sessions", done, total)
+            tick(f"{job}, {sessions} sessions", len(found), 2 * len(SESSIONS))
     return found
 
 
@@ -161,19 +160,13 @@ async def _replies(client: _RealtimeClient, pcm: Tensor, number: int) -> Row:
     if client.count("response.output_audio.delta") == before:
         return {}  # an empty answer: the question was not understood
     first = client.times["response.output_audio.delta"][before]
-    worked = client.work["response.output_audio.delta"][before] - work
-    return {
-        "first_audio_ms": 1e3 * (first - asked),
-        "whole_ms": 1e3 * (done - asked),
-        "first_audio_cpu_ms": 1e3 * worked,  # of all sessions together
-    }
+    worked = client.work["response.output_audio.delta"][before] - work  # of all sessions together
+    row = {"first_audio_ms": 1e3 * (first - asked), "first_audio_cpu_ms": 1e3 * worked}
+    return {**row, "whole_ms": 1e3 * (done - asked)}
 
 
 async def _interruptions(client: _RealtimeClient, pcm: Tensor, number: int) -> Row:
-    """Measure speech during a long answer: from its first sample to the end of the answer.
-
-    `told_ms` is the part from `speech_started` to `response.done`.
-    """
+    """Measure speech during an answer to its end; `told_ms` is the part from `speech_started`."""
     done = client.count("response.done")
     sounds = client.count("response.output_audio.delta")
     await client.hear(torch.cat([pcm, torch.zeros(16000)]))
@@ -200,6 +193,6 @@ def _row(figures: list[Row]) -> Row:
         values = [each[name] for each in kept]
         found[name] = round(statistics.median(values), 2)
         found[name.replace("_ms", "_p95_ms")] = round(quantile(values, 0.95), 2)
-    main = "first_audio_ms" if "first_audio_ms" in found else "barge_in_ms"
-    threads = torch.get_num_threads()
-    return {"score": found.get(main), **found, "clock": "wall", "threads": threads, "device": "cpu"}
+    score = found.get("first_audio_ms", found.get("barge_in_ms"))
+    shared = {"clock": "wall", "threads": torch.get_num_threads(), "device": "cpu"}
+    return {"score": score, **found, **shared}

@@ -1,50 +1,25 @@
-"""Benchmarks of drafted speech tokens: real shapes with random weights, and trained depth heads.
-
-`shape` measures drafting on a 7-billion model, `depth-shape` the depth passes of CSM, and
-`depth-drafts` the share of accepted drafts of learned drafters on recordings.
-"""
+"""Benchmarks of drafted speech tokens: real shapes with random weights, and trained depth heads."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mmfast.bench.cases import fill_
+from mmfast.bench import timing
+from mmfast.bench.cases import fill_, unfilled
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.suites.speech_speed import draft_weights, trunk_weights
-from mmfast.bench.timing import (
-    AGAIN,
-    PROCESSOR_CLOCK,
-    PairedTimes,
-    Sample,
-    frozen,
-    interleave,
-    one_thread,
-    paired,
-    timed,
-)
+from mmfast.decoding import codebooks
 from mmfast.decoding.adapt import Costs
-from mmfast.decoding.codebooks import (
-    BlockPlan,
-    CodeChoice,
-    Drafter,
-    FrameCount,
-    FrameDecoder,
-    FrameDrafts,
-    copy_frame,
-    draft_and_check,
-    measure_share,
-    one_by_one,
-    parallel,
-)
 from mmfast.decoding.drafting import parse_schedule
 from mmfast.decoding.loop import SingleDecoder
 from mmfast.decoding.row import Open
@@ -60,8 +35,7 @@ ROUNDS, PROMPT = 5, 8
 SCHEDULES = {"vanilla": 4, "boost": 2, "turbo": 3}  # cycles that are timed
 
 
-@dataclass(frozen=True)
-class LanguageShape:
+class LanguageShape(NamedTuple):
     """Sizes of a language model whose last rows of the vocabulary are audio tokens."""
 
     name: str = "7b"
@@ -80,12 +54,9 @@ class LanguageShape:
 def shape(tick: Tick) -> list[Row]:
     """Measure drafting on the shape of Qwen2-7B with VITA-Audio's vocabulary (arXiv 2505.03739).
 
-    Layers share the weights of two of them, modules too, so that the model fits in memory. A layer
-    is larger than any cache of a processor: each use reads it from memory anew, as in the whole
-    model. Modules see one position, as those of the embedded speech model do.
-
-    Two ideals: by the weights read, as if a pass over eleven tokens cost one over one; and with
-    the measured cost of that pass of the backbone.
+    Layers share the weights of two of them, modules too, so that the model fits in memory; a layer
+    is larger than any cache, so each use reads it from memory anew, as in the whole model. Two
+    ideals: by the weights read, and with the measured cost of a pass over eleven tokens.
     """
     return shape_rows(LanguageShape(), ROUNDS, tick)
 
@@ -97,35 +68,20 @@ def build_language_model(shape: LanguageShape, dtype: torch.dtype) -> tuple[Any,
     from mmfast.heads.mctp import Mctp
     from mmfast.models.decoder.backbone import Backbone
 
-    config = Qwen2Config(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.distinct,
-        intermediate_size=shape.inner,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.keys,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-    )
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model: Any = Qwen2ForCausalLM(config)
-        model = model.to_empty(device="cpu")
-        model.tie_weights()
-        fill_(model)
-        rotary = model.model.rotary_emb  # angles, which are missing on the meta device
-        model.model.rotary_emb = type(rotary)(model.config)
-        layers = model.model.layers
-        spread = [layers[i % shape.distinct] for i in range(shape.layers)]
-        model.model.layers = nn.ModuleList(spread)
-        config.layer_types = ["full_attention"] * shape.layers
-        backbone = Backbone(model.eval(), lean=False, check=False)
-        head = Mctp(_SharedTrunk(backbone, shape.distinct), shape.modules, window=1).eval()
-    finally:
-        torch.set_default_dtype(old)
-    return backbone, head
+    sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.inner}
+    sizes |= {"num_hidden_layers": shape.distinct, "num_attention_heads": shape.heads}
+    sizes |= {"num_key_value_heads": shape.keys, "vocab_size": shape.vocabulary}
+    config = Qwen2Config(**sizes, tie_word_embeddings=True, max_position_embeddings=4096)
+    with unfilled("cpu", dtype):
+        model: Any = Qwen2ForCausalLM(config)
+    model.tie_weights()
+    fill_(model)
+    layers = model.model.layers
+    model.model.layers = nn.ModuleList(layers[i % shape.distinct] for i in range(shape.layers))
+    config.layer_types = ["full_attention"] * shape.layers
+    backbone = Backbone(model.eval(), lean=False, check=False)
+    head = Mctp(_SharedTrunk(backbone, shape.distinct), shape.modules, window=1)
+    return backbone, head.to(dtype).eval()
 
 
 class _SharedTrunk:
@@ -148,70 +104,50 @@ def shape_rows(
     shape: LanguageShape, rounds: int, tick: Tick, dtype: torch.dtype | None = None
 ) -> list[Row]:
     """Measure a shape; None is bfloat16 where the processor multiplies it, else float32."""
-    backbone, head = build_language_model(shape, dtype := dtype or _dtype())
+    capable = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    dtype = dtype or (torch.bfloat16 if capable else torch.float32)
+    backbone, head = build_language_model(shape, dtype)
     wide = 1 + parse_schedule("turbo").most
     clocked, audio = _ClockedHead(head), slice(shape.vocabulary - shape.audio, shape.vocabulary)
-    done, names = 0, [*SCHEDULES, AGAIN, "wide"]
+    names, steps = [*SCHEDULES, timing.AGAIN, "wide"], itertools.count(1)
 
-    def job(name: str) -> Callable[[], Sample]:
-        mode = "vanilla" if name == AGAIN else name
+    def job(name: str) -> timing.Sample:
+        tick(name, next(steps), (rounds + 1) * len(names))
+        if name == "wide":
+            return {"ms": wide_pass(backbone, wide, audio)}
+        mode = "vanilla" if name == timing.AGAIN else name
+        return decode(backbone, clocked, mode, SCHEDULES[mode], audio)
 
-        def run() -> Sample:
-            nonlocal done
-            done += 1
-            tick(name, done, (rounds + 1) * len(names))
-            if name == "wide":
-                return {"ms": wide_pass(backbone, wide, audio)}
-            return decode(backbone, clocked, mode, SCHEDULES[mode], audio)
-
-        return run
-
-    jobs = {name: job(name) for name in names}
-    with torch.inference_mode(), one_thread(), frozen():
+    jobs = {name: partial(job, name) for name in names}
+    with torch.inference_mode(), timing.one_thread(), timing.frozen():
         for run in jobs.values():  # warm-up
             run()
-        samples = interleave(jobs, rounds)
+        samples = timing.interleave(jobs, rounds)
     share = draft_weights(head, shape.audio) / trunk_weights(backbone, shape.audio)
-    shared = {
-        "preset": shape.name,
-        "dtype": dtype_name(dtype),
-        "distinct_layers": shape.distinct,
-        "module_share": share,
-        "n": rounds,
-        "clock": PROCESSOR_CLOCK,
-        "threads": 1,
-        "device": "cpu",
-    }
-    times = PairedTimes.of(samples)
+    shared = {"preset": shape.name, "dtype": dtype_name(dtype), "distinct_layers": shape.distinct}
+    shared |= {"module_share": share, "n": rounds, **timing.ON_ONE_THREAD}
+    times = timing.PairedTimes.of(samples)
     return [{**shared, **_shape_row(name, times, samples, share)} for name in SCHEDULES]
 
 
 def _shape_row(
-    name: str, times: PairedTimes, samples: Mapping[str, Sequence[Sample]], share: float
+    name: str,
+    times: timing.PairedTimes,
+    samples: Mapping[str, Sequence[timing.Sample]],
+    share: float,
 ) -> Row:
     def middle(part: str, *jobs: str) -> float:
         return median(sample[part] for job in jobs for sample in samples[job])
 
     speedup, ideal = times.speedup(name), ideal_speedup(name, share)
-    module, pass_ms = middle("module", name), middle("main", "vanilla", AGAIN)
+    module, pass_ms = middle("module", name), middle("main", "vanilla", timing.AGAIN)
     wide = median(times.times["wide"])
     here = 1.0 if name == "vanilla" else ideal_speedup(name, share, wide / pass_ms)
-    return {
-        "job": name,
-        "score": speedup,
-        "ms_per_token": median(times.times[name]),
-        "pass_ms": pass_ms,
-        "main_ms": middle("main", name),
-        "module_ms": module,
-        "module_cost": module / pass_ms,
-        "speedup": speedup,
-        "ideal": ideal,
-        "of_ideal": speedup / ideal,
-        "wide_ms": wide,
-        "ideal_here": here,
-        "of_ideal_here": speedup / here,
-        "noise": times.noise,
-    }
+    row = {"job": name, "score": speedup, "ms_per_token": median(times.times[name])}
+    row |= {"pass_ms": pass_ms, "main_ms": middle("main", name), "wide_ms": wide}
+    row |= {"module_ms": module, "module_cost": module / pass_ms, "noise": times.noise}
+    row |= {"speedup": speedup, "ideal": ideal, "of_ideal": speedup / ideal}
+    return row | {"ideal_here": here, "of_ideal_here": speedup / here}
 
 
 class _ClockedHead:
@@ -230,10 +166,9 @@ class _ClockedHead:
 
 
 def ideal_speedup(schedule: str, share: float, wide: float = 1.0) -> float:
-    """Return tokens per weights read, relative to one token per pass, once the schedule repeats.
+    """Return the ideal by weights read: a module reads `share` of a pass.
 
-    A pass reads the same for one token or ten, a module `share` of it; a pass behind drafts
-    takes `wide` times as long.
+    A pass behind drafts takes `wide` times as long as one over a single token.
     """
     main, drafts = parse_schedule(schedule).pairs[-1]
     return (main + drafts) / (main - 1 + wide + share * drafts)
@@ -274,12 +209,6 @@ def decode(
     }
 
 
-def _dtype() -> torch.dtype:
-    """Return bfloat16 where the processor has instructions for it, else the faster float32."""
-    capable = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    return torch.bfloat16 if capable else torch.float32
-
-
 WRONG = (0.0, 0.1)  # share of wrong drafts
 
 
@@ -311,11 +240,7 @@ def _stock_depth(model: Any, hidden: Tensor, first: Tensor, codes: int) -> Calla
 
 @benchmark("speech", "depth-shape")
 def depth_shape(tick: Tick) -> list[Row]:
-    """Compare four ways to decode a frame of CSM's real shape, relative to code by code.
-
-    The nested `generate` of the stock class, the lean module code by code, and drafted and
-    checked with drafts of which all, or nine in ten, are right.
-    """
+    """Compare ways to decode a frame of CSM's real shape, relative to code by code."""
     return depth_rows(2, tick)
 
 
@@ -323,57 +248,44 @@ def depth_shape(tick: Tick) -> list[Row]:
 def depth_rows(rounds: int, tick: Tick, **sizes: Any) -> list[Row]:
     """Measure depth passes of CSM, or of other sizes."""
     model = build_depth_decoder(**sizes)
-    core, config, choice = csm_depth(model), model.config, CodeChoice()
+    core, config, choice = csm_depth(model), model.config, codebooks.CodeChoice()
     dtype = model.model.norm.weight.dtype
     hidden = torch.randn(1, config.backbone_hidden_size, dtype=dtype)
     first = torch.randint(config.vocab_size, (1,))
-    right = one_by_one(core, hidden, first, choice)
+    right = codebooks.one_by_one(core, hidden, first, choice)
     stock = _stock_depth(model, hidden, first, core.codes)
     same = torch.equal(stock(), right)
     tokens = torch.cat([first[:, None], right[:, :-1]], dim=1)
     frame = core.begin(hidden)
     one, all_of = (partial(core.run, frame, tokens[:, :n], 0) for n in (1, core.codes))
-    share = measure_share(one, all_of, core.codes, time.process_time)
+    share = codebooks.measure_share(one, all_of, core.codes, time.process_time)
     ways: dict[str, Callable[[], Tensor]] = {
         "stock": stock,
-        "code by code": lambda: one_by_one(core, hidden, first, choice),
+        "code by code": lambda: codebooks.one_by_one(core, hidden, first, choice),
     }
     counts = {"stock": core.codes, "code by code": core.codes}
     for wrong in WRONG:
         noise = torch.rand(right.shape) < wrong
-        drafts = FrameDrafts(torch.where(noise, (right + 1) % core.size, right))
-        count, name = FrameCount(core.codes), f"drafts {1 - wrong:.0%} right"
+        drafts = codebooks.FrameDrafts(torch.where(noise, (right + 1) % core.size, right))
+        count, name = codebooks.FrameCount(core.codes), f"drafts {1 - wrong:.0%} right"
         inputs = (core, hidden, first, drafts, choice)
-        draft_and_check(*inputs, None, count)
+        codebooks.draft_and_check(*inputs, None, count)
         counts[name] = count.rounds
-        ways[name] = partial(draft_and_check, *inputs, BlockPlan(core.codes))
+        ways[name] = partial(codebooks.draft_and_check, *inputs, codebooks.BlockPlan(core.codes))
         same &= torch.equal(ways[name](), right)
 
-    def job(name: str) -> Callable[[], Sample]:
-        def run() -> Sample:
-            spent = timed(ways[name], time.process_time)[1]
-            tick(name, 0, 0)
-            return {"ms": spent}
+    def job(name: str) -> timing.Sample:
+        tick(name, 0, 0)
+        return {"ms": timing.timed(ways[name], time.process_time)[1]}
 
-        return run
-
-    with one_thread(), frozen():
-        taken = interleave({name: job(name) for name in ways}, rounds)
+    with timing.one_thread(), timing.frozen():
+        taken = timing.interleave({name: partial(job, name) for name in ways}, rounds)
     times = {name: [each["ms"] for each in samples] for name, samples in taken.items()}
+    shared = {"preset": "csm", "codebooks": core.codes, "n": rounds, "device": "cpu"}
+    shared |= {"share_of_a_code": share, "identical": float(same), "clock": timing.PROCESSOR_CLOCK}
     return [
-        {
-            "job": name,
-            "preset": "csm",
-            "codebooks": core.codes,
-            "passes_per_frame": counts[name],
-            "median_ms": median(spent),
-            "score": paired(times["code by code"], spent),
-            "share_of_a_code": share,
-            "identical": float(same),
-            "clock": PROCESSOR_CLOCK,
-            "n": rounds,
-            "device": "cpu",
-        }
+        {"job": name, "passes_per_frame": counts[name], "median_ms": median(spent)}
+        | {"score": timing.paired(times["code by code"], spent), **shared}
         for name, spent in times.items()
     ]
 
@@ -438,15 +350,9 @@ def train_frame_model(codes: Any, steps: int, seed: int = 0) -> FrameModel:
     from transformers import LlamaConfig, LlamaModel
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=1,
-        bos_token_id=None,
-        eos_token_id=None,
-        hidden_size=WIDTH,
-        intermediate_size=3 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": 2}
+    ids = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None}
+    config = LlamaConfig(**ids, **sizes, num_attention_heads=4)
     head = DepthHead(WIDTH, BOOKS, SIZE, dim=WIDTH, layers=2, ffn=2 * WIDTH, per_step=False)
     model, source = FrameModel(LlamaModel(config), head), torch.Generator().manual_seed(seed)
     weights = [*model.body.parameters(), *head.parameters()]
@@ -472,9 +378,11 @@ def _optimise(weights: list[Any], steps: int, loss: Any) -> None:
         plan.step()
 
 
-def train_drafters(model: FrameModel, codes: Any, steps: int, seed: int = 1) -> dict[str, Drafter]:
+def train_drafters(
+    model: FrameModel, codes: Any, steps: int, seed: int = 1
+) -> dict[str, codebooks.Drafter]:
     """Train drafters to predict the codes of the depth head."""
-    mlp, choice = CodeMlp(WIDTH, BOOKS, SIZE, 1, 2 * WIDTH), CodeChoice()
+    mlp, choice = CodeMlp(WIDTH, BOOKS, SIZE, 1, 2 * WIDTH), codebooks.CodeChoice()
     groups = GroupsHead(WIDTH, BOOKS, SIZE, groups=4, dim=WIDTH, layers=1, ffn=2 * WIDTH)
     source = torch.Generator().manual_seed(seed)
 
@@ -484,7 +392,7 @@ def train_drafters(model: FrameModel, codes: Any, steps: int, seed: int = 1) -> 
             hidden = model.hidden(spans)
             flat = hidden.flatten(0, 1)
             front = model.head.fronts(flat)
-            said = one_by_one(model.head, flat, front, choice).view_as(spans)
+            said = codebooks.one_by_one(model.head, flat, front, choice).view_as(spans)
             before = torch.cat([spans[:, :1], spans[:, :-1]], dim=1).flatten(0, 1)
         guess = mlp.guess(flat, front, before)
         one = torch.nn.functional.cross_entropy(guess.flatten(0, 1), said.flatten())
@@ -492,17 +400,17 @@ def train_drafters(model: FrameModel, codes: Any, steps: int, seed: int = 1) -> 
         return one + two
 
     _optimise([*mlp.parameters(), *groups.parameters()], steps, loss)
-    made = {"copy": copy_frame, "mlp": parallel(mlp.eval().guess)}
-    return made | {"groups": parallel(groups.eval().guess)}
+    made = {"copy": codebooks.copy_frame, "mlp": codebooks.parallel(mlp.eval().guess)}
+    return made | {"groups": codebooks.parallel(groups.eval().guess)}
 
 
 @torch.no_grad()
 def draft_row(
-    model: FrameModel, codes: Any, name: str, drafter: Drafter, sampling: Sampling
+    model: FrameModel, codes: Any, name: str, drafter: codebooks.Drafter, sampling: Sampling
 ) -> Row:
     """Decode frames of unseen recordings, each separately."""
-    decoder = FrameDecoder(model.head, drafter, BlockPlan(BOOKS))
-    choice, same, frames = CodeChoice(sampling), 0, 0
+    decoder = codebooks.FrameDecoder(model.head, drafter, codebooks.BlockPlan(BOOKS))
+    choice, same, frames = codebooks.CodeChoice(sampling), 0, 0
     for line in codes:
         hidden = model.hidden(line[None])[0]
         for at in range(1, len(line), 4):
@@ -510,29 +418,21 @@ def draft_row(
             said = decoder.frame(one, model.head.fronts(one), line[at - 1][None], choice)
             frames += 1
             if sampling.greedy:
-                alone = one_by_one(model.head, one, model.head.fronts(one), choice)
+                alone = codebooks.one_by_one(model.head, one, model.head.fronts(one), choice)
                 same += int(torch.equal(said, alone))
-    figures = decoder.count.to_dict()
-    return {
-        "job": name,
-        "mode": "greedy" if sampling.greedy else f"T {sampling.temperature:g}",
-        "score": decoder.count.rounds / frames,
-        "codebooks": BOOKS,
-        "n": frames,
-        "passes_per_frame": round(decoder.count.rounds / frames, 3),
-        "identical": same / frames if sampling.greedy else None,
-        "acceptance": figures["acceptance"],
-        "seed": 0,
-        "device": "cpu",
-    }
+    passes, mode = decoder.count.rounds / frames, f"T {sampling.temperature:g}"
+    row = {"job": name, "mode": "greedy" if sampling.greedy else mode, "codebooks": BOOKS}
+    row |= {"score": passes, "passes_per_frame": round(passes, 3), "n": frames}
+    row["identical"] = same / frames if sampling.greedy else None
+    return row | {"acceptance": decoder.count.to_dict()["acceptance"], "seed": 0, "device": "cpu"}
 
 
 @benchmark("speech", "depth-drafts")
 def depth_drafts(tick: Tick, count: int = 60, steps: int = 400, unseen: int = 5) -> list[Row]:
     """Measure the share of accepted drafts, codebook by codebook, and depth passes per frame.
 
-    Recordings become eight residual codebooks, a small causal language model with a depth head
-    learns them, and three drafters learn the codes of the depth head; most of the time is training.
+    A small causal language model with a depth head learns residual codebooks of recordings, and
+    three drafters learn the codes of the depth head; most of the time is training.
     """
     tick("recordings and training", 0, 2)
     seen, books = codes_of(count, seed=0)

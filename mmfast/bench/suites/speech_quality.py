@@ -12,10 +12,11 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row
-from mmfast.bench.timing import PROCESSOR_CLOCK, one_thread
+from mmfast.bench.timing import PROCESSOR_CLOCK, one_thread, timed
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.speech import Sound
 from mmfast.frontends.codecs.embedded.codec import load_embedded
@@ -66,6 +67,12 @@ class WordErrors:
     def __add__(self, other: WordErrors) -> WordErrors:
         return WordErrors(self.errors + other.errors, self.words + other.words)
 
+    def row(self) -> Row:
+        """Return the fields of a row; the score is the rate."""
+        between = interval(min(self.errors, self.words), self.words)
+        counts = {"errors": self.errors, "words": self.words}
+        return {"score": self.rate, "wer": self.rate, "interval": between, **counts}
+
 
 def edit_distance(reference: list[str], heard: list[str]) -> int:
     """Return the Levenshtein distance of two lists of words."""
@@ -90,14 +97,7 @@ def count_errors(reference: str, heard: str) -> WordErrors:
 
 
 class Recogniser:
-    """Pocketsphinx with a grammar; its words do not depend on earlier utterances.
-
-    Args:
-        grammar: In the JSpeech Grammar Format; that of the domain if None.
-
-    Raises:
-        MmfastError: Pocketsphinx is missing, or rejects the grammar.
-    """
+    """Pocketsphinx with a grammar; its words do not depend on earlier utterances."""
 
     def __init__(self, grammar: str | None = None) -> None:
         try:
@@ -115,11 +115,7 @@ class Recogniser:
         self.decoder.activate_search("domain")
 
     def transcribe(self, pcm: Tensor, rate: int = RATE) -> str:
-        """Return the likeliest words of the grammar for `[n]` float32 in -1..1, "" for none.
-
-        Raises:
-            SpecError: Another rate than 16,000 samples per second.
-        """
+        """Return the likeliest words of the grammar for `[n]` float32 in -1..1, "" for none."""
         if rate != RATE:
             raise SpecError(
                 f"rate={rate} is not {RATE}; resample with mmfast.frontends.audio.reader"
@@ -137,32 +133,14 @@ class Recogniser:
         return "" if found is None else str(found.hypstr)
 
 
-def word_error_rate(
-    recogniser: Recogniser, spoken: Iterable[tuple[str, Tensor]]
-) -> tuple[WordErrors, list[str]]:
-    """Count the errors over texts and their sound `[n]`; return the recognised texts too."""
-    total, heard = WordErrors(), []
-    for text, pcm in spoken:
-        heard.append(recogniser.transcribe(pcm))
-        total += count_errors(text, heard[-1])
-    return total, heard
-
-
 _SPEAKING, _LISTENING = 77, 78  # separate these draws from others of the same seed
 
 # Schedule of draft modules, and verification of their drafts.
-MODES: dict[str, tuple[str, str]] = {
-    "vanilla": ("vanilla", "none"),
-    "balance": ("balance", "none"),
-    "boost": ("boost", "none"),
-    "turbo": ("turbo", "none"),
-    "exact": ("turbo", "exact"),
-    "typical": ("turbo", "typical:0.3"),
-}
+MODES = {name: (name, "none") for name in ("vanilla", "balance", "boost", "turbo")}
+MODES |= {"exact": ("turbo", "exact"), "typical": ("turbo", "typical:0.3")}
 
 
-@dataclass(frozen=True)
-class SpokenLine:
+class SpokenLine(NamedTuple):
     """A sentence and the voice that says it."""
 
     text: str
@@ -210,7 +188,6 @@ class SpeechTally:
     passes: int = 0
     drafts: int = 0
     tokens: int = 0
-    same: int = 0
     codes: list[Tensor | None] = field(default_factory=list)
 
     def add(self, line: SpokenLine, heard: str, pcm: Tensor) -> None:
@@ -223,18 +200,8 @@ class SpeechTally:
     def row(self, n: int) -> Row:
         """Return the figures of `n` sentences."""
         rate = {name: round(found.rate, 5) for name, found in sorted(self.voices.items())}
-        errors, words = self.errors.errors, self.errors.words
-        return {
-            "task": "speaking",
-            "score": self.errors.rate,
-            "wer": self.errors.rate,
-            "interval": interval(min(errors, words), words),
-            "errors": errors,
-            "words": words,
-            "by_voice": rate,
-            "sentences": n,
-            "seconds": self.seconds,
-        }
+        sums = {"by_voice": rate, "sentences": n, "seconds": self.seconds}
+        return {"task": "speaking", **self.errors.row(), **sums}
 
 
 def speaking_rows(
@@ -244,15 +211,7 @@ def speaking_rows(
     modes: Sequence[str],
     progress: Tick,
 ) -> list[Row]:
-    """Measure the word error rate of the recordings, of the codec alone, and of every mode.
-
-    Args:
-        model: A `Speaker` with `codec`; see `mmfast.models.speech.embedded.load_speech`.
-        lines: Sentences to say.
-        recognise: Sound `[n]` at 16 kHz to text.
-        modes: Of MODES.
-        progress: Called with a label, sentences done and sentences in all.
-    """
+    """Measure the word error rate of the recordings, of the codec alone, and of every mode."""
     recorded = [say(line.text, line.voice).pcm for line in lines]
     recogniser, total = CachedRecogniser(recognise), len(lines) * (len(modes) + 2)
     rows, done = list[Row](), 0
@@ -283,19 +242,14 @@ def through_codec(codec: Any, pcm: Tensor) -> Tensor:
     return back[: len(pcm)]
 
 
-def join_pieces(pieces: Sequence[Sound]) -> tuple[Tensor, Tensor | None]:
-    """Join the sound `[n]` and the codes `[Q, T]` of all pieces."""
-    codes = [piece.codes for piece in pieces if piece.codes is not None]
-    return torch.cat([piece.pcm for piece in pieces]), torch.cat(codes, 1) if codes else None
-
-
 def _speak(
-    model: Any, line: SpokenLine, name: str, tally: SpeechTally, recogniser: CachedRecogniser
+    model: Any, line: SpokenLine, name: str, tally: SpeechTally, recogniser: Recognise
 ) -> None:
     mode, verify = MODES[name]
-    pieces = list(model.speak(line.text, mode=mode, verify=verify, **line.options))
-    pcm, codes = join_pieces(pieces)
-    tally.codes.append(codes)
+    pieces: list[Sound] = list(model.speak(line.text, mode=mode, verify=verify, **line.options))
+    codes = [piece.codes for piece in pieces if piece.codes is not None]
+    pcm = torch.cat([piece.pcm for piece in pieces])
+    tally.codes.append(torch.cat(codes, 1) if codes else None)
     tally.passes += sum(piece.passes for piece in pieces)
     tally.drafts += sum(piece.drafts for piece in pieces)
     tally.tokens += sum(piece.tokens for piece in pieces)
@@ -304,16 +258,9 @@ def _speak(
 
 def _mode_row(name: str, tally: SpeechTally, n: int) -> Row:
     mode, verify = MODES[name]
-    return {
-        "mode": name,
-        "schedule": mode,
-        "verify": verify,
-        **tally.row(n),
-        "tokens": tally.tokens,
-        "passes": tally.passes,
-        "draft_passes": tally.drafts,
-        "tokens_per_pass": tally.tokens / max(1, tally.passes),
-    }
+    counts = {"tokens": tally.tokens, "passes": tally.passes, "draft_passes": tally.drafts}
+    way = {"mode": name, "schedule": mode, "verify": verify}
+    return {**way, **tally.row(n), **counts, "tokens_per_pass": tally.tokens / max(1, tally.passes)}
 
 
 def _identical(tally: SpeechTally, vanilla: SpeechTally | None) -> Row:
@@ -330,8 +277,7 @@ def _identical(tally: SpeechTally, vanilla: SpeechTally | None) -> Row:
 BATCH, TRIES = 20, 40  # questions answered together; cases examined for one question
 
 
-@dataclass(frozen=True)
-class SpokenQuestion:
+class SpokenQuestion(NamedTuple):
     """A question about a clip, its spoken text and voice."""
 
     case: SuiteCase
@@ -355,14 +301,7 @@ def unseen_questions(n: int, seed: int) -> list[SpokenQuestion]:
 def listening_rows(
     model: Any, asked: Sequence[SpokenQuestion], answer: Answer, progress: Tick
 ) -> list[Row]:
-    """Measure right answers to typed questions, and to the same questions spoken.
-
-    Args:
-        model: A `Listener`.
-        asked: Questions, see `unseen_questions`.
-        answer: Answers of a video model to cases.
-        progress: Called with a label, questions done and questions in all.
-    """
+    """Measure right answers to typed questions, and to the same questions spoken."""
     heard, errors, exact = list[SuiteCase](), WordErrors(), 0
     for i, each in enumerate(asked):
         text = model.transcribe(say(each.text, each.voice).pcm, 16000)
@@ -373,15 +312,8 @@ def listening_rows(
     typed_row = _listening_row("typed", [each.case for each in asked], answer, progress)
     spoken_row = _listening_row("spoken", heard, answer, progress)
     base = typed_row["accuracy"]
-    return [
-        typed_row,
-        {
-            **spoken_row,
-            "relative": spoken_row["accuracy"] / base if base else None,
-            "wer": errors.rate,
-            "exact": exact / max(1, len(asked)),
-        },
-    ]
+    spoken_row["relative"] = spoken_row["accuracy"] / base if base else None
+    return [typed_row, spoken_row | {"wer": errors.rate, "exact": exact / max(1, len(asked))}]
 
 
 def _listening_row(mode: str, cases: Sequence[SuiteCase], answer: Answer, progress: Tick) -> Row:
@@ -393,15 +325,10 @@ def _listening_row(mode: str, cases: Sequence[SuiteCase], answer: Answer, progre
         progress(f"answers, {mode}", min(at + BATCH, len(cases)), len(cases))
     right = sum(sum(each) for each in marks.values())
     accuracy = right / max(1, len(cases))
-    return {
-        "task": "listening",
-        "mode": mode,
-        "score": accuracy,
-        "accuracy": accuracy,
-        "interval": interval(right, len(cases)) if cases else [0.0, 1.0],
-        "by_kind": {kind: sum(each) / len(each) for kind, each in sorted(marks.items())},
-        "questions": len(cases),
-    }
+    between = interval(right, len(cases)) if cases else [0.0, 1.0]
+    kinds = {kind: sum(each) / len(each) for kind, each in sorted(marks.items())}
+    found = {"task": "listening", "mode": mode, "score": accuracy, "accuracy": accuracy}
+    return {**found, "interval": between, "by_kind": kinds, "questions": len(cases)}
 
 
 TASKS = ("speaking", "listening")
@@ -436,9 +363,8 @@ def run_speech_eval(
         MmfastError: An unknown mode or task, or something that has to be installed.
     """
     for what, asked, known in (("mode", modes, tuple(MODES)), ("task", tasks, TASKS)):
-        for name in asked:
-            if name not in known:
-                raise MmfastError(unknown(what, name, known))
+        for name in set(asked) - set(known):
+            raise MmfastError(unknown(what, name, known))
     speech, name = _load(model)
     tick = progress or quiet
     rows: list[Row] = []
@@ -448,7 +374,12 @@ def run_speech_eval(
         rows += speaking_rows(speech, lines, recognise, modes or tuple(MODES), tick)
     if "listening" in tasks:
         tick("making clips", 0, n)
-        rows += listening_rows(speech, unseen_questions(n, seed), answer or _answers(), tick)
+        if answer is None:
+            from mmfast.tiny.evaluate import Subject
+
+            subject = Subject()
+            answer = lambda cases: subject.answers(subject.inputs(cases))
+        rows += listening_rows(speech, unseen_questions(n, seed), answer, tick)
     return {"suite": "speech", "n": n, "seed": seed, "model": name, "rows": rows}
 
 
@@ -464,13 +395,6 @@ def _load(model: Any) -> tuple[Any, str]:
     from mmfast.models.speech.embedded import load_speech
 
     return load_speech(model), "tiny-speech" if model is None else Path(model).name
-
-
-def _answers() -> Answer:
-    from mmfast.tiny.evaluate import Subject
-
-    subject = Subject()
-    return lambda cases: subject.answers(subject.inputs(cases))
 
 
 SENTENCES, SEED = 60, 0
@@ -495,9 +419,7 @@ def codec_rows(
         for i, (line, pcm) in enumerate(zip(lines, sounds, strict=True)):
             errors += count_errors(line.text, recognise(pcm))
             tick(job, i + 1, len(lines))
-        same = (errors.rate, interval(min(errors.errors, errors.words), errors.words))
-        row: Row = {"job": job, "score": same[0], "wer": same[0], "interval": same[1]}
-        found.append({**row, "errors": errors.errors, "words": errors.words, "n": len(lines)})
+        found.append({"job": job, **errors.row(), "n": len(lines)})
     found[1].update(quality(recorded, coded))
     seconds = sum(len(pcm) for pcm in recorded) / RATE
     speed = {"encode_rtf": encoding / seconds, "decode_rtf": decoding / seconds, "threads": 1}
@@ -514,24 +436,15 @@ def _through(codec: Any, recorded: Sequence[Tensor]) -> tuple[list[Tensor], floa
     with torch.inference_mode(), one_thread():
         codec.decode(codec.encode(recorded[0][None]))  # warm-up
         for pcm in recorded:
-            start = time.process_time()
-            codes = codec.encode(pcm[None])
-            between = time.process_time()
-            sound = codec.decode(codes)[0, : len(pcm)]
-            decoding += time.process_time() - between
-            encoding += between - start
-            coded.append(sound)
+            codes, there = timed(partial(codec.encode, pcm[None]), time.process_time)
+            sound, back = timed(partial(codec.decode, codes), time.process_time)
+            coded.append(sound[0, : len(pcm)])
+            encoding, decoding = encoding + there / 1e3, decoding + back / 1e3
     return coded, encoding, decoding
 
 
 def quality(reference: Sequence[Tensor], coded: Sequence[Tensor]) -> Row:
-    """Return medians of wide-band PESQ (ITU-T P.862.2), STOI, and log-mel distance in dB.
-
-    Both lists hold sounds `[n]` at 16 kHz of equal lengths.
-
-    Raises:
-        MmfastError: `pesq` or `pystoi` is missing.
-    """
+    """Return medians of wide-band PESQ (ITU-T P.862.2), STOI, and log-mel distance in dB."""
     try:
         pesq: Any = importlib.import_module("pesq").pesq
         stoi: Any = importlib.import_module("pystoi").stoi

@@ -1,7 +1,6 @@
 """Hours of conversation in simulated time: memory must not grow, the context must not drift.
 
-Doubles of models turn every letter into a tone, so the samples that a loudspeaker played can be
-read back as text, independently of the context that the session reports.
+Doubles of models turn letters into tones, so the samples a loudspeaker played can be read as text.
 """
 
 from __future__ import annotations
@@ -61,12 +60,7 @@ def read(pcm: Tensor) -> str:
 
 
 class HumSpeaker:
-    """A speaker that turns text into tones.
-
-    Args:
-        piece: Samples of a piece at most; a piece is of one word.
-        each: Called before every piece, to advance a simulated clock.
-    """
+    """A speaker that turns text into tones."""
 
     sample_rate = RATE
 
@@ -99,12 +93,7 @@ def _words(parts: Iterable[str]) -> Iterator[str]:
 
 
 class HumEar:
-    """A voice detector that finds tones by their loudness, 10 ms at a time.
-
-    Args:
-        pause: Seconds of silence that end a turn.
-        padding: Seconds before a turn that belong to it.
-    """
+    """A voice detector that finds tones by their loudness, 10 ms at a time."""
 
     def __init__(self, pause: float = 0.3, padding: float = 0.1) -> None:
         self._pause, self._padding = round(pause * 100), round(padding * 100)
@@ -146,12 +135,7 @@ class HumEar:
 
 
 class HumChatter:
-    """A chatter that reads tones and answers in tones.
-
-    Args:
-        answer: Returns the answer to the turns so far, the last of which is the user's.
-        speaker: Turns the answer into tones.
-    """
+    """A chatter that reads tones and answers in tones."""
 
     sample_rate = RATE
 
@@ -218,12 +202,7 @@ def whole_words(text: str, letters: int) -> str:
 
 
 class Soak:
-    """A conversation with a simulated user, checked against the loudspeaker.
-
-    Args:
-        seed: Of the texts of both sides, and their times.
-        speaker: Turns the answers into tones.
-    """
+    """A conversation with a simulated user, checked against the loudspeaker."""
 
     def __init__(self, seed: int = 0, speaker: HumSpeaker | None = None) -> None:
         self.random = np.random.default_rng(seed)
@@ -319,11 +298,10 @@ class Soak:
 
 
 def soak(seconds: float = 3600.0, seed: int = 0) -> dict[str, Any]:
-    """Converse for a number of simulated seconds with random interruptions.
+    """Converse for simulated seconds with random interruptions; return figures and ten faults.
 
-    Returns:
-        `ok`; `faults`, the first ten; `checks` of the context against the samples played;
-        memory after a tenth of the time and at the end; and the figures of the conversation.
+    `checks` compares the context with the samples played; memory is that after a tenth of the time
+    and at the end.
     """
     run, started, marks = Soak(seed), time.perf_counter(), list[tuple[float, int]]()
     for at in run.run(seconds):
@@ -334,18 +312,12 @@ def soak(seconds: float = 3600.0, seed: int = 0) -> dict[str, Any]:
     run.session.close()
     first, last = marks[0], marks[-1]
     names = ("turns", "replies", "interrupted", "cancelled", "cut_off", "failed", "forgotten")
-    return {
-        "ok": not run.faults,
-        "faults": run.faults[:10],
-        "checks": int(run.checks),
-        "seconds": round(run.seconds, 3),
-        "wall_seconds": round(time.perf_counter() - started, 3),
-        "rss_mb": [round(first[0], 2), round(last[0], 2)],
-        "growth_mb": round(last[0] - first[0], 3),
-        "objects": [first[1], last[1]],
-        "items": stats["items"],
-        **{name: stats[name] for name in names},
-    }
+    found = {"ok": not run.faults, "faults": run.faults[:10], "checks": int(run.checks)}
+    found |= {"seconds": round(run.seconds, 3), "objects": [first[1], last[1]]}
+    found |= {"wall_seconds": round(time.perf_counter() - started, 3)}
+    found |= {"rss_mb": [round(first[0], 2), round(last[0], 2)], "items": stats["items"]}
+    found["growth_mb"] = round(last[0] - first[0], 3)
+    return found | {name: stats[name] for name in names}
 
 
 @benchmark("speech", "soak")

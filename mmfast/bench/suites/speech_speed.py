@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from mmfast.bench import timing
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.suites.speech_quality import (
@@ -18,15 +20,6 @@ from mmfast.bench.suites.speech_quality import (
     SpokenLine,
     unseen_lines,
     unseen_questions,
-)
-from mmfast.bench.timing import (
-    AGAIN,
-    PROCESSOR_CLOCK,
-    PairedTimes,
-    frozen,
-    interleave,
-    one_thread,
-    quantile,
 )
 from mmfast.core.speech import Sound
 from mmfast.decoding.loop import SingleDecoder
@@ -38,8 +31,7 @@ from mmfast.tiny.speech.text import groups
 ROUNDS, MODES_SEED = 24, 3
 
 
-@dataclass(frozen=True)
-class DecodeMode:
+class DecodeMode(NamedTuple):
     """A draft head, its schedule, and the verification of drafts."""
 
     name: str
@@ -91,15 +83,11 @@ def decode_modes(heads: Sequence[str]) -> list[DecodeMode]:
 
 
 def mode_rows(model: Any, lines: Sequence[SpokenLine], rounds: int, tick: Tick) -> list[Row]:
-    """Measure a model of the kind of `SpeechModel`.
-
-    A round says one sentence in every mode; the clock is the processor time of the process, on one
-    thread. Sound is not synthesised: the comparison is of decoding.
-    """
+    """Measure decoding alone; a round says one sentence in every mode on one thread."""
     chosen = decode_modes([name for name in ("mctp", "mtp") if name in model.heads])
     counts = {mode.name: DecodeCounts() for mode in chosen}
-    turn = dict.fromkeys((*counts, AGAIN), 0)
-    modes = {mode.name: mode for mode in chosen} | {AGAIN: chosen[0]}
+    turn = dict.fromkeys((*counts, timing.AGAIN), 0)
+    modes = {mode.name: mode for mode in chosen} | {timing.AGAIN: chosen[0]}
 
     def job(name: str) -> Callable[[], dict[str, float]]:
         def run() -> dict[str, float]:
@@ -115,10 +103,12 @@ def mode_rows(model: Any, lines: Sequence[SpokenLine], rounds: int, tick: Tick) 
 
         return run
 
-    with one_thread(), frozen():
+    with timing.one_thread(), timing.frozen():
         for mode in modes.values():  # warm-up
             decode_line(model, lines[0], mode)
-        times = PairedTimes.of(interleave({name: job(name) for name in modes}, rounds))
+        times = timing.PairedTimes.of(
+            timing.interleave({name: job(name) for name in modes}, rounds)
+        )
     return [_mode_row(model, mode, times, counts) for mode in chosen]
 
 
@@ -135,7 +125,7 @@ def decode_line(model: Any, line: SpokenLine, mode: DecodeMode) -> tuple[Stats, 
 
 
 def _mode_row(
-    model: Any, mode: DecodeMode, times: PairedTimes, counts: dict[str, DecodeCounts]
+    model: Any, mode: DecodeMode, times: timing.PairedTimes, counts: dict[str, DecodeCounts]
 ) -> Row:
     mine, vanilla = counts[mode.name], counts[times.first]
     per_pass = mine.tokens / max(1, mine.passes)
@@ -144,38 +134,21 @@ def _mode_row(
     ideal = per_pass / (1 + share * drafts) / (vanilla.tokens / max(1, vanilla.passes))
     speedup, ms = times.speedup(mode.name), median(times.times[mode.name])
     same = [vanilla.said.get(i) == said for i, said in mine.said.items()]
-    return {
-        "job": mode.name,
-        "head": mode.head,
-        "schedule": mode.mode,
-        "verify": mode.verify,
-        "score": speedup,
-        "tokens_per_second": 1e3 / ms,
-        "ms_per_token": ms,
-        "speedup": speedup,
-        "ideal": ideal,
-        "of_ideal": speedup / ideal,
-        "tokens_per_pass": per_pass,
-        "drafts_per_pass": drafts,
-        "module_share": share,
-        "acceptance": {str(b): stood / max(1, n) for b, (n, stood) in sorted(mine.books.items())},
-        "identical": sum(same) / max(1, len(same)),
-        "noise": times.noise,
-        "n": len(times.times[mode.name]),
-        "tokens": mine.tokens,
-        "seed": MODES_SEED,
-        "clock": PROCESSOR_CLOCK,
-        "threads": 1,
-        "dtype": dtype_name(model.backbone.dtype),
-        "device": "cpu",
-    }
+    way = {"job": mode.name, "head": mode.head, "schedule": mode.mode, "verify": mode.verify}
+    speed = {"score": speedup, "tokens_per_second": 1e3 / ms, "ms_per_token": ms}
+    gain = {"speedup": speedup, "ideal": ideal, "of_ideal": speedup / ideal}
+    shares = {"tokens_per_pass": per_pass, "drafts_per_pass": drafts, "module_share": share}
+    books = {str(b): stood / max(1, n) for b, (n, stood) in sorted(mine.books.items())}
+    found = {"acceptance": books, "identical": sum(same) / max(1, len(same)), "noise": times.noise}
+    found |= {"n": len(times.times[mode.name]), "tokens": mine.tokens, "seed": MODES_SEED}
+    found |= {"dtype": dtype_name(model.backbone.dtype), **timing.ON_ONE_THREAD}
+    return {**way, **speed, **gain, **shares, **found}
 
 
 def module_share(model: Any, head: str) -> float:
     """Return the weights a draft module reads, relative to a pass of the backbone."""
-    return draft_weights(model.heads[head], model.layout.total - model.layout.texts) / (
-        trunk_weights(model.backbone, model.layout.total - model.layout.texts)
-    )
+    entries = model.layout.total - model.layout.texts
+    return draft_weights(model.heads[head], entries) / trunk_weights(model.backbone, entries)
 
 
 def trunk_weights(backbone: Any, entries: int) -> int:
@@ -187,9 +160,7 @@ def trunk_weights(backbone: Any, entries: int) -> int:
 
 def draft_weights(head: Any, entries: int) -> float:
     """Count the weights that one of its modules reads, on average."""
-    alone = (
-        head.window == 1 and head.trunk.lean
-    )  # a single position attends to itself: no queries, no keys
+    alone = head.window == 1 and head.trunk.lean  # a position attends to itself: no queries, keys
     unread = ("q_proj", "k_proj") if alone else ()
     own = sum(
         p.numel()
@@ -217,15 +188,16 @@ def sound_rows(
 ) -> list[Row]:
     """Measure a `Speaker` and `Chatter` on texts to say and spoken questions `[n]`.
 
-    The clock starts at the end of the question, which is transcribed and answered from then on.
-    It is the wall clock, as for a listener; the processor time beside it excludes other load.
+    The clock starts at the end of the question. It is the wall clock, as for a listener; the
+    processor time beside it excludes other load.
     """
     found, done, total = [], 0, len(SOUND_MODES) * (len(lines) + len(asked))
-    with frozen():
+    with timing.frozen():
         for mode in SOUND_MODES:
+            how = dict(zip(("mode", "verify"), MODES[mode], strict=True))
             jobs: dict[str, list[Callable[[], Iterable[Sound]]]] = {
-                "say": [_say(model, line, mode) for line in lines],
-                "reply": [_reply(model, pcm, mode) for pcm in asked],
+                "say": [partial(model.speak, each.text, **how, **each.options) for each in lines],
+                "reply": [partial(model.reply, pcm, RATE, **how) for pcm in asked],
             }
             for job, tries in jobs.items():
                 if not tries:
@@ -236,9 +208,8 @@ def sound_rows(
                     figures.append(sound_figures(each()))
                     done += 1
                     tick(f"{job}, {mode}", done, total)
-                found.append(
-                    {"job": job, "mode": mode, **_sound_row(figures), "rate": model.sample_rate}
-                )
+                common = {"job": job, "mode": mode, "rate": model.sample_rate}
+                found.append({**common, **_sound_row(figures)})
     return found
 
 
@@ -259,46 +230,18 @@ def sound_figures(pieces: Iterable[Sound]) -> Row:
             samples, rate = samples + len(piece.pcm), piece.rate
     total, worked = time.perf_counter() - start, time.process_time() - work
     seconds = samples / rate
-    return {
-        "first_ms": 1e3 * first,
-        "rtf": total / seconds if seconds else 0.0,
-        "first_cpu_ms": 1e3 * early,
-        "cpu_rtf": worked / seconds if seconds else 0.0,
-        "passes": passes,
-        "chunk_ms": 1e3 * chunk / rate,
-        "gap_ms": 1e3 * gaps,
-        "seconds": seconds,
-    }
+    rtf, cpu_rtf = (each / seconds if seconds else 0.0 for each in (total, worked))
+    row = {"first_ms": 1e3 * first, "first_cpu_ms": 1e3 * early, "passes": passes}
+    row |= {"chunk_ms": 1e3 * chunk / rate, "gap_ms": 1e3 * gaps, "seconds": seconds}
+    return row | {"rtf": rtf, "cpu_rtf": cpu_rtf}
 
 
 def _sound_row(figures: Sequence[Row]) -> Row:
-    first = [row["first_ms"] for row in figures]
-    return {
-        "score": median(first),
-        "first_ms": median(first),
-        "first_p95_ms": quantile(first, 0.95),
-        "rtf": median(row["rtf"] for row in figures),
-        "first_cpu_ms": median(row["first_cpu_ms"] for row in figures),
-        "cpu_rtf": median(row["cpu_rtf"] for row in figures),
-        "passes_before": median(row["passes"] for row in figures),
-        "chunk_ms": median(row["chunk_ms"] for row in figures),
-        "gap_ms": max(row["gap_ms"] for row in figures),
-        "seconds": sum(row["seconds"] for row in figures),
-        "n": len(figures),
-        "seed": SOUND_SEED,
-        "clock": "wall",
-        "threads": torch.get_num_threads(),
-        "device": "cpu",
-    }
-
-
-def _say(model: Any, line: SpokenLine, mode: str) -> Callable[[], Iterable[Sound]]:
-    return lambda: model.speak(line.text, **_options(mode), **line.options)
-
-
-def _reply(model: Any, pcm: Any, mode: str) -> Callable[[], Iterable[Sound]]:
-    return lambda: model.reply(pcm, RATE, **_options(mode))
-
-
-def _options(mode: str) -> dict[str, str]:
-    return dict(zip(("mode", "verify"), MODES[mode], strict=True))
+    columns = {name: [row[name] for row in figures] for name in figures[0]}
+    medians = ("first_ms", "rtf", "first_cpu_ms", "cpu_rtf", "chunk_ms")
+    shared = {"clock": "wall", "threads": torch.get_num_threads(), "device": "cpu"}
+    row = {"score": median(columns["first_ms"])}
+    row |= {"first_p95_ms": timing.quantile(columns["first_ms"], 0.95), "n": len(figures)}
+    row |= {name: median(columns[name]) for name in medians}
+    row |= {"passes_before": median(columns["passes"]), "gap_ms": max(columns["gap_ms"])}
+    return row | {"seconds": sum(columns["seconds"]), "seed": SOUND_SEED, **shared}

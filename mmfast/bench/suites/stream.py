@@ -8,9 +8,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ from transformers import DynamicCache
 
 from mmfast.bench.cases import Case, build, feature_rows
 from mmfast.bench.presets import Preset, get_preset
-from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.registry import Tick, benchmark, over
 from mmfast.bench.results import Row
 from mmfast.bench.suites.vision import qwen_shape, siglip_shape
-from mmfast.bench.timing import PROCESSOR_CLOCK, compare_jobs, one_thread, resident_bytes
+from mmfast.bench.timing import ON_ONE_THREAD, compare_jobs, one_thread, resident_bytes
 from mmfast.core.errors import MmfastError
 from mmfast.core.tokens import Tokens
 from mmfast.frontends.video.reader import read_video
@@ -42,8 +42,7 @@ _ASK, _SAMPLE, _SIDE = 500, 50, 96
 def bounded(tick: Tick) -> list[Row]:
     """Watch 20,000 frames with the embedded model: memory and time per frame must not grow.
 
-    The frames are noise that changes slowly; the session has a window, an archive whose quotas
-    are reached early, a gate, a reducer, and a question every 500 frames.
+    The session has a window, an archive whose quotas are reached early, a gate and a reducer.
     """
     import mmfast
 
@@ -61,60 +60,39 @@ def bounded_row(
 ) -> Row:
     """Compare time and memory after `early` frames with those before.
 
-    Args:
-        pipe: A `video-stream` pipeline.
-        frames: Frames in all.
-        early: Memory up to this frame is compared with that of all.
-        part: Frames before `early`, and at the end, whose times are compared.
-        side: Height and width of a frame.
-        tick: Moves a progress bar.
-
-    Returns:
-        A row: bytes that the session holds and resident bytes of the process, each as the highest
-        value up to `early` and of all, `growth` of both as shares, median processor time per
-        frame in both parts and its `slowdown`.
+    Bytes of session and process are the highest up to `early` and of all; the times are medians of
+    `part` frames.
     """
     seen, figures = _watch(pipe, frames, side, tick)
     samples = early // _SAMPLE
     before = statistics.median(seen.spent[early - part : early])
     after = statistics.median(seen.spent[-part:])
     memory = figures["memory"]
-    return {
-        "memory": MEMORY,
-        "reduce": pipe.stream_model.reduce,
-        "n": frames,
-        "early": early,
-        "held_early_mb": max(seen.held[:samples]) / 1e6,
-        "held_mb": max(seen.held) / 1e6,
-        "held_growth": max(seen.held) / max(seen.held[:samples]) - 1,
-        "resident_early_mb": max(seen.resident[:samples]) / 1e6,
-        "resident_mb": max(seen.resident) / 1e6,
-        "growth": max(seen.resident) / max(seen.resident[:samples]) - 1,
-        "early_ms": before,
-        "late_ms": after,
-        "slowdown": after / before - 1,
-        "evicted": memory["evicted_blocks"],
-        "rebases": memory["rebases"],
-        "stored": memory["archive"]["blocks"],
-        "clock": PROCESSOR_CLOCK,
-        "threads": 1,
-        "device": str(pipe.model.device),
-    }
+    row = {"memory": MEMORY, "reduce": pipe.stream_model.reduce, "n": frames, "early": early}
+    for name, growth, values in (
+        ("held", "held_growth", seen.held),
+        ("resident", "growth", seen.resident),
+    ):
+        first, most = max(values[:samples]), max(values)
+        row |= {f"{name}_early_mb": first / 1e6, f"{name}_mb": most / 1e6, growth: most / first - 1}
+    row |= {"early_ms": before, "late_ms": after, "slowdown": after / before - 1}
+    row |= {"evicted": memory["evicted_blocks"], "rebases": memory["rebases"]}
+    row |= {"stored": memory["archive"]["blocks"], **ON_ONE_THREAD}
+    return row | {"device": str(pipe.model.device)}
 
 
-@dataclass
-class _MemoryRecord:
+class _MemoryRecord(NamedTuple):
     """Bytes held by the session, resident bytes of the process, and milliseconds per frame."""
 
-    held: list[int] = field(default_factory=list)
-    resident: list[int] = field(default_factory=list)
-    spent: list[float] = field(default_factory=list)
+    held: list[int]
+    resident: list[int]
+    spent: list[float]
 
 
 def _watch(
     pipe: Any, frames: int, side: int, tick: Callable[[int, int], None]
 ) -> tuple[_MemoryRecord, dict[str, Any]]:
-    seen = _MemoryRecord()
+    seen = _MemoryRecord([], [], [])
     with tempfile.TemporaryDirectory() as folder, one_thread():
         options = {"host_bytes": "2MB", "disk_bytes": "2MB", "folder": Path(folder)}
         with pipe.open(MEMORY, **options) as session:
@@ -172,13 +150,9 @@ def prefill_rows(layers: int, frames: int, rounds: int) -> list[Row]:
     with torch.no_grad():
         kept = _check_prefill(case)
     jobs = {"whole": lambda: append_frames(case, None), SPEC: lambda: append_frames(case, SPEC)}
-    shared = {
-        "preset": PRESET,
-        "note": f"{layers} of {shape.text['num_hidden_layers']} layers, {frames} frames one by one",
-        "dtype": "float32",
-        "tokens": case.n,
-        "frames": frames,
-    }
+    note = f"{layers} of {shape.text['num_hidden_layers']} layers, {frames} frames one by one"
+    shared = {"preset": PRESET, "note": note, "dtype": "float32", "tokens": case.n}
+    shared["frames"] = frames
     extra: dict[str, Row] = {
         "whole": {"method": None, "knobs": {}, "kept": case.n},
         SPEC: {"method": "stc_pruner", "knobs": {"budget": 0.3}, "kept": kept},
@@ -194,8 +168,7 @@ def _saving(rows: list[Row]) -> list[Row]:
 def append_frames(case: Case, spec: str | None) -> tuple[DynamicCache, Tensor]:
     """Append every frame to an empty cache; return it and the last hidden state `[D]`.
 
-    The kept tokens of a frame keep their positions, and the next frame begins at the position
-    behind the whole frame.
+    Kept tokens keep their positions, and the next frame begins behind the whole frame.
     """
     decoder: Any = case.model.get_decoder()
     _, rows, columns = case.grid
@@ -216,11 +189,7 @@ def append_frames(case: Case, spec: str | None) -> tuple[DynamicCache, Tensor]:
 
 
 def _check_prefill(case: Case) -> int:
-    """Return the number of kept tokens.
-
-    Raises:
-        MmfastError: Prefill frame by frame differs from prefill at once.
-    """
+    """Return the number of kept tokens."""
     cache, last = append_frames(case, None)
     decoder: Any = case.model.get_decoder()
     at_once = decoder(inputs_embeds=case.visual[None]).last_hidden_state[0, -1]
@@ -245,21 +214,14 @@ SHAPES: dict[str, tuple[Preset, int, str]] = {
 @benchmark("stream", "frame-cache")
 def frame_cache(tick: Tick) -> list[Row]:
     """Compare the stock tower with the frame cache on real shapes, and its cost over a stream."""
-    found: list[Row] = []
-    for done, name in enumerate(SHAPES):
-        tick(name, done, len(SHAPES))
-        found += frame_cache_rows(name, ROUNDS)
-    return found
+    return over(SHAPES, lambda name: frame_cache_rows(name, ROUNDS), tick)
 
 
 def frame_cache_rows(name: str, rounds: int) -> list[Row]:
     """Measure one shape of `SHAPES`.
 
-    Every frame differs a little from the one before in all patches, so that the cache computes
-    exactly its share of each; the rule that finds scene cuts is off.
-
-    Raises:
-        MmfastError: The cache failed its checks, so a time would be meaningless.
+    Every frame differs a little in all patches, so that the cache computes exactly its share of
+    each; the rule that finds scene cuts is off.
     """
     preset, frames, note = SHAPES[name]
     case = build(preset, ("vit",), frames=frames)
@@ -329,11 +291,7 @@ QUALITY_CASES: tuple[tuple[float, dict[str, Any]], ...] = (
 
 @benchmark("stream", "frame-cache-quality")
 def frame_cache_quality(tick: Tick) -> list[Row]:
-    """Compare features of the frame cache with the stock tower's on the embedded clips.
-
-    Raises:
-        MmfastError: The clips are missing.
-    """
+    """Compare features of the frame cache with the stock tower's on the embedded clips."""
     paths = sorted(CLIPS.glob("*.mp4"))
     if not paths:
         raise MmfastError(f"no clips at {str(CLIPS)!r}; run in a checkout of mmfast")
@@ -360,21 +318,11 @@ def quality_row(
         cosines.append(F.cosine_similarity(cached, stock, dim=-1)[1:])
         counts = {name: total + state.stats()[name] for name, total in counts.items()}
     cosine = torch.cat(cosines)  # [frames, tokens]
-    return {
-        "model": MODEL,
-        "method": "frame_cache",
-        "knobs": knobs,
-        "fps": fps,
-        "n": len(paths),
-        "cosine": cosine.mean().item(),
-        "cosine_worst_frame": cosine.mean(-1).min().item(),
-        "cosine_worst_token": cosine.min().item(),
-        "computed": counts["computed"] / counts["patches"],
-        "frames": counts["frames"],
-        "whole": counts["whole"],
-        "device": "cpu",
-        "dtype": "float32",
-    }
+    row = {"model": MODEL, "method": "frame_cache", "knobs": knobs, "fps": fps, "n": len(paths)}
+    row |= {"cosine": cosine.mean().item(), "cosine_worst_token": cosine.min().item()}
+    row |= {"cosine_worst_frame": cosine.mean(-1).min().item(), "whole": counts["whole"]}
+    row |= {"computed": counts["computed"] / counts["patches"], "frames": counts["frames"]}
+    return row | {"device": "cpu", "dtype": "float32"}
 
 
 def _frame_features(encoder: FrameEncoder, shots: Sequence[Any], state: Any) -> Tensor:

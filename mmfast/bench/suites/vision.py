@@ -1,7 +1,6 @@
 """Benchmarks of the vision tower on real shapes with random weights.
 
-Attention of a block, frames per call, compiled modes, merging between blocks, and the patch
-embedding. A variant is timed only if its features are close to those of the stock tower.
+A variant is timed only if its features are close to those of the stock tower.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -24,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmfast.attach import attach
 from mmfast.bench.cases import Case, build, feature_rows, pick_device
 from mmfast.bench.presets import Preset, get_preset
-from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.registry import Tick, benchmark, over
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.timing import compare_jobs, one_thread, peak_during, timed
 from mmfast.core.errors import MmfastError
@@ -35,12 +34,8 @@ from mmfast.ops.attention import segment_attention
 
 Jobs = dict[str, Callable[[], Any]]
 _SPECIAL = {"image_token_index": 510, "video_token_index": 511}
-_SMALL_TEXT = {
-    "vocab_size": 512,
-    "intermediate_size": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+_SMALL_TEXT: dict[str, Any] = {"vocab_size": 512, "intermediate_size": 64}
+_SMALL_TEXT |= {"bos_token_id": None, "eos_token_id": None}
 
 
 def only_tower(shape: Preset) -> Preset:
@@ -55,18 +50,14 @@ def siglip_shape(layers: int) -> Preset:
 
 
 def qwen_shape(layers: int) -> Preset:
-    """Return the tower of Qwen2.5-VL on 392 x 392 pixels, 784 patches for two frames.
-
-    As in the checkpoint the last block of eight attends to the whole frame, the others to windows.
-    """
+    """Return Qwen2.5-VL's tower for 392 x 392 pixels, every eighth block with full attention."""
     shape = get_preset("qwen2.5-vl-7b")
     full = [*range(7, layers, 8)] or [layers - 1]
     vision = {**shape.vision, "depth": layers, "fullatt_block_indexes": full}
     return only_tower(replace(shape, vision=vision, grid=(28, 28), half=False))
 
 
-@dataclass(frozen=True)
-class TowerShape:
+class TowerShape(NamedTuple):
     """A tower, the number of its blocks, and its smallest number of frames in a call."""
 
     shape: Callable[[int], Preset]
@@ -92,11 +83,7 @@ def encode(case: Case) -> Tensor:
 
 
 def check(found: Tensor, expected: Tensor, limit: float) -> float:
-    """Return the largest difference as a share of the largest value.
-
-    Raises:
-        MmfastError: It exceeds `limit`, so a time would be meaningless.
-    """
+    """Return the largest difference as a share of the largest value."""
     difference = (found.float() - expected.float()).abs().max()
     far = float(difference / expected.float().abs().max())
     if not far <= limit:
@@ -121,11 +108,7 @@ SEGMENTS: dict[str, tuple[int, int, Sequence[int]]] = {
 @benchmark("encoder", "attention")
 def attention(tick: Tick, rounds: int = 7) -> list[Row]:
     """Compare eager and SDPA attention per segment with one call for all segments."""
-    found: list[Row] = []
-    for number, name in enumerate(SEGMENTS):
-        tick(name, number, len(SEGMENTS))
-        found += _attention_rows(name, rounds)
-    return found
+    return over(SEGMENTS, lambda name: _attention_rows(name, rounds), tick)
 
 
 def _attention_rows(name: str, rounds: int) -> list[Row]:
@@ -135,43 +118,31 @@ def _attention_rows(name: str, rounds: int) -> list[Row]:
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     gen = torch.Generator().manual_seed(0)
     size = (sum(lengths), heads, width)
-    q, k, v = (torch.randn(size, generator=gen).to(where, dtype) for _ in range(3))
+    inputs = [torch.randn(size, generator=gen).to(where, dtype) for _ in range(3)]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=where)
-    scale = width**-0.5
+    together = partial(segment_attention, scale=width**-0.5, longest=max(lengths))
     jobs: Jobs = {
-        "eager, one by one": partial(_by_segment, _eager, q, k, v, lengths, scale),
-        "sdpa, one by one": partial(_by_segment, _sdpa, q, k, v, lengths, scale),
-        "together": partial(segment_attention, q, k, v, ends, scale=scale, longest=max(lengths)),
+        "eager, one by one": partial(_by_segment, _eager, inputs, lengths),
+        "sdpa, one by one": partial(_by_segment, F.scaled_dot_product_attention, inputs, lengths),
+        "together": partial(together, *inputs, ends),
     }
     expected = jobs["eager, one by one"]()
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     extra = {job: {"difference": check(run(), expected, limit)} for job, run in jobs.items()}
-    shared: Row = {"shape": name, "segments": len(lengths), "tokens": len(q), "heads": heads}
+    shared: Row = {"shape": name, "segments": len(lengths), "tokens": sum(lengths), "heads": heads}
     shared |= {"head_dim": width, "dtype": dtype_name(dtype)}
     return compare_jobs(jobs, rounds, shared, where, extra)
 
 
-def _by_segment(
-    attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: list[int],
-    scale: float,
-) -> Tensor:
+def _by_segment(attend: Callable[..., Tensor], inputs: Sequence[Tensor], lengths: Any) -> Tensor:
     """Split, attend to each segment, and join, as stock towers do; `[S, H, d]`."""
-    heads = (x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v))
-    parts = zip(*heads, strict=True)
-    return torch.cat([attend(a, b, c, scale) for a, b, c in parts], 1)[0]
+    parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in inputs), strict=True)
+    return torch.cat([attend(*each).transpose(1, 2).contiguous() for each in parts], 1)[0]
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    weights = torch.softmax(q @ k.transpose(2, 3) * scale, -1, dtype=torch.float32).to(q.dtype)
-    return (weights @ v).transpose(1, 2).contiguous()
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).contiguous()
+def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    return torch.softmax(logits, -1, dtype=torch.float32).to(q.dtype) @ v
 
 
 PER_CALL = (1, 2, 4, 8)
@@ -179,10 +150,7 @@ PER_CALL = (1, 2, 4, 8)
 
 @benchmark("encoder", "batch")
 def frames_per_call(tick: Tick, frames: int = 8, layers: int = 1, rounds: int = 5) -> list[Row]:
-    """Compare calls of one frame of the SigLIP tower with calls of several.
-
-    A GPU runs four times the frames and all blocks.
-    """
+    """Compare calls of one frame of the SigLIP tower with calls of several; all blocks on a GPU."""
     where, tower = pick_device(None), TOWERS["siglip-so400m-384"]
     if where.type == "cuda":
         frames, layers = 4 * frames, tower.blocks
@@ -220,9 +188,12 @@ def _mode_rows(name: str, rounds: int, layers: int, tick: Tick) -> list[Row]:
     jobs: Jobs = {"stock": partial(encode, case)}
     extra: dict[str, Row] = {}
     limit = 1e-4 if expected.dtype == torch.float32 else 5e-2
-    available = [mode for mode in MODES if _available(mode, where)]
-    for number, mode in enumerate(available):
-        tick(f"{name}, {mode}", number, len(available))
+    for number, mode in enumerate(MODES):
+        tick(f"{name}, {mode}", number, len(MODES))
+        try:
+            check_encoder(mode, where)
+        except MmfastError:
+            continue
         run = jobs[mode] = partial(_encode_fast, case, mode)
         first, ms = timed(run)
         extra[mode] = {"difference": check(first, expected, limit), "first_call_s": ms / 1e3}
@@ -236,21 +207,8 @@ def _encode_fast(case: Case, mode: str) -> Tensor:
         return encode(case)
 
 
-def _available(mode: str, device: torch.device) -> bool:
-    try:
-        check_encoder(mode, device)
-    except MmfastError:
-        return False
-    return True
-
-
-MERGES = (
-    "tome@vit:0.75",
-    "tome@vit:0.5",
-    "tome@vit:0.5?until=0.5",
-    "tome@vit:0.25",
-    "saint@vit:0.5",
-)
+_TOME = tuple(f"tome@vit:{keep}" for keep in ("0.75", "0.5", "0.5?until=0.5", "0.25"))
+MERGES = (*_TOME, "saint@vit:0.5")
 
 
 @benchmark("encoder", "merge")
@@ -261,19 +219,11 @@ def merging(
 
     `ideal` is the speed-up by FLOPs, `merging_ms` the time to choose and merge.
     """
-    found: list[Row] = []
-    for number, name in enumerate(TOWERS):
-        tick(name, number, len(TOWERS))
-        found += _merge_rows(name, specs, rounds, layers)
-    return found
+    return over(TOWERS, lambda name: _merge_rows(name, specs, rounds, layers), tick)
 
 
 def _merge_rows(name: str, specs: Sequence[str], rounds: int, layers: int) -> list[Row]:
-    """Measure one tower.
-
-    Raises:
-        MmfastError: Features of a spec are of another shape, or not finite.
-    """
+    """Measure one tower."""
     tower, where = TOWERS[name], pick_device(None)
     layers, frames = (tower.blocks, 32) if where.type == "cuda" else (layers, tower.frames)
     case = tower.case(layers, frames)
@@ -290,12 +240,9 @@ def _merge_rows(name: str, specs: Sequence[str], rounds: int, layers: int) -> li
             raise MmfastError(f"{spec!r} gave features {list(features.shape)}; run the tests")
         with torch.no_grad(), one_thread(), _merges_recorded() as clocked:
             run()
-        extra[spec] = {
-            "reduce": spec,
-            "ideal": flops / _flops(case, seen.lengths),
-            "merging_ms": clocked.ms,
-            "operations_a_block": seen.operations / layers,
-        }
+        extra[spec] = {"reduce": spec, "ideal": flops / _flops(case, seen.lengths)}
+        extra[spec]["operations_a_block"] = seen.operations / layers
+        extra[spec]["merging_ms"] = clocked.ms
     shared: Row = {"tower": name, "frames": frames, "layers": layers, "of_layers": tower.blocks}
     found = compare_jobs(jobs, rounds, shared, where, extra)
     return [{**row, "of_ideal": row["speedup"] / row["ideal"]} for row in found]
@@ -359,12 +306,9 @@ PATCHES = ("siglip-so400m-384, two frames", "qwen2.5-vl, two frames of 392 x 392
 @benchmark("encoder", "patch")
 def patches(tick: Tick) -> list[Row]:
     """Compare the stock patch convolution with the same sums as a matrix product."""
-    kinds = [(name, dtype) for name in PATCHES for dtype in (torch.float32, torch.bfloat16)]
-    found: list[Row] = []
-    for number, (name, dtype) in enumerate(kinds):
-        tick(f"{name}, {dtype}", number, len(kinds))
-        found += patch_rows(name, dtype, rounds=5)
-    return found
+    dtypes = (torch.float32, torch.bfloat16)
+    each = lambda name: [row for dtype in dtypes for row in patch_rows(name, dtype, rounds=5)]
+    return over(PATCHES, each, tick)
 
 
 def patch_rows(name: str, dtype: torch.dtype, rounds: int) -> list[Row]:
