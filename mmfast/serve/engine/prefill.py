@@ -39,8 +39,7 @@ class PrefillJob:
     def __init__(self, prompt: Embedded, prefix: tuple[tuple[Tensor, ...], int] | None = None):
         self.prompt = prompt
         self.kv: list[Tensor] = []  # keys and values per layer `[2, H, m, d]`, filled up to `done`
-        # tokens whose keys and values were cached
-        self.done = self.reused = 0  # tokens read so far
+        self.done = self.reused = 0  # tokens read so far, and those of them that were cached
         self.logits: Tensor | None = None  # `[V]` float32 at the last token; None until then
         if prefix is not None:
             held, self.reused = prefix

@@ -33,9 +33,10 @@ class ActiveRequest:
         self.cache: str | None = None
         self.target: float | None = None  # latency target of the planner in milliseconds
         self.plan_ms: float | None = None
-        self.cached = self.reserve = 0  # most tokens whose keys and values the request may hold
-        # the receiver of the events raised an exception
-        self.over = self.broken = False  # the last event was sent
+        # reserve: most tokens whose keys and values the request may hold
+        self.cached = self.reserve = 0
+        # the last event was sent; the receiver of the events raised an exception
+        self.over = self.broken = False
         self.began = time.perf_counter()
         self.prefill_ms = 0.0
         self._first = 0.0
