@@ -22,7 +22,7 @@ _SUBPROTOCOL = "openai-insecure-api-key."  # a WebSocket of a browser sends its 
 
 
 class Keys:
-    """The keys of a server, kept as hashes; given plain, or as `sha256:` and hexadecimal."""
+    """The keys of a server, kept as hashes; given in plain text or as `sha256:` with the hash."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._hashes = [

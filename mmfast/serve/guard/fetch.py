@@ -112,7 +112,7 @@ def _listed(host: str, port: int, usual: bool, allowed: Iterable[str]) -> bool:
 
 
 def check_addresses(found: Iterable[str], host: str, param: str | None = None) -> str:
-    """Return the address to connect to: the first, if there are some and all are public."""
+    """Return the first address to connect to; `ApiError` 400 unless all are public."""
     addresses = list(found)
     if not addresses:
         raise _refused(f"the host {host[:80]!r} is unknown", param, "fetch_failed")

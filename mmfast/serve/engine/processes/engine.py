@@ -302,12 +302,12 @@ def process_engine(
     """Start an engine of worker processes on this machine.
 
     Workers that encode send embeddings through shared memory to workers that do the rest, each with
-    a `Scheduler` of its own, with `slots` and `queue` of its own. A worker that dies ends the
-    streams on it and is restarted.
+    a `Scheduler` that has its own `slots` and `queue`. A worker that dies ends the streams on it
+    and is restarted.
 
     With `encode=0`, those that answer encode, too. `prefill` can only be 1: the workers that decode
-    read the prompts. `threads` per worker; 0 divides the cores of the machine. `linger` delays each
-    result of an encoder by that many seconds, to test faults.
+    read the prompts. Each worker has `threads` threads of torch; 0 divides the cores of the
+    machine. `linger` delays each result of an encoder by that many seconds, to test faults.
     """
     _check(model, encode, prefill, decode)
     threads = threads or max(1, (os.cpu_count() or 1) // (encode + decode))

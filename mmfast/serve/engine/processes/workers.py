@@ -177,9 +177,9 @@ class LostError(RuntimeError):
 class RemoteEncoder(MediaEncoder):
     """A `MediaEncoder` that prepares prompts here and has media encoded by other workers.
 
-    The engine goes on decoding while it waits. Prompts without media are embedded here. `ask(call,
-    prepared)` sends a request; its result comes to `resolve`. `lost` holds the ids of requests
-    whose encoder died.
+    The engine goes on decoding while it waits. Prompts without media are embedded here. Requests
+    are sent by `ask(call, prepared)`, and their results come to `resolve`. `lost` holds the ids of
+    requests whose encoder died.
     """
 
     def __init__(
