@@ -64,11 +64,7 @@ class Spoken:
         return found
 
     def save(self, target: str | Path | BinaryIO) -> None:
-        """Write a WAV file of 16-bit samples.
-
-        Raises:
-            MediaError: It cannot be written.
-        """
+        """Write a WAV file of 16-bit samples; MediaError where it cannot be written."""
         write_wav(target, self.pcm, self.rate)
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,13 +80,9 @@ def collect(
     meter: ReplyMeter | None = None,
     each: Callable[[Tensor], Any] | None = None,
 ) -> Spoken:
-    """All pieces in one, each of them counted.
+    """Join all pieces; `meter` counts each, `each` takes its samples as it comes.
 
-    Args:
-        sounds: The pieces.
-        rate: Samples per second, where there is none.
-        meter: Counts; time began when it was made.
-        each: Takes the samples of every piece as it comes.
+    `rate` holds where there is no piece; the time of the meter began when it was made.
     """
     meter, parts, texts, heard = meter or ReplyMeter(), [torch.zeros(0)], [], ""
     for sound in meter.timed(sounds):
@@ -103,10 +95,9 @@ def collect(
 
 
 def check_text(text: object) -> str:
-    """A text that can be said.
+    """Return a text that can be said.
 
-    Raises:
-        MmfastError: It is none, is empty, has no letter or digit, or is too long.
+    MmfastError: it is none, is empty, has no letter or digit, or is too long.
     """
     if not isinstance(text, str):
         raise MmfastError(f"{type(text).__name__} cannot be said; give a text")
@@ -121,11 +112,7 @@ def check_text(text: object) -> str:
 
 
 def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
-    """Pieces of a text as they come.
-
-    Raises:
-        MmfastError: One is no text.
-    """
+    """Pieces of a text as they come; MmfastError where one is no text."""
     for part in parts:
         if not isinstance(part, str):
             raise MmfastError(f"{type(part).__name__} cannot be said; give pieces of text")
@@ -235,11 +222,7 @@ class SpeechChat:
 
 
 def ear_of(name: str) -> Ear:
-    """An ear by its name.
-
-    Raises:
-        MmfastError: There is none of that name.
-    """
+    """An ear by its name; MmfastError for an unknown one."""
     if name not in ("voice", "manual"):
         raise MmfastError(unknown("ear", name, ["voice", "manual"]))
     return ManualEar() if name == "manual" else VoiceEar()

@@ -73,16 +73,9 @@ def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple
     """Pair media with questions; says whether the caller asked for a list.
 
     Of clips, a list of arrays or PIL images with ONE question is one clip given as frames; a list
-    of paths or bytes, or a list of questions, means several inputs. Of images, a list is always
-    several inputs and a tuple one, with all its images in the prompt.
-
-    Args:
-        media: What the caller gave.
-        question: A question or a list of them.
-        images: Media are images.
-
-    Raises:
-        MmfastError: Lists of different lengths, an empty list, or an empty question.
+    of paths or bytes, or a list of questions, means several inputs. Of `images`, a list is always
+    several inputs and a tuple one, with all its images in the prompt. MmfastError: lists of
+    different lengths, an empty list, or an empty question.
     """
     many = _many_images(media) if images else _many_clips(media, question)
     if isinstance(question, (list, tuple)):
@@ -257,11 +250,7 @@ class VisualQA:
         return answers if many else answers[0]
 
     def stream(self, media: Any, question: str, **target: Any) -> Iterator[str]:
-        """Answer one question piece by piece; arguments as for a call.
-
-        Yields:
-            Text deltas; joined they are the text of the answer.
-        """
+        """Answer one question, as a call does, in text deltas that joined are the answer."""
         wanted, start = self._wanted(target), time.perf_counter()
         inputs, items = self._inputs([(media, check_question(question))], Trace())
         reduce = self.reduce
@@ -308,7 +297,7 @@ class VisualQA:
     def _inputs(
         self, pairs: list[tuple[Any, str]], trace: Trace
     ) -> tuple[dict[str, Any], list[int]]:
-        """The model's inputs, and the number of images or clips of each question."""
+        """Return the model's inputs, and the number of images or clips of each question."""
         with trace.stage("read"):
             shots = [self._read(media) for media, _ in pairs]
         with trace.stage("preprocess"):

@@ -78,13 +78,8 @@ class TurnLock:
 def read_frames(frame: Any, time: Any, limits: Limits) -> tuple[list[Frame], list[Any]]:
     """One frame or several, as RGB `[H, W, 3]` uint8, and a time or None for each.
 
-    Args:
-        frame: Anything `read_image` takes; a list, a tuple or an array of four axes is several.
-        time: Seconds; of several frames a sequence of them, or None.
-        limits: Of a frame's size.
-
-    Raises:
-        MediaError: A frame cannot be read, or there are not as many times as frames.
+    A list, a tuple or an array of four axes is several frames; `time` is then a sequence of
+    seconds, or None. MediaError: a frame cannot be read, or there are not as many times as frames.
     """
     several = isinstance(frame, list | tuple) or getattr(frame, "ndim", 0) == 4
     frames = list(frame) if several else [frame]
@@ -225,7 +220,6 @@ class Session:
         )
 
     def _ended(self, reply: Reply, question: str | None, version: int) -> None:
-        """Count an answer, and keep it where that was asked for."""
         with self.turns.question():
             self.stream.spent["answer_ms"] += reply.ms or 0.0
             if question is not None and not self.closed:
@@ -338,9 +332,7 @@ class Watch:
         each: Called after every frame with its seconds, in the thread that watches.
         **options: `allow_network`, `rate`, `timeout`; see `live_frames`.
 
-    Attributes:
-        feed: Reads ahead; knows `lag` and `dropped`.
-        error: What ended it, if it did not end by itself.
+    `feed` knows `lag` and `dropped`; `error` is the exception that ended it, if any.
     """
 
     def __init__(
@@ -374,10 +366,9 @@ class Watch:
             self.error = error
 
     def run(self) -> None:
-        """Push frame after frame until the source ends, the session is closed or `stop`.
+        """Push frames until the source ends, the session is closed or `stop`.
 
-        Raises:
-            MediaError: The source stalls or dies.
+        Raises MediaError where the source stalls or dies.
         """
         self._session.new_source()
         try:
@@ -401,11 +392,7 @@ class Watch:
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the source; return True once it has ended.
-
-        Raises:
-            MediaError: The source stalled or died.
-        """
+        """Wait for the end of the source and return True; MediaError where it stalled or died."""
         if self._thread is not None:
             self._thread.join(timeout)
         if self.error is not None:

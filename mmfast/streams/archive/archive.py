@@ -120,11 +120,9 @@ def _moved(column: Tensor, rows: Tensor, capacity: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Tokens of a block to read in one layer.
+    """Tokens of block `number` to read in one layer.
 
-    Attributes:
-        number: Of the block.
-        tokens: `[m]` int64 ascending, among those the layer holds of it; None for all.
+    `tokens` is `[m]` int64 ascending, among those the layer holds of it; None for all.
     """
 
     number: int
@@ -194,14 +192,10 @@ REPORTED = ("dropped", "corrupt", "lost", "disk_errors")
 
 @dataclass(frozen=True, eq=False)
 class LayerPart:
-    """Keys and values of one layer, read from a stored block.
+    """Keys (before RoPE) and values `[H, m, d]` of one layer, read from a stored block.
 
-    Attributes:
-        number: Of the block.
-        keys: `[H, m, d]` before RoPE.
-        values: `[H, m, d]`.
-        relative: `[A, m]` positions from the start of the block.
-        advance: `[A]` from the start of the block to that of the next one.
+    `relative` `[A, m]` are positions from the start of the block, `advance` `[A]` is the distance
+    from there to the start of the next one.
     """
 
     number: int
@@ -226,14 +220,10 @@ class Archive:
         tiers: TierQuotas | None = None,
         store: Quantiser | None = None,
     ) -> None:
-        """An empty archive.
+        """Make an empty archive for a language model of so many `layers`.
 
-        Args:
-            retriever: Chooses what is read.
-            layers: Of the language model.
-            device: Where parts are wanted and the index lies.
-            tiers: Byte quotas; None is `TierQuotas()`, main memory alone.
-            store: Packs blocks that leave the device.
+        `retriever` chooses what is read; `device` is where parts are wanted and the index lies;
+        without `tiers` main memory alone is used; `store` packs blocks that leave the device.
         """
         self.reports = Reports()
         self._retriever = retriever
@@ -246,8 +236,7 @@ class Archive:
     def put(self, block: Block) -> None:
         """Add the newest block; the oldest go where quotas are reached.
 
-        Raises:
-            MmfastError: It is not newer than all before, or has another number of layers.
+        MmfastError: it is not newer than all before, or has another number of layers.
         """
         if block.number <= self._newest or len(block.keys) != len(self._index):
             raise MmfastError(
