@@ -24,16 +24,9 @@ class Mtp(AudioHead):
     """Independent draft modules, fed by the hidden state before them alone (VocalNet).
 
     Module k is a decoder layer on the states of module k - 1 before any norm, with a norm of its
-    own; the loss of the k-th module, counted from 1, weighs 0.8^k.
-
-    Args:
-        trunk: The language model's parts.
-        modules: Modules K.
-        own_output: Every module has an output matrix of its own, as published; else they share
-            the backbone's, which costs no bytes.
-        ffn: Inner width of a module's layer; None is the model's.
-        window: Positions that a module attends to; 0 is all.
-        history: Most positions that modules catch up on at once.
+    own; the loss of the k-th module, counted from 1, weighs 0.8^k. With `own_output` every module
+    has an output matrix of its own, as published; else they share the backbone's, which costs no
+    bytes. Other arguments are those of `AudioHead`.
     """
 
     name: ClassVar[str] = "mtp"
@@ -104,12 +97,9 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class HeadLoss:
-    """Result of a training step of a head.
+    """The weighted sum, to be differentiated, and two detached figures per module.
 
-    Attributes:
-        loss: The weighted sum, to be differentiated.
-        terms: Per module its mean cross-entropy, detached.
-        right: Per module the share of labels that its best guess is.
+    `terms` has the mean cross-entropy, `right` the share of labels that the best guess is.
     """
 
     loss: Tensor
@@ -142,8 +132,7 @@ def head_loss(
             modules then also learn to say what the backbone would.
         share: Of the teacher in the loss, in [0, 1]; 1 is the teacher alone, where there is one.
 
-    Raises:
-        ModelError: Shapes do not fit, or no label is there.
+    ModelError: shapes do not fit, or no label is there.
     """
     if labels.shape != hidden.shape[:2] or embeds.shape != hidden.shape:
         raise ModelError(

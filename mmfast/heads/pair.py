@@ -25,9 +25,7 @@ class PairHead(nn.Module):
     Args:
         hidden: Width of the backbone's hidden state, or the backbone.
         size: Entries per channel V.
-        layers: Layers of its own behind the backbone.
-        heads: Attention heads.
-        ffn: Inner width of the feed-forward.
+        layers, heads, ffn: Sizes of the layers of its own behind the backbone.
         window: Steps that are looked back to; None for all.
     """
 
@@ -81,14 +79,10 @@ class PairHead(nn.Module):
         return state, rearrange(self.out(self.norm(x)), "b (n c) v -> b c n v", c=2)
 
     def loss(self, hidden: Tensor, codes: Tensor) -> CodeLoss:
-        """Each channel's next token from its own place.
+        """Loss of each channel's next token from its own place; figures per channel.
 
-        Args:
-            hidden: `[B, 2 T, D]` of the backbone, which has read `embed(codes)`.
-            codes: `[B, 2, T]`; -100 where there is none.
-
-        Returns:
-            Figures per channel.
+        `hidden` is `[B, 2 T, D]` of the backbone, which has read `embed(codes)`; `codes` are `[B,
+        2, T]`, -100 where there is none.
         """
         logits = self.logits(self.init_state(len(hidden)), hidden)[1]
         return code_loss(logits[:, :, :-1].transpose(1, 2), codes[:, :, 1:].transpose(1, 2))

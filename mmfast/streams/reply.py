@@ -37,8 +37,7 @@ class Sampler:
         seed: Of the random choice.
         penalty: Tokens that were said before are so much less likely; 1 changes nothing.
 
-    Raises:
-        MmfastError: A value out of range.
+    MmfastError: a value out of range.
     """
 
     def __init__(

@@ -22,8 +22,7 @@ LONGEST = 600  # seconds of one chunk
 class Inlet:
     """Takes chunks of one stream, and changes their rate without a seam between them.
 
-    Attributes:
-        samples: At 16 kHz so far.
+    `samples` counts those at 16 kHz so far.
     """
 
     def __init__(self) -> None:
@@ -33,11 +32,7 @@ class Inlet:
         self._odd = b""  # half a sample that ended a chunk of bytes
 
     def take(self, pcm: Any, rate: int) -> Tensor:
-        """A chunk as samples `[n]` at 16 kHz.
-
-        Raises:
-            MediaError: It is no sound; nothing of it is taken.
-        """
+        """Return a chunk as samples `[n]` at 16 kHz; MediaError, and none taken, if it is no sound."""
         rate, chunk = check_rate(rate), self._samples(pcm)
         if len(chunk) > LONGEST * rate:
             raise MediaError(
@@ -138,9 +133,6 @@ class Outlet:
 
     It locks nothing: its owner does. Sound is bounded by its maker, which waits while too much of
     it is here; other events are a few a turn, and the oldest are dropped beyond `MOST`.
-
-    Args:
-        clock: Tells the time of an event.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -25,13 +25,9 @@ class Alignment:
 
     The words of a piece begin with the piece; or `notes["starts"]` says where, in samples of the
     piece, one number a word. Words that begin together share the time until the next by their
-    length. A word ends with its last loud sample: who is cut short in the pause behind it has
-    said it. One that may go on in pieces to come has not been said in full.
-
-    Attributes:
-        samples: Of the sound so far.
-        rate: Of them a second.
-        finished: No more pieces come; set by the owner.
+    length. A word ends with its last loud sample: who is cut short in the pause behind it has said
+    it. One that may go on in pieces to come has not been said in full; the owner sets `finished`
+    when none come.
     """
 
     def __init__(self) -> None:
@@ -120,8 +116,7 @@ class HistoryTurn:
     """One side's turn.
 
     Args:
-        id: Its name.
-        role: Who spoke.
+        id, role: Its name, and who spoke.
         said: Its text, where it is not given by sound.
         words: Text beside sound, of a reply.
         playback: What of that sound has been played; None once it is settled.
@@ -164,11 +159,7 @@ class HistoryTurn:
         self.limit = played
 
     def truncate(self, ms: float) -> float:
-        """Keep so much of its sound as its listener heard, no more than arrived.
-
-        Returns:
-            The milliseconds that are kept; 0 of a turn without sound.
-        """
+        """Keep as much of its sound as its listener heard; returns milliseconds, or 0."""
         if self.words is None:
             return 0.0
         if self.playback is not None:
@@ -181,9 +172,7 @@ class HistoryTurn:
 class History:
     """The items of a conversation, the oldest of which are forgotten.
 
-    Args:
-        turns: Most items.
-        letters: Most letters of them together; the last two stay, however long.
+    There are `turns` items and `letters` in them at most; the last two stay, however long.
     """
 
     def __init__(self, turns: int = TURNS, letters: int = LETTERS) -> None:
@@ -211,11 +200,7 @@ class History:
             left, self.forgotten = left - whole[id], self.forgotten + 1
 
     def get(self, id: str) -> HistoryTurn:
-        """An item.
-
-        Raises:
-            MmfastError: There is none of that name, or it is forgotten.
-        """
+        """An item; MmfastError where there is none of that name, or it is forgotten."""
         if id not in self.items:
             raise MmfastError(unknown("item", id, self.items or ["none yet"]))
         return self.items[id]
@@ -241,11 +226,7 @@ class History:
         ]
 
     def restore(self, saved: Iterable[dict[str, Any]]) -> None:
-        """Go on with what `save` gave.
-
-        Raises:
-            MmfastError: It did not.
-        """
+        """Go on with what `save` gave; MmfastError for anything else."""
         items = {}
         try:
             for row in saved:

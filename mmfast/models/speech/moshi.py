@@ -31,13 +31,7 @@ AUDIO = Sampling(temperature=0.8, top_k=250)
 
 @dataclass(frozen=True, eq=False)
 class TalkState:
-    """State of B conversations; a value.
-
-    Attributes:
-        steps: Of the model.
-        ear: Of the codec's encoder.
-        mouth: Of the codec's decoder.
-    """
+    """State of B conversations: of the model, the codec's encoder and its decoder; a value."""
 
     steps: MoshiState
     ear: Any
@@ -53,16 +47,13 @@ class MoshiVoice:
         codec: Its Mimi; None takes the one inside the model.
         words: Text token ids to text (`tokenizer.decode`); None gives no text.
         silent: Text tokens that stand for no word: end of padding and padding.
-        text: How text is chosen.
-        audio: How codes are chosen.
+        text, audio: How text and codes are chosen.
         graphs: Records the frames of `run` and `reply` (`MoshiFrames`), which one conversation at
             a time replays; others meanwhile go step by step. None: CUDA graphs on a CUDA device
             where there is no drafter, else every conversation goes step by step.
-        drafter: As of `MoshiSteps`.
-        options: Of `MoshiSteps`: `plan`, `window`, `delays`.
+        drafter, options: As of `MoshiSteps`: `plan`, `window`, `delays`.
 
-    Raises:
-        ModelError: The model is no Moshi, or the codec has fewer codebooks.
+    ModelError: the model is no Moshi, or the codec has fewer codebooks.
     """
 
     def __init__(
@@ -102,10 +93,9 @@ class MoshiVoice:
         return TalkState(self.steps.start(batch), ear, mouth)
 
     def step(self, state: TalkState, pcm: Tensor) -> tuple[TalkState, UserSound]:
-        """Hear a piece of any length, `[B, n]` at the codec's rate; say as much.
+        """Hear a piece of any length, `[B, n]` at the codec's rate; say as much, in whole frames.
 
-        Returns:
-            The next state, and what was said: whole frames, so it lags by less than one.
+        So what is said lags by less than a frame.
         """
         ear, user = self.codec.encoder.step(state.ear, pcm)
         steps, texts, codes = state.steps, [], []
@@ -138,7 +128,7 @@ class MoshiVoice:
 
     @contextmanager
     def _conversation(self) -> Iterator[Callable[[Tensor], UserSound]]:
-        """A new conversation: a function of the next piece `[n]` of the user's sound."""
+        """Return a function of the next piece `[n]` of the user's sound."""
         if self.graphs is None or not self._replaying.acquire(blocking=False):
             state = self.start()
 
@@ -192,19 +182,11 @@ class MoshiVoice:
         quiet: float = 2.0,
         **others: Any,
     ) -> Iterator[Sound]:
-        """Moshi's sound from the end of what was said on, while the user is silent.
+        """Answer speech `[n]`: Moshi's sound while the user is silent, `seconds` at most.
 
-        Args:
-            pcm: `[n]` what was said.
-            rate: Its samples per second.
-            history: Moshi reads no text: a conversation goes on with `start` and `step`, which
-                remember it.
-            seconds: The longest answer.
-            quiet: Over when it has said words and then none for so long.
-            **others: There are none; what else is given is named in the error.
-
-        Raises:
-            SpecError: An option that Moshi does not have, such as `voice` or `mode`.
+        It is over when Moshi has said words and then none for `quiet` seconds. `history` is not
+        used, as Moshi reads no text: a conversation goes on with `start` and `step`, which remember
+        it. SpecError names an option that Moshi does not have, such as `voice` or `mode`.
         """
         del history
         for name in others:
@@ -249,7 +231,6 @@ class _Words:
         self.shown = ""
 
     def more(self, ids: list[int]) -> str:
-        """Return the text that the next tokens add."""
         if self.words is None:
             return ""
         self.ids += [i for i in ids if i not in self.silent]

@@ -99,7 +99,7 @@ class Flow:
     def _transform(
         self, x: Tensor, words: Tensor, guide: FlowCondition, time: Tensor, before: Past
     ) -> tuple[Tensor, Past]:
-        """One pass of the transformer, and the keys and values that the next block looks back at."""
+        """One pass of the transformer, and the keys and values that the next block reads."""
         model, size = self.model, self.model.block_size
         n = x.shape[1]
         rows = len(words)
