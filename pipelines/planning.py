@@ -18,10 +18,7 @@ Tick = Callable[[int, int, str | None], None]
 
 
 class PipelinePlanner:
-    """Plans the calls of one pipeline; measures the device when the first plan is asked for.
-
-    `name` is the model as the caller named it; None is the embedded one.
-    """
+    """Plans the calls of one pipeline; measures the device when the first plan is asked for."""
 
     def __init__(self, pipe: Any, name: Any) -> None:
         self.pipe = pipe

@@ -28,15 +28,11 @@ KEYS = ("seconds", "first_audio_ms", "rtf", "tokens_per_pass")
 
 @dataclass(frozen=True)
 class Spoken:
-    """Speech that a pipeline made.
+    """Speech that a pipeline made: samples `pcm` `[n]`, float32 in -1..1, at `rate`.
 
-    Attributes:
-        pcm: Samples `[n]`, float32 in -1..1.
-        rate: Samples per second.
-        text: What it says.
-        stats: `seconds`, `first_audio_ms`, `rtf`, `tokens`, `passes`, `tokens_per_pass`,
-            `tokens_per_second`, `acceptance` a codebook; see `ReplyMeter.stats`.
-        heard: What was understood, of an answer to speech.
+    `text` is what it says; `heard` is what was understood, of an answer to speech. `stats` are
+    `seconds`, `first_audio_ms`, `rtf`, `tokens`, `passes`, `tokens_per_pass`, `tokens_per_second`,
+    `acceptance` a codebook; see `ReplyMeter.stats`.
     """
 
     pcm: Tensor = field(repr=False)
@@ -95,10 +91,7 @@ def collect(
 
 
 def check_text(text: object) -> str:
-    """Return a text that can be said.
-
-    MmfastError: it is none, is empty, has no letter or digit, or is too long.
-    """
+    """Return a text that can be said; MmfastError for an empty one, or one that is too long."""
     if not isinstance(text, str):
         raise MmfastError(f"{type(text).__name__} cannot be said; give a text")
     if not any(letter.isalnum() for letter in text):

@@ -36,13 +36,10 @@ from mmfast.streams.reply import placeholders
 class Answer:
     """The answer to one question, with its trace and its figures.
 
-    Attributes:
-        text: The answer.
-        trace: Rows per stage and every Reduction that was applied.
-        ttft_ms: Milliseconds from the call to the first token, reading the media included.
-        visual_tokens: Visual tokens the model would have got, separators not counted.
-        kept_tokens: Visual tokens that were left after the last stage.
-        plan: What the planner chose and predicted, where a target was given.
+    `trace` has rows per stage and every Reduction that was applied. `ttft_ms` counts from the call
+    to the first token, reading the media included. `visual_tokens` are those the model would have
+    got, separators not counted, `kept_tokens` those left after the last stage. `plan` is what the
+    planner chose and predicted, where a target was given.
     """
 
     text: str
@@ -343,14 +340,9 @@ class VisualQA:
     def overlay(self, media: Any, trace: Trace, item: int = 0, *, sheets: bool = True) -> list[Any]:
         """Pictures of what the stages kept, merged and dropped; see `mmfast.overlay`.
 
-        Args:
-            media: What was asked about; it is read again.
-            trace: The trace of the answer.
-            item: Number of its first image or clip, where several were asked about in a batch.
-            sheets: One sheet each; else a list of `(frame, caption)` each.
-
-        Returns:
-            A PIL image, or a list of frames, per image or clip of `media`.
+        The media is what was asked about, and is read again; `item` is the number of its first
+        image or clip, where several were asked about in a batch. Returns a PIL image per image or
+        clip, or without `sheets` a list of `(frame, caption)` each.
         """
         from mmfast.pipelines import overlay
 

@@ -59,15 +59,10 @@ def accept_sampled(
 ) -> tuple[Tensor, Tensor]:
     """Keep drafts so that what is said is distributed as the backbone alone would say it.
 
-    Args:
-        drafts: `[B, n]` int64, drawn from q.
-        p: `[B, n + 1, V]` probabilities of the backbone, place i given the drafts before it.
-        q: `[B, n, V]` probabilities the drafts were drawn from, processed alike.
-        counts: `[B]` drafts of each stream, 0..n.
-        u: `[B, n]` uniform in [0, 1), decides on drafts.
-        v: `[B]` uniform in [0, 1), decides on the token behind.
-
-    The result is as of `accept_greedy`.
+    Drafts `[B, n]` were drawn from q `[B, n, V]`; p `[B, n + 1, V]` are probabilities of the
+    backbone, processed alike, place i given the drafts before it; `counts` `[B]` are the drafts of
+    each stream. u `[B, n]` in [0, 1) decides on drafts, v `[B]` on the token behind. The result is
+    as of `accept_greedy`.
     """
     at = drafts[..., None]
     stand = u * q.gather(-1, at).squeeze(-1) < p[:, :-1].gather(-1, at).squeeze(-1)

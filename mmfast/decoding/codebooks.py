@@ -63,10 +63,7 @@ class CodeChoice:
         return self.sampling.greedy
 
     def probs(self, logits: Tensor, check: bool = True) -> Tensor:
-        """Turn logits `[..., V]` into the probabilities that codes are drawn from.
-
-        `check` looks for NaN and infinity, which waits for the device.
-        """
+        """Turn logits `[..., V]` into probabilities; `check` for NaN waits for the device."""
         return process(logits, self.sampling, (), check=check).softmax(-1)
 
     def draw(self, probs: Tensor) -> Tensor:
@@ -83,11 +80,7 @@ class CodeChoice:
 
 @dataclass(frozen=True, eq=False)
 class FrameDrafts:
-    """Proposed codes `[B, K]` of one frame.
-
-    `probs` `[B, K, V]` is what they were drawn from, independently of each other; None where they
-    are certain (a copy).
-    """
+    """Codes `[B, K]` of a frame, and `probs` `[B, K, V]` each was drawn from; None for a copy."""
 
     codes: Tensor
     probs: Tensor | None = None
@@ -100,8 +93,7 @@ Drafter = Callable[[Tensor, Tensor, Tensor, CodeChoice], FrameDrafts]
 def parallel(guess: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Drafter:
     """Make a drafter of a network that gives logits `[B, K, V]` of all codes at once.
 
-    `guess` takes (hidden `[B, D]`, first `[B]`, codes of the frame before `[B, K]`), as
-    `heads.code_base.CodeMlp.guess` and `heads.groups.GroupsHead.guess` do.
+    Such are `heads.code_base.CodeMlp.guess` and `heads.groups.GroupsHead.guess`.
     """
 
     def draft(hidden: Tensor, first: Tensor, before: Tensor, choice: CodeChoice) -> FrameDrafts:
@@ -121,8 +113,8 @@ _FORGET = 0.98  # of what was seen, per pass: about the last fifty frames count
 class FrameCount:
     """Counts of passes, and of drafts checked and accepted per codebook `[K]`.
 
-    `frames` counts those of all streams; `rounds` passes of the depth transformer, each for the
-    whole batch; `tokens` the codebooks that these passes took together.
+    `rounds` are passes of the depth transformer, each for the whole batch, over `tokens` codebooks
+    together; `frames` are those of all streams.
     """
 
     codes: int
@@ -173,8 +165,7 @@ class BlockPlan:
     def length(self, at: int, batch: int, again: bool) -> int:
         """Return the number of codes from `at` on that the next pass takes, 1 at least.
 
-        The slowest of the `batch` streams holds up the others; `again` tells that the first draft
-        of this frame has been refused somewhere.
+        `again`: the first draft of this frame has been refused somewhere.
         """
         left = self.codes - at
         if self.share <= 0:
@@ -363,10 +354,7 @@ def _odds(drafts: FrameDrafts, size: int) -> Tensor:
 
 
 class FrameDecoder:
-    """The codes of frame after frame: drafted and checked, or one by one without a drafter.
-
-    `plan` decides how many codes a pass takes; it learns from what is accepted.
-    """
+    """The codes of frame after frame: drafted and checked, or one by one without a drafter."""
 
     def __init__(
         self, depth: DepthModel, drafter: Drafter | None = None, plan: BlockPlan | None = None
@@ -377,11 +365,7 @@ class FrameDecoder:
         self.count = FrameCount(depth.codes)
 
     def frame(self, hidden: Tensor, first: Tensor, before: Tensor, choice: CodeChoice) -> Tensor:
-        """Codes `[B, K]` of a frame.
-
-        `hidden` `[B, D]` is the backbone's, `first` `[B]` the token in front of the codes, `before`
-        `[B, K]` the frame before.
-        """
+        """Codes `[B, K]` of a frame, from hidden `[B, D]`, first `[B]`, codes before `[B, K]`."""
         if self.drafter is None:
             return one_by_one(self.depth, hidden, first, choice, self.count)
         drafts = self.drafter(hidden, first, before, choice)

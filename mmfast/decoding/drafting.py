@@ -49,8 +49,6 @@ def _limit(row: DecodeRow, token: int | None, most: int, none: bool) -> int:
 
 
 class _DraftRun:
-    """Chooses drafts while the modules run."""
-
     def __init__(self, decoder: Any, rows: list[DecodeRow], limits: list[int], none: bool) -> None:
         self.rows, self.limits, self.none = rows, limits, none
         self.slice: slice = rows[0].guide.draft_rows

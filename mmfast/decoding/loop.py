@@ -138,17 +138,13 @@ def feed(decoder: Any, row: DecodeRow, prompt: Prompt) -> None:
 
 
 class BatchDecoder:
-    """Decodes several streams, each exactly as it would be alone.
+    """Decodes several streams, each exactly as it would be alone, one per guide.
 
-    Args:
-        backbone: A `mmfast.models.decoder.backbone.Backbone`, or what does the same.
-        head: A head that drafts along time; None gives one token per pass.
-        guides: One per stream.
-        schedule, verify: When drafts are made (`parse_schedule`) and verified (`parse_rule`).
-        sampling: How tokens are chosen; stream i is seeded with `sampling.seed + i`.
-        costs: Of passes, for the length of drafts; None measures them where no choice depends
-            on chance, and assumes usual ones elsewhere, so that a seed says everything.
-        reserve: Tokens per stream to make room for at once.
+    `head` drafts along time; None gives one token per pass. `schedule` says when drafts are made
+    (`parse_schedule`), `verify` how they are verified (`parse_rule`). Stream i is seeded with
+    `sampling.seed + i`. `costs` of passes decide the length of drafts; None measures them where no
+    choice depends on chance, and assumes usual ones elsewhere, so that a seed says everything.
+    There is room for `reserve` tokens per stream at once.
     """
 
     def __init__(

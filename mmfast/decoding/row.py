@@ -19,10 +19,9 @@ from mmfast.decoding.stats import Stats
 
 
 class Guide(Protocol):
-    """Leads one stream. `push` gets every token that stands, once, in order.
+    """Leads one stream until it is `done`; `push` gets every token that stands, once, in order.
 
-    `done`: nothing more is to be said. `draft_rows` of the vocabulary are what drafts are of, the
-    same all along.
+    Drafts are of `draft_rows` of the vocabulary, the same all along.
     """
 
     done: bool
@@ -172,11 +171,7 @@ class DecodeRow:
         return [*range(first, end), end + len(self.ahead)]
 
     def judge(self, logits: Tensor, start: int) -> tuple[int, int]:
-        """Count accepted drafts and choose the token behind them.
-
-        `logits` are `[n + 1, rows]` at the drafts and behind them; `start` is the id of the first
-        row.
-        """
+        """Count accepted drafts and choose the token behind, from logits `[n + 1, rows]`."""
         n = len(self.drafts)
         if self.sampling.greedy and self.sampling.penalty == 1 and self.rule.kind != "typical":
             peaks, best = logits.max(-1)

@@ -15,13 +15,10 @@ from mmfast.core.errors import ModelError, SpecError
 class Sampling:
     """Choices of a stream; SpecError for a number outside its range.
 
-    Args:
-        temperature: 0 takes the likeliest token.
-        top_k: Keep the k likeliest; 0 keeps all.
-        top_p: Keep the likeliest that together reach this probability.
-        penalty: Divides the logits of tokens that were said before (multiplies negative ones).
-        penalty_window: How many tokens back the penalty looks; 0 is all.
-        seed: Of the first stream of a batch; the next ones count on.
+    A `temperature` of 0 takes the likeliest token. `top_k` keeps the k likeliest, 0 keeps all;
+    `top_p` the likeliest that together reach this probability. `penalty` divides the logits of
+    tokens that were said before (multiplies negative ones), `penalty_window` tokens back; 0 is all.
+    `seed` is that of the first stream of a batch; the next ones count on.
     """
 
     temperature: float = 0.0

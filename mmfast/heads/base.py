@@ -119,17 +119,11 @@ class Trunk(Protocol):
 class AudioHead(nn.Module):
     """Base of the heads that draft along time.
 
-    Args:
-        trunk: The language model's parts.
-        modules: Modules K: the most tokens that can be drafted at once.
-        ffn: Inner width of a module's layer; None is the model's.
-        window: Positions that a module attends to, its own included; 0 is all. With 1 a module
-            has no keys and catches up on nothing: the cheapest there is.
-        history: Most positions that modules catch up on at once; a module that lags further
-            starts anew there.
-
-    Attributes:
-        reads: Which hidden states it is fed: `normed` or `raw`, before the final norm.
+    There are K `modules`, the most tokens that can be drafted at once, with layers of inner width
+    `ffn` (None is the model's). A module attends to `window` positions, its own included; 0 is all.
+    With 1 it has no keys and catches up on nothing: the cheapest there is. Modules catch up on
+    `history` positions at once; one that lags further starts anew there. `reads` tells which hidden
+    states the head is fed: `normed` or `raw`, before the final norm.
     """
 
     name: ClassVar[str] = ""
@@ -175,8 +169,7 @@ class AudioHead(nn.Module):
     def observe(self, state: HeadState, embeds: Tensor, hidden: Tensor, counts: list[int]) -> None:
         """Take in what the backbone has just read; `state` changes in place.
 
-        `embeds` and `hidden` (as `reads` says) are `[B, n, D]`; `counts` says how many of the n are
-        tokens, per stream, before the padding.
+        `embeds` and `hidden` are `[B, n, D]`; `counts` says how many of the n are no padding.
         """
         n = embeds.shape[1]
         room(state, max(state.length) + n + self.modules_count + 1)
@@ -202,12 +195,9 @@ class AudioHead(nn.Module):
     def draft(self, state: HeadState, token: Tensor, limit: int, rows: Rows, pick: Pick) -> int:
         """Guess the tokens behind `token`; returns how many modules have run.
 
-        Args:
-            state: Changed in place: keys of the drafts stay until `crop` takes them back.
-            token: `[B]` the token that the backbone chose behind the last one it read.
-            limit: Most drafts, at most as many as there are modules.
-            rows: Rows of the vocabulary that drafts are of.
-            pick: Chooses.
+        `state` changes in place: keys of the drafts stay until `crop` takes them back. `token`
+        `[B]` is what the backbone chose behind the last one it read; `limit` is at most the number
+        of modules; drafts are of `rows` of the vocabulary.
         """
         limit = min(limit, self.modules_count)
         if not limit:

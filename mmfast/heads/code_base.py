@@ -36,10 +36,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 class CodeEmbed(nn.Module):
-    """Codes of a step to what the backbone reads there: the sum over the codebooks.
-
-    Each has `size` entries V; code V stands for "none".
-    """
+    """Codes of a step to what the backbone reads there: their sum; code V (`size`) is "none"."""
 
     offsets: Tensor
 
@@ -88,10 +85,9 @@ class CodeMlp(nn.Module):
         return logits
 
     def loss(self, hidden: Tensor, first: Tensor, codes: Tensor, start: Tensor) -> CodeLoss:
-        """Cross-entropy on what the depth transformer said, or on recordings.
+        """Cross-entropy on `codes` `[B, T, K]`, what the depth transformer said, or recordings.
 
-        `hidden` is `[B, T, D]`, `first` `[B, T]`, `codes` `[B, T, K]`, and `start` `[B, K]` the
-        frame before the first.
+        `hidden` is `[B, T, D]`, `first` `[B, T]`, and `start` `[B, K]` the frame before the first.
         """
         before = torch.cat([start[:, None], codes[:, :-1]], dim=1)
         before = before.where((before >= 0) & (before < self.size), self.size)

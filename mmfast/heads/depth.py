@@ -53,10 +53,7 @@ class Norm(nn.Module):
 
 
 class DepthLayer(nn.Module):
-    """Pre-norm attention over the codebooks so far, then a gated feed-forward.
-
-    `steps` is the number of codebooks with weights of their own; 0 shares one set.
-    """
+    """Attention over the codebooks so far, then a gated feed-forward; `steps` as `StepLinear`."""
 
     def __init__(
         self, dim: int, heads: int, kv_heads: int, head_dim: int, ffn: int, steps: int, eps: float
@@ -291,16 +288,9 @@ class DepthHead(DepthCore):
     """Codebooks of a frame one after the other, by a small transformer (Moshi, CSM).
 
     One pass over all codebooks trains it and verifies drafts; `decoding.codebooks` drafts all codes
-    at once and keeps the output exact.
-
-    Args:
-        hidden: Width of the backbone's hidden state, or the backbone.
-        codes: Codebooks K.
-        size: Entries per codebook V; code V stands for "none" where a delay leaves a gap.
-        first: Values of the token in front of the codes (the text token of the frame); 1: none.
-        delays: Steps that each codebook lags; None for none.
-        dim, layers, heads, ffn: Sizes of the transformer.
-        kind: Of the rest, as `DepthShape`: `per_step`, `prepend`, ….
+    at once and keeps the output exact. The arguments are those of `DepthShape`, by `kind` too;
+    `hidden` may be the backbone. `delays` are steps that each codebook lags, None for none; code V
+    (`size`) stands for "none" where a delay leaves a gap.
     """
 
     def __init__(

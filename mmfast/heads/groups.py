@@ -24,14 +24,9 @@ class GroupsHead(nn.Module):
     A hidden state is projected once per group; the same layers run all groups as one batch; each
     codebook of a group has an output matrix of its own. All codes of a step come from one pass.
 
-    Args:
-        hidden: Width of the backbone's hidden state, or the backbone.
-        codes: Codebooks K.
-        size: Entries per codebook V; code V stands for "none".
-        groups: Groups G of K / G codebooks; SpecError where K is no multiple of G.
-        delays: Steps that each codebook lags; None for none.
-        dim, layers, heads, ffn: Sizes of the layers, which all groups share.
-        window: Steps that a group looks back to; None for all.
+    `codes` is the number of codebooks K, a multiple of `groups` (else SpecError); code V (`size`)
+    stands for "none". `hidden` is the width of the backbone's hidden state, or the backbone.
+    `delays` are steps that each codebook lags; a group looks back to `window` steps, None for all.
     """
 
     def __init__(

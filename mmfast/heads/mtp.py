@@ -97,7 +97,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class HeadLoss:
-    """The weighted sum, to be differentiated, and two detached figures per module.
+    """Result of a training step of a head: the weighted sum, and detached figures per module.
 
     `terms` has the mean cross-entropy, `right` the share of labels that the best guess is.
     """
@@ -120,19 +120,12 @@ def head_loss(
 ) -> HeadLoss:
     """The loss of a head on whole sequences; the backbone gets no gradient.
 
-    Args:
-        head: In training.
-        hidden: `[B, T, D]` hidden states of the backbone, as `head.reads` says.
-        embeds: `[B, T, D]` embeddings of the tokens.
-        labels: `[B, T]` the token at every place, -100 where none is to be guessed.
-        segments: `[B, T]` number of the sequence that a token is of, where several are packed
-            into a row: they do not see each other.
-        rows: Rows of the vocabulary among which the guesses are; labels lie within.
-        teacher: `[B, T, rows]` logits of the backbone, whose place t is about token t + 1: the
-            modules then also learn to say what the backbone would.
-        share: Of the teacher in the loss, in [0, 1]; 1 is the teacher alone, where there is one.
-
-    ModelError: shapes do not fit, or no label is there.
+    `hidden` (as `head.reads` says) and `embeds` are `[B, T, D]`; `labels` `[B, T]` are the tokens
+    at every place, within `rows`, -100 where none is to be guessed. `segments` `[B, T]` number the
+    sequences that are packed into a row: they do not see each other. `teacher` `[B, T, rows]` are
+    logits of the backbone, whose place t is about token t + 1: the modules then also learn to say
+    what the backbone would, with a share of the loss in [0, 1]; 1 is the teacher alone. ModelError:
+    shapes do not fit, or no label is there.
     """
     if labels.shape != hidden.shape[:2] or embeds.shape != hidden.shape:
         raise ModelError(

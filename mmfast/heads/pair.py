@@ -22,11 +22,8 @@ class PairHead(nn.Module):
     see each other; a channel embedding tells them apart. The backbone runs the same way
     (`mmfast.models.decoder.stream.StreamDecoder` of width 2).
 
-    Args:
-        hidden: Width of the backbone's hidden state, or the backbone.
-        size: Entries per channel V.
-        layers, heads, ffn: Sizes of the layers of its own behind the backbone.
-        window: Steps that are looked back to; None for all.
+    `hidden` is the width of the backbone's hidden state, or the backbone; `size` the entries per
+    channel. `window` steps are looked back to, None for all.
     """
 
     def __init__(

@@ -53,8 +53,7 @@ class TimeLayer(nn.Module):
 class TimeStack(nn.Module):
     """Some layers along time; with 0 layers nothing changes.
 
-    A token looks back to `window` places, its own included, None for all; a place has `width`
-    tokens. `theta` is the base of RoPE.
+    A token looks back to `window` places of `width` tokens, its own included; None for all.
     """
 
     rates: Tensor

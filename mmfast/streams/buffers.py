@@ -175,14 +175,10 @@ TEXT, VISUAL, MARKER = 0, 1, 2
 class LiveBlock:
     """A block of a stream whose keys stand in the buffers.
 
+    `number` counts the blocks of the stream from 0; `kind`, `time`, `relative` (on the CPU),
+    `advance`, `fresh` and `level` are those of its `Piece`.
+
     Attributes:
-        number: Counts the blocks of the stream from 0.
-        kind: `text` or `frame`.
-        time: Seconds of the frame on the stream's clock; None for text.
-        relative: `[A, n]` int64 on the CPU, positions from its start.
-        advance: How far behind its start the next block starts.
-        fresh: It starts behind the highest position so far, on all axes.
-        level: It starts on all axes at the lowest axis of where it would start.
         highest: Its highest relative position per axis; see `highest`.
         kinds: `[n]` int64 on the CPU: 0 text, 1 visual, 2 markers inside a frame.
         start: Where it stands.

@@ -50,7 +50,7 @@ _ROOM = 512  # tokens of a question, what is read for it and an answer, before a
 
 
 class Branch:
-    """The live tokens of a stream at one moment, with a question and an answer behind them.
+    """Live tokens of a stream at one moment, with a question and an answer behind them.
 
     `found` has per layer the archive's numbers of the blocks that were read for the question.
     """
@@ -298,15 +298,11 @@ class Engine:
     ) -> Memory:
         """Make an empty memory.
 
-        Args:
-            plan: Policies of what stays and how it is found again; None keeps everything.
-            tiers: Byte quotas of the archive that a plan with `retrieve` gets.
-            archive: Another archive to use.
-            slack: How much further than a prompt of the live tokens positions may run, as a
-                share of it, before all are re-based; 0 re-bases whenever something leaves.
-
-        Raises SpecError where the plan cannot bound a stream, or scores by what streams do not
-        have.
+        `plan` says what stays and how it is found again, None keeps everything; `tiers` are byte
+        quotas of the archive that a plan with `retrieve` gets, `archive` is another one to use.
+        Positions may run further than a prompt of the live tokens by a share `slack` of it before
+        all are re-based; 0 re-bases whenever something leaves. SpecError: the plan cannot bound a
+        stream, or scores by what streams do not have.
         """
         check_score(plan)
         if archive is None and plan is not None and plan.retrieve is not None:
@@ -316,7 +312,7 @@ class Engine:
         return Memory(self.turner, plan, archive, slack)
 
     def append(self, memory: Memory, piece: Piece) -> None:
-        """Prefill a piece at the end of a stream, then let go of what no longer fits.
+        """Prefill a piece at a stream's end, then drop what no longer fits.
 
         MmfastError: the piece is malformed or does not fit; the memory is as it was.
         """

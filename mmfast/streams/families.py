@@ -158,10 +158,7 @@ _SCRIPTS: dict[str, type[Script]] = {
 
 
 def script_for(model: Any, processor: Any, fps: float, system: str | None = None) -> Script:
-    """The script of a model of a known family.
-
-    ModelError: none is known for the family, or its chat template cannot be streamed.
-    """
+    """The script of a model of a known family; ModelError where there is none that fits."""
     family = model.config.model_type
     if family not in _SCRIPTS:
         raise ModelError(
@@ -193,10 +190,7 @@ def positions_of(pieces: Sequence[Piece]) -> Tensor:
 
 
 def prove(script: Script) -> None:
-    """Compare, and settle how text behind a video is placed.
-
-    Raises ModelError where the stock prompt differs from what the script writes.
-    """
+    """Compare (ModelError) with the stock prompt; settle how text behind a video is placed."""
     inputs = _stock(script)
     stock = script.model._prepare_position_ids_for_generation(inputs["input_ids"], dict(inputs))
     stock = stock.reshape(-1, inputs["input_ids"].shape[1])[-script.axes :]

@@ -51,10 +51,9 @@ class FrameEncoder:
 
     @torch.no_grad()
     def __call__(self, groups: Sequence[Sequence[Shot]], state: Any = None) -> list[EncodedUnit]:
-        """Features of frames, or of temporal patches.
+        """Features of frames, or of temporal patches: groups of frames and times, all of one size.
 
-        `groups` has the frames of each unit with their times, all of one size; `state` is what the
-        frame cache remembers of the stream, None encodes without it.
+        `state` is what the frame cache remembers of the stream; None encodes without it.
         """
         clips = [np.stack([frame for frame, _ in group]) for group in groups]
         inputs = self.processor(
@@ -160,11 +159,7 @@ class StreamReducer:
 
     @torch.no_grad()
     def step(self, state: ReducerState, tokens: Tokens) -> tuple[ReducerState, Reduction]:
-        """Reduce the next frames of the stream.
-
-        Raises MmfastError for tokens without a grid or with leading dims, SpecError for a budget
-        above the tokens of a frame.
-        """
+        """Reduce the next frames; SpecError for a budget above the tokens of a frame."""
         if tokens.grid is None or tokens.x.ndim != 2:
             raise MmfastError(
                 f"a stream's tokens are [N, D] with a grid, got {list(tokens.x.shape)} and grid "

@@ -31,10 +31,7 @@ _EXACT = "sink"  # may split a block; all other policies keep or drop whole ones
 
 
 def check_plan(plan: CachePlan | None) -> None:
-    """Refuse what an endless stream cannot do.
-
-    SpecError: a position policy keeps a share, or nothing but sinks; a policy merges bits.
-    """
+    """Refuse (SpecError) what an endless stream cannot do: shares, sinks alone, merged bits."""
     if plan is None:
         return
     for spec in plan.position:
@@ -59,10 +56,7 @@ def budget(plan: CachePlan | None) -> int:
 def staying(
     plan: CachePlan, blocks: Sequence[LiveBlock], known: dict[tuple[bytes, ...], list[int]]
 ) -> list[int]:
-    """Number of first tokens that each block keeps: all, none, or the sinks at its start.
-
-    Raises MmfastError where the new block does not fit.
-    """
+    """Number of first tokens that each block keeps: all, none, or the sinks at its start."""
     sizes = [block.size for block in blocks]
     if sum(sizes) <= _smallest(plan):
         return sizes
@@ -181,8 +175,7 @@ class Memory:
     def admit(self, block: LiveBlock) -> None:
         """Count in a block whose tokens stand behind the last ones, and let others leave.
 
-        MmfastError: the block does not fit, or the archive refuses what leaves; nothing has
-        changed.
+        Nothing has changed when the block does not fit, or the archive refuses what leaves.
         """
         if self.plan is None or not self.plan.position:
             return self._add(block)
@@ -274,10 +267,7 @@ class Memory:
             }
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Take over a snapshot of a stream of the same model and plan; it goes on bit for bit.
-
-        Raises MmfastError for a snapshot of another model or plan.
-        """
+        """Take over a snapshot of a stream of the same model and plan; it goes on bit for bit."""
         plan = str(self.plan) if self.plan is not None else None
         if tree["plan"] != plan or (tree["archive"] is None) != (self.archive is None):
             raise MmfastError(

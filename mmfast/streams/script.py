@@ -60,10 +60,7 @@ _REPLY = "mmfastreply"
 
 
 class Wording:
-    """Texts of a stream, as token ids.
-
-    ModelError: there is no chat template, or one that puts the question before the video.
-    """
+    """Texts of a stream, as token ids; ModelError where no chat template fits a stream."""
 
     def __init__(self, processor: Any, system: str | None = None) -> None:
         if getattr(processor, "chat_template", None) is None:
@@ -156,11 +153,10 @@ class Wording:
 
 @dataclass(frozen=True, eq=False)
 class EncodedUnit:
-    """Encoded tokens of one frame, or of the two frames of a temporal patch.
+    """Encoded tokens of one frame, or of the two frames of a temporal patch, at `times` seconds.
 
-    `features` and each plane of DeepStack are `[M, D]`, the tokens that are left. `grid` has rows
-    and columns of the tokens before any were dropped; `keep` `[M]`, ascending, tells which of them
-    are left, None for all. `times` are seconds of its frames.
+    `features` and each plane of DeepStack are `[M, D]`. `keep` `[M]`, ascending, tells which tokens
+    of the `grid` are left, None for all.
     """
 
     features: Tensor

@@ -38,9 +38,9 @@ from mmfast.streams.subscription import (
 
 
 class TurnLock:
-    """Frames come all the time, so a plain lock might never let a question through.
+    """Lock that lets waiting questions in before frames; its holder may take it again.
 
-    A thread that holds it may take it again.
+    Frames come all the time, so a plain lock might never let a question through.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Session:
         top_p: float = 1.0,
         seed: int | None = None,
     ) -> Reply:
-        """Ask about what was seen so far.
+        """Ask about what was seen so far; iterate over the text deltas of the answer.
 
         The question is a branch: the stream goes on as if it had not been asked.
 
@@ -187,9 +187,6 @@ class Session:
             temperature: 0 takes the likeliest token.
             top_p: See `Sampler`.
             seed: See `Sampler`.
-
-        Returns:
-            An iterator of text deltas, about the moment of this call.
 
         Raises:
             MmfastError: Empty question, a value out of range, or the session is closed.
@@ -285,13 +282,8 @@ class Session:
     def save(self, folder: str | Path) -> int:
         """Save all but subscriptions and sources; `VideoStream.restore` goes on bit for bit.
 
-        What was saved before stays readable whenever the process dies.
-
-        Returns:
-            The number of this save.
-
-        Raises:
-            MmfastError: The folder cannot be written.
+        What was saved before stays readable whenever the process dies. Returns the number of this
+        save; MmfastError where the folder cannot be written.
         """
         with self.turns.question():
             self._check_open()
@@ -321,16 +313,11 @@ class Session:
 class Watch:
     """Frames of one source on their way into a session.
 
-    Args:
-        session: Where they go.
-        source: See `mmfast.frontends.live.source.live_frames`.
-        fps: Frames to take per second; None takes all.
-        latency: Longest wait of a frame in seconds: older ones are dropped, and counted, while
-            the model is busy. None drops nothing, and the source waits.
-        realtime: Let a file's frames arrive at their times, as a camera's do.
-        clock: Tells the time; the machine's if not given.
-        each: Called after every frame with its seconds, in the thread that watches.
-        **options: `allow_network`, `rate`, `timeout`; see `live_frames`.
+    `fps` frames are taken per second, None takes all. A frame waits `latency` seconds at most:
+    older ones are dropped, and counted, while the model is busy; None drops nothing, and the source
+    waits. `realtime` lets a file's frames arrive at their times, as a camera's do. `each` is called
+    after every frame with its seconds, in the thread that watches. `options` are `allow_network`,
+    `rate`, `timeout` of `mmfast.frontends.live.source.live_frames`, which explains the source too.
 
     `feed` knows `lag` and `dropped`; `error` is the exception that ended it, if any.
     """
@@ -366,10 +353,7 @@ class Watch:
             self.error = error
 
     def run(self) -> None:
-        """Push frames until the source ends, the session is closed or `stop`.
-
-        Raises MediaError where the source stalls or dies.
-        """
+        """Push frames until the source ends (MediaError: dies), the session closes, or `stop`."""
         self._session.new_source()
         try:
             for frame, seconds in self.feed:

@@ -202,10 +202,7 @@ class Clock(Protocol):
         ...
 
     def wait(self, condition: threading.Condition, until: float | None = None) -> None:
-        """Wait on a held condition until it is notified or the clock reaches `until`.
-
-        It may wake early, as any condition: check again in a loop.
-        """
+        """Wait on a held condition until notified or `until`; it may wake early, so check again."""
         ...
 
 
@@ -264,10 +261,7 @@ class FakeClock:
                 condition.notify_all()
 
     def settle(self, sleepers: int = 1, patience: float = 10.0) -> None:
-        """Wait, in real time, until so many threads wait for a moment yet to come.
-
-        Raises TimeoutError after `patience` seconds.
-        """
+        """Wait in real time until so many threads wait for a later moment; else TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._sleepers() >= sleepers, patience):
                 raise TimeoutError(f"{self._sleepers()} of {sleepers} threads wait")

@@ -46,10 +46,7 @@ class SpeakRule:
 
     @classmethod
     def of(cls, knobs: Mapping[str, float]) -> SpeakRule:
-        """A rule of knobs by name; without `release` it is two thirds of the threshold.
-
-        MmfastError: an unknown name, or a value out of range.
-        """
+        """A rule of knobs by name; without `release` it is two thirds of the threshold."""
         for name in knobs:
             if name not in cls.__dataclass_fields__:
                 raise MmfastError(unknown("knob", name, cls.__dataclass_fields__))
@@ -101,10 +98,9 @@ _MOST = 256  # events that wait for a reader
 
 @dataclass(frozen=True)
 class Event:
-    """Something that was waited for.
+    """Something that was waited for, with its seconds on the stream's clock.
 
-    `time` is seconds on the stream's clock; `text` is what the model says about it, "" where
-    nothing was asked.
+    `text` is what the model says about it, "" where nothing was asked.
     """
 
     time: float

@@ -40,10 +40,7 @@ class Ear(Protocol):
 
 
 class ManualEar:
-    """Take all sound for speech until `flush` ends the turn: push to talk.
-
-    A turn ends by itself after `longest` seconds.
-    """
+    """Take all sound for speech until `flush`, or `longest` seconds: push to talk."""
 
     def __init__(self, longest: float = LONGEST) -> None:
         self._limit = round(longest * RATE)

@@ -113,17 +113,12 @@ LETTERS = 8000
 
 @dataclass
 class HistoryTurn:
-    """One side's turn.
+    """One side's turn; text that is not given by sound is in `said`.
 
-    Args:
-        id, role: Its name, and who spoke.
-        said: Its text, where it is not given by sound.
-        words: Text beside sound, of a reply.
-        playback: What of that sound has been played; None once it is settled.
-        limit: Samples after which it was cut off; None where it was not.
-        arrived: Samples that its listener got, once it is settled.
-        seconds: Length of the sound of a user's turn.
-        understood: Its sound has become text, which may be none.
+    Of a reply, `words` has the text beside sound, and `playback` what of that has been played (None
+    once it is settled, when `arrived` counts samples that its listener got). It was cut off after
+    `limit` samples, None where it was not. Of a user's turn, `seconds` is the length of the sound;
+    `understood`: it has become text, which may be none.
     """
 
     id: str
@@ -170,10 +165,7 @@ class HistoryTurn:
 
 
 class History:
-    """The items of a conversation, the oldest of which are forgotten.
-
-    There are `turns` items and `letters` in them at most; the last two stay, however long.
-    """
+    """Items of a conversation; the oldest beyond `turns` or `letters` go, but the last two stay."""
 
     def __init__(self, turns: int = TURNS, letters: int = LETTERS) -> None:
         for name, value in (("turns", turns), ("letters", letters)):

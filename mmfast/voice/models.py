@@ -22,10 +22,7 @@ _PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
 def load_voice(
     model: Any, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
 ) -> Any:
-    """Load the embedded speech model (None) or a checkpoint; an object stays as it is.
-
-    ModelError: it cannot be loaded, or is of a family that has no voice here.
-    """
+    """Load the embedded speech model (None) or a checkpoint, else ModelError; an object is kept."""
     if model is None:
         return _embedded(None, device)
     if not isinstance(model, str | Path):
@@ -102,10 +99,7 @@ def can(model: Any, part: str) -> Any:
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that are given; a model has its own defaults for the rest.
-
-    MmfastError: a number where a name belongs, or the other way round.
-    """
+    """Options that are given; MmfastError for a number where a name belongs, or the reverse."""
     found = {name: value for name, value in options.items() if value is not None}
     for name in ("voice", "mode", "verify"):
         if name in found and not isinstance(found[name], str):

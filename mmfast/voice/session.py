@@ -406,7 +406,7 @@ class VoiceSession(Dialogue):
             return {"items": self.history.save(), "next": dict(self._next)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on with a conversation that `save` gave, and forget this one; else MmfastError."""
+        """Go on with a conversation that `save` gave (else MmfastError), and forget this one."""
         with self.lock:
             self._check_open()
             if not isinstance(saved, dict) or not isinstance(saved.get("next"), dict):

@@ -47,8 +47,7 @@ class CsmState:
 class SpeechContext:
     """Something said before, as context: it fixes the voice.
 
-    `ids` `[T]` are token ids of its text, `codes` `[Q, t]` those of its sound; None for the text
-    that is to be said.
+    Text `ids` are `[T]`; `codes` `[Q, t]` are None for the text that is to be said.
     """
 
     ids: Tensor
@@ -58,12 +57,9 @@ class SpeechContext:
 class CsmSteps:
     """Steps of `CsmForConditionalGeneration`, else ModelError.
 
-    Args:
-        model: The stock model.
-        choice: How codes are chosen (Sesame's own setting is temperature 0.9, top-k 50).
-        drafter: Drafts the codes 1.. of a frame; None runs the depth transformer code by code.
-        plan: How many codes a depth pass takes.
-        window: Positions that it looks back; None for all.
+    Codes are chosen by `choice` (Sesame's own setting is temperature 0.9, top-k 50). `drafter`
+    drafts the codes 1.. of a frame, `plan` says how many of them a depth pass takes; None runs the
+    depth transformer code by code. `window` is positions that it looks back; None for all.
     """
 
     def __init__(

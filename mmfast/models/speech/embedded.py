@@ -43,10 +43,7 @@ def decoding(
     head: str,
     sampling: Sampling | None,
 ) -> Make:
-    """Return a function that makes a decoder for a guide.
-
-    SpecError: an unknown mode, rule or head. ModelError: the model lacks the head.
-    """
+    """Return a function that makes a decoder for a guide; SpecError or ModelError at once."""
     schedule, rule = parse_schedule(mode), parse_rule(verify)
     if head not in HEADS:
         raise SpecError(unknown("head", head, HEADS))
@@ -113,10 +110,7 @@ MOST = 24  # groups of a sentence
 
 
 class Sentence:
-    """Words and marks of a sentence as they come; ends with a full stop if nothing else.
-
-    `said` is what has been handed over so far, marks that were added left out.
-    """
+    """Words and marks of a sentence as they come; ends with a full stop if nothing else."""
 
     def __init__(self, source: Iterator[str]) -> None:
         self._source, self.said = source, list[str]()
@@ -140,10 +134,7 @@ class Sentence:
 
 
 def sentences(text: str | Iterable[str]) -> Iterator[Sentence]:
-    """Sentences of a text, each to be used up before the next is asked for.
-
-    Raises MmfastError where it is no text.
-    """
+    """Sentences of a text, each to be used up before the next is asked for."""
     source = groups(text)
     while (first := next(source, None)) is not None:
         yield Sentence(chain([first], source))
@@ -165,10 +156,7 @@ PAST = 240  # ids of what was said before that a reply sees
 
 
 class SpeechModel:
-    """Implements `Speaker`, `Listener` and `Chatter` of `mmfast.core.speech`.
-
-    `heads` are draft modules by name; `tower` maps log-mel to embeddings, `codec` codes to sound.
-    """
+    """Implements `Speaker`, `Listener` and `Chatter` of `mmfast.core.speech`."""
 
     def __init__(
         self,
@@ -320,10 +308,7 @@ class SpeechModel:
 
 
 def load_speech(path: str | Path | None = None) -> SpeechModel:
-    """The embedded speech model, or one of its kind from a folder.
-
-    ModelError: files are missing or of something else.
-    """
+    """The embedded speech model, or one of its kind from a folder; ModelError for bad files."""
     from transformers import AutoModelForCausalLM
 
     folder = Path(path) if path is not None else embedded_path(EMBEDDED)

@@ -42,18 +42,14 @@ class TalkState:
 class MoshiVoice:
     """Moshi as a partner that hears while it speaks (`core.speech.Chatter`).
 
-    Args:
-        model: `MoshiForConditionalGeneration`.
-        codec: Its Mimi; None takes the one inside the model.
-        words: Text token ids to text (`tokenizer.decode`); None gives no text.
-        silent: Text tokens that stand for no word: end of padding and padding.
-        text, audio: How text and codes are chosen.
-        graphs: Records the frames of `run` and `reply` (`MoshiFrames`), which one conversation at
-            a time replays; others meanwhile go step by step. None: CUDA graphs on a CUDA device
-            where there is no drafter, else every conversation goes step by step.
-        drafter, options: As of `MoshiSteps`: `plan`, `window`, `delays`.
+    `codec` None takes the Mimi inside the model. `words` turns text token ids into text
+    (`tokenizer.decode`), None gives no text; `silent` tokens stand for no word: end of padding and
+    padding. `drafter` and `options` are those of `MoshiSteps`.
 
-    ModelError: the model is no Moshi, or the codec has fewer codebooks.
+    `graphs` records the frames of `run` and `reply` (`MoshiFrames`), which one conversation at a
+    time replays; others meanwhile go step by step. None: CUDA graphs on a CUDA device where there
+    is no drafter, else every conversation goes step by step. ModelError: the model is no Moshi, or
+    the codec has fewer codebooks.
     """
 
     def __init__(
@@ -93,10 +89,7 @@ class MoshiVoice:
         return TalkState(self.steps.start(batch), ear, mouth)
 
     def step(self, state: TalkState, pcm: Tensor) -> tuple[TalkState, UserSound]:
-        """Hear a piece of any length, `[B, n]` at the codec's rate; say as much, in whole frames.
-
-        So what is said lags by less than a frame.
-        """
+        """Hear a piece `[B, n]` at the codec's rate; say as much, in whole frames."""
         ear, user = self.codec.encoder.step(state.ear, pcm)
         steps, texts, codes = state.steps, [], []
         for at in range(user.shape[2]):

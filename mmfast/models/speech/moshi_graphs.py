@@ -62,23 +62,14 @@ class Ring(Cache):  # type: ignore[misc]  # transformers has no types
 
 
 class MoshiStatic:
-    """`MoshiSteps` for B conversations that go on and on.
+    """`MoshiSteps` for B conversations that go on and on; arguments and errors as there.
 
-    It gives what `MoshiSteps` gives: the same codes when greedy, and from the same seeds the same
-    draws. ModelError: the model is no Moshi.
+    It gives what `MoshiSteps` gives without a drafter: the same codes when greedy, and from the
+    same seeds the same draws. `graphs` is what records, None: CUDA graphs on a CUDA device.
 
-    Args:
-        model: The stock model.
-        batch: Conversations B.
-        text, audio: How text tokens and codes are chosen.
-        window: Frames that it looks back; None for the configuration's.
-        delays: Steps that each codebook lags; None for 0, 1, 1, ….
-        graphs: What records; None: CUDA graphs on a CUDA device.
-
-    Attributes:
-        heard: `[B, K]` buffer of the user's newest codes.
-        active: `[B]` bool buffer: conversations that take the step; the others stay as they are.
-        finite: `[]` bool buffer: no logits were NaN or infinite so far.
+    `heard` `[B, K]` is the buffer of the user's newest codes; `active` `[B]` bool are the
+    conversations that take the step, the others stay as they are; `finite` `[]` bool: no logits
+    were NaN or infinite so far.
     """
 
     @torch.no_grad()

@@ -52,15 +52,12 @@ class MoshiFrame:
 class MoshiSteps:
     """Steps of `MoshiForConditionalGeneration`, else ModelError.
 
-    Args:
-        model: The stock model.
-        text: How text tokens are chosen (Moshi's own setting is temperature 0.7, top-k 25).
-        audio: How codes are chosen (temperature 0.8, top-k 250).
-        drafter: Drafts the codes of a frame, as `decoding.codebooks.copy_frame`; None runs the
-            depth transformer code by code.
-        plan: How many codes a depth pass takes.
-        delays: Steps that each codebook lags; None for 0, 1, 1, ….
-        window: Frames that it looks back; None for the configuration's (3000, four minutes).
+    `text` and `audio` say how text tokens and codes are chosen (Moshi's own settings are
+    temperature 0.7, top-k 25, and 0.8, 250). `drafter` drafts the codes of a frame, as
+    `decoding.codebooks.copy_frame`, and `plan` says how many of them a depth pass takes; without it
+    the depth transformer runs code by code. `delays` are steps that each codebook lags, None for 0,
+    1, 1, …; `window` is frames that it looks back, None for the configuration's (3000, four
+    minutes).
     """
 
     def __init__(

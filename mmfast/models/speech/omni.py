@@ -130,16 +130,11 @@ WRITE = "Transcribe the speech."
 class OmniOptions:
     """Options of a reply.
 
-    Args:
-        voice: A name in the model's `speaker_map`.
-        thinker, talker: How words and codes are picked; without `thinker` as the checkpoint has it.
-        max_words: Most tokens of text.
-        max_codes: Most codes, 50 a second.
-        ahead, vocoder_ahead: Blocks of codes and mel frames that sound waits for; see `SoundStage`.
-        num_steps: Of the flow to mel frames.
-        characters: Characters that are taken to be said in a second: which text a piece carries.
-        parity: Leave out of the talker's start what `generate` leaves out (`omni_talker`).
-        seed: Of everything that is random.
+    `voice` is a name in the model's `speaker_map`. Words and codes are picked by `thinker` (None:
+    as the checkpoint has it) and `talker`, `max_words` tokens and `max_codes` codes (50 a second)
+    at most. `ahead`, `vocoder_ahead` and `num_steps` are those of `SoundStage`. `characters` are
+    taken to be said in a second: they tell which text a piece carries. `parity` leaves out of the
+    talker's start what `generate` leaves out (`omni_talker`); `seed` is that of everything random.
     """
 
     voice: str = "Chelsie"

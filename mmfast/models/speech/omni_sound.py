@@ -179,7 +179,6 @@ def vocoder_layers(model: Any) -> LayerChain:
 
 
 def _block(module: Any) -> LayerChain:
-    """Pairs of dilated and plain convolutions, each pair beside a skip."""
     first, second = module.activations[::2], module.activations[1::2]
     parts = zip(first, module.convs1, second, module.convs2, strict=True)
     return LayerChain(
@@ -237,15 +236,12 @@ class Blocks(NamedTuple):
 class SoundStage:
     """Codes `[1, 1, t]` to sound `[1, n]`: a `core.speech.Stage` of one stream.
 
-    Args:
-        model: A `Qwen2_5OmniToken2WavModel`.
-        voice: An entry of the model's `speaker_map`.
-        ahead: Blocks that must have come behind the one that becomes sound. With enough of them
-            (`exact_ahead`) the sound is the stock one; each costs a block of delay and of work.
-        vocoder_ahead: Mel frames of future that the vocoder waits for; None: all its layers see
-            (34 frames, 0.34 s, of the 7B model), which is exact.
-        seed: Of the noise the flow starts from; the stock model's after `torch.manual_seed(seed)`.
-        **options: `num_steps`, `guidance_scale`, `sway_coefficient` of the flow.
+    `voice` is an entry of the model's `speaker_map`. `ahead` blocks must have come behind the one
+    that becomes sound; with enough of them (`exact_ahead`) the sound is the stock one, each costs a
+    block of delay and of work. The vocoder waits for `vocoder_ahead` mel frames; None: all its
+    layers see (34 frames, 0.34 s, of the 7B model), which is exact. `seed` is that of the noise the
+    flow starts from, as the stock model's after `torch.manual_seed(seed)`; `options` are those of
+    `Flow`.
     """
 
     def __init__(

@@ -2,14 +2,13 @@
 
 Code k hears the thinker on word k + 1, so the talker can run one word behind it; behind the last
 word it hears an end, then silence. Given the same words, its codes are those of the stock talker,
-which `generate` runs when the thinker is done.
+which `generate` runs when the thinker is done. `generate` of transformers 5.23 drops a mask of
+ones, and the talker, which goes by that mask, then leaves out the codes that mark the start of
+speech, and the positions of pictures and sound. They are there here; `parity=True` leaves them out,
+too.
 
-One thing `generate` of transformers 5.23 does not do: it drops a mask of ones, and the talker,
-which goes by that mask, then leaves out the codes that mark the start of speech, and the positions
-of pictures and sound. They are there here; `parity=True` leaves them out, too.
-
-The thinker runs a token at a time. Positions are worked out here and given to every pass: nothing
-is kept on the model, so several streams may share it.
+The thinker runs a token at a time. Positions are given to every pass: nothing is kept on the model,
+so several streams may share it.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ TALKER = Picking(True, 0.9, 40, 0.8, 1.05)  # as the stock talker speaks
 
 
 class Picker:
-    """Picks the next token of one stream, never one of `suppress`.
-
-    Raises ModelError where a setting of `how` is out of range.
-    """
+    """Picks the next token of one stream, never one of `suppress`; ModelError for a bad setting."""
 
     def __init__(self, how: Picking, suppress: list[int], device: torch.device) -> None:
         self.how = how

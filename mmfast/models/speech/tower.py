@@ -75,10 +75,7 @@ class SpeechTower(nn.Module):
         return self.out.weight.new_zeros(len(state.tails[0]), 0, self.out.out_features)
 
     def reset(self, state: TowerState, rows: Tensor) -> TowerState:
-        """Streams `rows` (`[B]` bool) started anew, the others as they were.
-
-        Raises ModelError within an embedding, which the streams share.
-        """
+        """Streams `rows` (`[B]` bool) started anew; ModelError within an embedding."""
         fresh = self.start(len(rows))
         if any(a.shape != b.shape for a, b in zip(state.tails, fresh.tails, strict=True)):
             raise ModelError(f"reset between embeddings, every {FRAMES} log-mel frames")

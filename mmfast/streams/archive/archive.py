@@ -120,10 +120,7 @@ def _moved(column: Tensor, rows: Tensor, capacity: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Tokens of block `number` to read in one layer.
-
-    `tokens` is `[m]` int64 ascending, among those the layer holds of it; None for all.
-    """
+    """Tokens of block `number` to read: `[m]` int64 ascending, None for all the layer holds."""
 
     number: int
     tokens: Tensor | None
@@ -234,10 +231,7 @@ class Archive:
         self._newest = -1
 
     def put(self, block: Block) -> None:
-        """Add the newest block; the oldest go where quotas are reached.
-
-        MmfastError: it is not newer than all before, or has another number of layers.
-        """
+        """Add the newest block; the oldest go where quotas are reached."""
         if block.number <= self._newest or len(block.keys) != len(self._index):
             raise MmfastError(
                 f"block {block.number} of {len(block.keys)} layers cannot follow block "
@@ -257,10 +251,7 @@ class Archive:
         return self._index[layer].choose(query, self._retriever)
 
     def read(self, layer: int, found: Sequence[Found]) -> list[LayerPart]:
-        """Read what was found, in the same order.
-
-        Blocks that turn out damaged or gone are left out: they are dropped and reported.
-        """
+        """Read what was found, in order; damaged blocks are left out, dropped and reported."""
         parts = [self._part(layer, each) for each in found]
         self._unindex()
         return [part for part in parts if part is not None]
@@ -308,10 +299,7 @@ class Archive:
         return sum(index.nbytes for index in self._index)
 
     def stats(self) -> dict[str, Any]:
-        """Blocks and bytes per tier, bytes of the index, what was dropped, corrupt or lost.
-
-        `reports` has the latest of it in words.
-        """
+        """Blocks and bytes per tier, bytes of the index, losses, and latest `reports` in words."""
         return {
             "blocks": self._tiers.blocks,
             "bytes": self._tiers.nbytes,

@@ -42,10 +42,7 @@ class TierQuotas:
         folder: str | Path | None = None,
         blocks: int | None = None,
     ) -> TierQuotas:
-        """Quotas from sizes as people write them.
-
-        MmfastError: a wrong size or number, or a disk quota without a folder.
-        """
+        """Quotas from sizes as people write them; MmfastError where they make no sense."""
         if blocks is not None and (type(blocks) is not int or blocks < 1):
             raise MmfastError(f"{blocks!r} is no number of blocks; give 1 or more, or None")
         on_disk = parse_bytes(disk)

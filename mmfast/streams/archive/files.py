@@ -57,10 +57,9 @@ def value(cls: type[T]) -> type[T]:
 
 @dataclass(frozen=True)
 class FlatTree:
-    """A tree without its large parts.
+    """A tree without its large parts, which stand in the order in which `skeleton` numbers them.
 
-    `skeleton` is fit for JSON: containers are one-entry dicts that name their kind; `tensors` and
-    `files` stand in the order in which it numbers them.
+    The skeleton is fit for JSON: containers are one-entry dicts that name their kind.
     """
 
     skeleton: Any
@@ -134,10 +133,7 @@ def compact(x: Tensor) -> Tensor:
 
 
 def encode(tree: Any) -> list[bytes | memoryview]:
-    """Lay out a tree without files as the buffers of one file.
-
-    Raises MmfastError where it holds something that cannot be saved.
-    """
+    """Lay out a tree without files as a file's buffers; MmfastError for what cannot be saved."""
     flat, rows = flatten(tree), list[tuple[str, str]]()
     named, seen = dict[str, Tensor](), set[int]()
     for i, tensor in enumerate(flat.tensors):
@@ -210,10 +206,7 @@ class TreeFile:
             raise TornFileError(f"is cut short at {size} bytes")
 
     def read(self, part: int | None = None) -> Any:
-        """Return the tree, or one item of it where it is a list.
-
-        Raises TornFileError for a wrong checksum, OSError for a file that cannot be read.
-        """
+        """Return the tree, or one item of a list; TornFileError for a wrong checksum."""
         skeleton = self.skeleton if part is None else self.skeleton["list"][part]
         with self.path.open("rb", buffering=0) as file:
             return unflatten(skeleton, lambda number: self._tensor(file, number))
@@ -275,10 +268,7 @@ def sync_folder(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a finished file a second name, or copy it where that is not possible.
-
-    OSError: the source is gone, or the disk is full.
-    """
+    """Give a finished file a second name, or copy it where that is not possible."""
     try:
         os.link(source, target)
     except FileNotFoundError:

@@ -58,10 +58,7 @@ class BlockFolder:
         return self.path / f"{number:09d}.block"
 
     def read(self, number: int, layer: int) -> tuple[Shared, StoredLayer]:
-        """Return the shared part of a block and one layer; the other layers are not read.
-
-        Raises TornFileError for a damaged file, OSError for one that cannot be read.
-        """
+        """Return a block's shared part and one layer alone; TornFileError for a bad file."""
         if number not in self._open:
             file = TreeFile(self.file(number))
             held = file.read(0)
