@@ -80,7 +80,7 @@ class CodeChoice:
 
 @dataclass(frozen=True, eq=False)
 class FrameDrafts:
-    """Codes `[B, K]` of a frame, and `probs` `[B, K, V]` each was drawn from; None for a copy."""
+    """Codes `[B, K]` of a frame, and the `probs` `[B, K, V]` they were drawn from; None: a copy."""
 
     codes: Tensor
     probs: Tensor | None = None

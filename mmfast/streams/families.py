@@ -190,7 +190,7 @@ def positions_of(pieces: Sequence[Piece]) -> Tensor:
 
 
 def prove(script: Script) -> None:
-    """Compare (ModelError) with the stock prompt; settle how text behind a video is placed."""
+    """Compare with the stock prompt, else ModelError; settle how text behind a video is placed."""
     inputs = _stock(script)
     stock = script.model._prepare_position_ids_for_generation(inputs["input_ids"], dict(inputs))
     stock = stock.reshape(-1, inputs["input_ids"].shape[1])[-script.axes :]

@@ -175,7 +175,7 @@ class Memory:
     def admit(self, block: LiveBlock) -> None:
         """Count in a block whose tokens stand behind the last ones, and let others leave.
 
-        Nothing has changed when the block does not fit, or the archive refuses what leaves.
+        MmfastError, and nothing has changed, if it does not fit or the archive refuses what leaves.
         """
         if self.plan is None or not self.plan.position:
             return self._add(block)

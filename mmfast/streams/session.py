@@ -353,7 +353,7 @@ class Watch:
             self.error = error
 
     def run(self) -> None:
-        """Push frames until the source ends (MediaError: dies), the session closes, or `stop`."""
+        """Push frames until `stop`, or the source ends; MediaError where it stalls or dies."""
         self._session.new_source()
         try:
             for frame, seconds in self.feed:

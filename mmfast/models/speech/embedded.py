@@ -43,7 +43,7 @@ def decoding(
     head: str,
     sampling: Sampling | None,
 ) -> Make:
-    """Return a function that makes a decoder for a guide; SpecError or ModelError at once."""
+    """Return a function that makes a decoder for a guide; wrong choices are refused at once."""
     schedule, rule = parse_schedule(mode), parse_rule(verify)
     if head not in HEADS:
         raise SpecError(unknown("head", head, HEADS))

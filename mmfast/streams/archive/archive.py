@@ -231,7 +231,7 @@ class Archive:
         self._newest = -1
 
     def put(self, block: Block) -> None:
-        """Add the newest block; the oldest go where quotas are reached."""
+        """Add a block newer than all before, else MmfastError; quotas push the oldest out."""
         if block.number <= self._newest or len(block.keys) != len(self._index):
             raise MmfastError(
                 f"block {block.number} of {len(block.keys)} layers cannot follow block "
