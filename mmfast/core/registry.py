@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -80,6 +81,8 @@ class Method:
 
 _METHODS: dict[tuple[str, str], Method] = {}
 _LOADED: set[str] = set()
+_LOADING: set[str] = set()
+_LOCK = threading.RLock()  # a thread that asks while another one loads waits for all names
 
 
 def register(
@@ -150,13 +153,20 @@ def unregister(name: str, kind: str = "reducer") -> None:
 
 
 def import_all(package: str) -> None:
-    """Import every module of a package and of the packages in it, once."""
+    """Import every module of a package and of the packages in it, once; safe in threads."""
     if package in _LOADED:
         return
-    _LOADED.add(package)
-    home = importlib.import_module(package)
-    for info in pkgutil.walk_packages(home.__path__, f"{package}."):
-        importlib.import_module(info.name)
+    with _LOCK:
+        if package in _LOADED | _LOADING:  # loading: one of its own modules asks
+            return
+        _LOADING.add(package)
+        try:
+            home = importlib.import_module(package)
+            for info in pkgutil.walk_packages(home.__path__, f"{package}."):
+                importlib.import_module(info.name)
+            _LOADED.add(package)
+        finally:
+            _LOADING.discard(package)
 
 
 def _load(kind: str) -> None:

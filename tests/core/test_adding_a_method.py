@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,3 +188,19 @@ def test_one_file_in_its_package_is_enough(added: str, tmp_path: Path) -> None:
         head = make_head("longest", model, modules=2)
         save_head(head, tmp_path / "head.safetensors")
         assert type(load_head(tmp_path / "head.safetensors", model)) is method.fn
+
+
+def test_threads_that_ask_at_once_see_every_method() -> None:
+    code = (
+        "import threading, mmfast\n"
+        "from mmfast.core.registry import get, methods\n"
+        "from mmfast.models.families.adapter import families\n"
+        "found, gate = [], threading.Barrier(8)\n"
+        "def ask():\n"
+        "    gate.wait()\n"
+        "    found.append((get('evs').name, len(methods()), len(families())))\n"
+        "threads = [threading.Thread(target=ask) for _ in range(8)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "assert len(found) == 8 and len(set(found)) == 1, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

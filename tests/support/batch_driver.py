@@ -22,7 +22,7 @@ def main(folder: str, out: str, question: str) -> None:
 
     def tick(done: int, total: int) -> None:
         if done >= KILL_WORKER and not killed:
-            workers = [p for p in psutil.Process().children(True) if "ray::Worker" in p.name()]
+            workers = [p for p in psutil.Process().children(True) if "ray::BatchWorker" in p.name()]
             killed.append(workers[0])
             workers[0].kill()
         if done >= KILL_DRIVER:
