@@ -136,7 +136,6 @@ def _looked(  # type: ignore[no-untyped-def]
     partly: tl.constexpr, causal: tl.constexpr, held: tl.constexpr, step: tl.constexpr,
     width: tl.constexpr, padded: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    """Update the running maximum and sum of `queries` with keys `begin` to `end`."""
     place = first + tl.arange(0, held)
     for at in range(begin, end, step):
         keys = _load(key, row_stride, at, size, step, width, padded, upcast)

@@ -104,7 +104,6 @@ def run_break_even(
 
 
 def _rows(case: Case, point: CurvePoint, clock: Clock) -> Iterator[Row]:
-    """Gate the methods of a point, then compare them with stock for `ROUND_SECONDS`."""
     specs = [f"{method}:{KEEP}" for method in point.methods]
     group = SpecGroup(case.repeated(point.batch), "llm", point.stages, specs, clock, full=False)
     faults = group.prepare()

@@ -101,7 +101,6 @@ def expected_lengths(twins: Twins, stock: list[int], batch: int = 1) -> list[int
 
 
 def _firsts(spec: Spec, results: Sequence[Reduction], layers: int) -> list[int]:
-    """Return the decoder layer before which each recorded call ran."""
     if not spec.staged:
         return [spec.layer or 0] * len(results)
     cuts = expand((spec,), layers)
@@ -196,7 +195,6 @@ def _compare_file(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def _difference(found: Tensor | None, wanted: Tensor, exact: bool) -> str:
-    """Describe the difference of two arrays; "" if there is none."""
     if found is None:
         return "no rule computes this array"
     if found.shape != wanted.shape:

@@ -220,7 +220,6 @@ class SpecGroup:
         return spans(self.stage.case.model, twins.stages, tower=self.stage.group != "llm")
 
     def _stock_spans(self) -> dict[Span, float]:
-        """Measure the stock model in layers whose attention some method reads."""
         where = list(dict.fromkeys(span for twins in self.twins for span in self._spans(twins)))
         return peaks_in(self.stage.case.model, where, partial(self.stage.run, None))
 
@@ -265,7 +264,6 @@ class SpecGroup:
 
 
 def _part(text: str, group: str) -> str | None:
-    """Return the stages of a spec that run in `group`; None without any."""
     stages = parse(text)
     if group == "llm":
         stages = tuple(s for s in stages if s.site != "vit")
@@ -348,7 +346,6 @@ def _measure(
     ticks: _Ticks,
     enough: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Run gate and rounds of every group; after a fault the document has no speed."""
     ticks.total = sum(group.work(rounds) for group in groups)
     faults, rows, floors = list[str](), list[dict[str, Any]](), dict[str, float]()
     warm, ran = [], []

@@ -170,7 +170,6 @@ class Twins:
         spec, made_up = recording.spec, self._made_up(recording.spec)
 
         def plain(tokens: Tokens, budget: int | None) -> Reduction:
-            """Run the method as it is."""
             seen = _with_signals(tokens, made_up) if made_up else tokens
             result: Reduction = spec.method.fn(seen, budget, **spec.knobs)
             return result
@@ -181,7 +180,6 @@ class Twins:
         plain = self._plain(recording)
 
         def recorded(tokens: Tokens, budget: int | None) -> Reduction:
-            """Run the method and record its input and choice."""
             result = plain(tokens, budget)
             recording.calls.append((tokens, budget))
             recording.results.append(result)

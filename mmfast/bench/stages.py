@@ -91,7 +91,6 @@ class MeasuredStage:
         return RunOutcome({"vit": ms}, feature_rows(out)), wall
 
     def _prefill(self) -> tuple[RunOutcome, float]:
-        """Return the outcome, and milliseconds of the prefill by the wall clock."""
         case = self.case
         inputs = {**case.prompt, "use_cache": True, "logits_to_keep": 1}
         if self.group == "ttft":
@@ -328,7 +327,6 @@ def _product_seconds(side: int, device: str, dtype: torch.dtype, cuda: bool) -> 
 
 
 def _best_seconds(job: Callable[[], object], cuda: bool) -> float:
-    """Return seconds of the fastest run, without the first one, a warm-up."""
     clock, _ = clock_of(torch.device("cpu"), torch.get_num_threads())
     once = partial(timed_by_events, job) if cuda else partial(timed, job, clock)
     return min([once()[1] for _ in range(ROUNDS * 4 + 1 if cuda else ROUNDS + 1)][1:]) / 1e3

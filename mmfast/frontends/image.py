@@ -303,7 +303,6 @@ def iter_animation(image: Image.Image, limits: Limits, name: str) -> Iterator[tu
 
 @contextmanager
 def _position_kept(image: Image.Image) -> Iterator[None]:
-    """Restore the position of an animation."""
     start = image.tell()
     try:
         yield

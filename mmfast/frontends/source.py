@@ -284,7 +284,6 @@ def _from_path(media: Any, limits: Limits, kind_of: Sniffer) -> MediaSource:
 
 
 def _drain(file: Any, limits: Limits) -> tuple[bytes, str]:
-    """Read a file object to its end and restore its position."""
     given = getattr(file, "name", None)
     name = quote(given) if isinstance(given, str) else f"a {type(file).__name__}"
     parts, total = [], 0

@@ -173,7 +173,6 @@ def _certain(text: str) -> int:
 
 
 def _plain(text: str) -> str:
-    """Remove accents, curly quotes and full-width forms; keep one kind of white space."""
     text = unicodedata.normalize("NFKD", text.translate(ALIKE))
     text = "".join(sign for sign in text if not unicodedata.combining(sign))
     text = re.sub(r"\s+", " ", text)
@@ -271,7 +270,6 @@ def _money(token: str) -> Iterator[str]:
 
 
 def _said(number: str, form: str = "cardinal") -> list[str]:
-    """Return the words of a number in digits, such as "1,205" or "3.50"."""
     whole, _, part = number.replace(",", "").partition(".")
     after = [word for digit in part for word in _said(digit)]
     if len(whole) > LONGEST or (len(whole) > 1 and whole[0] == "0"):
@@ -288,7 +286,6 @@ def _said(number: str, form: str = "cardinal") -> list[str]:
 
 
 def _tidy(parts: Iterable[str], before: str = ",") -> Iterator[str]:
-    """Drop marks at the beginning or after another mark."""
     for part in parts:
         if part not in MARKS or before not in MARKS:
             yield part

@@ -53,11 +53,9 @@ class _FilterPlan:
     table: Tensor | None  # `[down + 2 reach - 1, up]`, the taps as a matrix; None if too large
 
     def certain(self, heard: int) -> int:
-        """Return the number of outputs whose inputs are all among the first `heard`."""
         return max(0, -((self.reach - heard) * self.up // self.down))
 
     def whole(self, heard: int) -> int:
-        """Return the number of outputs of a sound of `heard` samples."""
         return -(-heard * self.up // self.down)
 
     def compute(self, inputs: Tensor, first: int, start: int, stop: int) -> Tensor:

@@ -109,7 +109,6 @@ class _Search:
         return torch.tensor(self.picks + none, dtype=torch.int64)
 
     def _refresh(self, active: Integers) -> Floats:
-        """Return rows `active` less their part in the span, `[A, D]`, and update their gains."""
         now = len(self.picks)
         # Few products of many rows: to take out a direction again changes nothing.
         stale = np.where(self.seen[active] < now, self.seen[active] // _GRAIN * _GRAIN, now)
@@ -125,7 +124,6 @@ class _Search:
         return residual
 
     def _pick(self, active: Integers, residual: Floats, outside: tuple[float, int]) -> None:
-        """Pick the best of `active` until one outside may come first."""
         places, (key_, place) = lowest(-self.key[active], _BEST)
         outside = min(outside, (key_, int(active[place])))
         active, residual = active[places], residual[places]
@@ -148,7 +146,6 @@ class _Search:
         self._extend(active[new], residual[new])
 
     def _extend(self, chosen: Integers, residual: Floats) -> None:
-        """Add the directions of the picks, rows `residual` `[k, D]`, to the basis."""
         now, more = len(self.picks), len(chosen)
         if not more:
             return
@@ -224,7 +221,6 @@ class LazyGreedy:
         return torch.tensor(self.picks, dtype=torch.int64)
 
     def _run_dense(self, start: list[int]) -> Tensor:
-        """Pick from the table of all cosines."""
         cosine, everything = self._cosine(self.rows, self.rows), np.arange(len(self.rows))
         picked = np.zeros(len(self.rows))  # +inf where it is
         cost = self.cost
@@ -281,7 +277,6 @@ class LazyGreedy:
         self.chosen[before : len(self.picks)] = self.rows[torch.tensor(new, dtype=torch.int64)]
 
     def _refresh(self, index: Integers, own: Tensor) -> None:
-        """Bring `index` (rows `own`) up to date with the picks each has missed."""
         stale, now = self.seen[index], len(self.picks)
         for since in np.unique(stale):
             if since == now:

@@ -237,7 +237,6 @@ def _blocks(rows: Tensor, scale: Tensor, count: int, size: int) -> Tensor:
 
 
 def _one(rows: Tensor, index: Tensor, n: int) -> Tensor:
-    """Products of rows `index` with all n rows, contiguous."""
     return _product(rows.index_select(0, index), rows[:n])
 
 

@@ -105,7 +105,6 @@ def _joined(alike: Floats, most: int | None, threshold: float) -> Integers:
 
 
 def _runs(starts: Integers, n: int, device: torch.device) -> Reduction:
-    """Average runs of tokens `[start, next start)`."""
     ends = np.append(starts[1:], n)
     middle = torch.from_numpy((starts + ends - 1) // 2).to(device)
     lengths = torch.from_numpy(ends - starts).to(device)

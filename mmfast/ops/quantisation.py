@@ -115,7 +115,6 @@ def _extremes(grouped: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _block(grouped: Tensor) -> int:
-    """Number of rows of dimension -3 that are processed at once."""
     return max(1, _BLOCK * grouped.shape[-3] // max(1, grouped.numel()))
 
 

@@ -147,7 +147,6 @@ def _blocks(x: Tensor) -> Iterator[tuple[Tensor, int, int, slice]]:
 
 
 def _in_chunks(x: Tensor, lengths: Sequence[int], l1: bool) -> Difference:
-    """Apply `reference` to a few patches and frames at a time."""
     opens = _opens(lengths, x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
     kinds = (torch.float64, wide, wide)

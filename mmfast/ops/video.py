@@ -69,7 +69,6 @@ class SinceKept:
     """
 
     def __init__(self, x: Tensor, frames: int) -> None:
-        """`x` is `[N, D]`, frame after frame."""
         places = rearrange(x.detach(), "(t n) d -> n t d", t=frames)
         self._change: Floats = _changes(places).cpu().numpy()  # [n, T, T]
 

@@ -254,7 +254,6 @@ def _estimate(
 
 
 def _rest_macs(bench: Bench) -> int:
-    """Multiply-adds per patch outside the blocks: projector and merger."""
     base = bench.model.base_model
     names = ("multi_modal_projector", "connector", "mlp1", "aligner")
     found = [getattr(base, name) for name in names if hasattr(base, name)]

@@ -162,7 +162,6 @@ def _usable(row: Row) -> bool:
 
 
 def _curves(rows: Iterable[Row], total: float) -> list[Curve]:
-    """Group rows by spec without budgets; the latest row of a budget counts."""
     found: dict[str, tuple[tuple[Spec, ...], dict[float, float]]] = {}
     for row in rows:
         try:
@@ -311,7 +310,6 @@ def _moved(curve: Curve, depth: int) -> tuple[Spec, ...]:
 def _unfit(
     stages: Sequence[Spec], work: Work, check: Callable[[tuple[Spec, ...]], object]
 ) -> str | None:
-    """Reason why this model or request cannot use the spec; None where it can."""
     for stage in stages:
         if stage.site not in ("pre", "llm"):
             return f"the cost of site {stage.where!r} is not modelled"

@@ -232,7 +232,6 @@ def _prefill(shape: ModelShape, rates: Rates, tokens: Sequence[int], rows: int) 
 
 
 def _signals(rates: Rates, work: Work, stages: Sequence[Spec]) -> float:
-    """Reading attention in the tower, once per place."""
     needs = {need for s in stages if s.site == "pre" for need in s.method.needs}
     read = {"attn" if n == "attn_visual" else n for n in needs & set(TOWER_SIGNALS) - {"keys"}}
     return len(read) * at(rates.signal, work.pixels)

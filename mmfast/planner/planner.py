@@ -268,7 +268,6 @@ class Planner:
     def _weigh(
         self, work: Work, target: Target, call: str, gone: float, kind: str
     ) -> tuple[Candidate | None, list[Candidate], list[Candidate], list[Rejected]]:
-        """The choice, the ladder it stands on, all candidates, and what is out of question."""
         while True:
             found, rejected = self._candidates(self._evidence(kind), work, kind, call)
             choice, steps = choose(found, target, gone)
@@ -318,7 +317,6 @@ def _best_effort(
 
 
 def _embedded_layers(name: str) -> int | None:
-    """Decoder layers of an embedded model; None where it is another one."""
     try:
         config = json.loads((embedded_path(name) / "config.json").read_text(encoding="utf-8"))
     except ModelError:

@@ -138,12 +138,10 @@ def run_eval(
 
 
 def _in_tower(stages: Sequence[Spec]) -> bool:
-    """Return whether some stage changes the computation of the encoder."""
     return any(stage.site in ("vit", "pixel") for stage in stages)
 
 
 def _alone(stages: Sequence[Spec]) -> bool:
-    """Return whether some stage takes one question at a time."""
     return any(stage.method.revives for stage in stages)
 
 

@@ -73,7 +73,6 @@ def _draw(
     level: tuple[str, Sequence[tuple[float, float]]],
     form: str,
 ) -> str:
-    """A chart of curves over the kept share, with a dashed level, as an SVG document."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -115,7 +115,6 @@ def _properties(method: Method) -> list[tuple[str, str]]:
 
 
 def _knobs(method: Method, parameters: Any) -> list[str]:
-    """Knobs with defaults; the description of a parameter stands in the docstring."""
     told = {each.name: " ".join(each.description.split()) for each in parameters}
     cells = [(f"`{k}`", f"`{_shown(v)}`", told.get(k, "")) for k, v in method.knobs.items()]
     return ["\n".join(markdown(("knob", "default", "meaning"), cells)) if cells else "None."]

@@ -91,7 +91,6 @@ def _even_title(rows: Rows) -> str:
 
 
 def _even_lines(rows: Rows) -> list[Row]:
-    """Gains of each stage and spec by what varies, tokens or answers at once."""
     return pivot(
         sorted(rows, key=lambda row: bool(row["stage"] != "llm")),
         lambda row: f"{STAGES[row['stage']]}|`{row['reduce']}`",

@@ -122,7 +122,6 @@ class ReportTable:
         return [line for group in groups.values() or ([],) for line in self._one(group)][:-1]
 
     def _one(self, rows: Rows) -> list[str]:
-        """One table with its texts, and a blank line behind each part."""
         lines, columns = self.lines(rows), self._columns(rows)
         cells = [[fill(cell, line) for cell in columns.values()] for line in lines]
         used = [n for n in range(len(columns)) if not self.spare or any(row[n] for row in cells)]

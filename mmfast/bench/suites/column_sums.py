@@ -227,7 +227,6 @@ def _peaks(jobs: dict[str, Callable[[], Tensor]], x: AttentionInputs) -> dict[st
 
 
 def _check(x: AttentionInputs) -> dict[str, float]:
-    """Return the errors of all ways that compute sums; ours into memory that holds NaN."""
     exact, errors = exact_sums(x), {}
     for name, way in WAYS.items():
         if name == "sdpa alone":

@@ -21,7 +21,6 @@ from mmfast.bench.results import Row, dtype_name
 
 
 def _case(preset: str, frames: int, device: str | None) -> tuple[Case, Row]:
-    """Build a case on a device; return it with the fields of its rows."""
     where, shape = pick_device(device), get_preset(preset)
     case = build(preset, ("llm", "decode"), frames, where, pick_dtype("auto", shape, where))
     shared = {"preset": preset, "device": where.type, "visual": case.n}
@@ -274,7 +273,6 @@ def _steps(case: Case, cache: Any, steps: int) -> timing.Sample:
 
 
 def _twin(held: Any) -> Any:
-    """Return a stock cache with as many entries in each layer."""
     from transformers import DynamicCache
 
     cache = DynamicCache()

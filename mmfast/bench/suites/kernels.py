@@ -373,7 +373,6 @@ def _difference_rows(case: DifferenceCase, dtype: torch.dtype, device: str) -> l
 
 
 def _differences(case: DifferenceCase, device: str) -> dict[str, Callable[[Tensor], object]]:
-    """Return all three results, or the cosine alone: ours, eager, and compiled on a GPU."""
     lengths = list(case.lengths)
     cosine: Merge = lambda x: F.cosine_similarity(x[1:], x[:-1], dim=-1)
     ways: dict[str, Callable[[Tensor], object]] = {

@@ -120,7 +120,6 @@ def _rows(
 
 
 def _times(ways: Mapping[str, Frame], pcm: Tensor, device: str) -> dict[str, list[float]]:
-    """Measure milliseconds of every frame, all ways in turn."""
     clock = time.perf_counter if device == "cuda" else time.process_time
     times: dict[str, list[float]] = {way: [] for way in ways}
     for each in pcm:

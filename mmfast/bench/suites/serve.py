@@ -170,7 +170,6 @@ def _answer(scheduler: Scheduler, tokens: int, count: int, together: bool) -> No
 
 
 def _overload(scheduler: Scheduler, tokens: int, count: int) -> Row:
-    """Submit more chats than there is room for, and count the outcomes."""
     records, busy, retry = [], 0, 0.0
     for _ in range(count):
         try:

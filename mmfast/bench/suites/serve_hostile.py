@@ -223,7 +223,6 @@ def hostile_requests() -> list[HostileRequest]:
 
 
 def _files() -> Iterator[tuple[str, str, str]]:
-    """Yield the name of a request, the kind of its media, and their data URL."""
     clip = mp4()
     torn = picture(width=2000, height=2000)[:3000]
     yield "PNG of 500 MB", "image", encode(png(), "image/png")
@@ -299,7 +298,6 @@ class _InternetHandler(BaseHTTPRequestHandler):
     """`/to?URL` redirects, `/endless` never ends, all other paths are a picture."""
 
     def do_GET(self) -> None:
-        """Answer a request."""
         path, _, where = self.path.partition("?")
         if path == "/to":
             self.send_response(302)

@@ -100,8 +100,6 @@ def listening(service: Any) -> Iterator[str]:
 
 
 class _RealtimeClient:
-    """A connection that records the time of each event."""
-
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self.times: dict[str, list[float]] = {}
@@ -129,7 +127,6 @@ class _RealtimeClient:
         return len(self.times.get(kind, ()))
 
     async def event(self, kind: str, count: int) -> float:
-        """Wait for the nth event of a kind; return its time."""
         async with self._news:
             await self._news.wait_for(lambda: self.count(kind) >= count)
         return self.times[kind][count - 1]

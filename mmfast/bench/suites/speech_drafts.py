@@ -94,7 +94,6 @@ class _SharedTrunk:
         return getattr(self._backbone, name)
 
     def new_layer(self, ffn: int | None = None) -> nn.Module:
-        """Return one of the backbone's own layers."""
         self._made += 1
         layer: nn.Module = self._backbone.decoder.layers[self._made % self._distinct]
         return layer
@@ -158,7 +157,6 @@ class _ClockedHead:
         return getattr(self._head, name)
 
     def draft(self, *inputs: Any) -> int:
-        """Draft as the head does."""
         start = time.process_time()
         ran = int(self._head.draft(*inputs))
         self.seconds += time.process_time() - start

@@ -431,7 +431,6 @@ def codec_rows(
 
 
 def _through(codec: Any, recorded: Sequence[Tensor]) -> tuple[list[Tensor], float, float]:
-    """Return sound encoded and decoded, and processor seconds of both directions."""
     coded, encoding, decoding = [], 0.0, 0.0
     with torch.inference_mode(), one_thread():
         codec.decode(codec.encode(recorded[0][None]))  # warm-up

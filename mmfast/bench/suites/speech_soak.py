@@ -275,7 +275,6 @@ class Soak:
             self.faults.append(f"{self.seconds:.2f} s, {why} {item}: {found!r}, heard {wanted!r}")
 
     def _interfere(self) -> None:
-        """Cancel the reply, or truncate it as a client does."""
         if self.random.random() < 0.5:
             self.session.cancel()
         elif self.item in self.session.history.items:
@@ -284,7 +283,6 @@ class Soak:
         self._take(self.session.poll())
 
     def _check(self) -> None:
-        """Check that the context holds exactly the text that was heard."""
         items = self.session.history.items
         if self.item in items and self.item not in self.expected:
             self._expect(self.item, items[self.item].text, "played")

@@ -161,7 +161,6 @@ def prefill_rows(layers: int, frames: int, rounds: int) -> list[Row]:
 
 
 def _saving(rows: list[Row]) -> list[Row]:
-    """Add the share of the baseline's time that a job saves."""
     return [{**row, "saved": 1.0 - 1.0 / row["speedup"]} for row in rows]
 
 
@@ -189,7 +188,6 @@ def append_frames(case: Case, spec: str | None) -> tuple[DynamicCache, Tensor]:
 
 
 def _check_prefill(case: Case) -> int:
-    """Return the number of kept tokens."""
     cache, last = append_frames(case, None)
     decoder: Any = case.model.get_decoder()
     at_once = decoder(inputs_embeds=case.visual[None]).last_hidden_state[0, -1]

@@ -223,7 +223,6 @@ def merging(
 
 
 def _merge_rows(name: str, specs: Sequence[str], rounds: int, layers: int) -> list[Row]:
-    """Measure one tower."""
     tower, where = TOWERS[name], pick_device(None)
     layers, frames = (tower.blocks, 32) if where.type == "cuda" else (layers, tower.frames)
     case = tower.case(layers, frames)
@@ -285,7 +284,6 @@ class _LaunchCount(TorchDispatchMode):
 
 @contextmanager
 def _merges_recorded(counting: bool = False) -> Iterator[_MergeRecord]:
-    """Record the merging of every block; counting and timing take separate passes."""
     stock, seen = MergePass.merge, _MergeRecord()
 
     def merge(work: MergePass, block: int, hidden: Tensor) -> Tensor:

@@ -101,7 +101,6 @@ def _mono(frame: Any, name: str) -> Tensor:
 
 
 def _other_pieces(source: MediaSource) -> Iterator[Piece]:
-    """Read with libsndfile a kind that is not in `AUDIO_KINDS`."""
     import soundfile
 
     with source.open() as file:
@@ -194,7 +193,6 @@ def _given(
 
 
 def _pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[Piece]:
-    """Yield mono samples and their rate."""
     media, given = _unwrapped(media, given)
     if is_encoded(media):
         if given.encoding is None:
@@ -206,7 +204,6 @@ def _pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[Piece
 
 
 def _is_samples(media: Any) -> bool:
-    """Return True for an array or a list of numbers."""
     if hasattr(media, "__array__") or isinstance(media, Tensor):
         return True
     return isinstance(media, list | tuple) and (not media or isinstance(media[0], Real))

@@ -67,7 +67,6 @@ class Transformer(CodecLayer):
 def _layer(
     layer: Any, x: Tensor, past_k: Tensor, past_v: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one decoder layer on `x` and the keys and values before it; return all of them."""
     inner = layer.self_attn
     normed = layer.input_layernorm(x)
     heads = (*x.shape[:2], -1, inner.head_dim)

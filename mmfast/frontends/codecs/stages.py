@@ -274,7 +274,6 @@ class FrameStage:
         return x if len(state.groups) == 1 else x.index_select(0, group.rows)
 
     def _gather(self, state: RowState, outs: list[Tensor]) -> Tensor:
-        """Put the rows of all groups back in their places."""
         if len(outs) == 1 and len(outs[0]) == state.batch:
             return outs[0]
         back = torch.argsort(torch.cat([group.rows for group in state.groups]))

@@ -394,7 +394,6 @@ class _Since:
         self._origin: float | None = None
 
     def __call__(self, pts: int | None) -> float | None:
-        """Time of a frame; None where it has none and others have."""
         if pts is None:
             self._untimed += 1
             return (self._untimed - 1) * self._step if self._origin is None else None

@@ -180,7 +180,6 @@ def read_all(
 
 
 def _time(source: MediaSource, header: Header, number: int, tick: int | None) -> float:
-    """Return the frame's own time; AVI and bare streams have only a rate."""
     if tick is not None and source.kind != "avi":
         return float(header.seconds(tick))
     if not header.rate:

@@ -359,7 +359,6 @@ class SliceReader:
         return packet
 
     def _reach(self, job: SliceJob) -> Any:
-        """Return the job's first packet."""
         try:
             if 0 <= job.first - self._at <= _NEAR:
                 for _ in range(job.first - self._at):

@@ -122,7 +122,6 @@ def make_places(
 
 
 def _runs(true: Tensor) -> Tensor:
-    """Number of consecutive true places that begin at each."""
     found, many = [], 0
     for value in reversed(true.tolist()):
         many = many + 1 if value else 0
@@ -131,8 +130,6 @@ def _runs(true: Tensor) -> Tensor:
 
 
 class _HeadTask(Task):
-    """A draft head of a frozen backbone."""
-
     name: str
 
     def __init__(self, backbone: Backbone, layout: SpeechLayout, seed: int, **options: Any) -> None:
@@ -149,7 +146,6 @@ class _HeadTask(Task):
         self.optimiser = Optimiser(matrices, [p for p in used if p.ndim < 2], rate)
 
     def save(self, folder: Path) -> None:
-        """Write the head, in float16."""
         path = folder / "heads" / f"{self.name}.safetensors"
         save_head(self.head, path, torch.float16)
         path.chmod(0o644)

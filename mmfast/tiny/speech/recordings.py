@@ -89,8 +89,6 @@ _Callback = ctypes.CFUNCTYPE(
 
 
 class _Library:
-    """The loaded library, and the sound and events of its callback."""
-
     def __init__(self) -> None:
         try:
             loader: Any = importlib.import_module("espeakng_loader")
@@ -112,7 +110,6 @@ class _Library:
         self.library.espeak_SetSynthCallback(self.callback)
 
     def close(self) -> None:
-        """Unload the library and with it its state."""
         self.library.espeak_Terminate()
         system: Any = importlib.import_module("_ctypes")
         unload = getattr(system, "dlclose", None) or system.FreeLibrary
@@ -227,7 +224,6 @@ def _share(pieces: list[str], start: int, stop: int, pcm: Samples) -> Iterator[W
 
 
 def _cut(words: tuple[WordTime, ...], pcm: Samples) -> tuple[tuple[WordTime, ...], Samples]:
-    """Cut the silence at the end that is longer than TAIL."""
     loud = np.flatnonzero(np.abs(pcm) > QUIET)
     end = min(len(pcm), (int(loud[-1]) + 1 if len(loud) else 0) + round(TAIL * RATE))
     kept = tuple(WordTime(w.text, min(w.start, end), min(w.stop, end)) for w in words)

@@ -228,7 +228,6 @@ class World:
 
 @lru_cache(4)
 def _names(world: World) -> tuple[list[int], list[int], list[int]]:
-    """Names of facts in order, names of ordinary scenes, numbers of facts."""
     rng = np.random.default_rng([world.purpose, world.seed, 20])
     order = rng.permutation(len(NAMES)).tolist()
     return order[:FACTS], order[FACTS:], (rng.permutation(90)[:FACTS] + 10).tolist()
@@ -248,7 +247,6 @@ def _event(world: World, number: int) -> WorldEvent:
 
 @lru_cache(64)
 def _cuts(world: World, minute: int) -> tuple[float, ...]:
-    """Starts of the scenes of a minute, in seconds from its start."""
     rng = np.random.default_rng([world.purpose, world.seed, 22, minute])
     count = int(rng.integers(1, 5))
     spare = rng.dirichlet(np.ones(count)) * (MINUTE - SHORTEST * count)
@@ -256,7 +254,6 @@ def _cuts(world: World, minute: int) -> tuple[float, ...]:
 
 
 def _cut(world: World, time: float) -> tuple[int, int]:
-    """Minute, and number in it, of the ordinary scene at a time."""
     minute = int(time // MINUTE)
     cuts = _cuts(world, minute)
     return minute, max(i for i, cut in enumerate(cuts) if cut <= time - minute * MINUTE)

@@ -179,7 +179,6 @@ class ClipSampler:
         return Lesson(torch.stack(tokens), pack(rows, marks), kinds, motion, named)
 
     def _names(self, clip: int, ids: list[int]) -> dict[int, int]:
-        """Places of a question where the name of a thing ends."""
         table, found = self.bank.tables[clip], {}
         for thing in range(table.count):
             first, second = self.ids(" " + table.name(thing))
