@@ -81,10 +81,7 @@ def run_break_even(
     device: str | None = None,
     tick: Tick = lambda done, total, label: None,
 ) -> list[Row]:
-    """Return rows of all points of a shape.
-
-    `pays` is True where the gain is beyond noise, False where the loss is, None between.
-    """
+    """Rows of all points of a shape; `pays` is None where the gain is within noise."""
     where = pick_device(device)
     kind = pick_dtype("auto", get_preset(preset), where)
     todo, found = points(preset), []

@@ -133,10 +133,7 @@ class ParityRow:
 
 
 def verify(directory: Path) -> list[ParityRow]:
-    """Compare every golden file of a directory with the reducers; one row a file, broken ones too.
-
-    tests/golden/README.md describes the format.
-    """
+    """Compare every golden file (tests/golden/README.md) with the reducers, one row a file."""
     if not directory.is_dir():
         raise MmfastError(
             f"{str(directory)!r} is no directory; give a folder of golden vectors (*.safetensors)"

@@ -27,7 +27,7 @@ OTHER_SITES = ("fastv", "holitom_inner")
 
 
 def accuracy_specs() -> list[str]:
-    """Return the specs without budgets that the accuracy tables measure.
+    """Specs without budgets that the accuracy tables measure.
 
     Every registered method at its default site, some also before the last layer, where they lose
     least. Site `pixel` needs a tower that packs patches, which the embedded models lack.

@@ -243,11 +243,7 @@ def drawn(found: Points) -> Points:
 
 
 def outputs(root: Path) -> dict[Path, str]:
-    """Every generated file under `root` and the text that it should hold.
-
-    Raises:
-        MmfastError: `root` is no checkout, or a marker names no known table.
-    """
+    """Every generated file under `root`, a checkout, and the text that it should hold."""
     readme, folder = root / "README.md", root / "assets" / "results"
     if not readme.is_file():
         raise MmfastError(f"no README.md in {root.name!r}: run this from a checkout")

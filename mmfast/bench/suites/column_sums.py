@@ -129,10 +129,9 @@ def _weights(x: AttentionInputs) -> Tensor:
 
 
 def swapped_flex(x: AttentionInputs, compiled: bool = True) -> Callable[[], Tensor]:
-    """Return FlexAttention with queries and keys exchanged.
+    """FlexAttention with queries and keys exchanged: its log-sum-exp is the log of the column sums.
 
-    Its log-sum-exp is then the logarithm of the column sums. Grouped keys have to be repeated,
-    and unused values of width 16 are carried along.
+    Grouped keys have to be repeated, and unused values of width 16 are carried along.
     """
     case, lse = x.case, x.lse
 

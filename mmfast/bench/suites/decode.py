@@ -40,8 +40,7 @@ COMPILED = (("tiny", 4, 33, 9), ("llava-onevision-0.5b", 1, 6, 3))  # frames, st
 def compiled(tick: Tick) -> list[Row]:
     """Compare eager with compiled decoding behind a reduced prompt: one graph, the same tokens.
 
-    Masks, positions and cache lengths are tensors of fixed shape, so nothing is compiled again
-    while the cache fills, and a GPU can capture the step. The stock model is measured likewise.
+    All shapes are fixed, so that a GPU can capture the step. Stock is measured likewise.
     """
     return [row for shape in COMPILED for row in compiled_rows(*shape, tick=tick)]
 
@@ -201,11 +200,9 @@ HOOKED = (("tiny", 4, 32, 15), ("llava-onevision-0.5b", 2, 4, 7))  # frames, ste
 
 @benchmark("decode", "hooks")
 def hooks(tick: Tick) -> list[Row]:
-    """Measure the overhead of `attach` in one decode step, on the tiny and the 0.5B shape.
+    """Overhead of `attach` in one decode step, beside stock on a cache with as many entries.
 
-    The twin is the stock model on a stock cache that holds as many entries in every layer, so the
-    difference is the cost of hooks, shortened cache layers and policies. Policies that evict,
-    unpack or read a part at every step do work of their own, which `work` names.
+    Policies that evict, unpack or read a part at every step do work of their own (`work`).
     """
     return [row for shape in HOOKED for row in hook_rows(*shape, tick=tick)]
 

@@ -347,10 +347,7 @@ CLIPS = {
 
 @benchmark("kernels", "temporal-difference")
 def temporal_differences(tick: Tick) -> list[Row]:
-    """Compare changes of patches between frames with eager and compiled torch.
-
-    `speedup` is over eager torch with the same results, `gb_s` on CUDA that of the clip read once.
-    """
+    """Compare changes of patches between frames with eager torch (`speedup`) and compiled torch."""
     return over_cases(CLIPS, DTYPES, _difference_rows, tick)
 
 

@@ -164,10 +164,7 @@ class _ClockedHead:
 
 
 def ideal_speedup(schedule: str, share: float, wide: float = 1.0) -> float:
-    """Return the ideal by weights read: a module reads `share` of a pass.
-
-    A pass behind drafts takes `wide` times as long as one over a single token.
-    """
+    """Ideal where a module reads `share` of a pass and one behind drafts takes `wide` times as long."""
     main, drafts = parse_schedule(schedule).pairs[-1]
     return (main + drafts) / (main - 1 + wide + share * drafts)
 
@@ -429,8 +426,7 @@ def draft_row(
 def depth_drafts(tick: Tick, count: int = 60, steps: int = 400, unseen: int = 5) -> list[Row]:
     """Measure the share of accepted drafts, codebook by codebook, and depth passes per frame.
 
-    A small causal language model with a depth head learns residual codebooks of recordings, and
-    three drafters learn the codes of the depth head; most of the time is training.
+    A small language model learns codes of recordings, three drafters those of its depth head.
     """
     tick("recordings and training", 0, 2)
     seen, books = codes_of(count, seed=0)

@@ -346,21 +346,11 @@ def run_speech_eval(
 ) -> dict[str, Any]:
     """Measure word errors of a model's speech, and right answers to spoken questions.
 
-    Args:
-        n: Unseen sentences, and as many unseen questions.
-        seed: Of the sentences and questions.
-        model: None (the embedded model), its folder, or an object that speaks and listens.
-        modes: Of MODES; all of them if empty.
-        tasks: Of TASKS.
-        progress: Called with a label, steps done and steps in all.
-        recognise: Sound to text; pocketsphinx with the grammar of the domain if None.
-        answer: Answers to questions about clips; the embedded video model's if None.
-
-    Returns:
-        `suite`, `n`, `seed`, `model` and `rows`; see `speaking_rows` and `listening_rows`.
-
-    Raises:
-        MmfastError: An unknown mode or task, or something that has to be installed.
+    `n` unseen sentences and `n` unseen questions are drawn. `model` is None (the embedded model),
+    its folder, or an object that speaks and listens; `modes` are of MODES, all by default.
+    `recognise` turns sound into text (pocketsphinx with the grammar of the domain), `answer`
+    answers questions about clips (the embedded video model). Returns `suite`, `n`, `seed`, `model`
+    and `rows`; see `speaking_rows` and `listening_rows`.
     """
     for what, asked, known in (("mode", modes, tuple(MODES)), ("task", tasks, TASKS)):
         for name in set(asked) - set(known):

@@ -298,8 +298,7 @@ class Soak:
 def soak(seconds: float = 3600.0, seed: int = 0) -> dict[str, Any]:
     """Converse for simulated seconds with random interruptions; return figures and ten faults.
 
-    `checks` compares the context with the samples played; memory is that after a tenth of the time
-    and at the end.
+    `checks` compares the context with the samples played.
     """
     run, started, marks = Soak(seed), time.perf_counter(), list[tuple[float, int]]()
     for at in run.run(seconds):

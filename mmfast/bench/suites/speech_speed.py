@@ -186,10 +186,9 @@ def first_sound(tick: Tick) -> list[Row]:
 def sound_rows(
     model: Any, lines: Sequence[SpokenLine], asked: Sequence[Any], tick: Tick
 ) -> list[Row]:
-    """Measure a `Speaker` and `Chatter` on texts to say and spoken questions `[n]`.
+    """Time a `Speaker` and `Chatter` on texts to say and spoken questions `[n]`, from their end on.
 
-    The clock starts at the end of the question. It is the wall clock, as for a listener; the
-    processor time beside it excludes other load.
+    By the wall clock, as for a listener; the processor time beside it excludes other load.
     """
     found, done, total = [], 0, len(SOUND_MODES) * (len(lines) + len(asked))
     with timing.frozen():

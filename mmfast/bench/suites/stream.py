@@ -60,8 +60,7 @@ def bounded_row(
 ) -> Row:
     """Compare time and memory after `early` frames with those before.
 
-    Bytes of session and process are the highest up to `early` and of all; the times are medians of
-    `part` frames.
+    Bytes are the highest up to `early` and of all; the times are medians of `part` frames.
     """
     seen, figures = _watch(pipe, frames, side, tick)
     samples = early // _SAMPLE
@@ -165,10 +164,7 @@ def _saving(rows: list[Row]) -> list[Row]:
 
 
 def append_frames(case: Case, spec: str | None) -> tuple[DynamicCache, Tensor]:
-    """Append every frame to an empty cache; return it and the last hidden state `[D]`.
-
-    Kept tokens keep their positions, and the next frame begins behind the whole frame.
-    """
+    """Append every frame to an empty cache; return it and the last hidden state `[D]`."""
     decoder: Any = case.model.get_decoder()
     _, rows, columns = case.grid
     reducer = None if spec is None else StreamReducer(spec)
@@ -216,11 +212,7 @@ def frame_cache(tick: Tick) -> list[Row]:
 
 
 def frame_cache_rows(name: str, rounds: int) -> list[Row]:
-    """Measure one shape of `SHAPES`.
-
-    Every frame differs a little in all patches, so that the cache computes exactly its share of
-    each; the rule that finds scene cuts is off.
-    """
+    """Measure one shape of `SHAPES`: patches change a little, scene cuts are not looked for."""
     preset, frames, note = SHAPES[name]
     case = build(preset, ("vit",), frames=frames)
     encode = case.model.get_video_features

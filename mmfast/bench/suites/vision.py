@@ -215,10 +215,7 @@ MERGES = (*_TOME, "saint@vit:0.5")
 def merging(
     tick: Tick, specs: Sequence[str] = MERGES, rounds: int = 3, layers: int = 4
 ) -> list[Row]:
-    """Compare the stock towers with merging between blocks.
-
-    `ideal` is the speed-up by FLOPs, `merging_ms` the time to choose and merge.
-    """
+    """Compare the stock towers with merging between blocks; `ideal` is the speed-up by FLOPs."""
     return over(TOWERS, lambda name: _merge_rows(name, specs, rounds, layers), tick)
 
 
