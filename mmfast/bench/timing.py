@@ -172,7 +172,7 @@ def compare_jobs(
 
 
 def peak_during(job: Callable[[], object]) -> float:
-    """Peak resident megabytes while `job` runs; outside of Linux an upper bound, the peak so far."""
+    """Peak resident megabytes while `job` runs; outside of Linux, of the process so far."""
     reset_peak()
     job()
     return peak_now()

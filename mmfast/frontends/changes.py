@@ -78,10 +78,7 @@ class FrameGate:
 
 
 def cell_means(pixels: Pixels) -> Tensor:
-    """Mean colours of the cells of a frame `[H, W, 3]` uint8: `[rows, columns, 3]` in [0, 1].
-
-    At most 8 x 8 pixels of each cell are read, evenly spaced, whatever the size of the frame.
-    """
+    """Mean colours `[rows, columns, 3]` in [0, 1], of at most 8 x 8 evenly spaced pixels a cell."""
     for axis in (0, 1):
         stride = max(1, pixels.shape[axis] // (CELLS * _SAMPLES))
         pixels = pixels[::stride] if axis == 0 else pixels[:, ::stride]
@@ -138,10 +135,9 @@ class Refresh:
         return self.share == 1.0 or self.every == 1
 
     def choose(self, change: Tensor, since: int) -> Tensor | None:
-        """Choose the patches to compute anew, ascending; None for all of them.
+        """Choose the patches to compute anew by `change` `[n]`; None for all of them.
 
-        `change` is `[n]`, of each patch since it was computed last; the last whole frame is `since`
-        back.
+        `change` counts since each was computed last; the last whole frame is `since` back.
         """
         n = change.shape[0]
         if self.share is not None:

@@ -125,10 +125,7 @@ _BETWEEN = re.compile(rf"(?<=\d)\s?([{re.escape(''.join(BETWEEN))}])\s?(?=\d)", 
 
 
 def spoken(text: str) -> list[str]:
-    """Return the spoken words of a text, such as `["it", "is", "three", "fifteen", "."]`.
-
-    Letters of other scripts and silent signs are left out. Spoken text is not changed.
-    """
+    """Return the spoken words of a text, such as `["it", "is", "three", "fifteen", "."]`."""
     return list(_tidy(_groups(_plain(text))))
 
 
@@ -160,8 +157,7 @@ class SpokenStream:
 def _certain(text: str) -> int:
     """Length of the beginning whose words do not depend on later text.
 
-    Text may be cut at a space between a word of letters and another complete one: the reading of a
-    number depends on its neighbours, and a mark belongs to the word before it.
+    It ends at a space between a word of letters and another complete one.
     """
     spaces = [found.end() for found in re.finditer(r"(?<=[^\W\d_][,.?!]|[^\W\d_]{2})\s+", text)]
     for cut in reversed(spaces):

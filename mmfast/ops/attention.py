@@ -151,11 +151,7 @@ def _rows(x: Tensor, rows: Tensor | slice) -> Tensor:
 
 
 def widened(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Extend `q` and `k` by eight channels whose scaled product is `bias`.
-
-    Two of them hold the value and its rounding error, against a power of two: exact enough in
-    bfloat16.
-    """
+    """Extend `q` and `k` by eight channels whose scaled product is `bias`, also in bfloat16."""
     lift = 2.0 ** torch.tensor(1 / scale).log2().ceil().item()
     value = bias.double() / (scale * lift)
     high = value.to(k.dtype)

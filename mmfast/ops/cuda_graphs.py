@@ -46,8 +46,7 @@ class Compiled:
 class CudaGraphs:
     """CUDA graphs that share one pool of memory, replayed in turn on the current stream.
 
-    Only buffers made outside of the functions outlive a replay: memory that a function allocates is
-    used again by the next one. `cuda` is `torch.cuda`, or a stand-in in tests.
+    Only buffers made outside of the functions outlive a replay.
     """
 
     def __init__(self, device: torch.device | str = "cuda", cuda: Any = torch.cuda) -> None:

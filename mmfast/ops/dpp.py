@@ -51,10 +51,7 @@ def greedy_dpp(rows: Tensor, quality: Tensor, count: int) -> Tensor:
 
 
 def stepwise(rows: Tensor, count: int) -> Tensor:
-    """Picks `[B, count]` of `rows` `[B, N, D]`, all rows updated after each, without a wait.
-
-    The number N stands for "none" once the picks span all rows.
-    """
+    """Picks `[B, count]` of `rows` `[B, N, D]` without a wait; N once the picks span all rows."""
     items, n, width = rows.shape
     batch = torch.arange(items, device=rows.device)
     gain = rows.square().sum(-1)  # [B, N]
@@ -83,8 +80,7 @@ class _Search:
     """Search for the same picks on the host, without updating every row after each.
 
     Gains only shrink, so one that has missed some picks is an upper bound. The rows of largest
-    bound are brought up to date and picked from by their inner products alone, as long as no
-    other row can come first.
+    bound are brought up to date and picked from as long as no other row can come first.
     """
 
     rows: Floats  # [N, D]

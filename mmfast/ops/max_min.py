@@ -53,10 +53,9 @@ def _on_host(x: Tensor, count: int) -> Tensor:
 
 
 def first_of_equal(rows: Tensor) -> Tensor:
-    """Return for every row of `rows` `[N, D]`, float32 or float64, the first equal row, `[N]`.
+    """Return for every row of `rows` `[N, D]` the first equal row, `[N]`.
 
-    Rows that differ in a few spread columns cannot be equal, so only the others are compared in
-    full: a static video costs one pass, any other next to nothing.
+    Only rows that agree in a few spread columns are compared in full.
     """
     n, width = rows.shape
     first = torch.arange(n, device=rows.device)
@@ -94,11 +93,9 @@ _ALL_AT_ONCE = 256  # rows up to which the whole product costs less than the sea
 def most_isolated(rows: Tensor, twins: Tensor) -> int:
     """Find the unit row of `[U, D]` with the smallest cosine to its nearest other row.
 
-    Exact without the whole U x U product: a row is excluded as soon as it was compared with one
-    other row that is nearer than the nearest of the best row so far. Rows are first compared with
-    those that share their nearest landmark, so most are excluded early. Rows are distinct; `twins`
-    stand for several equal ones, whose nearest is at cosine 1. The lowest index wins ties; 0 if all
-    have twins.
+    A row is excluded as soon as another one is nearer to it than the nearest of the best so far;
+    those that share a nearest landmark are compared first. Rows are distinct; `twins` stand for
+    several equal ones, at cosine 1. The lowest index wins ties; 0 if all have twins.
     """
     alive = (~twins).nonzero()[:, 0]
     if not len(alive) or len(rows) < 2:
@@ -174,10 +171,7 @@ def max_min_device(x: Tensor, count: int, *, largest: int = LARGEST, block: int 
 
 
 def _prepared(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad rows to `[B, N', D']`, and return factors `[B, N]` that make their products cosines.
-
-    Rows of zeros get a one in a column of their own: they equal each other and nothing else.
-    """
+    """Rows padded to `[B, N', D']`, with a one in those of zeros, and factors `[B, N]`."""
     x, n, width = x.detach(), *x.shape[1:]
     half = x.dtype in (torch.float16, torch.bfloat16)
     zero = (x == 0).all(-1)
@@ -214,9 +208,8 @@ def _whole(rows: Tensor, scale: Tensor, count: int) -> Tensor:
 def _blocks(rows: Tensor, scale: Tensor, count: int, size: int) -> Tensor:
     """Pick `[count]` of one item, block by block, each brought up to date by one product.
 
-    Similarity to the nearest pick only grows, so the rows of a block can be picked among
-    themselves until one outside, whose bound is known, would come first. At least one row a block
-    is picked, so the passes between two looks are never idle before the end.
+    Similarity to the nearest pick only grows, so the rows of a block can be picked among themselves
+    until one outside, whose bound is known, would come first.
     """
     from mmfast.kernels.max_min_select import pick_block, raise_bounds
 
@@ -268,8 +261,7 @@ def _first(rows: Tensor, scale: Tensor) -> Tensor:
 def max_min_plain(similarity: Tensor, first: Tensor, count: int) -> Tensor:
     """Pick the row least similar to all picks so far, `count` times, a step in Python each.
 
-    From `similarity` `[B, N, N]`, its diagonal unread, and the `first` picks `[B]`: `[B, count]`
-    int64 in the order of picking; no row twice, ties to the lowest index.
+    From `similarity` `[B, N, N]`, its diagonal unread, and the `first` picks `[B]`: `[B, count]`.
     """
     batch = torch.arange(len(similarity), device=similarity.device)
     nearest = torch.full_like(similarity[:, 0], -torch.inf)  # [B, N]
@@ -283,11 +275,7 @@ def max_min_plain(similarity: Tensor, first: Tensor, count: int) -> Tensor:
 
 
 def max_min_reference(x: Tensor, count: int) -> Tensor:
-    """Picks of the DivPrune reference, in the order of picking: `[count]` for `x` `[N, D]`.
-
-    Nothing keeps a picked row from being picked again, which happens as soon as every row equals
-    a pick. The running minimum gives the picks of the reference, which takes it anew each time.
-    """
+    """Picks `[count]` of the DivPrune reference for `x` `[N, D]`, which may pick rows again."""
     rows = x / x.norm(dim=-1, keepdim=True)
     distance = 1.0 - rows @ rows.T  # [N, N]
     nearest = distance.topk(2, dim=0, largest=False).values[1]  # the smallest is the row itself

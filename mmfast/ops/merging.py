@@ -256,7 +256,7 @@ def match(
 ) -> Matching:
     """Choose the `count` even tokens of `[..., N, d]` most similar (by cosine) to an odd one.
 
-    Token 0 is never merged if it is a class token, and nothing into a distill token 1.
+    A class token, number 0, is never merged, and nothing into a distill token 1.
     """
     rows = unit_rows(metric)
     even, odd = rows[..., ::2, :], rows[..., 1::2, :]
@@ -277,10 +277,7 @@ Box = tuple[int, ...]  # start and stop of frames, rows and columns
 
 @lru_cache(maxsize=64)
 def split_box(grid: tuple[int, int, int], count: int) -> tuple[Box, ...]:
-    """Cut a grid `(frames, rows, columns)` into exactly `count` boxes of nearly equal volume.
-
-    The longest side is halved; boxes `(t0, t1, y0, y1, x0, x1)` cover every token once.
-    """
+    """Cut a grid into `count` boxes `(t0, t1, y0, y1, x0, x1)` of nearly equal volume."""
     done: list[Box] = []
     todo: list[tuple[Box, int]] = [((0, grid[0], 0, grid[1], 0, grid[2]), count)]
     while todo:
@@ -313,10 +310,7 @@ Cut = Callable[[tuple[int, int, int], int], Sequence[Box]]
 
 
 def pool_boxes(tokens: Tokens, count: int, cut: Cut) -> Reduction:
-    """Average every box that `cut(grid, count)` makes of the raster; without a grid of a row.
-
-    A box stands at the place of its middle token; boxes cover every token once.
-    """
+    """Average every box that `cut(grid, count)` makes of the raster (without a grid a row)."""
     keep, target = _plan(tokens.grid or (1, 1, tokens.n), count, cut)
     lead, device = tokens.x.shape[:-2], tokens.x.device
     return Reduction.merge(

@@ -19,10 +19,7 @@ from mmfast.ops.temporal_difference import temporal_difference
 
 
 def temporal_cosine(x: Tensor, frames: int) -> Tensor:
-    """Cosine of every token with the token at the same place one frame later.
-
-    `x` `[..., T * n, D]`, frame after frame, gives `[..., T - 1, n]` float64.
-    """
+    """Cosine of tokens `[..., T * n, D]` with the same place a frame later: `[..., T - 1, n]`."""
     video = x.unflatten(-2, (frames, -1))  # [..., T, n, D]
     lead, n = video.shape[:-3], video.shape[-2]
     flat = video.reshape(-1, n, x.shape[-1])
@@ -34,10 +31,7 @@ _WIDTHS = (0.125, 0.25, 0.5, 1.0, 2.0)
 
 
 def closeness(x: Tensor, centre: Tensor) -> Tensor:
-    """Sum of `exp(-|x - centre|^2 / (2 a))` over five widths a from 1/8 to 2: 5 at the centre.
-
-    Rows `[..., n, C]`, of unit length in the methods that use it, give `[..., n]`.
-    """
+    """Sum of `exp(-|x - centre|^2 / (2 a))` over five widths a from 1/8 to 2: 5 at the centre."""
     square = (x - centre).square().sum(-1)
     total = (-square / (2 * _WIDTHS[0])).exp()
     for width in _WIDTHS[1:]:
@@ -46,10 +40,7 @@ def closeness(x: Tensor, centre: Tensor) -> Tensor:
 
 
 def spatial_novelty(frame: Tensor, rows: int, columns: int) -> Tensor:
-    """One minus the larger cosine with the token on the left and the one above.
-
-    `[..., rows * columns]` float64; infinite for the first token, which has no such neighbour.
-    """
+    """One minus the larger cosine with the token on the left and above; infinite for the first."""
     image = frame.unflatten(-2, (rows, columns))
     alike = torch.full(image.shape[:-1], -torch.inf, dtype=torch.float64, device=image.device)
     alike[..., 1:] = paired_cosine(image[..., 1:, :], image[..., :-1, :])
@@ -64,8 +55,7 @@ Floats = NDArray[np.floating[Any]]
 class SinceKept:
     """Changes of tokens since the last one kept at their place, for any threshold.
 
-    The first frame is kept. All pairs of frames are compared beforehand, `T * N` numbers, so that
-    many thresholds can be tried.
+    The first frame is kept. All pairs of frames are compared beforehand, `T * N` numbers.
     """
 
     def __init__(self, x: Tensor, frames: int) -> None:
@@ -83,11 +73,7 @@ class SinceKept:
         return seen
 
     def tuned(self, count: int) -> float:
-        """Find by bisection the threshold at which `count` later tokens are kept.
-
-        It keeps at least `count`, and the next higher multiple of 2^-30 fewer; with a threshold of
-        -1 or less everything is kept.
-        """
+        """Highest threshold, in steps of 2^-30, that keeps at least `count` later tokens."""
         low, high = -round(1 / ROUNDING), round(2 / ROUNDING)  # nothing is above 2
         while high - low > 1:
             middle = (low + high) // 2
@@ -113,10 +99,7 @@ _CHANNEL_CHUNK = TABLE_CHUNK // 2  # the sums hold two temporaries
 
 
 def steady_channels(x: Tensor, count: int) -> Tensor:
-    """The `count` channels of smallest population variance over the tokens, smallest first.
-
-    `[..., N, D]`, summed in float64, gives `[..., count]` int64; ties go to the lowest channel.
-    """
+    """The `count` channels of `[..., N, D]` of smallest variance, `[..., count]`, smallest first."""
     n = x.shape[-2]
     # From the first token on: a channel that never changes then has a variance of exactly 0.
     first = x[..., :1, :].double()
@@ -207,10 +190,7 @@ class Quota:
 
 
 def paper_quota(places: list[int], dynamic: Tensor, attn: Tensor, ratio: float) -> Quota:
-    """Return the counts of the paper: clusters rounded, most attended tokens of a frame rounded up.
-
-    `places` are the static places of each window; `dynamic` and `attn` are `[T, n]`.
-    """
+    """Counts of the paper from static places by window, and `dynamic` and `attn` `[T, n]`."""
     score = attn.masked_fill(~dynamic, -torch.inf)
     rank = stable_topk(score, dynamic.shape[-1]).argsort(-1)
     quota = [math.ceil(int(count) * ratio) for count in dynamic.sum(-1)]
@@ -256,10 +236,9 @@ def _best(candidates: Tensor, attn: Tensor, count: int) -> Tensor:
 
 
 def shots(video: Tensor, least: int, tau: float) -> list[tuple[int, int]]:
-    """Cut at the least similar adjacent frames and wherever similarity is below `tau`.
+    """First and last frames of segments of `[T, n, D]`, cut where frames are least alike.
 
-    Frames of `[T, n, D]` are compared by their mean token; `least` segments are cut at least.
-    Returns the first and last frame of each, in order.
+    Frames are compared by their mean token, cut below `tau`, and into `least` segments at least.
     """
     if video.device.type != "cpu":
         frames = video.double().mean(1)  # [T, D]
@@ -333,8 +312,7 @@ BEFORE, LEFT, ABOVE = (1, 0, 0), (0, 0, 1), (0, 1, 0)
 def raster_links(tokens: Tokens, step: tuple[int, int, int]) -> Tensor:
     """Return the token that lies `step` earlier, such as `BEFORE`, `[N]` int64; -1 where none does.
 
-    One item with the signal `place` `[N, 3]`; of an image cut into tiles, `tile` tells the overview
-    from the mosaic, which share places.
+    By the signals `place` `[N, 3]` and, since overview and mosaic share places, `tile`.
     """
     place, tile = tokens.need("place").long(), tokens.signal("tile")
     plane = torch.zeros_like(place[:, 0]) if tile is None else (tile > 0).long()

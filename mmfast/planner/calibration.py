@@ -64,10 +64,7 @@ class Reached:
 def reach(
     module: nn.Module, run: Callable[[], Any], clock: Clock = time.perf_counter
 ) -> Reached | None:
-    """Call `run` until it calls `module` in this thread; None where it never does.
-
-    The model is as before afterwards, and other threads pass through undisturbed.
-    """
+    """Call `run` until it calls `module` in this thread; None where it never does."""
     me, found = threading.get_ident(), list[Reached]()
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -96,10 +96,7 @@ class Evidence:
         return None
 
     def random(self, curve: Curve, share: float) -> float | None:
-        """The best that random selection was measured to do with no smaller a budget.
-
-        Random at the same site counts too, where it was measured.
-        """
+        """Best measured result of random selection at no smaller a budget, at the same site too."""
         rivals = [c for c in self.baselines if _comparable(c, curve)]
         found = [next((s for at, s in c.points if at >= share - 1e-6), None) for c in rivals]
         return max((score for score in found if score is not None), default=None)
@@ -235,8 +232,7 @@ def candidates(
 ) -> tuple[list[Candidate], list[Rejected]]:
     """List every spec that the evidence allows on this model, and the others with a reason.
 
-    `price` predicts the cost of a spec, `check` raises MmfastError for one that the model cannot
-    run, and no share below `floor` is kept.
+    `check` raises MmfastError for a spec that the model cannot run.
     """
     best: dict[tuple[object, ...], list[tuple[float, tuple[Spec, ...]]]] = {}
     rejected: list[Rejected] = []

@@ -94,8 +94,7 @@ def choose(
 ) -> tuple[Candidate | None, list[Candidate]]:
     """The first step of the ladder that meets the target, None if none does; and the ladder.
 
-    A quality alone is a limit from below, so the fastest step that it allows is taken; `fast` is
-    the best of what keeps a tenth.
+    Of a quality alone, a limit from below, the fastest step is taken; `fast` keeps a tenth.
     """
     limited = target.tokens is not None or target.memory is not None
     timed = target.ttft_ms is not None or (target.quality is not None and not limited)
@@ -181,8 +180,7 @@ class PlanWarning(UserWarning):
 class Planner:
     """Plans for one model of a known family on its device.
 
-    `name` is the model's in the accuracy `rows`, by default those of the package; see `Learner` for
-    the rest.
+    `name` is the model's in the accuracy `rows`, by default those of the package; see `Learner`.
     """
 
     def __init__(
@@ -214,12 +212,9 @@ class Planner:
 
         `run` runs one call (`generate` or `forward`) for real, so that the overhead of short ones
         can be learnt; `spent` ms are gone since the caller started to wait; `kind` is that of the
-        media, unless the target names one. A latency that is out of reach is refused if `strict`,
-        else a warning, and the fastest runs; `tick` gets (steps done, steps, label) while the
-        device is measured.
-
-        Raises:
-            MmfastError: No plan meets the target; says what the best one reaches.
+        media, unless the target names one. A target out of reach is an MmfastError that says what
+        the best plan reaches; unless `strict`, a latency out of reach is a warning, and the fastest
+        runs.
         """
         work, media = work_of(self.model, inputs), target.kind or kind
         with self.learner.aside():

@@ -76,10 +76,9 @@ def _time(value: Any) -> float:
 
 
 def at(points: Sequence[Point], amount: float, power: float = 1.0) -> float:
-    """Milliseconds at an amount of work.
+    """Milliseconds at an amount of work: straight in `amount ** power` between two points.
 
-    Between two points time runs straight in `amount ** power`; beyond the last one it grows like
-    `amount ** power`; below the first it is that of the first, since a call has a floor.
+    Beyond the last one time grows like that; below the first it stays, since a call has a floor.
     """
     if not points or amount <= 0:
         return 0.0

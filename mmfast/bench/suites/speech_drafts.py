@@ -164,7 +164,7 @@ class _ClockedHead:
 
 
 def ideal_speedup(schedule: str, share: float, wide: float = 1.0) -> float:
-    """Ideal where a module reads `share` of a pass and one behind drafts takes `wide` times as long."""
+    """Ideal where a module reads `share` of a pass; one behind drafts is `wide` times as long."""
     main, drafts = parse_schedule(schedule).pairs[-1]
     return (main + drafts) / (main - 1 + wide + share * drafts)
 

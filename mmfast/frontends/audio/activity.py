@@ -95,7 +95,7 @@ _RISE = 0.05  # dB per window by which the noise estimate rises while it is loud
 class Energy:
     """Loudness of a window above the noise before it, which takes any loud noise for speech.
 
-    The state is the level of the noise, `[B]` in dB: it falls at once and rises 1.5 dB a second.
+    The state, the level of the noise `[B]` in dB, falls at once and rises 1.5 dB a second.
     """
 
     window = WINDOW

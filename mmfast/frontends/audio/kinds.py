@@ -38,13 +38,9 @@ _MAGIC = (
 
 
 def sniff_sound(name: str, head: bytes) -> str:
-    """Detect the kind of a sound file from its first bytes.
+    """Kind of a sound file by its first bytes, of `AUDIO_KINDS` or `VIDEO_KINDS`, or `OTHER`.
 
-    Returns:
-        A key of `AUDIO_KINDS` or of `VIDEO_KINDS`, or `OTHER`.
-
-    Raises:
-        MediaError: It is an image.
+    An image is a MediaError.
     """
     kind = next((k for k, at, magic in _MAGIC if head[at : at + len(magic)] == magic), "")
     kind = kind or magic_kind(head)

@@ -34,8 +34,7 @@ _DAMAGED = 100  # packets in a row that do not decode, after which reading ends
 def sound_pieces(source: MediaSource, limits: Limits) -> Iterator[Piece]:
     """Decode a file; the rate may change between pieces.
 
-    Damaged packets and a truncated end are left out; a MediaError says that nothing decodes, or
-    that it lasts or takes too long.
+    Damaged packets and a truncated end are left out, unless nothing decodes.
     """
     raw = _other_pieces(source) if source.kind == OTHER else _decoded(source, limits)
     budget, seconds = Budget(limits, source.name), 0.0

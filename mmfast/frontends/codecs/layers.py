@@ -43,10 +43,7 @@ class CodecLayer:
 
 
 class Pointwise(CodecLayer):
-    """A function of each moment alone, `[B, …, t]` to `[B, *shape, t]`: activations, tables.
-
-    Without a shape or a dtype of its output these are those of its input.
-    """
+    """A function of each moment alone, `[B, …, t]` to `[B, *shape, t]`: activations, tables."""
 
     def __init__(
         self,
@@ -179,10 +176,7 @@ def join(head: Tensor | None, tail: Tensor | None) -> Tensor | None:
 
 
 class Edge(CodecLayer):
-    """Padding with `left` copies of the first sample and `right` copies of the last one.
-
-    Its state is the last sample so far, `[B, C, 1]`.
-    """
+    """Padding with `left` copies of the first sample and `right` of the last one, `[B, C, 1]`."""
 
     in_step = False
 
@@ -252,9 +246,8 @@ class FrameWindow(NamedTuple):
 class Windowed(CodecLayer):
     """Layers run anew on each frame with `back` frames before it and `ahead` frames after it.
 
-    The stream is taken to end where the window does. The result is exact where the window covers
-    all of the future that the layers see. A frame is `unit` inputs of `channels` channels, of the
-    type of `like`, and `yields` outputs.
+    The result is exact where the window covers all of the future that the layers see. A frame is
+    `unit` inputs of `channels` channels, of the type of `like`, and `yields` outputs.
     """
 
     in_step = False

@@ -216,10 +216,7 @@ class FrameStage:
         return self._gather(state, [self._fill(tail, longest) for tail in tails])
 
     def reset(self, state: RowState, rows: Tensor) -> RowState:
-        """Return the state with streams `rows` (`[B]` bool) started anew.
-
-        Their samples of a frame that is not full become silence, since rows share frames.
-        """
+        """Return the state with streams `rows` (`[B]` bool) anew; their begun frame becomes silence."""
         if rows.dtype != torch.bool or rows.shape != (state.batch,):
             raise MediaError(
                 f"rows are {rows.dtype} {list(rows.shape)}; give torch.bool [{state.batch}]"

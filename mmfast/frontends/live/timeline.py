@@ -134,8 +134,7 @@ def at_rate(
 ) -> Iterator[tuple[Frame, float]]:
     """Yield the first frame at or after every 1/fps s since the first, as soon as it comes.
 
-    `sample_stream` takes the frame that was on screen at each instant, which it knows one frame
-    later: exact for files, late for a camera.
+    `sample_stream` takes the one on screen at each instant, which is known one frame later.
     """
     start: float | None = None
     due = 0

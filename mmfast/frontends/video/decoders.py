@@ -111,8 +111,7 @@ def count_frames(
 ) -> tuple[Index, str]:
     """Index the frames by decoding them all, without keeping them.
 
-    Also returns the threading with which decoding again gives the same frames. A MediaError says
-    that nothing decodes, most of the stream is damaged, or its frames have no times.
+    Also returns the threading with which decoding again gives the same frames.
     """
     decoder, ticks, threads = None, [], "AUTO"
     for threads in ("AUTO", "SLICE"):  # frame threads drop other frames each time on damage

@@ -186,8 +186,7 @@ def all_groups(packets: Sequence[tuple[int | None, bool, Facts]]) -> tuple[Packe
 def groups(packets: Iterable[tuple[int | None, bool, Facts]]) -> Iterator[PacketGroup]:
     """Cut a stream of (ticks, shown, facts) at its entry points.
 
-    `Mismatch` where it does not begin with an entry, has no other one for long, changes its
-    parameters, or its groups overlap in time: it has to be decoded from its start.
+    `Mismatch` where it has to be decoded from its start: entries are missing, or groups overlap.
     """
     held: list[tuple[int, bool, Facts]] = []
     first = 0
@@ -233,10 +232,7 @@ def _after(group: PacketGroup, latest: int | None) -> int | None:
 def with_wanted(
     wanted: Iterable[int], seen: deque[PacketGroup]
 ) -> Iterator[tuple[PacketGroup, list[int]]]:
-    """Give each group the wanted ticks (ascending) among its frames.
-
-    `seen` has the groups up to the one that holds the tick drawn last, or more; they are consumed.
-    """
+    """Give each of the groups `seen`, which are consumed, the wanted ticks (ascending) in it."""
     mine: list[int] = []
     for tick in wanted:
         while tick > seen[0].pts[seen[0].shown].max(initial=-(1 << 62)):
@@ -249,10 +245,7 @@ def with_wanted(
 
 
 def jobs(planned: Iterable[tuple[PacketGroup, list[int]]]) -> Iterator[SliceJob]:
-    """Turn groups with their wanted ticks into jobs; groups without any are skipped.
-
-    In an open group the pictures before its entry need the group before: they join its job.
-    """
+    """Turn groups with wanted ticks into jobs; an open group joins the job of the one before it."""
     before: tuple[PacketGroup, list[int]] | None = None
     for group, wanted in planned:
         entry = int(group.pts[0])

@@ -121,8 +121,8 @@ def iter_file(
 ) -> Iterator[tuple[Frame, float]]:
     """Yield the frames of a file in turn, or those at every 1/fps s; damaged packets are skipped.
 
-    The wall clock of the limits does not count, since the consumer sets the pace; `ahead` bounds
-    the frames that wait for it. A bad header is an error now, a spent budget later.
+    The consumer sets the pace, so no wall clock counts. A bad header is an error now, a spent
+    budget later.
     """
     check_header(source)
     with open_video(source, limits) as (container, stream):

@@ -120,8 +120,7 @@ PARTS = {
 def page_labels(page: Page) -> Tensor:
     """Labels of every visual token but the last newline, `[parts, tokens]`, IGNORE where none.
 
-    A token predicts its cell of the page; a thing's token the number beside the thing, and a
-    number's token its thing, where that came earlier in the sequence: a token cannot see the rest.
+    A thing's token predicts its number, a number's its thing, where that came earlier.
     """
     side = CELLS * scene.PATCHES
     maps = np.full((len(PARTS), side, side), scene.IGNORE)

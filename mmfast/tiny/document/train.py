@@ -70,10 +70,7 @@ class PageTask(training.Task):
         return [(chosen, lesson, self._kept(lesson))]
 
     def _kept(self, lesson: Lesson) -> Tensor:
-        """Indices `[B, M]` of the most diverse tokens, of random ones, or of all.
-
-        A random part loses digits, so most steps keep what differs from the rest of the page.
-        """
+        """Indices `[B, M]` of the most diverse tokens, of random ones (losing digits), or of all."""
         draw = float(torch.rand((), generator=self.rng))
         whole = self.options.whole
         if draw < whole:

@@ -154,8 +154,7 @@ class _HeadTask(Task):
 class ChainedTask(_HeadTask):
     """An `mctp` head without attention, trained on single places.
 
-    With `window=1` a module sees a hidden state and the token before its guess, nothing else. So
-    places of many texts are mixed freely, and the backbone reads each text once for all steps.
+    A module sees a hidden state and the token before, so places of many texts are mixed.
     """
 
     name = "mctp"

@@ -231,10 +231,7 @@ def _cut(words: tuple[WordTime, ...], pcm: Samples) -> tuple[tuple[WordTime, ...
 
 
 def worsen(pcm: Samples, rng: np.random.Generator) -> tuple[Samples, int]:
-    """Degrade a recording: silence around, gain, band, noise, offset, clipping.
-
-    One in eight stays clean. The number is that of the samples of silence in front.
-    """
+    """Degrade a recording, but one in eight; return it and the samples of silence in front."""
     before, after = int(rng.integers(0, 8000)), int(rng.integers(800, 6000))
     sound = np.concatenate([np.zeros(before), pcm, np.zeros(after)])
     if rng.random() < 0.125:

@@ -444,10 +444,9 @@ def _cut(text: str, rng: np.random.Generator) -> str:
 
 
 def dialogue(rng: np.random.Generator, split: Split = "train") -> list[Turn]:
-    """A conversation, user and assistant in turn; the last reply is whole.
+    """A conversation of 1 (evaluation: 2) to 4 exchanges; the last reply is whole.
 
-    The splits share no conversation, sentence or question. One has 1 to 4 exchanges, in
-    evaluation 2 to 4.
+    The splits share no conversation, sentence or question.
     """
     skills, weights = list(SKILLS), np.array(list(SKILLS.values()))
     while True:

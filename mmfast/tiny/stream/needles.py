@@ -118,8 +118,7 @@ class Setting:
 def needles(world: World, setting: Setting) -> list[Needle]:
     """Questions about a stream, in order of time; the same for the same world.
 
-    For each of its facts one question about the present and one about the fact while it is in the
-    window; at the end all questions about all facts.
+    Of each fact one about the present and one in the window; at the end all about all facts.
     """
     rng = np.random.default_rng([EVAL, world.seed, 50])
     fps, found = setting.fps, list[Needle]()
@@ -164,12 +163,9 @@ def run_needles(
     """Accuracy of memories (cache specs) by age of the fact, on streams of about 80 questions.
 
     The embedded stream model is the default; `unbounded` runs a session with an unbounded cache
-    first. Progress is called with (memory, questions asked, n).
-
-    Returns:
-        A document like that of `run_eval`. In each row `by_age` has n, accuracy, interval of each
-        band, `past` those of all facts older than the window, and `relative` that accuracy
-        divided by the unbounded cache's.
+    first. Progress is called with (memory, questions asked, n). The document is like that of
+    `run_eval`; in each row `by_age` has n, accuracy, interval of each band, `past` those of all
+    facts older than the window, and `relative` that accuracy divided by the unbounded cache's.
     """
     if n < 1:
         raise MmfastError(f"n={n} asks nothing; give at least 1")

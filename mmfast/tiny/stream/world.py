@@ -228,6 +228,7 @@ class World:
 
 @lru_cache(4)
 def _names(world: World) -> tuple[list[int], list[int], list[int]]:
+    """Names of facts in order, names of ordinary scenes, numbers of facts."""
     rng = np.random.default_rng([world.purpose, world.seed, 20])
     order = rng.permutation(len(NAMES)).tolist()
     return order[:FACTS], order[FACTS:], (rng.permutation(90)[:FACTS] + 10).tolist()
@@ -247,6 +248,7 @@ def _event(world: World, number: int) -> WorldEvent:
 
 @lru_cache(64)
 def _cuts(world: World, minute: int) -> tuple[float, ...]:
+    """Starts of the scenes of a minute, in seconds from its start."""
     rng = np.random.default_rng([world.purpose, world.seed, 22, minute])
     count = int(rng.integers(1, 5))
     spare = rng.dirichlet(np.ones(count)) * (MINUTE - SHORTEST * count)
@@ -312,10 +314,7 @@ def present_questions(world: World, time: float) -> list[WorldQuestion]:
 
 
 def past_questions(world: World, time: float) -> list[WorldQuestion]:
-    """Questions at a time about the facts shown until then, oldest first.
-
-    A fact's name appears at no other moment of a world, so the answers hold for ever after.
-    """
+    """Questions about the facts shown until a time, oldest first; their answers hold for ever."""
     found = []
     for i, event in enumerate(world.events(time)):
         for fact in event_facts(event.name, event.number, event.corner):

@@ -58,10 +58,7 @@ def pack(
     rows: Sequence[Sequence[tuple[list[int], list[int]]]],
     marks: Sequence[Sequence[dict[int, int]]] = (),
 ) -> PackedQuestions:
-    """Pack rows of (question ids, answer ids).
-
-    `marks` has for each question the thing (1 + number) named up to some of its tokens.
-    """
+    """Pack rows of (question ids, answer ids); `marks` has the thing (1 + number) tokens name."""
     columns: list[list[list[int]]] = [[], [], [], [], []]
     for line, row in enumerate(rows):
         found: tuple[list[int], ...] = ([], [], [], [], [])
@@ -141,8 +138,7 @@ def score(model: Any, lessons: Sequence[Lesson], keep: float = 1, way: str = "")
 class ClipSampler:
     """Batches from a bank of clips whose visual tokens are already computed.
 
-    Half of the clips are shown backwards: the features of a frame do not depend on the direction
-    of time, so this is another clip at no cost, with its own facts.
+    Half of them run backwards: other clips with their own facts, at no cost.
     """
 
     def __init__(
@@ -254,10 +250,8 @@ def _farthest(tokens: Tensor, keep: int) -> Tensor:
 class PictureSampler:
     """Batches of pictures as the image path lays them out: overview, tiles, and newlines.
 
-    The model's newline embedding ends every row of tiles. `tokens` are projected features of the
-    overview and the tiles, float16 `[n, 1 + tiles, P, H]`; a picture of one tile is its own
-    overview. `facts` are those of each picture; a share of questions is
-    `unmarked`.
+    `tokens` are projected features of overview and tiles, float16 `[n, 1 + tiles, P, H]`; a picture
+    of one tile is its own overview. A share of questions is `unmarked`.
     """
 
     def __init__(

@@ -79,8 +79,7 @@ class Fact:
 def facts(table: Table, margin: bool = False) -> list[Fact]:
     """Facts about a clip that can be asked without ambiguity.
 
-    `margin` leaves out close comparisons, as evaluation does: speeds of things that are hardly in
-    sight together, appearances less than 3 samples apart.
+    `margin` leaves out close comparisons, as evaluation does.
     """
     things = [i for i in range(table.count) if table.clear(i).sum() >= 3]
     looks = table.looks
