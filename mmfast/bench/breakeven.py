@@ -1,7 +1,6 @@
 """Break-even of reductions, by visual tokens and by answers computed at once.
 
-It measures prefill behind the encoder and decoding steps: the encoder costs both sides the same, so
-it changes the gain but not the break-even point. Selection and hooks count against the method.
+Without the encoder, which costs both sides the same; selection and hooks count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`mmfast bench --full`: all benchmarks of one device in minutes, and the table of goals.
 
-One command checks the kernels, times them and real shapes, appends rows after every step, and
-reports the steps that time or memory excluded. On the CPU the same steps run at tiny sizes.
+Rows are appended after every step; on the CPU the same steps run at tiny sizes.
 """
 
 from __future__ import annotations

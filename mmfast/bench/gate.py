@@ -1,7 +1,4 @@
-"""Correctness gate of the benchmarks, and comparison with golden vectors for `mmfast verify`.
-
-A method that fails the gate gets no speed.
-"""
+"""Correctness gate of the benchmarks, and comparison with golden vectors for `mmfast verify`."""
 
 from __future__ import annotations
 

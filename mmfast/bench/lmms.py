@@ -1,7 +1,6 @@
 """Model plugin for lmms-eval: any supported checkpoint, with `reduce=` and `cache=`.
 
-Found through the entry point `lmms_eval.models`. Beside the answers it reports time to first token
-and tokens per second of decoding alone, which lmms-eval lacks for Hugging Face models.
+Beside the answers it reports time to first token and tokens per second of decoding alone.
 """
 
 from __future__ import annotations

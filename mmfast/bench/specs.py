@@ -111,9 +111,8 @@ class StageRecording:
 class Twins:
     """Private copies of the methods of one spec, registered under names of their own.
 
-    All run through `attach` like any other method, so hooks, gathers and masks are the same:
-    `plain` is the spec itself, with made-up tower signals where no tower runs; `recorded` also
-    keeps inputs and choices of each stage; `fixed` returns that choice without computing it.
+    All run through `attach`, so hooks, gathers and masks are the same: `plain` is the spec itself;
+    `recorded` also keeps inputs and choices; `fixed` returns that choice without computing it.
     """
 
     def __init__(self, text: str, key: str, towerless: bool, asked: str | None = None) -> None:

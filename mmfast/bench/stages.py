@@ -46,8 +46,8 @@ class RunOutcome:
 class MeasuredStage:
     """One group of stages that one run of the model measures together.
 
-    `vit` is the tower with its projector; `llm` the prefill behind the encoder, one logit row,
-    followed by `decode`; `ttft` both halves. `attach` is entered outside the clock, as by users.
+    `vit` is the tower with its projector, `llm` the prefill behind it and one logit row, followed
+    by `decode`; `ttft` both halves. `attach` is entered outside the clock.
     """
 
     def __init__(

@@ -129,8 +129,7 @@ def noise(first: Sequence[float], second: Sequence[float]) -> float:
 class PairedTimes:
     """Milliseconds of jobs by round, compared with a baseline that ran twice a round.
 
-    The baseline is the first job, its second run a round is called `again`; `base` is the mean of
-    both in every round, and `noise` the noise floor of the pair, as a share.
+    The second run is called `again`; `base` is the mean of both, `noise` their difference.
     """
 
     def __init__(self, times: Mapping[str, Sequence[float]]) -> None:

@@ -45,8 +45,7 @@ class FrameGate:
     """Gate before an encoder, which skips at most `longest` frames in a row.
 
     A frame passes if any cell of a 32 x 32 raster differs from the last frame THAT PASSED by more
-    than `threshold` (mean change of colour, 0 to 1), which detects a small moving thing as well as
-    a slow drift of the whole picture. Noise of the sensor averages out inside a cell.
+    than `threshold` (mean change of colour, 0 to 1): small moving things and slow drifts show.
     """
 
     def __init__(self, threshold: float = 0.03, longest: int | None = None) -> None:

@@ -1,8 +1,7 @@
 """Recording of a function of static buffers: one launch replays hundreds of kernels.
 
-A recorded function reads and writes tensors at fixed addresses, does not synchronise and makes no
-decision on the host. The same function runs without recording on a device without CUDA graphs, so
-tests on the CPU run what a GPU replays.
+A recorded function reads and writes tensors at fixed addresses and decides nothing on the host.
+Without CUDA graphs the same function runs unrecorded, so that CPU tests cover it.
 """
 
 from __future__ import annotations

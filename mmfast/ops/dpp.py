@@ -1,8 +1,6 @@
 """Greedy subset searches that update only the rows that can be picked next.
 
-`greedy_dpp` looks for the most probable subset of a determinantal point process, `LazyGreedy` for
-rows of low cost that are unlike each other. Both keep bounds of all rows and bring a few rows up to
-date at a time, with the same picks as a search that updates every row after each pick.
+The picks are those of a search that updates every row after each pick.
 """
 
 from __future__ import annotations
@@ -179,10 +177,9 @@ Key = tuple[float, int]  # cost and index: the order in which rows are picked
 class LazyGreedy:
     """Exact greedy picks of lowest cost, `share * likeness - own`, ties to the lowest index.
 
-    The likeness of a row is its largest cosine with a pick. It only grows, and with it the cost,
-    so one that has missed some picks is a lower bound. The rows of lowest cost (`_ACTIVE`) are
-    kept up to date; of these the lowest (`_BLOCK`) are picked among themselves as long as no other
-    row can come first. Rows near a pick are not looked at again.
+    The likeness of a row is its largest cosine with a pick. It only grows, and with it the cost, so
+    one that has missed some picks is a lower bound. The rows of lowest cost (`_ACTIVE`) are kept up
+    to date, and the lowest of these (`_BLOCK`) picked as long as no other can come first.
     """
 
     rows: Tensor  # `[U, D]` unit rows on the host

@@ -156,10 +156,8 @@ _CHUNK = 1 << 26  # products held at a time while looking for the first pick, 25
 def max_min_device(x: Tensor, count: int, *, largest: int = LARGEST, block: int = _BLOCK) -> Tensor:
     """Picks `[B, count]` of `x` `[B, N, D]`, as `max_min` describes them.
 
-    Half precision is multiplied as it is, which loses nothing: products of two such numbers are
-    exact in float32, and so is the sum as of any float32 rows. Above `largest` tokens the matrix of
-    similarities is never held, and `block` rows are picked among themselves: time grows with picks
-    times tokens, memory with tokens.
+    Half precision is multiplied as it is, which loses nothing in float32. Above `largest` tokens
+    the matrix of similarities is never held, and `block` rows are picked among themselves.
     """
     rows, scale = _prepared(x)
     n = x.shape[1]
@@ -292,10 +290,9 @@ def greedy_diverse(
 ) -> Tensor:
     """Pick `count` rows, each with the best score less its likeness to the picks before it.
 
-    A row's worth is `balance * score - (1 - balance) * likeness`, the likeness being its largest
-    cosine with a pick, the score `[N]` of the order of a cosine: see `rescale`. The first pick has
-    the best score; ties go to the lowest index. `start` is picked beforehand. Returns `[count]`
-    int64 in order.
+    A row's worth is `balance * score - (1 - balance) * likeness`, the likeness its largest cosine
+    with a pick, the score `[N]` of the order of a cosine: see `rescale`. `start` is picked
+    beforehand. Returns `[count]` int64 in order; ties go to the lowest index.
     """
     own = balance * score.double()
     first = [] if start is None else start.tolist()

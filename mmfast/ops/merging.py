@@ -24,9 +24,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def segment_merge(x: Tensor, segments: Segments) -> Tensor:
     """Output m is the sum (or mean) of `weight * x[source]` over the entries of m: `[..., M, D]`.
 
-    A sum is taken in float32 at least and rounded once to the dtype of `x`; an output without
-    entries is 0. On CUDA one program adds up one output, in a fixed order and without atomics;
-    float64 and gradients use plain torch.
+    A sum is taken in float32 at least, 0 without entries. On CUDA one program adds up one output
+    without atomics; float64 and gradients use plain torch.
     """
     learning = x.requires_grad and torch.is_grad_enabled()
     if not x.is_cuda or x.dtype not in _DTYPES or learning:

@@ -99,7 +99,7 @@ _CHANNEL_CHUNK = TABLE_CHUNK // 2  # the sums hold two temporaries
 
 
 def steady_channels(x: Tensor, count: int) -> Tensor:
-    """The `count` channels of `[..., N, D]` of smallest variance, `[..., count]`, smallest first."""
+    """The `count` channels of `[..., N, D]` of least variance, smallest first: `[..., count]`."""
     n = x.shape[-2]
     # From the first token on: a channel that never changes then has a variance of exactly 0.
     first = x[..., :1, :].double()
@@ -132,10 +132,9 @@ Segment = tuple[int, int]  # first and last frame
 def static_windows(alike: Tensor, longest: int) -> tuple[list[Segment], int]:
     """Maximise the tokens saved when static places of a window are kept once.
 
-    A place is static in frames a..b if it is `alike` (`[T - 1, n]` bool) in all steps between them.
-    A window, of at most `longest` frames, saves `static places * (b - a)` tokens. On ties no window
-    wins, then the shortest. Returns segments that cover all frames in order (single frames
-    included), and the tokens saved.
+    A place is static in frames a..b if it is `alike` (`[T - 1, n]` bool) in all steps between. A
+    window of at most `longest` frames saves `static places * (b - a)` tokens; ties go to no window,
+    then to the shortest. Returns segments that cover all frames, and the tokens saved.
     """
     saved = _tokens_saved(alike.cpu().numpy())
     frames = len(saved)
@@ -204,10 +203,9 @@ def exact_quota(
     """Move a quota to exactly `budget` tokens.
 
     Too many: the least attended chosen tokens go, then clusters of the fullest window. Too few: the
-    most attended tokens left out come back, then clusters where most places share one, and at last,
-    with everything kept, static tokens leave their mean, most attended first. `places` are the
-    static places of each window; `dynamic` tokens `[T, n]` are not static, `late` ones are and lie
-    after the first frame of their window.
+    most attended tokens left out come back, then clusters where most places share one, and at last
+    static tokens leave their mean. `places` are the static places of each window; `dynamic` tokens
+    `[T, n]` are not static, `late` ones are and lie after the first frame of their window.
     """
     clusters = list(quota.clusters)
     missing = budget - sum(clusters) - int(quota.chosen.sum())
@@ -254,10 +252,9 @@ def shots(video: Tensor, least: int, tau: float) -> list[tuple[int, int]]:
 def first_frame(x: Tensor, grid: tuple[int, int, int], budget: int) -> Tensor:
     """Places of the first frame to keep, for methods that then keep only changes.
 
-    The whole frame, if the budget of the video holds it. Otherwise a quarter of the budget (rounded
-    up; all of it for an image) goes to the tokens least like both the token on their left and the
-    one above. Of the shares tried on the embedded model, from an eighth to two thirds, a quarter
-    answered best at 10 %.
+    The whole frame, if the budget holds it. Otherwise a quarter of it (all for an image), which of
+    the shares tried on the embedded model answered best at 10 %, of the tokens least like both the
+    token on their left and the one above.
     """
     frames, rows, columns = grid
     n = rows * columns
@@ -287,9 +284,8 @@ class Familiarity:
 def familiarity(x: Tensor, frames: int, memory: ChunkMemory | None = None) -> Familiarity:
     """Score the tokens of a chunk `[..., T * n, D]` against the memory and their own frame.
 
-    Only the half of the channels that vary least over the chunk counts. Entries of the memory come
-    from different channels in every chunk and are averaged by rank: the memory holds levels of
-    steady channels, not a picture.
+    Only the half of the channels that vary least over the chunk counts. As these differ between
+    chunks, the memory holds levels by rank, not a picture.
     """
     channels = steady_channels(x, max(1, x.shape[-1] // 2))
     n = x.shape[-2] // frames

@@ -1,8 +1,6 @@
 """Calibration of this device on the model's own layers: some seconds, once per model and device.
 
-Only single layers run, whatever the size of the model, and a point that would take long is left
-out: rates barely change there. Where a whole call is short it runs too, since then the time
-between the layers counts.
+Only single layers run; where a whole call is short it runs too, for the time between layers.
 """
 
 from __future__ import annotations

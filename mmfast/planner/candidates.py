@@ -1,8 +1,7 @@
 """Candidate specs for a request, with evidence for their accuracy and reasons against others.
 
-The evidence is accuracy rows in the package: the accuracy that each method kept at each budget on
-questions about unseen media. Between two measured budgets the worse of both counts; below the
-smallest there is no evidence.
+The evidence is accuracy rows in the package. Between two measured budgets the worse of both counts;
+below the smallest there is no evidence.
 """
 
 from __future__ import annotations

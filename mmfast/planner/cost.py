@@ -1,8 +1,7 @@
 """Predicted time and memory of a request under a spec, from the model's shape and the rates.
 
-Time to first token = encoder + selection + prefill + overhead. Prefill adds up the layers with
-the tokens that each of them really gets; memory adds weights, keys and values, and the larger of
-what the encoder and one decoder layer hold while they work.
+Time to first token = encoder + selection + prefill + overhead; memory = weights, keys and values,
+and the larger of what the encoder and one decoder layer hold while they work.
 """
 
 from __future__ import annotations

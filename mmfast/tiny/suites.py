@@ -1,7 +1,6 @@
 """Suites of questions to the embedded models: clips, pictures, several pictures, pages.
 
-A suite is an endless sequence of cases; its kinds of question take turns, and the same seed gives
-the same cases. Media are files as people have them (H.264 in mp4, JPEG, PNG), never training ones.
+The same seed gives the same endless sequence. Media are files as people have them.
 """
 
 from __future__ import annotations

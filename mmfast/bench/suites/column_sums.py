@@ -1,7 +1,4 @@
-"""Benchmark of attention column sums against eager weights and FlexAttention.
-
-The column sum of a key is the attention it receives from all queries and heads.
-"""
+"""Benchmark of the attention that keys receive, against eager weights and FlexAttention."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Benchmarks of kernels against the operations that torch offers in their place.
 
-Cases are declared in tables by kind of device: real sizes on CUDA, tiny ones on the CPU. Before
-a kernel is timed, its result is compared with a reference; a wrong one is not timed.
+Real sizes run on CUDA, tiny ones on the CPU; kernels with wrong results are not timed.
 """
 
 from __future__ import annotations
@@ -136,8 +135,7 @@ PICKS = {
 def max_min_select(tick: Tick) -> list[Row]:
     """Compare farthest-point selection with loops over picks.
 
-    `speedup` is over the loop that keeps a running minimum (None where it would take too long),
-    `cover` the cosine of the worst covered token with its nearest pick.
+    `speedup` is over the loop that keeps a running minimum, `cover` the worst token's cosine.
     """
     return over_cases(PICKS, ONE_DTYPE, _pick_rows, tick)
 

@@ -255,8 +255,7 @@ def batch(
 ) -> list[Row]:
     """Measure clips per second of `mmfast batch`: in one process, and on Ray.
 
-    The rate is that of the second half of a run, when all workers have their model; `start_s` are
-    the seconds until the first answer. Each row is that of the round with the median rate.
+    From the second half of a run, when all workers have their model; median rounds.
     """
     with tempfile.TemporaryDirectory(prefix="mmfast-") as where:
         folder = Path(where) / "clips"
@@ -304,8 +303,7 @@ FIRST_QUESTIONS = {"text": "Hello?", "clip": "Which way does the red circle move
 def start(tick: Tick, rounds: int = 5) -> list[Row]:
     """Measure a fresh `mmfast serve` up to its first answer.
 
-    `listening_s` is the time until a client can connect, `answer_s` until the answer to a question
-    asked at that moment; `cpu_s` is the server's processor time until then.
+    `listening_s` ends when a client can connect; `cpu_s` is the server's processor time.
     """
     found: dict[str, list[Row]] = {name: [] for name in FIRST_QUESTIONS}
     for number in range(rounds):

@@ -1,7 +1,6 @@
 """Benchmark of hostile requests: status, time, and memory of the whole server.
 
-The files are small and huge once decoded, the bodies and addresses malformed or endless. The real
-server runs in its own process (`hostile_server`), and every request must be refused.
+Files are huge once decoded, bodies and addresses malformed or endless; all must be refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Benchmark of `/v1/realtime`: the time to the first sound, and to silence after an interruption.
 
-A client on this machine sends sound as a microphone would, through a real socket: the figures
-include the whole server, and the embedded models.
+Sound comes as from a microphone, through a real socket, to the embedded models.
 """
 
 from __future__ import annotations

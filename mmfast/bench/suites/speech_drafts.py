@@ -54,9 +54,8 @@ class LanguageShape(NamedTuple):
 def shape(tick: Tick) -> list[Row]:
     """Measure drafting on the shape of Qwen2-7B with VITA-Audio's vocabulary (arXiv 2505.03739).
 
-    Layers share the weights of two of them, modules too, so that the model fits in memory; a layer
-    is larger than any cache, so each use reads it from memory anew, as in the whole model. Two
-    ideals: by the weights read, and with the measured cost of a pass over eleven tokens.
+    Layers and modules share the weights of two layers, which are larger than any cache. Two ideals:
+    by the weights read, and with the measured cost of a pass over eleven tokens.
     """
     return shape_rows(LanguageShape(), ROUNDS, tick)
 

@@ -1,7 +1,6 @@
 """Quality of speech models: word errors of spoken text, answers to spoken questions, the codec.
 
-The recogniser is pocketsphinx with the English model of its wheel. Its grammar allows every
-sentence and question of the domain, so it has to distinguish them by sound.
+The recogniser is pocketsphinx with a grammar of every sentence and question of the domain.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _ASK, _SAMPLE, _SIDE = 500, 50, 96
 def bounded(tick: Tick) -> list[Row]:
     """Watch 20,000 frames with the embedded model: memory and time per frame must not grow.
 
-    The session has a window, an archive whose quotas are reached early, a gate and a reducer.
+    The session has a window, an archive with quotas, a gate and a reducer.
     """
     import mmfast
 

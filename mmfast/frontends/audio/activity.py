@@ -131,9 +131,8 @@ class ActivityState:
 class VoiceActivity:
     """A `Stage`: pcm `[B, n]` at 16 kHz in, probabilities of speech `[B, t]` per 512 samples out.
 
-    Windows are judged one by one, so any split gives the same figures; NaN and infinite samples are
-    silence. The engine "silero" takes about 0.5 ms a window; "energy", loudness above the noise,
-    takes any loud noise for speech and is never chosen automatically.
+    Any split gives the same figures; NaN and infinite samples are silence. The engine "silero"
+    takes about 0.5 ms a window; "energy" takes any loud noise for speech and must be asked for.
     """
 
     rate, window = RATE, WINDOW

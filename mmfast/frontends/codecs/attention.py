@@ -1,8 +1,7 @@
 """A transformer with a sliding window on an endless stream.
 
-Keys are kept as they are before rotation and rotated to their place in the window at every step.
-Attention with rotary positions depends on distances only, so positions need not count up and no
-number grows with the length of the stream. Memory is bounded by the window.
+Keys are kept unrotated and rotated to their place in the window at every step: attention depends on
+distances only, so no number grows with the length of the stream.
 """
 
 from __future__ import annotations

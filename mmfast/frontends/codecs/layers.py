@@ -1,10 +1,9 @@
 """Layers that work on a stream: the state that each one keeps is a value, handed in and out.
 
 All of them take and give `[B, C, t]`, for any t including 0. A layer is in step when t inputs give
-exactly t * up / down outputs at once, for every chunk of whole frames: then a row of a batch can
-begin anew while the others go on. Other layers wait: for the first samples (reflection), or for
-later ones (convolutions that look ahead). Layers whose look-ahead is longer than the latency allows
-run on a window around each frame (`Windowed`), with an error that `deviation` measures.
+exactly t * up / down outputs at once: then a row of a batch can begin anew while the others go on.
+Other layers wait, for the first samples (reflection) or for later ones (look-ahead). Layers whose
+look-ahead is longer than the latency allows run on a window around each frame (`Windowed`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Cameras and network addresses as open inputs of FFmpeg, with every address checked first.
 
-Nothing is opened unless the caller allows it, and never a private host. Names are resolved here,
-every address that a name has is checked, and the connection goes to the address that was checked:
-a name that resolves differently the second time gains nothing. FFmpeg's own HTTP client would
-follow a redirect anywhere; here every hop is checked like the first address, and playlists are not
-followed.
+Nothing is opened unless the caller allows it, and never a private host. Every address of a name is
+checked, and the connection goes to the address that was checked: a name that resolves differently
+the second time gains nothing. Every redirect is checked alike, and playlists are not followed.
 """
 
 from __future__ import annotations

@@ -154,9 +154,8 @@ _WAITING = 4  # items that wait for the consumer; a camera's own buffer drops wh
 class Pump(FrameQueue, Iterator[Any]):
     """Items of a source that may stall, in order, each within `timeout` seconds of the request.
 
-    A call that blocks in foreign code cannot be interrupted. After a stall or `close` the thread
-    stays blocked, ends when the call returns, and never keeps the process alive. Without a timeout
-    the wait is unlimited, and `close` from another thread ends it.
+    After a stall or `close` a thread blocked in foreign code ends when its call returns, and never
+    keeps the process alive. Without a timeout only `close` from another thread ends the wait.
     """
 
     def __init__(self, items: Iterable[Any], name: str, timeout: float | None) -> None:

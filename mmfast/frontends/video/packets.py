@@ -1,9 +1,8 @@
 """Packets of a video: entry points of decoding, the packets that wanted frames need, their reader.
 
 The first bytes of a packet show whether decoding may begin with it and whether other pictures refer
-to it (unit types: ITU-T H.264 table 7-1 and D.1.8, recovery point; H.265 table 7-1). Packets are
-grouped by entry points, wanted frames turn groups into independent jobs, and `SliceReader` decodes
-jobs and checks every packet and frame against its plan.
+to it (unit types: ITU-T H.264 table 7-1 and D.1.8, recovery point; H.265 table 7-1). Wanted frames
+turn groups of packets into independent jobs, which `SliceReader` decodes and checks.
 """
 
 from __future__ import annotations

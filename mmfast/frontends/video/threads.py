@@ -1,9 +1,7 @@
 """Parallel decoding of long files: slices that begin at key frames, each decoded by one thread.
 
-FFmpeg's own frame threads wait for each other and decode every frame. Here a thread decodes a slice
-alone and leaves out packets that no wanted frame refers to, while FFmpeg releases the interpreter's
-lock. Every packet and frame is checked against the plan; where the stream differs, `Mismatch` asks
-the caller to decode from the start.
+Packets that no wanted frame refers to are left out. Every packet and frame is checked against the
+plan; where the stream differs, `Mismatch` asks the caller to decode from the start.
 """
 
 from __future__ import annotations

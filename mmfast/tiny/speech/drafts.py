@@ -1,7 +1,6 @@
 """Training of the draft modules on what the speech model says itself.
 
-Backbone and encoder stay as they are. The model says texts of the domain greedily; the modules
-learn to predict the tokens that it chose, for it is the backbone that accepts or refuses drafts.
+The modules learn to predict the tokens that the frozen backbone chose, for it accepts drafts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Recordings for training and tests: text to 16 kHz sound, with the time of every word.
 
-The synthesiser is espeak-ng, through the shared library in the wheel `espeakng-loader`. It keeps
-its state in globals, such as the phase of the voice, so the library is loaded anew for every text
-(a millisecond): the sound of a text does not depend on earlier texts.
+espeak-ng keeps its state in globals, such as the phase of the voice, so the library is loaded anew
+for every text (a millisecond): the sound of a text does not depend on earlier texts.
 """
 
 from __future__ import annotations

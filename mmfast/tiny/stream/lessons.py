@@ -1,7 +1,6 @@
 """Training batches of the stream model: short streams put together from clips, with questions.
 
-A batch is laid out as one of two sessions sees a stream: with an unbounded cache, or with sinks,
-retrieved frames and a window.
+Layouts are those of a session: an unbounded cache, or sinks, retrieved frames and a window.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The `stream` suite: facts of endless worlds, asked about seconds to hours after they were shown.
 
-Several sessions with different memories watch the same streams and answer the same questions:
-about the present, about facts still in the window, and at the end of the stream about all of its
-facts. The memory None, an unbounded cache, is the reference of the bounded ones.
+Sessions with different memories watch the same streams and answer the same questions; the memory
+None, an unbounded cache, is the reference of the bounded ones.
 """
 
 from __future__ import annotations

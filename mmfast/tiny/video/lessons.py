@@ -1,7 +1,6 @@
 """Training batches of the decoder: clips or pictures, questions packed behind them, dense labels.
 
-All questions about one clip stand in one row. Each sees the visual tokens and itself, and its
-positions start right after them, so a packed row gives the same numbers as single questions.
+Questions about a clip share a row, each with the numbers of a single question.
 """
 
 from __future__ import annotations
