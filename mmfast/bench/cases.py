@@ -20,10 +20,7 @@ _PERIOD = 1_048_583
 
 @torch.no_grad()
 def fill_(model: nn.Module, seed: int = 0) -> None:
-    """Fill every parameter with plausible values at memory speed: seconds for 7 billion.
-
-    Variances are as in trained models (zeros would run faster), so attention is not flat.
-    """
+    """Fill parameters at memory speed, with variances of trained models: zeros run faster."""
     noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
     for index, (name, parameter) in enumerate(model.named_parameters()):
         if parameter.ndim == 1 and name.endswith("weight"):

@@ -152,10 +152,7 @@ WARM_ENOUGH_MS = 1000.0  # a run this long is its own warm-up; the gate made sev
 
 
 class SpecGroup:
-    """The specs that apply to one group of stages, from gate to rows.
-
-    Without `full` there are no fixed-index twins, and neither memory nor selection is measured.
-    """
+    """Specs of one group of stages; without `full` there are no twins, memory or selection."""
 
     def __init__(
         self,

@@ -159,10 +159,7 @@ def spans(model: Any, specs: Sequence[Spec], tower: bool) -> list[Span]:
 
 
 def peaks_in(model: Any, where: Sequence[Span], run: Callable[[], object]) -> dict[Span, float]:
-    """Measure peak megabytes of each span in one run of the model; no run without spans.
-
-    A layer's span ends where the next layer begins: signals are also read behind a layer.
-    """
+    """Measure peak megabytes of each span in one run; a layer's ends where the next one begins."""
     peaks: dict[Span, float] = {}
     if where:
         with _watched(model, where, peaks):

@@ -134,10 +134,7 @@ class Refresh:
         return self.share == 1.0 or self.every == 1
 
     def choose(self, change: Tensor, since: int) -> Tensor | None:
-        """Choose the patches to compute anew by `change` `[n]`; None for all of them.
-
-        `change` counts since each was computed last; the last whole frame is `since` back.
-        """
+        """Choose the patches to compute anew by their `change` `[n]`; None for all of them."""
         n = change.shape[0]
         if self.share is not None:
             first = stable_topk(change, count(self.share, n) or 1)

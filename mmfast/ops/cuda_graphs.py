@@ -43,10 +43,7 @@ class Compiled:
 
 
 class CudaGraphs:
-    """CUDA graphs that share one pool of memory, replayed in turn on the current stream.
-
-    Only buffers made outside of the functions outlive a replay.
-    """
+    """CUDA graphs that share a pool: only buffers made outside of functions outlive a replay."""
 
     def __init__(self, device: torch.device | str = "cuda", cuda: Any = torch.cuda) -> None:
         self.device, self.cuda = torch.device(device), cuda

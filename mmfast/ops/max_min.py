@@ -53,10 +53,7 @@ def _on_host(x: Tensor, count: int) -> Tensor:
 
 
 def first_of_equal(rows: Tensor) -> Tensor:
-    """Return for every row of `rows` `[N, D]` the first equal row, `[N]`.
-
-    Only rows that agree in a few spread columns are compared in full.
-    """
+    """Return for every row of `rows` `[N, D]` the first equal row, `[N]`."""
     n, width = rows.shape
     first = torch.arange(n, device=rows.device)
     probe = rows[:, :: max(1, width // 8)]
@@ -257,10 +254,7 @@ def _first(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def max_min_plain(similarity: Tensor, first: Tensor, count: int) -> Tensor:
-    """Pick the row least similar to all picks so far, `count` times, a step in Python each.
-
-    From `similarity` `[B, N, N]`, its diagonal unread, and the `first` picks `[B]`: `[B, count]`.
-    """
+    """Picks `[B, count]` after the `first` `[B]` by `similarity` `[B, N, N]`, step by step."""
     batch = torch.arange(len(similarity), device=similarity.device)
     nearest = torch.full_like(similarity[:, 0], -torch.inf)  # [B, N]
     picks = [first]

@@ -253,10 +253,7 @@ class Matching:
 def match(
     metric: Tensor, count: int, *, class_token: bool = False, distill_token: bool = False
 ) -> Matching:
-    """Choose the `count` even tokens of `[..., N, d]` most similar (by cosine) to an odd one.
-
-    A class token, number 0, is never merged, and nothing into a distill token 1.
-    """
+    """Choose the `count` even tokens of `[..., N, d]` most similar to an odd one."""
     rows = unit_rows(metric)
     even, odd = rows[..., ::2, :], rows[..., 1::2, :]
     partner = nearest_rows(even, odd, not_first=distill_token)  # [..., a]

@@ -71,10 +71,7 @@ def marked(mask: Tensor) -> Tensor:
 
 
 def mass_cover(mass: Tensor, share: float) -> Tensor:
-    """Mark, row by row, the fewest entries whose sum reaches `share` of the row's sum.
-
-    `mass` `[..., C]` is not negative, no row all zero; of equal entries the first ones are taken.
-    """
+    """Mark in each row of `mass` `[..., C]` the fewest, first entries whose sum reaches `share`."""
     if share >= 1:
         return torch.ones_like(mass, dtype=torch.bool)
     ordered, index = mass.double().sort(dim=-1, descending=True, stable=True)

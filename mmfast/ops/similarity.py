@@ -36,10 +36,9 @@ def nearest(cosine: Tensor) -> Tensor:
 
 
 def nearest_rows(a: Tensor, b: Tensor, *, not_first: bool = False) -> Tensor:
-    """Return the row of `b` with the largest product for each row of `a`, ties as in `nearest`.
+    """Row of `b` with the largest product for each row of `a`, ties as in `nearest`.
 
-    The matrix of products is never held as a whole. `not_first` leaves out the first row of `b` if
-    there is another.
+    The matrix of products is never held as a whole; `not_first` leaves out `b[0]`, unless alone.
     """
     columns = b.transpose(-1, -2)
     one_row = max(1, a.shape[:-2].numel() * b.shape[-2])

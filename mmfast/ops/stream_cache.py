@@ -232,10 +232,7 @@ class StepPlaces:
 def advance(
     state: StreamKV, n: int, real: Tensor | None = None, window: int | None = None, width: int = 1
 ) -> StepPlaces:
-    """Places of the next `n` tokens after `state`, `width` of them sharing a place.
-
-    Padding, where `real` `[B, n]` is False, is seen by no token; None is an unlimited window.
-    """
+    """Places of the next `n` tokens after `state`, `width` to a place; no token sees padding."""
     if real is None:
         real = state.place.new_ones(len(state.seen), n, dtype=torch.bool)
     place = state.seen[:, None] + (real.long().cumsum(1) - 1).div(width, rounding_mode="floor")

@@ -53,10 +53,7 @@ Floats = NDArray[np.floating[Any]]
 
 
 class SinceKept:
-    """Changes of tokens since the last one kept at their place, for any threshold.
-
-    The first frame is kept. All pairs of frames are compared beforehand, `T * N` numbers.
-    """
+    """Changes of tokens since the last one kept at their place, for any threshold."""
 
     def __init__(self, x: Tensor, frames: int) -> None:
         places = rearrange(x.detach(), "(t n) d -> n t d", t=frames)
@@ -306,10 +303,7 @@ BEFORE, LEFT, ABOVE = (1, 0, 0), (0, 0, 1), (0, 1, 0)
 
 
 def raster_links(tokens: Tokens, step: tuple[int, int, int]) -> Tensor:
-    """Return the token that lies `step` earlier, such as `BEFORE`, `[N]` int64; -1 where none does.
-
-    By the signals `place` `[N, 3]` and, since overview and mosaic share places, `tile`.
-    """
+    """Return the token `step` earlier in the raster or mosaic, `[N]` int64; -1 where none is."""
     place, tile = tokens.need("place").long(), tokens.signal("tile")
     plane = torch.zeros_like(place[:, 0]) if tile is None else (tile > 0).long()
     sizes = (place.amax(0) + 1).tolist()

@@ -1,7 +1,4 @@
-"""Calibration of this device on the model's own layers: some seconds, once per model and device.
-
-Only single layers run; where a whole call is short it runs too, for the time between layers.
-"""
+"""Calibration of this device on single layers of the model, once per model and device."""
 
 from __future__ import annotations
 

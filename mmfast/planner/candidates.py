@@ -229,10 +229,7 @@ def candidates(
     check: Callable[[tuple[Spec, ...]], object] = lambda stages: None,
     floor: float = 0.0,
 ) -> tuple[list[Candidate], list[Rejected]]:
-    """List every spec that the evidence allows on this model, and the others with a reason.
-
-    `check` raises MmfastError for a spec that the model cannot run.
-    """
+    """List every spec that the evidence allows on this model, and the others with a reason."""
     best: dict[tuple[object, ...], list[tuple[float, tuple[Spec, ...]]]] = {}
     rejected: list[Rejected] = []
     for curve in evidence.curves:

@@ -171,7 +171,6 @@ def selection_ms(bench: Bench, stage: Spec, work: Work) -> float:
 
 
 def _tokens(bench: Bench, n: int, grid: tuple[int, int, int] | None) -> Tokens:
-    """Noise with every signal that the model side may supply."""
 
     def noise(*size: int) -> Tensor:
         return torch.randn(*size, device=bench.device).to(bench.dtype)

@@ -92,10 +92,7 @@ def meets(candidate: Candidate, target: Target, spent: float = 0.0) -> bool:
 def choose(
     candidates: Sequence[Candidate], target: Target, spent: float = 0.0
 ) -> tuple[Candidate | None, list[Candidate]]:
-    """The first step of the ladder that meets the target, None if none does; and the ladder.
-
-    Of a quality alone, a limit from below, the fastest step is taken; `fast` keeps a tenth.
-    """
+    """The first step of the ladder that meets the target, None if none does; and the ladder."""
     limited = target.tokens is not None or target.memory is not None
     timed = target.ttft_ms is not None or (target.quality is not None and not limited)
     steps = ladder(good_enough(candidates, target.quality), timed)
@@ -178,10 +175,7 @@ class PlanWarning(UserWarning):
 
 
 class Planner:
-    """Plans for one model of a known family on its device.
-
-    `name` is the model's in the accuracy `rows`, by default those of the package; see `Learner`.
-    """
+    """Plans for one model of a known family, by `name` in the accuracy `rows`, on its device."""
 
     def __init__(
         self,

@@ -76,10 +76,7 @@ def _time(value: Any) -> float:
 
 
 def at(points: Sequence[Point], amount: float, power: float = 1.0) -> float:
-    """Milliseconds at an amount of work: straight in `amount ** power` between two points.
-
-    Beyond the last one time grows like that; below the first it stays, since a call has a floor.
-    """
+    """Milliseconds at an amount of work: straight in `amount ** power` from the first point on."""
     if not points or amount <= 0:
         return 0.0
     sizes = [size for size, _ in points]

@@ -1,7 +1,4 @@
-"""Suites of questions to the embedded models: clips, pictures, several pictures, pages.
-
-The same seed gives the same endless sequence. Media are files as people have them.
-"""
+"""Suites of questions to the embedded models, as files: clips, pictures, albums, pages."""
 
 from __future__ import annotations
 

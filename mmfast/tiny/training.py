@@ -152,10 +152,7 @@ def train(
     save: Callable[[], None] = lambda: None,
     checkpoint: Path | None = None,
 ) -> int:
-    """Train as long as the course says; returns the steps.
-
-    `save` writes the model after each evaluation; a run with a `checkpoint` file continues.
-    """
+    """Train as long as the course says, or go on from the file `checkpoint`; returns the steps."""
     step, spent = (0, 0.0) if checkpoint is None else restore(task, checkpoint)
     began = time.monotonic() - spent
     looked, rows, threads = time.monotonic(), list[Figures](), torch.get_num_threads()

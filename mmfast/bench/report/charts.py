@@ -34,10 +34,7 @@ def accuracy_svg(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
 
 
 def speeds(rows: Sequence[Row]) -> tuple[Points, list[tuple[float, float]]]:
-    """(kept share, speed-up) by method on a CPU, and the ideal of removing at `pre`.
-
-    From the latest rows of the 0.5B shape's prefill, all of one number of frames.
-    """
+    """Latest (kept share, speed-up) by method of the 0.5B prefill on a CPU, and the ideal."""
     mine = [r for r in rows if (r["preset"], r["device"], r["stage"]) == (PRESET, DEVICE, STAGE)]
     mine = [row for row in mine if row["frames"] == mine[-1]["frames"]]
     found: dict[str, dict[float, float]] = {}

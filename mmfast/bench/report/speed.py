@@ -160,7 +160,6 @@ _ON_GPU = (  # benchmark, way, start of the case, goal, text of a row
 
 
 def _kernel_lines(rows: Rows) -> list[Row]:
-    """Every goal of a kernel on a GPU, with the latest row that is about it."""
     on_gpu = [row for row in rows if (row["device"], row["dtype"]) == ("cuda", "bfloat16")]
     lines = []
     for bench, way, case, bound, text in _ON_GPU:

@@ -126,10 +126,7 @@ def _weights(x: AttentionInputs) -> Tensor:
 
 
 def swapped_flex(x: AttentionInputs, compiled: bool = True) -> Callable[[], Tensor]:
-    """FlexAttention with queries and keys exchanged: its log-sum-exp is the log of the column sums.
-
-    Grouped keys have to be repeated, and unused values of width 16 are carried along.
-    """
+    """FlexAttention with queries and keys exchanged: its log-sum-exp gives the column sums."""
     case, lse = x.case, x.lse
 
     def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -38,10 +38,7 @@ COMPILED = (("tiny", 4, 33, 9), ("llava-onevision-0.5b", 1, 6, 3))  # frames, st
 
 @benchmark("decode", "compiled")
 def compiled(tick: Tick) -> list[Row]:
-    """Compare eager with compiled decoding behind a reduced prompt: one graph, the same tokens.
-
-    All shapes are fixed, so that a GPU can capture the step. Stock is measured likewise.
-    """
+    """Compare eager with compiled decoding behind a reduced prompt: one graph, the same tokens."""
     return [row for shape in COMPILED for row in compiled_rows(*shape, tick=tick)]
 
 

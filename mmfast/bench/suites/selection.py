@@ -131,7 +131,6 @@ def method_case(method: str, grid: tuple[int, int, int], d: int, share: float) -
 
 
 def _method_job(method: str, grid: tuple[int, int, int], d: int, budget: int) -> SelectionJob:
-    """Build the method and its textbook on a synthetic video."""
     name = method.partition("@")[0]
     if name not in TEXTBOOKS:
         raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")

@@ -234,7 +234,6 @@ def _during_prompt(scheduler: Scheduler, words: int) -> tuple[TimeSpent, TimeSpe
 
 
 def _turns(scheduler: Scheduler) -> Row:
-    """Submit many requests of one tenant, then few of another; return the places of the few."""
     reset(scheduler)
     tenants = ["many"] * FROM_MANY + ["few"] * FROM_FEW
     records = [ChatRecord(scheduler, chat(8, tenant=tenant)) for tenant in tenants]
@@ -253,10 +252,7 @@ ENGINES = (("inproc", 1), ("ray", 1), ("ray", 2))  # engine and workers
 def batch(
     tick: Tick, engines: Sequence[tuple[str, int]] = ENGINES, count: int = FILES, rounds: int = 3
 ) -> list[Row]:
-    """Measure clips per second of `mmfast batch`: in one process, and on Ray.
-
-    From the second half of a run, when all workers have their model; median rounds.
-    """
+    """Measure clips per second of `mmfast batch`, in one process and on Ray, with warm workers."""
     with tempfile.TemporaryDirectory(prefix="mmfast-") as where:
         folder = Path(where) / "clips"
         folder.mkdir()
@@ -301,10 +297,7 @@ FIRST_QUESTIONS = {"text": "Hello?", "clip": "Which way does the red circle move
 
 @benchmark("serve", "start")
 def start(tick: Tick, rounds: int = 5) -> list[Row]:
-    """Measure a fresh `mmfast serve` up to its first answer.
-
-    `listening_s` ends when a client can connect; `cpu_s` is the server's processor time.
-    """
+    """Measure a fresh `mmfast serve` up to its first answer."""
     found: dict[str, list[Row]] = {name: [] for name in FIRST_QUESTIONS}
     for number in range(rounds):
         for name, starts in found.items():

@@ -277,7 +277,6 @@ def _headers(port: int) -> int:
 
 
 def _slow(port: int, start: bytes) -> int:
-    """Send a byte every 0.1 seconds."""
     end = time.monotonic() + _WAIT
     with socket.create_connection(("127.0.0.1", port), 0.1) as sock:
         sock.sendall(start)

@@ -423,10 +423,7 @@ def draft_row(
 
 @benchmark("speech", "depth-drafts")
 def depth_drafts(tick: Tick, count: int = 60, steps: int = 400, unseen: int = 5) -> list[Row]:
-    """Measure the share of accepted drafts, codebook by codebook, and depth passes per frame.
-
-    A small language model learns codes of recordings, three drafters those of its depth head.
-    """
+    """Measure the share of accepted drafts, codebook by codebook, and depth passes per frame."""
     tick("recordings and training", 0, 2)
     seen, books = codes_of(count, seed=0)
     fresh, _ = codes_of(unseen, seed=977, books=books)

@@ -81,7 +81,6 @@ class HumSpeaker:
 
 
 def _words(parts: Iterable[str]) -> Iterator[str]:
-    """Yield words with the space before them, as soon as they are complete."""
     held = ""
     for part in parts:
         held += part
@@ -296,10 +295,7 @@ class Soak:
 
 
 def soak(seconds: float = 3600.0, seed: int = 0) -> dict[str, Any]:
-    """Converse for simulated seconds with random interruptions; return figures and ten faults.
-
-    `checks` compares the context with the samples played.
-    """
+    """Converse for simulated seconds with random interruptions; return figures and ten faults."""
     run, started, marks = Soak(seed), time.perf_counter(), list[tuple[float, int]]()
     for at in run.run(seconds):
         if (at >= WARM * seconds and not marks) or at >= seconds:

@@ -40,10 +40,7 @@ _ASK, _SAMPLE, _SIDE = 500, 50, 96
 
 @benchmark("stream", "bounded")
 def bounded(tick: Tick) -> list[Row]:
-    """Watch 20,000 frames with the embedded model: memory and time per frame must not grow.
-
-    The session has a window, an archive with quotas, a gate and a reducer.
-    """
+    """Watch 20,000 frames with the embedded model: memory and time per frame must not grow."""
     import mmfast
 
     pipe = mmfast.pipeline("video-stream", device="cpu", dtype="float32", reduce="dtd:0.5")
@@ -58,10 +55,7 @@ def bounded_row(
     side: int = _SIDE,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Row:
-    """Compare time and memory after `early` frames with those before.
-
-    Bytes are the highest up to `early` and of all; the times are medians of `part` frames.
-    """
+    """Compare highest bytes, and median times of `part` frames, after `early` with those before."""
     seen, figures = _watch(pipe, frames, side, tick)
     samples = early // _SAMPLE
     before = statistics.median(seen.spent[early - part : early])

@@ -1,7 +1,4 @@
-"""Benchmarks of the vision tower on real shapes with random weights.
-
-A variant is timed only if its features are close to those of the stock tower.
-"""
+"""Benchmarks of the vision tower on real shapes with random weights."""
 
 from __future__ import annotations
 
@@ -250,7 +247,6 @@ def _encode_reduced(case: Case, spec: str) -> Tensor:
 
 
 def _flops(case: Case, leaving: list[int]) -> int:
-    """Count the FLOPs of the blocks by the tokens that reach the MLP of each."""
     grid = (case.grid[0], *case.preset.grid)
     return tower_flops(case.model, grid, [math.prod(grid), *leaving[:-1]], leaving)
 

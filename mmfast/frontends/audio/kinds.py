@@ -38,10 +38,7 @@ _MAGIC = (
 
 
 def sniff_sound(name: str, head: bytes) -> str:
-    """Kind of a sound file by its first bytes, of `AUDIO_KINDS` or `VIDEO_KINDS`, or `OTHER`.
-
-    An image is a MediaError.
-    """
+    """Kind of a file by its first bytes (`AUDIO_KINDS`, `VIDEO_KINDS`, `OTHER`); no images."""
     kind = next((k for k, at, magic in _MAGIC if head[at : at + len(magic)] == magic), "")
     kind = kind or magic_kind(head)
     if kind in IMAGE_KINDS:

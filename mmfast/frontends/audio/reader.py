@@ -32,10 +32,7 @@ _DAMAGED = 100  # packets in a row that do not decode, after which reading ends
 
 
 def sound_pieces(source: MediaSource, limits: Limits) -> Iterator[Piece]:
-    """Decode a file; the rate may change between pieces.
-
-    Damaged packets and a truncated end are left out, unless nothing decodes.
-    """
+    """Decode a file without its damaged packets; the rate may change between pieces."""
     raw = _other_pieces(source) if source.kind == OTHER else _decoded(source, limits)
     budget, seconds = Budget(limits, source.name), 0.0
     waiting: list[Tensor] = []

@@ -101,8 +101,7 @@ def _scaled(pcm: Tensor, name: str) -> Tensor:
 def decode_pcm(data: bytes, encoding: str, channels: int = 1) -> tuple[Tensor, bytes]:
     """Decode raw little-endian samples (pcm8 is unsigned, mulaw and alaw are G.711) to mono.
 
-    Returns float32 samples `[n]`, and the bytes of an incomplete one, which belong to the next
-    chunk.
+    Returns float32 `[n]`, and the bytes of an incomplete sample, which belong to the next chunk.
     """
     if encoding not in ENCODINGS:
         raise MediaError(f"encoding {encoding!r} is unknown; choices: {', '.join(ENCODINGS)}")

@@ -29,10 +29,7 @@ class Past(NamedTuple):
 
 
 class Conv(CodecLayer):
-    """A convolution with `left` and `right` samples of padding (one of `MODES`) for its own.
-
-    `whole` also pads at the end up to a multiple of the stride, as SEANet layers do.
-    """
+    """A convolution with its own padding, if `whole` up to a multiple of the stride."""
 
     def __init__(
         self, conv: Any, left: int, right: int, mode: str = "constant", whole: bool = False

@@ -245,8 +245,7 @@ class FrameWindow(NamedTuple):
 class Windowed(CodecLayer):
     """Layers run anew on each frame with `back` frames before it and `ahead` frames after it.
 
-    The result is exact where the window covers all of the future that the layers see. A frame is
-    `unit` inputs of `channels` channels, of the type of `like`, and `yields` outputs.
+    A frame is `unit` inputs of `channels` channels, of the type of `like`, and `yields` outputs.
     """
 
     in_step = False

@@ -60,8 +60,7 @@ def shown(url: SplitResult) -> str:
 def check_address(text: str, allowed: Allowed) -> Address:
     """Check a URL before anything is opened.
 
-    `allowed` is False (no network), True (public hosts) or a collection of hosts: these only, and
-    also where they are private.
+    `allowed` is False, True (public hosts) or the only hosts, which may then be private.
     """
     try:
         url = urlsplit(text)

@@ -1,7 +1,4 @@
-"""Training of the draft modules on what the speech model says itself.
-
-The modules learn to predict the tokens that the frozen backbone chose, for it accepts drafts.
-"""
+"""Training of the draft modules on the tokens that the frozen backbone itself chooses."""
 
 from __future__ import annotations
 
@@ -151,10 +148,7 @@ class _HeadTask(Task):
 
 
 class ChainedTask(_HeadTask):
-    """An `mctp` head without attention, trained on single places.
-
-    A module sees a hidden state and the token before, so places of many texts are mixed.
-    """
+    """An `mctp` head without attention, trained on single places of many texts."""
 
     name = "mctp"
 

@@ -1,7 +1,4 @@
-"""The speech model in training: a stock backbone, the speech encoder, and losses of all tasks.
-
-Logits are computed where something is predicted, over the rows that can be predicted there.
-"""
+"""The speech model in training: a stock backbone, the speech encoder, and losses of all tasks."""
 
 from __future__ import annotations
 

@@ -407,7 +407,6 @@ def _tell(state: _State) -> Exchange:
 
 
 def _recall(state: _State) -> Exchange:
-    """A question about what was said before, or never was."""
     known = tuple(state.memory) if state.memory and state.rng.random() < 0.85 else ()
     what = state.pick(known or tuple(TOLD))
     _, _, asked, reply, unknown = TOLD[what]
@@ -444,10 +443,7 @@ def _cut(text: str, rng: np.random.Generator) -> str:
 
 
 def dialogue(rng: np.random.Generator, split: Split = "train") -> list[Turn]:
-    """A conversation of 1 (evaluation: 2) to 4 exchanges; the last reply is whole.
-
-    The splits share no conversation, sentence or question.
-    """
+    """A conversation of 1 (evaluation: 2) to 4 exchanges, none in both splits; its end is whole."""
     skills, weights = list(SKILLS), np.array(list(SKILLS.values()))
     while True:
         many = int(rng.integers(2 if split == "eval" else 1, 5))

@@ -1,7 +1,4 @@
-"""Training batches of the stream model: short streams put together from clips, with questions.
-
-Layouts are those of a session: an unbounded cache, or sinks, retrieved frames and a window.
-"""
+"""Training batches of the stream model: clips as a bounded or unbounded session sees them."""
 
 from __future__ import annotations
 
@@ -235,10 +232,7 @@ class StreamSampler:
 
 
 def _thin(shown: Tensor, keep: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens that differ most from the mean of their frame: `[B, T, P, D]` to `[B, N, D]`.
-
-    With them come the place of each in its frame `[B, N]`, and its frame `[N]`.
-    """
+    """Tokens least like their frame's mean, `[B, N, D]`, their places `[B, N]` and frames `[N]`."""
     score = (shown - shown.mean(2, keepdim=True)).norm(dim=-1)  # [B, T, P]
     score = score / score.mean(-1, keepdim=True) + 0.15 * torch.randn_like(score)
     order = score.argsort(-1, descending=True)

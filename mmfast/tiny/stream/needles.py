@@ -115,10 +115,7 @@ class Setting:
 
 
 def needles(world: World, setting: Setting) -> list[Needle]:
-    """Questions about a stream, in order of time; the same for the same world.
-
-    Of each fact one about the present and one in the window; at the end all about all facts.
-    """
+    """Questions about a stream in order of time: on single facts, and at the end on all."""
     rng = np.random.default_rng([EVAL, world.seed, 50])
     fps, found = setting.fps, list[Needle]()
     for event in world.events():

@@ -1,7 +1,4 @@
-"""Training batches of the decoder: clips or pictures, questions packed behind them, dense labels.
-
-Questions about a clip share a row, each with the numbers of a single question.
-"""
+"""Training batches of the decoder: clips or pictures, questions behind them, dense labels."""
 
 from __future__ import annotations
 
@@ -135,10 +132,7 @@ def score(model: Any, lessons: Sequence[Lesson], keep: float = 1, way: str = "")
 
 
 class ClipSampler:
-    """Batches from a bank of clips whose visual tokens are already computed.
-
-    Half of them run backwards: other clips with their own facts, at no cost.
-    """
+    """Batches from a bank of clips with computed visual tokens; half of them run backwards."""
 
     def __init__(
         self, bank: Bank, tokens: Tensor, tokenizer: PreTrainedTokenizerFast, seed: int
@@ -195,7 +189,6 @@ class ClipSampler:
         return self.known[clip, back]
 
     def _choose(self, by_kind: dict[str, list[Fact]], most: int, weights: Weights) -> list[Fact]:
-        """Facts in random order, kinds drawn by weight, none twice."""
         keyed = []
         for kind, known in by_kind.items():
             for place, which in enumerate(self.rng.permutation(len(known))):

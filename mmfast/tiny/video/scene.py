@@ -391,10 +391,7 @@ def make_table(scene: Scene, drawing: Drawing) -> Table:
 
 
 def patch_owners(drawing: Drawing, side: int, share: float) -> NDArray[np.int8]:
-    """Owner of most pixels of each patch: int8 `[T, side * side]`, 5 and 6 the two digits.
-
-    Background and bar are outvoted by anything else that holds a `share` of the patch.
-    """
+    """Owners of patches, int8 `[T, side * side]`: things and digits win from a `share` of them."""
     owner = drawing.owner[sampled_indices(FRAMES)]
     step = PIXELS // side
     blocks = owner.reshape(len(owner), side, step, side, step)

@@ -103,10 +103,7 @@ class DecoderState(NamedTuple):
 
 
 class EmbeddedDecoder:
-    """Stage from codes `[B, Q, t]` to pcm `[B, n]`; sound comes one frame after its codes.
-
-    A stream that is reset drops its pending sound and is silent for one frame.
-    """
+    """Stage from codes `[B, Q, t]` to pcm `[B, n]`; sound comes one frame after its codes."""
 
     lookahead = LOOKAHEAD * FRAME  # samples
 

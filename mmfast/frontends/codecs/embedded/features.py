@@ -98,10 +98,7 @@ _LEVEL = -4.0  # log magnitude where the last layer starts
 
 
 class CausalBlock(nn.Module):
-    """A causal convolution and a pointwise layer, added to their input.
-
-    One product with the taps side by side is ten times faster than the library's, frame by frame.
-    """
+    """A causal convolution (one product: ten times faster) and a pointwise layer, both residual."""
 
     def __init__(self, width: int, kernel: int, dilation: int = 1) -> None:
         super().__init__()
@@ -139,10 +136,7 @@ class VocoderNet(nn.Module):
     def forward(
         self, frames: Tensor, tails: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Hz `[B, 4 T]` and log magnitudes `[B, 4 T, 96]`, one frame late, of frames `[B, T, 100]`.
-
-        `tails`, the past of each layer, are handed in and out.
-        """
+        """Hz `[B, 4 T]` and log magnitudes `[B, 4 T, 96]`, one frame late, and new tails."""
         left = list(self.tails(len(frames)) if tails is None else tails)
         kept: list[Tensor] = []
         x = self.enter(frames / _SCALE)
