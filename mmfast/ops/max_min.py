@@ -166,7 +166,7 @@ def max_min_device(x: Tensor, count: int, *, largest: int = LARGEST, block: int 
 
 
 def _prepared(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows padded to `[B, N', D']`, with a one in those of zeros, and factors `[B, N]`."""
+    """Rows padded to `[B, N', D']`, with a one in rows of zeros, and cosine factors `[B, N]`."""
     x, n, width = x.detach(), *x.shape[1:]
     half = x.dtype in (torch.float16, torch.bfloat16)
     zero = (x == 0).all(-1)

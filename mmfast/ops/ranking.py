@@ -71,7 +71,7 @@ def marked(mask: Tensor) -> Tensor:
 
 
 def mass_cover(mass: Tensor, share: float) -> Tensor:
-    """Mark in each row of `mass` `[..., C]` the fewest, first entries whose sum reaches `share`."""
+    """Mark the fewest entries of each row of `mass` `[..., C]` whose sum reaches `share` of it."""
     if share >= 1:
         return torch.ones_like(mass, dtype=torch.bool)
     ordered, index = mass.double().sort(dim=-1, descending=True, stable=True)

@@ -134,7 +134,7 @@ class Placer:
     def uneven(
         self, starts: Sequence[int], n: int, firsts: Sequence[int] | None = None
     ) -> TokenPlaces:
-        """Every stream at its own position, from its own first one on; `n` is the most of any."""
+        """Every stream at its own position, from its own first one; `n` is that of the longest."""
         begins = torch.tensor(starts, device=self._device)[:, None]  # [B, 1]
         at = begins + torch.arange(n, device=self._device)  # [B, n]
         stop = max(starts) + n

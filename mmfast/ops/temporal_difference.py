@@ -84,7 +84,7 @@ def temporal_difference(
 
 
 def static_runs(static: Tensor) -> Tensor:
-    """Frames for which each patch has been `static` (like the one before), `[F, n]` int32."""
+    """Length of the run of `static` frames that ends at each patch, `[F, n]` int32; 0 outside."""
     if static.is_cuda:
         from mmfast.kernels import temporal_difference as kernel
 

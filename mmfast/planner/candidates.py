@@ -95,7 +95,7 @@ class Evidence:
         return None
 
     def random(self, curve: Curve, share: float) -> float | None:
-        """Best measured result of random selection at no smaller a budget, at the same site too."""
+        """Best result of random selection at no smaller a budget, also at the same site."""
         rivals = [c for c in self.baselines if _comparable(c, curve)]
         found = [next((s for at, s in c.points if at >= share - 1e-6), None) for c in rivals]
         return max((score for score in found if score is not None), default=None)

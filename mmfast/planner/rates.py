@@ -76,7 +76,7 @@ def _time(value: Any) -> float:
 
 
 def at(points: Sequence[Point], amount: float, power: float = 1.0) -> float:
-    """Milliseconds at an amount of work: straight in `amount ** power` from the first point on."""
+    """Milliseconds at an amount of work, straight in `amount ** power` between two points."""
     if not points or amount <= 0:
         return 0.0
     sizes = [size for size, _ in points]

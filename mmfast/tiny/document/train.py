@@ -69,7 +69,7 @@ class PageTask(training.Task):
         return [(chosen, lesson, self._kept(lesson))]
 
     def _kept(self, lesson: Lesson) -> Tensor:
-        """Indices `[B, M]` of the most diverse tokens, of random ones (digits go), or of all."""
+        """Indices `[B, M]` of the most diverse tokens, of random ones, or of all."""
         draw = float(torch.rand((), generator=self.rng))
         whole = self.options.whole
         if draw < whole:

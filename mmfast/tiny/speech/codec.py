@@ -49,7 +49,10 @@ def _nearest(frames: Tensor, book: Tensor, price: Tensor) -> Tensor:
 
 
 def fit_book(frames: Tensor, entries: int, price: float, seed: int) -> Books:
-    """Fit entries `[V, D]`, the first zero, and prices `[V]` to `[N, D]`; a nat costs `price`."""
+    """Fit a book to `[N, D]`: entries `[V, D]`, the first one zero, and their prices `[V]`.
+
+    `price` is the squared distance that a nat of surprise is worth.
+    """
     draw = torch.Generator().manual_seed(seed)
     book = frames[torch.randperm(len(frames), generator=draw)[:entries]].clone()
     cost = frames.new_zeros(entries)
@@ -115,7 +118,7 @@ def spectra(sound: Tensor, size: int) -> Tensor:
 
 
 def spectral_loss(made: Tensor, real: Tensor) -> Tensor:
-    """Distance of `[B, n]` (R. Yamamoto, E. Song, J. Kim, "Parallel WaveGAN", 2020, with means)."""
+    """Spectral distance of sounds `[B, n]` (Yamamoto, Song, Kim, "Parallel WaveGAN", 2020)."""
     total = made.new_zeros(())
     for size in SIZES:
         ours, theirs = spectra(made, size), spectra(real, size)

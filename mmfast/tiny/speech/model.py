@@ -185,7 +185,7 @@ def further_loss(model: TrainingModel, states: Tensor, batch: PaddedBatch) -> Te
 
 @torch.no_grad()
 def add_codes(model: TrainingModel, layout: SpeechLayout, vectors: Tensor) -> TrainingModel:
-    """Add rows for all codes, near where their shares `[Q, V, n]` of the sound's features are."""
+    """Add rows for all codes, placed by their shares `[Q, V, n]` of the sound's features."""
     larger = TrainingModel(make_backbone(layout), model.tower, layout, model.middle)
     width, old = larger.embed.shape[1], len(model.embed)
     shared = torch.randn(vectors.shape[-1], width, generator=torch.Generator().manual_seed(3))

@@ -230,7 +230,7 @@ def _cut(words: tuple[WordTime, ...], pcm: Samples) -> tuple[tuple[WordTime, ...
 
 
 def worsen(pcm: Samples, rng: np.random.Generator) -> tuple[Samples, int]:
-    """Degrade a recording, but one in eight; return it and the samples of silence in front."""
+    """Degrade seven of eight recordings; return sound, and the samples of silence in front."""
     before, after = int(rng.integers(0, 8000)), int(rng.integers(800, 6000))
     sound = np.concatenate([np.zeros(before), pcm, np.zeros(after)])
     if rng.random() < 0.125:

@@ -54,7 +54,7 @@ def pack(
     rows: Sequence[Sequence[tuple[list[int], list[int]]]],
     marks: Sequence[Sequence[dict[int, int]]] = (),
 ) -> PackedQuestions:
-    """Pack rows of (question ids, answer ids); `marks` has the thing (1 + number) tokens name."""
+    """Pack rows of (question ids, answer ids); `marks` has the thing named up to each token."""
     columns: list[list[list[int]]] = [[], [], [], [], []]
     for line, row in enumerate(rows):
         found: tuple[list[int], ...] = ([], [], [], [], [])

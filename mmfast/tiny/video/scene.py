@@ -391,7 +391,7 @@ def make_table(scene: Scene, drawing: Drawing) -> Table:
 
 
 def patch_owners(drawing: Drawing, side: int, share: float) -> NDArray[np.int8]:
-    """Owners of patches, int8 `[T, side * side]`: things and digits win from a `share` of them."""
+    """Owner of each patch, int8 `[T, side * side]`: a thing or digit from a `share` of it on."""
     owner = drawing.owner[sampled_indices(FRAMES)]
     step = PIXELS // side
     blocks = owner.reshape(len(owner), side, step, side, step)
