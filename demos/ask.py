@@ -180,10 +180,7 @@ def compare(
     before: Any,
     fresh: bool,
 ) -> tuple[str, str, Any]:
-    """Answer with all tokens and with fewer.
-
-    While the slider moves, the answer with all tokens is the one of before.
-    """
+    """Answer with all tokens (while the slider moves, the answer of before) and with fewer."""
     path, spec = chosen(example, upload), spec_of(method, budget)
     media = shelf.read(path) if example == examples.OWN else path
     about = (path, question.strip())
@@ -271,7 +268,6 @@ def frames(base: Shown, fast: Shown) -> str:
 
 
 def _caption(number: int, count: int, line: str) -> str:
-    """The overlay counts frames from 0; people do not."""
     rest = line.split(": ", 1)[-1]
     return f"Frame {number + 1} of {count}: {rest}" if count > 1 else rest
 

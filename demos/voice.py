@@ -175,7 +175,6 @@ class VoiceSocket:
 
 
 async def _message(socket: WebSocket) -> Any:
-    """The next message: sound as bytes, or what a JSON text says."""
     async with asyncio.timeout(SILENCE):
         message = await socket.receive()
     if message["type"] == "websocket.disconnect":

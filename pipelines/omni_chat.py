@@ -28,12 +28,10 @@ from mmfast.voice.session import VoiceSession
 class OmniSession:
     """Frames go into `video`, speech into `voice`; a spoken question is about what was seen.
 
-    Any thread may push frames while another converses.
-
-    Attributes:
-        video: The stream: `push`, `watch`, `stats`; see `mmfast.streams.session.Session`.
-        voice: The conversation: `push`, `poll`, `step`, `start`, `events`, `truncate` and so on;
-            see `mmfast.voice.session.VoiceSession`.
+    Any thread may push frames while another converses. `video` is a
+    `mmfast.streams.session.Session` (`push`, `watch`, `stats`), `voice` a
+    `mmfast.voice.session.VoiceSession` (`push`, `poll`, `step`, `start`, `events`, `truncate` and
+    so on).
     """
 
     def __init__(self, video: Session, voice: VoiceSession) -> None:
@@ -50,16 +48,13 @@ class OmniSession:
     def run(
         self, chunks: Any, rate: int = RATE, frames: Iterable[tuple[float, Any]] = ()
     ) -> Iterator[VoiceEvent]:
-        """Converse until the sound ends; frames are seen when the sound has come so far.
+        """Converse until the sound ends; yields events, and frames are seen when their time comes.
 
         Args:
             chunks: Sound, as for `SpeechChat.run`.
             rate: Samples per second.
             frames: `(seconds, frame)`, ascending; those behind the end of the sound are seen
                 at its end.
-
-        Yields:
-            Events of the conversation.
         """
         sound, rate = stream_of(chunks, rate)
         yield from self.voice.run(self._with_frames(sound, rate, iter(frames)), rate)

@@ -50,11 +50,7 @@ def overlay(frames: Any, trace: Trace, item: int = 0, *, square: bool = False) -
 def frame_pictures(
     frames: Any, trace: Trace, item: int = 0, *, square: bool = False
 ) -> list[tuple[Image.Image, str]]:
-    """The frames of `overlay` one by one, each with a line that counts its tokens.
-
-    Raises:
-        MmfastError: The trace has no picture of this item, or there is no frame.
-    """
+    """The frames of `overlay` one by one, each with a line that counts its tokens."""
     pictures = [_square(each) if square else each for each in _frames(frames)]
     high, across = pictures[0].shape[:2]
     cells = trace.cells(item, patches=True, aspect=across / high)
@@ -99,11 +95,7 @@ def save_sheet(sheets: Sequence[Image.Image], path: str | Path) -> None:
 
 
 def check_target(path: str | Path) -> Path:
-    """Refuse a path that no picture can be written to, before any work is done.
-
-    Raises:
-        MmfastError: Unknown suffix, or the file cannot be written.
-    """
+    """Refuse (MmfastError) a path that no picture can be written to, before any work is done."""
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
         raise MmfastError(
@@ -146,7 +138,6 @@ def _square(frame: Pixels) -> Pixels:
 
 
 def _width(count: int, columns: int) -> int:
-    """Pixels of a frame on the sheet: large for one image, small for many frames."""
     wanted = 480 if count <= 2 else 224 if count <= 8 else 160
     return columns * max(4, round(wanted / columns))
 

@@ -18,12 +18,7 @@ Tick = Callable[[int, int, str | None], None]
 
 
 class PipelinePlanner:
-    """Plans the calls of one pipeline; measures the device when the first plan is asked for.
-
-    Args:
-        pipe: The pipeline.
-        name: The model as the caller named it; None is the embedded one.
-    """
+    """Plans the calls of one pipeline; measures the device when the first plan is asked for."""
 
     def __init__(self, pipe: Any, name: Any) -> None:
         self.pipe = pipe
@@ -57,7 +52,6 @@ class PipelinePlanner:
         return plan, self.planner.learner.measuring_ms - before
 
     def _try(self, inputs: Mapping[str, Any], spec: str | None) -> float:
-        """One call up to its first token, in milliseconds."""
         first, start = FirstToken(), time.perf_counter()
         with attach(self.pipe.model, spec, self.pipe.cache, self.pipe.encoder):
             self.pipe.run(dict(inputs), streamer=first, max_new_tokens=1)

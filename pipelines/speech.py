@@ -28,15 +28,11 @@ KEYS = ("seconds", "first_audio_ms", "rtf", "tokens_per_pass")
 
 @dataclass(frozen=True)
 class Spoken:
-    """Speech that a pipeline made.
+    """Speech that a pipeline made: samples `pcm` `[n]`, float32 in -1..1, at `rate`.
 
-    Attributes:
-        pcm: Samples `[n]`, float32 in -1..1.
-        rate: Samples per second.
-        text: What it says.
-        stats: `seconds`, `first_audio_ms`, `rtf`, `tokens`, `passes`, `tokens_per_pass`,
-            `tokens_per_second`, `acceptance` a codebook; see `ReplyMeter.stats`.
-        heard: What was understood, of an answer to speech.
+    `text` is what it says; `heard` is what was understood, of an answer to speech. `stats` are
+    `seconds`, `first_audio_ms`, `rtf`, `tokens`, `passes`, `tokens_per_pass`, `tokens_per_second`,
+    `acceptance` a codebook; see `ReplyMeter.stats`.
     """
 
     pcm: Tensor = field(repr=False)
@@ -64,11 +60,7 @@ class Spoken:
         return found
 
     def save(self, target: str | Path | BinaryIO) -> None:
-        """Write a WAV file of 16-bit samples.
-
-        Raises:
-            MediaError: It cannot be written.
-        """
+        """Write a WAV file of 16-bit samples; MediaError where it cannot be written."""
         write_wav(target, self.pcm, self.rate)
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,13 +76,9 @@ def collect(
     meter: ReplyMeter | None = None,
     each: Callable[[Tensor], Any] | None = None,
 ) -> Spoken:
-    """All pieces in one, each of them counted.
+    """Join all pieces; `meter` counts each, `each` takes its samples as it comes.
 
-    Args:
-        sounds: The pieces.
-        rate: Samples per second, where there is none.
-        meter: Counts; time began when it was made.
-        each: Takes the samples of every piece as it comes.
+    `rate` holds where there is no piece; the time of the meter began when it was made.
     """
     meter, parts, texts, heard = meter or ReplyMeter(), [torch.zeros(0)], [], ""
     for sound in meter.timed(sounds):
@@ -103,11 +91,7 @@ def collect(
 
 
 def check_text(text: object) -> str:
-    """A text that can be said.
-
-    Raises:
-        MmfastError: It is none, is empty, has no letter or digit, or is too long.
-    """
+    """Return a text that can be said; MmfastError for an empty one, or one that is too long."""
     if not isinstance(text, str):
         raise MmfastError(f"{type(text).__name__} cannot be said; give a text")
     if not any(letter.isalnum() for letter in text):
@@ -121,11 +105,7 @@ def check_text(text: object) -> str:
 
 
 def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
-    """Pieces of a text as they come.
-
-    Raises:
-        MmfastError: One is no text.
-    """
+    """Pieces of a text as they come; MmfastError where one is no text."""
     for part in parts:
         if not isinstance(part, str):
             raise MmfastError(f"{type(part).__name__} cannot be said; give pieces of text")
@@ -235,11 +215,7 @@ class SpeechChat:
 
 
 def ear_of(name: str) -> Ear:
-    """An ear by its name.
-
-    Raises:
-        MmfastError: There is none of that name.
-    """
+    """An ear by its name; MmfastError for an unknown one."""
     if name not in ("voice", "manual"):
         raise MmfastError(unknown("ear", name, ["voice", "manual"]))
     return ManualEar() if name == "manual" else VoiceEar()

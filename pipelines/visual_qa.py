@@ -36,13 +36,10 @@ from mmfast.streams.reply import placeholders
 class Answer:
     """The answer to one question, with its trace and its figures.
 
-    Attributes:
-        text: The answer.
-        trace: Rows per stage and every Reduction that was applied.
-        ttft_ms: Milliseconds from the call to the first token, reading the media included.
-        visual_tokens: Visual tokens the model would have got, separators not counted.
-        kept_tokens: Visual tokens that were left after the last stage.
-        plan: What the planner chose and predicted, where a target was given.
+    `trace` has rows per stage and every Reduction that was applied. `ttft_ms` counts from the call
+    to the first token, reading the media included. `visual_tokens` are those the model would have
+    got, separators not counted, `kept_tokens` those left after the last stage. `plan` is what the
+    planner chose and predicted, where a target was given.
     """
 
     text: str
@@ -73,16 +70,9 @@ def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple
     """Pair media with questions; says whether the caller asked for a list.
 
     Of clips, a list of arrays or PIL images with ONE question is one clip given as frames; a list
-    of paths or bytes, or a list of questions, means several inputs. Of images, a list is always
-    several inputs and a tuple one, with all its images in the prompt.
-
-    Args:
-        media: What the caller gave.
-        question: A question or a list of them.
-        images: Media are images.
-
-    Raises:
-        MmfastError: Lists of different lengths, an empty list, or an empty question.
+    of paths or bytes, or a list of questions, means several inputs. Of `images`, a list is always
+    several inputs and a tuple one, with all its images in the prompt. MmfastError: lists of
+    different lengths, an empty list, or an empty question.
     """
     many = _many_images(media) if images else _many_clips(media, question)
     if isinstance(question, (list, tuple)):
@@ -257,11 +247,7 @@ class VisualQA:
         return answers if many else answers[0]
 
     def stream(self, media: Any, question: str, **target: Any) -> Iterator[str]:
-        """Answer one question piece by piece; arguments as for a call.
-
-        Yields:
-            Text deltas; joined they are the text of the answer.
-        """
+        """Answer one question, as a call does, in text deltas that joined are the answer."""
         wanted, start = self._wanted(target), time.perf_counter()
         inputs, items = self._inputs([(media, check_question(question))], Trace())
         reduce = self.reduce
@@ -308,7 +294,7 @@ class VisualQA:
     def _inputs(
         self, pairs: list[tuple[Any, str]], trace: Trace
     ) -> tuple[dict[str, Any], list[int]]:
-        """The model's inputs, and the number of images or clips of each question."""
+        """Return the model's inputs, and the number of images or clips of each question."""
         with trace.stage("read"):
             shots = [self._read(media) for media, _ in pairs]
         with trace.stage("preprocess"):
@@ -354,14 +340,9 @@ class VisualQA:
     def overlay(self, media: Any, trace: Trace, item: int = 0, *, sheets: bool = True) -> list[Any]:
         """Pictures of what the stages kept, merged and dropped; see `mmfast.overlay`.
 
-        Args:
-            media: What was asked about; it is read again.
-            trace: The trace of the answer.
-            item: Number of its first image or clip, where several were asked about in a batch.
-            sheets: One sheet each; else a list of `(frame, caption)` each.
-
-        Returns:
-            A PIL image, or a list of frames, per image or clip of `media`.
+        The media is what was asked about, and is read again; `item` is the number of its first
+        image or clip, where several were asked about in a batch. Returns a PIL image per image or
+        clip, or without `sheets` a list of `(frame, caption)` each.
         """
         from mmfast.pipelines import overlay
 

@@ -16,18 +16,15 @@ from mmfast.ops.ranking import grouped_topk, marked, share_out
 def keynorm(tokens: Tokens, budget: int, *, group: int = 1024) -> Reduction:
     """Keep text, and of every group of visual tokens those with the shortest keys.
 
-    QuickPrefill of Zheng et al. (2025): a key's length over all heads tells, without any
-    attention, what later queries look at. A video is thinned group by group in equal shares, so
-    that no part of it is lost; all heads keep the same tokens.
+    QuickPrefill of Zheng et al. (2025): a key's length over all heads tells, without any attention,
+    what later queries look at. A video is thinned group by group in equal shares, so that no part
+    of it is lost; all heads keep the same tokens.
 
     Args:
         tokens: Keys `x` `[..., H, N, d]` (`[N, d]` is one head) and `kind` `[..., N]`.
-        budget: Tokens to keep; a share is of all tokens. Text comes first; where it alone is
-            more than the budget, the text with the shortest keys.
-        group: Visual tokens of a group; 16 frames in the paper.
-
-    Raises:
-        SpecError: An empty group.
+        budget: Tokens to keep; a share is of all tokens. Text comes first; where it alone is more
+            than the budget, the text with the shortest keys.
+        group: Visual tokens of a group, at least 1; 16 frames in the paper.
     """
     if group < 1:
         raise SpecError(f"knob group={group} of 'keynorm' holds no token; choose 1 or more")

@@ -33,14 +33,7 @@ ROLES = ("position", "score", "retrieve", "store")
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The policies of one spec string.
-
-    Attributes:
-        position: Policies that keep by place and kind.
-        score: The policy that keeps by keys or attention.
-        retrieve: The policy that reads stored blocks again.
-        store: The policy that stores fewer bits.
-    """
+    """The policies of one spec string, by role."""
 
     position: tuple[Spec, ...] = ()
     score: Spec | None = None
@@ -93,14 +86,7 @@ class CachePlan:
         return None if self.retrieve is None else _call(self.retrieve)
 
     def standing(self, kind: Tensor) -> Tensor:
-        """Mask of the tokens that position policies keep.
-
-        Args:
-            kind: `[..., N]` int, 0 text, 1 visual, 2 separators and markers.
-
-        Returns:
-            `[..., N]` bool; nothing stands where there is no position policy.
-        """
+        """Mask `[..., N]` of the tokens that position policies keep; none stands without them."""
         stays = torch.zeros_like(kind, dtype=torch.bool)
         rows = Tokens(torch.zeros(*kind.shape, 1, device=kind.device), signals={"kind": kind})
         for spec in self.position:
@@ -110,16 +96,9 @@ class CachePlan:
     def reduce(self, tokens: Tokens) -> Reduction:
         """The entries that stay in the cache of one layer, behind a prompt or whenever it is full.
 
-        Args:
-            tokens: Keys `x` `[..., H, N, d]` and the signals in `needs`; `kind` is `[..., N]`.
-
-        Returns:
-            A Reduction with leading dims `[..., H]`, for keys and values alike.
-
-        Raises:
-            SpecError: A signal is missing or a knob is wrong.
-            MmfastError: NaN or infinity; or conversations of a batch keep different numbers of
-                tokens (give them one by one).
+        From keys `x` `[..., H, N, d]`, the signals in `needs` and `kind` `[..., N]` to a Reduction
+        with leading dims `[..., H]`. SpecError for a missing signal or a wrong knob; MmfastError
+        for NaN or infinity, or where conversations of a batch keep different numbers of tokens.
         """
         if not self.position and self.score is None:
             return Reduction.identity(tokens.n, tuple(tokens.x.shape[:-2]), tokens.x.device)
@@ -130,7 +109,6 @@ class CachePlan:
         return evict_beside(self._mask(tokens), tokens, self.score)
 
     def _mask(self, tokens: Tokens) -> Tensor:
-        """Tokens that stand `[..., N]`, the same for all heads."""
         shape = (*tokens.x.shape[:-3], tokens.n)
         kind = tokens.signal("kind")
         if kind is None and any("kind" in spec.method.needs for spec in self.position):
@@ -148,13 +126,10 @@ class CachePlan:
 
 
 def plan_cache(text: str | None) -> CachePlan | None:
-    """Read a cache spec; None or "" is no policy at all.
+    """Read a cache spec such as `"sink:4+window:4096+quant:4"`; None or "" is no policy at all.
 
-    Args:
-        text: For example `"snapkv:1024"`, `"sink:4+window:4096+quant:4"`.
-
-    Raises:
-        SpecError: A name, knob or budget is wrong, or a role occurs twice; names the choices.
+    A wrong name, knob or budget, or a role that occurs twice, is a SpecError that names the
+    choices.
     """
     specs = parse(text, kind="cache")
     if not specs:
@@ -188,11 +163,7 @@ def _at_most_one(role: str, specs: Sequence[Spec]) -> None:
 
 
 def call_plan(text: str | CachePlan | None) -> CachePlan | None:
-    """Read the cache spec of `attach`; None or "" is no policy at all, and a plan is returned.
-
-    Raises:
-        SpecError: A name, knob or budget is wrong, or policies do not go together.
-    """
+    """Read the cache spec of `attach`, as `plan_cache`; a plan is returned as it is."""
     plan = text if isinstance(text, CachePlan) else plan_cache(text)
     if plan is not None and plan.retrieve is not None and plan.score is not None:
         names = plan.score.method.name, plan.retrieve.method.name

@@ -16,12 +16,9 @@ from mmfast.ops.ranking import marked
 def sink(tokens: Tokens, budget: int) -> Reduction:
     """Keep the first tokens of the conversation.
 
-    StreamingLLM (Xiao et al., ICLR 2024) is `sink:4+window:4096`: a model puts the attention it
-    has no use for on the first tokens, and breaks when they leave.
-
-    Args:
-        tokens: `x` `[..., N, d]`; only N is read.
-        budget: Tokens to keep, the published number is 4; a share is of all tokens.
+    StreamingLLM (Xiao et al., ICLR 2024) is `sink:4+window:4096`: a model puts the attention it has
+    no use for on the first tokens, and breaks when they leave. Only N of `x` `[..., N, d]` is read;
+    a share is of all tokens.
     """
     keep = torch.arange(budget, device=tokens.x.device)
     return Reduction.prune(keep.expand(*tokens.x.shape[:-2], -1), tokens.n)
@@ -31,9 +28,7 @@ def sink(tokens: Tokens, budget: int) -> Reduction:
 def window(tokens: Tokens, budget: int) -> Reduction:
     """Keep the most recent tokens, of whatever kind.
 
-    Args:
-        tokens: `x` `[..., N, d]`; only N is read.
-        budget: Tokens to keep; a share is of all tokens.
+    Only N of `x` `[..., N, d]` is read; a share is of all tokens.
     """
     keep = torch.arange(tokens.n - budget, tokens.n, device=tokens.x.device)
     return Reduction.prune(keep.expand(*tokens.x.shape[:-2], -1), tokens.n)

@@ -43,23 +43,20 @@ def zipvl(
 ) -> Reduction:
     """Find the tokens that hold most of a layer's attention; they get more bits than the others.
 
-    He et al. (2024): the number of important tokens is the smallest that holds a given part of
-    the attention, so easy layers keep few; which ones is decided by the attention each received
-    from the queries that could see it. All heads of a layer agree. The cache stores important
-    tokens in `high` bits and the others in `low`; nothing leaves, unless `low` is 0, as in the
-    second version of the paper.
+    He et al. (2024): the number of important tokens is the smallest that holds a given part of the
+    attention, so easy layers keep few; the attention that each received from the queries that could
+    see it decides which ones. All heads of a layer agree. The cache stores important tokens in
+    `high` bits and the others in `low`; nothing leaves, unless `low` is 0, as in the second version
+    of the paper.
 
     Args:
-        tokens: Keys `x` `[..., H, N, d]`, one conversation where there is no budget, and
-            `attn_sum` `[..., H, N]`, the attention received from all queries. `behind`
-            `[..., N]`, how many queries see each token, is N, N - 1 … 1 where it is missing.
+        tokens: Keys `x` `[..., H, N, d]`, one conversation where there is no budget, and `attn_sum`
+            `[..., H, N]`, the attention received from all queries. `behind` `[..., N]`, how many
+            queries see each token, is N, N - 1 … 1 where it is missing.
         budget: Important tokens; a share is of all tokens. None lets `mass` decide.
-        mass: Part of the attention that the important tokens hold.
-        high: Bits of important tokens, 16 as they are.
-        low: Bits of the others, 0 to let them go.
-
-    Raises:
-        SpecError: A mass outside (0, 1], or bits other than 16, 8, 4, 2.
+        mass: Part of the attention that the important tokens hold, in (0, 1].
+        high: Bits of important tokens, 16 (as they are), 8, 4 or 2.
+        low: Bits of the others, or 0 to let them go.
     """
     _check(mass, high, low)
     received = tokens.need("attn_sum").double()  # [..., H, N]

@@ -148,15 +148,7 @@ class HashClusters:
 
 
 def attention_mass(query: Tensor, index: Clusters) -> Tensor:
-    """Attention that each cluster gets from each token, mean over heads.
-
-    Args:
-        query: `[Hq, T, d]` before RoPE.
-        index: Clusters of all stored blocks.
-
-    Returns:
-        `[T, C]`, rows sum to 1.
-    """
+    """Attention `[T, C]` that clusters get from queries `[Hq, T, d]`, mean over heads."""
     rows = group_queries(query.float(), index.means.shape[1]) * query.shape[-1] ** -0.5
     score = torch.einsum("hgtd,chd->hgtc", rows, index.means)
     mass: Tensor = (score + index.counts.log()).softmax(-1).mean((0, 1))

@@ -14,21 +14,18 @@ def snapkv(
 ) -> Reduction:
     """Keep in each head the last tokens and what they attend to, neighbours included.
 
-    Li et al. (NeurIPS 2024): the queries of an observation window at the end of the prompt vote
-    for the tokens before it, votes are pooled over neighbours so that details keep their
-    surroundings, and the window itself always stays. Heads that share a key vote together.
+    Li et al. (NeurIPS 2024): the queries of an observation window at the end of the prompt vote for
+    the tokens before it, votes are pooled over neighbours so that details keep their surroundings,
+    and the window itself always stays. Heads that share a key vote together.
 
     Args:
-        tokens: Keys `x` `[..., H, N, d]` and `attn_window` `[..., H, N]`, the attention of the
-            last `window` queries, mean over them and over the query heads of a key head.
+        tokens: Keys `x` `[..., H, N, d]` and `attn_window` `[..., H, N]`, the attention of the last
+            `window` queries, mean over them and over the query heads of a key head.
         budget: Tokens to keep in every head, a share is of all tokens. The window is among them,
             with at most half of the budget.
-        window: Queries of the observation window.
+        window: Queries of the observation window, at least 1.
         kernel: Places that are pooled, an odd number; at the ends those that exist.
         pool: `max` as published for long documents, or `mean`.
-
-    Raises:
-        SpecError: An even kernel, an empty window or another pool.
     """
     votes = tokens.need("attn_window")
     return window_choice(votes, budget, window=window, kernel=kernel, pool=pool)
@@ -43,14 +40,9 @@ def fastkv(tokens: Tokens, budget: int, *, window: int = 8, kernel: int = 7) -> 
     `reduce="fastkv:0.2"` with `cache="fastkv:0.1"`.
 
     Args:
-        tokens: Keys `x` `[..., H, N, d]` and `attn_window` `[..., H, N]`, the attention of the
-            last `window` queries, mean over them and over the query heads of a key head.
-        budget: Tokens to keep in every head, a share is of all tokens. The window is among them,
-            with at most half of the budget.
-        window: Queries at the end of the prompt; their own tokens stay.
+        tokens: Keys and `attn_window`, as for `snapkv`.
+        budget: Tokens to keep in every head, as for `snapkv`.
+        window: Queries at the end of the prompt, at least 1; their own tokens stay.
         kernel: Places in the mean, an odd number; at the ends those that exist.
-
-    Raises:
-        SpecError: An even kernel or an empty window.
     """
     return window_choice(tokens.need("attn_window"), budget, window=window, kernel=kernel)

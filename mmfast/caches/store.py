@@ -14,14 +14,7 @@ from mmfast.core.reduction import Reduction
 
 @dataclass(frozen=True)
 class Left:
-    """Entries of one cache layer; rows of unequal length have padding in front.
-
-    Attributes:
-        keys: `[B, H, m, d]`.
-        values: `[B, H, m, d]`.
-        notes: What is known of the entries, `[B, 1 or H, m]` each.
-        gaps: Padding in front of each row.
-    """
+    """Entries `[B, H, m, d]` and notes of one cache layer; uneven rows have `gaps` in front."""
 
     keys: Tensor
     values: Tensor
@@ -49,14 +42,10 @@ def leave(
     where: Sequence[Tensor],
     reductions: Sequence[Reduction],
 ) -> Left:
-    """Evict and merge entries.
+    """Evict and merge entries `[B, H, n, d]`.
 
-    Args:
-        keys: `[B, H, n, d]`.
-        values: `[B, H, n, d]`.
-        notes: `[B, 1 or H, n]` each; a merged entry keeps the note of the one it stands for.
-        where: Per row the entries that are no padding, `[n_b]` ascending.
-        reductions: Per row what becomes of those, leading dims `[H]`.
+    `where` has per row the entries `[n_b]` that are no padding, `reductions` their fate, leading
+    dims `[H]`. A merged entry keeps the note of the one it stands for.
     """
     # Heads that agree share their notes.
     alike = all(bool((r.keep == r.keep[:1]).all()) for r in reductions)
@@ -86,7 +75,6 @@ def _row(
     where: Tensor,
     reduction: Reduction,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """One conversation: keys and values `[H, m, d]`, notes `[H, m]`."""
     if where.shape[0] != keys.shape[1]:
         keys, values = keys.index_select(1, where), values.index_select(1, where)
         notes = {name: note.index_select(-1, where) for name, note in notes.items()}

@@ -68,7 +68,7 @@ def load(name: str) -> Any:
 
 
 def _help(module: str, function: str) -> str:
-    """The docstring of a function in a module that is not imported."""
+    """Return the docstring of a function in a module that is not imported."""
     source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
     nodes = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
     return next(ast.get_docstring(node) or "" for node in nodes if node.name == function)

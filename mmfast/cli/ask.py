@@ -113,15 +113,19 @@ def batch(
     target = out.parent.resolve() / out.name
     with progress("answers") as tick:
         done = runner.run_batch(job, target, way, tick=tick, warn=_warn)
+    _show_batch(done, as_json)
+    return int(done.failed > 0)
+
+
+def _show_batch(done: Any, as_json: bool) -> None:
     if as_json:
         print_json(done.to_dict())
-    else:
-        print(done.out)
-        _warn(
-            f"{done.answers} answers about {done.files} files, {done.before} of them from before, "
-            f"{done.failed} failed; {done.seconds:.1f} s"
-        )
-    return int(done.failed > 0)
+        return
+    print(done.out)
+    _warn(
+        f"{done.answers} answers about {done.files} files, {done.before} of them from before, "
+        f"{done.failed} failed; {done.seconds:.1f} s"
+    )
 
 
 def _runner() -> Any:

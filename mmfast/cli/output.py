@@ -21,12 +21,12 @@ class Tick(Protocol):
     """Moves a progress bar, and renames it where `label` is given."""
 
     def __call__(self, done: int, total: int, label: str | None = None) -> None:
-        """Say that `done` of `total` steps are behind."""
+        """Report that `done` of `total` steps are finished."""
 
 
 @contextmanager
 def progress(label: str) -> Iterator[Tick]:
-    """A bar on standard error; yields `tick(done, total)`."""
+    """Show a bar on standard error; yields `tick(done, total)`."""
     text, count = TextColumn("{task.description}"), MofNCompleteColumn()
     columns = (text, BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
@@ -47,12 +47,12 @@ def keep_rows(out: Path | None, rows: Any) -> None:
 
 
 def print_json(document: Any) -> None:
-    """One document on standard output; NaN is not JSON, so it is refused."""
+    """Print one document on standard output; NaN is not JSON, so it is refused."""
     print(json.dumps(document, ensure_ascii=False, allow_nan=False))
 
 
 def _out() -> Console:
-    """Standard output; a pipe has no width to fold to."""
+    """Return a console on standard output; a pipe has no width to fold to."""
     return Console(width=None if sys.stdout.isatty() else 200)
 
 
@@ -72,12 +72,12 @@ def _cell(value: object) -> str:
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on standard output."""
+    """Print a table on standard output."""
     _table(_out(), columns, rows)
 
 
 def print_answer(answer: Any, as_json: bool) -> None:
-    """The text on standard output, its trace on standard error; or the JSON document."""
+    """Print the text on standard output and its trace on standard error, or one document."""
     if as_json:
         return print_json(answer.to_dict())
     print(answer.text)
@@ -96,7 +96,7 @@ def print_answer(answer: Any, as_json: bool) -> None:
 
 
 def print_methods(rows: Sequence[Any], as_json: bool) -> None:
-    """One line a method."""
+    """Print one line for each method."""
     if as_json:
         return print_json([row.to_dict() for row in rows])
     columns = ("name", "kind", "sites", "paper", "needs", "summary")
@@ -109,7 +109,7 @@ def print_methods(rows: Sequence[Any], as_json: bool) -> None:
 
 
 def print_checks(rows: Sequence[Any], as_json: bool) -> None:
-    """One line a check of `mmfast doctor`."""
+    """Print one line for each check of `mmfast doctor`."""
     if as_json:
         return print_json([asdict(row) for row in rows])
     mark = {True: "ok", False: "missing"}
@@ -119,7 +119,7 @@ def print_checks(rows: Sequence[Any], as_json: bool) -> None:
 
 
 def print_verify(rows: Sequence[Any], as_json: bool) -> bool:
-    """One line a golden file; returns whether none failed."""
+    """Print one line for each golden file; return True if none failed."""
     ok = all(row.ok for row in rows)
     if as_json:
         print_json({"ok": ok, "rows": [asdict(row) for row in rows]})
@@ -134,7 +134,7 @@ def print_verify(rows: Sequence[Any], as_json: bool) -> bool:
 
 
 def print_eval(document: dict[str, Any], as_json: bool) -> None:
-    """One line a spec; accuracy by kind of question is in the JSON document."""
+    """Print one line for each spec; accuracy by kind of question is in the JSON document."""
     if as_json:
         return print_json(document)
     rows = []
@@ -167,7 +167,7 @@ _BENCH = {
 
 
 def print_bench(document: dict[str, Any], as_json: bool) -> None:
-    """One line a spec and stage."""
+    """Print one line for each spec and stage."""
     if as_json:
         return print_json(document)
     for fault in document["faults"]:
@@ -184,7 +184,7 @@ def print_bench(document: dict[str, Any], as_json: bool) -> None:
 
 
 def print_bench_rows(found: Sequence[dict[str, Any]]) -> None:
-    """One line a row; columns that no row fills are left out."""
+    """Print one line for each row; columns that no row fills are left out."""
     rows = [{**row, "reduce": row["reduce"] or "stock"} for row in found]
     for row in rows:
         if row["equal"]:  # the difference drowns in the noise
@@ -196,7 +196,7 @@ def print_bench_rows(found: Sequence[dict[str, Any]]) -> None:
 
 
 def print_selection(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    """One line a case of choosing tokens, against the textbook formulation."""
+    """Print each case of choosing tokens beside the textbook formulation."""
     if as_json:
         return print_json(rows)
     keys = ("case", "ms", "textbook_ms", "speedup", "same_indices", "noise")

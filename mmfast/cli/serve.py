@@ -196,11 +196,7 @@ def _application(model: str | None, device: str | None, dtype: str) -> Any:
 
 
 def _tunnel(host: str, port: int) -> str:
-    """Open a public address at Gradio's servers.
-
-    Raises:
-        MmfastError: They cannot be reached.
-    """
+    """Open a public address at Gradio's servers."""
     import secrets
 
     from gradio.networking import setup_tunnel

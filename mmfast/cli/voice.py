@@ -36,11 +36,7 @@ Verify = Annotated[
 
 
 def check_output(path: str, as_json: bool) -> Any:
-    """Return where sound is written, a path or standard output; checked before a model is loaded.
-
-    Raises:
-        MmfastError: It is no `.wav` file in a folder that exists, or two things want the output.
-    """
+    """Return the target of sound: a path or standard output. Loads no model."""
     if path == "-":
         if as_json:
             raise MmfastError("--json and -o - both want standard output; name a file for one")
@@ -93,7 +89,7 @@ def print_spoken(document: dict[str, Any], as_json: bool, target: Any) -> None:
 
 
 def line_of(document: dict[str, Any]) -> str:
-    """The figures on one line."""
+    """Return the figures on one line."""
     parts = [f"{document['seconds']:.2f} s"]
     named = (
         ("first_audio_ms", "first sound after {:.0f} ms"),
@@ -185,11 +181,7 @@ def talk(
 
 
 def read_recording(path: str) -> Tensor:
-    """A file, or standard input, as `[n]` at 16 kHz.
-
-    Raises:
-        MediaError: It is no sound.
-    """
+    """Read a file, or standard input, as samples `[n]` at 16 kHz."""
     from mmfast.frontends.audio.reader import load_audio
     from mmfast.voice.ear import RATE
 
@@ -214,12 +206,7 @@ def video_pipe(
 
 
 class Talking:
-    """One run of `mmfast talk`.
-
-    Args:
-        pipe: Converses.
-        whole: The recording is one question.
-    """
+    """One run of `mmfast talk`; with `whole`, the recording is one question."""
 
     def __init__(self, pipe: SpeechChat, whole: bool) -> None:
         from mmfast.voice.ear import ManualEar, VoiceEar
@@ -229,12 +216,7 @@ class Talking:
         self.turns: dict[str, dict[str, Any]] = {}
 
     def run(self, pcm: Tensor, target: Any) -> dict[str, Any]:
-        """Converse, write what of the replies was played, and sum up.
-
-        Raises:
-            MediaError: Nobody speaks in the recording.
-            MmfastError: The model failed.
-        """
+        """Converse, write the played part of the replies, and print a summary."""
         sounds: dict[str, list[Tensor]] = {}
         with self.session as session:
             for event in session.run([pcm]):

@@ -76,7 +76,7 @@ class TimedQuestion:
 
 
 def times_of(ask: Sequence[str], every: float | None, ask_at: Sequence[str]) -> list[TimedQuestion]:
-    """Questions of the options `--ask`, `--every` and `--ask-at`, checked."""
+    """Return the checked questions of the options `--ask`, `--every` and `--ask-at`."""
     if every is not None and not 0 < every < float("inf"):
         raise MmfastError(f"--every {every} is no interval; give seconds such as 5")
     if every is not None and not ask:
@@ -98,7 +98,7 @@ def times_of(ask: Sequence[str], every: float | None, ask_at: Sequence[str]) -> 
 
 
 def camera_or_path(source: str) -> str | int:
-    """A bare number is a camera."""
+    """Return a bare number as the number of a camera, else the path."""
     return int(source) if source.isdecimal() and not Path(source).exists() else source
 
 
@@ -115,7 +115,7 @@ class WatchRun:
         self._status: Any = None
 
     def run(self, source: Any, save: Path | None, **options: Any) -> None:
-        """Watch to the end, or until Ctrl-C; then ask what is left, save, and print the summary."""
+        """Watch to the end or Ctrl-C, ask what is left, save, and print the summary."""
         interrupted, error = False, None
         shown = _err.status("watching") if _err.is_terminal and not self.as_json else nullcontext()
         with self.session, shown as self._status:
@@ -181,7 +181,7 @@ class WatchRun:
 
 
 def line_of(stats: dict[str, Any]) -> str:
-    """The figures of a session on one line."""
+    """Return the figures of a session on one line."""
     memory = stats["memory"]
     stored = memory.get("archive", {}).get("bytes", {})
     parts = [

@@ -23,11 +23,7 @@ class ModelError(MmfastError):
 
 
 def unknown(what: str, value: object, choices: Iterable[str]) -> str:
-    """Return a message that `value` is not one of `choices`, with the nearest one.
-
-    Returns:
-        One line: ``unknown method 'divprun'; did you mean 'divprune'? choices: …``.
-    """
+    """Return ``unknown method 'divprun'; did you mean 'divprune'? choices: …`` in one line."""
     names = sorted(choices)
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ";"

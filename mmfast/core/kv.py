@@ -13,19 +13,16 @@ class Block:
     """Keys and values of consecutive tokens of one conversation, over all layers.
 
     Keys are kept before RoPE and rotated once, to the place of the block when it is read, so that
-    moving a block any number of times costs no precision.
+    moving a block any number of times costs no precision. The axes A of positions are 1, or 3 under
+    M-RoPE.
 
     Attributes:
-        number: Number of the block in its conversation, from 0.
         kind: `text` or `frame`.
         time: Seconds of the frame on the stream's clock; None for text.
-        relative: `[A, n]` int64 positions of its tokens from the block's start; A is 1, or 3
-            under M-RoPE.
+        relative: `[A, n]` int64 positions of its tokens from the block's start.
         advance: `[A]` int64, distance from this block's start to that of the next block.
-        keys: Per layer `[H, n_l, d]`, before RoPE.
-        values: Per layer `[H, n_l, d]`.
-        kept: Per layer the tokens that a policy kept, `[n_l]` ascending in 0..n-1; None where a
-            layer holds all n.
+        keys: Per layer `[H, n_l, d]`, before RoPE; values are alike.
+        kept: Per layer the tokens that a policy kept, `[n_l]` ascending; None where all n are.
     """
 
     number: int
@@ -57,11 +54,9 @@ class Block:
 class Clusters:
     """Summary of the stored tokens of one layer, which a query is compared with.
 
-    Attributes:
-        means: `[C, H, d]` mean key of each cluster, before RoPE.
-        counts: `[C]` tokens in it.
-        owner: `[n]` the cluster of each token (in one block), or `[C]` the block of each cluster
-            (in an index of many blocks).
+    A cluster has the mean key `means` `[C, H, d]`, before RoPE, of `counts` `[C]` tokens. `owner`
+    is the cluster of each token `[n]` in one block, or the block of each cluster `[C]` in an index
+    of many.
     """
 
     means: Tensor
@@ -79,13 +74,8 @@ class Retriever(Protocol):
         """Cluster the keys `[H, n, d]` (before RoPE) of one layer of one block."""
 
     def choose(self, query: Tensor, index: Clusters) -> Tensor:
-        """Choose the clusters to read of an index of many blocks.
+        """Choose the clusters to read of an index of many blocks, as a mask `[C]`.
 
-        Args:
-            query: `[Hq, T, d]` before RoPE, the queries of all T tokens of a question; Hq is a
-                multiple of H.
-            index: Clusters of all stored blocks, `owner` `[C]` the block of each.
-
-        Returns:
-            `[C]` bool.
+        `query` `[Hq, T, d]` are the queries of all T tokens of a question, before RoPE; Hq is a
+        multiple of H.
         """

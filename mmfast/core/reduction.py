@@ -50,14 +50,10 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Pairs of a row and the output that it is part of.
+    """Pairs of a row and the output in `[-1, M)` that it is part of, `[..., K]`; -1 takes no part.
 
-    Attributes:
-        output: `[..., K]` int64 in `[-1, M)`; an entry of -1 takes no part.
-        m: Outputs M.
-        source: `[..., K]` int64 in `[0, N)`; None where entry k is source k.
-        weight: `[..., K]` weight of a source in its output; None is 1.
-        mean: Divide every output by the number of its entries.
+    `source` None means that entry k is source k, `weight` None that all weigh 1. `mean` divides
+    every output by the number of its entries.
     """
 
     output: Tensor
@@ -85,12 +81,9 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class SortedEntries:
-    """Entries sorted by output, unused ones first; sources ascend in each output.
+    """Entries `[..., K]` sorted by output, unused ones first; sources ascend in each output.
 
-    Attributes:
-        offsets: `[..., M + 1]` int32; entries `offsets[m]` to `offsets[m + 1]` make up output m.
-        source: `[..., K]` int32.
-        weight: `[..., K]` float32, or None.
+    Entries `offsets[m]` to `offsets[m + 1]` make up output m.
     """
 
     offsets: Tensor
@@ -99,10 +92,7 @@ class SortedEntries:
 
 
 def merged(x: Tensor, segments: Segments) -> Tensor:
-    """Add up rows `[..., N, D]` to outputs `[..., M, D]` of the same dtype, at least in float32.
-
-    An output without entries is 0.
-    """
+    """Add up rows `[..., N, D]` to outputs `[..., M, D]`, at least in float32; 0 if empty."""
     module = ACCELERATED.get(x.device.type)
     if module is None:
         return add_rows(x, segments)
@@ -160,19 +150,11 @@ _SMALL, _SMALL_ON_DEVICE = 1 << 14, 1 << 20
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Gather the rows `x[..., index, :]`, chosen for each leading index on its own.
+    """Gather the rows `x[..., index, :]` `[..., K, D]`, chosen for each leading index on its own.
 
     `torch.gather` with an expanded index reads eight bytes of index for every number that it
-    copies; here whole rows are copied, at the speed of memory: 10 to 15 times faster on a CPU.
-    A slice of a longer buffer and transposed heads are read where they lie, without a copy of
-    the whole.
-
-    Args:
-        x: `[..., N, D]`, any dtype.
-        index: `[..., K]` int64 in `[0, N)` with the leading dims of `x`; it may be expanded.
-
-    Returns:
-        `[..., K, D]`, contiguous.
+    copies; here whole rows are copied: 10 to 15 times faster on a CPU. A slice of a longer buffer,
+    transposed heads and an expanded index are read where they lie.
     """
     lead, (n, width) = x.shape[:-2], x.shape[-2:]
     if lead.numel() == 1:

@@ -127,11 +127,7 @@ policy = partial(register, kind="cache", sites=("kv",))
 
 
 def get(name: str, kind: str = "reducer") -> Method:
-    """Return the method called `name`.
-
-    Raises:
-        SpecError: It does not exist; names the choices and the nearest match.
-    """
+    """Return a method; SpecError with the choices and the nearest match where there is none."""
     _load(kind)
     found = _METHODS.get((kind, name))
     if found is None:

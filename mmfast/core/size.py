@@ -12,12 +12,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]?)(i?)B?\s*", re.IGNORECA
 def parse_bytes(size: str | int | None, name: str = "") -> int | None:
     """Read a size such as `"2GB"`, `"500 MB"`, `"1.5GiB"`, 4096; None is no limit.
 
-    Args:
-        size: The size.
-        name: Of the option, such as `max_memory=`, for the error.
-
-    Raises:
-        MmfastError: It is no size, or negative.
+    The MmfastError for anything else, or a negative size, names the option `name`.
     """
     if size is None:
         return None

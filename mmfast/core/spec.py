@@ -20,11 +20,7 @@ BUDGETS = "a share with a dot in (0, 1] such as 0.25, or a whole number of token
 
 
 def check_budget(budget: Budget) -> Budget:
-    """Refuse a budget that can never be met: 0, negative, a share above 1, NaN.
-
-    Raises:
-        SpecError: Names the budget and the allowed values.
-    """
+    """Refuse a budget that can never be met: 0, negative, a share above 1, NaN (SpecError)."""
     if budget is None:
         return None
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
@@ -38,11 +34,7 @@ def check_budget(budget: Budget) -> Budget:
 
 
 def count(budget: Budget, n: int) -> int | None:
-    """Tokens to keep of `n`: a share is rounded half to even and keeps at least one.
-
-    Raises:
-        SpecError: A whole-number budget above `n`.
-    """
+    """Tokens to keep of `n`: a share is rounded half to even, at least 1; SpecError above `n`."""
     if budget is None:
         return None
     if isinstance(budget, float):
@@ -285,11 +277,8 @@ def stage_layers(
 ) -> list[int]:
     """Return the decoder layers before which a schedule cuts, ascending.
 
-    Args:
-        depths: Relative depths in (0, 1).
-        layers: Decoder layers L of the model. Depth d is layer `round(d L)`, at least 1, since
-            layer 0 has no attention before it; depths that fall on one layer are one cut.
-        able: Layers before which a cut is possible; None: all from 1 on. The nearest is taken.
+    Depth d in (0, 1) is layer `round(d L)`, at least 1, since layer 0 has no attention before it,
+    and the nearest of `able` where given; depths that fall on one layer are one cut.
     """
     choices = sorted(able or range(1, layers))
 
@@ -302,16 +291,7 @@ def stage_layers(
 def expand(
     specs: Iterable[Spec], layers: int, able: Collection[int] | None = None
 ) -> tuple[Spec, ...]:
-    """Turn every schedule among `specs` into its cuts.
-
-    Args:
-        specs: Parsed stages.
-        layers: Decoder layers of the model.
-        able: See `stage_layers`.
-
-    Raises:
-        SpecError: A schedule for a model of fewer than two layers.
-    """
+    """Turn every schedule into its cuts; SpecError for a model of fewer than two layers."""
     found: list[Spec] = []
     for number, spec in enumerate(specs):
         if not spec.staged:
@@ -333,16 +313,9 @@ def expand(
 def wanted(spec: Spec, n: int, entered: MutableMapping[int, int]) -> int | None:
     """Return the tokens that a stage keeps of `n` of one item; None where the method decides.
 
-    The cuts of a schedule remove a constant share each. The last one leaves exactly the budget
-    of what entered the first, or less where stages of other methods between them removed more.
-
-    Args:
-        spec: The stage.
-        n: Tokens of the item that enter it.
-        entered: Tokens of the item that entered each schedule; a first cut adds itself.
-
-    Raises:
-        SpecError: A whole-number budget above the tokens there are.
+    The cuts of a schedule remove a constant share each. The last one leaves exactly the budget of
+    what entered the first (kept in `entered`), or less where stages of other methods between them
+    removed more. SpecError for a whole-number budget above the tokens there are.
     """
     cut = spec.cut
     if cut is None:

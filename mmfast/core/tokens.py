@@ -134,10 +134,6 @@ def follow(tokens: Tokens, reduction: Reduction) -> Tokens:
     tile or image numbers, follow the kept sources; signals named `text_*` belong to the question
     and stay. `grid` is dropped unless all tokens are left, since a raster with holes has none;
     `place` still holds the place of each token.
-
-    Args:
-        tokens: `x` `[..., N, D]` and its signals.
-        reduction: From those N to M tokens.
     """
     attn = tokens.attn
     return Tokens(

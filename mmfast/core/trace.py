@@ -22,12 +22,10 @@ from mmfast.core.reduction import Reduction
 class View:
     """Places of the tokens of one image or clip.
 
-    Attributes:
-        place: `[N, 3]` int: frame, row and column of each token.
-        tile: `[N]` int of an image cut into tiles, 0 = overview, which has a raster of its own.
-        source: Kind of media and number among those of its kind.
-        start: Number of reductions in the trace before this item.
-        loose: The model does not define the layout of tiles, so `place` has them side by side.
+    `place` `[N, 3]` is frame, row and column, `tile` `[N]` the tile of an image (0 = overview,
+    which has a raster of its own), `source` the kind of media and the number among those of its
+    kind. `start` counts the reductions before this item; `loose` is True where the model defines no
+    layout of tiles, so `place` has them side by side.
     """
 
     place: Tensor
@@ -58,12 +56,8 @@ class View:
 def tile_places(tile: Tensor, columns: int | None = None) -> Tensor | None:
     """Places `(0, y, x)` `[N, 3]` of whole square tiles in `columns` columns, one row if None.
 
-    Args:
-        tile: `[N]` tile of each token, 0 = overview, raster order inside a tile.
-        columns: Tiles in a row of the mosaic.
-
-    Returns:
-        None where tiles are not squares of one size.
+    `tile` `[N]` is the tile of each token, 0 = overview. None where tiles are not squares of one
+    size.
     """
     counts = tile.bincount()
     counts = counts[counts > 0]
@@ -82,13 +76,10 @@ def tile_places(tile: Tensor, columns: int | None = None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Fate:
-    """Fate of N tokens.
+    """Fate of N tokens: `owner` `[N]` is the output that holds each one, -1 where it was dropped.
 
-    Attributes:
-        share: `[N]` 1 where a token is kept as it is, its part of the output where it was merged,
-            0 where it was dropped.
-        owner: `[N]` the output that holds it, -1 where it was dropped.
-        keep: `[M]` the token each output stands for.
+    `share` `[N]` is 1 where a token is kept as it is, its part of the output where it was merged, 0
+    where it was dropped; `keep` `[M]` is the token each output stands for.
     """
 
     share: Tensor
@@ -100,9 +91,7 @@ def fate_of(n: int, reductions: Sequence[Reduction]) -> Fate:
     """Return the fate of `n` tokens under reductions one after the other.
 
     Where one source feeds several outputs (a mix), it counts with its largest part in one.
-
-    Raises:
-        MmfastError: A reduction does not start from the tokens that the one before left.
+    MmfastError where a reduction does not start from the tokens that the one before left.
     """
     share, owner, keep = torch.ones(n), torch.arange(n), torch.arange(n)
     for reduction in reductions:
@@ -139,12 +128,9 @@ def _parts(reduction: Reduction) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Cells:
-    """One frame as a raster, `[rows, columns]` each.
+    """One frame as rasters `[rows, columns]`; `share` and `owner` as in `Fate`, 0 and -1 if empty.
 
-    Attributes:
-        share: See `Fate`; 0 where there is no token.
-        owner: Output of the whole item, -1 where dropped or no token.
-        stands: True where an output stands.
+    `stands` is True where an output stands.
     """
 
     share: Tensor
@@ -249,14 +235,7 @@ class Trace:
         tile: torch.Tensor | None,
         source: tuple[str, int],
     ) -> None:
-        """Record the places of the tokens of an item of a new call.
-
-        Args:
-            item: Its number.
-            place: `[N, 3]`; None where unknown: tiles are then drawn side by side.
-            tile: `[N]` of an image cut into tiles.
-            source: Kind of media, and number among those of its kind.
-        """
+        """Record the places `[N, 3]` of an item of a new call; None draws tiles side by side."""
         self.views.pop(item, None)
         tile = None if tile is None else tile.cpu()
         loose = place is None and tile is not None

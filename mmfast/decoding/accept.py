@@ -19,23 +19,14 @@ from mmfast.decoding.sampling import draw
 
 @dataclass(frozen=True)
 class AcceptRule:
-    """Rule that verifies drafts.
-
-    Attributes:
-        kind: `none`, `exact` or `typical`.
-        epsilon: Of the typical rule.
-    """
+    """Rule that verifies drafts: `none`, `exact`, or `typical` with its `epsilon`."""
 
     kind: str
     epsilon: float = 0.0
 
 
 def parse_rule(spec: str | AcceptRule) -> AcceptRule:
-    """Read `none`, `exact` or `typical:ε`.
-
-    Raises:
-        SpecError: It is none of these, or ε is outside (0, 1).
-    """
+    """Read `none`, `exact` or `typical:ε` with ε in (0, 1); else SpecError."""
     if isinstance(spec, AcceptRule):
         return spec
     kind, colon, number = str(spec).partition(":")
@@ -54,15 +45,10 @@ def parse_rule(spec: str | AcceptRule) -> AcceptRule:
 
 
 def accept_greedy(drafts: Tensor, best: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep drafts while they are the likeliest tokens.
+    """Keep drafts `[B, n]` while they are the likeliest tokens.
 
-    Args:
-        drafts: `[B, n]` int64.
-        best: `[B, n + 1]` the backbone's choices at the same places and behind them.
-        counts: `[B]` drafts of each stream, 0..n.
-
-    Returns:
-        Accepted drafts `[B]`, and the token behind them `[B]`.
+    `best` `[B, n + 1]` are the backbone's choices at the same places and behind them, `counts`
+    `[B]` the drafts of each stream. Returns accepted drafts `[B]`, and the token behind them `[B]`.
     """
     accepted = _leading(drafts == best[:, :-1], counts)
     return accepted, best.gather(1, accepted[:, None]).squeeze(1)
@@ -73,16 +59,10 @@ def accept_sampled(
 ) -> tuple[Tensor, Tensor]:
     """Keep drafts so that what is said is distributed as the backbone alone would say it.
 
-    Args:
-        drafts: `[B, n]` int64, drawn from q.
-        p: `[B, n + 1, V]` probabilities of the backbone, place i given the drafts before it.
-        q: `[B, n, V]` probabilities the drafts were drawn from, processed alike.
-        counts: `[B]` drafts of each stream, 0..n.
-        u: `[B, n]` uniform in [0, 1), decides on drafts.
-        v: `[B]` uniform in [0, 1), decides on the token behind.
-
-    Returns:
-        Accepted drafts `[B]`, and the token behind them `[B]`.
+    Drafts `[B, n]` were drawn from q `[B, n, V]`; p `[B, n + 1, V]` are probabilities of the
+    backbone, processed alike, place i given the drafts before it; `counts` `[B]` are the drafts of
+    each stream. u `[B, n]` in [0, 1) decides on drafts, v `[B]` on the token behind. The result is
+    as of `accept_greedy`.
     """
     at = drafts[..., None]
     stand = u * q.gather(-1, at).squeeze(-1) < p[:, :-1].gather(-1, at).squeeze(-1)
@@ -99,19 +79,11 @@ def accept_sampled(
 
 
 def accept_typical(drafts: Tensor, p: Tensor, counts: Tensor, epsilon: float) -> Tensor:
-    """Keep drafts that are likely enough for how open the place is.
+    """Keep drafts `[B, n]` that are likely enough for how open the place is; counts them `[B]`.
 
     A draft stands where `p(d) >= min(epsilon, sqrt(epsilon) * exp(-H(p)))`: the more certain the
-    backbone, the likelier a draft must be.
-
-    Args:
-        drafts: `[B, n]` int64.
-        p: `[B, n or more, V]` probabilities of the backbone.
-        counts: `[B]` drafts of each stream, 0..n.
-        epsilon: In (0, 1).
-
-    Returns:
-        Accepted drafts `[B]`.
+    backbone, the likelier a draft must be. `p` `[B, n or more, V]` are probabilities of the
+    backbone, `counts` `[B]` drafts of each stream.
     """
     here = p[:, : drafts.shape[1]]
     entropy = torch.special.entr(here).sum(-1)  # [B, n]
@@ -120,6 +92,5 @@ def accept_typical(drafts: Tensor, p: Tensor, counts: Tensor, epsilon: float) ->
 
 
 def _leading(stand: Tensor, counts: Tensor) -> Tensor:
-    """Number that stand before the first that does not, among the first `counts`."""
     places = torch.arange(stand.shape[1], device=stand.device)
     return (stand & (places < counts[:, None])).long().cumprod(1).sum(1)

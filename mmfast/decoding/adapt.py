@@ -12,16 +12,11 @@ _PROBE = 16  # main passes after which one draft is tried whatever was measured
 
 @dataclass
 class Costs:
-    """Costs relative to a main pass over one token.
+    """Costs of a draft module, and of one more token in a main pass.
 
-    Args:
-        draft: Of one draft module.
-        wide: Of one more token in a main pass.
-        live: Follow the times that `time` gets.
-
-    Attributes:
-        mains: Seconds of a main pass over one token, smoothed; 0 is not known.
-        drafts: Seconds of a draft module, smoothed.
+    They are relative to a main pass over one token; where `live`, they follow the times that `time`
+    gets. `mains` and `drafts` are smoothed seconds of a main pass over one token (0 is not known)
+    and of a draft module.
     """
 
     draft: float = 0.1
@@ -59,9 +54,6 @@ class DraftLength:
 
     One more draft costs a module and a wider main pass. It gains a token if it and all before it
     stand. How sure a draft was of itself says how likely it stands, once that was measured.
-
-    Args:
-        costs: Of passes.
     """
 
     def __init__(self, costs: Costs) -> None:

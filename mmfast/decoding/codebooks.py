@@ -43,16 +43,10 @@ class DepthModel(Protocol):
 
 
 class CodeChoice:
-    """Greedy, or drawn after temperature, top-k and top-p.
+    """Greedy choice (`sampling` None), or a draw after temperature, top-k and top-p.
 
     Numbers are drawn in the order of the calls: the same calls after the same seed give the same
-    codes.
-
-    Args:
-        sampling: How; None is greedy. Codes of a frame have no history: a penalty is refused.
-
-    Raises:
-        SpecError: A penalty.
+    codes. A penalty is refused (SpecError), since codes of a frame have no history.
     """
 
     def __init__(self, sampling: Sampling | None = None) -> None:
@@ -69,12 +63,7 @@ class CodeChoice:
         return self.sampling.greedy
 
     def probs(self, logits: Tensor, check: bool = True) -> Tensor:
-        """Logits `[..., V]` to the probabilities that codes are drawn from.
-
-        Args:
-            logits: `[..., V]`.
-            check: Look for NaN and infinity, which waits for the device.
-        """
+        """Turn logits `[..., V]` into probabilities; `check` for NaN waits for the device."""
         return process(logits, self.sampling, (), check=check).softmax(-1)
 
     def draw(self, probs: Tensor) -> Tensor:
@@ -91,13 +80,7 @@ class CodeChoice:
 
 @dataclass(frozen=True, eq=False)
 class FrameDrafts:
-    """Proposed codes of one frame.
-
-    Attributes:
-        codes: `[B, K]`.
-        probs: `[B, K, V]` what they were drawn from, independently of each other; None where
-            they are certain (a copy).
-    """
+    """Codes `[B, K]` of a frame, and the `probs` `[B, K, V]` they were drawn from; None: a copy."""
 
     codes: Tensor
     probs: Tensor | None = None
@@ -108,11 +91,9 @@ Drafter = Callable[[Tensor, Tensor, Tensor, CodeChoice], FrameDrafts]
 
 
 def parallel(guess: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Drafter:
-    """A drafter out of a network that gives logits `[B, K, V]` of all codes at once.
+    """Make a drafter of a network that gives logits `[B, K, V]` of all codes at once.
 
-    Args:
-        guess: (hidden `[B, D]`, first `[B]`, codes of the frame before `[B, K]`) to logits, as
-            `heads.code_base.CodeMlp.guess` or `heads.groups.GroupsHead.guess`.
+    Such are `heads.code_base.CodeMlp.guess` and `heads.groups.GroupsHead.guess`.
     """
 
     def draft(hidden: Tensor, first: Tensor, before: Tensor, choice: CodeChoice) -> FrameDrafts:
@@ -130,15 +111,10 @@ _FORGET = 0.98  # of what was seen, per pass: about the last fifty frames count
 
 @dataclass(eq=False)
 class FrameCount:
-    """Counts of passes, and of accepted drafts per codebook.
+    """Counts of passes, and of drafts checked and accepted per codebook `[K]`.
 
-    Attributes:
-        codes: Codebooks K that depth passes predict.
-        frames: Frames, of all streams.
-        rounds: Passes of the depth transformer, each for the whole batch.
-        tokens: Codebooks these passes took together.
-        drafted: `[K]` codes of the drafter that were checked.
-        accepted: `[K]` of them, accepted.
+    `rounds` are passes of the depth transformer, each for the whole batch, over `tokens` codebooks
+    together; `frames` are those of all streams.
     """
 
     codes: int
@@ -171,15 +147,13 @@ class FrameCount:
 class BlockPlan:
     """The number of codes per pass that promises the most codes for the time.
 
-    A pass over n codes costs 1 + share x (n - 1) passes over one. A stretch settles every code
-    up to the first that is refused, and that one too; how many that will be follows from the
-    share accepted per codebook so far, of first drafts and of later ones apart.
+    A pass over n codes costs 1 + share x (n - 1) passes over one. A stretch settles every code up
+    to the first that is refused, and that one too; how many that will be follows from the share
+    accepted per codebook so far, of first drafts and of later ones apart.
 
-    Args:
-        codes: Codebooks K.
-        share: What each further code of a pass costs, in passes over one code: near 0 where
-            the pass waits for weights that all codes share (CSM), more where it computes or
-            where every codebook has weights of its own (Moshi); `measure_share` finds it.
+    `share`, the cost of each further code, is near 0 where the pass waits for weights that all
+    codes share (CSM), more where it computes or where every codebook has weights of its own
+    (Moshi); `measure_share` finds it.
     """
 
     def __init__(self, codes: int, share: float = 0.0) -> None:
@@ -191,10 +165,7 @@ class BlockPlan:
     def length(self, at: int, batch: int, again: bool) -> int:
         """Return the number of codes from `at` on that the next pass takes, 1 at least.
 
-        Args:
-            at: The first code that is not settled.
-            batch: Streams that go together: the slowest holds up the others.
-            again: The first draft of this frame has been refused somewhere.
+        `again`: the first draft of this frame has been refused somewhere.
         """
         left = self.codes - at
         if self.share <= 0:
@@ -223,16 +194,11 @@ def measure_share(
     n: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Measure the cost of a further code of a pass, in passes over one code.
+    """Measure the cost of a further code of a pass, in passes over one code (0..1).
 
-    Args:
-        one: Runs a pass over one code.
-        many: Runs a pass over n codes.
-        n: Two at least.
-        clock: Seconds; `time.process_time` on a processor that others use too.
-
-    Returns:
-        (time of many / time of one - 1) / (n - 1), in 0..1; medians of interleaved runs.
+    `one` runs a pass over one code, `many` over n >= 2: (time of many / time of one - 1) / (n - 1),
+    medians of interleaved runs. `clock` gives seconds; take `time.process_time` on a processor that
+    others use too.
     """
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(9):
@@ -285,22 +251,12 @@ def draft_and_check(
     plan: BlockPlan | None = None,
     count: FrameCount | None = None,
 ) -> Tensor:
-    """The codes of a frame with as few passes as the drafts allow.
+    """The codes `[B, K]` of a frame with as few passes as the drafts allow.
 
-    Where a code is refused, the pass itself has already said what it would put behind: that is
-    the draft for the rest. `plan` decides how many codes the next pass takes, down to one.
-
-    Args:
-        depth: The depth transformer.
-        hidden: `[B, D]` of the backbone.
-        first: `[B]` the token in front of the codes.
-        drafts: Of any drafter.
-        choice: Greedy, or the processors that the probabilities of both sides go through.
-        plan: How many codes a pass takes; None takes all that are left.
-        count: Counts passes and acceptance per codebook.
-
-    Returns:
-        `[B, K]`.
+    Where a code is refused, the pass itself has already said what it would put behind: that is the
+    draft for the rest. `hidden` `[B, D]` is the backbone's, `first` `[B]` the token in front of the
+    codes. `plan` decides how many codes the next pass takes, None takes all that are left; `count`
+    counts passes and acceptance.
     """
     plan = plan or BlockPlan(depth.codes)
     frame = depth.begin(hidden)
@@ -330,7 +286,7 @@ class _Line:
         self.again = False
 
     def settle(self, logits: Tensor, plan: BlockPlan, count: FrameCount | None) -> None:
-        """Take what a pass says `[B, n, V]` of the codes at, at + 1, …."""
+        """Take the logits `[B, n, V]` that a pass gives for the codes at, at + 1, …."""
         at, n = self.at, logits.shape[1]
         place, drafted = self.place[:n], self.tokens[:, at + 1 : at + n + 1]  # a view
         held = place < (self.done - at)[:, None]  # [B, n] settled by an earlier pass
@@ -398,13 +354,7 @@ def _odds(drafts: FrameDrafts, size: int) -> Tensor:
 
 
 class FrameDecoder:
-    """The codes of frame after frame: drafted and checked, or one by one without a drafter.
-
-    Args:
-        depth: The depth transformer.
-        drafter: Proposes all codes of a frame, as `copy_frame`; None decodes one by one.
-        plan: How many codes a pass takes; it learns from what is accepted.
-    """
+    """The codes of frame after frame: drafted and checked, or one by one without a drafter."""
 
     def __init__(
         self, depth: DepthModel, drafter: Drafter | None = None, plan: BlockPlan | None = None
@@ -415,14 +365,7 @@ class FrameDecoder:
         self.count = FrameCount(depth.codes)
 
     def frame(self, hidden: Tensor, first: Tensor, before: Tensor, choice: CodeChoice) -> Tensor:
-        """Codes `[B, K]` of a frame.
-
-        Args:
-            hidden: `[B, D]` of the backbone.
-            first: `[B]` the token in front of the codes.
-            before: `[B, K]` codes of the frame before.
-            choice: How they are chosen.
-        """
+        """Codes `[B, K]` of a frame, from hidden `[B, D]`, first `[B]`, codes before `[B, K]`."""
         if self.drafter is None:
             return one_by_one(self.depth, hidden, first, choice, self.count)
         drafts = self.drafter(hidden, first, before, choice)

@@ -18,15 +18,10 @@ from mmfast.decoding.sampling import not_finite
 
 
 def draft_rows(decoder: Any, tokens: list[int | None], most: int) -> tuple[int, list[int]]:
-    """Draft behind the tokens that the backbone has just chosen.
+    """Draft behind the tokens that the backbone has just chosen, `most` at most.
 
-    Args:
-        decoder: The `BatchDecoder`; its rows are changed.
-        tokens: Per stream, None where it chose none.
-        most: Most drafts.
-
-    Returns:
-        Modules that ran, and drafts per stream.
+    `tokens` are per stream, None where it chose none; the rows of the `BatchDecoder` are changed.
+    Returns modules that ran, and drafts per stream.
     """
     rows: list[DecodeRow] = decoder.rows
     none = decoder.rule.kind == "none"
@@ -45,7 +40,6 @@ def draft_rows(decoder: Any, tokens: list[int | None], most: int) -> tuple[int, 
 
 
 def _limit(row: DecodeRow, token: int | None, most: int, none: bool) -> int:
-    """Number of drafts that a stream wants behind its token."""
     guide = row.guide
     if token is None or guide.done or guide.rows() != guide.draft_rows:
         return 0
@@ -55,8 +49,6 @@ def _limit(row: DecodeRow, token: int | None, most: int, none: bool) -> int:
 
 
 class _DraftRun:
-    """Chooses drafts while the modules run."""
-
     def __init__(self, decoder: Any, rows: list[DecodeRow], limits: list[int], none: bool) -> None:
         self.rows, self.limits, self.none = rows, limits, none
         self.slice: slice = rows[0].guide.draft_rows
@@ -152,11 +144,7 @@ SCHEDULES: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule.
-
-    Attributes:
-        pairs: Main passes and the drafts behind the last of them; the last pair repeats.
-    """
+    """Pairs of main passes and the drafts behind the last of them; the last pair repeats."""
 
     pairs: tuple[tuple[int, int], ...]
 
@@ -181,14 +169,10 @@ class Schedule:
 
 
 def parse_schedule(spec: str | Sequence[int] | Schedule) -> Schedule:
-    """Read a schedule.
+    """Read a schedule; SpecError for anything else.
 
-    Args:
-        spec: `vanilla`, `balance`, `boost`, `turbo`; letters such as `MmmmMM`; or counts such as
-            `1,4,3,8`, as text or numbers.
-
-    Raises:
-        SpecError: It is none of these.
+    It is `vanilla`, `balance`, `boost`, `turbo`; letters such as `MmmmMM`; or counts such as
+    `1,4,3,8`, as text or numbers.
     """
     if isinstance(spec, Schedule):
         return spec

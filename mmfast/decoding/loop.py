@@ -105,7 +105,7 @@ def _judge_row(decoder: Any, row: DecodeRow, hidden: Tensor) -> tuple[int | None
 
 
 def _again(decoder: Any, row: DecodeRow, hidden: Tensor) -> int:
-    """The token behind accepted drafts, of the rows that the guide says now."""
+    """Return the token behind accepted drafts, of the rows that the guide allows now."""
     rows = row.guide.rows()
     start = rows.indices(decoder.backbone.vocabulary)[0]
     return row.choose(decoder.backbone.logits(hidden, rows), start)
@@ -138,18 +138,13 @@ def feed(decoder: Any, row: DecodeRow, prompt: Prompt) -> None:
 
 
 class BatchDecoder:
-    """Says what several streams say, each exactly as it would alone.
+    """Decodes several streams, each exactly as it would be alone, one per guide.
 
-    Args:
-        backbone: A `mmfast.models.decoder.backbone.Backbone`, or what does the same.
-        head: A head that drafts along time; None says one token per pass.
-        guides: One per stream.
-        schedule: When drafts are made; see `parse_schedule`.
-        verify: `none`, `exact` or `typical:ε`; see `parse_rule`.
-        sampling: How tokens are chosen; stream i is seeded with `sampling.seed + i`.
-        costs: Of passes, for the length of drafts; None measures them where no choice depends
-            on chance, and assumes usual ones elsewhere, so that a seed says everything.
-        reserve: Tokens per stream to make room for at once.
+    `head` drafts along time; None gives one token per pass. `schedule` says when drafts are made
+    (`parse_schedule`), `verify` how they are verified (`parse_rule`). Stream i is seeded with
+    `sampling.seed + i`. `costs` of passes decide the length of drafts; None measures them where no
+    choice depends on chance, and assumes usual ones elsewhere, so that a seed says everything.
+    There is room for `reserve` tokens per stream at once.
     """
 
     def __init__(
@@ -182,13 +177,10 @@ class BatchDecoder:
     # --- from outside -------------------------------------------------------------------------
 
     def feed(self, prompts: Sequence[Prompt]) -> None:
-        """Put prompts behind what stands; the schedule starts anew.
+        """Put prompts, ids or embeddings per stream, behind what stands; the schedule starts anew.
 
-        Args:
-            prompts: Per stream ids or embeddings; may be empty where a stream has said something.
-
-        Raises:
-            ModelError: A prompt is of ids the model does not have, or of another width.
+        A prompt may be empty where the stream has said something. ModelError: a prompt is of ids
+        the model does not have, or of another width.
         """
         with torch.inference_mode():
             for row, prompt in zip(self.rows, prompts, strict=True):

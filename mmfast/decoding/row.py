@@ -19,11 +19,9 @@ from mmfast.decoding.stats import Stats
 
 
 class Guide(Protocol):
-    """Leads one stream. `push` gets every token that stands, once, in order.
+    """Leads one stream until it is `done`; `push` gets every token that stands, once, in order.
 
-    Attributes:
-        done: Nothing more is to be said.
-        draft_rows: Rows of the vocabulary that drafts are of, the same all along.
+    Drafts are of `draft_rows` of the vocabulary, the same all along.
     """
 
     done: bool
@@ -53,16 +51,7 @@ class Guide(Protocol):
 
 
 class Open:
-    """No guidance but an end: any token, drafts anywhere.
-
-    Args:
-        limit: Most tokens to say.
-        ends: Tokens behind which nothing is said.
-        rows: Rows of the vocabulary to choose from.
-
-    Attributes:
-        said: Tokens that stand.
-    """
+    """No guidance but an end: `limit` tokens of `rows`, or one of `ends`; drafts anywhere."""
 
     def __init__(self, limit: int, ends: Collection[int] = (), rows: slice | None = None) -> None:
         self.draft_rows = slice(None) if rows is None else rows
@@ -101,17 +90,11 @@ class Open:
 class DecodeRow:
     """State of one stream.
 
-    Attributes:
-        before: Embeddings `[n, D]` that wait to be read, in front of `unseen`.
-        unseen: Tokens that wait to be read: those that stand, then drafts, then what is forced
-            if the drafts stand.
-        sure: How many of `unseen` stand.
-        drafts: Drafts among `unseen`.
-        ahead: Forced tokens behind them.
-        chances: Probabilities `[rows]` the drafts were drawn from, where they were drawn.
-        confidences: How sure the drafts were of themselves.
-        history: All tokens that stand, of prompt, guide and model.
-        said: Tokens of the step that is being made.
+    `before` are embeddings `[n, D]` that wait to be read, in front of `unseen`: tokens that stand
+    (`sure` of them), then `drafts`, then what is forced if the drafts stand (`ahead`). `chances`
+    are the probabilities `[rows]` that drafts were drawn from, `confidences` how sure they were of
+    themselves. `history` has all tokens that stand, of prompt, guide and model; `said` those of the
+    step that is being made.
     """
 
     guide: Guide
@@ -188,12 +171,7 @@ class DecodeRow:
         return [*range(first, end), end + len(self.ahead)]
 
     def judge(self, logits: Tensor, start: int) -> tuple[int, int]:
-        """Accepted drafts, and the token behind them.
-
-        Args:
-            logits: `[n + 1, rows]` at the drafts and behind them.
-            start: Id of the first row.
-        """
+        """Count accepted drafts and choose the token behind, from logits `[n + 1, rows]`."""
         n = len(self.drafts)
         if self.sampling.greedy and self.sampling.penalty == 1 and self.rule.kind != "typical":
             peaks, best = logits.max(-1)

@@ -13,18 +13,12 @@ from mmfast.core.errors import ModelError, SpecError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choices of a stream.
+    """Choices of a stream; SpecError for a number outside its range.
 
-    Args:
-        temperature: 0 takes the likeliest token.
-        top_k: Keep the k likeliest; 0 keeps all.
-        top_p: Keep the likeliest that together reach this probability.
-        penalty: Divides the logits of tokens that were said before (multiplies negative ones).
-        penalty_window: How many tokens back the penalty looks; 0 is all.
-        seed: Of the first stream of a batch; the next ones count on.
-
-    Raises:
-        SpecError: A number is outside its range.
+    A `temperature` of 0 takes the likeliest token. `top_k` keeps the k likeliest, 0 keeps all;
+    `top_p` the likeliest that together reach this probability. `penalty` divides the logits of
+    tokens that were said before (multiplies negative ones), `penalty_window` tokens back; 0 is all.
+    `seed` is that of the first stream of a batch; the next ones count on.
     """
 
     temperature: float = 0.0
@@ -65,20 +59,12 @@ def process(
     start: int = 0,
     check: bool = True,
 ) -> Tensor:
-    """Penalty, temperature, top-k, top-p, in this order.
+    """Apply penalty, temperature, top-k and top-p, in this order, to logits `[n, V]` at n places.
 
-    Args:
-        logits: `[n, V]` of one stream at n places.
-        sampling: What to apply; a temperature of 0 leaves only the penalty.
-        prefixes: Per place the tokens before it, ids of the vocabulary.
-        start: Id of the first of the V rows.
-        check: Look for NaN and infinity, which waits for the device.
-
-    Returns:
-        Processed logits `[n, V]`, at least float32; removed tokens are -inf.
-
-    Raises:
-        ModelError: A place has NaN, infinity, or no token left to choose from.
+    A temperature of 0 leaves only the penalty. `prefixes` are per place the tokens before it, ids
+    of the vocabulary; `start` is the id of the first of the V rows; `check` looks for NaN and
+    infinity, which waits for the device. The result is at least float32, with -inf for removed
+    tokens. ModelError: a place has NaN, infinity, or no token left to choose from.
     """
     found = logits if logits.dtype == torch.float64 else logits.float()
     if check and not torch.isfinite(found.amax(-1)).all():
@@ -109,14 +95,10 @@ def not_finite() -> str:
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """One token per row by inverse transform.
+    """Draw one token per row by inverse transform: `[..]` int64.
 
-    Args:
-        probabilities: `[.., V]`, not negative; need not sum to 1.
-        uniforms: `[..]` in [0, 1).
-
-    Returns:
-        `[..]` int64, never one of probability 0 unless all are.
+    Probabilities `[.., V]` need not sum to 1; a token of 0 is never drawn unless all are 0.
+    `uniforms` are `[..]` in [0, 1).
     """
     sums = probabilities.double().cumsum(-1)
     total = sums[..., -1:]

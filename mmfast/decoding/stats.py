@@ -9,13 +9,9 @@ from dataclasses import dataclass, field
 class PassStats:
     """Tokens that one pass of the backbone, and the drafts behind it, made certain.
 
-    Attributes:
-        tokens: Tokens that now stand, in order, without forced ones.
-        drafted: Drafts made.
-        accepted: Drafts among the tokens.
-        passes: Passes of the backbone.
-        draft_passes: Passes of draft modules.
-        forced: Forced tokens that were put in.
+    `tokens` now stand, in order, without forced ones; `accepted` drafts are among them. `passes`
+    are those of the backbone, `draft_passes` those of draft modules; `forced` counts forced tokens
+    that were put in.
     """
 
     tokens: tuple[int, ...]
@@ -30,12 +26,9 @@ class PassStats:
 class Stats:
     """Sums over the steps of one stream.
 
-    Attributes:
-        tokens: Tokens chosen, by the backbone or a module.
-        by_place: Per draft number, from 0: how many were verified, how many stood. A draft behind
-            one that fell is not verified. Empty where nothing is verified.
-        by_book: The same per codebook.
-        widths: How many main passes read how many tokens.
+    `tokens` are chosen by the backbone or a module. `by_place` has per draft number, from 0, how
+    many were verified and how many stood (a draft behind one that fell is not verified); `by_book`
+    the same per codebook. `widths` counts main passes by the tokens they read.
     """
 
     tokens: int = 0

@@ -24,15 +24,12 @@ from mmfast.ops.stream_cache import LayerSlot, Placer, TokenPlaces
 
 @dataclass(eq=False)
 class HeadState:
-    """State of a head for B streams.
+    """State of a head for B streams, drafts included.
 
-    Attributes:
-        embeds: `[B, capacity, D]` embeddings of the tokens, drafts included.
-        hidden: `[B, capacity, D]` hidden states of the backbone.
-        length: Per stream the tokens that the backbone has read and that stand.
-        filled: Per module and stream the positions whose keys are those of tokens that stand.
-        first: Per module and stream the oldest position it has keys of.
-        slots: Keys and values per module.
+    `embeds` are the tokens' embeddings and `hidden` the backbone's hidden states, `[B, capacity,
+    D]`. `length` counts, per stream, tokens that the backbone has read and that stand; `filled` and
+    `first` give, per module and stream, the end of the positions whose keys are those of such
+    tokens, and the oldest one. `slots` are keys and values per module.
     """
 
     embeds: Tensor
@@ -122,17 +119,11 @@ class Trunk(Protocol):
 class AudioHead(nn.Module):
     """Base of the heads that draft along time.
 
-    Args:
-        trunk: The language model's parts.
-        modules: Modules K: the most tokens that can be drafted at once.
-        ffn: Inner width of a module's layer; None is the model's.
-        window: Positions that a module attends to, its own included; 0 is all. With 1 a module
-            has no keys and catches up on nothing: the cheapest there is.
-        history: Most positions that modules catch up on at once; a module that lags further
-            starts anew there.
-
-    Attributes:
-        reads: Which hidden states it is fed: `normed` or `raw`, before the final norm.
+    There are K `modules`, the most tokens that can be drafted at once, with layers of inner width
+    `ffn` (None is the model's). A module attends to `window` positions, its own included; 0 is all.
+    With 1 it has no keys and catches up on nothing: the cheapest there is. Modules catch up on
+    `history` positions at once; one that lags further starts anew there. `reads` tells which hidden
+    states the head is fed: `normed` or `raw`, before the final norm.
     """
 
     name: ClassVar[str] = ""
@@ -176,13 +167,9 @@ class AudioHead(nn.Module):
         return HeadState(embeds, hidden, [0] * batch, filled, first, slots)
 
     def observe(self, state: HeadState, embeds: Tensor, hidden: Tensor, counts: list[int]) -> None:
-        """Take in what the backbone has just read.
+        """Take in what the backbone has just read; `state` changes in place.
 
-        Args:
-            state: Changed in place.
-            embeds: `[B, n, D]` of the tokens read.
-            hidden: `[B, n, D]`, as `reads` says.
-            counts: How many of the n are tokens, per stream; the rest is padding behind them.
+        `embeds` and `hidden` are `[B, n, D]`; `counts` says how many of the n are no padding.
         """
         n = embeds.shape[1]
         room(state, max(state.length) + n + self.modules_count + 1)
@@ -206,17 +193,11 @@ class AudioHead(nn.Module):
         self.crop(state, [0 if row else n for row, n in zip(rows, state.length, strict=True)])
 
     def draft(self, state: HeadState, token: Tensor, limit: int, rows: Rows, pick: Pick) -> int:
-        """Guess the tokens behind `token`.
+        """Guess the tokens behind `token`; returns how many modules have run.
 
-        Args:
-            state: Changed in place: keys of the drafts stay until `crop` takes them back.
-            token: `[B]` the token that the backbone chose behind the last one it read.
-            limit: Most drafts, at most as many as there are modules.
-            rows: Rows of the vocabulary that drafts are of.
-            pick: Chooses.
-
-        Returns:
-            How many modules have run.
+        `state` changes in place: keys of the drafts stay until `crop` takes them back. `token`
+        `[B]` is what the backbone chose behind the last one it read; `limit` is at most the number
+        of modules; drafts are of `rows` of the vocabulary.
         """
         limit = min(limit, self.modules_count)
         if not limit:
@@ -325,14 +306,10 @@ class AudioHead(nn.Module):
     def forward(self, hidden: Tensor, embeds: Tensor, mask: Tensor | None = None) -> list[Tensor]:
         """Run all modules on whole sequences, with the true tokens in front of each.
 
-        Args:
-            hidden: `[B, T, D]` hidden states of the backbone, as `reads` says.
-            embeds: `[B, T, D]` embeddings of the same tokens.
-            mask: Added to the scores, `[B or 1, 1, T, T]`; None is causal.
-
-        Returns:
-            Per module k the states `[B, T - 1 - k, D]` that `output` turns into logits; place t is
-            about token t + k + 2. Fewer where the sequences are shorter than that.
+        `hidden` (as `reads` says) and `embeds` are `[B, T, D]`; `mask` is added to the scores, `[B
+        or 1, 1, T, T]`, None is causal. Returns per module k the states `[B, T - 1 - k, D]` that
+        `output` turns into logits; place t is about token t + k + 2. Fewer where the sequences are
+        shorter than that.
         """
         raise NotImplementedError
 
@@ -343,12 +320,9 @@ class AudioHead(nn.Module):
 
 
 def save_head(head: Any, path: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write `path` (`….safetensors`) and the JSON file of the same name.
+    """Write a head with a `config` to `path` (`….safetensors`) and its JSON file beside it.
 
-    Args:
-        head: A head with a `config` that names it under `head`.
-        path: Where to; folders are made.
-        dtype: Of the numbers in the file; None as they are.
+    Folders are made; `dtype` is that of the numbers in the file, None as they are.
     """
     weights = Path(path).with_suffix(".safetensors")
     weights.parent.mkdir(parents=True, exist_ok=True)
@@ -360,14 +334,9 @@ def save_head(head: Any, path: str | Path, dtype: torch.dtype | None = None) -> 
 
 
 def load_head(path: str | Path, trunk: Any) -> nn.Module:
-    """The head of a file on a language model.
+    """Load the head of a `.safetensors` file, beside its `.json`, onto a language model's parts.
 
-    Args:
-        path: The `.safetensors` file; the `.json` of the same name lies beside it.
-        trunk: The model's parts, as the head's class wants them.
-
-    Raises:
-        ModelError: A file is missing or broken, or the head is of another model.
+    ModelError: a file is missing or broken, or the head is of another model.
     """
     weights = Path(path).with_suffix(".safetensors")
     try:

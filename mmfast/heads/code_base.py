@@ -36,13 +36,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 class CodeEmbed(nn.Module):
-    """Codes of a step to what the backbone reads there: the sum over the codebooks.
-
-    Args:
-        codes: Codebooks K.
-        size: Entries V; code V stands for "none".
-        hidden: Width of the backbone.
-    """
+    """Codes of a step to what the backbone reads there: their sum; code V (`size`) is "none"."""
 
     offsets: Tensor
 
@@ -61,12 +55,7 @@ class CodeEmbed(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class CodeState:
-    """State of a head for B streams; a value.
-
-    Attributes:
-        codes: `[B, t, K]` its last frames.
-        kv: Of layers along time, where it has some.
-    """
+    """State of a head for B streams: its last frames `[B, t, K]`, and `kv` of layers along time."""
 
     codes: Tensor
     kv: StreamKV | None = None
@@ -75,12 +64,8 @@ class CodeState:
 class CodeMlp(nn.Module):
     """All codes of a frame from the hidden state, the token in front and the frame before.
 
-    Args:
-        hidden: Width of the backbone's hidden state.
-        codes: Codebooks K that the depth transformer predicts.
-        size: Entries per codebook V.
-        first: Values of the token in front of the codes.
-        dim: Inner width.
+    It predicts the K codebooks of `size` entries that the depth transformer predicts; `first` is
+    the number of values of the token in front of them, `dim` the inner width.
     """
 
     def __init__(self, hidden: int, codes: int, size: int, first: int, dim: int = 256) -> None:
@@ -100,13 +85,9 @@ class CodeMlp(nn.Module):
         return logits
 
     def loss(self, hidden: Tensor, first: Tensor, codes: Tensor, start: Tensor) -> CodeLoss:
-        """Cross-entropy on what the depth transformer said, or on recordings.
+        """Cross-entropy on `codes` `[B, T, K]`, what the depth transformer said, or recordings.
 
-        Args:
-            hidden: `[B, T, D]`.
-            first: `[B, T]`.
-            codes: `[B, T, K]`.
-            start: `[B, K]` the frame before the first.
+        `hidden` is `[B, T, D]`, `first` `[B, T]`, and `start` `[B, K]` the frame before the first.
         """
         before = torch.cat([start[:, None], codes[:, :-1]], dim=1)
         before = before.where((before >= 0) & (before < self.size), self.size)

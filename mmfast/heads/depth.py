@@ -16,13 +16,7 @@ from mmfast.ops.codebooks import CodeLoss, check_delays, code_loss
 
 
 class StepLinear(nn.Module):
-    """A linear map without bias whose weights may differ from codebook to codebook.
-
-    Args:
-        wide: Width in.
-        out: Width out.
-        steps: Codebooks with weights of their own; 0 shares one set.
-    """
+    """A linear map without bias; with `steps` > 0 each codebook has weights of its own."""
 
     weight: Tensor
 
@@ -59,17 +53,7 @@ class Norm(nn.Module):
 
 
 class DepthLayer(nn.Module):
-    """Pre-norm attention over the codebooks so far, then a gated feed-forward.
-
-    Args:
-        dim: Width.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_dim: Width of a head.
-        ffn: Inner width of the feed-forward.
-        steps: Codebooks with weights of their own; 0 shares one set.
-        eps: Of the norms.
-    """
+    """Attention over the codebooks so far, then a gated feed-forward; `steps` as `StepLinear`."""
 
     def __init__(
         self, dim: int, heads: int, kv_heads: int, head_dim: int, ffn: int, steps: int, eps: float
@@ -93,14 +77,11 @@ class DepthLayer(nn.Module):
         mask: Tensor | None,
         turn: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """`[B, n, D]` at codebooks at, at + 1, …; writes keys and values `[B, H, P, d]` in place.
+        """Map `[B, n, D]` at codebooks at, at + 1, …; the `cache` is written in place.
 
-        Args:
-            x: Input.
-            at: First place.
-            cache: Keys and values of the places before; what stands behind is overwritten.
-            mask: `[n, at + n]` bool, or None where n is 1 or at is 0.
-            turn: Cosines and sines `[n, d]` of the places, or None.
+        It holds keys and values `[B, H, P, d]`; what stands behind place `at` is overwritten.
+        `mask` is `[n, at + n]` bool, or None where n is 1 or at is 0; `turn` holds cosines and
+        sines `[n, d]` of the places, or None.
         """
         y = self.norm_in(x)
         q, k, v = (self._split(part(y, at)) for part in (self.q, self.k, self.v))
@@ -140,22 +121,17 @@ class DepthShape:
 
     Args:
         hidden: Width of the backbone's hidden state.
-        codes: Codebooks it predicts.
-        size: Entries per codebook.
+        codes, size: Codebooks that it predicts, and entries of each.
         first: Values of the token that comes before the first code (a text token, or the code
             that the backbone itself predicts).
-        dim: Width.
-        layers: Depth.
-        heads: Query heads.
+        dim, layers, heads, ffn: Sizes of the transformer; `ffn` is the feed-forward's inner width.
         kv_heads: Key and value heads; None for as many as query heads.
         head_dim: Width of a head; None for dim / heads.
-        ffn: Inner width of the feed-forward.
         per_step: Weights of their own for every codebook (Moshi), else shared (CSM).
         prepend: The hidden state is a place of its own in front (CSM), else it is added to every
             place (Moshi).
         blank: Rows per codebook for "no code" (delays leave some empty), behind its entries.
-        final_norm: A norm in front of the output heads.
-        eps: Of the norms.
+        final_norm: A norm in front of the output heads; `eps` is that of all norms.
         theta: Base of RoPE over the places; 0 for none.
     """
 
@@ -191,10 +167,7 @@ class DepthShape:
 class Frame:
     """Working memory of one frame: written in place, of no use when the frame is done.
 
-    Attributes:
-        z: `[B, D]` hidden state of the backbone.
-        keys: Per layer `[B, H, P, d]`.
-        values: Per layer `[B, H, P, d]`.
+    `z` `[B, D]` is the backbone's hidden state; `keys` and `values` are `[B, H, P, d]` per layer.
     """
 
     z: Tensor
@@ -265,16 +238,10 @@ class DepthCore(nn.Module):
         return Frame(z, blank[:count], blank[count:])
 
     def run(self, frame: Frame, tokens: Tensor, at: int) -> Tensor:
-        """One pass.
+        """Run one pass: logits `[B, n, V]` of the codes at, at + 1, ….
 
-        Args:
-            frame: Of `begin`; keys and values behind place `at` are forgotten.
-            tokens: `[B, n]`: the tokens in front of the codes at, at + 1, …; in front of code 0
-                stands the first token of the frame.
-            at: The first code that is predicted.
-
-        Returns:
-            Logits `[B, n, V]` of the codes at, at + 1, ….
+        `tokens` `[B, n]` are those in front of these codes; in front of code 0 stands the first
+        token of the frame. Keys and values behind place `at` are forgotten.
         """
         return self._run(frame.z, tokens, at, list(zip(frame.keys, frame.values, strict=True)))
 
@@ -320,20 +287,10 @@ class DepthCore(nn.Module):
 class DepthHead(DepthCore):
     """Codebooks of a frame one after the other, by a small transformer (Moshi, CSM).
 
-    One pass over all codebooks trains it and verifies drafts; `decoding.codebooks` drafts all
-    codes at once and keeps the output exact.
-
-    Args:
-        hidden: Width of the backbone's hidden state, or the backbone.
-        codes: Codebooks K.
-        size: Entries per codebook V; code V stands for "none" where a delay leaves a gap.
-        first: Values of the token in front of the codes (the text token of the frame); 1: none.
-        delays: Steps that each codebook lags; None for none.
-        dim: Width.
-        layers: Depth.
-        heads: Attention heads.
-        ffn: Inner width of the feed-forward.
-        kind: Of the rest, as `DepthShape`: `per_step`, `prepend`, ….
+    One pass over all codebooks trains it and verifies drafts; `decoding.codebooks` drafts all codes
+    at once and keeps the output exact. The arguments are those of `DepthShape`, by `kind` too;
+    `hidden` may be the backbone. `delays` are steps that each codebook lags, None for none; code V
+    (`size`) stands for "none" where a delay leaves a gap.
     """
 
     def __init__(
@@ -385,16 +342,10 @@ class DepthHead(DepthCore):
         first: Tensor | None = None,
         choose: Choose = likeliest,
     ) -> tuple[CodeState, Tensor]:
-        """The codes of the next step, code by code.
+        """Draft the codes `[B, K]` of the next step, code by code; returns the next state too.
 
-        Args:
-            state: Of the step before.
-            hidden: `[B, D]` of the backbone.
-            first: `[B]` the token in front; None: none.
-            choose: How a code is chosen from logits `[B, V]`.
-
-        Returns:
-            The next state, and codes `[B, K]`.
+        `hidden` `[B, D]` is the backbone's, `first` `[B]` the token in front, None: none. `choose`
+        picks a code from logits `[B, V]`.
         """
         frame = self.begin(hidden)
         token = self.fronts(hidden) if first is None else first
@@ -414,12 +365,11 @@ class DepthHead(DepthCore):
         return torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
 
     def loss(self, hidden: Tensor, codes: Tensor, first: Tensor | None = None) -> CodeLoss:
-        """Teacher-forced, in one pass over all codebooks of all steps.
+        """Teacher-forced loss, in one pass over all codebooks of all steps.
 
-        Args:
-            hidden: `[B, T, D]` of the backbone, at the step whose codes it is to say.
-            codes: `[B, T, K]`, delayed already; V or -100 where there is none.
-            first: `[B, T]` tokens in front; None: none.
+        `hidden` `[B, T, D]` stands at the step whose codes it is to say; `codes` `[B, T, K]` are
+        delayed already, V or -100 where there is none; `first` `[B, T]` are tokens in front, None:
+        none.
         """
         flat, target = hidden.flatten(0, 1), codes.flatten(0, 1)
         front = self.fronts(flat) if first is None else first.flatten()

@@ -24,20 +24,9 @@ class GroupsHead(nn.Module):
     A hidden state is projected once per group; the same layers run all groups as one batch; each
     codebook of a group has an output matrix of its own. All codes of a step come from one pass.
 
-    Args:
-        hidden: Width of the backbone's hidden state, or the backbone.
-        codes: Codebooks K.
-        size: Entries per codebook V; code V stands for "none".
-        groups: Groups G of K / G codebooks.
-        delays: Steps that each codebook lags; None for none.
-        dim: Width.
-        layers: Layers shared by the groups.
-        heads: Attention heads.
-        ffn: Inner width of the feed-forward.
-        window: Steps that a group looks back to; None for all.
-
-    Raises:
-        SpecError: K is no multiple of G.
+    `codes` is the number of codebooks K, a multiple of `groups` (else SpecError); code V (`size`)
+    stands for "none". `hidden` is the width of the backbone's hidden state, or the backbone.
+    `delays` are steps that each codebook lags; a group looks back to `window` steps, None for all.
     """
 
     def __init__(
@@ -111,13 +100,11 @@ class GroupsHead(nn.Module):
     def loss(
         self, hidden: Tensor, codes: Tensor, *, power: float | None = 0.05, ceiling: float = 0.5
     ) -> CodeLoss:
-        """Cross-entropy with adaptive weights.
+        """Cross-entropy with adaptive weights of power λ; None weighs all codes alike.
 
-        Args:
-            hidden: `[B, T, D]` of the backbone, at the step whose codes it is to say.
-            codes: `[B, T, K]`, delayed already; V or -100 where there is none.
-            power: λ of the weights; None weighs all codes alike.
-            ceiling: p_max: codes that are likelier are left out.
+        `hidden` `[B, T, D]` stands at the step whose codes it is to say; `codes` `[B, T, K]` are
+        delayed already, V or -100 where there is none. Codes likelier than `ceiling` (p_max) are
+        left out.
         """
         logits = self.logits(self.init_state(len(hidden)), hidden)[1]
         weights = None if power is None else adaptive_weights(logits, codes, power, ceiling)

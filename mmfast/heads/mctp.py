@@ -21,14 +21,8 @@ class Mctp(AudioHead):
     """Chained draft modules, each reading the token drafted before it (VITA-Audio).
 
     Module k: `x = proj([norm_e(E(token t+k+1)); norm_h(H_k)])`, one decoder layer, the backbone's
-    final norm gives `H_(k+1)` and, through its output head, the guess of token t + k + 2.
-
-    Args:
-        trunk: The language model's parts.
-        modules: Modules K.
-        ffn: Inner width of a module's layer; None is the model's.
-        window: Positions that a module attends to; 0 is all.
-        history: Most positions that modules catch up on at once.
+    final norm gives `H_(k+1)` and, through its output head, the guess of token t + k + 2. The
+    arguments are those of `AudioHead`.
     """
 
     name: ClassVar[str] = "mctp"

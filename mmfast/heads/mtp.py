@@ -24,16 +24,9 @@ class Mtp(AudioHead):
     """Independent draft modules, fed by the hidden state before them alone (VocalNet).
 
     Module k is a decoder layer on the states of module k - 1 before any norm, with a norm of its
-    own; the loss of the k-th module, counted from 1, weighs 0.8^k.
-
-    Args:
-        trunk: The language model's parts.
-        modules: Modules K.
-        own_output: Every module has an output matrix of its own, as published; else they share
-            the backbone's, which costs no bytes.
-        ffn: Inner width of a module's layer; None is the model's.
-        window: Positions that a module attends to; 0 is all.
-        history: Most positions that modules catch up on at once.
+    own; the loss of the k-th module, counted from 1, weighs 0.8^k. With `own_output` every module
+    has an output matrix of its own, as published; else they share the backbone's, which costs no
+    bytes. Other arguments are those of `AudioHead`.
     """
 
     name: ClassVar[str] = "mtp"
@@ -104,12 +97,9 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class HeadLoss:
-    """Result of a training step of a head.
+    """Result of a training step of a head: the weighted sum, and detached figures per module.
 
-    Attributes:
-        loss: The weighted sum, to be differentiated.
-        terms: Per module its mean cross-entropy, detached.
-        right: Per module the share of labels that its best guess is.
+    `terms` has the mean cross-entropy, `right` the share of labels that the best guess is.
     """
 
     loss: Tensor
@@ -130,20 +120,12 @@ def head_loss(
 ) -> HeadLoss:
     """The loss of a head on whole sequences; the backbone gets no gradient.
 
-    Args:
-        head: In training.
-        hidden: `[B, T, D]` hidden states of the backbone, as `head.reads` says.
-        embeds: `[B, T, D]` embeddings of the tokens.
-        labels: `[B, T]` the token at every place, -100 where none is to be guessed.
-        segments: `[B, T]` number of the sequence that a token is of, where several are packed
-            into a row: they do not see each other.
-        rows: Rows of the vocabulary among which the guesses are; labels lie within.
-        teacher: `[B, T, rows]` logits of the backbone, whose place t is about token t + 1: the
-            modules then also learn to say what the backbone would.
-        share: Of the teacher in the loss, in [0, 1]; 1 is the teacher alone, where there is one.
-
-    Raises:
-        ModelError: Shapes do not fit, or no label is there.
+    `hidden` (as `head.reads` says) and `embeds` are `[B, T, D]`; `labels` `[B, T]` are the tokens
+    at every place, within `rows`, -100 where none is to be guessed. `segments` `[B, T]` number the
+    sequences that are packed into a row: they do not see each other. `teacher` `[B, T, rows]` are
+    logits of the backbone, whose place t is about token t + 1: the modules then also learn to say
+    what the backbone would, with a share of the loss in [0, 1]; 1 is the teacher alone. ModelError:
+    shapes do not fit, or no label is there.
     """
     if labels.shape != hidden.shape[:2] or embeds.shape != hidden.shape:
         raise ModelError(

@@ -22,13 +22,8 @@ class PairHead(nn.Module):
     see each other; a channel embedding tells them apart. The backbone runs the same way
     (`mmfast.models.decoder.stream.StreamDecoder` of width 2).
 
-    Args:
-        hidden: Width of the backbone's hidden state, or the backbone.
-        size: Entries per channel V.
-        layers: Layers of its own behind the backbone.
-        heads: Attention heads.
-        ffn: Inner width of the feed-forward.
-        window: Steps that are looked back to; None for all.
+    `hidden` is the width of the backbone's hidden state, or the backbone; `size` the entries per
+    channel. `window` steps are looked back to, None for all.
     """
 
     def __init__(
@@ -81,14 +76,10 @@ class PairHead(nn.Module):
         return state, rearrange(self.out(self.norm(x)), "b (n c) v -> b c n v", c=2)
 
     def loss(self, hidden: Tensor, codes: Tensor) -> CodeLoss:
-        """Each channel's next token from its own place.
+        """Loss of each channel's next token from its own place; figures per channel.
 
-        Args:
-            hidden: `[B, 2 T, D]` of the backbone, which has read `embed(codes)`.
-            codes: `[B, 2, T]`; -100 where there is none.
-
-        Returns:
-            Figures per channel.
+        `hidden` is `[B, 2 T, D]` of the backbone, which has read `embed(codes)`; `codes` are `[B,
+        2, T]`, -100 where there is none.
         """
         logits = self.logits(self.init_state(len(hidden)), hidden)[1]
         return code_loss(logits[:, :, :-1].transpose(1, 2), codes[:, :, 1:].transpose(1, 2))

@@ -12,13 +12,7 @@ from mmfast.ops.stream_cache import StepPlaces, StreamKV, advance
 
 
 class TimeLayer(nn.Module):
-    """Pre-norm attention over what is seen, then a gated feed-forward.
-
-    Args:
-        dim: Width.
-        heads: Attention heads.
-        ffn: Inner width of the feed-forward.
-    """
+    """Pre-norm attention over what is seen, then a gated feed-forward."""
 
     def __init__(self, dim: int, heads: int, ffn: int) -> None:
         super().__init__()
@@ -37,17 +31,11 @@ class TimeLayer(nn.Module):
         turn: tuple[Tensor, Tensor],
         lift: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One step.
+        """Run one step: `[B, n, D]`, and all keys and values `[B, H, N, d]`.
 
-        Args:
-            x: `[B, n, D]`.
-            past: Keys and values `[B, H, N - n, d]` of before.
-            sees: `[B, 1, n, N]` bool.
-            turn: Cosines and sines `[B, 1, n, d]` of the places.
-            lift: `[n, d]` added to queries and keys, or None.
-
-        Returns:
-            `[B, n, D]`, and all keys and values `[B, H, N, d]`.
+        `past` are keys and values `[B, H, N - n, d]` of before, `sees` is `[B, 1, n, N]` bool,
+        `turn` cosines and sines `[B, 1, n, d]` of the places, `lift` `[n, d]` is added to queries
+        and keys.
         """
         mixed = self.qkv(self.norm_in(x))
         q, k, v = rearrange(mixed, "b n (part h d) -> part b h n d", part=3, h=self.heads)
@@ -63,16 +51,9 @@ class TimeLayer(nn.Module):
 
 
 class TimeStack(nn.Module):
-    """Some layers along time.
+    """Some layers along time; with 0 layers nothing changes.
 
-    Args:
-        dim: Width.
-        layers: How many; 0 changes nothing.
-        heads: Attention heads.
-        ffn: Inner width of the feed-forward.
-        window: Places that a token looks back to, its own included; None for all.
-        width: Tokens per place.
-        theta: Base of RoPE.
+    A token looks back to `window` places of `width` tokens, its own included; None for all.
     """
 
     rates: Tensor

@@ -30,12 +30,9 @@ def attention_flops(n: int, width: int, causal: bool = True) -> int:
 
 
 def prefill_flops(model: Any, lengths: Sequence[int], causal: bool = True) -> int:
-    """FLOPs of one prefill of a transformers vision-language model.
+    """FLOPs of one prefill of `lengths` tokens per decoder layer, and logits of one position.
 
-    Args:
-        model: Gives the decoder layers and the head; logits are computed for one position.
-        lengths: Tokens in each decoder layer.
-        causal: Count only the pairs a causal mask leaves (a fused kernel skips the others).
+    `causal` counts only the pairs a causal mask leaves (a fused kernel skips the others).
     """
     layers, width = model.get_decoder().layers, attention_width(model)
     body = sum(
@@ -100,11 +97,8 @@ def tower_flops(
 ) -> int:
     """FLOPs of the tower's blocks; merging happens between attention and MLP.
 
-    Args:
-        model: The vision-language model.
-        grid: Patches (steps, rows, columns) before any reduction.
-        entering: Tokens in the attention of each block, all frames together.
-        leaving: Tokens in the MLP of each block.
+    `grid` has the patches (steps, rows, columns) before any reduction; `entering` and `leaving` are
+    the tokens in attention and MLP of each block, all frames together.
     """
     whole = grid[0] * grid[1] * grid[2]
     blocks = tower_blocks(model)

@@ -20,11 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def embedded_path(name: str = EMBEDDED) -> Path:
-    """Directory of an embedded checkpoint, from a checkout or an installed wheel.
-
-    Raises:
-        ModelError: The package was installed without it.
-    """
+    """Directory of an embedded checkpoint; ModelError where the package came without it."""
     path = Path(str(files("mmfast.assets").joinpath(f"models/{name}")))
     if not (path / "config.json").is_file():
         raise ModelError(f"embedded model {name!r} is missing at {path}; reinstall mmfast")
@@ -32,11 +28,7 @@ def embedded_path(name: str = EMBEDDED) -> Path:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or CUDA where there is one, else the CPU.
-
-    Raises:
-        ModelError: The name is no device, or it is not there.
-    """
+    """The device asked for (ModelError if it is not there), or CUDA if there is one, or the CPU."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -51,11 +43,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype) -> torch.dtype | str:
-    """A dtype by name or as it is.
-
-    Raises:
-        ModelError: Unknown name.
-    """
+    """A dtype by name or as it is; ModelError for an unknown name."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
@@ -66,19 +54,10 @@ def pick_dtype(dtype: str | torch.dtype) -> torch.dtype | str:
 def load(
     model: Any, device: str | torch.device | None, dtype: str | torch.dtype
 ) -> tuple[Any, Any]:
-    """Load model and processor.
+    """Load `(model, processor)`, the model in evaluation mode on its device.
 
-    Args:
-        model: None (embedded), a directory, a hub id, or a `(model, processor)` pair, which is
-            used as it is.
-        device: See `pick_device`.
-        dtype: See `pick_dtype`.
-
-    Returns:
-        `(model, processor)`, the model in evaluation mode on its device.
-
-    Raises:
-        ModelError: Files are missing or of a family that cannot answer about images or video.
+    `model` is None (embedded), a directory, a hub id, or such a pair, which is used as it is.
+    ModelError where files are missing or the family cannot answer about images or video.
     """
     if isinstance(model, tuple):
         if len(model) != 2:
@@ -150,17 +129,11 @@ def load_codec(
     dtype: str | torch.dtype = "float32",
     **options: Any,
 ) -> Codec:
-    """A codec, ready to stream.
+    """A codec, ready to stream: "tiny-speech" (embedded), a directory, a hub id, or a model.
 
-    Args:
-        source: "tiny-speech" (embedded), a directory, a hub id such as "kyutai/mimi", or a
-            transformers model, which is used where it is.
-        device: Where to put a loaded one; None: CUDA where there is one.
-        dtype: Of a loaded one: float32 for exactness.
-        **options: `codebooks` (all three: how many to encode to), `lookahead` (DAC: frames).
-
-    Raises:
-        ModelError: It cannot be loaded, is of another kind, or does not take the options.
+    A loaded one goes to CUDA where there is one, in float32 for exactness; a model stays where it
+    is. Options are `codebooks` (how many to encode to) and `lookahead` (DAC: frames). ModelError
+    where it cannot be loaded, is of another kind, or does not take the options.
     """
     if isinstance(source, (str, Path)):
         if str(source) == EMBEDDED_CODEC:

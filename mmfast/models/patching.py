@@ -18,16 +18,10 @@ _MISSING = object()
 
 @contextmanager
 def override(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Let `around(next, *args, **kwargs)` answer calls of `owner.name`.
+    """Let `around(next, *args, **kwargs)` answer calls of `owner.name`; the last one is outermost.
 
-    Several may stand around one method and may leave in any order, as threads do; the instance
-    is as before when the last has left. The class is never touched, and the signature stays
-    readable, because `generate` inspects it.
-
-    Args:
-        owner: The object; its `__dict__` carries the override.
-        name: The method.
-        around: Called instead; the one that entered last is outermost.
+    They may leave in any order, as threads do; the instance is as before when the last has left.
+    The class is never touched, and the signature stays readable, as `generate` inspects it.
     """
     with _LOCK:
         gate = getattr(owner.__dict__.get(name), "_mmfast_arounds", None)
@@ -73,18 +67,11 @@ def _uninstall(owner: Any, name: str, gate: list[Callable[..., Any]]) -> None:
 
 
 def stand_before(module: nn.Module, hook: Callable[..., Any], key: str | None = None) -> Undo:
-    """Register a forward pre-hook `(module, args, kwargs)` under a name of its own.
+    """Register a forward pre-hook `(module, args, kwargs)` under a name; returns its removal.
 
     torch numbers hooks, and compiled code asks for the numbers it has seen: a model that is
-    attached again would be compiled again. A name stays the same.
-
-    Args:
-        module: The module.
-        hook: Called before its forward.
-        key: The name; without one, or where it is taken, torch numbers the hook.
-
-    Returns:
-        A function that removes the hook.
+    attached again would be compiled again. A name stays the same; without one, or where it is
+    taken, torch numbers the hook.
     """
     handle = RemovableHandle(
         module._forward_pre_hooks, extra_dict=module._forward_pre_hooks_with_kwargs

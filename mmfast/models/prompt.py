@@ -14,13 +14,10 @@ from mmfast.core.errors import MmfastError, ModelError
 
 @dataclass(frozen=True)
 class Shot:
-    """One image or clip, decoded.
+    """One decoded image (uint8 RGB `[H, W, 3]`) or clip (`[T, H, W, 3]`).
 
-    Attributes:
-        kind: `image` or `video`.
-        pixels: uint8 RGB, `[H, W, 3]` for an image, `[T, H, W, 3]` for a clip.
-        metadata: Fields of transformers' `VideoMetadata` for a clip, so that the processor keeps
-            the true timestamps and never samples a second time.
+    A clip has the fields of transformers' `VideoMetadata`, so that the processor keeps the true
+    timestamps and never samples a second time.
     """
 
     kind: str
@@ -29,11 +26,7 @@ class Shot:
 
 
 def check_question(question: object) -> str:
-    """Refuse an empty question.
-
-    Raises:
-        MmfastError: It is not text, or blank.
-    """
+    """Refuse a question that is no text, or blank (MmfastError)."""
     if not isinstance(question, str):
         raise MmfastError(f"question is a {type(question).__name__}; give a string")
     if not question.strip():
@@ -44,19 +37,10 @@ def check_question(question: object) -> str:
 def build_inputs(
     processor: Any, shots: Sequence[Sequence[Shot]], questions: Sequence[str], device: torch.device
 ) -> dict[str, Any]:
-    """Prompts and pixels of a batch of questions, left-padded.
+    """Inputs of `forward` and `generate` for a batch of questions, left-padded.
 
-    Args:
-        processor: The checkpoint's processor; its chat template writes the prompt.
-        shots: The image or images, or the clip, of each question; all of one kind.
-        questions: The questions.
-        device: Where the tensors go.
-
-    Returns:
-        Keyword arguments for the model's `forward` and `generate`.
-
-    Raises:
-        ModelError: The processor has no chat template.
+    The shots of each question are all of one kind. ModelError for a processor without a chat
+    template, which writes the prompt.
     """
     chats = [
         [{"role": "user", "content": [*mine, question]}]
@@ -68,18 +52,10 @@ def build_inputs(
 def chat_inputs(
     processor: Any, chats: Sequence[Sequence[Mapping[str, Any]]], device: torch.device
 ) -> dict[str, Any]:
-    """Prompts and pixels of a batch of conversations, left-padded.
+    """Inputs of `forward` and `generate` for a batch of conversations, left-padded.
 
-    Args:
-        processor: The checkpoint's processor; its chat template writes the prompt.
-        chats: Messages with a `role` and a `content`, a list of texts and shots in order.
-        device: Where the tensors go.
-
-    Returns:
-        Keyword arguments for the model's `forward` and `generate`.
-
-    Raises:
-        ModelError: The processor has no chat template.
+    A message has a `role` and a `content`, a list of texts and shots in order. ModelError for a
+    processor without a chat template.
     """
     if getattr(processor, "chat_template", None) is None:
         raise ModelError(f"{type(processor).__name__} has no chat template; give one that has")

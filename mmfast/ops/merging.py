@@ -204,9 +204,7 @@ def contextual_merge(
     targets = rest[..., spots]  # [..., c]
     target = torch.arange(n, device=rest.device).expand(shape).contiguous()
     if count:
-        rows = unit_rows(metric)
-        nearest = nearest_rows(gather_rows(rows, rest), gather_rows(rows, targets))
-        joined = targets.gather(-1, nearest)
+        joined = targets.gather(-1, _assign(metric, rest, targets))
         joined[..., spots] = targets
         target.scatter_(-1, rest, joined)
     else:
@@ -226,6 +224,12 @@ def context_count(context: float, budget: int, method: str) -> int:
             f"choose a share from 0 to below 1 or a number from 1 to {budget}"
         )
     return int(context) if context >= 1 else round(context * budget)
+
+
+def _assign(metric: Tensor, rest: Tensor, targets: Tensor) -> Tensor:
+    """Number of the target with the most similar row for each remaining token, `[..., R]`."""
+    rows = unit_rows(metric)
+    return nearest_rows(gather_rows(rows, rest), gather_rows(rows, targets))
 
 
 def _weights(merged: Reduction, target: Tensor, half: float) -> Tensor:

@@ -30,14 +30,10 @@ Span = tuple[int, int]
 class Buffer:
     """Tokens of one layer, in the order of time.
 
-    Args:
-        reserve: Tokens to make room for at once.
-        bounded: It never holds more than `reserve` and one new piece, so it need not grow ahead.
-
-    Attributes:
-        data: `[3, H, capacity, d]`: keys before RoPE, rotated keys, values. None until the first
-            token says which shape, dtype and device the layer has.
-        length: Tokens that are there; what is written behind them is not there yet.
+    `data` is `[3, H, capacity, d]`: keys before RoPE, rotated keys, values; None until the first
+    token says which shape, dtype and device the layer has. What is written behind `length` is not
+    there yet. There is room for `reserve` tokens at once; a `bounded` buffer never holds more than
+    that and one new piece, so it need not grow ahead.
     """
 
     def __init__(self, reserve: int = 0, bounded: bool = False) -> None:
@@ -179,14 +175,10 @@ TEXT, VISUAL, MARKER = 0, 1, 2
 class LiveBlock:
     """A block of a stream whose keys stand in the buffers.
 
+    `number` counts the blocks of the stream from 0; `kind`, `time`, `relative` (on the CPU),
+    `advance`, `fresh` and `level` are those of its `Piece`.
+
     Attributes:
-        number: Counts the blocks of the stream from 0.
-        kind: `text` or `frame`.
-        time: Seconds of the frame on the stream's clock; None for text.
-        relative: `[A, n]` int64 on the CPU, positions from its start.
-        advance: How far behind its start the next block starts.
-        fresh: It starts behind the highest position so far, on all axes.
-        level: It starts on all axes at the lowest axis of where it would start.
         highest: Its highest relative position per axis; see `highest`.
         kinds: `[n]` int64 on the CPU: 0 text, 1 visual, 2 markers inside a frame.
         start: Where it stands.
@@ -259,9 +251,8 @@ class LiveBlock:
 class Cursor:
     """Walks along blocks and says where each of them starts.
 
-    Attributes:
-        next: Where the next block starts, unless it is fresh.
-        top: The highest position so far; -1 before the first.
+    `next` is where the next block starts, unless it is fresh; `top` is the highest position so far,
+    -1 before the first.
     """
 
     next: Start
@@ -296,11 +287,7 @@ def walk(blocks: Sequence[LiveBlock], axes: int) -> list[Start]:
 
 
 def live(piece: Piece, number: int, start: Start) -> LiveBlock:
-    """The block that a piece becomes.
-
-    Raises:
-        MmfastError: Its shapes contradict each other, or it is empty.
-    """
+    """Return the block that a piece becomes; MmfastError for an empty one or wrong shapes."""
     n, axes = piece.embeds.shape[0], len(start)
     relative = piece.relative.to("cpu", torch.int64)
     if n < 1 or relative.shape != (axes, n) or len(piece.advance) != axes:
@@ -377,12 +364,8 @@ class Turner:
     ) -> None:
         """Rotate blocks at the beginning of the buffer of one layer to their starts.
 
-        Args:
-            layer: Number of the layer.
-            buffer: Of the layer.
-            blocks: In the order of the buffer.
-            starts: Where each is to start.
-            known: Angles for the same move in other layers, by device.
+        `blocks` are in the order of the buffer; `known` has angles for the same move in other
+        layers, by device.
         """
         moved = [start != b.start for b, start in zip(blocks, starts, strict=True)]
         if not any(moved):

@@ -50,11 +50,9 @@ _ROOM = 512  # tokens of a question, what is read for it and an answer, before a
 
 
 class Branch:
-    """The live tokens of a stream at one moment, with a question and an answer behind them.
+    """Live tokens of a stream at one moment, with a question and an answer behind them.
 
-    Attributes:
-        blocks: Blocks that stood when it was made, and its own.
-        found: Per layer the archive's numbers of the blocks that were read for the question.
+    `found` has per layer the archive's numbers of the blocks that were read for the question.
     """
 
     def __init__(self, engine: Engine, memory: Memory) -> None:
@@ -74,12 +72,8 @@ class Branch:
     def extend(self, piece: Piece, *, retrieve: bool = True) -> Tensor:
         """Prefill a piece behind the branch.
 
-        Args:
-            piece: The question, or more of the conversation.
-            retrieve: Read stored blocks for it; only the first time that there are any.
-
-        Raises:
-            MmfastError: The piece is malformed, or the branch failed before.
+        Stored blocks are read for it where `retrieve` is set, and only the first time that there
+        are any. MmfastError: the piece is malformed, or the branch failed before.
         """
         self._token = None
         with torch.no_grad():
@@ -105,11 +99,9 @@ class Branch:
     def keep(self) -> None:
         """Append what was said on this branch to the stream, at its present end.
 
-        What stands there was computed with everything that the branch could see. A second call
-        appends what came since the first.
-
-        Raises:
-            MmfastError: A block does not fit into the memory; those before it are kept.
+        It was computed with everything that the branch could see. A second call appends what came
+        since the first. MmfastError: a block does not fit into the memory; those before it are
+        kept.
         """
         memory = self._memory
         with memory.lock, torch.no_grad():
@@ -155,8 +147,6 @@ class Branch:
             return any(number <= self._newest for number in archive.numbers())
 
     def _before(self, block: LiveBlock, raw: Raw) -> Callable[[int], None]:
-        """Return the function by which a layer reads blocks for the question as it attends."""
-
         def read(layer: int) -> None:
             archive = self._memory.archive
             assert archive is not None
@@ -220,11 +210,7 @@ _KNOWN = {"x", "values", "kind", "layer", "layers"}
 
 
 def check_score(plan: CachePlan | None) -> None:
-    """Refuse a score policy that reads what a stream does not know.
-
-    Raises:
-        SpecError: It needs attention of queries that are still to come.
-    """
+    """Refuse (SpecError) a score policy that needs attention of queries still to come."""
     spec = None if plan is None else plan.score
     if spec is not None and not set(spec.method.needs) <= _KNOWN:
         missing = ", ".join(sorted(set(spec.method.needs) - _KNOWN))
@@ -277,12 +263,9 @@ def _wide(rows: Tensor) -> Tensor:
 class Engine:
     """Prefills streams and answers on branches of them.
 
-    Args:
-        model: A transformers model with a text model of full-attention layers
-            (`model.get_decoder()`); it stays as it is, with hooks that do nothing for others.
-
-    Raises:
-        ModelError: Its layers are of another kind, or its keys cannot be read or moved.
+    `model` is a transformers model with a text model of full-attention layers
+    (`model.get_decoder()`); it stays as it is, with hooks that do nothing for others. ModelError:
+    its layers are of another kind, or its keys cannot be read or moved.
     """
 
     def __init__(self, model: Any) -> None:
@@ -313,17 +296,13 @@ class Engine:
         archive: Archive | None = None,
         slack: float = 0.25,
     ) -> Memory:
-        """An empty memory.
+        """Make an empty memory.
 
-        Args:
-            plan: What stays and how it is found again; None keeps everything.
-            tiers: Byte quotas of the archive that a plan with `retrieve` gets.
-            archive: Another archive to use.
-            slack: How much further than a prompt of the live tokens positions may run, as a
-                share of it, before all are re-based; 0 re-bases whenever something leaves.
-
-        Raises:
-            SpecError: The plan cannot bound a stream, or scores by what streams do not have.
+        `plan` says what stays and how it is found again, None keeps everything; `tiers` are byte
+        quotas of the archive that a plan with `retrieve` gets, `archive` is another one to use.
+        Positions may run further than a prompt of the live tokens by a share `slack` of it before
+        all are re-based; 0 re-bases whenever something leaves. SpecError: the plan cannot bound a
+        stream, or scores by what streams do not have.
         """
         check_score(plan)
         if archive is None and plan is not None and plan.retrieve is not None:
@@ -333,10 +312,9 @@ class Engine:
         return Memory(self.turner, plan, archive, slack)
 
     def append(self, memory: Memory, piece: Piece) -> None:
-        """Prefill a piece at the end of a stream, then let go of what no longer fits.
+        """Prefill a piece at a stream's end, then drop what no longer fits.
 
-        Raises:
-            MmfastError: The piece is malformed or does not fit; the memory is as it was.
+        MmfastError: the piece is malformed or does not fit; the memory is as it was.
         """
         with memory.lock, torch.no_grad():
             block = live(piece, memory.number, memory.cursor.start(piece))
@@ -405,7 +383,6 @@ def _check_layers(decoder: Any, capture: RawCapture) -> None:
 
 
 def _planes(piece: Piece, weight: Tensor) -> dict[str, Any]:
-    """Inputs of DeepStack models beside the embeddings."""
     if not piece.planes or piece.visual is None:
         return {}
     return {

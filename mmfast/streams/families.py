@@ -53,7 +53,6 @@ class QwenScript(Script):
         return replace(state, reached=at + ahead, skipped=0), [piece]
 
     def _place(self, state: WrittenState, time: float) -> int:
-        """Position on the time axis, from the video's start."""
         if self.per_second is None:
             return state.reached + state.skipped
         seconds, since = self.frames / self.fps, time - state.since
@@ -159,11 +158,7 @@ _SCRIPTS: dict[str, type[Script]] = {
 
 
 def script_for(model: Any, processor: Any, fps: float, system: str | None = None) -> Script:
-    """The script of a model of a known family.
-
-    Raises:
-        ModelError: No script is known for the family, or its chat template cannot be streamed.
-    """
+    """The script of a model of a known family; ModelError where there is none that fits."""
     family = model.config.model_type
     if family not in _SCRIPTS:
         raise ModelError(
@@ -195,11 +190,7 @@ def positions_of(pieces: Sequence[Piece]) -> Tensor:
 
 
 def prove(script: Script) -> None:
-    """Compare, and settle how text behind a video is placed.
-
-    Raises:
-        ModelError: The stock prompt differs from what the script writes.
-    """
+    """Compare with the stock prompt, else ModelError; settle how text behind a video is placed."""
     inputs = _stock(script)
     stock = script.model._prepare_position_ids_for_generation(inputs["input_ids"], dict(inputs))
     stock = stock.reshape(-1, inputs["input_ids"].shape[1])[-script.axes :]

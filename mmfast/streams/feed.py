@@ -26,15 +26,10 @@ class _Waiting(NamedTuple):
 class Feed(Iterator[tuple[Frame, float]]):
     """Frames of a source, read ahead by a thread, with bounded waiting and a bounded delay.
 
-    Without `latency` nothing is lost: the source waits while the queue is full. With it, no
-    frame is handed out that has waited longer, unless it is the newest one: the oldest are
-    dropped first, also where the queue is full, and counted. An error of the source is raised
-    behind the frames that came before it.
-
-    Attributes:
-        dropped: Frames that came too late to be of use.
-        delivered: Frames handed out.
-        arrived: Frames that the source has given.
+    Without `latency` nothing is lost: the source waits while the queue is full. With it, no frame
+    is handed out that has waited longer, unless it is the newest one: the oldest are dropped first,
+    also where the queue is full, and counted (`dropped`). An error of the source is raised behind
+    the frames that came before it.
     """
 
     def __init__(
@@ -46,17 +41,11 @@ class Feed(Iterator[tuple[Frame, float]]):
         realtime: bool = False,
         ahead: Ahead = AHEAD,
     ) -> None:
-        """Start reading.
+        """Start reading pairs of a picture [H, W, 3] uint8 and its seconds, ascending.
 
-        Args:
-            source: Pairs of a picture [H, W, 3] uint8 and its time in seconds, ascending.
-            latency: Longest wait in seconds before a frame is dropped; None drops nothing.
-            clock: What tells the time; the machine's if not given.
-            realtime: Let the frames arrive at their times and not earlier, as from a camera.
-            ahead: How much may wait.
-
-        Raises:
-            SpecError: `latency` is not a positive number.
+        `latency` is the longest wait in seconds before a frame is dropped, None drops nothing;
+        SpecError where it is not positive. `realtime` lets the frames arrive at their times and not
+        earlier, as from a camera; `ahead` is how much may wait.
         """
         if latency is not None and not 0 < latency < float("inf"):
             raise SpecError(f"latency={latency!r} is not a delay: give seconds such as 0.5")

@@ -32,14 +32,11 @@ Shot = tuple[Frame, float]  # a frame and its time in seconds
 
 
 class FrameEncoder:
-    """The vision side of a model; holds no state of a stream.
+    """The vision side of a stock model; holds no state of a stream.
 
-    Args:
-        model: A stock model of a known family.
-        processor: Its processor.
-        sized_for: Some processors share a budget of pixels out over all frames of a clip, and a
-            stream has no end: its frames are as large as those of a clip of so many frames.
-        cache: A `FrameCache` that computes only what changed, or None.
+    Some processors share a budget of pixels out over all frames of a clip, and a stream has no end:
+    its frames are as large as those of a clip of `sized_for` frames. `cache` is a `FrameCache` that
+    computes only what changed, or None.
     """
 
     def __init__(
@@ -54,11 +51,9 @@ class FrameEncoder:
 
     @torch.no_grad()
     def __call__(self, groups: Sequence[Sequence[Shot]], state: Any = None) -> list[EncodedUnit]:
-        """Features of frames, or of temporal patches.
+        """Features of frames, or of temporal patches: groups of frames and times, all of one size.
 
-        Args:
-            groups: Of each unit its frames with their times; all of one size.
-            state: What the frame cache remembers of the stream; None encodes without it.
+        `state` is what the frame cache remembers of the stream; None encodes without it.
         """
         clips = [np.stack([frame for frame, _ in group]) for group in groups]
         inputs = self.processor(
@@ -117,9 +112,7 @@ ReducerMemory = dict[str, Tensor]
 class ReducerState:
     """State of a stream's reducers; a value, as large after a day as after two frames.
 
-    Attributes:
-        memories: Of each stage, what its method keeps; None where it keeps nothing.
-        frames: Frames reduced so far.
+    `memories` has, for each stage, what its method keeps; `frames` counts those reduced so far.
     """
 
     memories: tuple[ReducerMemory | None, ...]
@@ -143,15 +136,10 @@ class StreamReducer:
     """
 
     def __init__(self, spec: str, signals: Collection[str] = ()) -> None:
-        """Read the spec.
+        """Read a spec of stages of site `pre`, such as `dtd:0.25`.
 
-        Args:
-            spec: Stages of site `pre`, such as `dtd:0.25`.
-            signals: Signals that the tokens will carry besides `x` and `grid`.
-
-        Raises:
-            SpecError: The spec is wrong, or a method of it cannot work on a stream; names those
-                that can.
+        `signals` are those that the tokens will carry besides `x` and `grid`. SpecError: the spec
+        is wrong, or a method of it cannot work on a stream; the error names those that can.
         """
         self.specs = parse(spec)
         if not self.specs:
@@ -171,12 +159,7 @@ class StreamReducer:
 
     @torch.no_grad()
     def step(self, state: ReducerState, tokens: Tokens) -> tuple[ReducerState, Reduction]:
-        """Reduce the next frames of the stream.
-
-        Raises:
-            MmfastError: The tokens have no grid, or leading dims.
-            SpecError: The budget is more than a frame has.
-        """
+        """Reduce the next frames; SpecError for a budget above the tokens of a frame."""
         if tokens.grid is None or tokens.x.ndim != 2:
             raise MmfastError(
                 f"a stream's tokens are [N, D] with a grid, got {list(tokens.x.shape)} and grid "
@@ -221,7 +204,6 @@ def _stage(
 
 
 def _frames(tokens: Tokens) -> Iterator[Tokens]:
-    """The frames of `tokens`, each with its part of the signals that are there per token."""
     frames, rows, columns = tokens.grid or (1, 1, tokens.n)
     n, total = rows * columns, tokens.n
     for start in range(0, total, n):
@@ -239,7 +221,6 @@ def _frames(tokens: Tokens) -> Iterator[Tokens]:
 
 
 def _reduced(frame: Tokens, step: Reduction) -> Tokens:
-    """Input of the next stage: kept features, and signals of the kept sources."""
     signals = {k: v[step.keep] if v.shape[:1] == (step.n,) else v for k, v in frame.signals.items()}
     attn = None if frame.attn is None else frame.attn[step.keep]
     return replace(frame, x=step.apply(frame.x), attn=attn, grid=None, signals=signals)
@@ -300,14 +281,9 @@ def _choices(signals: Collection[str]) -> str:
 class FrontEndState:
     """State of the front end of one stream.
 
-    Attributes:
-        waiting: Frames of a temporal patch that is not full yet.
-        size: Height and width of the last frame.
-        gate: State of the frame gate.
-        cache: State of the frame cache; it changes in place while a frame is encoded.
-        reducer: State of the reducer.
-        gated: Frames that the gate skipped.
-        resized: How often the size of the frames changed.
+    `waiting` are frames of a temporal patch that is not full yet, `size` is height and width of the
+    last frame, `gated` counts frames that the gate skipped, `resized` changes of size. The state of
+    the cache changes in place while a frame is encoded.
     """
 
     waiting: tuple[Shot, ...] = ()
@@ -322,13 +298,10 @@ class FrontEndState:
 class FrontEnd:
     """Gate, encoder and reducer of one model; holds no state of a stream.
 
-    Args:
-        encoder: With or without a frame cache.
-        frames: Per unit: 1, or 2 where the model joins two frames to a temporal patch.
-        gate: Skips frames that look like the last one let through; None lets all through.
-        reducer: Drops or merges tokens of every unit; None keeps them.
-        batch: Units in one call of the encoder. 1 makes every split of a stream the same bit for
-            bit; more are faster on a GPU, and differ by rounding.
+    A unit has `frames` frames: 1, or 2 where the model joins two to a temporal patch. `gate` skips
+    frames that look like the last one let through; `reducer` drops or merges tokens of every unit.
+    `batch` is units in one call of the encoder: 1 makes every split of a stream the same bit for
+    bit; more are faster on a GPU, and differ by rounding.
     """
 
     def __init__(
@@ -384,7 +357,6 @@ class FrontEnd:
         return self._encode(replace(state, waiting=()), self._rest(state))
 
     def _rest(self, state: FrontEndState) -> list[tuple[Shot, ...]]:
-        """The unit of frames that still wait, filled up with the last one."""
         waiting = state.waiting
         return [(*waiting, *[waiting[-1]] * (self.frames - len(waiting)))] if waiting else []
 

@@ -31,11 +31,7 @@ _EXACT = "sink"  # may split a block; all other policies keep or drop whole ones
 
 
 def check_plan(plan: CachePlan | None) -> None:
-    """Refuse what an endless stream cannot do.
-
-    Raises:
-        SpecError: A position policy keeps a share, or nothing but sinks; a policy merges bits.
-    """
+    """Refuse (SpecError) what an endless stream cannot do: shares, sinks alone, merged bits."""
     if plan is None:
         return
     for spec in plan.position:
@@ -60,11 +56,7 @@ def budget(plan: CachePlan | None) -> int:
 def staying(
     plan: CachePlan, blocks: Sequence[LiveBlock], known: dict[tuple[bytes, ...], list[int]]
 ) -> list[int]:
-    """Number of first tokens that each block keeps: all, none, or the sinks at its start.
-
-    Raises:
-        MmfastError: The new block does not fit.
-    """
+    """Number of first tokens that each block keeps: all, none, or the sinks at its start."""
     sizes = [block.size for block in blocks]
     if sum(sizes) <= _smallest(plan):
         return sizes
@@ -153,13 +145,8 @@ class Memory:
     stay where they are until the hole is larger than `slack` of that prompt; then all that is
     behind it is rotated anew from the keys before RoPE, so that no error can add up.
 
-    Attributes:
-        plan: What stays; None keeps everything.
-        archive: Where blocks go that leave; None drops them.
-        blocks: Live blocks in the order of time.
-        cursor: The end of the stream.
-        buffers: Per layer their keys and values.
-        lock: Held while the memory changes.
+    `plan` None keeps everything; `archive` takes blocks that leave, None drops them. `cursor` is
+    the end of the stream; `lock` is held while the memory changes.
     """
 
     def __init__(
@@ -188,10 +175,7 @@ class Memory:
     def admit(self, block: LiveBlock) -> None:
         """Count in a block whose tokens stand behind the last ones, and let others leave.
 
-        Nothing has changed when this raises.
-
-        Raises:
-            MmfastError: The block does not fit, or the archive refuses what leaves.
+        MmfastError, and nothing has changed, if it does not fit or the archive refuses what leaves.
         """
         if self.plan is None or not self.plan.position:
             return self._add(block)
@@ -223,7 +207,6 @@ class Memory:
         self.cursor.place(block)
 
     def _put(self, blocks: Sequence[Block]) -> None:
-        """Archive blocks, all or none."""
         assert self.archive is not None
         done = []
         try:
@@ -284,11 +267,7 @@ class Memory:
             }
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Take over a snapshot of a stream of the same model and plan; it goes on bit for bit.
-
-        Raises:
-            MmfastError: The snapshot is of another model or plan.
-        """
+        """Take over a snapshot of a stream of the same model and plan; it goes on bit for bit."""
         plan = str(self.plan) if self.plan is not None else None
         if tree["plan"] != plan or (tree["archive"] is None) != (self.archive is None):
             raise MmfastError(
@@ -312,7 +291,6 @@ class Memory:
                 self.archive.restore(tree["archive"])
 
     def _fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write the tokens of a layer, their keys rotated to where the blocks stand."""
         device, buffer = self.turner.device(layer), self.buffers[layer]
         raw, buffer.length = keys.to(device), 0
         if self.blocks:
@@ -351,7 +329,6 @@ def recall(
 
 
 def _opening(blocks: Sequence[LiveBlock]) -> int:
-    """Number of blocks before all that have left: the sinks."""
     for i, block in enumerate(blocks):
         if block.number != i:
             return i

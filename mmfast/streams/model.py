@@ -19,16 +19,11 @@ from mmfast.streams.script import Script
 class StreamModel:
     """A model that watches streams; made once, used by any number of sessions.
 
-    Attributes:
-        model: A stock model of a family that can.
-        processor: Its processor.
-        fps: Frames per second of the streams: of frames pushed without a time, and of sources.
-        reduce: Stages at `pre` that reduce the tokens of every frame; None keeps them.
-        frame_cache: A `FrameCache` that encodes only what changed; None encodes everything.
-        gate: Skips frames that look like the last one let through; None lets all through.
-        system: Text of a system message; None leaves it to the chat template.
-        sized_for: See `FrameEncoder`.
-        batch: Units in one call of the encoder; see `FrontEnd`.
+    `fps` is that of the streams: of frames pushed without a time, and of sources. `reduce` has
+    stages at `pre` for the tokens of every frame; `frame_cache` encodes only what changed; `gate`
+    skips frames that look like the last one let through; each may be None. `system` is the text of
+    a system message, None leaves it to the chat template. See `FrameEncoder` for `sized_for`,
+    `FrontEnd` for `batch`.
     """
 
     model: Any

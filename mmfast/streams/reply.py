@@ -28,17 +28,11 @@ class ReplySource(Protocol):
 
 
 class Sampler:
-    """Chooses tokens: the likeliest, or at random with a temperature.
+    """Chooses tokens: the likeliest, or at random with a temperature above 0.
 
-    Args:
-        blocked: Ids that are never chosen: a model must not write placeholders of media.
-        temperature: 0 takes the likeliest.
-        top_p: Only the likeliest tokens that together have so much probability.
-        seed: Of the random choice.
-        penalty: Tokens that were said before are so much less likely; 1 changes nothing.
-
-    Raises:
-        MmfastError: A value out of range.
+    Ids in `blocked` are never chosen: a model must not write placeholders of media. `top_p` keeps
+    the likeliest tokens that together have so much probability. A `penalty` above 1 makes tokens
+    less likely that were said before. MmfastError: a value out of range.
     """
 
     def __init__(
@@ -122,12 +116,9 @@ class Letters:
 class Reply(Iterator[str]):
     """Text deltas of one answer; joined they are its text. Leave it early as you like.
 
-    Attributes:
-        trace: Rows `question` (prefill) and, when it has ended, `generate`.
-        ids: Tokens so far.
-        ttft_ms: Milliseconds from the question to the first token.
-        ms: Milliseconds from the question to the end; None before.
-        finished: `stop` (the model ended it), `length`, `closed` (left early); None before.
+    `trace` has rows `question` (prefill) and, when it has ended, `generate`. `ttft_ms` and `ms`
+    count milliseconds from the question to the first token and to the end. `finished` is `stop`
+    (the model ended it), `length`, `closed` (left early), or None before.
     """
 
     def __init__(

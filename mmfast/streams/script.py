@@ -25,18 +25,17 @@ from mmfast.streams.archive.files import value
 class Piece:
     """Consecutive tokens of one conversation.
 
-    A piece starts where the one before it says (`advance` behind that one's start), or, where it
-    is `fresh`, on every axis one behind the highest position so far. A `level` piece starts on
-    every axis where the lowest axis of that start is: text after a video of the Qwen2 families
-    counts on from the rows and columns of the frames, not from their times, which run ahead.
+    A piece starts where the one before it says (`advance` behind that one's start), or, where it is
+    `fresh`, on every axis one behind the highest position so far. A `level` piece starts on every
+    axis where the lowest axis of that start is: text after a video of the Qwen2 families counts on
+    from the rows and columns of the frames, not from their times, which run ahead; its `relative`
+    holds how far the last frame's rows or columns reach.
 
     Attributes:
         embeds: `[n, D]` input of the language model.
         relative: `[A, n]` int64 positions from the start of the piece; A is 1, or 3 under M-RoPE.
         advance: `[A]` int64 from the start of this piece to the start of the next one.
         kind: `text` or `frame`.
-        fresh: See above.
-        level: See above; `relative` then holds how far the last frame's rows or columns reach.
         time: Seconds of the frame on the stream's clock; None for text.
         visual: `[n]` bool, which tokens are visual; None for text.
         planes: DeepStack features `[visual tokens, D]`, one per plane.
@@ -61,11 +60,7 @@ _REPLY = "mmfastreply"
 
 
 class Wording:
-    """Texts of a stream, as token ids.
-
-    Raises:
-        ModelError: There is no chat template, or one that puts the question before the video.
-    """
+    """Texts of a stream, as token ids; ModelError where no chat template fits a stream."""
 
     def __init__(self, processor: Any, system: str | None = None) -> None:
         if getattr(processor, "chat_template", None) is None:
@@ -158,14 +153,10 @@ class Wording:
 
 @dataclass(frozen=True, eq=False)
 class EncodedUnit:
-    """Encoded tokens of one frame, or of the two frames of a temporal patch.
+    """Encoded tokens of one frame, or of the two frames of a temporal patch, at `times` seconds.
 
-    Attributes:
-        features: `[M, D]` tokens that are left.
-        grid: Rows and columns of the tokens before any were dropped.
-        times: Seconds of its frames.
-        keep: `[M]` ascending, which of the rows x columns tokens they stand for; None for all.
-        planes: DeepStack features `[M, D]`, one per plane.
+    `features` and each plane of DeepStack are `[M, D]`. `keep` `[M]`, ascending, tells which tokens
+    of the `grid` are left, None for all.
     """
 
     features: Tensor
@@ -194,12 +185,11 @@ class EncodedUnit:
 class WrittenState:
     """Position of a stream in its conversation; a value.
 
-    Attributes:
-        phase: `blank`, `video` (frames go on) or `answered` (an exchange was remembered).
-        since: Seconds of the first frame of this video.
-        reached: Where on the time axis the next frame is expected, from the video's start.
-        span: Rows or columns of the last frame, whichever are more.
-        skipped: Positions of frames of which no token was left, since the last piece.
+    `phase` is `blank`, `video` (frames go on) or `answered` (an exchange was remembered). `since`
+    is the seconds of the first frame of this video, `reached` the place on the time axis where the
+    next frame is expected, from the video's start. `span` is the larger of rows and columns of the
+    last frame; `skipped` counts positions of frames of which no token was left, since the last
+    piece.
     """
 
     phase: str = "blank"
@@ -243,7 +233,7 @@ class Script(ABC):
 
     @abstractmethod
     def _frame(self, state: WrittenState, unit: EncodedUnit) -> tuple[WrittenState, list[Piece]]:
-        """One frame, or one temporal patch; [] where no token of it is left."""
+        """Pieces of one frame, or one temporal patch; [] where no token of it is left."""
 
     def _tail(self, state: WrittenState, ids: list[int]) -> list[Piece]:
         return [self.text(ids)]

@@ -38,9 +38,9 @@ from mmfast.streams.subscription import (
 
 
 class TurnLock:
-    """Frames come all the time, so a plain lock might never let a question through.
+    """Lock that lets waiting questions in before frames; its holder may take it again.
 
-    A thread that holds it may take it again.
+    Frames come all the time, so a plain lock might never let a question through.
     """
 
     def __init__(self) -> None:
@@ -78,13 +78,8 @@ class TurnLock:
 def read_frames(frame: Any, time: Any, limits: Limits) -> tuple[list[Frame], list[Any]]:
     """One frame or several, as RGB `[H, W, 3]` uint8, and a time or None for each.
 
-    Args:
-        frame: Anything `read_image` takes; a list, a tuple or an array of four axes is several.
-        time: Seconds; of several frames a sequence of them, or None.
-        limits: Of a frame's size.
-
-    Raises:
-        MediaError: A frame cannot be read, or there are not as many times as frames.
+    A list, a tuple or an array of four axes is several frames; `time` is then a sequence of
+    seconds, or None. MediaError: a frame cannot be read, or there are not as many times as frames.
     """
     several = isinstance(frame, list | tuple) or getattr(frame, "ndim", 0) == 4
     frames = list(frame) if several else [frame]
@@ -181,7 +176,7 @@ class Session:
         top_p: float = 1.0,
         seed: int | None = None,
     ) -> Reply:
-        """Ask about what was seen so far.
+        """Ask about what was seen so far; iterate over the text deltas of the answer.
 
         The question is a branch: the stream goes on as if it had not been asked.
 
@@ -192,9 +187,6 @@ class Session:
             temperature: 0 takes the likeliest token.
             top_p: See `Sampler`.
             seed: See `Sampler`.
-
-        Returns:
-            An iterator of text deltas, about the moment of this call.
 
         Raises:
             MmfastError: Empty question, a value out of range, or the session is closed.
@@ -225,7 +217,6 @@ class Session:
         )
 
     def _ended(self, reply: Reply, question: str | None, version: int) -> None:
-        """Count an answer, and keep it where that was asked for."""
         with self.turns.question():
             self.stream.spent["answer_ms"] += reply.ms or 0.0
             if question is not None and not self.closed:
@@ -291,13 +282,8 @@ class Session:
     def save(self, folder: str | Path) -> int:
         """Save all but subscriptions and sources; `VideoStream.restore` goes on bit for bit.
 
-        What was saved before stays readable whenever the process dies.
-
-        Returns:
-            The number of this save.
-
-        Raises:
-            MmfastError: The folder cannot be written.
+        What was saved before stays readable whenever the process dies. Returns the number of this
+        save; MmfastError where the folder cannot be written.
         """
         with self.turns.question():
             self._check_open()
@@ -327,20 +313,13 @@ class Session:
 class Watch:
     """Frames of one source on their way into a session.
 
-    Args:
-        session: Where they go.
-        source: See `mmfast.frontends.live.source.live_frames`.
-        fps: Frames to take per second; None takes all.
-        latency: Longest wait of a frame in seconds: older ones are dropped, and counted, while
-            the model is busy. None drops nothing, and the source waits.
-        realtime: Let a file's frames arrive at their times, as a camera's do.
-        clock: Tells the time; the machine's if not given.
-        each: Called after every frame with its seconds, in the thread that watches.
-        **options: `allow_network`, `rate`, `timeout`; see `live_frames`.
+    `fps` frames are taken per second, None takes all. A frame waits `latency` seconds at most:
+    older ones are dropped, and counted, while the model is busy; None drops nothing, and the source
+    waits. `realtime` lets a file's frames arrive at their times, as a camera's do. `each` is called
+    after every frame with its seconds, in the thread that watches. `options` are `allow_network`,
+    `rate`, `timeout` of `mmfast.frontends.live.source.live_frames`, which explains the source too.
 
-    Attributes:
-        feed: Reads ahead; knows `lag` and `dropped`.
-        error: What ended it, if it did not end by itself.
+    `feed` knows `lag` and `dropped`; `error` is the exception that ended it, if any.
     """
 
     def __init__(
@@ -374,11 +353,7 @@ class Watch:
             self.error = error
 
     def run(self) -> None:
-        """Push frame after frame until the source ends, the session is closed or `stop`.
-
-        Raises:
-            MediaError: The source stalls or dies.
-        """
+        """Push frames until `stop`, or the source ends; MediaError where it stalls or dies."""
         self._session.new_source()
         try:
             for frame, seconds in self.feed:
@@ -401,11 +376,7 @@ class Watch:
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the source; return True once it has ended.
-
-        Raises:
-            MediaError: The source stalled or died.
-        """
+        """Wait for the end of the source and return True; MediaError where it stalled or died."""
         if self._thread is not None:
             self._thread.join(timeout)
         if self.error is not None:

@@ -44,22 +44,16 @@ class _OtherFormatError(MmfastError):
 
 
 def save(folder: str | Path, tree: Any, *, keep: int = 2) -> int:
-    """Write a new generation of some state.
+    """Write a new generation of some state; returns its number.
 
     Until it is whole and on disk, the one before it counts; whenever the process dies, what was
-    saved before stays readable. Older generations are removed afterwards.
+    saved before stays readable. Older generations than the `keep` newest are removed afterwards;
+    the second newest stands in if the newest gets damaged.
 
-    Args:
-        folder: Made if need be; one process saves into it at a time.
-        tree: Nested dicts, lists and tuples of tensors, numbers, strings, None and `File`s.
-        keep: Generations that stay; the second newest stands in if the newest gets damaged.
-
-    Returns:
-        The number of the generation.
-
-    Raises:
-        MmfastError: Disk full, no permission, another process is saving there, or the tree holds
-            something else. Nothing that was saved before is harmed.
+    `folder` is made if need be; one process saves into it at a time. `tree` holds nested dicts,
+    lists and tuples of tensors, numbers, strings, None and `File`s. MmfastError: disk full, no
+    permission, another process is saving there, or the tree holds something else; nothing that was
+    saved before is harmed.
     """
     folder = Path(folder)
     try:
@@ -152,14 +146,9 @@ def load(folder: str | Path, reports: list[str] | None = None) -> Any:
     """The newest generation that is whole.
 
     Tensors come back on the CPU; files are not read, only checked for their size, and stay where
-    they are until the generation is removed: link or copy them.
-
-    Args:
-        folder: That `save` wrote to.
-        reports: Gets a line for every newer generation that is damaged and passed over.
-
-    Raises:
-        MmfastError: There is no whole generation; says what is wrong with the newest.
+    they are until the generation is removed: link or copy them. `reports` gets a line for every
+    newer generation that is damaged and passed over. MmfastError: there is no whole generation;
+    says what is wrong with the newest.
     """
     folder = Path(folder)
     reasons: list[str] = []

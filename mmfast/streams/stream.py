@@ -29,13 +29,10 @@ LATE = 1.0
 class Timeline:
     """Seconds of the stream so far; a value.
 
-    Attributes:
-        last: Of the last frame; None before the first.
-        offset: From the source's seconds to the stream's.
-        repeated: Frames left out because their time was the last one's.
-        late: Frames left out because they came out of order.
-        jumps: How often the source went back in time; the stream goes on.
-        fresh: The next frame is of another source, whose times need not ascend from here.
+    `last` is that of the last frame; `offset` leads from the source's seconds to the stream's.
+    Frames are left out that repeat a time (`repeated`) or come out of order (`late`); a source may
+    go back in time (`jumps`). `fresh`: the next frame is of another source, whose times need not
+    ascend from here.
     """
 
     last: float | None = None
@@ -46,11 +43,7 @@ class Timeline:
     fresh: bool = False
 
     def step(self, time: object, interval: float) -> tuple[Timeline, float | None]:
-        """Take the time of the next frame.
-
-        Raises:
-            MediaError: The time is no finite number.
-        """
+        """Take the time of the next frame; MediaError for one that is no finite number."""
         if time is None:
             now = 0.0 if self.last is None else self.last + interval
             return replace(self, last=now, fresh=False), now
@@ -75,19 +68,10 @@ class Timeline:
 class Stream:
     """The state of a session, changed by one thread at a time.
 
-    Args:
-        model: The model that watches.
-        spec: Cache policies; None forgets nothing.
-        quotas: Bytes per tier of what left the window.
-
-    Attributes:
-        memory: Keys and values.
-        timeline: Times so far.
-        seen: State of gate, frame cache and reducer, and frames that wait for a partner.
-        written: How far the conversation is written.
-        version: Counts what was written, to see whether the stream went on.
-        counts: `frames` given, `units` written, visual `tokens` written, `questions`, `events`.
-        spent: Milliseconds by stage.
+    `spec` has the cache policies, None forgets nothing; `quotas` are bytes per tier of what left
+    the window. `seen` is the state of gate, frame cache and reducer, and frames that wait for a
+    partner; `written` tells how far the conversation is written; `version` counts what was written,
+    to see whether the stream went on; `spent` are milliseconds by stage.
     """
 
     def __init__(self, model: StreamModel, spec: str | None, quotas: TierQuotas | None) -> None:
@@ -183,11 +167,7 @@ class Stream:
         }
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Take over a snapshot.
-
-        Raises:
-            MmfastError: It is of another model.
-        """
+        """Take over a snapshot; MmfastError for one of another model."""
         here, there = self.model.signature(), tree["model"]
         odd = [f"{k} {there.get(k)!r}, here {here[k]!r}" for k in here if there.get(k) != here[k]]
         if odd:
@@ -222,10 +202,7 @@ class Clock(Protocol):
         ...
 
     def wait(self, condition: threading.Condition, until: float | None = None) -> None:
-        """Wait on a held condition until it is notified or the clock reaches `until`.
-
-        It may wake early, as any condition: check again in a loop.
-        """
+        """Wait on a held condition until notified or `until`; it may wake early, so check again."""
         ...
 
 
@@ -284,11 +261,7 @@ class FakeClock:
                 condition.notify_all()
 
     def settle(self, sleepers: int = 1, patience: float = 10.0) -> None:
-        """Wait, in real time, until so many threads wait for a moment yet to come.
-
-        Raises:
-            TimeoutError: They did not within `patience` seconds.
-        """
+        """Wait in real time until so many threads wait for a later moment; else TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._sleepers() >= sleepers, patience):
                 raise TimeoutError(f"{self._sleepers()} of {sleepers} threads wait")

@@ -32,17 +32,11 @@ from mmfast.streams.stream import Stream
 
 @dataclass(frozen=True)
 class SpeakRule:
-    """The rule that decides when to speak.
+    """The rule that decides when to speak; MmfastError for a value out of range.
 
-    Attributes:
-        threshold: Probability from which it speaks.
-        release: Probability at which it is ready to speak again: an event is reported once, and
-            a value that trembles around the threshold does not ring all the time.
-        every: Seconds of the stream between two looks.
-        pause: Least seconds of the stream between two events.
-
-    Raises:
-        MmfastError: A value out of range.
+    It speaks from the probability `threshold` on, and is ready again at `release`: an event is
+    reported once, and a value that trembles around the threshold does not ring all the time.
+    `every` is seconds of the stream between two looks, `pause` the least between two events.
     """
 
     threshold: float = 0.6
@@ -52,11 +46,7 @@ class SpeakRule:
 
     @classmethod
     def of(cls, knobs: Mapping[str, float]) -> SpeakRule:
-        """A rule of knobs by name; without `release` it is two thirds of the threshold.
-
-        Raises:
-            MmfastError: An unknown name, or a value out of range.
-        """
+        """A rule of knobs by name; without `release` it is two thirds of the threshold."""
         for name in knobs:
             if name not in cls.__dataclass_fields__:
                 raise MmfastError(unknown("knob", name, cls.__dataclass_fields__))
@@ -75,12 +65,9 @@ class SpeakRule:
 
 @dataclass(frozen=True)
 class Ready:
-    """State of a rule; a value.
+    """State of a rule: seconds of the last event (`told`) and of the last look; a value.
 
-    Attributes:
-        armed: The probability has been low since the last event.
-        told: Seconds of the last event.
-        looked: Seconds of the last look.
+    `armed`: the probability has been low since the last event.
     """
 
     armed: bool = True
@@ -111,13 +98,9 @@ _MOST = 256  # events that wait for a reader
 
 @dataclass(frozen=True)
 class Event:
-    """Something that was waited for.
+    """Something that was waited for, with its seconds on the stream's clock.
 
-    Attributes:
-        time: Seconds on the stream's clock.
-        condition: What was waited for.
-        probability: With which it was seen.
-        text: What the model says about it; "" where nothing was asked.
+    `text` is what the model says about it, "" where nothing was asked.
     """
 
     time: float
@@ -138,11 +121,7 @@ class Look:
     max_new_tokens: int = 32
 
     def check(self, model: StreamModel) -> None:
-        """Refuse words that cannot be distinguished.
-
-        Raises:
-            MmfastError: They begin with the same token, or hold none.
-        """
+        """Refuse words that begin with the same token, or hold none (MmfastError)."""
         if self.silence is not None:
             self._firsts(model, [self.silence])
             return
@@ -186,14 +165,8 @@ def condition_of(text: str) -> str:
 class Subscription(Iterator[Event]):
     """Waits for something; iterate over its events, or give a callback.
 
-    Attributes:
-        condition: What it waits for.
-        rule: When it speaks.
-        ready: Where the rule stands.
-        probability: Of the last look.
-        events: How many there were.
-        missed: Events that no reader took in time.
-        error: The last exception of the callback; the stream goes on without it.
+    `probability` is that of the last look; `missed` counts events that no reader took in time;
+    `error` is the last exception of the callback, without which the stream goes on.
     """
 
     def __init__(

@@ -23,11 +23,7 @@ _OWN = frozenset({"x", "grid"})  # inputs that come from the encoder's output al
 
 @dataclass(frozen=True)
 class ReducerPlan:
-    """Reducers with fixed budgets, applied one after the other.
-
-    Attributes:
-        stages: Stages of a spec, each with a budget.
-    """
+    """Reducers with fixed budgets, applied one after the other."""
 
     stages: tuple[Spec, ...]
 
@@ -41,14 +37,10 @@ class ReducerPlan:
         return n
 
     def reduce(self, x: Tensor, grid: tuple[int, int, int]) -> Reduction:
-        """Reduce the tokens of a video as `mmfast.reduce` does.
+        """Reduce the tokens of a video to `count(N)` of them, as `mmfast.reduce` does.
 
-        Args:
-            x: Output of the encoder for one video, `[N, D]`; values that are not finite count as 0.
-            grid: Frames, rows and columns, whose product is N.
-
-        Returns:
-            A Reduction onto `count(N)` tokens.
+        `x` is the output of the encoder, `[N, D]`; values that are not finite count as 0. N is the
+        product of `grid`: frames, rows, columns.
         """
         tokens = Tokens(torch.nan_to_num(x.detach()), grid=grid)
         whole = Reduction.identity(tokens.n, device=x.device)
@@ -85,14 +77,10 @@ def _reason(method: Method) -> str:
 
 
 def parse_plan(text: str, rate: float | None = None) -> ReducerPlan:
-    """Parse a spec for vLLM.
+    """Parse a spec for vLLM, such as `evs:0.25` or `evs:0.5+divprune:0.5`.
 
-    Args:
-        text: A spec such as `evs:0.25` or `evs:0.5+divprune:0.5`; one stage may omit its budget.
-        rate: vLLM's pruning rate, which is then the budget.
-
-    Raises:
-        SpecError: A method that cannot work here, or no fixed budget; names the choices.
+    One stage may omit its budget, which then follows from vLLM's pruning rate. `SpecError`: a
+    method that cannot work here, or no fixed budget; it names the choices.
     """
     share = None if rate is None else round(1.0 - rate, 9)
     stages = parse(_with_budget(text, share))
@@ -117,7 +105,6 @@ def parse_plan(text: str, rate: float | None = None) -> ReducerPlan:
 
 
 def _with_budget(text: str, share: float | None) -> str:
-    """Complete a method without a budget by vLLM's rate."""
     name = text.strip()
     return f"{name}:{share}" if share is not None and name.isidentifier() else name
 
@@ -127,13 +114,8 @@ def read_plan(
 ) -> ReducerPlan | None:
     """Return the plan of a server; None where no spec is given.
 
-    Args:
-        mm_config: vLLM's `MultiModalConfig`, whose `mm_processor_kwargs` come first.
-        hf_config: The model's config with the `--hf-overrides`, second.
-        environ: The environment with `MMFAST_VLLM_REDUCE`, third.
-
-    Raises:
-        SpecError: The spec is wrong (see `parse_plan`), or vLLM's pruning is off.
+    The spec is taken from `mm_processor_kwargs` of vLLM's config, else from the `--hf-overrides`,
+    else from `MMFAST_VLLM_REDUCE`. `SpecError`: it is wrong, or vLLM's pruning is off.
     """
     given = (getattr(mm_config, "mm_processor_kwargs", None) or {}).get(KEY)
     text = given or getattr(hf_config, KEY, None)

@@ -19,18 +19,8 @@ def recount(
 ) -> list[int]:
     """Return a prompt with other numbers of places per frame.
 
-    A frame is a run of video tokens, of any length, between a start and an end token; images and
-    text stay unchanged.
-
-    Args:
-        ids: Tokens of the prompt.
-        counts: New number of places of each frame, in order.
-        video: The token of a place.
-        start: The token before a frame.
-        end: The token after it.
-
-    Raises:
-        MmfastError: There are more or fewer frames than counts.
+    A frame is a run of tokens `video`, of any length, between tokens `start` and `end`; images and
+    text stay unchanged. More or fewer frames than counts raise `MmfastError`.
     """
     out: list[int] = []
     rest, at, frames = list(counts), 0, 0
@@ -89,10 +79,8 @@ class PrunedPrompt:
     def _shorter(self, stock: Any, plan: ReducerPlan, grid: torch.Tensor) -> Any:
         """Return a video's part of the prompt, with places for the kept tokens.
 
-        Args:
-            stock: Part of vLLM: token ids, or its `PromptUpdateDetails` around them.
-            plan: The plan of reduction.
-            grid: Patches of the video: frames, rows, columns `[3]`.
+        `stock` is vLLM's part: token ids, or its `PromptUpdateDetails` around them. `grid` counts
+        patches: frames, rows, columns.
         """
         kept = self._kept(plan, grid)
         if isinstance(stock, list):  # Qwen2.5-VL: nothing but places
@@ -172,13 +160,9 @@ class PrunedVideos:
     def mmfast_choose(self, embeds: Tensor, size: Any, width: int) -> tuple[Reduction, Tensor]:
         """Choose the kept tokens of one video.
 
-        Args:
-            embeds: Output of the tower `[N, D]`, with further channels after the first `width`.
-            size: Patches: frames, rows, columns.
-            width: Number of channels for the choice, without those of DeepStack.
-
-        Returns:
-            The choice, and its mask `[N]` with one set entry per place of the prompt.
+        `embeds` `[N, D]` is the output of the tower; channels after the first `width` (DeepStack)
+        do not count. `size` is in patches: frames, rows, columns. The returned mask `[N]` has one
+        set entry per place of the prompt.
         """
         assert self.mmfast_plan is not None
         merge = int(self.visual.spatial_merge_size)

@@ -20,11 +20,7 @@ LONGEST = 600  # seconds of one chunk
 
 
 class Inlet:
-    """Takes chunks of one stream, and changes their rate without a seam between them.
-
-    Attributes:
-        samples: At 16 kHz so far.
-    """
+    """Takes chunks of one stream, and changes their rate without a seam between them."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -33,11 +29,7 @@ class Inlet:
         self._odd = b""  # half a sample that ended a chunk of bytes
 
     def take(self, pcm: Any, rate: int) -> Tensor:
-        """A chunk as samples `[n]` at 16 kHz.
-
-        Raises:
-            MediaError: It is no sound; nothing of it is taken.
-        """
+        """A chunk as samples `[n]` at 16 kHz; MediaError, and nothing taken, if it is no sound."""
         rate, chunk = check_rate(rate), self._samples(pcm)
         if len(chunk) > LONGEST * rate:
             raise MediaError(
@@ -93,19 +85,11 @@ Status = Literal["", "completed", "interrupted", "cancelled", "failed", "incompl
 class VoiceEvent:
     """One event of a conversation.
 
-    Args:
-        kind: What happened.
-        number: Ascending, without gaps, in the order in which they happened; deltas that a
-            cancel overtook leave one.
-        time_ms: When, on the conversation's clock, since it began.
-        item: The item of the conversation that it is about.
-        reply: The reply that it belongs to.
-        audio_ms: A place in sound: of the input for `speech_*`, else of the reply.
-        text: See `kind`.
-        pcm: Samples `[n]` of `audio`.
-        rate: Samples per second of `pcm`.
-        status: Of `done`.
-        stats: Figures of `done`; see `mmfast.voice.playback.ReplyMeter.stats`.
+    Numbers ascend without gaps, in the order in which events happened; deltas that a cancel
+    overtook leave one. `time_ms` counts on the conversation's clock from its beginning; `item` and
+    `reply` are what the event is about and belongs to. `audio_ms` is a place in sound: of the input
+    for `speech_*`, else of the reply. Samples `pcm` `[n]` at `rate` come with `audio`; `status` and
+    `stats` (see `mmfast.voice.playback.ReplyMeter.stats`) with `done`.
     """
 
     kind: Kind
@@ -138,9 +122,6 @@ class Outlet:
 
     It locks nothing: its owner does. Sound is bounded by its maker, which waits while too much of
     it is here; other events are a few a turn, and the oldest are dropped beyond `MOST`.
-
-    Args:
-        clock: Tells the time of an event.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -24,20 +24,11 @@ class Dialogue:
 
     It holds no lock, starts no thread and never waits. A driver calls it, and says in a subclass
     where events go (`emit`), how items are named (`name`) and what a turn becomes (`take_turn`,
-    `answer_turn`).
+    `answer_turn`). The arguments are those of `VoiceSession`.
 
-    Args:
-        clock: Of the playback.
-        history: Bounds the conversation.
-        interrupt: Speech cuts a reply off; else only a turn that is over does.
-        answer: Every turn is answered.
-        delay: Seconds from the first sound of a reply to its playback.
-
-    Attributes:
-        ear: Finds turns; None where there is none yet.
-        offset: Samples of the input before this ear.
-        open: Name of the item that is being said, "" during silence.
-        reply: The reply that is being made or played.
+    `ear` finds turns, None where there is none yet; `offset` counts samples of the input before
+    this ear. `open` names the item that is being said, "" during silence; `reply` is the reply that
+    is being made or played.
     """
 
     def __init__(

@@ -18,10 +18,7 @@ LONGEST = 60.0  # seconds of a turn; then it is taken as it is
 class EarEvent:
     """Beginning or end of a turn of speech, or a long silence.
 
-    Args:
-        kind: Which of them.
-        at: Sample of the input, padding included.
-        pcm: What was said `[n]`, where it is over.
+    `at` is a sample of the input, padding included; `pcm` `[n]` is what was said, at an end.
     """
 
     kind: Literal["started", "stopped", "timeout"]
@@ -43,14 +40,7 @@ class Ear(Protocol):
 
 
 class ManualEar:
-    """Take all sound for speech until `flush` ends the turn: push to talk.
-
-    Args:
-        longest: Seconds after which a turn ends by itself.
-
-    Attributes:
-        held: Samples of the turn so far.
-    """
+    """Take all sound for speech until `flush`, or `longest` seconds: push to talk."""
 
     def __init__(self, longest: float = LONGEST) -> None:
         self._limit = round(longest * RATE)
@@ -85,13 +75,9 @@ class ManualEar:
 class VoiceEar:
     """Finds turns with silero-vad, or another detector.
 
-    Args:
-        **options: `threshold`, `silence_duration_ms`, `prefix_padding_ms`, `max_turn_ms`,
-            `idle_timeout_ms` and so on; see `mmfast.frontends.audio.turns.Turns`.
-
-    Raises:
-        ModelError: silero-vad is not installed.
-        SpecError: A value out of range.
+    `options` are `threshold`, `silence_duration_ms`, `prefix_padding_ms`, `max_turn_ms`,
+    `idle_timeout_ms` and so on of `mmfast.frontends.audio.turns.Turns`. ModelError: silero-vad is
+    not installed. SpecError: a value out of range.
     """
 
     def __init__(self, **options: Any) -> None:

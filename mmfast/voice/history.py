@@ -25,13 +25,9 @@ class Alignment:
 
     The words of a piece begin with the piece; or `notes["starts"]` says where, in samples of the
     piece, one number a word. Words that begin together share the time until the next by their
-    length. A word ends with its last loud sample: who is cut short in the pause behind it has
-    said it. One that may go on in pieces to come has not been said in full.
-
-    Attributes:
-        samples: Of the sound so far.
-        rate: Of them a second.
-        finished: No more pieces come; set by the owner.
+    length. A word ends with its last loud sample: who is cut short in the pause behind it has said
+    it. One that may go on in pieces to come has not been said in full; the owner sets `finished`
+    when none come.
     """
 
     def __init__(self) -> None:
@@ -117,18 +113,12 @@ LETTERS = 8000
 
 @dataclass
 class HistoryTurn:
-    """One side's turn.
+    """One side's turn; text that is not given by sound is in `said`.
 
-    Args:
-        id: Its name.
-        role: Who spoke.
-        said: Its text, where it is not given by sound.
-        words: Text beside sound, of a reply.
-        playback: What of that sound has been played; None once it is settled.
-        limit: Samples after which it was cut off; None where it was not.
-        arrived: Samples that its listener got, once it is settled.
-        seconds: Length of the sound of a user's turn.
-        understood: Its sound has become text, which may be none.
+    Of a reply, `words` has the text beside sound, and `playback` what of that has been played (None
+    once it is settled, when `arrived` counts samples that its listener got). It was cut off after
+    `limit` samples, None where it was not. Of a user's turn, `seconds` is the length of the sound;
+    `understood`: it has become text, which may be none.
     """
 
     id: str
@@ -164,11 +154,7 @@ class HistoryTurn:
         self.limit = played
 
     def truncate(self, ms: float) -> float:
-        """Keep so much of its sound as its listener heard, no more than arrived.
-
-        Returns:
-            The milliseconds that are kept; 0 of a turn without sound.
-        """
+        """Keep as much of its sound as its listener heard; returns milliseconds, or 0."""
         if self.words is None:
             return 0.0
         if self.playback is not None:
@@ -179,12 +165,7 @@ class HistoryTurn:
 
 
 class History:
-    """The items of a conversation, the oldest of which are forgotten.
-
-    Args:
-        turns: Most items.
-        letters: Most letters of them together; the last two stay, however long.
-    """
+    """Items of a conversation; the oldest beyond `turns` or `letters` go, but the last two stay."""
 
     def __init__(self, turns: int = TURNS, letters: int = LETTERS) -> None:
         for name, value in (("turns", turns), ("letters", letters)):
@@ -211,11 +192,7 @@ class History:
             left, self.forgotten = left - whole[id], self.forgotten + 1
 
     def get(self, id: str) -> HistoryTurn:
-        """An item.
-
-        Raises:
-            MmfastError: There is none of that name, or it is forgotten.
-        """
+        """An item; MmfastError where there is none of that name, or it is forgotten."""
         if id not in self.items:
             raise MmfastError(unknown("item", id, self.items or ["none yet"]))
         return self.items[id]
@@ -241,11 +218,7 @@ class History:
         ]
 
     def restore(self, saved: Iterable[dict[str, Any]]) -> None:
-        """Go on with what `save` gave.
-
-        Raises:
-            MmfastError: It did not.
-        """
+        """Go on with what `save` gave; MmfastError for anything else."""
         items = {}
         try:
             for row in saved:

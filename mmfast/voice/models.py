@@ -22,16 +22,7 @@ _PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
 def load_voice(
     model: Any, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
 ) -> Any:
-    """The embedded speech model, a checkpoint, or an object as it is.
-
-    Args:
-        model: None, a directory, a hub id, or something that speaks, listens or chats.
-        device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
-        dtype: By name, or as torch has it.
-
-    Raises:
-        ModelError: It cannot be loaded, or is of a family that has no voice here.
-    """
+    """Load the embedded speech model (None) or a checkpoint, else ModelError; an object is kept."""
     if model is None:
         return _embedded(None, device)
     if not isinstance(model, str | Path):
@@ -98,11 +89,7 @@ def load_speaker(
 
 
 def can(model: Any, part: str) -> Any:
-    """The model, if it can do a part.
-
-    Raises:
-        ModelError: It cannot.
-    """
+    """The model, if it can do a part; else ModelError."""
     if not callable(getattr(model, part, None)):
         raise ModelError(
             f"{type(model).__name__} cannot {_PARTS[part]}: it has no {part}(); "
@@ -112,11 +99,7 @@ def can(model: Any, part: str) -> Any:
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are given; a model has its own defaults for the rest.
-
-    Raises:
-        MmfastError: A number where a name belongs, or the other way round.
-    """
+    """Options that are given; MmfastError for a number where a name belongs, or the reverse."""
     found = {name: value for name, value in options.items() if value is not None}
     for name in ("voice", "mode", "verify"):
         if name in found and not isinstance(found[name], str):
@@ -138,14 +121,9 @@ def speaking(options: Mapping[str, Any]) -> dict[str, Any]:
 class Cascade:
     """Voices a text model: what is said becomes text, its answer becomes speech as it is written.
 
-    Args:
-        listener: Understands speech.
-        chat: Answers a conversation, whose last turn is the user's, with text or pieces of it as
-            they come; anything that makes text will do.
-        speaker: Says the answer; None leaves it text.
-
-    Raises:
-        MmfastError: One of them cannot do its part.
+    `chat` answers a conversation, whose last turn is the user's, with text or pieces of it as they
+    come; anything that makes text will do. `speaker` None leaves the answer text. MmfastError: one
+    of them cannot do its part.
     """
 
     def __init__(self, listener: Listener, chat: Chat, speaker: Speaker | None) -> None:
@@ -178,14 +156,7 @@ class Cascade:
 def voiced(
     answer: str | Iterable[str], speaker: Speaker | None, rate: int, options: Mapping[str, Any]
 ) -> Iterator[Sound]:
-    """Say an answer as it is written; without a speaker it stays text.
-
-    Args:
-        answer: Text, or pieces of it as they come; nothing is said where nothing is written.
-        speaker: Says it.
-        rate: Of text without sound.
-        options: Of a reply.
-    """
+    """Say an answer as it is written; without a speaker it stays text, at `rate`."""
     pieces = iter([answer] if isinstance(answer, str) else answer)
     first = next((piece for piece in pieces if piece.strip()), "")
     if first and speaker is not None:

@@ -15,20 +15,9 @@ from mmfast.streams.stream import Clock
 class Playback:
     """Counts samples of one reply that a loudspeaker has played.
 
-    It begins when the first sound arrives, plays without pause while there is some, and waits
-    where there is none.
-
-    Args:
-        clock: Tells what time it is.
-        rate: Samples per second.
-        delay: Seconds between the arrival of the first sound and its start, as a buffer against
-            gaps.
-
-    Attributes:
-        arrived: Samples that came so far.
-        gaps: How often it ran dry between two pieces.
-        silent: Seconds of these gaps.
-        longest: Seconds of the longest.
+    It begins `delay` seconds after the first sound arrives, as a buffer against gaps, plays without
+    pause while there is some, and waits where there is none. `gaps` counts how often it ran dry
+    between two pieces; `silent` and `longest` are seconds of them all and of the longest.
     """
 
     def __init__(self, clock: Clock, rate: int, delay: float = 0.0) -> None:
@@ -80,10 +69,8 @@ KEPT = 512  # latencies of so many replies are kept for the quantiles
 class ReplyMeter:
     """Figures of one reply, or of one text that is said.
 
-    Time counts from the moment it was made: that is when the question was over.
-
-    Args:
-        now: Tells seconds of work, not those of a simulated conversation.
+    Time counts from the moment it was made: that is when the question was over. `now` tells seconds
+    of work, not those of a simulated conversation.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:

@@ -14,15 +14,10 @@ from mmfast.voice.playback import Playback, ReplyMeter
 class SpokenReply:
     """A reply on its way.
 
-    Args:
-        id: Name of the reply.
-        item: The item of the conversation that it fills.
-        make: Begins to make it; called for the first piece, outside of all locks.
-        question: The item that it answers; it gets the text that was understood.
-
-    Attributes:
-        over: No more pieces come: it was made in full, cancelled, or it failed.
-        busy: A thread makes a piece just now.
+    It fills the item `item` and answers the item `question`, which gets the text that was
+    understood. `make` begins to make it; it is called for the first piece, outside of all locks.
+    `over`: no more pieces come, as it was made in full, cancelled, or it failed. `busy`: a thread
+    makes a piece just now.
     """
 
     playback: Playback | None

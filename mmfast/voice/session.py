@@ -164,11 +164,7 @@ class VoiceSession(Dialogue):
             self.lock.notify_all()
 
     def commit(self) -> None:
-        """End the turn that is being said.
-
-        Raises:
-            MmfastError: Nothing is being said.
-        """
+        """End the turn that is being said; MmfastError where nothing is being said."""
         with self.lock:
             self._check_open()
             found = self.ear.flush()
@@ -185,8 +181,7 @@ class VoiceSession(Dialogue):
     def respond(self, **options: Any) -> str:
         """Answer what was said last, or what `add` wrote; returns the name of the reply.
 
-        Raises:
-            MmfastError: Nothing was said, or it was written and the model answers sound alone.
+        MmfastError: nothing was said, or it was written and the model answers sound alone.
         """
         with self.lock:
             self._check_open()
@@ -286,15 +281,11 @@ class VoiceSession(Dialogue):
             return found
 
     def run(self, chunks: Iterable[Any], rate: int = RATE) -> Iterator[VoiceEvent]:
-        """Converse until the sound ends and the last reply has been played.
+        """Converse until the sound ends and the last reply has been played; yields events.
 
-        Args:
-            chunks: Of sound, as for `push`; any length, any split.
-            rate: Samples per second.
-
-        Yields:
-            Events as they happen. Without a clock of its own the conversation goes as fast as
-            the model; with one, replies are made in a thread while chunks are waited for.
+        `chunks` are pieces of sound as for `push`, of any length. Without a clock of its own the
+        conversation goes as fast as the model; with one, replies are made in a thread while chunks
+        are waited for.
         """
         if self.input_clock is None:
             self.start()
@@ -372,14 +363,11 @@ class VoiceSession(Dialogue):
     # --- the conversation ---
 
     def truncate(self, item: str, audio_end_ms: float) -> str:
-        """Keep so much of a reply as its listener says was heard; returns the text that stays.
+        """Keep as much of a reply as its listener heard; returns the text that stays.
 
-        Args:
-            item: Name of the reply's item.
-            audio_end_ms: Milliseconds of its sound; more than there is means all there is.
-
-        Raises:
-            MmfastError: There is no such item, it is no reply, or that is no time.
+        `item` names the reply's item; `audio_end_ms` are milliseconds of its sound, more than there
+        is means all of it. MmfastError: there is no such item, it is no reply, or the time is
+        wrong.
         """
         with self.lock:
             if self.history.get(item).words is None:
@@ -418,11 +406,7 @@ class VoiceSession(Dialogue):
             return {"items": self.history.save(), "next": dict(self._next)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on with a saved conversation; what was said in this one is forgotten.
-
-        Raises:
-            MmfastError: `save` did not give that.
-        """
+        """Go on with a conversation that `save` gave (else MmfastError), and forget this one."""
         with self.lock:
             self._check_open()
             if not isinstance(saved, dict) or not isinstance(saved.get("next"), dict):

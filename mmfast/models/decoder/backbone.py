@@ -39,12 +39,7 @@ _CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # of the largest logit; els
 
 @dataclass(eq=False)
 class BackboneState:
-    """Keys and values of B streams.
-
-    Attributes:
-        slots: Per decoder layer.
-        lengths: Tokens that stand, per stream; what is written behind them is not there.
-    """
+    """Keys and values of B streams, one slot per decoder layer; `lengths` tokens of each stand."""
 
     slots: list[LayerSlot]
     lengths: list[int]
@@ -64,22 +59,11 @@ class BackboneState:
 
 
 class Backbone:
-    """A transformers causal language model, called piece by piece.
+    """A `…ForCausalLM` of full-attention layers with rotary positions, called piece by piece.
 
-    Args:
-        model: `…ForCausalLM` of full-attention decoder layers with rotary positions; it stays as
-            it is. Its weights may change later: then call `refresh`.
-        lean: Whether to run Llama-like layers in fewer operations; None where it gains.
-        check: Compare a few tokens with the stock forward pass first.
-
-    Attributes:
-        lean: Whether it runs its layers in fewer operations.
-        width: D.
-        entries: Rows of the embedding.
-        vocabulary: Rows of the output head.
-
-    Raises:
-        ModelError: The model is of a kind that cannot be called so.
+    The model stays as it is; call `refresh` when its weights change. `lean` runs Llama-like layers
+    in fewer operations (None: where it gains), `check` compares a few tokens with the stock forward
+    pass first. ModelError where the model is of a kind that cannot be called so.
     """
 
     def __init__(self, model: Any, *, lean: bool | None = None, check: bool = True) -> None:
@@ -122,15 +106,10 @@ class Backbone:
         return BackboneState([LayerSlot(reserve) for _ in self.blocks], [0] * batch)
 
     def run(self, state: BackboneState, embeds: Tensor, counts: Sequence[int]) -> Tensor:
-        """Read tokens behind those of the streams.
+        """Read `embeds` `[B, n, D]` behind the tokens of the streams; the state changes in place.
 
-        Args:
-            state: Changed in place.
-            embeds: `[B, n, D]`.
-            counts: How many of the n are tokens, per stream; the rest is padding behind them.
-
-        Returns:
-            Hidden states before the final norm, `[B, n, D]`.
+        Of the n, the first `counts[b]` are tokens of stream b, the rest padding. Returns the hidden
+        states `[B, n, D]` before the final norm.
         """
         place = self.placer.place(state.lengths, embeds.shape[1])
         x = embeds
@@ -264,18 +243,11 @@ def backbone_of(model: Any) -> Backbone:
 
 
 def make_head(name: str, model: Any, *, start: str = "last", **options: Any) -> Any:
-    """A new head for a causal language model.
+    """A new head, such as `mctp` or `mtp`, for a causal language model or a `Backbone` of one.
 
-    Args:
-        name: A registered head, such as `mctp` or `mtp`.
-        model: `…ForCausalLM`, or a `Backbone` of one.
-        start: `last` copies the model's last decoder layer into every module, where the inner
-            width is the same all of it, else all but the feed-forward part; `random` does not.
-        options: Of the head: `modules`, `ffn`, `window` …
-
-    Raises:
-        SpecError: There is no such head.
-        ModelError: The model or the options do not fit.
+    `start="last"` copies the model's last decoder layer into every module, where the inner width is
+    the same all of it, else all but the feed-forward part; `"random"` does not. Options are the
+    head's: `modules`, `ffn`, `window` …
     """
     make = get(name, "head").fn
     if start not in ("last", "random"):

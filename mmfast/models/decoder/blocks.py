@@ -132,7 +132,6 @@ class Lean:
     def _mixed(
         self, flat: Tensor, batch: int, n: int, slot: LayerSlot, place: TokenPlaces
     ) -> Tensor:
-        """Output of the attention, `[B * n, D]`."""
         qkv = _product(self.before(flat), self.qkv, self.qkv_bias).view(batch, n, -1, self.head)
         turned = qkv[:, :, : self.turned]
         normed = turned if self.head_norm is None else self.head_norm(turned)

@@ -1,10 +1,8 @@
 """Rotate stored keys exactly as the stock attention does, with the model's own modules.
 
-Keys and queries as they are before RoPE, read off the stock attention while it runs.
-
-Forward hooks stand on the last module that makes them: `k_norm` where there is one, else
-`k_proj`. A hook only writes where the thread that runs the model asked for it, so other threads,
-and other users of the same model, see no difference.
+Keys and queries before RoPE are read off the stock attention while it runs, by forward hooks on the
+last module that makes them: `k_norm` where there is one, else `k_proj`. A hook only writes where
+the thread that runs the model asked for it, so other threads see no difference.
 """
 
 from __future__ import annotations
@@ -31,29 +29,17 @@ _FUSED = "qkv_proj"  # queries, keys and values side by side
 
 @dataclass(eq=False)
 class Raw:
-    """Keys and queries of the last forward pass of a thread, by layer.
-
-    Attributes:
-        keys: Decoder layer to `[B, H, n, d]` before RoPE.
-        queries: Decoder layer to `[B, Hq, n, d]` before RoPE.
-    """
+    """Keys and queries of a thread's last pass before RoPE: decoder layer to `[B, H, n, d]`."""
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     queries: dict[int, Tensor] = field(default_factory=dict)
 
 
 class RawCapture:
-    """Hooks on every attention layer of a decoder; they stay until `remove`.
+    """Hooks on every attention layer of a text model; they stay until `remove`.
 
-    Args:
-        decoder: A text model (`model.get_decoder()`) with `layers`; those without `self_attn`
-            (convolutions) are passed over.
-
-    Attributes:
-        attentions: Decoder layer to its attention module.
-
-    Raises:
-        ModelError: There is no attention layer, or one does not show its keys before RoPE.
+    Layers without `self_attn` (convolutions) are passed over; `attentions` maps the others to their
+    modules. ModelError where there is none, or one does not show its keys before RoPE.
     """
 
     def __init__(self, decoder: Any) -> None:
@@ -100,11 +86,7 @@ class RawCapture:
 
 @contextmanager
 def capturing(decoder: Any) -> Iterator[Raw]:
-    """Capture what this thread runs through a text model; no hook stays behind.
-
-    Raises:
-        ModelError: As `RawCapture`.
-    """
+    """Capture what this thread runs through a text model, as `RawCapture`; no hook stays behind."""
     capture = RawCapture(decoder)
     try:
         with capture.recording() as raw:
@@ -114,11 +96,7 @@ def capturing(decoder: Any) -> Iterator[Raw]:
 
 
 def attentions(decoder: Any) -> dict[int, nn.Module]:
-    """Decoder layer to its attention module.
-
-    Raises:
-        ModelError: The decoder has none.
-    """
+    """Decoder layer to its attention module; ModelError where the decoder has none."""
     layers = getattr(decoder, "layers", None)
     found = {} if layers is None else dict(enumerate(layers))
     found = {i: layer.self_attn for i, layer in found.items() if hasattr(layer, "self_attn")}
@@ -189,16 +167,9 @@ _CHANGING = ("dynamic", "longrope")  # their frequencies depend on the length of
 
 
 class Rotary:
-    """The rotary embedding of one text model.
+    """The rotary embedding of one text model; its positions have 3 `axes` under M-RoPE, else 1.
 
-    Args:
-        decoder: `model.get_decoder()`.
-
-    Attributes:
-        axes: Axes A of its positions: 3 under M-RoPE, else 1.
-
-    Raises:
-        ModelError: It has none, or one whose frequencies change with the length.
+    ModelError where it has none, or one whose frequencies change with the length.
     """
 
     def __init__(self, decoder: Any) -> None:
@@ -226,12 +197,10 @@ class Rotary:
         self.axes = 3 if hasattr(self._module, "mrope_section") else 1
 
     def angles(self, positions: Tensor, like: Tensor, layer: int = 0) -> Angles:
-        """Cosines and sines of positions; the same for all layers of a kind and a device.
+        """Cosines and sines of positions `[A, n]`, or `[A, B, n]` where conversations differ.
 
-        Args:
-            positions: `[A, n]`, or `[A, B, n]` where conversations differ; int64, of any sign.
-            like: Keys, for device and dtype.
-            layer: Decoder layer; only matters where kinds of layers have their own frequencies.
+        They are the same for all layers of a kind and a device; `like` gives device and dtype, and
+        `layer` only matters where kinds of layers have their own frequencies.
         """
         places = positions[:, None] if positions.ndim == 2 else positions
         places = places.to(like.device)
@@ -249,16 +218,7 @@ class Rotary:
         return turned if keys.ndim == 4 else turned[0]
 
     def rotate(self, attention: Any, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys as the stock attention would cache them at other positions.
-
-        Args:
-            attention: The attention module they are of.
-            keys: `[H, n, d]` or `[B, H, n, d]` before RoPE.
-            positions: `[A, n]` or `[A, B, n]`.
-
-        Returns:
-            Rotated keys, bit for bit those of the stock model.
-        """
+        """Keys rotated to positions `[A, (B,) n]`, bit for bit those of the stock model."""
         angles = self.angles(positions, keys, getattr(attention, "layer_idx", 0))
         return self.turn(attention, keys, angles)
 
@@ -267,10 +227,7 @@ class Rotary:
 def check_rotation(decoder: Any, capture: RawCapture, rotary: Rotary) -> None:
     """Run three tokens and see that captured keys, rotated, are those the model caches.
 
-    A model that norms its keys behind RoPE, or rotates in some other way, shows here.
-
-    Raises:
-        ModelError: They are not.
+    ModelError for a model that norms its keys behind RoPE, or rotates in some other way.
     """
     weight = decoder.get_input_embeddings().weight
     steps = torch.tensor([3, 5, 17], device=weight.device)

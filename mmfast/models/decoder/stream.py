@@ -45,14 +45,8 @@ class _Call(Cache):  # type: ignore[misc]  # transformers has no types
 class StreamDecoder:
     """Steps of a stock decoder (`LlamaModel`, `MoshiModel`, `CsmBackboneModel`, …).
 
-    Args:
-        body: The decoder: takes `inputs_embeds`, `attention_mask`, `position_ids`, and calls
-            `past_key_values.update`.
-        window: Places that a token may look back to, its own included; None for all.
-        width: Tokens per place.
-
-    Raises:
-        ModelError: Its attention takes no mask of ours, or the window is below 2.
+    A token may look back to `window` places, its own included, of `width` tokens each; None for
+    all. ModelError where the attention takes no mask of ours, or the window is below 2.
     """
 
     def __init__(self, body: nn.Module, window: int | None = None, width: int = 1) -> None:
@@ -75,15 +69,9 @@ class StreamDecoder:
     def step(
         self, state: StreamKV, embeds: Tensor, real: Tensor | None = None
     ) -> tuple[StreamKV, Tensor]:
-        """Run the next tokens.
+        """Run the tokens `[B, n, D]`; returns the next state and the last hidden states.
 
-        Args:
-            state: Of the step before.
-            embeds: `[B, n, D]`.
-            real: `[B, n]` bool where shorter streams are padded; padding leaves no trace.
-
-        Returns:
-            The next state, and the last hidden states `[B, n, D]`.
+        `real` `[B, n]` is False where shorter streams are padded; padding leaves no trace.
         """
         step = advance(state, embeds.shape[1], real, self.window, self.width)
         keep = None if self.window is None else (self.window - 1) * self.width

@@ -134,11 +134,7 @@ def families(kind: str | None = None) -> list[str]:
 
 
 def check_media(model: Any, kind: str) -> None:
-    """Refuse a kind of media that a model does not take.
-
-    Raises:
-        ModelError: Names the families that do.
-    """
+    """Refuse a kind of media that a model does not take; the ModelError names families that do."""
     if kind not in adapter_for(model).media:
         raise ModelError(
             f"{type(model).__name__} takes no {kind}; families that do: {', '.join(families(kind))}"
@@ -151,11 +147,7 @@ def add_adapter(adapter: Adapter) -> None:
 
 
 def adapter_for(model: Any) -> Adapter:
-    """The adapter of a model, found by `model.config.model_type`.
-
-    Raises:
-        ModelError: There is none; names the class and says how to write one.
-    """
+    """The adapter of a model by `model.config.model_type`; the ModelError says how to write one."""
     family = getattr(getattr(model, "config", None), "model_type", None)
     import_all(_PACKAGE)
     if family not in _ADAPTERS:
@@ -176,21 +168,14 @@ def adapter_for(model: Any) -> Adapter:
 
 
 def tower_of(model: Any) -> Tower:
-    """The vision tower of a model of a known family.
-
-    Raises:
-        ModelError: The family is unknown.
-    """
+    """The vision tower of a model; ModelError where the family is unknown."""
     return adapter_for(model).tower(model.base_model)
 
 
 def token_counts(
     model: Any, kind: str, inputs: Mapping[str, Any], trace: Trace
 ) -> list[tuple[int, int]]:
-    """Visual tokens of every image or clip of a batch: before, and after the last stage.
-
-    Separators are not counted: no method may drop them.
-    """
+    """Tokens of every image or clip before and after all stages, without separators."""
     layouts = adapter_for(model).layout(model.base_model, kind, inputs)
     full = [len(layout.content()) for layout in layouts]
     left = dict(enumerate(full))

@@ -139,12 +139,12 @@ def clips(ids: list[int], images: list[list[Span]]) -> list[list[list[Span]]]:
 
 
 def _follows(ids: list[int], a: Span, b: Span) -> bool:
-    """Two pictures are neighbours in a clip: both stamped, little between them."""
+    """Return True for neighbours in a clip: both are stamped, with little between them."""
     return b[0] - a[1] <= _LONGEST and _stamped(ids, a) and _stamped(ids, b)
 
 
 def _stamped(ids: list[int], span: Span) -> bool:
-    """`mm:ss:`, a token each, stands in front of a picture and its opening tags."""
+    """Return True where `mm:ss:`, a token each, stands in front of a picture's opening tags."""
     opening = ids[span[1] : span[1] + 1]  # the tag that closes a picture opens it, too
     first = span[0] - 1
     while first >= 0 and ids[first : first + 1] != opening:

@@ -62,15 +62,9 @@ _LONGEST = 4  # tokens of a number
 
 
 def clips(ids: Tensor, here: Tensor, tile: int) -> list[list[Span]]:
-    """Runs of placeholders in reading order, those of a clip together.
+    """Runs of placeholders in reading order: one span per image, per clip one for each frame.
 
-    Args:
-        ids: `[L]` token ids of one prompt.
-        here: `[L]` True at placeholders.
-        tile: Placeholders of one frame.
-
-    Returns:
-        Per image one span `(start, stop)`, per clip one for each frame.
+    `here` `[L]` is True at placeholders; a frame has `tile` of them.
     """
     tokens, spans = ids.tolist(), runs(here)
     groups: list[list[Span]] = []

@@ -21,17 +21,11 @@ def mosaic_layouts(
     shapes: Sequence[tuple[int, int] | None],
     side: int,
 ) -> list[Layout]:
-    """Layouts of images that were cut into tiles, newline tokens as separators.
+    """Layouts of images that were cut into tiles of `side` tokens, newline tokens as separators.
 
-    Args:
-        pack: The family's packing: features per image `[tiles, side * side, C]` (overview first)
-            and a newline `[C]` to packed features per image `[length, C]`.
-        shapes: Per image the rows and columns of its tiles; None for an image of one tile.
-        side: Tokens per side of a tile.
-
-    Returns:
-        A layout per image. `tiles` and `places` are set where there are tiles: an overview token
-        lies in the overview's own raster, the others in that of the mosaic as it was packed.
+    `pack` is the family's packing: features per image `[tiles, side * side, C]` (overview first)
+    and a newline `[C]` to `[length, C]`; `shapes` has rows and columns of tiles, None for one tile.
+    An overview token lies in the overview's own raster, the others in that of the mosaic as packed.
     """
     marks = [_marks(shape, side) for shape in shapes]
     packed = pack(marks, torch.full((2,), NEWLINE))
@@ -76,15 +70,9 @@ def mosaic_places(length: int, separators: Sequence[int], side: int) -> Tensor:
 def tile_raster(
     shape: tuple[int, int], side: tuple[int, int], overview: str | None = "first"
 ) -> tuple[tuple[int, ...], Tensor]:
-    """`tiles` and `places` of a layout whose tiles follow each other whole.
+    """`tiles` and `places` of a `Layout` whose tiles follow each other whole.
 
-    Args:
-        shape: Rows and columns of tiles.
-        side: Tokens per column and per row of a tile.
-        overview: Whether the overview comes `first`, `last` or not at all.
-
-    Returns:
-        Tile of each token (0 is the overview) and `(0, y, x)` `[N, 3]`, as in `Layout`.
+    `shape` counts tiles, `side` the tokens of a tile; the overview comes `first`, `last` or not.
     """
     h, w = side
     inside = raster_places((1, h, w))

@@ -21,14 +21,10 @@ SEGMENTS = "mmfast_flash_segments"
 
 @dataclass(frozen=True)
 class Tower:
-    """The vision tower of a model.
+    """The vision tower of a model: `module` with `blocks`, inside the base model.
 
-    Attributes:
-        base: The base model, which owns `get_image_features` and `get_video_features`.
-        module: The tower itself.
-        blocks: Its transformer blocks in order.
-        packed: Patches of all items lie in one sequence `[S, D]` (Qwen), not in a batch.
-        class_token: Row 0 of a frame is a class token.
+    If `packed`, patches of all items lie in one sequence `[S, D]` (Qwen), not in a batch; with a
+    `class_token`, row 0 of a frame is one.
     """
 
     base: Any
@@ -57,11 +53,7 @@ def kinds_of(base: Any) -> list[str]:
 
 
 def check_blocks(tower: Tower, family: str, what: str) -> None:
-    """Refuse what only a tower of attention blocks has.
-
-    Raises:
-        ModelError: The tower has no such blocks; says what to use instead.
-    """
+    """Refuse what only a tower of attention blocks has; the ModelError says what to use instead."""
     if not len(tower.blocks):
         raise ModelError(
             f"the vision tower of {family!r} has no blocks of attention that can be read, so there "

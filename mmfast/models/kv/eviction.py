@@ -33,16 +33,10 @@ Choose = Callable[[int, Tensor], Reduction]
 
 
 def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int, int]:
-    """Let a policy choose what stays in one layer of a cache.
+    """Let a policy, called once per batch row, choose what stays in one shortened layer with notes.
 
-    Args:
-        cache: The cache.
-        index: A shortened layer of it, with notes.
-        choose: Called once per batch row.
-        drafts: Last entries, which stay because they may be taken back.
-
-    Returns:
-        Entries per head before and after, of all rows together.
+    The last `drafts` entries stay, as they may be taken back. Returns entries per head before and
+    after, of all rows together.
     """
     layer = cache.layers[index]
     notes, length = fill(layer), entries(layer)
@@ -184,11 +178,8 @@ def _settled(spec: Spec, n: int) -> Spec:
 class Slid:
     """Result of `slide` on one layer, for the next ones, which hold the same.
 
-    Attributes:
-        before: Its notes, and how many entries it had and had lost by then.
-        kinds: Of its entries.
-        where: Entries that stay.
-        layer: The layer itself, as it stands now.
+    `before` has its notes, and how many entries it had and had lost by then; `where` has the
+    entries that stay.
     """
 
     before: tuple[Any, int, int]
@@ -205,15 +196,9 @@ _MANY = 256  # lengths that are remembered; in the long run a window has one
 def slide(cache: Any, index: int, plan: CachePlan, memo: list[Slid], known: Known) -> bool:
     """Let position policies evict from one conversation, where all its layers hold the same.
 
-    Args:
-        cache: The cache.
-        index: A layer with notes.
-        plan: The policies.
-        memo: What was done to the layer before; empty at first.
-        known: Choices that depend on numbers of tokens alone, kept from step to step.
-
-    Returns:
-        False where rows, heads or packs call for `evict`, and nothing was done.
+    `memo` has the result for the layer before, `known` the choices that depend on numbers of tokens
+    alone, kept from step to step. False where rows, heads or packs call for `evict`, and nothing
+    was done.
     """
     layer = cache.layers[index]
     if isinstance(layer, PackedLayer) or PINNED in layer.notes:
@@ -272,7 +257,6 @@ def _keep_only(layer: Any, where: Tensor) -> None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Compare the tokens and the notes of two layers."""
     return (
         (one.gone, one.dropped, one.notes.keys()) == (other.gone, other.dropped, other.notes.keys())
         and one.uneven == other.uneven
@@ -286,15 +270,8 @@ def _alike(one: Any, other: Any) -> bool:
 class Eviction:
     """Eviction under one plan, from the caches of one attached model.
 
-    Args:
-        plan: The plan; one that stores in two precisions, or retrieves, evicts nothing.
-        layers: Decoder layers of the model.
-        state: The pass that each thread is in.
-
-    Attributes:
-        acts: Entries leave.
-        always: They leave at every step.
-        rescores: The score is computed anew for that.
+    A plan that stores in two precisions, or retrieves, evicts nothing. Entries leave if `acts`, at
+    every step if `always`; `rescores` computes the score anew for that.
     """
 
     def __init__(self, plan: CachePlan, layers: int, state: PassState) -> None:
@@ -323,12 +300,6 @@ class Eviction:
 
         A prompt that is not over is thinned between its chunks where all policies act at every
         step, on numbers of tokens.
-
-        Args:
-            cache: The cache.
-            index: A layer with notes.
-            over: The prompt is over.
-            memo: See `slide`.
         """
         layer = cache.layers[index]
         if not self.always or not (self._by_number or (over and BASIS in layer.notes)):
@@ -388,7 +359,6 @@ class Eviction:
 
 
 def _turns(plan: CachePlan, kinds: Tensor, pinned: Tensor | None, drafts: int) -> Tensor:
-    """`[drafts, n]` of one row and head."""
     n = len(kinds)
     alive = (kinds[: n - drafts] != PADDING).nonzero()[:, 0]
     seen = torch.zeros(drafts, n, dtype=torch.bool)
@@ -403,17 +373,7 @@ def _turns(plan: CachePlan, kinds: Tensor, pinned: Tensor | None, drafts: int) -
 
 
 def hidden(module: Any, query: Tensor, mask: Any, seen: Tensor) -> Any:
-    """Hide more in a mask.
-
-    Args:
-        module: The attention module.
-        query: `[B, H, L, d]`.
-        mask: None, bool or additive `[B | 1, 1, L, S or more]`.
-        seen: `[B, 1 or Hkv, L or 1, S]` bool, the entries that may be seen; causal.
-
-    Raises:
-        ModelError: Attention that takes no such mask.
-    """
+    """Hide all but `seen` `[B, 1 or Hkv, L or 1, S]` in a mask; ModelError where it takes none."""
     kind = str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
     if "flash" in kind or not (mask is None or isinstance(mask, Tensor)):
         raise ModelError(

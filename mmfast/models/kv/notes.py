@@ -92,13 +92,9 @@ def _longer(name: str, note: Tensor, start: int, missing: int) -> Tensor:
 
 
 def begin(layer: Any, before: int, past: Tensor | None, batch: int) -> None:
-    """Start the notes of a layer that holds `before` entries of `batch` rows.
+    """Start the notes of a layer with `before` entries of calls without hooks, which count as text.
 
-    Args:
-        layer: A shortened layer.
-        before: Entries of earlier calls without hooks; they count as text.
-        past: `[B, before]` False at padding among them, or None.
-        batch: Rows.
+    `past` `[B, before]` is False at padding among them.
     """
     device = layer.keys.device
     kinds = torch.zeros(batch, 1, before, dtype=torch.int8, device=device)
@@ -109,12 +105,7 @@ def begin(layer: Any, before: int, past: Tensor | None, batch: int) -> None:
 
 
 def arrive(layer: Any, kinds: Tensor) -> None:
-    """Note what a call has just stored.
-
-    Args:
-        layer: A shortened layer with notes.
-        kinds: `[B, n]` of the n new entries.
-    """
+    """Note the kinds `[B, n]` of the n entries that a call has just stored."""
     notes = fill(layer)
     count = kinds.shape[-1]
     old = notes[KIND]
@@ -143,13 +134,7 @@ def add_masses(layer: Any, masses: Mapping[str, Tensor]) -> None:
 
 
 class Attention:
-    """Sums the attention that the entries of a cache receive, while it is computed.
-
-    Args:
-        plan: What is read.
-        steps: Decode steps count, too.
-        state: The pass that each thread is in.
-    """
+    """Sums the attention that the entries of a cache receive; with `steps` in decode steps, too."""
 
     def __init__(self, plan: CachePlan, steps: bool, state: PassState) -> None:
         self._window = plan.window

@@ -29,13 +29,7 @@ from mmfast.ops.ranking import complement
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Entries of one precision: in few bits, or (16 bits) as they were.
-
-    Attributes:
-        keys: `[H, n, d]`.
-        values: `[H, n, d]`.
-        n: Entries per head.
-    """
+    """Entries `[H, n, d]` of one precision: in few bits, or (16 bits) as they were."""
 
     keys: PackedTensor | Tensor
     values: PackedTensor | Tensor
@@ -49,13 +43,10 @@ class Pack:
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """Packs of one batch row, beside its recent entries.
+    """Packs of one batch row in order of time, one per precision, beside its recent entries.
 
-    Attributes:
-        packs: In order of time; the entries of two precisions lie in two packs.
-        live: `[1 or H, m]` entries of packs and recent ones that are left, in order of time, as of
-            when there were `covered` of them; None where all are, one behind the other.
-        covered: See `live`; what came since is left.
+    `live` `[1 or H, m]` are the entries of packs and recent ones that are left, in order of time,
+    as of when there were `covered` of them; what came since is left. None where all are.
     """
 
     packs: tuple[Pack, ...] = ()
@@ -99,13 +90,7 @@ class PackedRow:
         return torch.cat([self.live.long(), more.expand(len(self.live), -1)], 1)
 
     def add(self, packs: Sequence[Pack], order: Tensor | None, recent: int) -> PackedRow:
-        """With the first of `recent` entries in packs.
-
-        Args:
-            packs: They hold these entries.
-            order: `[n]` the place of each of them in the packs; None where that is its own.
-            recent: Recent entries before.
-        """
+        """With the first of `recent` entries in packs, at places `order` `[n]` (None: in order)."""
         more = replace(self, packs=(*self.packs, *packs))
         if order is None:
             return more
@@ -161,10 +146,9 @@ RowPacker = Callable[[int, Tensor, Tensor], tuple[list[Pack], Tensor | None]]
 def split_packs(
     keys: Tensor, values: Tensor, chosen: Tensor, packers: tuple[Packer, Packer]
 ) -> tuple[list[Pack], Tensor]:
-    """Entries in two precisions: `chosen` `[c]`, ascending, by the first packer.
+    """Packs of the entries `chosen` `[c]`, ascending, by the first packer, the rest by the second.
 
-    Returns:
-        The packs, and the place of each entry in them.
+    Also returns the place of each entry in them.
     """
     parts = (chosen, complement(chosen, keys.shape[1]))
     packs = [
@@ -197,12 +181,8 @@ def _packed(x: Tensor, pack: Packer, keys: bool, size: int | None) -> list[Any]:
 class PackedLayer(Shorter, DynamicLayer):  # type: ignore[misc]
     """A layer whose `keys` and `values` are the recent entries in full precision.
 
-    Rows are right-aligned: padding in front, packs, recent entries.
-
-    Attributes:
-        rows: What lies beside them, per batch row.
-        front: Padding in front of the recent entries of each row.
-        extra: Entries per row of the whole layer, minus those of `keys`.
+    Rows are right-aligned: padding (`front`, per row), packs (`rows`), recent entries. `extra`
+    counts the entries per row of the whole layer, minus those of `keys`.
     """
 
     _layer_type = None
@@ -281,7 +261,6 @@ class PackedLayer(Shorter, DynamicLayer):  # type: ignore[misc]
 
 
 def _stack(rows: Sequence[Tensor], width: int) -> Tensor:
-    """Rows `[H, n_b, d]` with padding in front, `[B, H, width, d]`."""
     if len(rows) == 1 and rows[0].shape[1] == width:
         return rows[0][None]
     return torch.stack([F.pad(row, (0, 0, width - row.shape[1], 0)) for row in rows])
@@ -320,14 +299,7 @@ def align(cache: Any, index: int) -> None:
 
 
 def pack_recent(layer: PackedLayer, packer: RowPacker, keep: int, full: int | None = None) -> None:
-    """Pack recent entries but for the last `keep` of each row.
-
-    Args:
-        layer: The layer.
-        packer: Packs the entries of a row.
-        keep: Entries that stay in full precision.
-        full: Only rows that hold so many of those.
-    """
+    """Pack recent entries but for the last `keep`, of rows that hold at least `full` of them."""
     recent = [layer.keys.shape[2] - f for f in layer.front]
     moving = [max(0, r - keep) if r >= (full or 0) else 0 for r in recent]
     if not any(moving):
@@ -357,11 +329,7 @@ def keep_packed(layer: PackedLayer, kept: Sequence[Tensor]) -> None:
 
 
 def shrinkable(cache: Any, index: int) -> Any:
-    """Layer `index` of a cache, made able to lose entries.
-
-    Raises:
-        ModelError: It is of a kind that cannot.
-    """
+    """Layer `index` of a cache, made able to lose entries; ModelError for a kind that cannot."""
     layer = cache.layers[index]
     if isinstance(layer, PackedLayer) or type(layer) is DynamicLayer:
         return shorten(cache, index)

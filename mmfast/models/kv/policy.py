@@ -45,16 +45,10 @@ class _Account(threading.local):
 
 
 class KVStage:
-    """State and hooks of a KV policy on one attached model.
+    """State and hooks of a KV policy on one attached model; traces a row `kv` per prompt.
 
     Policies act on layers of full attention: a sliding window is bounded by itself, and a
     convolution has no keys.
-
-    Args:
-        model: Model of a known family.
-        plan: The policies.
-        trace: Gets a row `kv` per prompt.
-        state: The pass that each thread is in; the hooks of the model know it, too.
     """
 
     def __init__(self, model: Any, plan: CachePlan, trace: Trace, state: PassState) -> None:
@@ -180,12 +174,8 @@ class KVStage:
 class Packing:
     """The store of a plan: `quant`, or the two precisions of `zipvl`.
 
-    It packs behind a prompt, and whenever enough tokens have come since.
-
-    Args:
-        plan: The plan.
-        layers: Decoder layers of the model.
-        evicting: Entries go at every step, so packs are small enough to go with them.
+    It packs behind a prompt, and whenever enough tokens have come since; small packs under
+    `evicting`, as entries go at every step.
     """
 
     def __init__(self, plan: CachePlan, layers: int, evicting: bool) -> None:
@@ -264,12 +254,7 @@ class PromptTracker:
             yield
 
     def part(self, past: int, length: int) -> PromptPart | None:
-        """The part of a prompt that a call brings; None for a decode step.
-
-        Args:
-            past: Tokens of earlier calls.
-            length: Tokens of this call.
-        """
+        """The part of a prompt that a call of `length` tokens brings; None for a decode step."""
         local = self._local
         if not local.inside:  # the caller runs the model: several tokens are a prompt
             return PromptPart() if length > 1 else None

@@ -34,19 +34,10 @@ from mmfast.models.reduction.sequence import MediaItem, Sequences
 def parted(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, read: Tensor
 ) -> tuple[Tensor, Tensor, Any]:
-    """Keys, values and mask of these entries alone.
+    """Keys, values and mask of the entries `read` `[B, S]` alone; the new ones are at the end.
 
-    Args:
-        module: The attention module.
-        query: `[B, H, L, d]`.
-        key: `[B, Hkv, S, d]`; the new ones are at its end.
-        value: `[B, Hkv, S, d]`.
-        mask: None, bool or additive `[B | 1, 1, L, S]`, or `[B, S or more]` under flash.
-        read: `[B, S]` bool, which entries are read.
-
-    Raises:
-        ModelError: Rows of a batch read different numbers of entries under an attention that
-            takes no mask of its own, or flex attention.
+    ModelError where rows of a batch read different numbers of entries under an attention that takes
+    no mask of its own, or flex attention.
     """
     counts = read.sum(1)
     if mask is not None and not isinstance(mask, Tensor):
@@ -107,7 +98,6 @@ def _code(item: MediaItem) -> int:
 
 
 def _frame(item: MediaItem) -> Tensor:
-    """The frame of each token that is left of an item, `[n]`."""
     grid = None if item.record is None else item.record.layouts[item.index].grid
     start = 0 if item.part is None else item.part[0]
     index = torch.arange(start, start + item.n)
@@ -120,12 +110,9 @@ def _frame(item: MediaItem) -> Tensor:
 
 
 def index_blocks(layer: Any, retriever: Retriever, raw: Tensor) -> None:
-    """Represent the blocks that a prompt has brought.
+    """Represent the blocks that a prompt has brought, nothing of it evicted yet.
 
-    Args:
-        layer: A shortened layer with notes, nothing of the prompt evicted yet.
-        retriever: Makes the clusters.
-        raw: `[B, H, n, d]` keys of the last n entries before RoPE.
+    `raw` `[B, H, n, d]` are the keys of the last n entries before RoPE.
     """
     notes, n = fill(layer), raw.shape[2]
     batch, _, width = notes[KIND].shape
@@ -175,10 +162,8 @@ _CHOSEN = "_mmfast_chosen"  # on a cache layer: the note READ and where it says 
 class Pending:
     """State of a cache layer until the end of a prompt.
 
-    Attributes:
-        raw: Keys `[B, H, n, d]` before RoPE of each call.
-        queries: `[B, Hq, T, d]` queries before RoPE, of the calls from the last media on.
-        seeing: The prompt has brought media.
+    `raw` are keys `[B, H, n, d]` of each call and `queries` `[B, Hq, T, d]` those of the calls from
+    the last media on, before RoPE; `seeing` once the prompt has brought media.
     """
 
     raw: list[Tensor] = field(default_factory=list)
@@ -192,14 +177,7 @@ class _ReadState(threading.local):
 
 
 class Reading:
-    """The retrieval policy of one attached model.
-
-    Args:
-        plan: With a policy of role `retrieve`; position policies say what is always read.
-        text: The text model.
-        layers: Its layers of full attention.
-        state: The pass that each thread is in.
-    """
+    """The retrieval policy of one attached model; position policies say what is always read."""
 
     def __init__(
         self, plan: CachePlan, text: Any, layers: Collection[int], state: PassState
@@ -243,7 +221,6 @@ class Reading:
 
     @property
     def _prompting(self) -> bool:
-        """The call brings a prompt, and stores it."""
         return self._state.active and self._state.part is not None
 
     def arrive(self, layer: Any, index: int, sequences: Sequences) -> None:
@@ -323,7 +300,7 @@ class Reading:
 
 
 def _as_chosen(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries that one conversation reads in a decode step: the chosen ones, and all newer ones.
+    """Entries that a decode step of one conversation reads: the chosen ones, and all newer ones.
 
     This needs no notes that are up to date, so they are not filled at every step.
     """

@@ -27,12 +27,7 @@ from mmfast.core.errors import ModelError
 
 @dataclass(eq=False)
 class LayerGroup:
-    """Layers of one cache that hold the same tokens.
-
-    Attributes:
-        leader: The first of them.
-        mask: The leader's mask in the current decode step.
-    """
+    """Layers of one cache that hold the same tokens, and the mask in this decode step."""
 
     leader: int
     mask: Any = None
@@ -45,7 +40,6 @@ class Shorter:
         dropped: Logical minus physical length.
         valid: `[B, n]` False at padding among the first n tokens; None where there is none.
         uneven: The mask that the model makes, for its first layer, does not fit this layer.
-        group: The layers that hold the same tokens, and so share a mask.
         store: Tokens that may come back (`reduction.revival`).
         notes: Facts about the entries, batch first and entries last (`kv.notes`).
         gone: Those of `dropped` that a KV policy evicted.
@@ -114,11 +108,7 @@ _CLASSES: dict[tuple[type, type], type] = {}
 
 
 def shorten(cache: Any, index: int) -> Any:
-    """Layer `index` of `cache`, made able to be shorter than its logical length.
-
-    Raises:
-        ModelError: The layer is of a kind that cannot (linear attention).
-    """
+    """Layer `index`, made able to be shorter than its logical length, or a ModelError."""
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
@@ -153,12 +143,7 @@ def is_short(layer: Any) -> bool:
 
 
 def layer_of_model_mask(cache: Any, sliding: bool = False) -> Any:
-    """The cache layer by which the model itself makes the mask of all layers of its kind.
-
-    Args:
-        cache: A cache that holds something.
-        sliding: For sliding-window layers instead of full-attention ones.
-    """
+    """The cache layer by which the model itself makes the mask of all layers of its kind."""
     attention = [layer for layer in cache.layers if hasattr(layer, "get_mask_sizes")]
     return next((each for each in attention if each.is_sliding == sliding), attention[0])
 
@@ -169,12 +154,9 @@ def held(layer: Any) -> int:
 
 
 def extend(layer: Any, past: Tensor | None, new: Tensor | None) -> None:
-    """Note the padding among the tokens that are about to be stored.
+    """Note the padding among `new` tokens `[B, n]` before they are stored.
 
-    Args:
-        layer: A shortened layer.
-        past: `[B, held]` padding of what it holds, where it was not shortened before.
-        new: `[B, n]` False at padding of the new tokens; None where there is none.
+    `past` `[B, held]` is that of tokens held, where the layer was not shortened before.
     """
     before = past if layer.group is None else layer.valid
     if before is None and new is None:
@@ -219,11 +201,7 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 class Joined:
-    """Mixed into the class of the convolution layers of one cache; other caches never see it.
-
-    Attributes:
-        gaps: `[B]` padding in front of the tokens that come next, or None.
-    """
+    """Mixed into the class of convolution layers; `gaps` `[B]` is padding before new tokens."""
 
     gaps: Tensor | None = None
 
@@ -249,15 +227,9 @@ class Joined:
 
 
 def join(cache: Any, index: int, ok: Tensor | None) -> None:
-    """Let convolution layer `index` of `cache` step over padding in front of the next tokens.
+    """Let convolution layer `index` step over padding in front of the next tokens, False in `ok`.
 
-    Args:
-        cache: A cache made for the model.
-        index: The layer.
-        ok: `[B, n]` False at padding of the next tokens, or None.
-
-    Raises:
-        ModelError: The cache has no convolution layer there.
+    ModelError where the cache has no convolution layer there.
     """
     layer = cache.layers[index] if index < len(cache.layers) else None
     if not isinstance(layer, LinearAttentionLayer):

@@ -25,12 +25,9 @@ from mmfast.models.reduction.step import ForwardStep
 class Call:
     """One call of the base model that brings visual tokens, or several tokens to a short cache.
 
-    Attributes:
-        kwargs: Arguments of the base model, until the step is made from them.
-        past: Tokens of earlier calls; the cache itself counts on as soon as a layer has run.
-        step: Its state from the first decoder layer on.
-        given: Arguments of the text model, where a site looks ahead.
-        stack: Closed when the call ends.
+    `past` counts tokens of earlier calls (the cache itself counts on as soon as a layer has run);
+    `step` is made from `kwargs` at the first decoder layer; `given` are arguments of the text
+    model, where a site looks ahead; `stack` is closed when the call ends.
     """
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
@@ -46,10 +43,7 @@ class Call:
 class PromptPart:
     """The part of a prompt that one call of the model brings.
 
-    Attributes:
-        drafts: Tokens of the call behind the prompt, which may be taken back.
-        rest: Tokens of the prompt that later calls bring.
-        first: The prompt begins here.
+    `drafts` of its tokens stand behind the prompt and may be taken back; `rest` tokens come later.
     """
 
     drafts: int = 0
@@ -65,11 +59,8 @@ class PromptPart:
 class PassState(threading.local):
     """The pass that each thread is in; all hooks of one attached model share it.
 
-    Attributes:
-        call: From its first layer to its last; None in a plain decode step.
-        part: What it brings of a prompt; None in a decode step, and without a KV policy.
-        cache: Its cache, while a KV policy is at work.
-        active: A KV policy is at work, and keys and values are stored.
+    There is no `call` in a plain decode step, no `part` in any decode step or without a KV policy.
+    `cache` is set while a KV policy is at work, `active` where keys and values are stored, too.
     """
 
     call: Call | None = None
@@ -125,16 +116,9 @@ class _ArmedState(threading.local):
 class Arming:
     """Puts hooks in and out between calls.
 
-    A hook may be met by a call of another thread that does not need it, so it has to leave such
-    a call alone.
-
-    Args:
-        hooks: Makes the context that holds the hooks.
-
-    Attributes:
-        idle: A call has taken the hooks out. Compiled code guards on it: what is compiled without
-            them is not used where they are needed. Leaving for good does not count, or else
-            code would be compiled anew whenever a model is attached again.
+    A hook may be met by a call of another thread that does not need it, so it has to leave such a
+    call alone. `idle` is True when a call has taken the hooks out: compiled code guards on it.
+    Leaving for good does not count, or else code would be compiled anew at every `attach`.
     """
 
     def __init__(self, hooks: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -18,23 +18,11 @@ from mmfast.models.reduction.look_ahead import layer_ahead
 def check(
     specs: Sequence[Spec], model: Any, cache: CachePlan | None = None, encoder: str | None = None
 ) -> tuple[Spec, ...]:
-    """Refuse stages that a model cannot run, alone or together.
+    """Refuse stages that a model cannot run, alone or together; returns schedules as their cuts.
 
     A budget above the tokens of a prompt, and a signal that its media lack, are refused when the
-    stage runs (`reduction.site`).
-
-    Args:
-        specs: Parsed stages.
-        model: A stock model.
-        cache: The KV policies beside them.
-        encoder: The mode of the vision tower beside them.
-
-    Returns:
-        The stages, every schedule as its cuts.
-
-    Raises:
-        SpecError: A site, a layer, a knob or a combination that the model does not have.
-        ModelError: Unknown family, or layers that cannot hold reduced tokens.
+    stage runs (`reduction.site`). SpecError names a site, a layer, a knob or a combination that the
+    model does not have; ModelError an unknown family, or layers that cannot hold reduced tokens.
     """
     adapter, text = adapter_for(model), model.get_decoder()
     attends = [hasattr(layer, "self_attn") for layer in text.layers]
@@ -64,7 +52,7 @@ def _check_site(spec: Spec, model: Any, layers: int) -> None:
 
 
 def _check_layers(specs: Sequence[Spec], model: Any) -> None:
-    """Every decoder layer from the first cut on must be able to hold fewer tokens."""
+    """Require that every decoder layer from the first cut on can hold fewer tokens."""
     kinds = list(getattr(model.get_decoder().config, "layer_types", None) or ())
     first = min((spec.layer or 0 for spec in specs), default=len(kinds))
     for index, kind in enumerate(kinds):
@@ -84,7 +72,7 @@ def _check_layers(specs: Sequence[Spec], model: Any) -> None:
 
 
 def _check_order(specs: Sequence[Spec]) -> None:
-    """Nothing follows a look ahead before the decoder, or cuts behind a cut that revives."""
+    """Refuse a stage between a look ahead and the decoder, and a cut behind one that revives."""
     ahead: Spec | None = None
     for spec in specs:
         if ahead is not None and spec.site in ("pixel", "pre"):
@@ -105,7 +93,7 @@ def _check_order(specs: Sequence[Spec]) -> None:
 
 
 def _check_revival(specs: Sequence[Spec], config: Any, cache: CachePlan | None) -> None:
-    """Tokens that come back need full attention, masks of their own, and a cache that keeps all."""
+    """Require full attention, masks of our own and a cache that keeps all, for tokens to return."""
     reviving = [spec for spec in specs if spec.method.revives]
     if not reviving:
         return

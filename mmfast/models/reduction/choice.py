@@ -19,13 +19,7 @@ from mmfast.models.reduction.site import Chain, Site, run_part, run_site, run_st
 def left_of_row(
     site: Site, lengths: Sequence[int | None], entered: Sequence[MutableMapping[int, int]]
 ) -> list[int | None]:
-    """Tokens a site leaves of each item of a prompt; None where only the whole is known.
-
-    Args:
-        site: With a stage of scope `prompt`.
-        lengths: Tokens per item.
-        entered: See `Item.entered`, of each item.
-    """
+    """Tokens a site leaves of each item of a prompt; None where only the whole is known."""
     left, total = list(lengths), _total(lengths)
     for spec in site.specs:
         if spec.method.scope != "prompt":
@@ -48,20 +42,11 @@ def _total(lengths: Sequence[int | None]) -> int | None:
 def run_row(
     site: Site, items: Sequence[Tokens | None], entered: Sequence[MutableMapping[int, int]]
 ) -> list[Chain]:
-    """Run all stages of a site on the items of one prompt.
+    """Run all stages of a site with a stage of scope `prompt` on the items of one prompt.
 
-    Args:
-        site: With a stage of scope `prompt`.
-        items: Tokens of each item; None where nothing is left of it.
-        entered: See `Item.entered`, of each item.
-
-    Returns:
-        A chain per item; a stage of scope `prompt` may leave nothing of one, and later stages do
-        not touch what is empty.
-
-    Raises:
-        ModelError: A signal is missing, or a stage merges across images.
-        SpecError: A budget does not fit.
+    A stage of scope `prompt` may leave nothing of an item (None), and later stages do not touch
+    what is empty. ModelError where a signal is missing, or a stage merges across images; SpecError
+    where a budget does not fit.
     """
     found: list[list[Reduction]] = [[] for _ in items]
     for spec in site.specs:
@@ -90,11 +75,7 @@ def _stage(
 
 
 def join(items: Sequence[tuple[int, Tokens]]) -> Tokens:
-    """Join the items of one prompt, with the signal `image` `[N]` for their numbers.
-
-    Args:
-        items: `(number of the item in its prompt, tokens)`; a `grid` survives where it is alone.
-    """
+    """Join the `(number, tokens)` of one prompt, with numbers as the signal `image` `[N]`."""
     first = items[0][1]
     signals = {}
     for name in set.intersection(*(set(tokens.signals) for _, tokens in items)):
@@ -112,11 +93,7 @@ def join(items: Sequence[tuple[int, Tokens]]) -> Tokens:
 
 
 def split(whole: Reduction, lengths: Sequence[int], name: str = "the stage") -> list[Reduction]:
-    """A Reduction of joined items as one per item, `lengths` tokens each.
-
-    Raises:
-        ModelError: It merges tokens of different items.
-    """
+    """A Reduction of joined items as one per item; ModelError where it merges tokens of several."""
     parts, start = [], 0
     for length in lengths:
         stop = start + length
@@ -152,13 +129,7 @@ Inner = Mapping[int, Sequence[Mapping[str, Tensor]]]
 
 
 class SiteRunner:
-    """Runs sites on the items of one forward pass.
-
-    Args:
-        sequences: Where the items lie, as they stand.
-        inner: Signals of decoder layers.
-        trace: Gets every Reduction.
-    """
+    """Runs sites on the items of one forward pass; `inner` are signals of decoder layers."""
 
     def __init__(self, sequences: Sequences, inner: Inner, trace: Trace) -> None:
         self._sequences = sequences

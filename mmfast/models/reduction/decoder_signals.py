@@ -29,13 +29,8 @@ WINDOW = 8
 class LayerAttention:
     """The attention of one decoder layer, as its attention function got it.
 
-    Attributes:
-        query: `[B, H, L, d]`, rotated.
-        key: `[B, Hkv, S, d]`, the cached ones too.
-        mask: As the attention function takes it.
-        scaling: Factor of the logits.
-        causal: How queries see keys without a mask.
-        held: Tokens that the cache layer held before.
+    Queries `[B, H, L, d]` are rotated, keys `[B, Hkv, S, d]` include the cached ones; the cache
+    layer `held` so many tokens before. `causal` applies where there is no mask.
     """
 
     query: Tensor
@@ -121,7 +116,6 @@ def _of_text(
 
 
 def _last_rows(sequences: Sequences, seen: LayerAttention) -> Tensor:
-    """`[B, S]`: attention of the last token of every row."""
     if sequences.ok is None or bool(sequences.ok[:, -1].all()):
         return last_query_scores(seen.query, seen.key, seen.mask, seen.scaling)
     rows = []

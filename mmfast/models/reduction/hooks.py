@@ -40,15 +40,7 @@ from mmfast.models.reduction.step import ForwardStep
 
 
 class Hooks:
-    """State and hooks of one attached model.
-
-    Args:
-        model: Model of a known family.
-        sites: The sites that run stages.
-        trace: Gets rows and reductions.
-        state: The pass that each thread is in; hooks of a KV policy know it, too.
-        whole: A KV policy is at work, so all layers are hooked.
-    """
+    """State and hooks of one attached model; all layers are hooked if `whole`, for a KV policy."""
 
     def __init__(
         self, model: Any, sites: Sequence[Site], trace: Trace, state: PassState, whole: bool = False

@@ -36,21 +36,11 @@ def compress(
 ) -> dict[str, Any]:
     """Encode and reduce the media of a prompt; the result is what `attach` would compute.
 
-    Args:
-        model: A stock model of a known family.
-        inputs: What its processor returned: ids, mask, pixels, grids.
-        reduce: Spec string or parsed stages; every stage at site `pre`. None reduces nothing.
-        trace: Gets a row per site and every Reduction.
-
-    Returns:
-        Inputs for `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`,
-        explicit `position_ids` and `mm_encoder_outputs` (`inputs_embeds` where there is sound).
-        Token counts and sequences that `generate` returns are those of the shortened prompt.
-
-    Raises:
-        SpecError: The spec is wrong, or a stage has another site.
-        ModelError: The family is unknown, a signal is missing, or a prompt ends with media whose
-            last token is dropped.
+    Takes inputs of the processor and stages at site `pre`. Returns inputs for `forward` or
+    `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`, explicit `position_ids` and
+    `mm_encoder_outputs` (`inputs_embeds` where there is sound). Token counts and sequences that
+    `generate` returns are those of the shortened prompt. ModelError where a signal is missing, or a
+    prompt ends with media whose last token is dropped.
     """
     specs = parse(reduce)
     sites = sites_of(specs)
@@ -106,7 +96,6 @@ def _positions(model: Any, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _embedded(base: Any, ids: Tensor, outputs: Mapping[str, Any]) -> Tensor:
-    """The prompt as the language model gets it, `[B, L, D]`."""
     hidden: Tensor = base.get_input_embeddings()(ids)
     for kind, output in outputs.items():
         place = (ids == getattr(base.config, f"{kind}_token_id"))[..., None]
@@ -191,21 +180,10 @@ def _like(stock: Any, rows: Tensor) -> Any:
 
 @torch.no_grad()
 def encoded(model: Any, inputs: Mapping[str, Any], needs: Collection[str] = ()) -> dict[str, Any]:
-    """Inputs with the encoder's outputs in place of pixels.
+    """Inputs of `generate` or `forward` with the encoder's outputs in place of pixels.
 
-    The outputs remember the layout and the tower's signals, so stages at `pre` and inside the
-    language model work on them under `attach` as if the media were encoded there.
-
-    Args:
-        model: A stock model of a known family.
-        inputs: What its processor returned.
-        needs: Signals that later stages will ask for.
-
-    Returns:
-        Arguments of `generate` or `forward`.
-
-    Raises:
-        ModelError: The family is unknown.
+    The outputs remember the layout and the tower's signals in `needs`, so stages work on them under
+    `attach` as if the media were encoded there.
     """
     base = model.base_model
     outputs = {}

@@ -52,15 +52,8 @@ def look_ahead(
 ) -> list[dict[str, Tensor]]:
     """Run the first layers of a text model once more, for the attention of `layer`.
 
-    Args:
-        state: The pass that each thread is in (`PassState`).
-        call: The current call: its `step`, and in `given` the arguments of the text model.
-        layer: Decoder layer to read.
-        text: The text model.
-        hidden: Input of layer 0 as it stands, `[B, n, D]`.
-
-    Returns:
-        Per item `attn_ahead` `[n]`, from the last query of its row, mean over heads.
+    `hidden` is the input of layer 0 as it stands, `[B, n, D]`. Returns per item `attn_ahead` `[n]`,
+    from the last query of its row, mean over heads.
     """
     args, kwargs = call.given
     cache = _copy(kwargs.get("past_key_values"), layer)
@@ -92,8 +85,7 @@ def look_ahead(
 def layer_ahead(spec: Spec, layers: Sequence[Any]) -> int:
     """The decoder layer whose attention a stage reads: its knob `layer`, or 0.4 of the depth.
 
-    Raises:
-        SpecError: The model has no such layer, or that layer has no attention.
+    SpecError where the model has no such layer, or that layer has no attention.
     """
     able = [i for i, layer in enumerate(layers) if hasattr(layer, "self_attn")]
     asked: int | None = spec.knobs.get("layer")

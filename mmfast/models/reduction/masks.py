@@ -37,16 +37,10 @@ def stock_mask(
     layer: int,
     blocks: Tensor | None = None,
 ) -> Any:
-    """The mask transformers makes for one layer, from its own cache lengths.
+    """The mask transformers makes for one attention layer, from its own cache lengths.
 
-    Args:
-        config: Config of the text model.
-        hidden: Input of the layer, `[B, n, D]`.
-        padding: `[B, offset + keys]` False at padding, or None.
-        cache: The cache, or None.
-        layer: The decoder layer, of attention.
-        blocks: `[B, n]` number of the block inside which a token sees forward, -1 outside; None
-            where the model is causal throughout.
+    `padding` `[B, offset + keys]` is False at padding; `blocks` `[B, n]` numbers the block inside
+    which a token sees forward, -1 outside.
     """
     common = {
         "config": config,
@@ -79,17 +73,7 @@ def _by_position(blocks: Tensor, cache: Any, layer: int) -> Tensor:
 
 
 def fit_decode(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Give a decoder layer its own mask in a step without new visual tokens.
-
-    Args:
-        config: Config of the text model.
-        layer: The decoder layer.
-        hidden: Its input `[B, n, D]`.
-        kwargs: Its keyword arguments; the mask is replaced in place.
-
-    Returns:
-        Whether the stock mask did not fit.
-    """
+    """Replace the mask in `kwargs` in a step without new visual tokens; True if it did not fit."""
     cache = kwargs.get("past_key_values")
     if cache is None or len(cache.layers) <= layer:
         return False
@@ -119,17 +103,10 @@ def forget_masks(cache: Any) -> None:
 def padding_of(
     mask: Any, length: int, past: int, cache: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Padding in the mask that a call came with.
+    """Masks of the P earlier and L new tokens, `[B, P]` and `[B, L]`, False at padding, or None.
 
-    Args:
-        mask: None, `[B, P + L]`, or what `generate` makes for a static cache: 4-D, or a dict.
-        length: New tokens L.
-        past: Tokens of earlier calls P, with those that were dropped.
-        cache: The cache, or None.
-
-    Returns:
-        False at padding: among the tokens of earlier calls `[B, P]`, and among the new ones
-        `[B, L]`; None where there is none.
+    The mask is None, `[B, P + L]`, or what `generate` makes for a static cache: 4-D, or a dict.
+    `past` counts dropped tokens, too.
     """
     if isinstance(mask, dict):
         mask = mask.get("full_attention", next(iter(mask.values())))
@@ -149,12 +126,7 @@ class _RopeState(threading.local):
 
 
 class Offsets:
-    """Remembers the offset `[B, 1]` of every cache that an attached model fills.
-
-    Args:
-        model: The model that generates.
-        base: Its base model.
-    """
+    """Remembers the offset `[B, 1]` of every cache that an attached model fills."""
 
     def __init__(self, model: Any, base: Any) -> None:
         self._model = model

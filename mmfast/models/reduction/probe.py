@@ -37,10 +37,7 @@ HIDDEN = torch.finfo(torch.float32).min  # not -inf: a row that sees nothing mus
 def bias_of(
     mask: Any, query: Tensor, key: Tensor, places: Tensor, is_causal: bool, row: int | None = None
 ) -> Tensor | None:
-    """Addend to the logits of the queries at `places` [c]: `[B or 1, 1 or H, c, S]` or None.
-
-    `row` is the batch row where everything but a BlockMask has been cut down to one.
-    """
+    """Addend `[B or 1, 1 or H, c, S]` to the logits of the queries at `places` [c], or None."""
     size = key.shape[2]
     offset = size - query.shape[2]
     if isinstance(mask, BlockMask):
@@ -95,17 +92,11 @@ _FEW = 64
 def last_query_scores(
     query: Tensor, key: Tensor, mask: Any = None, scaling: float | None = None
 ) -> Tensor:
-    """Attention of the last query to every key, averaged over heads.
+    """Attention `[B, S]` float32 of the last of the queries, mean over heads; rows sum to 1.
 
-    Args:
-        query: `[B, H, L, d]`; only the last of the L queries is read.
-        key: `[B, Hkv, S, d]`, H a multiple of Hkv.
-        mask: None, bool (True = visible) or additive `[B | 1, H | 1, L | 1, S or more]`, a padding
-            mask `[B, S]` (non-zero = visible), or a flex BlockMask. Without one every key is seen.
-        scaling: Factor of the logits; None means `d ** -0.5`.
-
-    Returns:
-        `[B, S]` float32, each row sums to 1.
+    `mask` is None (every key is seen), bool (True = visible) or additive
+    `[B | 1, H | 1, L | 1, S or more]`, a padding mask `[B, S]` (non-zero = visible), or a flex
+    BlockMask.
     """
     last = torch.arange(query.shape[2] - 1, query.shape[2], device=query.device)
     bias = bias_of(mask, query, key, last, is_causal=False)
@@ -121,20 +112,11 @@ def rows_of(
     scaling: float | None = None,
     is_causal: bool = True,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Attention of some queries of one batch row, averaged over heads, a chunk at a time.
+    """Attention of the queries at `places` `[n]` of one batch row, mean over heads, in chunks.
 
-    Args:
-        query: `[B, H, L, d]`.
-        key: `[B, Hkv, S, d]`, H a multiple of Hkv.
-        row: Batch row.
-        places: `[n]` which of the L queries.
-        mask: As for `last_query_scores`.
-        scaling: Factor of the logits; None means `d ** -0.5`.
-        is_causal: Without a mask, query i sees the keys up to `S - L + i`.
-
-    Yields:
-        `[c, S]` float32 that sum to 1 per query, and `[c or 1, S]` True where a query may see a
-        key; the c of all chunks add up to n.
+    The mask is as in `last_query_scores`; without one, and causal, query i sees the keys up to
+    `S - L + i`. Yields `[c, S]` float32 that sum to 1 per query, and `[c or 1, S]` True where it
+    may see a key.
     """
     for weights, bias in _row_chunks(query, key, row, places, mask, scaling, is_causal):
         if bias is None:
@@ -154,12 +136,9 @@ def head_mass(
     is_causal: bool = True,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Attention that the keys of each KV head receive from some queries of one batch row.
+    """Attention `[Hkv, S]` float32 that keys receive from the queries at `places` of one batch row.
 
-    Arguments are those of `rows_of`, and `lse` `[B, H, L]`, where the attention function gave it.
-
-    Returns:
-        `[Hkv, S]` float32: sum over the queries, mean over the query heads that share a KV head.
+    Sum over the queries, mean over the query heads that share a KV head; `lse` as in `received`.
     """
     heads, size = key.shape[1], key.shape[2]
     if len(places) >= _FEW and _direct(mask, query):
@@ -206,21 +185,11 @@ def received(
     mask: Any = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Attention every key receives, averaged over queries and heads.
+    """Attention `[B, S]` float32 every key receives, mean over queries and heads; rows sum to 1.
 
-    The queries are taken a chunk at a time, so memory does not grow with L x S. Queries that may
-    see no key at all (padding) do not count in the mean.
-
-    Args:
-        query: `[B, H, L, d]`.
-        key: `[B, Hkv, S, d]`, H a multiple of Hkv.
-        scaling: Factor of the logits; None means `d ** -0.5`.
-        is_causal: Without a mask, query i sees the keys up to `S - L + i`.
-        mask: As for `last_query_scores`.
-        lse: `[B, H, L]` log-sum-exp of every query, where the attention function gave it.
-
-    Returns:
-        `[B, S]` float32, each row sums to 1.
+    Queries are taken in chunks, so memory does not grow with L x S. Those that may see no key at
+    all (padding) do not count. Masks are as in `rows_of`; `lse` `[B, H, L]` is the log-sum-exp of
+    every query, where the attention function gave it.
     """
     if not _direct(mask, query):
         return _received_by_rows(query, key, scaling, is_causal, mask)
@@ -242,17 +211,7 @@ def received(
 def received_within(
     query: Tensor, key: Tensor, ends: Tensor, scaling: float | None = None
 ) -> Tensor:
-    """`received` of packed sequences that attend to themselves, in one pass.
-
-    Args:
-        query: `[1, H, L, d]`.
-        key: `[1, Hkv, L, d]`, H a multiple of Hkv.
-        ends: `[n + 1]` where each sequence begins and the last one ends.
-        scaling: Factor of the logits; None means `d ** -0.5`.
-
-    Returns:
-        `[1, L]` float32; the keys of each sequence sum to 1.
-    """
+    """`received` `[1, L]` of packed sequences between `ends` `[n + 1]`; each one sums to 1."""
     sizes = ends.diff().to(query.device, torch.int64)
     longest = int(sizes.max())
     sums = attention_column_sums(query, key, scale=scaling, cu_seqlens=ends, longest=longest)
@@ -261,7 +220,7 @@ def received_within(
 
 
 def _direct(mask: Any, query: Tensor) -> bool:
-    """The sums over columns take this mask; the kernel of a GPU takes none at all."""
+    """Return True if the sums over columns take this mask; the kernel of a GPU takes none."""
     return mask is None or (isinstance(mask, Tensor) and not query.is_cuda)
 
 
@@ -304,10 +263,7 @@ def _received_by_rows(
 
 
 class Levels(TorchFunctionMode):
-    """While entered, in this thread, `scaled_dot_product_attention` leaves its log-sum-exp here.
-
-    The output is what it would be, bit for bit: the same kernel runs, once.
-    """
+    """Makes sdpa leave its log-sum-exp here, in this thread; outputs are equal, bit for bit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,18 +310,11 @@ _active = 0
 def probing(hooks: Mapping[nn.Module, Hook], levels: bool = False) -> Iterator[None]:
     """Call a hook whenever one of these attention modules computes attention.
 
-    Re-entrant and thread-safe: several probes may watch one module, and the attention functions
-    are restored when the last one leaves, also after an exception.
-
-    Args:
-        hooks: Attention module to hook. A hook sees the queries `[B, H, L, d]` and the keys and
-            values `[B, Hkv, S, d]` that are really attended, and the mask as the function got it:
-            None, bool or additive `[B, 1, L, S]`, `[B, S]` under flash, a BlockMask under flex.
-        levels: Call them after the attention, with the log-sum-exp of every query as one argument
-            more, None where the attention function does not return it.
-
-    Raises:
-        ModelError: A module does not go through transformers' attention interface.
+    Re-entrant and thread-safe; the attention functions are restored when the last probe leaves. A
+    hook sees the queries `[B, H, L, d]`, the keys and values `[B, Hkv, S, d]` that are really
+    attended, and the mask as the function got it. With `levels` it is called after the attention,
+    with the log-sum-exp of every query as one argument more, None where the function returns none.
+    ModelError where a module does not go through transformers' attention interface.
     """
     arounds = {module: partial(_observe, hook, levels) for module, hook in hooks.items()}
     with intercepting(arounds, innermost=True):
@@ -374,15 +323,10 @@ def probing(hooks: Mapping[nn.Module, Hook], levels: bool = False) -> Iterator[N
 
 @contextmanager
 def intercepting(arounds: Mapping[nn.Module, Around], innermost: bool = False) -> Iterator[None]:
-    """Run a function around the attention of these modules; it may change every argument.
+    """Run `around(next, module, q, k, v, mask, …)` around the attention of these modules.
 
-    Args:
-        arounds: Attention module to `around(next, module, q, k, v, mask, *args, **kwargs)`; the
-            one that entered last is outermost.
-        innermost: Stand inside all others instead, to see what is really computed.
-
-    Raises:
-        ModelError: A module does not go through transformers' attention interface.
+    The one that entered last is outermost; `innermost` stands inside all others, to see what is
+    really computed. ModelError as in `probing`.
     """
     spaces = [_namespace(module) for module in arounds]
     with _LOCK:

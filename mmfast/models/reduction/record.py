@@ -31,13 +31,10 @@ CHAINS = "_mmfast_pixel_chains"
 
 @dataclass
 class Record:
-    """Facts about the features of all media of one kind in one call.
+    """Facts about the features of all media of one kind in one call, item by item.
 
     Attributes:
-        kind: `image`, `video` or `audio`.
-        layouts: One per item, in the order of the features.
-        signals: Signals of the vision tower of each, those that a stage needs, and those of
-            the layout: `place` `[N, 3]` and, of images, `tile` `[N]`.
+        signals: Tower signals that a stage needs, `place` `[N, 3]` and, of images, `tile` `[N]`.
         planes: The features, then the DeepStack planes, each a list of tensors. Chunked prefill
             brings them in slices, but a method must see whole items; dropped once used in full.
         ends: Under chunked prefill: features that each batch row has had so far.
@@ -89,7 +86,7 @@ def flat(features: Iterable[Tensor]) -> Tensor:
 
 
 def _list(plane: Any) -> list[Tensor]:
-    """Sounds come joined `[tokens, D]`, everything else as a list or a batch of items."""
+    """Return sounds, which come joined `[tokens, D]`, and everything else as a list of items."""
     return [plane] if isinstance(plane, Tensor) and plane.ndim == 2 else list(plane)
 
 

@@ -31,12 +31,10 @@ from mmfast.ops.ranking import stable_topk
 class DroppedTokens:
     """Tokens that left at a cut of one cache; times are places among the keys of the layer before.
 
-    Attributes:
-        times: `[n]` of the tokens that were dropped.
-        hidden: `[n, D]` their input to the layer of the cut.
-        embeddings: `[n, d]` each: their position embeddings.
-        items: Per image or video the times of all its tokens `[N]`, and how many may be there.
-        present: `[P]` times of the tokens in the cache layer, in the order they were stored.
+    Of each token there are its time in `times` `[n]`, its input `hidden` `[n, D]` to the layer of
+    the cut and its position `embeddings` `[n, d]`. `items` has per image or video the times of all
+    its tokens `[N]`, and how many may be there; `present` `[P]` the times of the tokens in the
+    cache layer, in the order they were stored.
     """
 
     times: Tensor
@@ -56,14 +54,9 @@ class DroppedTokens:
         )
 
     def fit(self, length: int, before: int) -> None:
-        """Follow a cache that was cropped since.
+        """Follow a cache that was cropped to `length` tokens at the cut, `before` in front of it.
 
-        Args:
-            length: Tokens that the layer of the cut holds.
-            before: Tokens that the layer before it holds.
-
-        Raises:
-            ModelError: The cache holds tokens that this store has not seen.
+        ModelError where the cache holds tokens that this store has not seen.
         """
         if len(self.present) == length:
             return
@@ -82,10 +75,9 @@ class DroppedTokens:
 
 
 class Leaving:
-    """The tokens at a cut before it is made; see `DroppedTokens`.
+    """The tokens at a cut before it is made.
 
-    Raises:
-        ModelError: Several rows, padding, or a part of a prompt.
+    ModelError for several rows, padding, or part of a prompt.
     """
 
     def __init__(
@@ -105,12 +97,7 @@ class Leaving:
         self._hidden, self._embeddings = hidden[0], [each[0] for each in embeddings]
 
     def store(self, order: Tensor, start: int) -> DroppedTokens:
-        """Store the tokens that have left.
-
-        Args:
-            order: `[m]` previous places of all tokens left.
-            start: Time of the first token of this call.
-        """
+        """Store all tokens but those left, `order` `[m]`; the call's first one has time `start`."""
         places = torch.cat(self._where)
         gone = places[~torch.isin(places, order)]
         now = zip(self._where, self._items, strict=True)
@@ -128,15 +115,9 @@ def keep_store(
 ) -> None:
     """Update the store on the cache layer of a cut for several new tokens.
 
-    Args:
-        cache: The cache; the layer before the cut holds the new tokens already.
-        layer: Layer of the cut.
-        left: The tokens before the cut; None where it was not made.
-        order: `[1, m]` previous places of the tokens that stay, if any has left.
-        length: New tokens in the layer before the cut.
-
-    Raises:
-        ModelError: The cache layer is of a kind that cannot grow out of order.
+    The layer before the cut holds these `length` tokens already; `left` is None where the cut was
+    not made, and `order` `[1, m]` has the previous places of the tokens that stay, if any has left.
+    ModelError for a cache layer that cannot grow out of order.
     """
     mine = cache.layers[layer]
     old: DroppedTokens | None = getattr(mine, "store", None)
@@ -179,13 +160,7 @@ class _RevivalState(threading.local):
 
 
 class Reviver:
-    """Decode steps of a model with a reviving cut.
-
-    Args:
-        layer: Decoder layer of the cut.
-        text: The text model.
-        trace: Gets a row `revive` per step in which tokens come back.
-    """
+    """Decode steps of a model with a reviving cut; those that revive get a row in the trace."""
 
     def __init__(self, layer: int, text: Any, trace: Trace) -> None:
         self._layer, self._text, self._trace = layer, text, trace
@@ -193,11 +168,7 @@ class Reviver:
         self._local = _RevivalState()
 
     def before(self, index: int, module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Before a decoder layer of a step with one new token.
-
-        Returns:
-            The input of the layer with the tokens that come back, `[1, R + 1, D]`, or None.
-        """
+        """Return the input of a layer with the tokens that come back, `[1, R + 1, D]`, or None."""
         cache: Any = kwargs.get("past_key_values")
         if index < self._layer - 1 or cache is None or len(cache.layers) <= self._layer:
             return None

@@ -60,10 +60,7 @@ def sources_of(
 
 
 def middle_block(tower: Tower, last: int) -> int:
-    """The block whose attention is on objects: three eighths up the used ones.
-
-    Where most blocks attend within windows, the full-attention block nearest to the middle.
-    """
+    """The block three eighths up the used ones, of full attention where others have windows."""
     whole = getattr(tower.module, "fullatt_block_indexes", None)
     used = last + 1
     if whole:

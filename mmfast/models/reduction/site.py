@@ -21,14 +21,10 @@ Part = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Site:
-    """The stages that run before one decoder layer, in the order written.
+    """The stages that run before decoder layer `layer` (`pre` is layer 0), in the order written.
 
-    A share refers to the tokens that enter its stage, so `"evs:0.5+divprune:0.5"` leaves a
-    quarter; a whole number is what the stage leaves of each image or video.
-
-    Attributes:
-        layer: Decoder layer before which they run; `pre` is layer 0.
-        specs: The stages.
+    A share refers to the tokens that enter its stage, so `"evs:0.5+divprune:0.5"` leaves a quarter;
+    a whole number is what the stage leaves of each image or video.
     """
 
     layer: int
@@ -70,14 +66,9 @@ class Site:
         return {need for spec in self.specs for need in spec.method.needs}
 
     def left(self, n: int, entered: MutableMapping[int, int]) -> int | None:
-        """Tokens the site leaves of `n`; None where a stage decides itself.
+        """Tokens the site leaves of `n` of an item; None where a stage decides itself.
 
-        Args:
-            n: Tokens of an item.
-            entered: See `Item.entered`.
-
-        Raises:
-            SpecError: A whole-number budget above the tokens that enter its stage.
+        SpecError for a whole-number budget above the tokens that enter its stage.
         """
         for spec in self.specs:
             left = wanted(spec, n, entered)
@@ -103,12 +94,7 @@ def sites_of(specs: Sequence[Spec]) -> list[Site]:
 
 @dataclass(frozen=True)
 class Chain:
-    """The reductions of one item by the stages of a site, one after the other.
-
-    Attributes:
-        reductions: One per stage.
-        ms: Milliseconds of each choice, where measured.
-    """
+    """The reductions of one item by the stages of a site, and the milliseconds of each."""
 
     reductions: tuple[Reduction, ...]
     ms: tuple[float, ...] = field(default=(), compare=False)
@@ -151,11 +137,10 @@ def run_stage(spec: Spec, tokens: Tokens, entered: MutableMapping[int, int]) -> 
 
 
 def run_site(site: Site, tokens: Tokens, entered: MutableMapping[int, int]) -> Chain:
-    """Run all stages of a site on one item, `tokens.x` `[N, D]`; `entered`: see `Item.entered`.
+    """Run all stages of a site on one item, `x` `[N, D]`.
 
-    Raises:
-        ModelError: The model could not supply a signal that a stage needs.
-        SpecError: A budget does not fit.
+    ModelError for a signal that the model could not supply, SpecError for a budget that does not
+    fit.
     """
     reductions: list[Reduction] = []
     ms: list[float] = []
@@ -173,10 +158,8 @@ def run_part(
 ) -> tuple[Chain, Part]:
     """Run the stages on the part of an item that a chunk of a chunked prefill brings.
 
-    The budget is split so that all parts together keep what the item would.
-
-    Returns:
-        The reductions, and the part as it stands after them.
+    The budget is split so that all parts together keep what the item would. Also returns the part
+    as it stands after them.
     """
     reductions: list[Reduction] = []
     for spec in site.specs:
@@ -218,11 +201,7 @@ _ADVICE = {
 
 
 def check_signals(spec: Spec, tokens: Tokens) -> None:
-    """Refuse a stage whose signals are not there; the identity needs none.
-
-    Raises:
-        ModelError: Names the signal and what to use instead.
-    """
+    """Refuse a stage whose signals are not there (ModelError); the identity needs none."""
     if count(spec.budget, tokens.n) == tokens.n:
         return  # the identity needs nothing
     for need in spec.method.needs:

@@ -31,17 +31,10 @@ from mmfast.models.reduction.site import Site
 class ForwardStep:
     """State of one forward pass, in one thread, that brings more than one token.
 
-    Args:
-        sites: Where stages run, in layer order.
-        sequences: The new tokens; without items nothing is reduced.
-        past: `[B, P]` False at padding among the tokens of earlier calls, or None.
-        trace: Gets a row per site and every Reduction.
-        blocks: `[B, n]` number of the block inside which a new token sees forward, -1 outside.
-
-    Attributes:
-        sites: Those that change anything.
-        sequences: The new tokens as they stand.
-        inner: Signals of every item, of the decoder layers that were watched.
+    Of the sites those count that change anything; `sequences` are the new tokens as they stand.
+    `past` `[B, P]` is False at padding among the tokens of earlier calls; `blocks` `[B, n]` numbers
+    the block inside which a new token sees forward, -1 outside; `inner` are the signals of every
+    item, of the decoder layers that were watched.
     """
 
     rebuild = False  # make every mask anew
@@ -88,17 +81,10 @@ class ForwardStep:
         config: Any,
         ahead: Callable[[Site, Tensor], list[dict[str, Tensor]]] | None = None,
     ) -> Tensor:
-        """Reduce where a site stands; give the layer positions, mask and cache that fit.
+        """Reduce `[B, n, D]` to `[B, m, D]` where a site stands; `kwargs` are made to fit.
 
-        Args:
-            layer: Decoder layer.
-            hidden: Its input `[B, n, D]`.
-            kwargs: Its keyword arguments, changed in place.
-            config: Config of the text model.
-            ahead: Gives the signals of a site that looks ahead, from the input as it stands.
-
-        Returns:
-            The input, reduced `[B, m, D]`.
+        These are positions, mask and cache. `ahead` gives the signals of a site that looks ahead,
+        from the input as it stands.
         """
         cache, kind = kwargs.get("past_key_values"), kind_of(config, layer)
         length, left = self.sequences.length, None
@@ -155,7 +141,6 @@ class ForwardStep:
         return group.mask
 
     def _blocks(self) -> Tensor | None:
-        """Block numbers of the tokens that are left, `[B, m]`."""
         index = self.sequences.index
         if self.blocks is None or index is None:
             return self.blocks

@@ -56,10 +56,9 @@ class _Recording:
 
 
 class Collector:
-    """Signals of the items the tower saw last, per thread.
+    """Signals of the items the tower saw last, per thread, by `("image", i)` or by a plain number.
 
-    Items are addressed by `("image", i)` or another kind, or by a plain number that counts the
-    images first, then the videos, then the sounds.
+    A number counts the images first, then the videos, then the sounds.
     """
 
     def __init__(self, tower: Tower, adapter: Adapter, needs: Collection[str]) -> None:
@@ -85,8 +84,7 @@ class Collector:
     def signal(self, name: str, item: int | tuple[str, int]) -> Tensor:
         """A signal of the item's tokens: attention `[N]` float32, keys `[N, d]`.
 
-        Raises:
-            ModelError: The tower did not run for this item, or the signal was not asked for.
+        ModelError where the tower did not run for this item, or the signal was not asked for.
         """
         items = self._items()
         if isinstance(item, int):
@@ -210,14 +208,8 @@ def _nothing() -> None:
 def tower_signals(model: Any, adapter: Adapter, needs: Collection[str]) -> Iterator[Collector]:
     """Collect the tower's signals whenever the model encodes images or videos.
 
-    Args:
-        model: A model of a known family.
-        adapter: Its adapter, whose `fold` brings patches to tokens.
-        needs: Signal names; those the tower cannot give are ignored, and without any that it can
-            give nothing is hooked.
-
-    Raises:
-        ModelError: The family is unknown, or its tower attends to nothing.
+    Signals that the tower cannot give are ignored, and without any that it can nothing is hooked.
+    ModelError where the family is unknown, or its tower attends to nothing.
     """
     tower = adapter.tower(model.base_model)
     for name in from_tower(needs)[:1]:

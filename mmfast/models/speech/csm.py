@@ -31,12 +31,9 @@ from mmfast.ops.stream_cache import StreamKV
 class CsmState:
     """State of B streams.
 
-    Attributes:
-        kv: Of the backbone.
-        hidden: `[B, D]` its last hidden state.
-        codes: `[B, Q]` the frame it has not read yet; None behind a prompt.
-        before: `[B, Q]` the last frame, for drafters that copy it.
-        ended: `[B]` bool.
+    `hidden` `[B, D]` is the backbone's last hidden state; `codes` `[B, Q]` the frame it has not
+    read yet, None behind a prompt; `before` `[B, Q]` the last frame, for drafters that copy it;
+    `ended` is `[B]` bool.
     """
 
     kv: StreamKV
@@ -50,9 +47,7 @@ class CsmState:
 class SpeechContext:
     """Something said before, as context: it fixes the voice.
 
-    Args:
-        ids: `[T]` token ids of its text.
-        codes: `[Q, t]` codes of its sound; None for the text that is to be said.
+    Text `ids` are `[T]`; `codes` `[Q, t]` are None for the text that is to be said.
     """
 
     ids: Tensor
@@ -60,17 +55,11 @@ class SpeechContext:
 
 
 class CsmSteps:
-    """Steps of `CsmForConditionalGeneration`.
+    """Steps of `CsmForConditionalGeneration`, else ModelError.
 
-    Args:
-        model: The stock model.
-        choice: How codes are chosen (Sesame's own setting is temperature 0.9, top-k 50).
-        drafter: Drafts the codes 1.. of a frame; None runs the depth transformer code by code.
-        plan: How many codes a depth pass takes.
-        window: Positions that it looks back; None for all.
-
-    Raises:
-        ModelError: Not a CSM.
+    Codes are chosen by `choice` (Sesame's own setting is temperature 0.9, top-k 50). `drafter`
+    drafts the codes 1.. of a frame, `plan` says how many of them a depth pass takes; None runs the
+    depth transformer code by code. `window` is positions that it looks back; None for all.
     """
 
     def __init__(
@@ -107,11 +96,7 @@ class CsmSteps:
 
     @torch.no_grad()
     def start(self, prompts: Sequence[Sequence[SpeechContext]]) -> CsmState:
-        """Read a prompt per stream.
-
-        Args:
-            prompts: Per stream what was said before and, last, the text that is to be said.
-        """
+        """Read a prompt per stream: what was said before and, last, the text that is to be said."""
         rows = [self.embed(turns) for turns in prompts]
         longest = max(len(row) for row in rows)
         embeds = rows[0].new_zeros(len(rows), longest, rows[0].shape[1])
@@ -125,11 +110,9 @@ class CsmSteps:
 
     @torch.no_grad()
     def step(self, state: CsmState) -> tuple[CsmState, Tensor]:
-        """Say one frame.
+        """Say one frame: the next state, and codes `[B, Q]`.
 
-        Returns:
-            The next state, whose `ended` tells where speech is over, and codes `[B, Q]`; those
-            of streams that have ended are not to be heard.
+        `ended` of the state tells where speech is over; codes of those streams are not to be heard.
         """
         kv, hidden = state.kv, state.hidden
         if state.codes is not None:
@@ -151,15 +134,8 @@ _END = re.compile(r"(?<=[.!?…;:])\s+")
 class CsmVoice:
     """Sesame's CSM as a `core.speech.Speaker`.
 
-    Args:
-        model: `CsmForConditionalGeneration`.
-        tokenizer: Its text tokenizer.
-        codec: Its Mimi; None takes the one inside the model.
-        audio: How codes are chosen.
-        options: Of `models.csm.CsmSteps`: `drafter`, `plan`, `window`.
-
-    Raises:
-        ModelError: The model is no CSM, or the codec has other codebooks.
+    `codec` None takes the Mimi inside the model; `options` are `drafter`, `plan`, `window` of
+    `CsmSteps`. ModelError: the model is no CSM, or the codec has other codebooks.
     """
 
     def __init__(
@@ -205,18 +181,10 @@ class CsmVoice:
     ) -> Iterator[Sound]:
         """Say text, sentence by sentence; each hears the ones before it.
 
-        Args:
-            text: Text, or pieces of it as they come: a sentence is spoken when it is complete.
-            voice: Number of the speaker.
-            context: What was said before; the oldest is dropped when there is no room left.
-            seconds: The longest sentence.
-            **others: There are none; what else is given is named in the error.
-
-        Yields:
-            A frame at a time; the first of a sentence carries its text.
-
-        Raises:
-            SpecError: An option that CSM does not have, such as `rate` or `mode`.
+        Text may come in pieces: a sentence is spoken when it is complete, and yields a frame at a
+        time, the first with its text. `voice` is the number of the speaker; of `context` the oldest
+        is dropped when there is no room left; `seconds` bounds a sentence. SpecError names an
+        option that CSM does not have, such as `rate` or `mode`.
         """
         for name in others:
             raise SpecError(unknown("option of CSM", name, ("voice", "context", "seconds")))

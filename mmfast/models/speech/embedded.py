@@ -43,12 +43,7 @@ def decoding(
     head: str,
     sampling: Sampling | None,
 ) -> Make:
-    """Return a function that makes a decoder for a guide.
-
-    Raises:
-        SpecError: An unknown mode, rule or head.
-        ModelError: The model lacks the head.
-    """
+    """Return a function that makes a decoder for a guide; wrong choices are refused at once."""
     schedule, rule = parse_schedule(mode), parse_rule(verify)
     if head not in HEADS:
         raise SpecError(unknown("head", head, HEADS))
@@ -72,17 +67,9 @@ AROUND = (3200, 1600)  # samples of silence that a piece gets in front and behin
 
 
 def pieces(pcm: Tensor, rate: int = RATE) -> list[Tensor]:
-    """Sound in pieces that can be understood at once, cut where it is quietest.
+    """Cut sound `[n]` where it is quietest, into pieces at 16 kHz that can be understood at once.
 
-    Args:
-        pcm: `[n]` float.
-        rate: Samples per second.
-
-    Returns:
-        Pieces at 16 kHz; none where all is silence.
-
-    Raises:
-        MediaError: Samples of another shape or type, or that are no numbers.
+    There are none where all is silence. MediaError: another shape or type, or no numbers.
     """
     if pcm.dim() != 1 or not pcm.is_floating_point():
         raise MediaError(f"pcm is {tuple(pcm.shape)} {pcm.dtype}; give float samples [n]")
@@ -123,11 +110,7 @@ MOST = 24  # groups of a sentence
 
 
 class Sentence:
-    """Words and marks of a sentence as they come; ends with a full stop if nothing else.
-
-    Attributes:
-        said: What has been handed over so far, marks that were added left out.
-    """
+    """Words and marks of a sentence as they come; ends with a full stop if nothing else."""
 
     def __init__(self, source: Iterator[str]) -> None:
         self._source, self.said = source, list[str]()
@@ -151,11 +134,7 @@ class Sentence:
 
 
 def sentences(text: str | Iterable[str]) -> Iterator[Sentence]:
-    """Sentences of a text, each to be used up before the next is asked for.
-
-    Raises:
-        MmfastError: The text is none.
-    """
+    """Sentences of a text, each to be used up before the next is asked for."""
     source = groups(text)
     while (first := next(source, None)) is not None:
         yield Sentence(chain([first], source))
@@ -177,15 +156,7 @@ PAST = 240  # ids of what was said before that a reply sees
 
 
 class SpeechModel:
-    """Implements `Speaker`, `Listener` and `Chatter` of `mmfast.core.speech`.
-
-    Args:
-        backbone: Over the language model.
-        heads: Draft modules by name.
-        tower: Log-mel to embeddings.
-        layout: Rows.
-        codec: Codes to sound.
-    """
+    """Implements `Speaker`, `Listener` and `Chatter` of `mmfast.core.speech`."""
 
     def __init__(
         self,
@@ -255,12 +226,7 @@ class SpeechModel:
     def transcribe(self, pcm: Tensor, rate: int = 16000) -> str:
         """Return what was said in lower-case words without marks, "" for silence.
 
-        Args:
-            pcm: `[n]` float.
-            rate: Samples per second.
-
-        Raises:
-            MediaError: Samples of another shape or type, or that are no numbers.
+        `pcm` is `[n]` float. MediaError: another shape or type, or no numbers.
         """
         listen = self._decoding("vanilla", "none", HEADS[0], None)
         heard = [self._heard(piece, listen)[0] for piece in pieces(pcm, rate)]
@@ -298,26 +264,10 @@ class SpeechModel:
         head: str = "mctp",
         sampling: Sampling | None = None,
     ) -> Iterator[Sound]:
-        """Answer speech.
+        """Answer speech `[n]`; yields the answer as it comes, and first what was heard.
 
-        Args:
-            pcm: What was said `[n]`.
-            rate: Its samples per second.
-            history: What was said before, oldest first.
-            voice: As of `speak`.
-            speed: Its `rate`.
-            pitch: As of `speak`.
-            mode: Likewise.
-            verify: Likewise.
-            head: Likewise.
-            sampling: Likewise.
-
-        Yields:
-            The answer as it comes; the first piece says what was heard.
-
-        Raises:
-            SpecError: As of `speak`.
-            MediaError: As of `transcribe`.
+        `history` is what was said before, oldest first. `speed` is the `rate` of `speak`, the other
+        options are as there, and so are the errors; MediaError is as of `transcribe`.
         """
         style = self.layout.style(voice or self.voices[0], speed, pitch)
         make = self._decoding(mode, verify, head, sampling)
@@ -342,7 +292,6 @@ class SpeechModel:
         yield from voice.finish()
 
     def _past(self, history: list[Turn]) -> list[int]:
-        """Ids of the last turns that fit."""
         found: list[int] = []
         for turn in reversed(history):
             text = " ".join(spoken(turn.text))
@@ -355,16 +304,11 @@ class SpeechModel:
     def _decoding(
         self, mode: str | Sequence[int], verify: str, head: str, sampling: Sampling | None
     ) -> Make:
-        """Check the options and return a maker of decoders."""
         return decoding(self.backbone, self.heads, mode, verify, head, sampling)
 
 
 def load_speech(path: str | Path | None = None) -> SpeechModel:
-    """The embedded speech model, or one of its kind from a folder.
-
-    Raises:
-        ModelError: Files are missing or of something else.
-    """
+    """The embedded speech model, or one of its kind from a folder; ModelError for bad files."""
     from transformers import AutoModelForCausalLM
 
     folder = Path(path) if path is not None else embedded_path(EMBEDDED)

@@ -13,12 +13,10 @@ V = TypeVar("V", bound=type)
 
 @dataclass(frozen=True)
 class SpeechFamily:
-    """A stock model and its voice here.
+    """A class of transformers that loads a checkpoint, its reader and its voice here.
 
-    Attributes:
-        stock: Class of transformers that loads the checkpoint.
-        reader: Class of transformers that turns its text into ids and back.
-        voice: Makes the voice of a loaded model and its reader.
+    `reader` is the class that turns its text into ids and back; `voice` makes the voice of a loaded
+    model and its reader.
     """
 
     stock: str
@@ -32,14 +30,11 @@ _FAMILIES: dict[str, SpeechFamily] = {}
 def speech_family(
     model_type: str, stock: str, argument: str, reader: str = "AutoTokenizer", part: str = ""
 ) -> Callable[[V], V]:
-    """Register a class as the voice of a model type.
+    """Register a class as the voice of a model type, which is that of `config.json`.
 
-    Args:
-        model_type: As in the checkpoint's `config.json`.
-        stock: Class of transformers that loads it.
-        argument: Of the class: what takes the reader.
-        reader: Class of transformers that turns text into ids and back.
-        part: Attribute of the reader that is given instead of the reader.
+    `stock` names the class of transformers that loads it, `reader` the one that turns text into ids
+    and back; `argument` is the argument of the class that takes the reader, or its attribute
+    `part`.
     """
 
     def register(cls: V) -> V:

@@ -4,10 +4,9 @@ Text rows are marks of the layout, words of the domain and letters; audio rows a
 and the codes of all codebooks. A group is a word or a punctuation mark: the token that ends a word
 has `_` behind it, and a word that is no row is spelled.
 
-Who says what comes next while the speech model speaks: text by turns with its sound.
-
-The guide hands the text over two groups ahead of the sound, one group for every `<next>`; what
-kind a token is of is its decision, not the model's. Text may come as it is written.
+While the model speaks, text and sound take turns: the guide hands the text over two groups ahead of
+the sound, one group for every `<next>`; it decides of what kind a token is, not the model. Text may
+come as it is written.
 """
 
 from __future__ import annotations
@@ -51,13 +50,8 @@ def vocabulary(words: tuple[str, ...], marks: tuple[str, ...]) -> tuple[str, ...
 class SpeechLayout:
     """Meaning of the rows of a speech model.
 
-    Args:
-        rows: Names of the text rows.
-        books: Codebooks Q.
-        entries: Codes per codebook V.
-        voices: Names of the voices, as they are asked for.
-        speeds: Words per minute.
-        pitches: In espeak's unit, 0 to 99.
+    `books` is the number of codebooks Q, `entries` that of codes in each; speeds are words per
+    minute, pitches in espeak's unit, 0 to 99.
     """
 
     rows: tuple[str, ...]
@@ -151,8 +145,7 @@ class SpeechLayout:
     def style(self, voice: str, rate: int | None, pitch: int | None) -> list[int]:
         """The three ids of a voice, a rate and a pitch, the nearest that there are.
 
-        Raises:
-            SpecError: An unknown voice, or a rate or pitch far from what was learned.
+        Raises SpecError for an unknown voice, and for values far from what was learned.
         """
         if voice not in self.voices:
             raise SpecError(f"voice={voice!r} is unknown; choose one of {', '.join(self.voices)}")
@@ -169,11 +162,7 @@ class SpeechLayout:
 
     @classmethod
     def load(cls, folder: Path) -> SpeechLayout:
-        """Read it.
-
-        Raises:
-            ModelError: The folder is no speech model.
-        """
+        """Read the layout of a folder; ModelError where it is no speech model."""
         try:
             values: Any = json.loads((folder / FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -203,16 +192,9 @@ MOST = 48  # groups of a reply that the model words itself
 class SpeechGuide:
     """Leads one utterance; a `mmfast.decoding.row.Guide`.
 
-    Args:
-        layout: Rows of the model.
-        groups: Ids of each word and mark as they come; None where the model chooses the text.
-        longest: Frames of one group before it is ended by force.
-        most: Groups that the model may choose.
-
-    Attributes:
-        done: All is said.
-        draft_rows: The audio rows.
-        text: Ids of the text so far, the model's own too.
+    `groups` gives the ids of each word and mark as they come; None where the model chooses the
+    text, `most` groups of it. A group is ended by force after `longest` frames. `text` has the ids
+    of the text so far, the model's own too.
     """
 
     def __init__(
@@ -239,11 +221,7 @@ class SpeechGuide:
         self._break = False  # it has been ended by force
 
     def opening(self) -> list[int]:
-        """The first groups of a given text: the end of the prompt.
-
-        Returns:
-            Their ids; empty where there is nothing to say.
-        """
+        """Ids of the first groups of a given text, which end the prompt; empty: nothing to say."""
         first: list[int] = []
         for _ in range(LOOK_AHEAD + 1):
             first += self._hand()
@@ -314,7 +292,6 @@ class SpeechGuide:
         return []
 
     def _choose(self, token: int) -> None:
-        """A token of the model's own text."""
         if token == self._finish:
             self._ended, self._choices = True, 0
             self.done = self._spoken >= self._groups
@@ -328,7 +305,6 @@ class SpeechGuide:
                 self._owed += [self._finish]
 
     def _peek(self, depth: int) -> list[int] | None:
-        """The group so many behind the next one; None behind the last."""
         while len(self._peeked) <= depth and self._source is not None:
             group = next(self._source, None)
             if group is None:

@@ -31,13 +31,7 @@ AUDIO = Sampling(temperature=0.8, top_k=250)
 
 @dataclass(frozen=True, eq=False)
 class TalkState:
-    """State of B conversations; a value.
-
-    Attributes:
-        steps: Of the model.
-        ear: Of the codec's encoder.
-        mouth: Of the codec's decoder.
-    """
+    """State of B conversations: of the model, the codec's encoder and its decoder; a value."""
 
     steps: MoshiState
     ear: Any
@@ -48,21 +42,14 @@ class TalkState:
 class MoshiVoice:
     """Moshi as a partner that hears while it speaks (`core.speech.Chatter`).
 
-    Args:
-        model: `MoshiForConditionalGeneration`.
-        codec: Its Mimi; None takes the one inside the model.
-        words: Text token ids to text (`tokenizer.decode`); None gives no text.
-        silent: Text tokens that stand for no word: end of padding and padding.
-        text: How text is chosen.
-        audio: How codes are chosen.
-        graphs: Records the frames of `run` and `reply` (`MoshiFrames`), which one conversation at
-            a time replays; others meanwhile go step by step. None: CUDA graphs on a CUDA device
-            where there is no drafter, else every conversation goes step by step.
-        drafter: As of `MoshiSteps`.
-        options: Of `MoshiSteps`: `plan`, `window`, `delays`.
+    `codec` None takes the Mimi inside the model. `words` turns text token ids into text
+    (`tokenizer.decode`), None gives no text; `silent` tokens stand for no word: end of padding and
+    padding. `drafter` and `options` are those of `MoshiSteps`.
 
-    Raises:
-        ModelError: The model is no Moshi, or the codec has fewer codebooks.
+    `graphs` records the frames of `run` and `reply` (`MoshiFrames`), which one conversation at a
+    time replays; others meanwhile go step by step. None: CUDA graphs on a CUDA device where there
+    is no drafter, else every conversation goes step by step. ModelError: the model is no Moshi, or
+    the codec has fewer codebooks.
     """
 
     def __init__(
@@ -102,11 +89,7 @@ class MoshiVoice:
         return TalkState(self.steps.start(batch), ear, mouth)
 
     def step(self, state: TalkState, pcm: Tensor) -> tuple[TalkState, UserSound]:
-        """Hear a piece of any length, `[B, n]` at the codec's rate; say as much.
-
-        Returns:
-            The next state, and what was said: whole frames, so it lags by less than one.
-        """
+        """Hear a piece `[B, n]` at the codec's rate; say as much, in whole frames."""
         ear, user = self.codec.encoder.step(state.ear, pcm)
         steps, texts, codes = state.steps, [], []
         for at in range(user.shape[2]):
@@ -138,7 +121,7 @@ class MoshiVoice:
 
     @contextmanager
     def _conversation(self) -> Iterator[Callable[[Tensor], UserSound]]:
-        """A new conversation: a function of the next piece `[n]` of the user's sound."""
+        """Return a function of the next piece `[n]` of the user's sound."""
         if self.graphs is None or not self._replaying.acquire(blocking=False):
             state = self.start()
 
@@ -192,19 +175,11 @@ class MoshiVoice:
         quiet: float = 2.0,
         **others: Any,
     ) -> Iterator[Sound]:
-        """Moshi's sound from the end of what was said on, while the user is silent.
+        """Answer speech `[n]`: Moshi's sound while the user is silent, `seconds` at most.
 
-        Args:
-            pcm: `[n]` what was said.
-            rate: Its samples per second.
-            history: Moshi reads no text: a conversation goes on with `start` and `step`, which
-                remember it.
-            seconds: The longest answer.
-            quiet: Over when it has said words and then none for so long.
-            **others: There are none; what else is given is named in the error.
-
-        Raises:
-            SpecError: An option that Moshi does not have, such as `voice` or `mode`.
+        It is over when Moshi has said words and then none for `quiet` seconds. `history` is not
+        used, as Moshi reads no text: a conversation goes on with `start` and `step`, which remember
+        it. SpecError names an option that Moshi does not have, such as `voice` or `mode`.
         """
         del history
         for name in others:
@@ -249,7 +224,6 @@ class _Words:
         self.shown = ""
 
     def more(self, ids: list[int]) -> str:
-        """Return the text that the next tokens add."""
         if self.words is None:
             return ""
         self.ids += [i for i in ids if i not in self.silent]

@@ -30,10 +30,8 @@ from mmfast.ops.cuda_graphs import GraphRecorder, graphs_for
 class Ring(Cache):  # type: ignore[misc]  # transformers has no types
     """Keys and values of the last places of B streams, written in place.
 
-    Attributes:
-        keys: Per layer `[B, H, W, d]`; place p lies at p modulo W.
-        values: Per layer `[B, H, W, d]`.
-        slot: `[B]` where the next entry goes.
+    Both are `[B, H, W, d]` per layer; place p lies at p modulo W. `slot` `[B]` is where the next
+    entry goes.
     """
 
     def __init__(self, shapes: list[tuple[int, ...]], like: Tensor) -> None:
@@ -64,26 +62,14 @@ class Ring(Cache):  # type: ignore[misc]  # transformers has no types
 
 
 class MoshiStatic:
-    """`MoshiSteps` for B conversations that go on and on.
+    """`MoshiSteps` for B conversations that go on and on; arguments and errors as there.
 
-    Says what `MoshiSteps` says: the same codes when greedy, and from the same seeds the same draws.
+    It gives what `MoshiSteps` gives without a drafter: the same codes when greedy, and from the
+    same seeds the same draws. `graphs` is what records, None: CUDA graphs on a CUDA device.
 
-    Args:
-        model: The stock model.
-        batch: Conversations B.
-        text: How text tokens are chosen.
-        audio: How codes are chosen.
-        window: Frames that it looks back; None for the configuration's.
-        delays: Steps that each codebook lags; None for 0, 1, 1, ….
-        graphs: What records; None: CUDA graphs on a CUDA device.
-
-    Attributes:
-        heard: `[B, K]` buffer of the user's newest codes.
-        active: `[B]` bool buffer: conversations that take the step; the others stay as they are.
-        finite: `[]` bool buffer: no logits were NaN or infinite so far.
-
-    Raises:
-        ModelError: Not a Moshi.
+    `heard` `[B, K]` is the buffer of the user's newest codes; `active` `[B]` bool are the
+    conversations that take the step, the others stay as they are; `finite` `[]` bool: no logits
+    were NaN or infinite so far.
     """
 
     @torch.no_grad()
@@ -109,7 +95,6 @@ class MoshiStatic:
         self.reset()
 
     def _buffers(self, like: Tensor) -> None:
-        """All that lives from step to step, and what goes in and out."""
         batch, books, device = self.batch, self.books, like.device
         whole = partial(torch.zeros, dtype=torch.long, device=device)
         self.seen, self.frames = whole(batch), whole(batch)
@@ -131,15 +116,10 @@ class MoshiStatic:
 
     @torch.no_grad()
     def step(self, user: Tensor, active: Tensor | None = None) -> MoshiFrame:
-        """Hear one frame, say one frame.
+        """Hear one frame of the user's codes `[B, K]`, say one frame of the same moment.
 
-        Args:
-            user: `[B, K]` codes of the user's newest frame.
-            active: `[B]` bool, conversations that take the step; None for all.
-
-        Returns:
-            Moshi's frame of the same moment, in buffers that the next step overwrites; of
-            conversations that did not take it, the one before.
+        `active` `[B]` bool are the conversations that take the step, None for all; the others give
+        the frame before. The next step overwrites the buffers that this returns.
         """
         self.heard.copy_(user)
         if active is None:
@@ -173,7 +153,6 @@ class MoshiStatic:
         self._say()
 
     def _temporal(self) -> None:
-        """Run what was said and heard through the temporal transformer."""
         early = self.frames[:, None] < self.steps.lags
         said = self.codes.masked_fill(early | self.opening[:, None], self.steps.no_code)
         speaking = self.active & ~self.opening
@@ -197,7 +176,6 @@ class MoshiStatic:
         self.frames.add_(speaking)
 
     def _depth(self) -> None:
-        """The next text token, and the codes of all codebooks one after the other."""
         logits = self.model.decoder.lm_head(self.hidden)
         text = self._pick(logits, self.steps.text, 0)
         token, codes = text, []
@@ -235,17 +213,10 @@ def _shapes(config: Any, batch: int, window: int | None) -> list[tuple[int, ...]
 class StaticStage:
     """The stage of a codec whose layers are all in step (Mimi), recorded.
 
-    Args:
-        stage: `codec.encoder` or `codec.decoder`.
-        given: `[B, ..., n]` one frame of its input: the buffer that `run` reads from.
-        graphs: What records; None: CUDA graphs on a CUDA device.
-
-    Attributes:
-        given: The input; write a frame into it.
-        out: `[B, ..., m]` what the frame became.
-
-    Raises:
-        ModelError: A layer waits for later samples, so a frame in is not always a frame out.
+    Write a frame into the buffer `given` `[B, ..., n]`; `run` leaves what it became in `out` `[B,
+    ..., m]`. `stage` is `codec.encoder` or `codec.decoder`; `graphs` is what records, None: CUDA
+    graphs on a CUDA device. ModelError: a layer waits for later samples, so a frame in is not
+    always a frame out.
     """
 
     @torch.no_grad()
@@ -303,18 +274,11 @@ class MoshiParts(Protocol):
 
 
 class MoshiFrames:
-    """B conversations with Moshi in step.
+    """B conversations with Moshi in step; each frame is what `MoshiVoice.step` gives.
 
-    Says what `MoshiVoice.step` says of the same frames.
-
-    Args:
-        voice: Model, codec and choices; its drafter is not used, as all codes of a frame are
-            said one after the other inside one graph.
-        batch: Conversations B.
-        graphs: What records; None: CUDA graphs on a CUDA device.
-
-    Raises:
-        ModelError: The codec has no steps of a fixed shape.
+    The drafter of `voice` is not used, as all codes of a frame are said one after the other inside
+    one graph. `graphs` is what records, None: CUDA graphs on a CUDA device. ModelError: the codec
+    has no steps of a fixed shape.
     """
 
     def __init__(
@@ -340,17 +304,10 @@ class MoshiFrames:
 
     @torch.no_grad()
     def frame(self, pcm: Tensor) -> UserSound:
-        """Hear one frame, say one frame.
+        """Hear one frame `[B, hop]` of the users' sound, say one frame of the same time.
 
-        Args:
-            pcm: `[B, hop]` the user's sound.
-
-        Returns:
-            Moshi's sound `[B, hop]`, text `[B, 1]` and codes `[B, K, 1]` of the same time, in
-            buffers that the next frame overwrites.
-
-        Raises:
-            MediaError: Not one frame of finite sound per conversation.
+        Returns sound `[B, hop]`, text `[B, 1]` and codes `[B, K, 1]` in buffers that the next frame
+        overwrites. MediaError: not one frame of finite sound per conversation.
         """
         pcm = check_pcm(pcm, self.steps.batch)
         if pcm.shape[1] != self.hop:
@@ -362,11 +319,7 @@ class MoshiFrames:
         return UserSound(self.mouth.run(), said.text[:, None], self.mouth.given)
 
     def check(self) -> None:
-        """Wait for the device and look back.
-
-        Raises:
-            ModelError: Logits of some frame since the last `reset` were NaN or infinite.
-        """
+        """Wait for the device; ModelError if logits since the last `reset` were NaN or infinite."""
         if not bool(self.steps.finite):
             raise ModelError(not_finite())
 
@@ -377,15 +330,10 @@ class MoshiFrames:
 
 
 def frame_bytes(model: Any, batch: int = 1, window: int | None = None) -> Mapping[str, int]:
-    """Least bytes that a frame reads: every weight once, all keys and values of a window.
+    """Least bytes that a frame of Moshi reads, by part: `temporal`, `depth`, `codec`, `kv`.
 
-    Args:
-        model: `MoshiForConditionalGeneration`.
-        batch: Conversations.
-        window: Frames that it looks back; None for the configuration's.
-
-    Returns:
-        Bytes by part: `temporal`, `depth`, `codec`, `kv`.
+    Every weight is read once, and all keys and values of a window of so many frames (None for the
+    configuration's) in each of `batch` conversations.
     """
     config = model.config
     decoder, depth = model.decoder, model.depth_decoder

@@ -25,12 +25,9 @@ from mmfast.ops.stream_cache import StreamKV, merge
 class MoshiState:
     """State of B conversations.
 
-    Attributes:
-        kv: Of the temporal transformer.
-        user: The user's last codes, on their way to the step they belong to.
-        own: Moshi's last texts and codes, on their way to the frame they belong to.
-        text: `[B]` the text token written last.
-        codes: `[B, K]` the codes written last.
+    `user` are the user's last codes, on their way to the step they belong to; `own` Moshi's last
+    texts and codes, on their way to the frame they belong to; `text` `[B]` and `codes` `[B, K]`
+    were written last.
     """
 
     kv: StreamKV
@@ -42,12 +39,9 @@ class MoshiState:
 
 @dataclass(frozen=True, eq=False)
 class MoshiFrame:
-    """One frame of Moshi's side.
+    """One frame of Moshi's side: text `[B]`, and audio codes `[B, K]` of the same moment.
 
-    Attributes:
-        text: `[B]` its text token.
-        codes: `[B, K]` its audio codes, all of the same moment.
-        whole: `[B]` bool: the stream has run long enough for a frame.
+    `whole` `[B]` tells where the stream has run long enough for a frame.
     """
 
     text: Tensor
@@ -56,20 +50,14 @@ class MoshiFrame:
 
 
 class MoshiSteps:
-    """Steps of `MoshiForConditionalGeneration`.
+    """Steps of `MoshiForConditionalGeneration`, else ModelError.
 
-    Args:
-        model: The stock model.
-        text: How text tokens are chosen (Moshi's own setting is temperature 0.7, top-k 25).
-        audio: How codes are chosen (temperature 0.8, top-k 250).
-        drafter: Drafts the codes of a frame, as `decoding.codebooks.copy_frame`; None runs the
-            depth transformer code by code.
-        plan: How many codes a depth pass takes.
-        delays: Steps that each codebook lags; None for 0, 1, 1, ….
-        window: Frames that it looks back; None for the configuration's (3000, four minutes).
-
-    Raises:
-        ModelError: Not a Moshi.
+    `text` and `audio` say how text tokens and codes are chosen (Moshi's own settings are
+    temperature 0.7, top-k 25, and 0.8, 250). `drafter` drafts the codes of a frame, as
+    `decoding.codebooks.copy_frame`, and `plan` says how many of them a depth pass takes; without it
+    the depth transformer runs code by code. `delays` are steps that each codebook lags, None for 0,
+    1, 1, …; `window` is frames that it looks back, None for the configuration's (3000, four
+    minutes).
     """
 
     def __init__(
@@ -115,15 +103,7 @@ class MoshiSteps:
 
     @torch.no_grad()
     def step(self, state: MoshiState, user: Tensor) -> tuple[MoshiState, MoshiFrame]:
-        """Hear one frame, say one frame.
-
-        Args:
-            state: Of the step before; it stays as it is.
-            user: `[B, K]` codes of the user's newest frame.
-
-        Returns:
-            The next state, and Moshi's frame of the same moment.
-        """
+        """Hear a frame of the user's codes `[B, K]`, say one; the given state stays as it is."""
         early = state.user.seen[:, None] < self.lags  # [B, K] a lagging book has nothing yet
         ring, heard = self.user_ring.spread(state.user, user)
         said = state.codes.masked_fill(early, self.no_code)
@@ -145,7 +125,6 @@ class MoshiSteps:
     def _write(
         self, state: MoshiState, said: Tensor, heard: Tensor
     ) -> tuple[MoshiState, MoshiFrame]:
-        """Read what was said and heard `[B, K]`, write the next text token and codes."""
         both = torch.cat([said, heard], dim=1)  # [B, 2 K]
         embeds = self.model.decoder.model.embed_tokens(state.text)
         embeds = embeds + sum(
@@ -171,12 +150,9 @@ def _choose(rows: Tensor, new: DelayState, old: DelayState) -> DelayState:
 
 @dataclass(frozen=True, eq=False)
 class UserSound:
-    """Sound, text and codes of Moshi beside a piece of the user's sound.
+    """Moshi's sound `[B, n]`, text `[B, t]` (a token per frame) and codes `[B, K, t]`.
 
-    Attributes:
-        pcm: `[B, n]` Moshi's sound of the same time.
-        text: `[B, t]` its text tokens, one per frame.
-        codes: `[B, K, t]` its codes.
+    They are of the same time as a piece of the user's sound.
     """
 
     pcm: Tensor

@@ -31,12 +31,7 @@ BROKEN = "\ufffd"  # a character whose bytes are not all there yet
 
 
 class PromptWriter:
-    """Conversations to the thinker's inputs.
-
-    Args:
-        processor: A `Qwen2_5OmniProcessor`, or None.
-        device: Where the model is.
-    """
+    """Writes conversations as the thinker's inputs, on the device of the model."""
 
     def __init__(self, processor: Any, device: torch.device) -> None:
         self.processor, self.device = processor, device
@@ -135,18 +130,11 @@ WRITE = "Transcribe the speech."
 class OmniOptions:
     """Options of a reply.
 
-    Args:
-        voice: A name in the model's `speaker_map`.
-        thinker: How words are picked; None: as the checkpoint says.
-        talker: How codes are picked.
-        max_words: Most tokens of text.
-        max_codes: Most codes, 50 a second.
-        ahead: Blocks of codes that must have come behind one that becomes sound (`SoundStage`).
-        vocoder_ahead: Mel frames that the vocoder waits for; None: all it sees (exact).
-        num_steps: Of the flow to mel frames.
-        characters: Characters that are taken to be said in a second: which text a piece carries.
-        parity: Leave out of the talker's start what `generate` leaves out (`omni_talker`).
-        seed: Of everything that is random.
+    `voice` is a name in the model's `speaker_map`. Words and codes are picked by `thinker` (None:
+    as the checkpoint has it) and `talker`, `max_words` tokens and `max_codes` codes (50 a second)
+    at most. `ahead`, `vocoder_ahead` and `num_steps` are those of `SoundStage`. `characters` are
+    taken to be said in a second: they tell which text a piece carries. `parity` leaves out of the
+    talker's start what `generate` leaves out (`omni_talker`); `seed` is that of everything random.
     """
 
     voice: str = "Chelsie"
@@ -168,13 +156,9 @@ class OmniOptions:
 class OmniSpeech:
     """Speaker, listener and chatter (`core.speech`) over one stock model; streams may share it.
 
-    Args:
-        model: A `Qwen2_5OmniForConditionalGeneration` with its talker.
-        processor: Its processor; None: only `answer` works, and text stays token ids.
-        **options: Of `OmniOptions`, for every reply; a call may change them.
-
-    Raises:
-        ModelError: It cannot speak, or an option is not known.
+    `model` is a `Qwen2_5OmniForConditionalGeneration` with its talker; without its processor only
+    `answer` works, and text stays token ids. `options` are `OmniOptions` for every reply; a call
+    may change them. ModelError: it cannot speak, or an option is not known.
     """
 
     sample_rate = RATE
@@ -260,7 +244,6 @@ class _OmniReply:
         self.codes: list[int] = []
 
     def sounds(self, talker: Talker, stage: SoundStage) -> Iterator[Sound]:
-        """Pieces of text and sound."""
         first = self._thought(next(self.thoughts))
         yield self._piece(torch.zeros(1, 0), stage)
         state = stage.start()
@@ -314,7 +297,6 @@ def _ends(tokens: int | list[int] | None) -> set[int]:
 
 
 def _own(config: Any, seed: int) -> Picking:
-    """Sampling of words as the checkpoint has it."""
     names = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
     given = {name: getattr(config, name, None) for name in names}
     return Picking(seed=seed, **{k: v for k, v in given.items() if v is not None})

@@ -1,19 +1,15 @@
-"""Qwen2.5-Omni's last stage on a stream: codes to sound, blocks of codes at a time.
+"""Qwen2.5-Omni's last stage on a stream: codes to mel frames to sound, block by block.
 
-Qwen2.5-Omni's flow on a stream: codes to mel frames, block by block.
+The flow: a transformer gives the direction in which noise flows to a mel spectrogram, at every
+stage of a Runge-Kutta solver. Its layers see their own block of frames, a few of them one block
+back, a few one block ahead. What lies back is kept, exactly: keys and values of the last block, for
+every stage. What lies ahead must have come: with `ahead` blocks of it the flow of a block is off by
+what the blocks behind those would have said, less the more there are, and nothing once `ahead`
+reaches stages x layers that look ahead. Paper: arXiv 2503.20215, section 2.4.
 
-A transformer gives the direction in which noise flows to a mel spectrogram, at every stage of a
-Runge-Kutta solver. Its layers see their own block of frames, a few of them one block back, a few
-one block ahead. What lies back is kept, exactly: keys and values of the last block, for every
-stage. What lies ahead must have come: with `ahead` blocks of it the flow of a block is off by what
-the blocks behind those would have said, less the more there are, and nothing once `ahead` reaches
-stages x layers that look ahead. Paper: arXiv 2503.20215, section 2.4.
-
-Qwen2.5-Omni's vocoder on a stream: BigVGAN, from mel frames to sound, exactly.
-
-All of it is convolutions that see both ways, and activations at twice the rate between two
-low-pass filters. In pieces it is late by what they see of the future, and equal to the stock one.
-Paper: arXiv 2206.04658.
+The vocoder, BigVGAN (arXiv 2206.04658), is convolutions that see both ways, and activations at
+twice the rate between two low-pass filters. In pieces it is late by what they see of the future,
+and equal to the stock one.
 """
 
 from __future__ import annotations
@@ -45,12 +41,7 @@ class FlowCondition(NamedTuple):
 
 
 class Flow:
-    """The solver over a window of frames.
-
-    Args:
-        model: A `Qwen2_5OmniToken2WavDiTModel`.
-        num_steps, guidance_scale, sway_coefficient: As in the stock `sample`.
-    """
+    """The solver over a window of frames; its settings are those of the stock `sample`."""
 
     def __init__(
         self,
@@ -82,14 +73,9 @@ class Flow:
     ) -> tuple[Tensor, list[Past]]:
         """Noise `[1, n, mel]` over whole blocks (the last may be short) to mel frames.
 
-        Args:
-            noise: Where the flow starts.
-            codes: `[1, n / repeats]`.
-            guide: The voice.
-            past: For every stage, what the layers said of the block before; None: there is none.
-
-        Returns:
-            Mel frames `[1, n, mel]`, and for every stage keys and values of the first block.
+        `codes` are `[1, n / repeats]`; `guide` is the voice. `past` has, for every stage, what the
+        layers gave of the block before, None: there is none. Returns mel frames `[1, n, mel]`, and
+        for every stage keys and values of the first block.
         """
         kept: list[Past] = []
         words = self.model.text_embed(codes)
@@ -113,7 +99,7 @@ class Flow:
     def _transform(
         self, x: Tensor, words: Tensor, guide: FlowCondition, time: Tensor, before: Past
     ) -> tuple[Tensor, Past]:
-        """One pass of the transformer, and what its layers would say back to the next block."""
+        """One pass of the transformer, and the keys and values that the next block reads."""
         model, size = self.model, self.model.block_size
         n = x.shape[1]
         rows = len(words)
@@ -142,7 +128,6 @@ def _layer(
     old: tuple[Tensor, Tensor] | None,
     size: int,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """One layer over a window, with the block before it where that is kept."""
     attn = layer.attn
     normed, gate, shift, scale, gate_mlp = layer.attn_norm(x, emb=time)
     heads = (*x.shape[:2], attn.heads, -1)
@@ -183,11 +168,7 @@ def _runge_kutta(slope: Slope, start: Tensor, stop: Tensor, x: Tensor) -> Tensor
 
 
 def vocoder_layers(model: Any) -> LayerChain:
-    """Mel frames `[B, mel, t]` to sound `[B, 1, t * hop]`.
-
-    Args:
-        model: A `Qwen2_5OmniToken2WavBigVGANModel`.
-    """
+    """Mel frames `[B, mel, t]` to sound `[B, 1, t * hop]`, by a BigVGAN of the stock model."""
     blocks = model.num_residual_blocks
     layers: list[CodecLayer] = [Pointwise(model.process_mel_spectrogram), stream(model.conv_pre)]
     for i, up in enumerate(model.ups):
@@ -198,7 +179,6 @@ def vocoder_layers(model: Any) -> LayerChain:
 
 
 def _block(module: Any) -> LayerChain:
-    """Pairs of dilated and plain convolutions, each pair beside a skip."""
     first, second = module.activations[::2], module.activations[1::2]
     parts = zip(first, module.convs1, second, module.convs2, strict=True)
     return LayerChain(
@@ -256,18 +236,12 @@ class Blocks(NamedTuple):
 class SoundStage:
     """Codes `[1, 1, t]` to sound `[1, n]`: a `core.speech.Stage` of one stream.
 
-    Args:
-        model: A `Qwen2_5OmniToken2WavModel`.
-        voice: An entry of the model's `speaker_map`.
-        ahead: Blocks that must have come behind the one that becomes sound. With enough of them
-            (`exact_ahead`) the sound is the stock one; each costs a block of delay and of work.
-        vocoder_ahead: Mel frames of future that the vocoder waits for; None: all its layers see
-            (34 frames, 0.34 s, of the 7B model), which is exact.
-        seed: Of the noise the flow starts from; the stock model's after `torch.manual_seed(seed)`.
-        **options: `num_steps`, `guidance_scale`, `sway_coefficient` of the flow.
-
-    Raises:
-        ModelError: `ahead` is negative.
+    `voice` is an entry of the model's `speaker_map`. `ahead` blocks must have come behind the one
+    that becomes sound; with enough of them (`exact_ahead`) the sound is the stock one, each costs a
+    block of delay and of work. The vocoder waits for `vocoder_ahead` mel frames; None: all its
+    layers see (34 frames, 0.34 s, of the 7B model), which is exact. `seed` is that of the noise the
+    flow starts from, as the stock model's after `torch.manual_seed(seed)`; `options` are those of
+    `Flow`.
     """
 
     def __init__(
@@ -353,7 +327,6 @@ class SoundStage:
         )
 
     def _flow(self, state: Blocks, give: int, window: int) -> tuple[Blocks, Tensor]:
-        """Mel frames `[1, mel, n]` of the first `give` of `window` blocks."""
         model = self.flow.model
         codes = state.codes[:, : window * self.codes_per_block]
         state = self._draw(state, codes.shape[1] * model.repeats)

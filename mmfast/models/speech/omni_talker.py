@@ -2,16 +2,13 @@
 
 Code k hears the thinker on word k + 1, so the talker can run one word behind it; behind the last
 word it hears an end, then silence. Given the same words, its codes are those of the stock talker,
-which `generate` runs when the thinker is done.
+which `generate` runs when the thinker is done. `generate` of transformers 5.23 drops a mask of
+ones, and the talker, which goes by that mask, then leaves out the codes that mark the start of
+speech, and the positions of pictures and sound. They are there here; `parity=True` leaves them out,
+too.
 
-One thing `generate` of transformers 5.23 does not do: it drops a mask of ones, and the talker,
-which goes by that mask, then leaves out the codes that mark the start of speech, and the positions
-of pictures and sound. They are there here; `parity=True` leaves them out, too.
-
-Qwen2.5-Omni's thinker, a token at a time: what it says, and what it tells the talker.
-
-Positions are worked out here and given to every pass: nothing is kept on the model, so several
-streams may share it.
+The thinker runs a token at a time. Positions are given to every pass: nothing is kept on the model,
+so several streams may share it.
 """
 
 from __future__ import annotations
@@ -42,16 +39,7 @@ TALKER = Picking(True, 0.9, 40, 0.8, 1.05)  # as the stock talker speaks
 
 
 class Picker:
-    """The next token of one stream.
-
-    Args:
-        how: Settings.
-        suppress: Tokens never picked.
-        device: Where the logits are.
-
-    Raises:
-        ModelError: A setting is out of range.
-    """
+    """Picks the next token of one stream, never one of `suppress`; ModelError for a bad setting."""
 
     def __init__(self, how: Picking, suppress: list[int], device: torch.device) -> None:
         self.how = how
@@ -97,11 +85,9 @@ SPANS = ("image_grid_thw", "video_grid_thw", "video_second_per_grid", "use_audio
 
 @dataclass
 class Thought:
-    """Result of one pass of the thinker.
+    """Result of one pass of the thinker: the token it picked, None behind the last.
 
-    Args:
-        state: What it tells the talker of the tokens that went in `[1, n, D]`.
-        token: The token it picked; None behind the last.
+    `state` `[1, n, D]` is what it tells the talker of the tokens that went in.
     """
 
     state: Tensor
@@ -116,14 +102,10 @@ def think(
     ends: set[int],
     limit: int,
 ) -> Iterator[Thought]:
-    """Pass by pass: first the prompt, then each token that was picked, until one ends the answer.
+    """Think pass by pass: the prompt, then each token that was picked, until one ends the answer.
 
-    Args:
-        thinker: The model's thinker.
-        inputs: What its processor gives for one prompt, on its device.
-        picker: How tokens are picked, or the tokens themselves (words to be said).
-        ends: Tokens that end the answer; they are not fed.
-        limit: Most tokens.
+    `inputs` is what the processor gives for one prompt, on its device; `picker` may be the tokens
+    themselves (words to be said). Tokens in `ends` are not fed; `limit` is the most tokens.
     """
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask")
@@ -187,15 +169,10 @@ def _pick(picker: Picker | Iterator[int], ids: Tensor, logits: Tensor) -> int | 
 
 
 class Talker:
-    """One reply.
+    """The codes of one reply.
 
-    Args:
-        model: A `Qwen2_5OmniForConditionalGeneration`.
-        inputs: The thinker's.
-        voice: An entry of `speaker_map`.
-        picker: How codes are picked.
-        ends: Codes that end the reply.
-        parity: Leave out what `generate` leaves out.
+    `voice` is an entry of `speaker_map`; codes in `ends` end the reply; `parity` leaves out what
+    `generate` leaves out.
     """
 
     def __init__(
@@ -217,14 +194,11 @@ class Talker:
     def talk(
         self, prompt: Tensor, first: int, words: Iterator[Tensor], limit: int
     ) -> Iterator[int]:
-        """Code by code.
+        """Yield code by code, `limit` at most.
 
-        Args:
-            prompt: What the thinker told of the prompt `[1, n, D]`.
-            first: Its first token.
-            words: What it told of each of its tokens `[1, 1, D]`; asked for when needed, and
-                ended behind the last.
-            limit: Most codes.
+        `prompt` `[1, n, D]` is what the thinker told of the prompt, `first` its first token.
+        `words` gives what it told of each of its tokens `[1, 1, D]`; they are asked for when
+        needed, and end behind the last.
         """
         talker = self.talker
         start = next(words)
@@ -285,7 +259,6 @@ class Talker:
 
 
 def _then(words: Iterator[Tensor], tail: list[Tensor]) -> Iterator[Tensor]:
-    """The words, then the end, then silence for ever."""
     yield from words
     yield from tail
     while True:

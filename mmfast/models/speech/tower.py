@@ -32,12 +32,7 @@ class TowerState:
 
 
 class SpeechTower(nn.Module):
-    """Three convolutions down to 25 embeddings a second, two more beside a residual.
-
-    Args:
-        width: Of the embeddings, the backbone's.
-        channels: Within.
-    """
+    """Three convolutions down to 25 embeddings a second, two more beside a residual."""
 
     def __init__(self, width: int = 160, channels: int = 128) -> None:
         super().__init__()
@@ -80,11 +75,7 @@ class SpeechTower(nn.Module):
         return self.out.weight.new_zeros(len(state.tails[0]), 0, self.out.out_features)
 
     def reset(self, state: TowerState, rows: Tensor) -> TowerState:
-        """Streams `rows` (`[B]` bool) started anew, the others as they were.
-
-        Raises:
-            ModelError: The streams are within an embedding, which they share.
-        """
+        """Streams `rows` (`[B]` bool) started anew; ModelError within an embedding."""
         fresh = self.start(len(rows))
         if any(a.shape != b.shape for a, b in zip(state.tails, fresh.tails, strict=True)):
             raise ModelError(f"reset between embeddings, every {FRAMES} log-mel frames")
@@ -94,11 +85,7 @@ class SpeechTower(nn.Module):
 
 
 def load_tower(folder: Path) -> SpeechTower:
-    """The tower of a checkpoint, in float32.
-
-    Raises:
-        ModelError: It is not there.
-    """
+    """The tower of a checkpoint, in float32; ModelError where it is not there."""
     if not (folder / FILE).is_file():
         raise ModelError(f"{str(folder)!r} holds no {FILE}; give the folder of a speech model")
     weights = {name: value.float() for name, value in load_file(folder / FILE).items()}

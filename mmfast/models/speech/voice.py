@@ -13,14 +13,10 @@ from mmfast.models.speech.layout import MARKS, SpeechGuide, SpeechLayout
 
 
 class UtteranceFrames:
-    """Collects one utterance.
+    """Collects one utterance; `starts` has the frame at which each group begins.
 
-    A code of the wrong book (unverified drafts) does not shift those behind it: frames
-    begin at codes of book 0, and what a frame lacks is taken from the one before.
-
-    Attributes:
-        count: Frames so far.
-        starts: Frame at which each group begins.
+    A code of the wrong book (unverified drafts) does not shift those behind it: frames begin at
+    codes of book 0, and what a frame lacks is taken from the one before.
     """
 
     def __init__(self, layout: SpeechLayout) -> None:

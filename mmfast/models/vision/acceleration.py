@@ -175,8 +175,8 @@ _GRAPHS: WeakKeyDictionary[nn.Module, TowerGraphs] = WeakKeyDictionary()
 def graphed(tower: Tower) -> Iterator[None]:
     """Replay the tower's forward as a CUDA graph per shape; they serve later contexts, too.
 
-    Raises:
-        ModelError: The tower pads its inputs, so what it computes depends on more than shapes.
+    ModelError for a tower that pads its inputs, so that what it computes depends on more than
+    shapes.
     """
     masks = {"patch_attention_mask", "pixel_attention_mask"} & {
         *inspect.signature(type(tower.module).forward).parameters
@@ -249,12 +249,7 @@ MODES = ("fast", "compile", "graph")
 
 
 def check_encoder(mode: str | None, device: torch.device | None = None) -> None:
-    """Refuse a mode that does not exist, or that the machine cannot run.
-
-    Raises:
-        SpecError: Unknown mode; names the choices.
-        MmfastError: `compile` on a CPU without a C++ compiler, `graph` without CUDA.
-    """
+    """Refuse an unknown mode, `compile` on a CPU without a C++ compiler, `graph` without CUDA."""
     if mode is None:
         return
     if mode not in MODES:
@@ -275,20 +270,12 @@ def check_encoder(mode: str | None, device: torch.device | None = None) -> None:
 
 @contextmanager
 def fast_encoder(model: Any, mode: str | None) -> Iterator[None]:
-    """Speed the vision tower of a model up for as long as the `with` lasts.
+    """Speed the vision tower of a model up for as long as the `with` lasts; None leaves it stock.
 
-    Args:
-        model: A stock model of a known family.
-        mode: None leaves it stock. `fast` embeds patches by a matrix product, computes attention
-            by SDPA with the windows or frames of a packed tower in one call, and skips blocks and
-            pooled heads whose output is not used. `compile` also compiles the tower's blocks, when
-            they first run (tens of seconds on a CPU; a new shape may compile again). `graph`
-            records `fast` once per input shape as a CUDA graph and replays it.
-
-    Raises:
-        SpecError: Unknown mode.
-        MmfastError: The machine cannot run it.
-        ModelError: Unknown family.
+    `fast` embeds patches by a matrix product, computes attention by SDPA with the windows or frames
+    of a packed tower in one call, and skips blocks and pooled heads whose output is not used.
+    `compile` also compiles the tower's blocks when they first run (tens of seconds on a CPU; a new
+    shape may compile again). `graph` records `fast` once per input shape and replays it.
     """
     check_encoder(mode)
     if mode is None:
@@ -316,7 +303,6 @@ def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiled(block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block compiled; one whose attention is watched runs as it is."""
     if watched(block):
         return call(*args, **kwargs)
     return _compile(type(block).forward)(block, *args, **kwargs)

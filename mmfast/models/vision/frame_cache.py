@@ -57,8 +57,7 @@ class _PassFrame:
 class FramePass:
     """The frames of one pass, and what its blocks leave behind.
 
-    Attributes:
-        stock: Every frame is computed whole: the stock blocks run and are only watched.
+    Under `stock` every frame is computed whole: the stock blocks run and are only watched.
     """
 
     def __init__(self, plan: FramePlan, states: Sequence[FrameCacheState], fixed: bool) -> None:
@@ -76,12 +75,7 @@ class FramePass:
         self._groups: dict[int, tuple[Any, list[Group]]] = {}
 
     def begin(self, flat: Tensor, rule: Refresh | None) -> None:
-        """Choose the patches of every frame from the input `[S, D]` of the first block.
-
-        Args:
-            flat: Embedded patches, frame after frame.
-            rule: None computes all.
-        """
+        """Choose patches by the input `[S, D]` of the first block; all of them without a rule."""
         picked, start = [], 0
         for index, x in enumerate(flat.split(self.plan.sizes)):
             frame = self._choose(index, x, rule)
@@ -118,7 +112,6 @@ class FramePass:
         return _PassFrame(before, rows, known.index_copy(0, rows, x[rows]))
 
     def _class_rows(self, layout: tuple[int, ...], x: Tensor) -> Tensor:
-        """Rows of the class tokens of a frame, one per tile."""
         n, tiles = layout[0], layout[1] if self.plan.class_token else 0
         return torch.arange(tiles, device=x.device) * (n // max(1, tiles))
 
@@ -152,16 +145,9 @@ class FramePass:
     def step(
         self, index: int, block: TowerBlock, hidden: Tensor, kwargs: Mapping[str, Any]
     ) -> Tensor:
-        """Run one block on the chosen rows.
+        """Run one block on the chosen rows of its stock input, `[B, N, D]` or `[S, D]`.
 
-        Args:
-            index: Of the block.
-            block: The block.
-            hidden: `[B, N, D]` or `[S, D]`, its stock input.
-            kwargs: Further arguments of the stock block.
-
-        Returns:
-            `hidden` itself, or a new one with the block's output where that is read.
+        Returns the input itself, or a new tensor with the block's output where that is read.
         """
         rotary = kwargs.get("position_embeddings")
         if rotary is not None and self._rotary is None:
@@ -204,9 +190,7 @@ class FramePass:
     def _grouped(self, bounds: Tensor | None, hidden: Tensor) -> list[Group]:
         """Chosen rows that attend to the same keys: those of their frame, tile or window.
 
-        Args:
-            bounds: `[W + 1]` where segments begin and end, None for a batch of equal ones.
-            hidden: `[B, N, D]` where there are no bounds.
+        Segments lie between `bounds` `[W + 1]`; None stands for a batch `[B, N, D]` of equal ones.
         """
         name = id(bounds)
         if name not in self._groups:
@@ -265,19 +249,15 @@ class FrameCache:
 
         Args:
             model: A stock model of a known family.
-            refresh: Share of a frame's patches to compute, the most changed ones; 1.0 is the
-                stock tower. 0.25 where neither it nor `threshold` is given.
+            refresh: Share of a frame's patches to compute, the most changed ones; 1.0 is the stock
+                tower. 0.25 where neither it nor `threshold` is given.
             threshold: Instead, the change from which a patch is computed (see
                 `mmfast.frontends.changes.changes`; 0.02 is a good start).
-            cut: A frame is computed whole if its other patches have changed by more than this on
-                average: a scene cut. None never does so.
+            cut: A frame whose other patches have changed by more than this on average (a scene cut)
+                is computed whole. None never does so.
             every: A frame is computed whole at least this often; None for never.
-            fixed: Compare with the last frame computed whole, instead of each patch with itself
-                as it was computed last.
-
-        Raises:
-            ModelError: The family is unknown, or its tower is of another kind.
-            MmfastError: A value out of range.
+            fixed: Compare with the last frame computed whole, not each patch with its last own
+                state.
         """
         share = 0.25 if refresh is None and threshold is None else refresh
         self.rule = Refresh(share, threshold, cut, every)
@@ -295,14 +275,10 @@ class FrameCache:
     def using(self, states: FrameCacheState | Sequence[FrameCacheState]) -> Iterator[None]:
         """Encode with the cache what this thread encodes inside.
 
-        Args:
-            states: The stream whose next frames are encoded, as one video, as several that follow
-                each other, or as images; or of several streams, whose videos or images then come
-                in this order, equally many each. A state moves on when a call has succeeded, and
-                stays where it is when one fails.
-
-        Raises:
-            ModelError: While encoding, media do not share out among the states.
+        The next frames of one stream come as one video, several in a row, or images; of several
+        streams, videos or images come in the order of their states, equally many each (else
+        ModelError). A state moves on when a call has succeeded, and stays where it is when one
+        fails.
         """
         streams = [states] if isinstance(states, FrameCacheState) else list(states)
         if self.rule.whole or not streams:

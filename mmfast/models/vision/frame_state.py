@@ -21,14 +21,10 @@ from mmfast.models.families.tower import Tower, argument, attention_of
 class ReferenceFrame:
     """One frame as the tower saw it, patch by patch possibly at different times.
 
-    Attributes:
-        layout: What a frame must match to be compared: number of patches, rows and columns.
-        patches: `[n, D]` input of the first block, each patch as it was when computed last.
-        keys: Per block `[n, H, d]`, as attended (rotated where the tower has rotary positions).
-        values: Per block `[n, H, d]`.
-        outputs: By block, `[n, D]` output of those that are read: the last one, feature layers,
-            DeepStack taps.
-        since: Frames since one was computed whole.
+    Frames with the same `layout` (patches, rows, columns) are compared. `patches` `[n, D]` is the
+    input of the first block; `keys` and `values` per block `[n, H, d]` are as attended; `outputs`
+    by block `[n, D]` are those that are read: the last one, feature layers, DeepStack taps. `since`
+    counts frames since one was computed whole.
     """
 
     layout: tuple[int, ...]
@@ -47,17 +43,11 @@ class ReferenceFrame:
 
 @dataclass(eq=False)
 class FrameCacheState:
-    """A stream's place in a frame cache: one reference frame, and counts.
+    """A stream's place in a frame cache: one reference frame (None at first), and counts so far.
 
     `FrameCache.using` puts the next reference in once a pass has succeeded; tensors are replaced,
-    never written, so a snapshot costs nothing and stays as it was.
-
-    Attributes:
-        reference: None before the first frame.
-        frames: Frames so far (temporal patches, where the tower takes two frames at once).
-        whole: How many of them were computed whole.
-        patches: Patches so far.
-        computed: How many of them were computed.
+    never written, so a snapshot costs nothing. `frames` counts temporal patches where the tower
+    takes two frames at once.
     """
 
     reference: ReferenceFrame | None = field(default=None, repr=False)
@@ -109,12 +99,9 @@ Layouts = list[tuple[int, ...]]
 class FramePlan:
     """Facts about a pass before it begins.
 
-    Attributes:
-        streams: The state of each frame, by number; frames of a stream in their order.
-        layouts: Per frame its number of rows, and what else must match to compare frames: rows
-            and columns, or of how many tiles it is.
-        taps: Blocks whose output is read.
-        class_token: Row 0 of every tile is a class token.
+    `streams` has the number of each frame's state; `layouts` per frame its number of rows, and what
+    else must match to compare frames; `taps` the blocks whose output is read. With `class_token`
+    row 0 of every tile is one.
     """
 
     streams: tuple[int, ...]
@@ -131,19 +118,10 @@ class FramePlan:
 def plan_pass(
     tower: Tower, adapter: Adapter, kind: str, arguments: Call, hidden: Tensor, states: int
 ) -> FramePlan:
-    """Plan a pass from the call that caused it.
+    """Plan a pass of `states` streams from the call of `get_…_features` that caused it.
 
-    Args:
-        tower: The tower.
-        adapter: Of its family.
-        kind: `image` or `video`.
-        arguments: Of `get_image_features` or `get_video_features`.
-        hidden: Input of the first block, `[B, N, D]` or `[S, D]`.
-        states: How many streams there are.
-
-    Raises:
-        ModelError: Media and streams do not match, or the tower got other patches than the call
-            brings.
+    `hidden` is the input of the first block, `[B, N, D]` or `[S, D]`. ModelError where media and
+    streams do not match, or the tower got other patches than the call brings.
     """
     items = _packed(kind, arguments) if tower.packed else _batch(tower, adapter, arguments, hidden)
     if len(items) % states:
@@ -213,12 +191,9 @@ Group = tuple[slice, int, slice]  # chosen rows, the frame they lie in, their ke
 
 
 def groups(rows: Tensor, sizes: Sequence[int], ends: Tensor) -> list[Group]:
-    """Chosen rows by segment: frame, tile or window; segments without any are left out.
+    """Chosen rows `[K]` by segment: frame, tile or window; segments without any are left out.
 
-    Args:
-        rows: `[K]` ascending among the rows of all frames.
-        sizes: Rows of each frame.
-        ends: `[W + 1]` int64 where segments begin and end, none of them across two frames.
+    `ends` `[W + 1]` has where segments begin and end, none of them across two frames.
     """
     begins = list(accumulate(sizes, initial=0))
     cuts = torch.searchsorted(rows.cpu(), ends).tolist()
@@ -304,11 +279,7 @@ class TowerBlock:
 
 
 def blocks_of(tower: Tower, family: str) -> list[TowerBlock]:
-    """The tower's blocks.
-
-    Raises:
-        ModelError: They are of no known kind; says what to do.
-    """
+    """The tower's blocks; ModelError where they are of no known kind."""
     kinds = [names for names in _KINDS if all(_fits(block, names) for block in tower.blocks)]
     if not kinds or not len(tower.blocks):
         raise ModelError(

@@ -36,19 +36,11 @@ from mmfast.models.vision.merge_pass import MergePass, add_bias, plan_pass
 def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterator[None]:
     """Merge tokens in the tower whenever the model encodes images or videos.
 
-    A share holds for every frame or tile, an integer for every image or video. Share 1.0 does
-    nothing at all. Each image or video adds a row `vit` to the trace (patches in, tokens left
-    after the last used block, its part of the milliseconds of the encoding) and its Reduction
-    over the patches in raster order, tiles one after the other; `item` counts within the call.
-
-    Args:
-        model: A model of a known family.
-        adapter: Its adapter.
-        spec: A stage of site `vit`.
-        trace: Where rows and reductions go.
-
-    Raises:
-        SpecError: While encoding, a budget that does not fit.
+    A share holds for every frame or tile, an integer for every image or video; one that does not
+    fit is a SpecError while encoding. Share 1.0 does nothing at all. Each image or video adds a row
+    `vit` to the trace (patches in, tokens left after the last used block, its part of the
+    milliseconds) and its Reduction over the patches in raster order, tiles one after the other;
+    `item` counts within the call.
     """
     tower = adapter.tower(model.base_model)
     if spec.whole:
@@ -117,7 +109,6 @@ class _MergeStage:
 
     @torch.no_grad()
     def _draw(self, work: MergePass, kind: str, arguments: Call) -> None:
-        """Record in the trace which part of every LLM token's patches was merged."""
         if work.merged is None:
             return
         base, shares = self._tower.base, work.merged.share()[:, None]

@@ -34,13 +34,9 @@ from mmfast.ops.similarity import paired_cosine
 class MergePlan:
     """The schedule of one pass of the tower.
 
-    Attributes:
-        start: Length of each segment, in the tower's order.
-        final: Length of each segment after the last used block.
-        items: Patches of each image or video.
-        blocks: Number of used blocks L.
-        raster: `[S]` place of each patch in its item's raster; None where that is its order.
-        until: Share of the used blocks that merge, the first ones.
+    `start` and `final` are the length of each segment before, and after the last used block;
+    `raster` `[S]` is the place of each patch in its item's raster, None where that is its order;
+    `until` is the share of the used blocks that merge, the first ones.
     """
 
     start: tuple[int, ...]
@@ -66,11 +62,7 @@ class MergePlan:
 def plan_pass(
     tower: Tower, adapter: Adapter, kind: str, call: Mapping[str, Any], spec: Spec
 ) -> MergePlan:
-    """Plan a call of `get_image_features` or `get_video_features`.
-
-    Raises:
-        SpecError: The budget does not fit the frames; says which one would.
-    """
+    """Plan a call of `get_…_features`; a budget that does not fit the frames is a SpecError."""
     blocks, until = tower.last_used(call) + 1, float(spec.knobs.get("until", 1.0))
     if tower.packed:
         return replace(_packed(tower, call[f"{kind}_grid_thw"], spec, blocks), until=until)
@@ -135,18 +127,14 @@ def _take(lengths: Any, total: int) -> list[int]:
 
 
 def _frame_budgets(spec: Spec, frames: Sequence[int]) -> list[int]:
-    """A share holds for every frame; a whole number is spread over the frames of an item."""
+    """Budget of every frame: a share holds for each, a whole number is spread over an item's."""
     if isinstance(spec.budget, float):
         return [count(spec.budget, n) or 1 for n in frames]
     return _share_out(count(spec.budget, sum(frames)) or 0, frames, spec)
 
 
 def _share_out(budget: int, parts: Sequence[int], spec: Spec) -> list[int]:
-    """Split a budget by size: largest remainder, first part first, at least 1 each.
-
-    Raises:
-        SpecError: There are more parts than tokens.
-    """
+    """Split a budget by size: largest remainder, first part first, at least 1 (else SpecError)."""
     if budget < len(parts):
         raise SpecError(
             f"budget {spec.budget} at site 'vit' leaves {budget} tokens for {len(parts)} frames or "
@@ -167,10 +155,8 @@ def _share_out(budget: int, parts: Sequence[int], spec: Spec) -> list[int]:
 class Carried:
     """The rest of a matching, carried over from an earlier block.
 
-    Args:
-        plan: From the S tokens there are to those after the last block it serves.
-        keys: `[S, d]` on which similarity was measured.
-        lengths: Tokens of each segment, S in all; no pair crosses segments.
+    `plan` maps the S tokens there are to those after the last block it serves, by similarity of
+    `keys` `[S, d]`; no pair crosses the segments of `lengths`.
     """
 
     def __init__(self, plan: Reduction, keys: Tensor, lengths: Sequence[int]) -> None:
@@ -201,9 +187,8 @@ class Carried:
 class MergePass:
     """The merging so far; all frames lie in one sequence, in towers of any layout.
 
-    Attributes:
-        merged: Patches `[S]` onto the tokens that are left; None before the first merge.
-        keys: Keys of the block at work, per call `[B, n, d]`.
+    `merged` maps patches `[S]` onto the tokens that are left; `keys` are those of the block at
+    work.
     """
 
     def __init__(self, plan: MergePlan, spec: Spec) -> None:
@@ -286,7 +271,7 @@ class MergePass:
         return Reduction(keep, owner, weight)
 
     def _step_alike(self, flat: Tensor, keys: Tensor, sizes: Tensor, m: int) -> Reduction:
-        """All segments are of one length: nothing has to be looked up, which on a GPU is time."""
+        """Merge segments of one length: nothing has to be looked up, which on a GPU is time."""
         count, n = len(self.lengths), self.lengths[0]
         x, keys, sizes = (each.unflatten(0, (count, n)) for each in (flat, keys, sizes))
         found = self._reduce(x, keys, sizes, m)

@@ -39,14 +39,8 @@ from mmfast.models.reduction.tower_signals import KEPT
 def pixel_stage(model: Any, adapter: Adapter, specs: Sequence[Spec]) -> Iterator[None]:
     """Drop patches of whole merge units whenever the model encodes images or videos.
 
-    Args:
-        model: A model of a known family.
-        adapter: Its adapter.
-        specs: The stages of site `pixel`, in the order written.
-
-    Raises:
-        ModelError: While encoding, a signal is missing.
-        SpecError: While encoding, a budget that does not fit, or a stage that merges.
+    While encoding, a missing signal is a ModelError, a stage that merges or a wrong budget a
+    SpecError.
     """
     tower = adapter.tower(model.base_model)
     stage = _PixelStage(tower, Site(0, tuple(specs)))
@@ -113,7 +107,6 @@ class _PixelStage:
 
 
 def _mask(chain: Chain) -> Tensor:
-    """Mask of the kept tokens of an item, `[N]`."""
     mask = torch.zeros(chain.reductions[0].n, dtype=torch.bool, device=chain.keep.device)
     mask[chain.keep] = True
     return mask
@@ -122,16 +115,10 @@ def _mask(chain: Chain) -> Tensor:
 def part_of(
     module: Any, grid: Tensor, mask: Tensor, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], Tensor]:
-    """Arguments with which a packed tower runs on some of its merge units.
+    """Arguments with which a packed tower runs on the merge units in `mask` `[U]`.
 
-    Args:
-        module: The tower.
-        grid: `[items, 3]` frames, rows and columns in patches.
-        mask: `[U]` which merge units are there.
-        kwargs: Arguments of the call, precomputed tables among them.
-
-    Returns:
-        The arguments, and the places of the patches `[K]` among all in the order the tower works.
+    `grid` `[items, 3]` counts patches. Also returns the places `[K]` of the patches among all, in
+    the order the tower works.
     """
     merge, kwargs, grid = module.spatial_merge_size, dict(kwargs), grid.to(mask.device)
     patches = mask.repeat_interleave(merge**2)

@@ -22,40 +22,22 @@ _EDGE = 1 << 20  # bytes at the start and end of a weight file that identify it
 
 @dataclass(frozen=True)
 class BatchJob:
-    """One job; jobs that differ in `identity()` never share a file of answers.
-
-    Attributes:
-        folder: Folder of the media.
-        questions: Questions about each medium.
-        model: Directory or hub id; None is the embedded model.
-        reduce: Spec string of reducers.
-        cache: Spec string of cache policies.
-        dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        frames: Frames sampled uniformly from a clip.
-        fps: Sample at this rate instead.
-        max_new_tokens: Longest answer in tokens.
-        device: Device of the model; not part of the identity.
-        batch_size: Questions answered in one forward pass; not part of the identity.
-    """
+    """One job; jobs that differ in `identity()` never share a file of answers."""
 
     folder: Path
     questions: tuple[str, ...]
-    model: str | None = None
+    model: str | None = None  # directory or hub id; None is the embedded model
     reduce: str | None = None
     cache: str | None = None
     dtype: str = "auto"
-    frames: int = 8
-    fps: float | None = None
-    max_new_tokens: int = 64
-    device: str | None = None
-    batch_size: int = 1
+    frames: int = 8  # frames sampled uniformly from a clip
+    fps: float | None = None  # sample at this rate instead
+    max_new_tokens: int = 64  # longest answer in tokens
+    device: str | None = None  # device of the model; not part of the identity
+    batch_size: int = 1  # questions answered in one forward pass; not part of the identity
 
     def check(self) -> None:
-        """Refuse a job that can never run, before anything is read or started.
-
-        Raises:
-            MmfastError: One line; see `mmfast.core.errors`.
-        """
+        """Refuse a job that can never run, before anything is read or started."""
         if not self.questions:
             raise MmfastError("no question: give --question TEXT or --questions FILE")
         for question in self.questions:
@@ -113,11 +95,7 @@ def weights(model: str | None) -> str:
 
 
 def read_questions(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """Return the questions given one by one, then those of a file with one a line.
-
-    Raises:
-        MmfastError: The file cannot be read as text.
-    """
+    """Return the questions given one by one, then those of a file with one a line."""
     lines: list[str] = []
     if file is not None:
         try:
@@ -137,34 +115,19 @@ SUFFIXES = frozenset(f".{name}" for name in f"{_VIDEO} {_IMAGE}".split())
 
 @dataclass(frozen=True)
 class Medium:
-    """One file to answer questions about.
-
-    Attributes:
-        file: Path of the file.
-        path: Name below the folder, as text that any reader of Parquet takes.
-        bytes: Size.
-        mtime_ns: Time of the last change.
-    """
+    """One file to answer questions about."""
 
     file: str
-    path: str
+    path: str  # name below the folder, as text that any reader of Parquet takes
     bytes: int
     mtime_ns: int
 
 
 def find_media(folder: Path, pattern: str | None, limit: int | None, out: Path) -> list[Medium]:
-    """Find all media below a folder, sorted by name.
+    """Find all media below a folder, sorted by name; the file `out` and its database are left out.
 
-    Args:
-        folder: Searched to any depth, except hidden files and folders, and links to folders.
-        pattern: A glob for the end of the name below the folder, such as `*.mp4` or `day1/*`;
-            None takes files with the suffix of a video or an image. The content decides the
-            kind, later.
-        limit: Most files.
-        out: The result, which is left out with its database.
-
-    Raises:
-        MmfastError: There is no such folder, or no medium in it.
+    Hidden files and folders and links to folders are skipped. `pattern` is a glob for the end of
+    the name, such as `*.mp4` or `day1/*`; None takes the suffixes of videos and images.
     """
     if not folder.is_dir():
         reason = "is not a directory" if folder.exists() else "does not exist"

@@ -26,45 +26,26 @@ class BatchTick(Protocol):
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """Options of a run that change no answer.
+    """Options of a run that change no answer."""
 
-    Attributes:
-        engine: `ray`, or `inproc`: in this process, one after the other.
-        workers: Models on Ray; None takes one per GPU, or one per two cores.
-        address: Address of a Ray cluster; `local` starts one on this machine.
-        pattern: Pattern of the files; see `find_media`.
-        limit: Most files.
-        resume: Go on from the rows that exist; False starts over.
-        retry_errors: Ask again where the answer is an error.
-    """
-
-    engine: str = "ray"
-    workers: int | None = None
-    address: str = "local"
-    pattern: str | None = None
-    limit: int | None = None
-    resume: bool = True
-    retry_errors: bool = False
+    engine: str = "ray"  # `ray`, or `inproc`: in this process, one after the other
+    workers: int | None = None  # models on Ray; None takes one per GPU, or one per two cores
+    address: str = "local"  # address of a Ray cluster; `local` starts one on this machine
+    pattern: str | None = None  # pattern of the files; see `find_media`
+    limit: int | None = None  # most files
+    resume: bool = True  # go on from the rows that exist; False starts over
+    retry_errors: bool = False  # ask again where the answer is an error
 
 
 @dataclass(frozen=True)
 class BatchOutcome:
-    """Counts of a run.
-
-    Attributes:
-        out: The result.
-        files: Clips and images.
-        answers: Answers about them, of this run and earlier ones.
-        before: Answers of earlier runs.
-        failed: Answers that are errors.
-        seconds: Duration of this run.
-    """
+    """Counts of a run."""
 
     out: Path
     files: int
-    answers: int
-    before: int
-    failed: int
+    answers: int  # answers about them, of this run and earlier ones
+    before: int  # answers of earlier runs
+    failed: int  # answers that are errors
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,20 +67,9 @@ def run_batch(
 ) -> BatchOutcome:
     """Answer the questions without an answer, and write the result.
 
-    Args:
-        job: The job.
-        out: The result, a Parquet file with one row per file and question; until the end, answers
-            are kept in the SQLite database `<out>.parts` beside it.
-        way: Options of the run.
-        tick: Called as answers come.
-        warn: Called with one line where a file on disk was damaged, or a worker died.
-
-    Returns:
-        The counts of the run; the rows are in `out`.
-
-    Raises:
-        MmfastError: Nothing can be answered, or the result cannot be written. The answers so far
-            are kept, and the next run goes on from them.
+    `out` is a Parquet file with one row per file and question. Until the end, and after an error,
+    answers are kept in the SQLite database `<out>.parts`; the next run goes on from them. `tick` is
+    called as answers come, `warn` with one line where a file was damaged or a worker died.
     """
     way, start = way or BatchOptions(), time.perf_counter()
     job.check()

@@ -69,11 +69,7 @@ def table_of(rows: Sequence[Row]) -> Any:
 
 
 def write(file: Path, table: Any, identity: Mapping[str, Any]) -> None:
-    """Write a file that exists as a whole or not at all, also after a power cut.
-
-    Raises:
-        MmfastError: The file cannot be written.
-    """
+    """Write a file that exists as a whole or not at all, also after a power cut."""
     half = file.with_name(f".{file.name}.half")
     marked = table.replace_schema_metadata({_MARK: json.dumps(identity)})
     try:
@@ -97,8 +93,7 @@ def write(file: Path, table: Any, identity: Mapping[str, Any]) -> None:
 def read(file: Path) -> tuple[Any, dict[str, Any]]:
     """Return the rows of a file, and the identity of the job that they answer.
 
-    Raises:
-        DamagedError: The file is cut, overwritten, or of another program.
+    DamagedError: it is cut, overwritten, or of another program.
     """
     try:
         table = pq.read_table(file, partitioning=None)
@@ -128,20 +123,10 @@ class StoredRow(NamedTuple):
 
 
 class RowStore:
-    """The rows of one job.
+    """The rows of one job; `done` holds the rows so far by path and question.
 
-    Args:
-        out: The result; the database lies beside it as `<out>.parts`.
-        identity: Identity of the job.
-        resume: Go on from the rows that exist; False starts over.
-        warn: Called with one line if the database cannot be read.
-
-    Attributes:
-        done: The rows so far by path and question.
-
-    Raises:
-        MmfastError: Another run writes there, the place cannot be written, or it holds the
-            answers of another job or another kind of file.
+    The database lies beside `out` as `<out>.parts`. A second run in the same place, or the answers
+    of another job, raise `MmfastError`; an unreadable database is reported to `warn`.
     """
 
     def __init__(
@@ -191,10 +176,8 @@ class RowStore:
     def lacks(self, medium: Medium, question: str, again: bool = False) -> bool:
         """Return True if there is no answer yet about this content.
 
-        Args:
-            medium: The file; one that was changed since is answered again.
-            question: The question.
-            again: Count an answer that is an error as none.
+        A file that was changed since is answered again; with `again`, so is an answer that is an
+        error.
         """
         seen = self.done.get((medium.path, question))
         if seen is None or (again and seen.failed):
@@ -212,11 +195,7 @@ class RowStore:
             self.flush()
 
     def flush(self) -> None:
-        """Commit the rows taken so far.
-
-        Raises:
-            MmfastError: The database cannot be written.
-        """
+        """Commit the rows taken so far."""
         if not self._rows:
             return
         try:
@@ -245,11 +224,7 @@ class RowStore:
         self._db.execute("DELETE FROM answers")
 
     def _open(self) -> sqlite3.Connection:
-        """Open and lock the database; a damaged one is put aside.
-
-        Raises:
-            MmfastError: Another run holds the lock, or the place cannot be written.
-        """
+        """Open and lock the database; a damaged one is put aside."""
         try:
             self.state.parent.mkdir(parents=True, exist_ok=True)
             db = sqlite3.connect(self.state, timeout=0, isolation_level=None)

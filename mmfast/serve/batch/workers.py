@@ -28,14 +28,7 @@ Task = tuple[Medium, str]  # a file and a question
 
 
 class Answerer:
-    """One loaded model.
-
-    Args:
-        job: The job.
-
-    Raises:
-        MmfastError: The model cannot be loaded.
-    """
+    """One loaded model."""
 
     def __init__(self, job: BatchJob) -> None:
         from mmfast.models.loading import load
@@ -149,8 +142,6 @@ class BatchWorker:
 
 @dataclass
 class _Pool:
-    """Workers, their running tasks, and the waiting ones."""
-
     ray: Any
     job: BatchJob
     chunks: Iterator[list[Task]]
@@ -239,16 +230,9 @@ def answered(
 ) -> Generator[list[Row], None, None]:
     """Yield the rows of all chunks as they come, in any order, and empty lists meanwhile.
 
-    Args:
-        job: The job.
-        chunks: Tasks for one worker at a time.
-        workers: Number of models; None takes one per GPU, or one per two cores.
-        address: `local` starts Ray on this machine and stops it in the end; else the address of a
-            cluster, whose nodes must all see the media under the same paths.
-        warn: Called with one line for each worker that died.
-
-    Raises:
-        MmfastError: Ray is not installed or cannot start, or the model cannot be loaded.
+    Each chunk goes to one worker. The address `local` starts Ray here and stops it in the end; the
+    nodes of any other cluster must see the media under the same paths. `warn` gets one line for
+    each worker that died.
     """
     with _cluster(address) as ray:
         count, options, threads = _shares(job, workers, ray.cluster_resources())

@@ -23,12 +23,7 @@ Reason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Media:
-    """A decoded image or clip.
-
-    Attributes:
-        shot: The pixels.
-        key: Hash of the content and of its sampling, under which results are reused.
-    """
+    """A decoded image or clip; `key` hashes its content and sampling, for reuse of results."""
 
     shot: Shot
     key: str
@@ -44,31 +39,20 @@ class Message:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options of choosing tokens.
-
-    Attributes:
-        max_tokens: Longest answer in tokens.
-        temperature: 0 is greedy.
-        top_p: Share of the probability mass to draw from.
-        seed: Seed of the draws; None draws a new one.
-        stop: Texts that end the answer and are not part of it.
-    """
+    """Options of choosing tokens."""
 
     max_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # share of the probability mass to draw from
+    seed: int | None = None  # seed of the draws; None draws a new one
+    stop: tuple[str, ...] = ()  # texts that end the answer and are not part of it
 
 
 @dataclass(frozen=True)
 class Options:
-    """The `mmfast` part of a request.
+    """The `mmfast` part of a request; None takes the specs of the server.
 
-    Attributes:
-        reduce: Spec string of reducers; None takes the server's.
-        cache: Spec string of cache policies; None takes the server's.
-        target_ttft_ms: Time to the first token for which the planner picks the reducers.
+    For `target_ttft_ms`, the time to the first token, the planner picks the reducers.
     """
 
     reduce: str | None = None
@@ -78,24 +62,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """One request for an answer.
+    """One request for an answer."""
 
-    Attributes:
-        id: Unique among the running requests.
-        messages: The conversation; the last message is the user's.
-        sampling: Options of choosing tokens.
-        options: Reducers, cache policies, latency target.
-        tenant: Owner of the request; results are reused within a tenant only.
-        priority: Higher goes first among the requests of one account.
-        account: Account whose fair share the work counts against; None is the tenant.
-    """
-
-    id: str
+    id: str  # unique among the running requests
     messages: tuple[Message, ...]
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     options: Options = field(default_factory=Options)
-    tenant: str = ""
-    priority: int = 0
+    tenant: str = ""  # owner of the request; results are reused within a tenant only
+    priority: int = 0  # higher goes first among the requests of one account
+    # account whose fair share the work counts against; None is the tenant
     account: str | None = None
 
     @property
@@ -114,36 +89,24 @@ class Delta:
 
 @dataclass(frozen=True)
 class Finish:
-    """The end of a complete answer.
+    """The end of a complete answer."""
 
-    Attributes:
-        reason: `stop` or `length`.
-        prompt_tokens: Tokens of the prompt before reduction, visual tokens included.
-        completion_tokens: Tokens of the answer.
-        cached_tokens: Tokens of the prompt for which earlier work was reused.
-        trace: `Trace.to_dict()` with `visual_tokens`, `kept_tokens` and `ttft_ms`.
-    """
-
-    reason: Reason
-    prompt_tokens: int
+    reason: Reason  # `stop` or `length`
+    prompt_tokens: int  # tokens of the prompt before reduction, visual tokens included
     completion_tokens: int
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # tokens of the prompt for which earlier work was reused
+    # `Trace.to_dict()` with `visual_tokens`, `kept_tokens` and `ttft_ms`
     trace: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of an answer that cannot be completed.
+    """The end of an answer that cannot be completed."""
 
-    Attributes:
-        message: One line for the user.
-        status: HTTP status: 4xx for a wrong request, 499 for a cancelled one, 5xx for the engine.
-        kind: `invalid_request_error`, `model_error`, `server_error`, `busy`, `cancelled` or
-            `replica_lost`.
-    """
-
-    message: str
+    message: str  # one line for the user
+    # HTTP status: 4xx for a wrong request, 499 for a cancelled one, 5xx for the engine
     status: int = 500
+    # `invalid_request_error`, `model_error`, `server_error`, `busy`, `cancelled` or `replica_lost`
     kind: str = "server_error"
 
 
@@ -154,12 +117,7 @@ STOPPED = Failure("the server stops", 503)
 
 
 class BusyError(MmfastError):
-    """The engine has no room for another request now.
-
-    Args:
-        message: One line for the user.
-        retry_after: Seconds to wait before the next attempt.
-    """
+    """The engine has no room now; try again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -174,12 +132,7 @@ def failure(error: BaseException, request: str = "", logged: bool = False) -> Fa
     """Turn an exception into the last event of an answer.
 
     The text of an `MmfastError` is sent to the user. Any other text may hold paths or data of
-    others; it goes to the log alone.
-
-    Args:
-        error: The exception.
-        request: Id of the request.
-        logged: The exception is in the log already.
+    others; it goes to the log alone, unless `logged` says that it is there already.
     """
     if isinstance(error, BusyError):
         return Failure(str(error), 503, "busy")
@@ -198,18 +151,12 @@ def failure(error: BaseException, request: str = "", logged: bool = False) -> Fa
 
 @dataclass(frozen=True)
 class Health:
-    """State of an engine.
-
-    Attributes:
-        ready: The engine takes requests.
-        running: Number of requests being answered.
-        waiting: Number of requests in the queue.
-        gauges: Further figures by name, such as `kv_bytes`, `kv_bytes_limit`, `cache_hits`.
-    """
+    """State of an engine."""
 
     ready: bool
     running: int = 0
     waiting: int = 0
+    # further figures by name, such as `kv_bytes`, `kv_bytes_limit`, `cache_hits`
     gauges: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -222,9 +169,8 @@ class Executor(Protocol):
     def submit(self, request: Request, emit: Emit) -> None:
         """Answer a request; exactly one `Finish` or `Failure` comes last.
 
-        Raises:
-            BusyError: There is no room now.
-            MmfastError: The request can never be answered: wrong spec, too long, empty.
+        Raises `BusyError` if there is no room now, and `MmfastError` if the request can never be
+        answered.
         """
 
     def cancel(self, request_id: str) -> None:
@@ -238,12 +184,7 @@ class Executor(Protocol):
 
 
 class Echo:
-    """An engine without a model: repeats the last message, one word a token.
-
-    Args:
-        pause: Seconds between words.
-        limit: Most requests at once; another one is refused.
-    """
+    """An engine without a model: repeats the last message, a word every `pause` seconds."""
 
     def __init__(self, pause: float = 0.0, limit: int = 64) -> None:
         self.model, self._pause, self._limit = "echo", pause, limit

@@ -16,11 +16,7 @@ Made = tuple[ActiveRequest, Result]
 
 
 class TowerQueue:
-    """Requests that wait for embeddings, and the running call of the encoder.
-
-    Args:
-        encoder: Computes embeddings.
-    """
+    """Requests that wait for embeddings, and the running call of the encoder."""
 
     def __init__(self, encoder: MediaEncoder) -> None:
         self.encoder = encoder
@@ -58,8 +54,7 @@ class TowerQueue:
     def step(self, budget: float | None) -> Made | None:
         """Run a slice of the call, which begins with all waiting requests; return a result.
 
-        Args:
-            budget: Seconds after which the call stops at the next block; None never stops it.
+        `budget` is in seconds; the call stops at the next block.
         """
         if self._call is None:
             fresh = [a for a in self.waiting.values() if a.prepared is not None]
@@ -78,28 +73,15 @@ class TowerQueue:
 
 
 class RunningBatch:
-    """Requests that are encoded, prefilled and decoded together.
-
-    Args:
-        encoder: Computes embeddings.
-        prefiller: Computes keys and values of prompts.
-        decoder: Computes tokens.
-        limit: Bytes of the keys and values of finished prompts to keep.
-        served: Receives the payer and the number of tokens of each piece of work.
-
-    Attributes:
-        prefixes: Keys and values of prompts whose prefixes can be reused.
-        pace: Seconds of a chunk of prefill, a running mean.
-        gaps: Seconds between recent decoding steps, by the clock and of the engine's threads.
-        passes: Tokens of recent passes of prefill, and their seconds by both clocks.
-    """
+    """Requests that are encoded, prefilled and decoded together."""
 
     def __init__(
         self,
         encoder: MediaEncoder,
         prefiller: Prefiller,
         decoder: DecodeBatch,
-        limit: int,
+        limit: int,  # bytes of the keys and values of finished prompts to keep
+        # receives the payer and the number of tokens of each piece of work
         served: Callable[[str, float], None],
     ) -> None:
         self.encoder, self.prefiller, self.decoder = encoder, prefiller, decoder
@@ -110,8 +92,10 @@ class RunningBatch:
         self._jobs: dict[str, tuple[ActiveRequest, PrefillJob]] = {}
         self._running: dict[str, ActiveRequest] = {}
         self._prefill_next = False
-        self.pace = 0.02
+        self.pace = 0.02  # seconds of a chunk of prefill, a running mean
+        # seconds between recent decoding steps, by the clock and of the engine's threads
         self.gaps: deque[tuple[float, float]] = deque(maxlen=4096)
+        # tokens of recent passes of prefill, and their seconds by both clocks
         self.passes: deque[tuple[int, float, float]] = deque(maxlen=4096)
         self._stepped: tuple[float, float] | None = None
 
@@ -153,11 +137,8 @@ class RunningBatch:
     def work(self, new: bool = True) -> bool:
         """Do a slice of the tower or a chunk of prefill, in turns, or what ends one of them.
 
-        Args:
-            new: A new call of the tower may begin.
-
-        Returns:
-            True if another unit may follow before a decoding step: never after a pass.
+        Returns True if another unit may follow before a decoding step: never after a pass. A new
+        call of the tower begins only with `new`.
         """
         if read := self._read():
             self._begin(*read[0])
@@ -230,7 +211,6 @@ class RunningBatch:
                 self._begin(answer, job)
 
     def _read(self) -> list[tuple[ActiveRequest, PrefillJob]]:
-        """Return the prompts whose prefill has ended."""
         return [(answer, job) for answer, job in self._jobs.values() if not job.left]
 
     def _pass(
@@ -250,7 +230,6 @@ class RunningBatch:
             self._served(owners[job].payer, n)
 
     def _begin(self, answer: ActiveRequest, job: PrefillJob) -> None:
-        """Move a request from prefill to decoding."""
         del self._jobs[answer.id]
         prompt, filled = job.prompt, self.prefiller.result(job)
         answer.read = prompt.trace, prompt.whole_length

@@ -23,21 +23,15 @@ _GREEDY = 1e-5  # a temperature below it would overflow the logits
 class Chooser:
     """Chooses tokens as `generate` of a model does, without its state.
 
-    A draw depends on the seed and on the number of the token alone, so an answer does not depend
-    on the other answers of the batch.
-
-    Args:
-        model: A stock model.
-
-    Attributes:
-        ends: Token ids that end an answer.
-        penalty: Repetition penalty of its generation config; 1 is none.
+    A draw depends on the seed and on the number of the token alone, so an answer does not depend on
+    the other answers of the batch.
     """
 
     def __init__(self, model: Any) -> None:
         config = model.generation_config
         ends = config.eos_token_id
         self.ends = frozenset([ends] if isinstance(ends, int) else ends or ())
+        # repetition penalty of its generation config; 1 is none
         self.penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
         named = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
         blocked = [i for i in named if i is not None]  # an answer has no media
@@ -50,10 +44,8 @@ class Chooser:
     ) -> list[int | Exception]:
         """Choose a token per row; a row without finite logits gets an error.
 
-        Args:
-            logits: `[B, V]` float32; changed in place.
-            draws: Options of each row.
-            seen: Token ids so far per row, where there is a repetition penalty.
+        The logits, `[B, V]` float32, are changed in place; `seen` is read for repetition penalties
+        only.
         """
         if len(self._blocked):
             logits[:, self._blocked] = -torch.inf
@@ -94,18 +86,9 @@ class _Answer:
 
 
 class DecodeBatch:
-    """Running answers and their next tokens.
+    """Running answers and their next tokens; at most `slots` at once.
 
-    Args:
-        model: A stock model of full-attention layers.
-        slots: Most answers at once.
-
-    Attributes:
-        slots: Keys and values of the answers.
-        chooser: Chooses tokens.
-
-    Raises:
-        ModelError: The rows of the model cannot have different lengths in one pass.
+    Raises `ModelError` if the rows of the model cannot have different lengths in one pass.
     """
 
     def __init__(self, model: Any, slots: int = 16) -> None:
@@ -120,11 +103,7 @@ class DecodeBatch:
         return len(self._rows)
 
     def first(self, filled: Filled, sampling: SamplingOptions) -> int:
-        """Choose the first token of an answer.
-
-        Raises:
-            ModelError: The logits are not finite.
-        """
+        """Choose the first token of an answer. ModelError: its logits are not finite."""
         found = self.chooser.choose(filled.logits[None].clone(), [Draw(sampling)], [filled.seen])
         if isinstance(found[0], Exception):
             raise found[0]
@@ -132,14 +111,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def admit(self, key: Hashable, filled: Filled, token: int, sampling: SamplingOptions) -> None:
-        """Add an answer after its first token.
-
-        Args:
-            key: Name of the answer.
-            filled: Its prompt.
-            token: The first token.
-            sampling: Options of the other tokens; the seed is set.
-        """
+        """Add an answer after its first token; the seed of its sampling is set."""
         seen = filled.seen
         if seen is not None:
             seen = torch.cat([seen, seen.new_tensor([token])]).unique()
@@ -193,24 +165,14 @@ _HALF = "\ufffd"  # a tokenizer writes this for an incomplete character
 
 
 class Writer:
-    """Turns the tokens of one answer into text.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        sampling: Longest answer and stop strings.
-        ends: Token ids that end an answer.
-
-    Attributes:
-        over: Reason of the end; None while the answer goes on.
-        count: Number of tokens so far.
-    """
+    """Turns the tokens of one answer into text."""
 
     def __init__(self, tokenizer: Any, sampling: SamplingOptions, ends: Collection[int]) -> None:
         self._tokenizer, self._sampling, self._ends = tokenizer, sampling, ends
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens before `_start` are written; up to `_read` too
         self._held = ""  # text that may become a stop string
-        self.over: Reason | None = None
+        self.over: Reason | None = None  # reason of the end; None while the answer goes on
         self.count = 0
 
     def push(self, token: int) -> str:

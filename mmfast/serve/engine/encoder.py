@@ -43,11 +43,8 @@ def embedded(
 ) -> dict[str, Any]:
     """Return the fields of `Embedded` that the language model reads.
 
-    Args:
-        model: The model.
-        rest: Inputs of one prompt as `compress` returns them.
-        whole: Encoder outputs before reduction, by kind.
-        named: Identity `[n]` int64 of each feature by kind; a kind without one is hashed.
+    `rest` is what `compress` returns and `whole` the encoder outputs before reduction, by kind. A
+    kind without identities `[n]` in `named` is hashed.
     """
     base, ids = model.base_model, rest["input_ids"][0]
     outputs = rest.get("mm_encoder_outputs") or {}
@@ -109,12 +106,7 @@ def hashes(rows: Tensor) -> Tensor:
 
 
 def chain(marks: Tensor, positions: Tensor) -> tuple[bytes, ...]:
-    """Return a hash of the prompt up to the end of each of its blocks.
-
-    Args:
-        marks: Identity of each token, `[m]` int64.
-        positions: Position of each token, `[A, m]` int64.
-    """
+    """Return a hash of the prompt up to the end of each of its blocks."""
     data = torch.cat([marks[None], positions]).T.contiguous().cpu().numpy()
     found, before = [], b""
     for stop in range(BLOCK, len(data) + 1, BLOCK):
@@ -142,12 +134,7 @@ def finished(
 ) -> Result:
     """Return the prompt as the language model reads it, or the error where there is none.
 
-    Args:
-        model: The model.
-        prepared: The request.
-        mine: Units of its media.
-        known: Results of the units by key.
-        reused: Keys of the units that were not encoded for this request.
+    `known` holds results of units by key; `reused` are the keys not encoded for this request.
     """
     try:
         parts = []
@@ -216,18 +203,14 @@ class _Abandoned(BaseException):
 class Slicer:
     """Runs calls of the vision tower in slices, in a thread that its owner waits for.
 
-    Two threads never use the model at once, and a call of any family can stop before each block
-    of its tower.
-
-    Attributes:
-        budget: Seconds after which a call stops at the next block; None never stops it.
-        longest: Seconds of the longest slice of the last call.
-        total: Seconds of all slices of the last call.
-        worked: Processor seconds of the thread so far.
+    Two threads never use the model at once, and a call of any family can stop before each block of
+    its tower.
     """
 
     def __init__(self) -> None:
+        # seconds after which a call stops at the next block; None never stops it
         self.budget: float | None = None
+        # seconds of the last call's longest slice and of all; processor seconds of the thread
         self.longest = self.total = self.worked = 0.0
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._call: Callable[[], Any] | None = None
@@ -264,7 +247,6 @@ class Slicer:
             self._thread = None
 
     def _value(self) -> Any:
-        """Return or raise what the call returned or raised."""
         assert self._result is not None
         (fine, value), self._result = self._result, None
         if not fine:
@@ -318,11 +300,7 @@ _MOST, _START = 8 << 20, 1 << 18
 
 
 def early(reduce: str | Sequence[Spec] | None) -> bool:
-    """Return True if a spec acts on inputs alone, between vision tower and language model.
-
-    Raises:
-        SpecError: The spec is wrong.
-    """
+    """Return True if a spec acts on inputs alone, between vision tower and language model."""
     specs = parse(reduce)
     return all(spec.site == "pre" and AHEAD not in spec.method.needs for spec in specs)
 
@@ -331,20 +309,10 @@ class MediaEncoder:
     """Encodes media of several requests in one call of the vision tower.
 
     Results are cached for the tenant that sent the media, and for no other one.
-
-    Args:
-        model: A stock model of a known family.
-        processor: Its processor.
-        memory: Bytes of encoded media to keep.
-
-    Attributes:
-        kept: Cache of encoded media.
-        slicer: Cuts calls of the tower into slices.
-        most: Values of pixels that enter the tower at once while answers wait for its slices,
-            learnt from the duration of slices.
     """
 
     def __init__(self, model: Any, processor: Any, memory: int = 64 << 20) -> None:
+        # most: values of pixels in the tower at once while answers wait, learnt from its slices
         self.model, self.processor, self.most = model, processor, _START
         self.slicer = Slicer()
         self.base, self.adapter = model.base_model, adapter_for(model)
@@ -354,9 +322,7 @@ class MediaEncoder:
     def prepare(self, request: Request, reduce: str | None = None) -> Prepared:
         """Run the processor on a request; any thread may call this.
 
-        Raises:
-            MmfastError: The last message is empty, or the media do not fit the model.
-            SpecError: `reduce` is wrong, or does not act at site `pre`.
+        Raises `SpecError` if `reduce` is wrong or does not act at site `pre`.
         """
         start = time.perf_counter()
         if not early(reduce):
@@ -473,11 +439,6 @@ class MediaEncoder:
 
 
 def _media(request: Request) -> dict[str, tuple[Media, ...]]:
-    """Return the media of a request by kind.
-
-    Raises:
-        MmfastError: The last message is not the user's, or empty.
-    """
     if not request.messages or request.messages[-1].role != "user":
         raise MmfastError("the last message is not the user's; nothing is asked")
     parts = [part for message in request.messages for part in message.content]

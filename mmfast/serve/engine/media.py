@@ -21,19 +21,12 @@ from mmfast.models.reduction.record import Record, flat, record_of, recording, r
 
 @dataclass(frozen=True, eq=False)
 class MediaUnit:
-    """Media of one kind that their family encodes together; a single one where it can be split.
-
-    Attributes:
-        kind: `image` or `video`.
-        key: Key under which the result is cached.
-        call: Arguments of the encoding method.
-        ids: Token ids `[L]` of its prompt.
-    """
+    """Media of one kind that their family encodes together; a single one where it can be split."""
 
     kind: str
     key: tuple[Any, ...]
     call: Mapping[str, Any]
-    ids: Tensor
+    ids: Tensor  # token ids `[L]` of its prompt
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -53,23 +46,14 @@ class MediaUnit:
 
 @dataclass(frozen=True, eq=False)
 class UnitFeatures:
-    """The result of encoding a unit.
-
-    Attributes:
-        output: Class of the encoder's output.
-        features: `[n, D]` of all its media.
-        planes: DeepStack features `[n, D]` each.
-        layouts: One per medium.
-        signals: Signals of the tower, one dictionary per medium.
-        ms: Milliseconds of the tower, its share of a call.
-    """
+    """The result of encoding a unit."""
 
     output: type[Any]
-    features: Tensor
-    planes: tuple[Tensor, ...]
+    features: Tensor  # `[n, D]` of all its media
+    planes: tuple[Tensor, ...]  # DeepStack features `[n, D]` each
     layouts: tuple[Layout, ...]
-    signals: tuple[dict[str, Tensor], ...]
-    ms: float = 0.0
+    signals: tuple[dict[str, Tensor], ...]  # signals of the tower, one dictionary per medium
+    ms: float = 0.0  # milliseconds of the tower, its share of a call
 
     @property
     def nbytes(self) -> int:
@@ -83,12 +67,7 @@ def units(
 ) -> list[MediaUnit]:
     """Return the media of one kind of one prompt, split where that is safe.
 
-    Args:
-        base: The base model.
-        kind: `image` or `video`.
-        inputs: Outputs of the processor.
-        keys: Keys of the media, in order.
-        context: Other parts of the key: tenant and signals.
+    `context` holds the other parts of the key: tenant and signals.
     """
     together = whole(base, kind, inputs, keys, context)
     parts = _split(kind, together.call, len(keys))
@@ -208,14 +187,7 @@ T = TypeVar("T")
 class ByteCache(LRUCache[Hashable, T]):
     """A cache of bounded bytes that drops the least recently used values.
 
-    Args:
-        limit: Most bytes; 0 keeps nothing.
-        size: Returns the bytes of a value.
-        dropped: Called with the key and the value of each entry that goes.
-
-    Attributes:
-        hits: Number of look-ups that found a value.
-        misses: Number of look-ups that found none.
+    A limit of 0 keeps nothing; `dropped` is called with key and value of each entry that goes.
     """
 
     def __init__(

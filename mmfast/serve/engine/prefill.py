@@ -20,8 +20,7 @@ from mmfast.serve.engine.slots import Embedded, Filled, PackCache
 def check_batches(model: Any) -> None:
     """Refuse a model whose rows cannot have different lengths in one pass.
 
-    Raises:
-        ModelError: Names the reason.
+    The `ModelError` names the reason.
     """
     decoder, name = model.get_decoder(), type(model).__name__
     kinds = {kind_of(decoder.config, i) for i in range(len(decoder.layers))} - {FULL}
@@ -35,21 +34,13 @@ def check_batches(model: Any) -> None:
 
 
 class PrefillJob:
-    """A prompt during prefill.
-
-    Attributes:
-        prompt: The prompt.
-        kv: Keys and values per layer `[2, H, m, d]`, filled up to `done`.
-        done: Tokens read so far.
-        logits: `[V]` float32 at the last token; None until then.
-        reused: Tokens whose keys and values were cached.
-    """
+    """A prompt during prefill."""
 
     def __init__(self, prompt: Embedded, prefix: tuple[tuple[Tensor, ...], int] | None = None):
         self.prompt = prompt
-        self.kv: list[Tensor] = []
-        self.done = self.reused = 0
-        self.logits: Tensor | None = None
+        self.kv: list[Tensor] = []  # keys and values per layer `[2, H, m, d]`, filled up to `done`
+        self.done = self.reused = 0  # tokens read so far, and those of them that were cached
+        self.logits: Tensor | None = None  # `[V]` float32 at the last token; None until then
         if prefix is not None:
             held, self.reused = prefix
             self.done = self.reused
@@ -70,14 +61,9 @@ class PrefillJob:
 
 
 class Prefiller:
-    """Computes the keys and values of prompts.
+    """Computes the keys and values of prompts, at most `chunk` tokens in one pass.
 
-    Args:
-        model: A stock model of full-attention layers.
-        chunk: Most tokens of one pass, counted for prompts without earlier tokens.
-
-    Raises:
-        ModelError: The rows of the model cannot have different lengths in one pass.
+    Raises `ModelError` if the rows of the model cannot have different lengths in one pass.
     """
 
     def __init__(self, model: Any, chunk: int = 256) -> None:
@@ -111,13 +97,10 @@ class Prefiller:
     ) -> list[tuple[PrefillJob, int]]:
         """Choose the tokens of the next pass.
 
-        The first job gets at least half a chunk, short jobs that fit as a whole get the rest;
-        what is left goes to the first, and after its end to the next in line.
-
-        Args:
-            jobs: Jobs in the order of their turns.
-            waited: Running answers wait for the pass: attention to earlier tokens counts, so
-                that a pass of a long prompt takes no longer than another.
+        The first job gets at least half a chunk, short jobs that fit as a whole get the rest; what
+        is left goes to the first, and after its end to the next in line. With `waited`, running
+        answers wait for the pass: attention to earlier tokens then counts, so that a pass of a long
+        prompt takes no longer than another.
         """
         price = self.cost if waited else _one
         waiting = [job for job in jobs if job.left]
@@ -258,13 +241,10 @@ class _Entry:
 
 
 class Prefixes:
-    """A cache of the keys and values of prompts, found by their prefixes.
+    """A cache of the keys and values of prompts, of bounded bytes, found by their prefixes.
 
-    A name holds the tenant and a hash of the content and position of every token up to the end of
-    a block: two prompts share their common prefix, and no tenant meets the prompts of another.
-
-    Args:
-        limit: Most bytes.
+    A name holds the tenant and a hash of the content and position of every token up to the end of a
+    block: two prompts share their common prefix, and no tenant meets the prompts of another.
     """
 
     def __init__(self, limit: int) -> None:

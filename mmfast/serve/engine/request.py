@@ -18,38 +18,24 @@ from mmfast.serve.engine.slots import Prepared
 
 
 class ActiveRequest:
-    """A request from submission to its last event.
-
-    Args:
-        request: The request.
-        emit: Receives the events.
-        sampling: Sampling options of the request with the seed set.
-
-    Attributes:
-        prepared: Inputs of the model's processor, until they are encoded.
-        read: Trace of the prompt and its number of tokens; None until prefill has ended.
-        writer: Turns tokens into text.
-        reduce: Spec string of reducers; the planner's where there is a latency target.
-        cache: Spec string of cache policies.
-        target: Latency target of the planner in milliseconds.
-        plan_ms: Milliseconds of planning.
-        cached: Tokens for which earlier work was reused.
-        reserve: Most tokens whose keys and values the request may hold.
-        over: The last event was sent.
-        broken: The receiver of the events raised an exception.
-    """
+    """A request from submission to its last event."""
 
     def __init__(self, request: Request, emit: Emit, sampling: SamplingOptions) -> None:
         self.request, self._emit, self.sampling = request, emit, sampling
         self.id, self.payer, self.priority = request.id, request.payer, request.priority
+        # inputs of the model's processor, until they are encoded
         self.prepared: Prepared | None = None
+        # trace of the prompt and its number of tokens; None until prefill has ended
         self.read: tuple[dict[str, Any], int] | None = None
         self.writer: Writer | None = None
+        # spec string of reducers; the planner's where there is a latency target
         self.reduce: str | None = None
         self.cache: str | None = None
-        self.target: float | None = None
+        self.target: float | None = None  # latency target of the planner in milliseconds
         self.plan_ms: float | None = None
+        # reserve: most tokens whose keys and values the request may hold
         self.cached = self.reserve = 0
+        # the last event was sent; the receiver of the events raised an exception
         self.over = self.broken = False
         self.began = time.perf_counter()
         self.prefill_ms = 0.0
@@ -93,12 +79,7 @@ class ActiveRequest:
             self.finish(*self.read)
 
     def finish(self, trace: dict[str, Any], prompt: int) -> None:
-        """Send the `Finish` event.
-
-        Args:
-            trace: Rows and reductions so far; the rows of prefill and decoding are added.
-            prompt: Tokens of the prompt.
-        """
+        """Send the `Finish` event; rows of prefill and decoding are added to the trace."""
         assert self.writer is not None and self.writer.over is not None
         now = time.perf_counter()
         planned = [] if self.plan_ms is None else [_row("plan", 0, 0, self.plan_ms)]
@@ -127,11 +108,7 @@ def _row(stage: str, tokens_in: int, tokens_out: int, ms: float) -> dict[str, An
 
 
 def checked(sampling: SamplingOptions) -> SamplingOptions:
-    """Return the options with a seed.
-
-    Raises:
-        MmfastError: A number is outside its range.
-    """
+    """Return the options with a seed. Numbers outside their range raise `MmfastError`."""
     heat = sampling.temperature
     ranges = {
         "max_tokens": (sampling.max_tokens, sampling.max_tokens >= 1, "1 or more"),
@@ -146,11 +123,7 @@ def checked(sampling: SamplingOptions) -> SamplingOptions:
 
 
 def fitting(prompt: int, answer: int, context: int) -> int:
-    """Return the tokens of a prompt and its answer together.
-
-    Raises:
-        MmfastError: They are more than fit into the context.
-    """
+    """Return the tokens of a prompt and its answer together; too many raise `MmfastError`."""
     if prompt + answer > context:
         raise MmfastError(
             f"{prompt} tokens of prompt and max_tokens={answer} are more than the {context} that "

@@ -33,8 +33,6 @@ from mmfast.serve.engine.slots import CacheSlots, Draw
 
 
 class _AttachedAnswer:
-    """One answer with a cache of its own."""
-
     def __init__(self, answer: ActiveRequest) -> None:
         self.answer = answer
         self.cache: Any = None
@@ -50,13 +48,8 @@ class _AttachedAnswer:
 class SequentialRunner:
     """Runs answers under `attach`, one step of one answer at a time.
 
-    The hooks are attached during a step only, so no other request meets them; the state between
-    two steps is in the answer's cache.
-
-    Args:
-        model: A stock model of a known family.
-        chooser: Chooses tokens.
-        served: Receives the payer and the number of tokens of each piece of work.
+    The hooks are attached during a step only, so no other request meets them; the state between two
+    steps is in the answer's cache.
     """
 
     def __init__(self, model: Any, chooser: Chooser, served: Callable[[str, float], None]) -> None:
@@ -180,17 +173,9 @@ def _layer_bytes(layer: Any) -> int:
 class ModelRunner:
     """All requests at work on one model, and the memory they take.
 
-    Args:
-        encoder: Encoder of the model and its processor.
-        slots: Most requests at once.
-        chunk: Tokens of prompts in one pass.
-        limit: Bytes of keys and values, those of finished prompts included.
-        served: Receives the payer and the number of tokens of each piece of work.
-        name: The model as the caller named it; None is the embedded one.
-
-    Attributes:
-        batch: None where the model's rows cannot have different lengths in one pass.
-        per_token: Bytes of keys and values of one token.
+    At most `slots` requests and `limit` bytes of keys and values, those of finished prompts
+    included; `served` gets the payer and the tokens of each piece of work. `batch` is None where
+    the model's rows cannot have different lengths in one pass.
     """
 
     def __init__(
@@ -241,11 +226,7 @@ class ModelRunner:
         return rows + pieces + sum(answer.reserve for answer in own)
 
     def check_fits(self, answer: ActiveRequest) -> None:
-        """Refuse a request that is too large even alone.
-
-        Raises:
-            MmfastError: Names the bytes needed and the bytes there are.
-        """
+        """Refuse a request that is too large even alone, naming the bytes needed and available."""
         tokens = answer.reserve
         if self.batched(answer):
             rows, room = CacheSlots(0, self._slots).shape([answer.reserve])
@@ -282,12 +263,7 @@ class ModelRunner:
     # --- start and end of requests ------------------------------------------------------------
 
     def check(self, answer: ActiveRequest) -> None:
-        """Check the specs of a request.
-
-        Raises:
-            SpecError: One is wrong.
-            MmfastError: The latency target is impossible.
-        """
+        """Check the specs and the latency target of a request."""
         plan, specs = call_plan(answer.cache), parse(answer.reduce)
         if not early(specs):
             check(specs, self.model, plan)

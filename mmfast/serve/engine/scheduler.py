@@ -98,27 +98,16 @@ class Scheduler:
     One thread owns the model. In every round it does one unit of work on prompts, a slice of the
     vision tower or a chunk of prefill, and then one decoding step of all running answers, so no
     answer waits longer than a unit. Two things take longer: a prompt whose specs act inside the
-    model or on its cache is read in one piece, and the first request with a latency target has
-    the device measured.
+    model or on its cache is read in one piece, and the first request with a latency target has the
+    device measured.
 
-    Args:
-        model: Checkpoint directory, hub id, `(model, processor)` pair, or None (embedded).
-        reduce: Spec string of reducers for requests that name none.
-        cache: Spec string of cache policies for requests that name none.
-        device: `cpu`, `cuda`, `cuda:1`; None takes CUDA where there is one.
-        dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        slots: Most requests answered at once.
-        context: Longest prompt and answer in tokens; None takes the model's.
-        chunk: Tokens of prompts between two decoding steps.
-        queue: Most requests that wait; another one raises `BusyError`.
-        memory: Bytes of keys and values: `"2GB"`; None takes a share of the free memory.
-        sharing: Engines that share the free memory of the device.
-        name: Name of the model in the API.
-        encoder: Factory of the encoder from a model, a processor and bytes of results to keep.
-
-    Raises:
-        SpecError: `reduce` or `cache` is wrong.
-        ModelError: The model cannot be loaded.
+    `model` is a checkpoint directory, a hub id, a `(model, processor)` pair, or None (embedded).
+    `reduce` and `cache` are for requests that name none. At most `slots` requests are answered at
+    once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in tokens of prompts
+    between two decoding steps, `context` the longest prompt and answer in tokens (None: the
+    model's). `memory` bounds keys and values, such as `"2GB"`; None takes a share of the free
+    memory, which `sharing` engines divide. `encoder` makes the encoder from a model, a processor
+    and the bytes of results to keep.
     """
 
     def __init__(
@@ -263,7 +252,6 @@ class Scheduler:
         return bool(self._runner.answers) or len(self._queue) > 0
 
     def _any_cancelled(self) -> bool:
-        """Return True if a request that is prepared was cancelled."""
         return any(self._known.get(name, self) is not None for name in self._cancelled)
 
     def _take(self) -> None:

@@ -22,15 +22,8 @@ class CacheSlots:
     """Keys and values `[2, rows, H, room, d]` per layer; rows `0..count-1` are answers.
 
     Values beyond the length of a row are finite and never read. The rows in use take memory, each
-    as wide as the widest answer may become; `needed` computes it in advance.
-
-    Args:
-        layers: Decoder layers.
-        most: Most rows.
-
-    Attributes:
-        lengths: Tokens held per row.
-        reserved: Most tokens that each row may hold.
+    as wide as the widest answer may become; `needed` computes it in advance. `reserved` is the most
+    tokens that each row may hold, `lengths` the tokens it holds.
     """
 
     def __init__(self, layers: int, most: int) -> None:
@@ -112,11 +105,7 @@ class CacheSlots:
 
 
 class RowCache(Cache):  # type: ignore[misc]  # transformers has no types
-    """Cache of one decoding step over the rows: one new token per row.
-
-    Args:
-        slots: The rows.
-    """
+    """Cache of one decoding step over the rows: one new token per row."""
 
     def __init__(self, slots: CacheSlots) -> None:
         super().__init__(layers=[])
@@ -163,12 +152,8 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers has no types
 class PackCache(Cache):  # type: ignore[misc]
     """Cache of parts of several prompts in one row, each with its own past.
 
-    Args:
-        kv: Per prompt the tensors `[2, H, m, d]` per layer; empty lists are filled.
-        spans: Per prompt the tokens of this pass, `(start, stop)`.
-        room: Per prompt m.
-        dtype: Of the mask.
-        device: Of the mask.
+    `kv` holds `[2, H, m, d]` per layer and prompt, `room` each m; empty lists are filled. `spans`
+    are the tokens `(start, stop)` of this pass per prompt.
     """
 
     def __init__(
@@ -231,15 +216,9 @@ _FALLBACK = 2 << 30
 
 
 def kv_limit(memory: str | int | None, device: torch.device, sharing: int = 1) -> int:
-    """Return the bytes for keys and values.
+    """Return the bytes for keys and values: `"2GB"`, or by default a share of the free memory.
 
-    Args:
-        memory: `"2GB"` or bytes; None takes a share of the free memory of the device.
-        device: Device of the keys and values.
-        sharing: Workers that share the device, this one included.
-
-    Raises:
-        MmfastError: `memory` is not a size.
+    `sharing` counts the workers that share the device, this one included.
     """
     given = parse_bytes(memory)
     if given is not None:
@@ -273,9 +252,7 @@ T = TypeVar("T")
 def moved(value: T, device: torch.device) -> T:
     """Return the value with all its tensors on a device; on the CPU, unchanged.
 
-    Args:
-        value: Tensors in dictionaries, lists, tuples and dataclasses.
-        device: Target device.
+    Tensors are found in dictionaries, lists, tuples and dataclasses.
     """
     return value if device.type == "cpu" else _moved(value, device)
 
@@ -295,21 +272,13 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A request after the processor of the model.
-
-    Attributes:
-        request: The request.
-        inputs: Outputs of the processor: ids `[1, L]`, pixels, grids.
-        media: Images and clips by kind, in the order of their pixels.
-        reduce: Spec string of reducers at site `pre`; None reduces nothing.
-        ms: Milliseconds of the processor.
-    """
+    """A request after the processor of the model."""
 
     request: Request
-    inputs: dict[str, Any]
-    media: dict[str, tuple[Media, ...]]
-    reduce: str | None
-    ms: float = 0.0
+    inputs: dict[str, Any]  # outputs of the processor: ids `[1, L]`, pixels, grids
+    media: dict[str, tuple[Media, ...]]  # images and clips by kind, in the order of their pixels
+    reduce: str | None  # spec string of reducers at site `pre`; None reduces nothing
+    ms: float = 0.0  # milliseconds of the processor
 
     @property
     def length(self) -> int:
@@ -319,33 +288,21 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """A prompt of m tokens as the language model reads it.
-
-    Attributes:
-        embeds: `[m, D]`.
-        positions: `[A, m]` int64, the original ones; A is 1, or 3 under M-RoPE.
-        blocks: Hash of everything up to the end of each block of `BLOCK` tokens.
-        visual: `[m]` bool where there are DeepStack planes; None elsewhere.
-        planes: DeepStack features `[visual tokens, D]` each.
-        whole: Token ids `[L]` of the prompt before it was reduced, as `generate` would get it.
-        reused: Tokens of `whole` whose encoding was reused.
-        visual_tokens: Visual tokens before reduction.
-        kept_tokens: Visual tokens after reduction.
-        rows: Rows of the trace so far.
-        reductions: Of `Trace.to_dict()`.
-    """
+    """A prompt of m tokens as the language model reads it."""
 
     embeds: Tensor
-    positions: Tensor
+    positions: Tensor  # `[A, m]` int64, the original ones; A is 1, or 3 under M-RoPE
+    # hash of everything up to the end of each block of `BLOCK` tokens
     blocks: tuple[bytes, ...] = ()
-    visual: Tensor | None = None
-    planes: tuple[Tensor, ...] = ()
+    visual: Tensor | None = None  # `[m]` bool where there are DeepStack planes; None elsewhere
+    planes: tuple[Tensor, ...] = ()  # DeepStack features `[visual tokens, D]` each
+    # token ids `[L]` of the prompt before it was reduced, as `generate` would get it
     whole: Tensor | None = None
-    reused: int = 0
+    reused: int = 0  # tokens of `whole` whose encoding was reused
     visual_tokens: int = 0
     kept_tokens: int = 0
     rows: list[dict[str, Any]] = field(default_factory=list)
-    reductions: list[dict[str, Any]] = field(default_factory=list)
+    reductions: list[dict[str, Any]] = field(default_factory=list)  # of `Trace.to_dict()`
 
     @property
     def length(self) -> int:
@@ -366,20 +323,13 @@ class Embedded:
 
 @dataclass(frozen=True, eq=False)
 class Filled:
-    """A prompt after prefill.
+    """A prompt after prefill."""
 
-    Attributes:
-        kv: Keys and values per decoder layer, `[2, H, m, d]`.
-        position: `[A]` int64 of the first token of the answer.
-        logits: `[V]` float32 at the end of the prompt.
-        reused: Tokens of the prompt whose keys and values were reused.
-        seen: Distinct token ids of prompt, for repetition penalties; None where there is none.
-    """
-
-    kv: tuple[Tensor, ...]
-    position: Tensor
-    logits: Tensor
-    reused: int = 0
+    kv: tuple[Tensor, ...]  # keys and values per decoder layer, `[2, H, m, d]`
+    position: Tensor  # `[A]` int64 of the first token of the answer
+    logits: Tensor  # `[V]` float32 at the end of the prompt
+    reused: int = 0  # tokens of the prompt whose keys and values were reused
+    # distinct token ids of prompt, for repetition penalties; None where there is none
     seen: Tensor | None = None
 
     @property
@@ -395,12 +345,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Draw:
-    """Options of choosing one token of one answer.
-
-    Attributes:
-        sampling: Sampling options with a seed.
-        step: Number of the token in the answer, from 0.
-    """
+    """Options of choosing one token of one answer."""
 
     sampling: SamplingOptions
-    step: int = 0
+    step: int = 0  # number of the token in the answer, from 0

@@ -28,10 +28,8 @@ _Call = tuple[Prepared, "Future[Embedded]"]
 class EncodeStage:
     """Runs a `MediaEncoder`; requests that arrive during a call are encoded together.
 
-    Requests without media are embedded between two slices of a call of the tower.
-
-    Args:
-        encoder: The encoder; other threads may call its `prepare` meanwhile.
+    Requests without media are embedded between two slices of a call of the tower. Other threads may
+    call the encoder's `prepare` meanwhile.
     """
 
     def __init__(self, encoder: MediaEncoder) -> None:
@@ -99,31 +97,20 @@ def _resolve(future: Future[Embedded], result: Result) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PromptPiece:
-    """A prompt after prefill, as the decode stage takes it.
-
-    Attributes:
-        filled: Keys and values, and logits of the first token.
-        prompt_tokens: Tokens of the prompt before it was reduced.
-        cached_tokens: Tokens for which earlier work was reused.
-        ms: Milliseconds of prefill, waiting for other prompts included.
-        trace: Trace of encoding, and the number of tokens of prefill.
-    """
+    """A prompt after prefill, as the decode stage takes it."""
 
     filled: Filled
-    prompt_tokens: int
-    cached_tokens: int = 0
-    ms: float = 0.0
+    prompt_tokens: int  # tokens of the prompt before it was reduced
+    cached_tokens: int = 0  # tokens for which earlier work was reused
+    ms: float = 0.0  # milliseconds of prefill, waiting for other prompts included
+    # trace of encoding, and the number of tokens of prefill
     trace: dict[str, Any] = field(default_factory=dict)
 
 
 class StageThread:
     """A thread that works in rounds while there is work, until it is closed.
 
-    Args:
-        name: Name of the thread.
-        busy: Returns True while there is work.
-        work: Does one round.
-        failed: Called with an exception of `work`, which ends all requests of the stage.
+    An exception of `work` goes to `failed` and ends all requests of the stage.
     """
 
     def __init__(
@@ -159,12 +146,7 @@ class StageThread:
 
 
 class PrefillStage:
-    """Runs a `Prefiller`; prompts that arrive meanwhile share its passes.
-
-    Args:
-        prefiller: The prefiller; no other thread may use it.
-        context: Longest prompt and answer in tokens.
-    """
+    """Runs a `Prefiller`, which no other thread may use; prompts share its passes."""
 
     def __init__(self, prefiller: Prefiller, context: int) -> None:
         self._prefiller, self._context = prefiller, context
@@ -173,15 +155,7 @@ class PrefillStage:
         self._thread = StageThread("mmfast-prefill", self._busy, self._round, self._fail_all)
 
     def fill(self, prompt: Embedded, answer: int) -> Future[PromptPiece]:
-        """Read a prompt; cancelling the future stops that.
-
-        Args:
-            prompt: The prompt.
-            answer: Longest answer in tokens.
-
-        Raises:
-            MmfastError: The prompt is too long.
-        """
+        """Read a prompt; cancelling the future stops that. Too long prompts raise `MmfastError`."""
         if prompt.length + answer > self._context:
             raise MmfastError(
                 f"a prompt of {prompt.length} tokens and an answer of {answer} are more than the "
@@ -247,10 +221,8 @@ class PrefillStage:
 class DecodeStage:
     """Runs a `DecodeBatch`; answers join and leave between two of its steps.
 
-    Args:
-        decoder: The batch; no other thread may use it.
-        tokenizer: Tokenizer of the model.
-        limit: Bytes of keys and values; an answer that does not fit waits for others to end.
+    No other thread may use the batch. `limit` is in bytes of keys and values; an answer that does
+    not fit waits for others to end.
     """
 
     def __init__(self, decoder: DecodeBatch, tokenizer: Any, limit: int) -> None:
@@ -263,10 +235,7 @@ class DecodeStage:
     def add(self, request: Request, piece: PromptPiece, emit: Emit) -> None:
         """Answer; exactly one `Finish` or `Failure` comes last.
 
-        Args:
-            request: The request; the seed of its sampling is set.
-            piece: Its prompt.
-            emit: Receives the events, in the thread that decodes.
+        The events are emitted in the thread that decodes. The seed of the sampling is set.
         """
         answer = ActiveRequest(request, emit, request.sampling)
         answer.writer = Writer(self._tokenizer, request.sampling, self._decoder.chooser.ends)

@@ -31,9 +31,7 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 class JsonDepth:
     """Measures a JSON text that comes in pieces; the text may be invalid.
 
-    Args:
-        most: Deepest nesting.
-        values: Most strings, commas and brackets.
+    `most` is the deepest nesting, `values` the most strings, commas and brackets.
     """
 
     def __init__(self, most: int, values: int = MOST_VALUES) -> None:
@@ -41,11 +39,7 @@ class JsonDepth:
         self._depth, self._inside, self._skip = 0, False, False
 
     def feed(self, piece: bytes) -> None:
-        """Measure the next piece.
-
-        Raises:
-            ApiError: 400: too deep, or too many values.
-        """
+        """Measure the next piece. Beyond a limit, `ApiError` 400 is raised."""
         for start in range(0, len(piece), _PIECE):
             self._count(self._outside(piece[start : start + _PIECE]))
 
@@ -82,11 +76,7 @@ class JsonDepth:
 
 
 def loads(text: str | bytes, most: int) -> Any:
-    """Parse a JSON text of a client.
-
-    Raises:
-        ApiError: 400: the text is too deep, too large, or not JSON.
-    """
+    """Parse a JSON text of a client; `ApiError` 400 if it is too deep, too large, or not JSON."""
     JsonDepth(most).feed(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -104,21 +94,13 @@ UNDECLARED = 16 << 20  # most bytes of a body without a declared length
 
 
 class Bodies:
-    """Counts the bytes of all bodies that are being read or answered.
-
-    Args:
-        most: Most bytes.
-    """
+    """Counts the bytes of all bodies that are being read or answered."""
 
     def __init__(self, most: int) -> None:
         self._most, self._now = most, 0
 
     def add(self, size: int) -> None:
-        """Count bytes that came.
-
-        Raises:
-            ApiError: 429: there are too many.
-        """
+        """Count bytes that came; `ApiError` 429 if there are too many."""
         if self._now + size > self._most:
             raise busy("the server is reading as much as it may", code="bodies")
         self._now += size
@@ -129,20 +111,7 @@ class Bodies:
 
 
 class BodyReceiver:
-    """`receive` of a request with limits of size and time, and of its JSON.
-
-    Args:
-        receive: `receive` of the server.
-        config: Limits.
-        json: The body is JSON.
-        bodies: Bytes of the bodies of all requests.
-        endless: The length of the body is not declared.
-
-    Attributes:
-        size: Bytes so far.
-        refused: Error for which the rest is not read.
-        over: The body is complete.
-    """
+    """`receive` of a request with limits of size and time, and of its JSON."""
 
     def __init__(
         self,
@@ -159,14 +128,10 @@ class BodyReceiver:
         self._deadline = asyncio.get_running_loop().time() + config.body_seconds
         self._depth = JsonDepth(config.max_json_depth) if json else None
         self.size, self.over = 0, False
-        self.refused: ApiError | None = None
+        self.refused: ApiError | None = None  # error for which the rest is not read
 
     async def __call__(self) -> Message:
-        """Return the next message.
-
-        Raises:
-            ApiError: The body is too large, too slow or too deep.
-        """
+        """Return the next message."""
         if self.refused is not None:
             raise self.refused
         if self.over:  # the next message says that the client has gone
@@ -229,11 +194,7 @@ def _slow(seconds: float) -> ApiError:
 
 
 def check_head(headers: Headers, config: ServerConfig) -> None:
-    """Refuse a request by its headers alone.
-
-    Raises:
-        ApiError: 431 for too many or too large headers, 413 for a declared length too large.
-    """
+    """Refuse a request by its headers alone: 431 for the headers, 413 for a declared length."""
     size = sum(len(key) + len(value) + 4 for key, value in headers)
     if len(headers) > config.max_headers or size > config.max_header_bytes:
         raise ApiError(
@@ -256,11 +217,7 @@ def has_body(headers: Headers) -> bool:
 
 
 def check_type(method: str, path: str, headers: Headers) -> bool:
-    """Return True if the body is JSON, as it must be below `/v1/`.
-
-    Raises:
-        ApiError: 415 for another type.
-    """
+    """Return True if the body is JSON, as it must be below `/v1/` (415 for another type)."""
     given = values(headers, b"content-type")
     kind = given[0].split(b";")[0].strip().lower() if given else b""
     json = kind == b"application/json" or (kind.endswith(b"+json") and b"/" in kind)

@@ -22,11 +22,7 @@ _SUBPROTOCOL = "openai-insecure-api-key."  # a WebSocket of a browser sends its 
 
 
 class Keys:
-    """The keys of a server, kept as hashes.
-
-    Args:
-        keys: Plain keys, or `sha256:` with the hash in hexadecimal.
-    """
+    """The keys of a server, kept as hashes; given in plain text or as `sha256:` with the hash."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._hashes = [
@@ -81,11 +77,8 @@ def _password(value: bytes) -> bytes | None:
 def from_elsewhere(headers: Headers, allowed: Iterable[str], local: bool) -> bool:
     """Return True if a browser sends this request for the page of another site.
 
-    Args:
-        headers: Headers of the request.
-        allowed: Allowed origins, such as `https://example.com`.
-        local: The server listens on this machine only, so any other name of it is an attack by
-            DNS rebinding.
+    With `local` the server listens on this machine only, so any other name of it is an attack by
+    DNS rebinding.
     """
     origins = values(headers, b"origin")
     if not origins:
@@ -168,23 +161,14 @@ class CallerLimits:
 
 
 class CallerQuotas:
-    """Quotas of all callers of a server, used in its event loop.
-
-    Args:
-        rates: Limits of each caller.
-        clock: Returns seconds.
-    """
+    """Quotas of all callers of a server, used in its event loop."""
 
     def __init__(self, rates: CallerLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._rates, self._clock = rates, clock
         self._callers: OrderedDict[str, _Caller] = OrderedDict()
 
     def enter(self, who: str) -> None:
-        """Admit one more request; `leave` must follow.
-
-        Raises:
-            ApiError: 429 with Retry-After.
-        """
+        """Admit one more request, or raise `ApiError` 429; `leave` must follow."""
         caller, rates = self._caller(who), self._rates
         if rates.running and caller.running >= rates.running:
             raise busy(f"{rates.running} requests of this caller run already", 1.0, "concurrency")
@@ -239,23 +223,14 @@ class CallerQuotas:
 
 @dataclass
 class Caller:
-    """The caller of one request.
+    """The caller of one request."""
 
-    Attributes:
-        id: Id of the request, in its reply and its log line.
-        quotas: Quotas of the server.
-        who: Name in the quotas: of the key, or of the address where no key is needed.
-        tenant: Owner of reused results: a name of the key, "" where no key is needed.
-        limited: The request counts as running.
-        tokens: Tokens of prompt and answer so far.
-    """
-
-    id: str
+    id: str  # id of the request, in its reply and its log line
     quotas: CallerQuotas
-    who: str = ""
-    tenant: str = ""
-    limited: bool = False
-    tokens: int = 0
+    who: str = ""  # name in the quotas: of the key, or of the address where no key is needed
+    tenant: str = ""  # owner of reused results: a name of the key, "" where no key is needed
+    limited: bool = False  # the request counts as running
+    tokens: int = 0  # tokens of prompt and answer so far
 
     def spend(self, tokens: int) -> None:
         """Charge tokens of prompt and answer; the next request of the caller may have to wait."""

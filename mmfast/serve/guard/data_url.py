@@ -36,11 +36,7 @@ _CLAIMS = {
 
 
 def parse(url: str, most: int, param: str | None = None) -> tuple[str, bytes]:
-    """Return the media type and the bytes of a `data:` URL.
-
-    Raises:
-        ApiError: 400 where it is malformed, 413 where it is too large.
-    """
+    """Return the media type and the bytes of a `data:` URL; `ApiError` 400 or 413 if it is bad."""
     head = _HEAD.match(url[:_LONGEST_HEAD])
     if head is None:
         raise bad_request(
@@ -52,11 +48,7 @@ def parse(url: str, most: int, param: str | None = None) -> tuple[str, bytes]:
 
 
 def decode(text: str, most: int, param: str | None = None, start: int = 0) -> bytes:
-    """Decode strict base64 from `start` on.
-
-    Raises:
-        ApiError: 400 where it is malformed, 413 where it is too large.
-    """
+    """Decode strict base64 from `start` on; 400 where it is malformed, 413 where too large."""
     size = (len(text) - start) // 4 * 3
     if size - 2 > most:
         raise too_large(size, most, param)
@@ -80,14 +72,8 @@ def too_large(size: int, most: int, param: str | None) -> ApiError:
 def check_claim(claimed: str, kind: str, wanted: str, param: str | None = None) -> None:
     """Refuse media that differ from their media type or from the purpose of the field.
 
-    Args:
-        claimed: The media type, "" where there is none.
-        kind: Kind by the first bytes, "" where they are unknown.
-        wanted: `image`, `video` or `sound`.
-        param: The part of the request.
-
-    Raises:
-        ApiError: 400.
+    `claimed` is the media type, `kind` follows from the first bytes (both "" where unknown), and
+    `wanted` is `image`, `video` or `sound`.
     """
     top = claimed.partition("/")[0]
     allowed = {"image": ("image",), "video": ("video", "image"), "sound": ("audio", "video")}

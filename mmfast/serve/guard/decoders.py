@@ -42,11 +42,7 @@ class ForkServer:
             self._ready()
 
     def fork(self, theirs: socket.socket, media: int) -> None:
-        """Fork a process for a connection and an input.
-
-        Raises:
-            ApiError: The server does not start.
-        """
+        """Fork a process for a connection and an input."""
         with self._lock:
             for _ in range(2):  # a second try if it has died since the last input
                 control = self._ready()
@@ -132,12 +128,9 @@ Array = np.ndarray[Any, Any]
 
 
 class Decoders:
-    """Forks one process for every input.
+    """Forks one process for every input: at most `workers` at once, and `waiting` that wait.
 
-    Args:
-        workers: Most inputs decoded at once.
-        waiting: Most inputs that wait; another one is refused.
-        held: Most bytes of decoded media in use.
+    `held` is the most bytes of decoded media in use.
     """
 
     def __init__(self, workers: int, waiting: int = 64, held: int = 2 << 30) -> None:
@@ -153,13 +146,7 @@ class Decoders:
     async def decode(self, data: bytes, job: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
         """Decode one input; cancellation kills its process.
 
-        Args:
-            data: The encoded input.
-            job: See `mmfast.serve.guard.sandbox`, with `seconds` and `memory`.
-
-        Raises:
-            MediaError: The input cannot be decoded within its limits.
-            ApiError: 429: too many inputs wait.
+        `MediaError`: it cannot be decoded within its limits; `ApiError` 429: too many inputs wait.
         """
         with self._room:
             if self._pending >= self._most:
@@ -189,8 +176,6 @@ class Decoders:
 
 
 class _Held:
-    """Counts the bytes of decoded media in use."""
-
     def __init__(self, most: int) -> None:
         self._most, self._now, self._lock = most, 0, threading.Lock()
         self._dropped: deque[int] = deque()  # a finalizer may append at any time

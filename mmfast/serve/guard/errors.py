@@ -36,24 +36,15 @@ _PATHS = re.compile(
 
 
 class ApiError(MmfastError):
-    """An error reply.
-
-    Args:
-        status: HTTP status, 4xx or 5xx.
-        message: One line that names the value and the fix.
-        type: Type in OpenAI's API; derived from the status when empty.
-        code: Code for programs.
-        param: The part of the request that is wrong.
-        headers: Further headers of the reply.
-    """
+    """An error reply."""
 
     def __init__(
         self,
         status: int,
-        message: str,
-        type: str = "",
-        code: str | None = None,
-        param: str | None = None,
+        message: str,  # one line that names the value and the fix
+        type: str = "",  # type in OpenAI's API; derived from the status when empty
+        code: str | None = None,  # code for programs
+        param: str | None = None,  # the part of the request that is wrong
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)

@@ -64,16 +64,10 @@ class CheckedUrl:
 
 
 def check_url(url: str, allowed: Iterable[str], param: str | None = None) -> CheckedUrl:
-    """Check a URL by its text alone.
+    """Check a URL of a client or a redirect by its text alone; `ApiError` 400 if refused.
 
-    Args:
-        url: URL of a client or a redirect.
-        allowed: Hosts: `example.com`, `example.com:8443`, `.example.com` for all below it, or `*`
-            for every public host.
-        param: The part of the request.
-
-    Raises:
-        ApiError: 400: not a plain http or https URL, or a host that is not allowed.
+    `allowed` hosts are `example.com`, `example.com:8443`, `.example.com` for all below it, or `*`
+    for every public host.
     """
     if len(url) > _LONGEST or not url.isascii() or not url.isprintable() or set(url) & set("\\ <>"):
         raise _refused("a URL has up to 2,048 ASCII characters without spaces and \\", param)
@@ -118,11 +112,7 @@ def _listed(host: str, port: int, usual: bool, allowed: Iterable[str]) -> bool:
 
 
 def check_addresses(found: Iterable[str], host: str, param: str | None = None) -> str:
-    """Return the address to connect to: the first, if all are public.
-
-    Raises:
-        ApiError: 400: the name has no address, or one that is not public.
-    """
+    """Return the first address to connect to; `ApiError` 400 unless all are public."""
     addresses = list(found)
     if not addresses:
         raise _refused(f"the host {host[:80]!r} is unknown", param, "fetch_failed")
@@ -184,14 +174,10 @@ def _tls() -> ssl.SSLContext:
 
 @dataclass(frozen=True)
 class Network:
-    """Resolution of names and opening of connections; tests replace both.
+    """Resolution of names and opening of connections; tests replace both."""
 
-    Attributes:
-        resolve: (host, port) -> all addresses.
-        connect: (address, port, host, TLS) -> reader and writer; the certificate must be of `host`.
-    """
-
-    resolve: Callable[[str, int], Awaitable[list[str]]] = _resolve
+    resolve: Callable[[str, int], Awaitable[list[str]]] = _resolve  # (host, port) -> all addresses
+    # (address, port, host, TLS) -> reader and writer; the certificate must be of `host`
     connect: Callable[[str, int, str, bool], Awaitable[Any]] = _connect
 
 
@@ -201,14 +187,10 @@ NETWORK = Network()  # of this process
 async def fetch(
     url: str, config: ServerConfig, param: str | None = None, network: Network | None = None
 ) -> tuple[str, bytes]:
-    """Fetch a URL.
+    """Fetch a URL; return the media type and the bytes.
 
-    Returns:
-        The media type, and the bytes.
-
-    Raises:
-        ApiError: 400: the URL, or one it leads to, is not allowed, or does not answer in time;
-            413: the file is too large; 429: too many are fetched.
+    `ApiError` 400: the URL, or one it leads to, is not allowed, or does not answer in time; 413:
+    the file is too large; 429: too many are fetched.
     """
     global _running
     if not config.remote_hosts:

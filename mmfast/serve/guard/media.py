@@ -41,22 +41,11 @@ async def load_media(
     fps: float | None = None,
     param: str | None = None,
 ) -> Media:
-    """Decode an image or a clip that a client sent.
+    """Decode an image or a clip that a client sent; return pixels and a key for reuse.
 
-    Args:
-        source: A `data:` URL, an http(s) URL of an allowed host, or the encoded bytes.
-        kind: Kind that the field takes.
-        config: Limits.
-        frames: Frames of a clip; the number of the server if neither is given.
-        fps: Frames of a clip per second.
-        param: The part of the request, for messages.
-
-    Returns:
-        Pixels, and a key of the content and its sampling.
-
-    Raises:
-        ApiError: 4xx: another kind of media, too large, broken, or of a host that is not allowed;
-            429: too busy.
+    `source` is a `data:` URL, an http(s) URL of an allowed host, or the encoded bytes; the key
+    hashes the content and its sampling. Without `frames` and `fps` the server's number of frames is
+    taken. `ApiError` is 4xx for a wrong source, and 429 if too many wait.
     """
     data, claimed = await _bytes(source, config, param)
     found = magic_kind(data[:_HEAD])
@@ -91,18 +80,9 @@ async def load_sound(
 ) -> tuple[Tensor, int]:
     """Decode a sound that a client sent, such as the `data` of an `input_audio` part.
 
-    Args:
-        source: Base64, a `data:` URL, an http(s) URL of an allowed host, or the encoded bytes.
-        config: Limits.
-        format: Declared format, such as `wav` or `mp3`.
-        rate: Requested samples per second.
-        param: The part of the request, for messages.
-
-    Returns:
-        Samples [n] float32 in -1..1, and `rate`.
-
-    Raises:
-        ApiError: 4xx: no sound, too long, broken, or of a host that is not allowed; 429: too busy.
+    `source` is base64, or as for `load_media`. Returns samples `[n]` float32 in -1..1 at `rate`
+    samples per second, and that rate. `ApiError` is 4xx for a wrong source, and 429 if too many
+    wait.
     """
     if isinstance(source, str) and ":" not in source[:16]:
         source = await asyncio.to_thread(data_url.decode, source, config.max_body_bytes, param)
@@ -127,7 +107,6 @@ def _resampled(samples: Any, runs: list[list[int]], rate: int) -> Tensor:
 
 
 async def _bytes(source: str | bytes, config: ServerConfig, param: str | None) -> tuple[bytes, str]:
-    """Return the encoded bytes and their media type."""
     if isinstance(source, bytes):
         if len(source) > config.max_body_bytes:
             raise data_url.too_large(len(source), config.max_body_bytes, param)
@@ -209,15 +188,7 @@ def decoders(config: ServerConfig) -> Decoders:
 def read_upload(path: str, config: ServerConfig | None = None) -> Any:
     """Decode an uploaded file in a process with limits, as the server decodes those of clients.
 
-    Args:
-        path: The file.
-        config: Limits; those of `mmfast serve` if absent.
-
-    Returns:
-        Pixels of a clip `[T, H, W, 3]` or an image `[H, W, 3]`.
-
-    Raises:
-        MediaError: The file is not such a medium, too large, or broken.
+    Returns pixels of a clip `[T, H, W, 3]` or an image `[H, W, 3]`.
     """
     given = ServerConfig() if config is None else config
     try:

@@ -131,14 +131,7 @@ _DAMAGED = 100  # undecodable packets in a row after which decoding stops
 
 
 def read_sound(source: MediaSource, limits: Limits) -> tuple[Samples, dict[str, Any]]:
-    """Decode a sound to mono.
-
-    Returns:
-        Samples [n] float32, and `runs`: pairs of a rate and its number of samples, in order.
-
-    Raises:
-        MediaError: Nothing can be decoded, or the sound is too long.
-    """
+    """Decode a sound to mono float32 `[n]` and `runs`, pairs of rate and number of samples."""
     budget, seconds, count = Budget(limits, source.name), 0.0, 0
     parts: list[Samples] = []
     runs: list[list[int]] = []
@@ -204,7 +197,6 @@ def _mono(frame: Any, name: str) -> Samples:
 
 
 def _scaled(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Scale integers to -1..1."""
     if array.dtype == np.uint8:
         return (array.astype(np.float32) - 128.0) / 128.0
     if array.dtype.kind == "i":
@@ -245,11 +237,7 @@ def put(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ())
 
 
 def get(sock: socket.socket, files: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """Receive a message with at most `files` file descriptors.
-
-    Raises:
-        ConnectionError: The other side is gone.
-    """
+    """Receive a message with at most `files` file descriptors."""
     fds: list[int] = []
     if files:
         head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, files)
@@ -302,18 +290,10 @@ _PILLOW = 40  # time of Pillow for a frame, relative to a video decoder
 
 
 def decode(job: dict[str, Any], path: str) -> tuple[Array, dict[str, Any]]:
-    """Decode one input.
+    """Decode one input; return samples or pixels, and further facts.
 
-    Args:
-        job: `kind`, `limits` (fields of `Limits`), and for a clip `frames` or `fps`,
-            `frame_pixels` and `clip_pixels`.
-        path: The encoded input.
-
-    Returns:
-        Samples or pixels, and further facts.
-
-    Raises:
-        MediaError: The input is broken, too large, or of another kind.
+    `job` holds `kind`, `limits` (fields of `Limits`), and for a clip `frames` or `fps`,
+    `frame_pixels` and `clip_pixels`.
     """
     limits = Limits(**job["limits"])
     if job["kind"] == "image":
@@ -380,7 +360,6 @@ def _warm() -> None:
 
 
 def _one(sock: socket.socket, media: int) -> None:
-    """Decode one input, answer, and end."""
     try:
         put(sock, {"pid": os.getpid()})
         job, _ = get(sock)
@@ -410,12 +389,9 @@ def _answer(sock: socket.socket, job: dict[str, Any], media: int) -> None:
 
 
 def limit(memory: int, seconds: float, result: int) -> None:
-    """Set the resource limits of this process.
+    """Set the resource limits of this process: bytes beyond those in use, seconds, file size.
 
-    Args:
-        memory: Bytes beyond those in use.
-        seconds: Seconds by the clock; the limit of processor time on all cores is four times that.
-        result: Bytes of the largest file.
+    `seconds` are by the clock; the limit of processor time on all cores is four times that.
     """
     import resource  # not on Windows, where the server imports this module
 

@@ -38,15 +38,7 @@ _GONE = 499  # the client went, or stopped reading
 
 
 class _Exchange:
-    """Passes the messages of a request or a connection both ways, and logs it at the end.
-
-    Args:
-        scope: Scope of the request.
-        receive: `receive` of the server.
-        send: `send` of the server.
-        caller: Caller of the request.
-        config: Limits.
-    """
+    """Passes the messages of a request or a connection both ways, and logs it at the end."""
 
     def __init__(
         self, scope: Any, receive: Any, send: Any, caller: Caller, config: ServerConfig
@@ -75,8 +67,7 @@ class _Exchange:
 class HttpExchange(_Exchange):
     """A request and its reply; arguments as for `_Exchange`.
 
-    Attributes:
-        intake: `receive` of the application, once the headers are checked.
+    `intake` is the application's `receive`, once the headers are checked.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -104,11 +95,7 @@ class HttpExchange(_Exchange):
             await self.refuse(self.intake.refused)
 
     async def send(self, message: Any) -> None:
-        """Pass a part of the reply on, at once.
-
-        Raises:
-            ConnectionError: The client has stopped reading.
-        """
+        """Pass a part of the reply on, at once; `ConnectionError` if the client stopped reading."""
         if not self._started and self.intake and self.intake.refused:
             return  # the application's reply to a body that was cut
         if message["type"] == "http.response.start":
@@ -190,11 +177,7 @@ class SocketExchange(_Exchange):
         return {"type": "websocket.disconnect", "code": code, "reason": reason}
 
     async def send(self, message: Any) -> None:
-        """Pass a message on, at once.
-
-        Raises:
-            ConnectionError: The client has stopped reading, or the connection was cut here.
-        """
+        """Pass a message on, at once; `ConnectionError` if the client stopped or was cut off."""
         kind = message["type"]
         if self._over:
             raise ConnectionError("the connection is closed")
@@ -239,12 +222,8 @@ _ALWAYS = ("/health", "/ready")  # open without a key
 class Shield:
     """Pure ASGI middleware: limits, keys, quotas, request ids, errors, one log line each.
 
-    The application finds the `Caller` with `caller_of(scope)`.
-
-    Args:
-        app: The application.
-        config: Limits.
-        rejected: Called with the reason of each refusal.
+    The application finds the `Caller` with `caller_of(scope)`. `rejected` gets the reason of each
+    refusal.
     """
 
     def __init__(
@@ -302,11 +281,7 @@ class Shield:
             exchange.log(self._quiet(scope), (time.monotonic() - start) * 1e3)
 
     def _admit(self, scope: Any, caller: Caller) -> None:
-        """Admit a request by its headers.
-
-        Raises:
-            ApiError: 4xx, the request is refused.
-        """
+        """Admit a request by its headers, or raise `ApiError`."""
         headers, path = scope["headers"], scope["path"]
         check_head(headers, self._config)
         caller.who = client_of(scope)
@@ -371,14 +346,9 @@ def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit for headers; `Shield` limits the time of bodies.
+    """HTTP/1.1 with a time limit for headers; `Shield` limits the time of bodies."""
 
-    Attributes:
-        header_seconds: Seconds from the first byte of a connection, or of a later request on it.
-        header_bytes: Bytes of a request line and its headers.
-    """
-
-    header_seconds = 10.0
+    header_seconds = 10.0  # from the first byte of a connection or of a later request on it
     header_bytes = 40 << 10
     _late: asyncio.TimerHandle | None = None
     _seen = 0  # bytes of headers so far

@@ -33,12 +33,7 @@ from mmfast.serve.http.service import Service
 
 
 class RequestCounter:
-    """ASGI middleware that counts requests by route and status.
-
-    Args:
-        app: The application.
-        metrics: The counters.
-    """
+    """ASGI middleware that counts requests by route and status."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -96,12 +91,7 @@ _ROLES: dict[str, type[schema.Strict]] = {
 
 
 def refusal(errors: Sequence[dict[str, Any]], body: Any) -> ApiError:
-    """Return the error reply to an invalid request.
-
-    Args:
-        errors: Errors as pydantic lists them.
-        body: The body of the request.
-    """
+    """Return the error reply to an invalid request."""
     found = max(errors, key=lambda error: len(_walk(error["loc"], body)[0]))
     kind, ctx = str(found["type"]), found.get("ctx", {})
     if kind == "json_invalid":
@@ -260,12 +250,7 @@ PATH = "/demo"
 
 
 class Demo:
-    """ASGI middleware that serves the demo at `/demo`.
-
-    Args:
-        app: The application of all other paths.
-        service: The service, for its options.
-    """
+    """ASGI middleware that serves the demo at `/demo`."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -314,16 +299,10 @@ _NAMES = {
 def create_app(
     config: ServerConfig, executor: Executor | None = None, voice: Any = None
 ) -> FastAPI:
-    """Create the server as an ASGI application.
+    """Create the server as an ASGI application; its `state.service` is the `Service`.
 
-    Args:
-        config: All options.
-        executor: The engine; None loads the one of `config` in the background once the
-            application starts.
-        voice: The speech model; None loads the one of `config` after the engine.
-
-    Returns:
-        The application; `app.state.service` is its `Service`.
+    Without `executor` and `voice`, those of `config` are loaded in the background once the
+    application starts.
     """
     service = Service(config, executor, voice)
 

@@ -63,21 +63,13 @@ T = TypeVar("T")
 
 @dataclass
 class ChatReply:
-    """The documents of one answer.
-
-    Attributes:
-        id: Id of the completion.
-        model: Name of the model in the request.
-        heard: Transcript of each sound of the request.
-        seconds: Duration of those sounds.
-        created: Seconds since 1970.
-    """
+    """The documents of one answer."""
 
     id: str
     model: str
-    heard: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    created: int = field(default_factory=lambda: int(time.time()))
+    heard: list[str] = field(default_factory=list)  # transcript of each sound of the request
+    seconds: float = 0.0  # duration of those sounds
+    created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def usage(self, finish: Finish) -> dict[str, Any]:
         """Return the numbers of tokens."""
@@ -135,15 +127,7 @@ class ChatReply:
 
 
 class Reader:
-    """Reads the messages of one request.
-
-    Args:
-        service: The service with its limits and its speech model.
-        options: Options of sampling clips.
-
-    Attributes:
-        seconds: Duration of all sounds.
-    """
+    """Reads the messages of one request; `seconds` is the duration of all sounds."""
 
     def __init__(self, service: Service, options: asked.MmfastOptions) -> None:
         self._service, self._config = service, service.config
@@ -159,8 +143,7 @@ class Reader:
     async def messages(self, given: list[Any]) -> tuple[Message, ...]:
         """Read all messages, their media at the same time.
 
-        Raises:
-            ApiError: A limit is exceeded, nothing is asked, or a medium cannot be read.
+        `ApiError`: a limit is exceeded, nothing is asked, or a medium cannot be read.
         """
         self._check(given)
         return await _gathered(self._message(each, i) for i, each in enumerate(given))
@@ -223,7 +206,6 @@ class Reader:
             raise api_error(error, param) from error
 
     async def _words(self, sound: asked.RecordingData, place: tuple[int, int], param: str) -> str:
-        """Transcribe a sound."""
         pcm, rate = await load_sound(sound.data, self._config, format=sound.format, param=param)
         voice = await self._service.voice()
         heard = await self._service.in_voice_thread(_transcriber(voice, pcm, rate))

@@ -33,12 +33,7 @@ class RequestRun:
         self._over = False
 
     async def __aenter__(self) -> RequestRun:
-        """Submit the request.
-
-        Raises:
-            BusyError: There is no room now.
-            MmfastError: The request can never be answered.
-        """
+        """Submit the request; errors as for `Executor.submit`."""
         loop = asyncio.get_running_loop()
 
         def emit(event: Event) -> None:
@@ -90,11 +85,7 @@ def failed(failure: Failure) -> ApiError:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine while the client is connected.
-
-    Raises:
-        ClientGoneError: The client left, and the coroutine was cancelled.
-    """
+    """Run a coroutine while the client is connected; it is cancelled when the client leaves."""
     doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -134,10 +125,7 @@ def event(document: Mapping[str, Any], name: str = "") -> bytes:
 class StreamedReply(Response):
     """A reply that is sent in pieces, and that ends when the client disconnects.
 
-    Args:
-        parts: The pieces.
-        media_type: Media type of the reply.
-        close: Called at the end in any case, also if nothing was sent.
+    `close` is called at the end in any case, also if nothing was sent.
     """
 
     def __init__(

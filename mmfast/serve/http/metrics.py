@@ -17,11 +17,7 @@ _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
-    """Counters of one server, in a registry of its own.
-
-    Args:
-        health: Returns the state of the engine, at each request for the page.
-    """
+    """Counters of one server, in a registry of its own; `health` is read for each page."""
 
     def __init__(self, health: Callable[[], Health | None]) -> None:
         self._registry = own = CollectorRegistry()

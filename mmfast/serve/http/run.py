@@ -20,11 +20,7 @@ from mmfast.serve.guard.shield import uvicorn_options
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Open the socket to listen on, before anything is loaded.
-
-    Raises:
-        MmfastError: The port is taken, or the address is not of this machine.
-    """
+    """Open the socket to listen on, before anything is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,12 +44,7 @@ def url_of(listening: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with the limits of the options and a clean end on SIGINT and SIGTERM.
-
-    Args:
-        app: The application.
-        config: Options of the server.
-    """
+    """uvicorn with the limits of the options and a clean end on SIGINT and SIGTERM."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         options = {**uvicorn_options(config), "lifespan": "on"}
@@ -78,16 +69,7 @@ class Server(uvicorn.Server):
 
 
 def serve(config: ServerConfig, listening: socket.socket, loaded: Callable[[], Any]) -> None:
-    """Serve until a signal comes.
-
-    Args:
-        config: All options.
-        listening: The socket of `bind`.
-        loaded: Called when the engine is loaded.
-
-    Raises:
-        MmfastError: The engine cannot be loaded.
-    """
+    """Serve until a signal comes; `loaded` is called when the engine is loaded."""
     from mmfast.serve.guard.media import decoders
     from mmfast.serve.http.app import create_app
 

@@ -66,11 +66,7 @@ class LazyLoader:
         return future.exception() if future is not None and future.done() else None
 
     async def get(self) -> Any:
-        """Wait for the value.
-
-        Raises:
-            ApiError: It cannot be loaded.
-        """
+        """Wait for the value; `ApiError` if it cannot be loaded."""
         try:
             return await asyncio.shield(asyncio.wrap_future(self.start()))
         except Exception as error:
@@ -80,18 +76,9 @@ class LazyLoader:
 
 
 class Service:
-    """One server.
+    """One server; None as engine or speech model loads the one of `config`.
 
-    Args:
-        config: Its options.
-        executor: The engine; None loads the one of `config`.
-        voice: The speech model (`Speaker` and `Listener`); None loads the one of `config`.
-
-    Attributes:
-        config: Its options.
-        metrics: Counters.
-        created: Time of the start, in seconds since 1970.
-        parts: State of further routes by name.
+    `created` is in seconds since 1970; `parts` holds the state of further routes by name.
     """
 
     def __init__(self, config: ServerConfig, executor: Any = None, voice: Any = None) -> None:
@@ -113,19 +100,14 @@ class Service:
             self._voice.start()
 
     async def executor(self) -> Executor:
-        """Return the engine when it is loaded.
-
-        Raises:
-            ApiError: It cannot be loaded.
-        """
+        """Return the engine when it is loaded; `ApiError` if it cannot be."""
         found: Executor = await self._engine.get()
         return found
 
     async def voice(self) -> Any:
         """Return the speech model (`speak`, `voices`, `sample_rate`, `transcribe`).
 
-        Raises:
-            ApiError: The server offers no speech, or the model cannot be loaded.
+        `ApiError`: the server offers no speech, or the model cannot be loaded.
         """
         if not self.config.voice:
             raise ApiError(
@@ -138,11 +120,7 @@ class Service:
         self._threads.submit(work)
 
     async def in_voice_thread(self, work: Callable[[], T]) -> T:
-        """Run a transcription in one of the few threads for speech.
-
-        Raises:
-            ApiError: 429: too many recordings wait.
-        """
+        """Run a transcription in one of the few threads for speech; 429 if too many wait."""
         if self._listening >= HEARD:
             text = f"{HEARD} recordings wait to be written down; try again in a few seconds"
             raise busy(text, 5.0, "recordings")
@@ -189,12 +167,7 @@ def _engine(config: ServerConfig) -> Executor:
 
 
 def load_engine(config: ServerConfig) -> Executor:
-    """Load the engine that `config.engine` names.
-
-    Raises:
-        MmfastError: The engine needs a package that is not installed.
-        ModelError: The checkpoint cannot be loaded.
-    """
+    """Load the engine that `config.engine` names."""
     names = ("reduce", "cache", "device", "dtype", "slots", "context", "chunk", "queue", "memory")
     options = {name: getattr(config, name) for name in names} | {"name": name_of(config)}
     if config.engine == "inproc":

@@ -50,12 +50,7 @@ class SoundWriter(Protocol):
 
 
 def sound_writer(kind: str, rate: int) -> SoundWriter:
-    """Return the encoder of a format.
-
-    Args:
-        kind: One of `TYPES`.
-        rate: Samples per second.
-    """
+    """Return the encoder of a format, one of `TYPES`, for samples at this rate per second."""
     if kind == "pcm":
         return _Pcm(rate)
     return _Wav(rate) if kind == "wav" else _Encoded(*_CODECS[kind], rate)
@@ -190,11 +185,7 @@ async def _say(asked: SpeechRequest, service: Service) -> Response:
 
 
 def voice_of(name: str, voices: tuple[str, ...]) -> str:
-    """Return the model's name of a voice.
-
-    Raises:
-        ApiError: There is no voice of that name.
-    """
+    """Return the model's name of a voice; `ApiError` if there is none of that name."""
     if name in voices or not voices:
         return name
     if name.lower() in VOICE_NAMES:
@@ -228,7 +219,6 @@ class SpeechRun:
         service.spawn_voice(lambda: self._work(sounds, writer))
 
     def _work(self, sounds: Any, writer: Any) -> None:
-        """Synthesise in the thread."""
         last: BaseException | None = None
         try:
             while not self._gone:
@@ -249,11 +239,7 @@ class SpeechRun:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, part)
 
     async def next(self) -> bytes | None:
-        """Return the next piece; None at the end.
-
-        Raises:
-            ApiError: The text cannot be spoken.
-        """
+        """Return the next piece, None at the end; `ApiError` if the text cannot be spoken."""
         part = await self._queue.get()
         if isinstance(part, MmfastError):
             raise api_error(part, "input")

@@ -101,16 +101,9 @@ TRIES = 3  # to start a node
 class Cluster:
     """Ray with Serve, without a dashboard and without a proxy, so it opens no further port.
 
-    An existing connection of this process is used and left open.
-
-    Args:
-        address: `local` starts Ray on this machine and stops it in the end; else the address of
-            a cluster.
-        cpus: Cores of a local cluster; None counts them.
-        objects: Bytes of a local cluster's object store; None takes the default of Ray.
-
-    Raises:
-        MmfastError: Ray cannot start, or there is no cluster.
+    An existing connection of this process is used and left open. The address `local` starts Ray on
+    this machine and stops it in the end; `cpus` and `objects`, the bytes of its object store, are
+    for that case.
     """
 
     def __init__(
@@ -167,8 +160,7 @@ class Cluster:
 def imported(user: str, instead: str, *modules: str) -> list[Any]:
     """Import modules of Ray with its usage reports turned off.
 
-    Raises:
-        MmfastError: Ray is not installed.
+    Without Ray, `MmfastError` is raised.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -184,13 +176,7 @@ def imported(user: str, instead: str, *modules: str) -> list[Any]:
 def start(ray: Any, address: str, **local: Any) -> None:
     """Connect to Ray, with retries: on a busy machine a node may not start within 30 s.
 
-    Args:
-        ray: The module.
-        address: `local` starts a node here; else the address of a cluster.
-        **local: Options of `ray.init` for a local node.
-
-    Raises:
-        MmfastError: Ray cannot start, or there is no cluster.
+    The address `local` starts a node here with the options `local` of `ray.init`.
     """
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
@@ -225,11 +211,7 @@ def share(
 ) -> dict[str, float]:
     """Return the resources of one worker, so that all of them fit.
 
-    Args:
-        have: Resources of the cluster.
-        workers: Number of workers.
-        device: Requested device; `cpu` leaves GPUs alone.
-        spare: Part of all cores to leave free.
+    `device` `cpu` leaves GPUs alone; `spare` is the part of all cores to leave free.
     """
     gpus, cpus = gpus_of(have, device), float(have.get("CPU", 1))
 

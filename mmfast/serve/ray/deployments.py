@@ -28,31 +28,19 @@ ROLES = ("encode", "prefill", "decode")
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """Settings of every replica.
-
-    Attributes:
-        model: Argument of `load`.
-        device: Argument of `load`.
-        dtype: Argument of `load`.
-        threads: Threads of torch in each replica; 0 leaves the number unchanged.
-        slots: Most answers at once in one decode replica.
-        chunk: Most tokens of one prefill pass.
-        context: Longest prompt and answer in tokens; None takes the model's.
-        memory: Bytes of keys and values in one decode replica, as for the `Scheduler`.
-        linger: Seconds by which encode and prefill delay each result, to test faults.
-        sharing: Decode replicas that share the free memory of a device.
-    """
+    """Settings of every replica."""
 
     model: str | None = None
     device: str | None = None
     dtype: str = "auto"
-    threads: int = 1
-    slots: int = 16
-    chunk: int = 256
-    context: int | None = None
+    threads: int = 1  # threads of torch in each replica; 0 leaves the number unchanged
+    slots: int = 16  # most answers at once in one decode replica
+    chunk: int = 256  # most tokens of one prefill pass
+    context: int | None = None  # longest prompt and answer in tokens; None takes the model's
+    # bytes of keys and values in one decode replica, as for the `Scheduler`
     memory: str | int | None = None
-    linger: float = 0.0
-    sharing: int = 1
+    linger: float = 0.0  # seconds by which encode and prefill delay each result, to test faults
+    sharing: int = 1  # decode replicas that share the free memory of a device
 
     def load(self) -> tuple[Any, Any]:
         """Load the model and its processor."""
@@ -66,15 +54,10 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, eq=False)
 class StageResult:
-    """The result of one role for the next.
+    """The result of one role for the next."""
 
-    Attributes:
-        parcel: `Embedded`, or `PromptPiece`.
-        workers: Process of each role so far.
-    """
-
-    parcel: Parcel
-    workers: dict[str, int]
+    parcel: Parcel  # `Embedded`, or `PromptPiece`
+    workers: dict[str, int]  # process of each role so far
 
 
 class EncodeReplica:
@@ -178,19 +161,10 @@ BODIES = {"encode": EncodeReplica, "prefill": PrefillReplica, "decode": DecodeRe
 def deploy(
     cluster: Cluster, apps: Sequence[str], plan: ReplicaSettings, replicas: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Start replicas, and wait until they are ready.
+    """Start replicas and wait until they are ready; return a handle per role.
 
-    Args:
-        cluster: The cluster.
-        apps: Names of the applications of Ray Serve, in the order of `ROLES`.
-        plan: Settings of every replica.
-        replicas: Number of replicas of each role.
-
-    Returns:
-        A handle per role; the handle of `decode` streams.
-
-    Raises:
-        MmfastError: A replica does not start.
+    `apps` are the names of the applications of Ray Serve in the order of `ROLES`. The handle of
+    `decode` streams. A replica that does not start raises `MmfastError`.
     """
     from ray import serve
 

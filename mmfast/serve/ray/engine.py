@@ -37,31 +37,19 @@ LOST = Failure("the replica that worked on this answer was lost; ask again", 503
 
 @dataclass(eq=False)
 class RemoteStream:
-    """A running request.
-
-    Attributes:
-        request: The request with its seed.
-        emit: Receives the events.
-        workers: Process of each role, once decoding has begun.
-        task: Task that drives it.
-    """
+    """A running request."""
 
     request: Request
     emit: Emit
+    # process of each role, once decoding has begun
     workers: Mapping[str, int] = field(default_factory=dict)
-    task: Any = None
+    task: Any = None  # task that drives it
     began: float = field(default_factory=time.perf_counter)
     first: float = 0.0
 
 
 async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | None) -> Event:
-    """Emit the pieces of an answer and return its last event.
-
-    Args:
-        handles: Handles of the deployments by role.
-        stream: The request.
-        reduce: Spec string of reducers.
-    """
+    """Emit the pieces of an answer and return its last event."""
     request = stream.request
     # Handles take each other's responses: results go from replica to replica.
     embedded = handles["encode"].remote(request, reduce)
@@ -118,31 +106,12 @@ class RayEngine:
     """Answers requests on Ray; see `mmfast.serve.engine.base.Executor`.
 
     Reducers act between vision tower and language model (site `pre`); methods that act inside the
-    language model, or on its cache, need the engine `inproc` or `processes`.
+    language model, or on its cache, need the engine `inproc` or `processes`; so `cache` must be
+    None.
 
-    Args:
-        model: Checkpoint directory, hub id, or None (embedded); every machine must have it.
-        reduce: Spec string of reducers for requests that name none.
-        cache: Must be None.
-        device: Argument of the `Scheduler`.
-        dtype: Argument of the `Scheduler`.
-        slots: Most requests that one decode replica answers at once.
-        context: Argument of the `Scheduler`.
-        chunk: Argument of the `Scheduler`.
-        queue: Most requests that wait; another one raises `BusyError`.
-        memory: Bytes of keys and values of one decode replica.
-        name: Name of the model in the API.
-        encode: Replicas that encode.
-        prefill: Replicas that read prompts.
-        decode: Replicas that decode answers.
-        address: `local` starts Ray on this machine; else the address of a cluster.
-        cpus: Cores of a local cluster; None counts them.
-        threads: Threads of torch in each replica.
-        linger: See `ReplicaSettings`.
-
-    Raises:
-        SpecError: `reduce` or `cache` is not possible here.
-        MmfastError: Ray cannot start, or a replica does not.
+    The model must be on every machine. Options are those of the `Scheduler`; `slots` and `memory`
+    are per decode replica. `encode`, `prefill` and `decode` count replicas. `cpus` are the cores of
+    a local cluster (None counts them), `threads` those of torch in each replica.
     """
 
     def __init__(
@@ -301,11 +270,7 @@ class RayEngine:
 
 
 def _check(reduce: str | None, cache: str | None) -> None:
-    """Refuse methods that act inside the language model.
-
-    Raises:
-        SpecError: `reduce` or `cache` names one.
-    """
+    """Refuse methods that act inside the language model, with `SpecError`."""
     if not early(reduce):
         raise SpecError(
             f"{reduce!r} acts inside the model, which Ray runs in parts; name reducers at site "

@@ -23,12 +23,9 @@ PLACE = "MMFAST_RAY_SPARES"  # environment: a folder; workers warm up once it ho
 
 
 def warm(place: str) -> None:
-    """Import what replicas need, and write a file named by the process id.
+    """Import what replicas need, and write a file named by the process id into a folder.
 
-    Does nothing until the folder holds the file `warm`.
-
-    Args:
-        place: The folder, "" for none.
+    Does nothing until the folder `place` ("" for none) holds the file `warm`.
     """
     folder = Path(place)
     if not place or not (folder / "warm").exists():

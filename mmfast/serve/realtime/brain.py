@@ -18,15 +18,11 @@ from mmfast.voice.models import voiced
 
 @dataclass(frozen=True)
 class BrainQuestion:
-    """Question to a model.
+    """A question to a model.
 
-    Attributes:
-        turns: What was said so far, oldest first; the last one is the user's, unless it is `pcm`.
-        pcm: What was said last `[n]` at 16 kHz, for a model that answers speech itself.
-        instructions: For the model; the embedded ones do not follow any.
-        aloud: Whether the answer is spoken.
-        options: Of the speaker: `voice`, `speed`.
-        limit: Most tokens of the answer's text.
+    The last of `turns`, oldest first, is the user's, unless that is `pcm`: speech `[n]` at 16 kHz
+    for a model that answers speech itself. The embedded models ignore `instructions`. `options` are
+    the speaker's `voice` and `speed`; `limit` is in tokens of the answer's text.
     """
 
     turns: tuple[Turn, ...]
@@ -38,25 +34,25 @@ class BrainQuestion:
 
 
 class Brain(Protocol):
-    """One session's; each method is called in a worker thread, any number of them at once."""
+    """The models of one session; methods are called in worker threads, several at once."""
 
     native: bool  # answers speech itself, and nothing else
     sees: bool
 
     def hear(self, pcm: Tensor) -> str:
-        """Speech `[n]` at 16 kHz to text."""
+        """Transcribe speech `[n]` at 16 kHz."""
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
-        """The answer as it comes; where it was asked by `pcm`, first what was understood."""
+        """Yield the answer as it comes; for a question in `pcm`, first the transcript."""
 
     def see(self, frame: Any, time: float) -> None:
-        """Watch a frame `[H, W, 3]` of so many seconds."""
+        """Watch a frame `[H, W, 3]` taken at this second of the session."""
 
     def count(self, text: str) -> int:
-        """Tokens of a text, as near as the model tells."""
+        """Count the tokens of a text, as exactly as the model allows."""
 
     def figures(self) -> dict[str, Any]:
-        """Return figures of what it has seen."""
+        """Return figures of the frames seen."""
 
     def close(self) -> None:
         """Free what the session holds."""
@@ -69,14 +65,13 @@ class Voices(Protocol):
     pace: tuple[int, int, int] | None  # words per minute: least, usual, most
 
     def open(self) -> Brain:
-        """A session's own."""
+        """Open the models of one session."""
 
 
 class ChatterBrain:
     """A model that answers speech with speech; or one that listens, chats in text, and speaks.
 
-    Args:
-        chatter: A `Chatter`; with `answer_turns` it also answers what is written.
+    A chatter with `answer_turns` also answers written turns.
     """
 
     sees = False
@@ -90,7 +85,7 @@ class ChatterBrain:
         self._speaker = chatter if self.native else chatter.speaker
 
     def hear(self, pcm: Tensor) -> str:
-        """Speech to text; "" where the model cannot."""
+        """Transcribe speech; "" where the model cannot."""
         return "" if self._listener is None else str(self._listener.transcribe(pcm, RATE)).strip()
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
@@ -110,7 +105,7 @@ class ChatterBrain:
             yield sound if question.aloud else silent(sound)
 
     def see(self, frame: Any, time: float) -> None:
-        """Refuse: it sees nothing."""
+        """Refuse a frame: the model sees nothing."""
         raise ModelError("this model sees nothing; start the server with one that does")
 
     def count(self, text: str) -> int:
@@ -122,16 +117,11 @@ class ChatterBrain:
         return {}
 
     def close(self) -> None:
-        """Free nothing: nothing is held."""
+        """Do nothing, since the model holds nothing for a session."""
 
 
 class ChatterVoices:
-    """Shares a `Chatter`.
-
-    Args:
-        chatter: See `ChatterBrain`.
-        speaker: Says its answers; None takes the chatter's.
-    """
+    """Shares a `Chatter`; without a `speaker` it speaks its answers itself."""
 
     def __init__(self, chatter: Any, speaker: Any = None) -> None:
         self._chatter = chatter
@@ -158,17 +148,14 @@ def silent(sound: Sound) -> Sound:
     return Sound(torch.zeros(0), sound.rate, sound.text, heard=sound.heard)
 
 
-HOST_BYTES = "256MB"  # of one session's memory of what it has seen, beside the window on the model
+HOST_BYTES = "256MB"  # of one session's memory of earlier frames, outside the model's window
 
 
 class OmniVoices(ChatterVoices):
-    """Shares an `omni-chat` pipeline.
+    """Shares an `omni-chat` pipeline; `options` are those of `OmniChat.open`.
 
-    Args:
-        omni: The pipeline.
-        follows: The model follows instructions and earlier turns in its prompt; the embedded one
-            knows questions alone.
-        **options: Of `OmniChat.open`, such as `memory`.
+    With `follows`, the prompt holds instructions and earlier turns; the embedded model knows single
+    questions only.
     """
 
     def __init__(self, omni: OmniChat, follows: bool = True, **options: Any) -> None:
@@ -184,12 +171,10 @@ class OmniVoices(ChatterVoices):
 
 
 class OmniBrain(ChatterBrain):
-    """Answers about what it sees.
+    """Answers about a stream of frames.
 
-    Args:
-        opened: A session of `omni-chat`, whose listener and speaker it takes.
-        wording: Makes a written question of what was heard.
-        follows: See `OmniVoices`.
+    `opened` is a session of `omni-chat`, whose listener and speaker are used; `wording` turns a
+    transcript into a written question; `follows` is explained in `OmniVoices`.
     """
 
     sees = True
@@ -199,7 +184,7 @@ class OmniBrain(ChatterBrain):
         self._opened, self._wording, self._follows = opened, wording, follows
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
-        """Answer about what was seen so far; the video goes on while the answer is written."""
+        """Answer about the frames so far; the video goes on while the answer is written."""
         return self._spoken(self._written(question), question)
 
     def _written(self, question: BrainQuestion) -> Iterator[str]:
@@ -209,7 +194,7 @@ class OmniBrain(ChatterBrain):
             yield from reply
 
     def _prompt(self, question: BrainQuestion) -> str:
-        """Write the question; before it instructions and turns, for a model that follows them."""
+        """Write the question, after instructions and turns for a model that follows them."""
         last = self._wording(question.turns[-1].text)
         if not self._follows:
             return last
@@ -217,7 +202,7 @@ class OmniBrain(ChatterBrain):
         return "\n".join(part for part in (question.instructions, *said, last) if part)
 
     def see(self, frame: Any, time: float) -> None:
-        """Watch a frame of so many seconds."""
+        """Watch a frame taken at this second of the session."""
         self._opened.video.push(frame, time)
 
     def count(self, text: str) -> int:

@@ -22,7 +22,7 @@ _KINDS = {
 
 
 def new_id(kind: str) -> str:
-    """A name such as `item_3f…`."""
+    """Return a new name such as `item_3f…`."""
     return f"{kind}_{secrets.token_hex(9)}"
 
 
@@ -30,13 +30,9 @@ def new_id(kind: str) -> str:
 class ItemPart:
     """A part of an item.
 
-    Attributes:
-        kind: As in the protocol.
-        text: Written; of sound what was understood; of a reply what was said.
-        pcm: Sound at 16 kHz `[n]`, while it is kept.
-        unheard: It is sound that has not become text yet.
-        picture: Where a picture is; taken out when it is watched.
-        detail: As it was asked for.
+    `text` is written text, the transcript of a sound, or the spoken part of a reply. `pcm` is sound
+    `[n]` at 16 kHz, while it is kept; `unheard` marks sound without a transcript yet. `picture` is
+    a URL, removed once the frame is watched.
     """
 
     kind: str
@@ -47,7 +43,7 @@ class ItemPart:
     detail: str | None = None
 
     def shown(self, format: str | None) -> dict[str, Any]:
-        """As the client sees it; with its sound where a format is given."""
+        """Return the part as the client sees it, with its sound where a format is given."""
         found: dict[str, Any] = {"type": self.kind}
         if self.kind in ("input_text", "output_text"):
             return {**found, "text": self.text}
@@ -64,12 +60,7 @@ class ItemPart:
 
 @dataclass
 class ConversationItem(HistoryTurn):
-    """An item of the protocol: a turn of the dialogue, in parts.
-
-    Attributes:
-        parts: Its content.
-        status: Of a reply, how far it is.
-    """
+    """An item of the protocol: a turn of the dialogue, in parts."""
 
     parts: list[ItemPart] = field(default_factory=list)
     status: Literal["completed", "incomplete", "in_progress"] = "completed"
@@ -81,14 +72,14 @@ class ConversationItem(HistoryTurn):
 
     @property
     def text(self) -> str:
-        """Text that the context holds of it: of a reply that was cut off, what was heard."""
+        """The text in the model's context; of a reply that was cut off, only the part heard."""
         if self.cut_off:
             return super().text.strip()
         return " ".join(part.text.strip() for part in self.parts if part.text.strip())
 
     @property
     def spoken(self) -> bool:
-        """True where all of it was said by the user."""
+        """True where the user said all of it."""
         return self.role == "user" and all(part.kind == "input_audio" for part in self.parts)
 
     @property
@@ -98,7 +89,7 @@ class ConversationItem(HistoryTurn):
 
     @property
     def unheard(self) -> list[tuple[int, ItemPart]]:
-        """Number and value of the parts that are not understood yet."""
+        """Number and value of the parts without a transcript yet."""
         return [(number, part) for number, part in enumerate(self.parts) if part.unheard]
 
     def shown(self, format: str | None = None) -> dict[str, Any]:
@@ -116,16 +107,10 @@ class ConversationItem(HistoryTurn):
 
 
 def written(message: MessageShape, format: str, most: int, where: str = "item") -> ConversationItem:
-    """An item that a client writes.
+    """Return an item that a client writes.
 
-    Args:
-        message: As it came.
-        format: Of its sound.
-        most: Letters of base64 of one part.
-        where: What messages call it.
-
-    Raises:
-        EventError: A part that its role cannot have, or that is empty.
+    `most` limits the letters of base64 of one part; messages name the item by `where`. Empty parts,
+    and parts that the role cannot have, raise `EventError`.
     """
     parts = []
     for number, content in enumerate(message.content):
@@ -166,11 +151,8 @@ UNHEARD = 4  # times as long is sound kept that has not been understood yet
 class Conversation(History):
     """Items in order, bounded by number, letters, frames and seconds; the oldest are forgotten.
 
-    Args:
-        items: Most of them.
-        frames: Most of those that are frames: the stream's own memory keeps what they showed.
-        letters: Of all texts together.
-        seconds: Of sound that is kept, for `conversation.item.retrieve`.
+    Frames may be few, since the stream's own memory keeps their content. `seconds` bounds the sound
+    kept for `conversation.item.retrieve`.
     """
 
     items: dict[str, ConversationItem]  # type: ignore[assignment]
@@ -190,11 +172,8 @@ class Conversation(History):
     def insert(self, item: ConversationItem, after: str | None = None) -> str | None:
         """Append an item, or put it behind another one (`root`: in front of all).
 
-        Returns:
-            The name of the item before it.
-
-        Raises:
-            EventError: The name is taken, or there is no such item to put it behind.
+        Returns the name of the item before it. `EventError`: the name is taken, or `after` is
+        unknown.
         """
         if item.id in self.items:
             raise EventError(f"item {item.id!r} is there already", "item_already_exists", "item.id")
@@ -209,17 +188,13 @@ class Conversation(History):
         return before
 
     def get(self, id: str) -> ConversationItem:
-        """Return an item.
-
-        Raises:
-            EventError: There is none of that name, or it is forgotten.
-        """
+        """Return an item; `EventError` if there is none of that name, or it is forgotten."""
         if id not in self.items:
             raise EventError(f"there is no item {id!r}", "item_not_found", "item_id")
         return self.items[id]
 
     def trim(self, new: HistoryTurn | None = None) -> None:
-        """Forget the oldest of whatever there is too much of, but not `new`."""
+        """Forget the oldest items beyond each limit, but not `new`."""
         most, letters = self.limits
         watched = [item for item in self.items.values() if item.watched]
         for item in watched[: max(0, len(watched) - self._frames)]:

@@ -9,13 +9,10 @@ from mmfast.serve.guard.errors import api_error, scrub
 
 
 class EventError(MmfastError):
-    """An event cannot be done; nothing of it was.
+    """An event that cannot be handled and had no effect.
 
-    Args:
-        message: One line that names the value and the fix.
-        code: A word for programs.
-        param: The part of the event that is wrong, such as `session.audio.output.voice`.
-        type: `invalid_request_error` or `server_error`.
+    `message` is one line that names the value and the fix; `code` is for programs; `param` is the
+    wrong part, such as `session.audio.output.voice`.
     """
 
     def __init__(

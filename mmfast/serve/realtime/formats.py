@@ -26,11 +26,7 @@ FORMATS = {
 
 
 def unpack(text: str, param: str, most: int) -> bytes:
-    """Base64 to bytes.
-
-    Raises:
-        EventError: It is none, or too long.
-    """
+    """Decode base64; `EventError` if it is malformed or too long."""
     if len(text) > most:
         raise EventError(
             f"{len(text)} letters of base64 are too many; send {most} at most",
@@ -44,34 +40,25 @@ def unpack(text: str, param: str, most: int) -> bytes:
 
 
 class Incoming:
-    """Chunks of one stream to samples at 16 kHz, without a seam between them.
-
-    Args:
-        format: A name of `FORMATS`.
-    """
+    """Converts the chunks of one stream to samples at 16 kHz, without a seam between them."""
 
     def __init__(self, format: str) -> None:
         self.format, self._inlet, self._rest = format, Inlet(), b""
 
     def take(self, data: bytes) -> Tensor:
-        """The next samples `[n]`."""
+        """Return the next samples `[n]`."""
         encoding, rate = FORMATS[self.format]
         pcm, self._rest = decode_pcm(self._rest + data, encoding)
         return self._inlet.take(pcm, rate)
 
 
 def whole(data: bytes, format: str) -> Tensor:
-    """A whole recording as samples at 16 kHz."""
+    """Convert a whole recording to samples at 16 kHz."""
     return Incoming(format).take(data)
 
 
 class Outgoing:
-    """Samples of one reply to chunks, without a seam between them.
-
-    Args:
-        format: A name of `FORMATS`.
-        rate: Of the samples that come.
-    """
+    """Converts the samples of one reply to chunks, without a seam between them."""
 
     def __init__(self, format: str, rate: int) -> None:
         self._encoding, self.rate = FORMATS[format]
@@ -79,7 +66,7 @@ class Outgoing:
         self._state: Any = self._stage.start()
 
     def step(self, pcm: Tensor) -> str:
-        """The next samples `[n]` as base64."""
+        """Return the next samples `[n]` as base64."""
         self._state, out = self._stage.step(self._state, pcm[None].float().cpu())
         return self._packed(out[0])
 
@@ -92,7 +79,7 @@ class Outgoing:
 
 
 def encode(pcm: Tensor, encoding: str) -> bytes:
-    """Samples `[n]` in -1..1 as bytes of `pcm16`, `mulaw` or `alaw`."""
+    """Encode samples `[n]` in -1..1 as bytes of `pcm16`, `mulaw` or `alaw`."""
     clean = torch.nan_to_num(pcm.float()).clamp(-1.0, 1.0)
     values = (clean * 32767.0).round().numpy().astype("<i2")
     if encoding == "pcm16":
@@ -105,7 +92,7 @@ def encode(pcm: Tensor, encoding: str) -> bytes:
 
 @cache
 def _levels(encoding: str) -> tuple[Any, Any]:
-    """Codes of G.711, and what they stand for, from the lowest up."""
+    """Return the codes of G.711 and their values, in ascending order."""
     pcm, _ = decode_pcm(bytes(range(256)), encoding)
     values = (pcm * 32768.0).round().numpy().astype(np.int64)
     order = np.argsort(values, kind="stable")
@@ -113,7 +100,7 @@ def _levels(encoding: str) -> tuple[Any, Any]:
 
 
 def shown(pcm: Tensor, format: str) -> str:
-    """Samples `[n]` at 16 kHz as the client would have sent them, in base64."""
+    """Return samples `[n]` at 16 kHz as the client would have sent them, in base64."""
     out = Outgoing(format, RATE)
     return base64.b64encode(
         base64.b64decode(out.step(pcm)) + base64.b64decode(out.finish())

@@ -27,16 +27,9 @@ def question_of(
 ) -> BrainQuestion | None:
     """Return the question that a response answers, or None where nothing was said.
 
-    Args:
-        response: Counts the tokens of the question.
-        items: Of the conversation, or brought along; all speech of them is understood, unless
-            the model answers speech itself.
-        brain: Counts tokens.
-        limits: Of letters and tokens.
-        options: Of the speaker.
-
-    Raises:
-        EventError: There is nothing to answer, or not even the last turn fits.
+    All speech among `items` has a transcript, unless the model answers speech itself. The tokens of
+    the question are counted in `response`. `EventError`: there is nothing to answer, or not even
+    the last turn fits.
     """
     before, settings = list(items), response.settings
     pcm = _speech(before, response) if brain.native else None
@@ -61,7 +54,7 @@ def question_of(
 
 
 def _speech(items: list[ConversationItem], response: Response) -> Tensor | None:
-    """Sound of the user's last turn, whose items are taken from the list."""
+    """Return the sound of the user's last turn, whose items are taken from the list."""
     parts: list[Tensor] = []
     while items and items[-1].spoken:
         item = items.pop()
@@ -71,11 +64,7 @@ def _speech(items: list[ConversationItem], response: Response) -> Tensor | None:
 
 
 def _asked(instructions: str) -> Turn:
-    """Instructions of a response as a question.
-
-    Raises:
-        EventError: There are none.
-    """
+    """Return the instructions of a response as a question; `EventError` if there are none."""
     if not instructions.strip():
         raise EventError(
             "there is nothing to answer; create an item of the user, commit sound, or give "
@@ -86,9 +75,9 @@ def _asked(instructions: str) -> Turn:
 
 
 def turns(items: Iterable[ConversationItem]) -> tuple[Turn, ...]:
-    """Return what was said, oldest first, without turns of which nothing was heard.
+    """Return the turns of the dialogue, oldest first, without those of which nothing was heard.
 
-    Speech that was taken for two turns, because of a pause in it, is one.
+    Speech that a pause has divided into two turns is joined again.
     """
     found: list[Turn] = []
     spoken = False  # whether the last turn was said by the user
@@ -119,15 +108,8 @@ def fitting(
 ) -> tuple[Turn, ...]:
     """Return the newest turns that fit beside the instructions and an answer.
 
-    Args:
-        found: All turns, oldest first.
-        instructions: Of the model.
-        count: Tokens of a text.
-        limits: Of letters, and of tokens where the server names any.
-        answer: Tokens that the answer may have.
-
-    Raises:
-        EventError: Not even the last turn fits.
+    `count` counts the tokens of a text; `answer` is the most tokens of the answer. If not even the
+    last turn fits, `EventError` is raised.
     """
     found = _newest(found, limits.text, instructions, len, "letters")
     if limits.context is None:

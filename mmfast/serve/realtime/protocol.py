@@ -244,15 +244,7 @@ EVENTS = {kind: _event(kind, given) for kind, given in _FIELDS.items()}
 
 
 def read(text: str, depth: int = 32) -> dict[str, Any]:
-    """Text to an object with a known `type`.
-
-    Args:
-        text: As it came.
-        depth: Deepest nesting.
-
-    Raises:
-        EventError: It is no JSON object, or nested too deep.
-    """
+    """Parse a text to an object with a known `type`, nested at most `depth` deep."""
     try:
         found = _whole(loads(text, depth))
     except ApiError as error:
@@ -266,11 +258,7 @@ def read(text: str, depth: int = 32) -> dict[str, Any]:
 
 
 def checked(found: dict[str, Any]) -> Any:
-    """An object as an event.
-
-    Raises:
-        EventError: Unknown type; a field is missing, unknown, or of a wrong value.
-    """
+    """Return an object as an event, or raise `EventError` that names the wrong field."""
     kind = found.get("type")
     if not isinstance(kind, str):
         raise EventError("the event has no type", "missing_required_parameter", "type")
@@ -295,9 +283,9 @@ _TAGS = re.compile(
 
 
 def _precise(error: ValidationError) -> EventError:
-    """The first thing that is wrong: where it is, what is there, what may be."""
+    """Describe the deepest error: its place, the value there, and the values allowed."""
     errors = error.errors(include_url=False, include_context=False)
-    # of a union every member complains: the one that came furthest knows best
+    # each member of a union reports errors: those of the deepest match are the most useful
     first = max(errors, key=lambda each: len(each["loc"]))
     where = ".".join(str(part) for part in first["loc"] if not _TAGS.match(str(part)))
     kind = str(first["type"])
@@ -312,7 +300,7 @@ def _brief(value: Any) -> str:
 
 
 def _whole(value: Any) -> Any:
-    """Without halves of characters, at any depth."""
+    """Replace lone surrogates, which are halves of characters, at any depth."""
     if isinstance(value, str):
         return _LONE.sub("\ufffd", value)
     if isinstance(value, list):

@@ -25,15 +25,11 @@ class _OutgoingEvent:
 
 
 class Outbox:
-    """Holds events until the socket takes them: numbered, bounded, and fenced by response.
+    """Holds events until the socket takes them: numbered, bounded, and grouped by response.
 
-    A response waits for `room` before it makes more, so that a slow reader slows down its own
-    responses alone; the reader of client events waits for `calm`, so that a client that sends
-    without reading is held up by the network.
-
-    Args:
-        soft: Bytes from which responses wait.
-        hard: Bytes from which no more events are read.
+    From `soft` bytes on, a response waits for `room` before it makes more, so that a slow reader
+    slows down its own responses alone. From `hard` bytes on, the reader of client events waits for
+    `calm`, so that a client that sends without reading is held up by the network.
     """
 
     def __init__(self, soft: int = 1 << 20, hard: int = 4 << 20) -> None:
@@ -105,12 +101,9 @@ class Outbox:
 
 
 class Backlog(Generic[T]):
-    """Jobs that are done one after another by one task; the oldest that wait are given up.
+    """Jobs that one task does in turn; the oldest beyond `most` waiting ones are given up.
 
-    Args:
-        most: Jobs that wait behind the one at work.
-        work: Does a job; reports its own errors.
-        lost: Called for a job that is given up.
+    `work` reports its own errors; `lost` is called for a job that is given up.
     """
 
     def __init__(
@@ -140,7 +133,7 @@ class Backlog(Generic[T]):
         return [future for _, future in self._jobs.values()]
 
     def clear(self) -> None:
-        """Give up all that wait, and take no more: the session ends."""
+        """Give up all waiting jobs and take no more, since the session ends."""
         self.closed = True
         self._give_up(0)
 
@@ -150,7 +143,7 @@ class Backlog(Generic[T]):
             await self._task
 
     def _give_up(self, most: int) -> None:
-        """Leave `most` that wait behind the one at work, the newest."""
+        """Give up the oldest waiting jobs, so that `most` remain."""
         waiting = list(self._jobs.items())[1:]
         for key, (job, future) in waiting[: max(0, len(waiting) - most)]:
             del self._jobs[key]
@@ -175,15 +168,10 @@ class _SeenFrame:
 
 
 class PictureQueue(Backlog[_SeenFrame]):
-    """Frames that wait to be seen.
+    """Frames that wait to be seen; beyond `most`, the oldest is dropped.
 
-    Args:
-        most: Frames that wait; one more drops the oldest.
-        see: Reads a picture of so many seconds.
-        fail: Reports an error of the event of that name.
-
-    Attributes:
-        counts: `came`, `seen`, `dropped` (too many waited), `failed` (were no pictures).
+    `see` reads a picture taken at a given second, `fail` reports an error of the event of that
+    name. `counts` has `came`, `seen`, `dropped` (too many waited) and `failed` (no picture).
     """
 
     def __init__(
@@ -211,12 +199,9 @@ class PictureQueue(Backlog[_SeenFrame]):
 
 
 class RecordingQueue(Backlog[ConversationItem]):
-    """Recordings that wait to become text.
+    """Recordings that wait for their transcripts; beyond `most`, the oldest is given up.
 
-    Args:
-        most: Recordings that wait; one more gives up the oldest.
-        hear: Turns sound `[n]` into text.
-        show: Reports the text of a part of an item, or the error instead.
+    `show` reports the transcript of a part of an item, or the error instead.
     """
 
     def __init__(
@@ -237,7 +222,7 @@ class RecordingQueue(Backlog[ConversationItem]):
                 text = await self._hear(part.pcm)
             except Exception as raised:
                 error = error_fields(raised)
-            if part.unheard:  # it has not been understood meanwhile
+            if part.unheard:  # no transcript has come meanwhile
                 part.text, part.unheard = text, False
                 self._show(item, number, error)
 

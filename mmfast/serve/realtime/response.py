@@ -22,14 +22,10 @@ _STATUS = {
 
 @dataclass
 class TokenUsage:
-    """Tokens that went in and out.
+    """Tokens of the question and of the answer, by kind.
 
-    Attributes:
-        text_in: Of the turns.
-        audio_in: Of speech that the model answers as it is.
-        image_in: Of the frames that the answer is about; all of them were read when they came.
-        text_out: Of the answer.
-        audio_out: Likewise.
+    `audio_in` counts speech that the model answers itself, `image_in` the frames that the answer is
+    about, though they were read when they came.
     """
 
     text_in: int = 0
@@ -40,7 +36,7 @@ class TokenUsage:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All tokens together."""
         return sum(asdict(self).values())
 
     def usage(self) -> dict[str, Any]:
@@ -63,20 +59,12 @@ class TokenUsage:
 
 
 class Response(SpokenReply):
-    """A reply with what its client asked for and has been sent.
+    """A reply, its settings, and the part of it that the client has been sent.
 
-    Args:
-        settings: In effect for it; see `Settings.of_response`.
-        conversation: Name of the conversation; None where it stands outside of it.
-        metadata: Given back as it came.
-        asked: Seconds at which it was asked for.
-
-    Attributes:
-        shown: Its item has been announced.
-        asks: Items that a model which answers speech itself is answering.
-        sent: Text that has left.
-        out: Packs its sound; None before the first.
-        held: Samples whose sound waits for those behind them.
+    `conversation` is None where the reply stands outside of it; `metadata` is returned unchanged;
+    `asked` is the time of the request in seconds. `held` are samples whose sound waits for later
+    ones, and `out` packs sound once there is any. `asks` are the items that a model which answers
+    speech itself is answering.
     """
 
     item: ConversationItem
@@ -93,7 +81,7 @@ class Response(SpokenReply):
         self.settings, self.conversation, self.metadata = settings, conversation, metadata
         self.aloud = settings["output_modalities"] == ["audio"]
         if not self.aloud:
-            item.words = None  # it is read: all that has been sent counts as heard
+            item.words = None  # written text: everything sent counts as heard
         self.status, self.reason, self.error = "in_progress", "", dict[str, Any]()
         self.shown = False
         self.asks: list[ConversationItem] = []
@@ -109,7 +97,7 @@ class Response(SpokenReply):
             super().take(sound, clock, delay)
 
     def spend(self, words: int, sound: Sound) -> bool:
-        """Count the tokens of a piece; False, and not counted, where they are too many."""
+        """Count the tokens of a piece; return False, without counting, beyond the limit."""
         limit, spent = self.settings["max_output_tokens"], self.spent
         if limit != "inf" and spent.text_out + spent.audio_out + words + sound.tokens > limit:
             return False
@@ -126,7 +114,7 @@ class Response(SpokenReply):
         return {"type": "response.output_item.added", **which, "item": item}
 
     def conclude(self, status: Status) -> bool:
-        """Set how it ended; returns whether it was cut off."""
+        """Set the reason of the end; return True if the reply was cut off."""
         self.status, self.reason = _STATUS.get(status, (status, ""))
         self.item.status = "completed" if status == "completed" else "incomplete"
         cut = status not in ("completed", "incomplete")
@@ -165,11 +153,7 @@ class Response(SpokenReply):
         return {**self.item.shown(), "content": [content]}
 
     def resource(self, frames: dict[str, int]) -> dict[str, Any]:
-        """Return the response as the client sees it.
-
-        Args:
-            frames: Counts of the frames that the session has seen.
-        """
+        """Return the response as the client sees it, with counts of the frames seen so far."""
         output = {name: self.settings["output"][name] for name in ("format", "voice")}
         found = {
             "object": "realtime.response",

@@ -26,20 +26,13 @@ _log = logging.getLogger("mmfast.serve")
 class SessionLimits:
     """Limits of one session.
 
-    Attributes:
-        seconds: It may last.
-        idle: Seconds without an event from the client and without a response.
-        message: Letters of one event.
-        frames: That wait to be watched; one more drops the oldest.
-        responses: At once, the one in the conversation included.
-        ahead: Seconds of a reply that are made before they would be played.
-        slow: Seconds that a client may take to read an event.
-        pixels: Of one frame.
-        tokens: Of one answer, for `inf`.
-        workers: Steps of models at once, of all sessions.
-        recordings: That wait to become text; one more drops the oldest.
-        text: Letters of what is said and told in one go; older turns are left out beyond it.
-        context: Tokens of a prompt and its answer; older turns are left out beyond it.
+    `seconds` limits its length, `idle` the seconds without an event of the client or a response.
+    `message` is in letters of one event, `text` in letters of one prompt, `context` in tokens of a
+    prompt and its answer; older turns are left out beyond these two. `frames` and `recordings` may
+    wait; one more drops the oldest. `responses` run at once, the one in the conversation included,
+    each made up to `ahead` seconds before it is played. A client may take `slow` seconds to read an
+    event. `pixels` is per frame, `tokens` per answer (for `inf`); `workers` are steps of models at
+    once, of all sessions.
     """
 
     seconds: float = 3600.0
@@ -60,14 +53,9 @@ class SessionLimits:
 class RealtimeService:
     """The realtime part of one server.
 
-    Args:
-        config: Options of the server.
-        load: Loads what listens and answers, in a thread, when the first session opens.
-        model: The name that clients give; None takes any.
-        metrics: Counts sessions and latencies; None counts nothing.
-        limits: Of a session; None takes them from `config`.
-        ear: Finds turns as settings ask for.
-        clock: Tells when sound has been played.
+    `load` loads the models in a thread when the first session opens. A `model` of None accepts any
+    name, and `limits` come from `config` if absent. `ear` makes the detector of turns from
+    settings; `clock` tells the end of played sound.
     """
 
     def __init__(
@@ -99,11 +87,7 @@ class RealtimeService:
         self._turn: asyncio.Semaphore | None = None
 
     def admit(self) -> object:
-        """A place for one more session, which `leave` gives back.
-
-        Raises:
-            ApiError: All are taken.
-        """
+        """Reserve a place in the server, which `leave` frees; `ApiError` if all are taken."""
         if len(self.sessions) >= self.config.realtime_sessions:
             self.count("rejected", "session")
             raise busy(
@@ -118,21 +102,17 @@ class RealtimeService:
         return place
 
     def leave(self, place: object) -> None:
-        """The session is over."""
+        """Free the place of a session."""
         self.sessions.discard(place)
         self.count("session_closed")
 
     def count(self, name: str, *values: Any) -> None:
-        """Call a helper of the metrics, where there are some."""
+        """Call a helper of the metrics, if there are any."""
         if self.metrics is not None:
             getattr(self.metrics, name)(*values)
 
     async def voices(self) -> Voices:
-        """The models, loaded once.
-
-        Raises:
-            ApiError: They cannot be loaded.
-        """
+        """Return the models, loaded once; `ApiError` if they cannot be loaded."""
         if self._voices is None or (self._voices.done() and self._voices.exception()):
             self._voices = asyncio.ensure_future(self.listen(self._load))
         try:
@@ -145,10 +125,10 @@ class RealtimeService:
             raise ApiError(503, text, "server_error", "not_loaded") from error
 
     async def work(self, step: Callable[[], T]) -> T:
-        """One step of a model in a thread, when it is this session's turn.
+        """Run one step of a model in a thread, when it is this session's turn.
 
-        The longest wait goes first, and a reply asks again for each of its pieces: no
-        session waits for more than a step of every other.
+        The longest wait goes first, and a reply asks again for each of its pieces: no session waits
+        for more than a step of every other.
         """
         if self._turn is None:
             self._turn = asyncio.Semaphore(self.limits.workers)
@@ -157,21 +137,17 @@ class RealtimeService:
             return await self.run(self._pool, step)
 
     async def listen(self, step: Callable[[], T]) -> T:
-        """Something short in a thread, which no model may hold up: who interrupts is heard."""
+        """Run a short step in a separate thread, so that models never delay an interruption."""
         if self._ears is None:
             self._ears = ThreadPoolExecutor(2, "mmfast-ears")
         return await self.run(self._ears, step)
 
     async def run(self, pool: ThreadPoolExecutor | None, step: Callable[[], T]) -> T:
-        """A step in a thread."""
+        """Run a step in a thread."""
         return await asyncio.get_running_loop().run_in_executor(pool, step)
 
     async def picture(self, url: str, param: str) -> Any:
-        """A data URI as a frame uint8 `[H, W, 3]`, decoded where it can do no harm.
-
-        Raises:
-            ApiError: It is none, or too large.
-        """
+        """Decode a data URI with limits to a frame uint8 `[H, W, 3]`; `ApiError` if it is bad."""
         given: str | bytes = url if ":" in url[:8] else unpack(url, param, self.limits.message)
         config = replace(self.config, max_pixels=self.limits.pixels)
         return (await load_media(given, "image", config, param=param)).shot.pixels
@@ -184,10 +160,9 @@ class RealtimeService:
 
 
 def realtime_of(service: Any) -> RealtimeService:
-    """The realtime part of a server, made when it is first asked for.
+    """Return the realtime part of a server, made at the first call.
 
-    Args:
-        service: A `mmfast.serve.http.service.Service`, or a `RealtimeService` as it is.
+    A `RealtimeService` is returned unchanged.
     """
     if isinstance(service, RealtimeService):
         return service
@@ -210,7 +185,7 @@ def realtime_of(service: Any) -> RealtimeService:
 
 
 def load_voices(config: ServerConfig, speech: Any) -> Voices:
-    """Load the models of a server; it sees where its model can watch streams."""
+    """Load the models of a server, with vision if its model can watch streams."""
     from mmfast.core.errors import ModelError
     from mmfast.pipelines.omni_chat import OmniChat
     from mmfast.serve.realtime.brain import OmniVoices

@@ -45,19 +45,9 @@ class RealtimeSession(Dialogue):
     """A dialogue with one client over a socket; all of it happens in the event loop.
 
     Events of the client become calls of the dialogue, events of the dialogue become events of the
-    protocol; models work in the service's threads.
-
-    Args:
-        service: Shared by all sessions.
-        voices: Names and pace of the voices.
-        brain: Listens and answers.
-
-    Attributes:
-        running: Responses by name, until the model has let go of them, with their tasks.
-        taken: Samples at 16 kHz that came in so far.
-        frames: Wait to be seen.
-        recordings: Wait to become text.
-        spend: Counts tokens where there are quotas.
+    protocol; models work in the service's threads. `running` holds responses by name with their
+    tasks, until the model has let go of them; `taken` counts input samples at 16 kHz; `spend`
+    counts tokens where there are quotas.
     """
 
     def __init__(self, service: RealtimeService, voices: Voices, brain: Brain) -> None:
@@ -97,7 +87,7 @@ class RealtimeSession(Dialogue):
     # --- events of the client ---
 
     async def handle(self, text: str) -> None:
-        """Do one event of the client; an error is sent back, and the session goes on."""
+        """Handle one event of the client; an error is sent back, and the session goes on."""
         self.last_event, event_id = self.clock.now(), None
         try:
             if len(text) > self.service.limits.message:
@@ -117,7 +107,7 @@ class RealtimeSession(Dialogue):
             self.fail(error, event_id)
 
     def fail(self, error: BaseException, event_id: str | None) -> None:
-        """Tell the client that an event could not be done."""
+        """Tell the client that an event could not be handled."""
         known = self._known(error, "an event failed")
         self.send(type="error", error={**known, "event_id": event_id})
 
@@ -132,7 +122,6 @@ class RealtimeSession(Dialogue):
         self.outbox.put(event)
 
     def _check_text(self, text: str | None, param: str) -> None:
-        """Refuse more letters than the server takes in one request."""
         letters, most = len(text or ""), self.service.limits.text
         if letters > most:
             text = f"{letters:,} letters of text; {most:,} are allowed: say less"
@@ -155,12 +144,7 @@ class RealtimeSession(Dialogue):
         self.answering = bool(turns.get("create_response"))
 
     async def _append(self, event: Any) -> None:
-        """Listen to more sound.
-
-        Raises:
-            EventError: It is none, or the buffer is full.
-            ModelError: Nothing can find turns here.
-        """
+        """Listen to more sound; `ModelError` if nothing can find turns here."""
         service, turns = self.service, self.settings.turn_detection
         pcm = self._incoming.take(unpack(event.audio, "audio", service.limits.message))
         if self.ear is None:
@@ -186,11 +170,7 @@ class RealtimeSession(Dialogue):
                 self.hear(heard)
 
     def _commit(self, _: Any) -> None:
-        """End the turn that is being said.
-
-        Raises:
-            EventError: Nothing was said, or next to nothing.
-        """
+        """End the current turn; `EventError` if it has less than 100 ms of sound."""
         ear, manual = self.ear, self.settings.turn_detection is None
         if isinstance(ear, ManualEar) and ear.held < SHORTEST:
             pcm = torch.zeros(ear.held)
@@ -242,10 +222,10 @@ class RealtimeSession(Dialogue):
         self.send(type="conversation.item.retrieved", item=shown)
 
     def _truncate(self, event: Any) -> None:
-        """Keep what was heard; more than there is means all there is, and is no error.
+        """Keep the part of a reply that was heard; a length beyond its end keeps all of it.
 
-        Clients ask for more than there is when they count what they have not played yet, and
-        some never speak again after an error here.
+        Clients send such a length when they count sound that they have not played yet, and some
+        never speak again after an error here.
         """
         item = self.conversation.get(event.item_id)
         if item.role != "assistant":
@@ -257,11 +237,7 @@ class RealtimeSession(Dialogue):
         self.cut(item.id, event.audio_end_ms)
 
     def _respond(self, event: Any) -> None:
-        """Answer what was said, or what the event brings along.
-
-        Raises:
-            EventError: A response is being made already, or something cannot be had.
-        """
+        """Answer the conversation, or the items that the event contains."""
         wish = event.response or protocol.Wish()
         settings = self.settings.of_response(wish)
         self._check_text(wish.instructions, "response.instructions")
@@ -273,7 +249,6 @@ class RealtimeSession(Dialogue):
         self._start(Response(settings, conversation, wish.metadata, self.clock.now()), items)
 
     def _brought(self, wish: protocol.Wish) -> list[ConversationItem]:
-        """Return the items that are to be answered."""
         if wish.input is None:
             return list(self.conversation.items.values())
         found = []
@@ -292,11 +267,7 @@ class RealtimeSession(Dialogue):
         return found
 
     def _cancel(self, event: Any) -> None:
-        """Stop a response.
-
-        Raises:
-            EventError: None is being made, or none of that name.
-        """
+        """Stop a response; `EventError` if there is none, or none of that name."""
         found: SpokenReply | None = self.reply
         if event.response_id is not None:
             found = self.running.get(event.response_id, (None, None))[0]
@@ -334,7 +305,7 @@ class RealtimeSession(Dialogue):
         return new_id(kind)
 
     def take_turn(self, item: str, pcm: Tensor) -> None:
-        """Put what was said into the conversation."""
+        """Put a turn of the user into the conversation."""
         turn = ConversationItem(
             item, "user", parts=[ItemPart("input_audio", pcm=pcm, unheard=True)]
         )
@@ -350,7 +321,7 @@ class RealtimeSession(Dialogue):
         self._add(turn)
 
     def answer_turn(self) -> None:
-        """Answer what was just said, unless a reply must not be interrupted."""
+        """Answer the latest turn, unless a reply must not be interrupted."""
         settings, now = self.settings.of_response(protocol.Wish()), self.clock.now()
         try:
             self._check_free()
@@ -360,7 +331,7 @@ class RealtimeSession(Dialogue):
             self.fail(error, None)
 
     def understood(self, reply: SpokenReply, text: str) -> None:
-        """Write down what a model that answers speech itself understood, of all it was asked."""
+        """Note the transcript that a model which answers speech itself gives of its question."""
         for item in reply.asks if isinstance(reply, Response) else ():
             for number, part in item.unheard:
                 part.text, part.unheard, text = text.strip(), False, ""
@@ -383,7 +354,7 @@ class RealtimeSession(Dialogue):
             self.send(type=kind, previous_item_id=before, item=item.shown())
 
     def idle(self) -> None:
-        """Take a long silence for a turn, where the settings ask for it."""
+        """Treat a long silence as a turn, if the settings ask for that."""
         limit = (self.settings.turn_detection or {}).get("idle_timeout_ms")
         if limit is None or self.open or self.busy:
             return
@@ -454,7 +425,7 @@ class RealtimeSession(Dialogue):
             self.running.pop(response.id, None)
 
     async def _hear_all(self, items: Sequence[ConversationItem], response: Response) -> None:
-        """Make text of all speech, but for the last turn where the model answers speech itself."""
+        """Transcribe all speech, except the last turn for a model that answers speech itself."""
         before = list(items)
         while self.brain.native and before and before[-1].spoken:
             before.pop()
@@ -463,7 +434,7 @@ class RealtimeSession(Dialogue):
                 await self.recordings.put(item.id, item)
 
     async def _ready(self, response: Response) -> bool:
-        """Wait while the client has enough to read, or to play; returns whether more is wanted."""
+        """Wait while the client has enough to read or play; return True if it wants more."""
         await self.outbox.room()
         playback = response.item.playback
         while playback is not None and not response.over:
@@ -474,7 +445,7 @@ class RealtimeSession(Dialogue):
         return not response.over
 
     def _piece(self, response: Response, sound: Any) -> None:
-        """Take the next piece; one that is more than the client asked for ends the response."""
+        """Take the next piece; one beyond the limit of tokens ends the response."""
         if sound is not None and not response.over:
             words = self.brain.count(sound.text) if sound.text else 0
             if not response.spend(words, sound):
@@ -562,7 +533,7 @@ class RealtimeSession(Dialogue):
     def _show_transcript(
         self, item: ConversationItem, number: int, error: dict[str, Any] | None = None
     ) -> None:
-        """Send what was understood, where the client wants to read it."""
+        """Send a transcript, if the client wants transcripts."""
         if not self.settings.transcribes or item.id not in self.conversation.items:
             return
         place, part = {"item_id": item.id, "content_index": number}, item.parts[number]
@@ -577,7 +548,7 @@ class RealtimeSession(Dialogue):
         self.send(type=kind, **place, transcript=part.text, usage=usage)
 
     async def close(self) -> None:
-        """End: the models let go of it, and nothing of it is left."""
+        """End the session and free everything that it holds."""
         self.closed = True
         self.outbox.close()
         for backlog in (self.recordings, self.frames):

@@ -39,13 +39,8 @@ _DEFAULTS = {"server_vad": _SERVER_VAD, "semantic_vad": _SEMANTIC_VAD}
 class Settings:
     """Settings of one session that are in effect.
 
-    Args:
-        id: Of the session.
-        model: Its name.
-        voices: Of the model, the first one the default; none where it has no names for them.
-        seconds: That the session may last.
-        pace: Words per minute that the model speaks: least, usual, most; None where it has no
-            choice of them.
+    `voices` are names of the model, the default first; empty where it has none. `pace` is in words
+    per minute: least, usual, most; None where the model has no choice.
     """
 
     def __init__(
@@ -88,11 +83,7 @@ class Settings:
         }
 
     def update(self, asked: SessionShape) -> None:
-        """Change what is given, all of it or nothing.
-
-        Raises:
-            EventError: Something of it cannot be had here.
-        """
+        """Apply all given settings, or none of them and raise `EventError`."""
         given = asked.model_dump(exclude_unset=True)
         if asked.model not in (None, self.values["model"]):
             raise EventError(
@@ -114,7 +105,7 @@ class Settings:
     def _report(
         self, changed: dict[str, Any], given: Mapping[str, Any], heard: Mapping[str, Any]
     ) -> None:
-        """Name what was asked for and changes nothing here: no client must believe it does."""
+        """Report the given settings that have no effect here, so that no client relies on them."""
         idle = dict.fromkeys((changed.get("mmfast") or {}).get("without_effect", ()))
         asked = {name: given[name] for name in IDLE if name in given}
         if "noise_reduction" in heard:
@@ -129,7 +120,7 @@ class Settings:
             changed.pop("mmfast", None)
 
     def output(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Checked settings of what goes out, those that are given."""
+        """Return the given settings of the output, checked."""
         found = {name: value for name, value in given.items() if value is not None}
         if "format" in found:
             found["format"] = _format(found["format"])
@@ -138,11 +129,7 @@ class Settings:
         return found
 
     def voice(self, asked: str | Mapping[str, Any] | VoiceShape, where: str) -> str:
-        """The name of a voice that can be had.
-
-        Raises:
-            EventError: It cannot.
-        """
+        """Return the name of an available voice; `EventError` for any other one."""
         name = asked["id"] if isinstance(asked, Mapping) else str(asked)
         if name not in self._voices and name not in NAMES and name != "default":
             raise EventError(unknown("voice", name, [*self._voices, *NAMES]), param=where)
@@ -175,20 +162,16 @@ class Settings:
 
     @property
     def transcribes(self) -> bool:
-        """The client wants to read what it said."""
+        """True if the client wants transcripts of its speech."""
         return self.values["audio"]["input"]["transcription"] is not None
 
     @property
     def input_format(self) -> str:
-        """Of sound that comes in."""
+        """Format of incoming sound."""
         return str(self.values["audio"]["input"]["format"]["type"])
 
     def of_response(self, wish: Wish) -> dict[str, Any]:
-        """Return what is in effect for one response.
-
-        Raises:
-            EventError: Something of it cannot be had here.
-        """
+        """Return the settings of one response; `EventError` if one is not available."""
         no_tools(wish.tools, "response.tools")
         own, values = wish.model_dump(exclude_unset=True), self.values
         names = ("instructions", "output_modalities", "max_output_tokens")
@@ -201,11 +184,7 @@ class Settings:
 
 
 def ear_of(turns: Mapping[str, Any]) -> Ear:
-    """Return an ear that finds turns as the settings ask for.
-
-    Raises:
-        ModelError: silero-vad is not installed.
-    """
+    """Return an ear that finds turns by these settings; `ModelError` without silero-vad."""
     if turns["type"] == "semantic_vad":
         return VoiceEar(silence_duration_ms=EAGERNESS[turns["eagerness"]])
     threshold = min(max(float(turns["threshold"]), 0.01), 0.99)
@@ -218,11 +197,7 @@ def ear_of(turns: Mapping[str, Any]) -> Ear:
 
 
 def no_tools(tools: Sequence[Any] | None, where: str) -> None:
-    """Models here call none.
-
-    Raises:
-        EventError: There are some.
-    """
+    """Refuse tools, which the models here cannot call."""
     if tools:
         raise EventError("this model calls no tools; send an empty list", param=where)
 
@@ -245,7 +220,7 @@ def _texts(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
 def _turns(
     current: Mapping[str, Any] | None, given: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Of the same kind what is left out stays; another kind begins with its defaults."""
+    """Return settings of turns; gaps are filled from current ones of that kind, or by defaults."""
     if given is None:
         return None
     kind = given["type"]

@@ -24,9 +24,7 @@ GOING, SLOW, BROKEN = 1001, 1008, 1011  # close codes: time is up, does not read
 async def realtime(websocket: WebSocket, service: Any) -> None:
     """Speak the OpenAI Realtime protocol on one socket, until either side ends it.
 
-    Args:
-        websocket: Not accepted yet.
-        service: A `RealtimeService`, or the server's `Service`, which gets one.
+    The socket is not accepted yet. A `Service` gets a `RealtimeService` here.
     """
     service, place = realtime_of(service), None
     try:
@@ -49,11 +47,7 @@ async def realtime(websocket: WebSocket, service: Any) -> None:
 
 
 def check(websocket: WebSocket, service: RealtimeService) -> None:
-    """Refuse who has no key, comes from another page, or asks for another model.
-
-    Raises:
-        ApiError: What it is refused with.
-    """
+    """Refuse clients without a key, from another page, or asking for another model."""
     config, headers = service.config, list(websocket.scope["headers"])
     keys = Keys(config.api_keys)
     if keys and keys.owner(given_key(headers, websocket=True)) is None:
@@ -110,7 +104,7 @@ async def converse(websocket: WebSocket, session: RealtimeSession) -> None:
 
 
 async def _close(websocket: WebSocket, session: RealtimeSession, code: int) -> None:
-    """Send what waits, as far as the client reads it, and close."""
+    """Send the waiting events, as far as the client reads them, and close."""
     with contextlib.suppress(TimeoutError, *GONE):
         async with asyncio.timeout(2.0):
             while code == GOING and (text := await session.outbox.next()) is not None:
@@ -121,7 +115,7 @@ async def _close(websocket: WebSocket, session: RealtimeSession, code: int) -> N
 
 
 async def _read(websocket: WebSocket, session: RealtimeSession) -> int:
-    """Events of the client, one after another; 0 when it has gone."""
+    """Handle events of the client in order; return 0 when it has gone."""
     while True:
         await session.outbox.calm()
         message = await websocket.receive()
@@ -134,7 +128,7 @@ async def _read(websocket: WebSocket, session: RealtimeSession) -> int:
 
 
 async def _write(websocket: WebSocket, session: RealtimeSession) -> int:
-    """Events of the server; a client that does not read them is not waited for."""
+    """Send events of the server; return `SLOW` if the client does not read them."""
     while (text := await session.outbox.next()) is not None:
         try:
             async with asyncio.timeout(session.service.limits.slow):
@@ -147,7 +141,7 @@ async def _write(websocket: WebSocket, session: RealtimeSession) -> int:
 
 
 async def _watch(websocket: WebSocket, session: RealtimeSession) -> int:
-    """The clock: sessions end, quiet ones earlier; who says nothing for long is asked."""
+    """End a session at its time limit or when idle, and let it react to silence."""
     limits = session.service.limits
     while True:
         await asyncio.sleep(0.1)

@@ -120,12 +120,7 @@ def _moved(column: Tensor, rows: Tensor, capacity: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Tokens of a block to read in one layer.
-
-    Attributes:
-        number: Of the block.
-        tokens: `[m]` int64 ascending, among those the layer holds of it; None for all.
-    """
+    """Tokens of block `number` to read: `[m]` int64 ascending, None for all the layer holds."""
 
     number: int
     tokens: Tensor | None
@@ -194,14 +189,10 @@ REPORTED = ("dropped", "corrupt", "lost", "disk_errors")
 
 @dataclass(frozen=True, eq=False)
 class LayerPart:
-    """Keys and values of one layer, read from a stored block.
+    """Keys (before RoPE) and values `[H, m, d]` of one layer, read from a stored block.
 
-    Attributes:
-        number: Of the block.
-        keys: `[H, m, d]` before RoPE.
-        values: `[H, m, d]`.
-        relative: `[A, m]` positions from the start of the block.
-        advance: `[A]` from the start of the block to that of the next one.
+    `relative` `[A, m]` are positions from the start of the block, `advance` `[A]` is the distance
+    from there to the start of the next one.
     """
 
     number: int
@@ -226,14 +217,10 @@ class Archive:
         tiers: TierQuotas | None = None,
         store: Quantiser | None = None,
     ) -> None:
-        """An empty archive.
+        """Make an empty archive for a language model of so many `layers`.
 
-        Args:
-            retriever: Chooses what is read.
-            layers: Of the language model.
-            device: Where parts are wanted and the index lies.
-            tiers: Byte quotas; None is `TierQuotas()`, main memory alone.
-            store: Packs blocks that leave the device.
+        `retriever` chooses what is read; `device` is where parts are wanted and the index lies;
+        without `tiers` main memory alone is used; `store` packs blocks that leave the device.
         """
         self.reports = Reports()
         self._retriever = retriever
@@ -244,11 +231,7 @@ class Archive:
         self._newest = -1
 
     def put(self, block: Block) -> None:
-        """Add the newest block; the oldest go where quotas are reached.
-
-        Raises:
-            MmfastError: It is not newer than all before, or has another number of layers.
-        """
+        """Add a block newer than all before, else MmfastError; quotas push the oldest out."""
         if block.number <= self._newest or len(block.keys) != len(self._index):
             raise MmfastError(
                 f"block {block.number} of {len(block.keys)} layers cannot follow block "
@@ -268,10 +251,7 @@ class Archive:
         return self._index[layer].choose(query, self._retriever)
 
     def read(self, layer: int, found: Sequence[Found]) -> list[LayerPart]:
-        """Read what was found, in the same order.
-
-        Blocks that turn out damaged or gone are left out: they are dropped and reported.
-        """
+        """Read what was found, in order; damaged blocks are left out, dropped and reported."""
         parts = [self._part(layer, each) for each in found]
         self._unindex()
         return [part for part in parts if part is not None]
@@ -319,10 +299,7 @@ class Archive:
         return sum(index.nbytes for index in self._index)
 
     def stats(self) -> dict[str, Any]:
-        """Blocks and bytes per tier, bytes of the index, what was dropped, corrupt or lost.
-
-        `reports` has the latest of it in words.
-        """
+        """Blocks and bytes per tier, bytes of the index, losses, and latest `reports` in words."""
         return {
             "blocks": self._tiers.blocks,
             "bytes": self._tiers.nbytes,

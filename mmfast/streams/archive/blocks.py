@@ -23,12 +23,8 @@ TIERS = ("device", "host", "disk")
 class TierQuotas:
     """Bytes per tier; 0 leaves a tier out, None sets no limit.
 
-    Attributes:
-        device: Beside the model, read without a copy over the bus.
-        host: In main memory.
-        disk: In files in `folder`.
-        folder: Where the disk tier makes a folder of its own.
-        blocks: Most blocks in main memory, however small they are; None sets no limit.
+    `device` is beside the model, read without a copy over the bus; `host` in main memory, with
+    `blocks` at most, however small they are; `disk` in files, in a folder of its own in `folder`.
     """
 
     device: int | None = 0
@@ -46,11 +42,7 @@ class TierQuotas:
         folder: str | Path | None = None,
         blocks: int | None = None,
     ) -> TierQuotas:
-        """Quotas from sizes as people write them.
-
-        Raises:
-            MmfastError: A wrong size or number, or a disk quota without a folder.
-        """
+        """Quotas from sizes as people write them; MmfastError where they make no sense."""
         if blocks is not None and (type(blocks) is not int or blocks < 1):
             raise MmfastError(f"{blocks!r} is no number of blocks; give 1 or more, or None")
         on_disk = parse_bytes(disk)
@@ -77,12 +69,9 @@ value(PackedTensor)
 @value
 @dataclass(frozen=True, eq=False)
 class StoredLayer:
-    """Keys and values of one layer of a block.
+    """Keys (before RoPE) and values `[H, n_l, d]` of one layer of a block.
 
-    Attributes:
-        keys: `[H, n_l, d]` before RoPE.
-        values: `[H, n_l, d]`.
-        kept: `[n_l]` which tokens of the block they are, None for all.
+    `kept` `[n_l]` tells which tokens of the block they are, None for all.
     """
 
     keys: State

@@ -57,12 +57,9 @@ def value(cls: type[T]) -> type[T]:
 
 @dataclass(frozen=True)
 class FlatTree:
-    """A tree without its large parts.
+    """A tree without its large parts, which stand in the order in which `skeleton` numbers them.
 
-    Attributes:
-        skeleton: Fit for JSON; containers are one-entry dicts that name their kind.
-        tensors: In the order in which the skeleton numbers them.
-        files: Likewise.
+    The skeleton is fit for JSON: containers are one-entry dicts that name their kind.
     """
 
     skeleton: Any
@@ -71,11 +68,7 @@ class FlatTree:
 
 
 def flatten(tree: Any) -> FlatTree:
-    """Take a tree apart.
-
-    Raises:
-        MmfastError: It holds something that `unflatten` cannot give back; names the place.
-    """
+    """Take a tree apart; MmfastError names the place of what `unflatten` cannot give back."""
     flat = FlatTree(None, [], [])
     return FlatTree(_skeleton(tree, flat, "tree"), flat.tensors, flat.files)
 
@@ -105,15 +98,10 @@ def _skeleton(node: Any, flat: FlatTree, where: str) -> Any:
 
 
 def unflatten(skeleton: Any, tensor: Callable[[int], Tensor], files: Sequence[File] = ()) -> Any:
-    """Put a tree together again.
+    """Put together a tree from its skeleton, or from a part of it.
 
-    Args:
-        skeleton: Made by `flatten`; or a part of it.
-        tensor: Gives the tensor of a number.
-        files: The files by number.
-
-    Raises:
-        TornFileError: The skeleton is not one that `flatten` made, or lacks parts.
+    `tensor` gives the tensor of a number. TornFileError: the skeleton is not one that `flatten`
+    made, or lacks parts.
     """
     try:
         return _tree(skeleton, tensor, files)
@@ -145,11 +133,7 @@ def compact(x: Tensor) -> Tensor:
 
 
 def encode(tree: Any) -> list[bytes | memoryview]:
-    """Lay out a tree without files as the buffers of one file.
-
-    Raises:
-        MmfastError: It holds something that cannot be saved.
-    """
+    """Lay out a tree without files as a file's buffers; MmfastError for what cannot be saved."""
     flat, rows = flatten(tree), list[tuple[str, str]]()
     named, seen = dict[str, Tensor](), set[int]()
     for i, tensor in enumerate(flat.tensors):
@@ -173,8 +157,7 @@ def encode(tree: Any) -> list[bytes | memoryview]:
 def write(path: Path, buffers: Sequence[bytes | memoryview]) -> None:
     """Write buffers so that `path` is either absent or whole, whenever the process dies.
 
-    Raises:
-        OSError: The disk is full, read-only or gone; nothing is left behind.
+    OSError: the disk is full, read-only or gone; nothing is left behind.
     """
     temporary = path.with_suffix(".part")
     try:
@@ -192,12 +175,8 @@ def write(path: Path, buffers: Sequence[bytes | memoryview]) -> None:
 class TreeFile:
     """A file of `encode`, of which any part can be read.
 
-    It is read with plain reads and not mapped: a mapped file that is cut or whose disk fails
-    kills the process.
-
-    Raises:
-        TornFileError: It is not whole.
-        OSError: It cannot be read.
+    It is read with plain reads and not mapped: a mapped file that is cut or whose disk fails kills
+    the process. TornFileError: it is not whole. OSError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -227,12 +206,7 @@ class TreeFile:
             raise TornFileError(f"is cut short at {size} bytes")
 
     def read(self, part: int | None = None) -> Any:
-        """Return the tree, or one item of it where it is a list.
-
-        Raises:
-            TornFileError: A checksum does not match.
-            OSError: The file cannot be read.
-        """
+        """Return the tree, or one item of a list; TornFileError for a wrong checksum."""
         skeleton = self.skeleton if part is None else self.skeleton["list"][part]
         with self.path.open("rb", buffering=0) as file:
             return unflatten(skeleton, lambda number: self._tensor(file, number))
@@ -254,9 +228,7 @@ class TreeFile:
 def lock(path: Path) -> int:
     """Create `path` and lock it until the returned descriptor is closed or the process ends.
 
-    Raises:
-        BlockingIOError: Another process holds it.
-        OSError: It cannot be made.
+    BlockingIOError: another process holds it. OSError: it cannot be made.
     """
     held = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     try:
@@ -281,11 +253,7 @@ def locked(path: Path) -> bool:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Open a file or folder for syncing.
-
-    Raises:
-        OSError: It cannot be opened.
-    """
+    """Open a file or folder for syncing; OSError where that fails."""
     held = os.open(path, os.O_RDONLY)
     try:
         yield held
@@ -300,11 +268,7 @@ def sync_folder(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a finished file a second name, or copy it where that is not possible.
-
-    Raises:
-        OSError: The source is gone, or the disk is full.
-    """
+    """Give a finished file a second name, or copy it where that is not possible."""
     try:
         os.link(source, target)
     except FileNotFoundError:

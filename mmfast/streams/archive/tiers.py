@@ -46,11 +46,7 @@ class BlockFolder:
     """
 
     def __init__(self, parent: Path) -> None:
-        """Make the folder.
-
-        Raises:
-            OSError: It cannot be made.
-        """
+        """Make the folder; OSError where that fails."""
         parent.mkdir(parents=True, exist_ok=True)
         _clean(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))
@@ -62,12 +58,7 @@ class BlockFolder:
         return self.path / f"{number:09d}.block"
 
     def read(self, number: int, layer: int) -> tuple[Shared, StoredLayer]:
-        """Return the shared part of a block and one layer; the others are not read.
-
-        Raises:
-            TornFileError: It is not what was written.
-            OSError: It cannot be read.
-        """
+        """Return a block's shared part and one layer alone; TornFileError for a bad file."""
         if number not in self._open:
             file = TreeFile(self.file(number))
             held = file.read(0)
@@ -87,11 +78,7 @@ class BlockFolder:
             self.file(number).unlink(missing_ok=True)
 
     def revive(self) -> None:
-        """Make the folder again after it was removed.
-
-        Raises:
-            OSError: It cannot be made.
-        """
+        """Make the folder again after it was removed; OSError where that fails."""
         if not (self.path / "lock").exists():
             self._open.clear()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -203,7 +190,6 @@ class DiskTier:
         return True
 
     def _write(self, number: int, nbytes: int, make: Callable[[Path], None]) -> bool:
-        """Try, mend what can be mended, try again."""
         for last in (False, True):
             try:
                 assert self._folder is not None
@@ -254,7 +240,6 @@ class DiskTier:
         )
 
     def _shrink(self, limit: float) -> None:
-        """Drop the oldest blocks until no more than `limit` bytes are left."""
         while self.sizes and self.nbytes > limit:
             number = next(iter(self.sizes))
             self.remove(number)
@@ -302,11 +287,7 @@ class DiskTier:
 
 
 def give_back() -> bool:
-    """Return free pages of the heap; takes milliseconds.
-
-    Returns:
-        Whether the C library can (glibc).
-    """
+    """Return free pages of the heap; takes milliseconds. False: the C library is not glibc."""
     trim = _trim()
     if trim is None:
         return False

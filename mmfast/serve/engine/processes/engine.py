@@ -33,8 +33,7 @@ ADMIT = 60.0  # seconds for a worker to accept or refuse a request
 class _Stream:
     """A request at a worker.
 
-    Attributes:
-        verdict: None until the worker has decided; True, or the refusal.
+    `verdict` is None until the worker has decided, then True or the refusal.
     """
 
     request: Request
@@ -66,19 +65,10 @@ class _Stream:
 
 
 class WorkerEngine:
-    """An `Executor` of worker processes.
+    """An `Executor` of worker processes; raises `MmfastError` if a role has none that starts.
 
-    Args:
-        model: Name of the model in the API.
-        answer: Maker of the role of workers that answer (`workers.Answering`).
-        answering: Number of workers that answer.
-        encode: Maker of the role of workers that encode (`workers.Encoding`).
-        encoding: Number of workers that encode; 0 where those that answer encode, too.
-        restarts: Limits of restarting workers.
-        start_seconds: Longest wait for the workers.
-
-    Raises:
-        MmfastError: A role has no worker that starts.
+    Without workers that encode, those that answer encode, too. `start_seconds` is the longest wait
+    for the workers.
     """
 
     def __init__(
@@ -209,7 +199,6 @@ class WorkerEngine:
             self._fail(place, kind, job, type(error).__name__)
 
     def _fail(self, place: WorkerSlot, kind: str, job: str, reason: str) -> None:
-        """Fail the job of a message that cannot be handled."""
         if kind == "encode":
             place.send("failed", job, reason)
         elif place.role == ENCODE:
@@ -312,22 +301,13 @@ def process_engine(
 ) -> WorkerEngine:
     """Start an engine of worker processes on this machine.
 
-    Workers that encode send embeddings through shared memory to workers that do the rest, each
-    with a `Scheduler` of its own. A worker that dies ends the streams on it and is restarted.
+    Workers that encode send embeddings through shared memory to workers that do the rest, each with
+    a `Scheduler` that has its own `slots` and `queue`. A worker that dies ends the streams on it
+    and is restarted.
 
-    Args:
-        model: Checkpoint directory, hub id, or None (embedded).
-        encode: Workers that encode; 0 lets those that answer encode, too.
-        prefill: Only 1 is possible: the workers that decode read the prompts.
-        decode: Workers that answer, each with `slots` and `queue` of its own.
-        threads: Threads of torch per worker; 0 divides the cores of the machine.
-        restarts: Limits of restarting workers.
-        linger: Seconds by which encoders delay each result, to test faults.
-        **given: Further arguments of the `Scheduler`.
-
-    Raises:
-        MmfastError: A count is not possible, or no worker starts: the model cannot be loaded, or
-            a spec is wrong.
+    With `encode=0`, those that answer encode, too. `prefill` can only be 1: the workers that decode
+    read the prompts. Each worker has `threads` threads of torch; 0 divides the cores of the
+    machine. `linger` delays each result of an encoder by that many seconds, to test faults.
     """
     _check(model, encode, prefill, decode)
     threads = threads or max(1, (os.cpu_count() or 1) // (encode + decode))

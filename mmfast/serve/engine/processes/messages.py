@@ -27,32 +27,19 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class EmbedRef:
-    """A tensor or array in a segment of shared memory.
+    """A tensor or array in a segment of shared memory."""
 
-    Attributes:
-        name: The segment; "" where the bytes travel with the message.
-        offset: Start in bytes.
-        shape: Shape of the tensor.
-        dtype: Name in torch, such as `bfloat16`; of an array the numpy code, such as `<f4`.
-        array: True for a numpy array.
-    """
-
-    name: str
+    name: str  # the segment; "" where the bytes travel with the message
     offset: int
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # name in torch, such as `bfloat16`; of an array the numpy code, such as `<f4`
     array: bool = False
 
 
 class Packer(pickle.Pickler):
     """Pickles a value without its tensors; a tensor that occurs twice travels once.
 
-    Args:
-        file: Receives the pickle, with an `EmbedRef` for each tensor.
-
-    Attributes:
-        found: Reference, bytes and object of each tensor.
-        size: Bytes of all tensors.
+    `found` holds the reference, bytes and object of each tensor, `size` the bytes of all.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -86,12 +73,7 @@ def _of_tensor(value: Tensor, offset: int) -> tuple[Any, EmbedRef]:
 
 
 class Unpacker(pickle.Unpickler):
-    """Restores a value that `Packer` has pickled; its tensors are copies.
-
-    Args:
-        body: The pickle.
-        data: Bytes of all tensors.
-    """
+    """Restores a value that `Packer` has pickled; its tensors are copies."""
 
     def __init__(self, body: bytes, data: memoryview | bytes) -> None:
         super().__init__(io.BytesIO(body))
@@ -127,40 +109,24 @@ SMALL = 1 << 15  # bytes up to which a pipe is faster than a new segment
 
 @dataclass(frozen=True)
 class SharedMessage:
-    """A message between two processes.
-
-    Attributes:
-        body: Pickle of everything but tensors, with an `EmbedRef` for each.
-        name: Segment of the tensors; "" without one.
-        size: Bytes of all tensors.
-        inline: The tensors themselves, where they are small.
-    """
+    """A message between two processes."""
 
     body: bytes
-    name: str = ""
-    size: int = 0
-    inline: bytes = b""
+    name: str = ""  # segment of the tensors; "" without one
+    size: int = 0  # bytes of all tensors
+    inline: bytes = b""  # the tensors themselves, where they are small
 
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """A message without shared memory, for Ray, which carries arrays without copying.
-
-    Attributes:
-        body: Pickle of everything but tensors, with an `EmbedRef` for each.
-        data: `[bytes]` uint8 of all tensors.
-    """
+    """A message without shared memory, for Ray, which carries arrays without copying."""
 
     body: bytes
     data: np.ndarray[Any, Any]
 
 
 class SegmentNames:
-    """Names of the segments of one process, numbered so that its parent can list them.
-
-    Args:
-        prefix: Prefix of all names.
-    """
+    """Names of the segments of one process, numbered so that its parent can list them."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix, self.count = prefix, 0
@@ -176,14 +142,8 @@ class SegmentNames:
 def pack(value: Any, names: SegmentNames) -> SharedMessage:
     """Pickle a value, its tensors and arrays in shared memory.
 
-    Tensors of a device are copied to the CPU; the receiver moves them (`moved`).
-
-    Args:
-        value: Any value that can be pickled.
-        names: Names of the segments.
-
-    Raises:
-        BusyError: There is no room in shared memory.
+    Tensors of a device are copied to the CPU; the receiver moves them (`moved`). Raises `BusyError`
+    if there is no room in shared memory.
     """
     file = io.BytesIO()
     packer = Packer(file)
@@ -247,8 +207,7 @@ def unwrap(parcel: Parcel) -> Any:
 def unpack(packet: SharedMessage) -> Any:
     """Return the value of a message and free its segment; works once.
 
-    Raises:
-        FileNotFoundError: The segment is gone.
+    A missing segment raises `FileNotFoundError`.
     """
     if not packet.name:
         return Unpacker(packet.body, packet.inline).load()

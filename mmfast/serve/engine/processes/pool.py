@@ -40,17 +40,11 @@ class Role(Protocol):
 
 @dataclass(frozen=True)
 class Maker:
-    """A callable by its name and arguments, so that a worker can make its role.
+    """A callable by its name and arguments, so that a worker can make its role."""
 
-    Attributes:
-        where: `module:callable`.
-        given: Keyword arguments.
-        threads: Threads of torch in the worker; 0 leaves the number unchanged.
-    """
-
-    where: str
+    where: str  # `module:callable`
     given: Mapping[str, Any] = field(default_factory=dict)
-    threads: int = 0
+    threads: int = 0  # threads of torch in the worker; 0 leaves the number unchanged
 
     def make(self) -> Any:
         """Import the callable and call it."""
@@ -65,11 +59,9 @@ class Maker:
 class Wire:
     """One end of a pipe, written by any thread and read by one.
 
-    Each message carries the number of messages that its sender has taken, so that the other end
-    knows the segments of shared memory that it must still free.
-
-    Attributes:
-        taken: Messages that this end has opened or freed; the caller counts them.
+    Each message carries the number of messages that its sender has taken (opened or freed), so that
+    the other end knows the segments of shared memory that it must still free. If the other end is
+    gone, sending raises `OSError` and receiving `EOFError`.
     """
 
     def __init__(self, pipe: Connection, names: SegmentNames) -> None:
@@ -79,20 +71,12 @@ class Wire:
         self._acknowledged = 0
 
     def send(self, kind: str, job: str = "", value: Any = None) -> None:
-        """Send a value; its tensors go through shared memory.
-
-        Raises:
-            OSError: The other end is gone.
-        """
+        """Send a value; its tensors go through shared memory."""
         with self._lock:
             self._send(kind, job, pack(value, self._names))
 
     def forward(self, kind: str, job: str, packet: SharedMessage) -> None:
-        """Send a message of another process on, unopened.
-
-        Raises:
-            OSError: The other end is gone; the packet is freed.
-        """
+        """Send a message of another process on, unopened; it is freed if the other end is gone."""
         with self._lock:
             self._send(kind, job, packet)
 
@@ -105,11 +89,7 @@ class Wire:
             raise
 
     def receive(self) -> tuple[str, str, SharedMessage]:
-        """Wait for a message.
-
-        Raises:
-            EOFError: The other end is gone.
-        """
+        """Wait for a message."""
         taken, kind, job, packet = pickle.loads(self.pipe.recv_bytes())
         # Without the lock: a reader that waits for a writer would leave two full pipes full.
         for _ in range(taken - self._acknowledged):
@@ -185,30 +165,18 @@ def _read(wire: Wire, inbox: _Inbox) -> None:
 
 @dataclass(eq=False)
 class WorkerSlot:
-    """The place of a worker process, which may be replaced.
-
-    Attributes:
-        role: Name of the work.
-        number: Number of the place within its role.
-        ready: The worker takes jobs.
-        info: Return value of `Role.start`.
-        jobs: Names of the running jobs.
-        deaths: Deaths in a row.
-        total: Deaths in all.
-        reason: Error of the last start.
-        given_up: No further worker is started here.
-    """
+    """The place of a worker process, which may be replaced."""
 
     role: str
     number: int
     maker: Maker
     ready: bool = False
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)  # return value of `Role.start`
     jobs: set[str] = field(default_factory=set)
-    deaths: int = 0
-    total: int = 0
-    reason: str = ""
-    given_up: bool = False
+    deaths: int = 0  # deaths in a row
+    total: int = 0  # deaths in all
+    reason: str = ""  # error of the last start
+    given_up: bool = False  # no further worker is started here
     process: Any = None
     wire: Wire | None = None
     names: SegmentNames = field(default_factory=lambda: SegmentNames(""))  # of the worker
@@ -239,9 +207,7 @@ class WorkerSlot:
 def preferred(ready: Sequence[WorkerSlot], call: str) -> WorkerSlot:
     """Return the encoder that had the same media before, unless others are less busy.
 
-    Args:
-        ready: Encoders that are ready.
-        call: Name of a call, which ends in a hash of its media.
+    `call` names a call and ends in a hash of its media.
     """
     home = ready[int(call.rpartition(":")[2]) % len(ready)]
     idle = min(ready, key=lambda each: len(each.jobs))
@@ -253,19 +219,12 @@ AHEAD = 16  # segments that a worker may have made since its last message
 
 @dataclass(frozen=True)
 class Restarts:
-    """Limits of restarting a worker.
+    """Limits of restarting a worker."""
 
-    Attributes:
-        most: Deaths in a row after which its place stays empty.
-        first: Seconds before the first restart, doubled each time.
-        longest: Most seconds between two starts.
-        steady: Seconds of work after which earlier deaths are forgotten.
-    """
-
-    most: int = 5
-    first: float = 0.25
-    longest: float = 30.0
-    steady: float = 30.0
+    most: int = 5  # deaths in a row after which its place stays empty
+    first: float = 0.25  # seconds before the first restart, doubled each time
+    longest: float = 30.0  # most seconds between two starts
+    steady: float = 30.0  # seconds of work after which earlier deaths are forgotten
 
     def pause(self, deaths: int) -> float:
         """Return the seconds to wait after a number of deaths in a row."""
@@ -288,14 +247,9 @@ Lost = Callable[[WorkerSlot, set[str]], None]
 class WorkerPool:
     """Starts workers, receives their messages, and restarts those that die.
 
-    `receive` and `lost` are called from one thread, in order: all messages that a worker sent
-    before it died come before the call of `lost`.
-
-    Args:
-        roles: Maker and number of workers of each role.
-        receive: Takes the messages of workers.
-        lost: Takes a place whose worker died, and the jobs it had.
-        restarts: Limits of restarting workers.
+    `receive` takes messages, `lost` the place of a dead worker with the jobs it had. Both are
+    called from one thread, in order: all messages that a worker sent before it died come before the
+    call of `lost`.
     """
 
     def __init__(
@@ -436,7 +390,6 @@ class WorkerPool:
             LOG.exception("the answers of a worker that is lost cannot be ended")
 
     def _count(self, place: WorkerSlot, reason: str) -> None:
-        """Count one more death; called with the lock."""
         now = time.monotonic()
         place.total += 1
         steady = place.ready and now - place.since > self.restarts.steady

@@ -26,11 +26,7 @@ LOST = Failure("the worker that encoded the media was lost", 503, "replica_lost"
 
 
 class Answering:
-    """Answers requests with an `Executor`.
-
-    Args:
-        engine: Maker of the executor.
-    """
+    """Answers requests with an `Executor`."""
 
     def __init__(self, engine: Maker) -> None:
         self._answer_with(engine.make())
@@ -83,11 +79,7 @@ class Answering:
 
 
 class Scheduling(Answering):
-    """Answers requests with a `Scheduler` whose media other workers encode.
-
-    Args:
-        given: Arguments of the `Scheduler`.
-    """
+    """Answers requests with a `Scheduler` whose media other workers encode."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         from mmfast.serve.engine.scheduler import Scheduler
@@ -121,15 +113,7 @@ class Scheduling(Answering):
 
 
 class Encoding:
-    """Encodes media for the workers that answer.
-
-    Args:
-        model: Argument of `load`.
-        device: Argument of `load`.
-        dtype: Argument of `load`.
-        linger: Seconds by which each result is delayed, to test faults.
-        memory: Argument of `MediaEncoder`.
-    """
+    """Encodes media for the workers that answer; `linger` delays results, to test faults."""
 
     def __init__(
         self,
@@ -193,16 +177,9 @@ class LostError(RuntimeError):
 class RemoteEncoder(MediaEncoder):
     """A `MediaEncoder` that prepares prompts here and has media encoded by other workers.
 
-    The engine goes on decoding while it waits. Prompts without media are embedded here.
-
-    Args:
-        model: Argument of `MediaEncoder`.
-        processor: Argument of `MediaEncoder`.
-        memory: Argument of `MediaEncoder`.
-        ask: `ask(call, prepared)` sends a request; its result comes to `resolve`.
-
-    Attributes:
-        lost: Ids of requests whose encoder died.
+    The engine goes on decoding while it waits. Prompts without media are embedded here. Requests
+    are sent by `ask(call, prepared)`, and their results come to `resolve`. `lost` holds the ids of
+    requests whose encoder died.
     """
 
     def __init__(
