@@ -285,7 +285,7 @@ _UNBOUND = Ahead(frames=1 << 60, bytes=1 << 60)
 def scan(
     source: MediaSource, limits: Limits, header: Header
 ) -> Iterator[tuple[int | None, bool, Facts]]:
-    """Yield packets of a file lazily; `Mismatch` if facts are missing, `Damage` if one is broken."""
+    """Yield packets of a file lazily; `Mismatch` without facts, `Damage` if one is broken."""
     look = packets.unit_reader(header)
     if look is None:
         raise Mismatch
